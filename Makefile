@@ -37,15 +37,17 @@ test-gpu: $(VENV)/.tested
 
 trust: $(VENV)/.tested
 	$(BIN)/python -m tests.trust --seed $(TRUST_SEED) --jobs $(TRUST_JOBS) --report trust.json \
-	  --kills 2000 --faults 10000 --mutations 20000 --pickles 2500 --archives 1500 --files 1500 --moving 500 \
+	  --kills 2000 --faults 10000 --mutations 20000 --foreign 2000 --pickles 2500 --archives 1500 --files 1500 --moving 500 \
 	  --fuzz 1000000 --ranks 100 --trainer 50
 
 check: $(VENV)/.tested
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
+	$(BIN)/python docs/plain_english.py
 
-docs: $(VENV)/.tested
-	$(BIN)/python docs/build_reference.py build/docs
+docs: $(VENV)/.documented
+	$(BIN)/python docs/build_site.py build/docs
 
 benchmark: $(VENV)/.tested
 	$(BIN)/python benchmarks/convert.py
@@ -58,7 +60,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) -e ".[test,oracle,data,docs,train,zarr,serve]"
+	$(PIP) -e ".[test,oracle,data,train,zarr,serve]"
+	touch $@
+
+$(VENV)/.documented: $(VENV)/.installed
+	$(PIP) -e ".[docs]"
 	touch $@
 
 clean:

@@ -51,9 +51,16 @@ def rank(cp: int, how: str, sequence: int, steps: int) -> dict[str, float]:
         dist.init_process_group("gloo")
     config = from_fields("llama", {**MODEL, "max_positions": sequence})
     grid = make_grid(Layout(stage_layers=(config.layer_count,)), 1, torch.device("cpu"), cp=cp)
-    engine = Engine(config, grid, ModelOptions(dtype="float32", context=how), OptimizerOptions(distributed=cp > 1))
+    engine = Engine(
+        config,
+        grid,
+        ModelOptions(dtype="float32", context=how),
+        OptimizerOptions(distributed=cp > 1),
+    )
     init_weights(engine, 0.02, 0)
-    tokens = torch.randint(0, config.vocab, (1, sequence + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, config.vocab, (1, sequence + 1), generator=torch.Generator().manual_seed(0)
+    )
     batch = Microbatch(tokens[:, :-1], tokens[:, 1:])
     kept = kept_bytes(engine, batch)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -69,7 +76,11 @@ def rank(cp: int, how: str, sequence: int, steps: int) -> dict[str, float]:
         dist.all_reduce(figures, dist.ReduceOp.MAX)
         dist.destroy_process_group()
     kept, peak, seconds = figures.tolist()
-    return {"kept_MB": round(kept / 1e6, 1), "peak_MB": round(peak / 1e6, 1), "step_ms": round(seconds * 1e3)}
+    return {
+        "kept_MB": round(kept / 1e6, 1),
+        "peak_MB": round(peak / 1e6, 1),
+        "step_ms": round(seconds * 1e3),
+    }
 
 
 def kept_bytes(engine: Engine, batch: Microbatch) -> int:
@@ -97,11 +108,19 @@ def measure(sequence: int, steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
     whole = 0.0
     for cp, how in runs:
         launch = (
-            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(cp)] if cp > 1 else [sys.executable]
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(cp)]
+            if cp > 1
+            else [sys.executable]
         )
         words = ["--rank", str(cp), how, "--sequence", str(sequence), "--steps", str(steps)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*launch, __file__, *words], env=environment, capture_output=True, text=True)
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": "ignore",
+            "OMP_NUM_THREADS": "1",
+        }
+        done = subprocess.run(
+            [*launch, __file__, *words], env=environment, capture_output=True, text=True
+        )
         if done.returncode:
             raise SystemExit(done.stderr[-3000:])
         figures = json.loads(done.stdout.splitlines()[-1])
@@ -113,7 +132,9 @@ def measure(sequence: int, steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--json", action="store_true")
@@ -128,7 +149,10 @@ def main() -> None:
         if words.json:
             print(json.dumps({"layout": name, **figures}), flush=True)
         else:
-            print(f"{name:<20}" + "".join(f"{label} {value:<10}" for label, value in figures.items()), flush=True)
+            print(
+                f"{name:<20}" + "".join(f"{label} {value:<10}" for label, value in figures.items()),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -56,12 +56,23 @@ def make_model(path: Path, layers: int) -> int:
         }
         shapes |= {
             name + f"mlp.{word}_proj.weight": shape
-            for word, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn)))
+            for word, shape in (
+                ("gate", (ffn, hidden)),
+                ("up", (ffn, hidden)),
+                ("down", (hidden, ffn)),
+            )
         }
-        shapes |= {name + f"{word}_layernorm.weight": (hidden,) for word in ("input", "post_attention")}
+        shapes |= {
+            name + f"{word}_layernorm.weight": (hidden,) for word in ("input", "post_attention")
+        }
     shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
     path.mkdir(parents=True)
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layers, **SIZES}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        **SIZES,
+    }
     config |= {
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
@@ -72,7 +83,11 @@ def make_model(path: Path, layers: int) -> int:
     header, position = {}, 0
     for name, shape in shapes.items():
         size = 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, position + size]}
+        header[name] = {
+            "dtype": "BF16",
+            "shape": shape,
+            "data_offsets": [position, position + size],
+        }
         position += size
     text = json.dumps(header).encode()
     random = np.random.default_rng(0)
@@ -106,7 +121,12 @@ def peak_memory(command: list[str]) -> int:
         try:
             status = Path(f"/proc/{process.pid}/status").read_text()
             peak = max(
-                peak, *(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+                peak,
+                *(
+                    int(line.split()[1]) * 1024
+                    for line in status.splitlines()
+                    if line.startswith("RssAnon")
+                ),
             )
         except (OSError, TypeError):
             pass
@@ -152,7 +172,9 @@ def prepare(work: Path, layers: int, names: list[str]) -> int:
         "torch_dist": ["--saver", "core", "--ckpt-format", "torch_dist", "--tp", "2"],
         "fp32": ["--saver", "hf", "--dtype", "fp32"],
     }
-    for place in {DIRECTIONS[name][0] for name in names} | {compared_with(name) for name in names} - {"hf"}:
+    for place in {DIRECTIONS[name][0] for name in names} | {
+        compared_with(name) for name in names
+    } - {"hf"}:
         if place in made:
             run(conversion(work, "hf", *made[place]))
             (work / "out").rename(work / place)
@@ -164,7 +186,9 @@ def compared_with(name: str) -> str:
     return "fp32" if "fp32" in name else DIRECTIONS[name][0]
 
 
-def one_pair(work: Path, copy: list[str], command: list[str], *, copy_last: bool) -> list[tuple[float, float]]:
+def one_pair(
+    work: Path, copy: list[str], command: list[str], *, copy_last: bool
+) -> list[tuple[float, float]]:
     """(seconds, processor seconds) of the copy and of the command, with a disk that has nothing else to do."""
     pair = {0: copy, 1: command}
     times = {}
@@ -180,7 +204,13 @@ def measure(work: Path, layers: int, runs: int, names: list[str], peers: bool) -
     size = prepare(work, layers, names)
     commands = {name: conversion(work, *DIRECTIONS[name]) for name in names}
     if peers:
-        commands["transformers load + save"] = [sys.executable, "-c", TRANSFORMERS, str(work / "hf"), str(work / "out")]
+        commands["transformers load + save"] = [
+            sys.executable,
+            "-c",
+            TRANSFORMERS,
+            str(work / "hf"),
+            str(work / "out"),
+        ]
     memory: dict[str, int] = {}
     pairs: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in commands}
     for number in range(runs + 1):
@@ -214,25 +244,34 @@ def summary(pairs: list[list[tuple[float, float]]], memory: int) -> dict[str, ob
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument(
-        "--only", action="append", choices=list(DIRECTIONS), help="this direction alone; may be repeated"
+        "--only",
+        action="append",
+        choices=list(DIRECTIONS),
+        help="this direction alone; may be repeated",
     )
     parser.add_argument("--dir", type=Path, default=None)
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-        found = measure(Path(folder), args.layers, args.runs, args.only or list(DIRECTIONS), args.peers)
+        found = measure(
+            Path(folder), args.layers, args.runs, args.only or list(DIRECTIONS), args.peers
+        )
     if args.json:
         print(json.dumps(found, indent=1))
         return
     print(f"{found['machine']}; {found['bytes']:,} bytes, {args.runs} runs")
     print(f"{'':<26} {'cp':>8} {'megaconv':>8} {'processors':>10} {'ratio':>6} {'memory':>10}")
     for name, row in found["results"].items():  # type: ignore[attr-defined]
-        times = f"{row['cp_median_s']:>6.2f} s {row['median_s']:>6.2f} s {row['processor_s']:>8.2f} s"
+        times = (
+            f"{row['cp_median_s']:>6.2f} s {row['median_s']:>6.2f} s {row['processor_s']:>8.2f} s"
+        )
         print(
             f"{name:<26} {times} {row['ratio_to_cp']:>6.2f} {row['peak_anonymous_mb']:>7.1f} MB   {row['all_ratios']}"
         )

@@ -29,7 +29,7 @@ import torch
 from megatron_lite.inference.batching import Request, generate
 from megatron_lite.inference.opening import open_model
 from megatron_lite.inference.sampling import Sampling
-from megatron_lite.loop import launch
+from megatron_lite.processes import launch
 from megatron_lite.settings.config import Parallel
 
 ROOT = Path(__file__).parents[1]
@@ -90,7 +90,9 @@ def compare(rounds: int, new_tokens: int, directory: Path) -> dict[str, Any]:
     contenders = generators(directory, new_tokens)
     found: dict[str, Any] = {}
     for batch in BATCHES:
-        answers = {name: run(prompts(batch, 0)) for name, run in contenders.items()}  # the round that doesn't count
+        answers = {
+            name: run(prompts(batch, 0)) for name, run in contenders.items()
+        }  # the round that doesn't count
         equal = all(answer == answers["megatron_lite"] for answer in answers.values())
         speeds: dict[str, list[float]] = {name: [] for name in contenders}
         for number in range(rounds):
@@ -99,7 +101,9 @@ def compare(rounds: int, new_tokens: int, directory: Path) -> dict[str, Any]:
                 begun = time.process_time()
                 run(prompts(batch, number + 1))
                 speeds[name].append(batch * new_tokens / (time.process_time() - begun))
-        found[f"batch {batch}"] = {name: statistics.median(values) for name, values in speeds.items()} | {
+        found[f"batch {batch}"] = {
+            name: statistics.median(values) for name, values in speeds.items()
+        } | {
             f"ratio to {name}": statistics.median(
                 mine / theirs for mine, theirs in zip(speeds["megatron_lite"], values, strict=True)
             )
@@ -117,7 +121,9 @@ def serve(rounds: int, new_tokens: int, directory: Path) -> dict[str, Any]:
         "--tokenizer-type", "NullTokenizer",
     ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.PIPE, text=True, env=environment
+    )
     try:
         assert process.stdout is not None
         port = int(process.stdout.readline().split("127.0.0.1:")[1].split(",")[0])
@@ -156,7 +162,9 @@ async def _client(port: int, row: list[int], new_tokens: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("generate", "serve"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--new-tokens", type=int, default=32)
@@ -164,14 +172,18 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
-        found = (compare if given.what == "generate" else serve)(given.rounds, given.new_tokens, Path(directory))
+        found = (compare if given.what == "generate" else serve)(
+            given.rounds, given.new_tokens, Path(directory)
+        )
     if given.json:
         print(json.dumps(found, indent=1))
         return
     for name, value in found.items():
         shown = value.items() if isinstance(value, dict) else [("", value)]
         for part, figure in shown:
-            print(f"{name:<12} {part:<32} {figure if isinstance(figure, bool) else format(figure, '.2f')}")
+            print(
+                f"{name:<12} {part:<32} {figure if isinstance(figure, bool) else format(figure, '.2f')}"
+            )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,9 @@ def one_round(model: Path, *, statistics_first: bool) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--dir", type=Path)
@@ -51,7 +53,9 @@ def main() -> None:
         size = make_model(model, args.layers)
         fill_with_normals(model / "model.safetensors", size)
         one_round(model, statistics_first=False)  # compiles modules, fills the page cache
-        rounds = [one_round(model, statistics_first=bool(number % 2)) for number in range(args.runs)]
+        rounds = [
+            one_round(model, statistics_first=bool(number % 2)) for number in range(args.runs)
+        ]
     ratios = [round(stats / fingerprint, 2) for fingerprint, stats in rounds]
     found = {
         "bytes": size,

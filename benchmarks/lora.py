@@ -25,9 +25,9 @@ from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.adapters import init_adapters
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
-from megatron_lite.loop.launch import keep_freed_memory
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
+from megatron_lite.processes.launch import keep_freed_memory
 from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions
 
 CONTENDERS = ("megatron_lite", "peft", "peft, keeping freed memory")
@@ -37,7 +37,9 @@ Step = Callable[[], None]
 
 
 def model(tiny: bool) -> ModelConfig:
-    layers, hidden, heads, ffn, vocab, positions = (2, 64, 4, 128, 256, 64) if tiny else (8, 384, 6, 1024, 16384, 512)
+    layers, hidden, heads, ffn, vocab, positions = (
+        (2, 64, 4, 128, 256, 64) if tiny else (8, 384, 6, 1024, 16384, 512)
+    )
     return from_fields(
         "llama",
         {
@@ -74,7 +76,8 @@ def theirs(config: ModelConfig, rank: int) -> Step:
         max_position_embeddings=config.max_positions, attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
     network = get_peft_model(
-        LlamaForCausalLM(settings), LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+        LlamaForCausalLM(settings),
+        LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"),
     )
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer, data = torch.optim.AdamW(trained, lr=1e-4, fused=True), batch(config)
@@ -82,7 +85,9 @@ def theirs(config: ModelConfig, rank: int) -> Step:
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         logits = network(data.tokens).logits
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), data.labels.flatten()).backward()
+        torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), data.labels.flatten()
+        ).backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
 
@@ -114,13 +119,16 @@ def _peak() -> int:
 
 def measure(steps: int, rank: int, tiny: bool) -> dict[str, Any]:
     commands = {
-        name: [sys.executable, __file__, "--one", name, "--rank", str(rank), *["--tiny"] * tiny] for name in CONTENDERS
+        name: [sys.executable, __file__, "--one", name, "--rank", str(rank), *["--tiny"] * tiny]
+        for name in CONTENDERS
     }
     all_rounds, found = rounds(commands, steps), {}
     for name in CONTENDERS:
         ratios = [taken[name]["seconds"] / taken[CONTENDERS[0]]["seconds"] for taken in all_rounds]
         found[name] = {
-            "step_ms": round(1e3 * statistics.median(taken[name]["seconds"] for taken in all_rounds), 1),
+            "step_ms": round(
+                1e3 * statistics.median(taken[name]["seconds"] for taken in all_rounds), 1
+            ),
             "times_ours": round(statistics.median(ratios), 2),
             "ratios": f"{min(ratios):.2f} to {max(ratios):.2f}",
             "peak_MB": round(all_rounds[-1][name]["peak"] / 1e6),
@@ -130,7 +138,9 @@ def measure(steps: int, rank: int, tiny: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--tiny", action="store_true")

@@ -40,7 +40,11 @@ MIB = 1 << 20
 
 
 def anonymous_bytes() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -69,16 +73,24 @@ def rank(given: Namespace) -> list[dict[str, float]]:
     dist.init_process_group("gloo")
     config = from_fields("llama", {**SIZES, "layers.count": given.layers})
     grid = make_grid(Layout(stage_layers=(given.layers,)), given.ranks, torch.device("cpu"))
-    engine = Engine(config, grid, ModelOptions("bfloat16", vocab_divisor=1), OptimizerOptions(distributed=True))
+    engine = Engine(
+        config, grid, ModelOptions("bfloat16", vocab_divisor=1), OptimizerOptions(distributed=True)
+    )
     init_weights(engine, 0.02, 0)
     groups = param_groups(Settings(), Progress(), (1e-3, 0.1, None))
-    common = {"args": Namespace(), "iteration": 1, "optimizer": {"optimizer": {"param_groups": groups}}}
+    common = {
+        "args": Namespace(),
+        "iteration": 1,
+        "optimizer": {"optimizer": {"param_groups": groups}},
+    }
     take = rank_snapshot if given.format == "torch" else dist_snapshot
     with tempfile.TemporaryDirectory(dir=given.directory) as place:
         shared = [place]
         dist.broadcast_object_list(shared)
         group = dist.new_group(backend="gloo")
-        saver = Saver(Path(shared[0]), given.format, dist.get_rank(), group, {}, asynchronous=given.async_save)
+        saver = Saver(
+            Path(shared[0]), given.format, dist.get_rank(), group, {}, asynchronous=given.async_save
+        )
         with Peak() as peak:
             for _ in range(2):
                 dist.barrier()
@@ -98,19 +110,30 @@ def rank(given: Namespace) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--format", choices=("torch", "torch_dist"), default="torch")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--async-save", action="store_true")
     parser.add_argument(
-        "--directory", help="where checkpoints of the measurement grow; the system's place for such things"
+        "--directory",
+        help="where checkpoints of the measurement grow; the system's place for such things",
     )
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     if "RANK" not in os.environ:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(given.ranks)]
-        raise SystemExit(subprocess.run([sys.executable, *launcher, __file__, *sys.argv[1:]]).returncode)
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(given.ranks),
+        ]
+        raise SystemExit(
+            subprocess.run([sys.executable, *launcher, __file__, *sys.argv[1:]]).returncode
+        )
     figures = rank(given)
     if os.environ["RANK"] != "0":
         return

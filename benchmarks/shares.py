@@ -28,12 +28,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer import WARM_UP, add_mixture, chosen, ours, with_core, with_transformers
 from turns import Figures, answer, rounds
 
-from megatron_lite.loop.launch import keep_freed_memory
+from megatron_lite.processes.launch import keep_freed_memory
 
 CONTENDERS = {"megatron_lite": ours, "transformers": with_transformers, "megatron-core": with_core}
-COMPILED = {"megatron_lite": partial(ours, compile=True), "transformers": partial(with_transformers, compiled=True)}
+COMPILED = {
+    "megatron_lite": partial(ours, compile=True),
+    "transformers": partial(with_transformers, compiled=True),
+}
 COMPILED_REST = "compiled, and outside of operations"
-GROUPED = ("_grouped_mm", "transformers.grouped_mm_fallback", "transformers.grouped_mm_fallback_backward")
+GROUPED = (
+    "_grouped_mm",
+    "transformers.grouped_mm_fallback",
+    "transformers.grouped_mm_fallback_backward",
+)
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", *GROUPED)
 ROWS = 2
 
@@ -51,11 +58,17 @@ class Clock(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        arguments: tuple[Any, ...] = (),
+        named: Mapping[str, Any] | None = None,
     ) -> Any:
         begun = time.thread_time()
         found = function(*arguments, **(named or {}))
-        self.seconds[str(function.overloadpacket).removeprefix("aten.")] += time.thread_time() - begun
+        self.seconds[str(function.overloadpacket).removeprefix("aten.")] += (
+            time.thread_time() - begun
+        )
         return found
 
 
@@ -83,7 +96,9 @@ def one(name: str, tiny: bool, mixture: str | None, compiled: bool) -> None:
 
 
 def _with_children() -> float:
-    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    own, children = (
+        resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
@@ -99,7 +114,9 @@ def kind(operation: str) -> str:
     return "products" if operation in PRODUCTS else "others"
 
 
-def measure(steps: int, tiny: bool, mixture: str | None, compiled: bool, top: int) -> dict[str, Any]:
+def measure(
+    steps: int, tiny: bool, mixture: str | None, compiled: bool, top: int
+) -> dict[str, Any]:
     words = ["--tiny"] * tiny + (["--mixture", mixture] if mixture else [])
     commands = {name: [sys.executable, __file__, "--one", name, *words] for name in CONTENDERS}
     if compiled:
@@ -111,12 +128,17 @@ def measure(steps: int, tiny: bool, mixture: str | None, compiled: bool, top: in
 def summary(turns: list[Figures], top: int) -> dict[str, Any]:
     """Medians over the turns."""
     names = {name for turn in turns for name in turn["operations"]}
-    seconds = {name: statistics.median(turn["operations"].get(name, 0.0) for turn in turns) for name in names}
+    seconds = {
+        name: statistics.median(turn["operations"].get(name, 0.0) for turn in turns)
+        for name in names
+    }
     step, whole = statistics.median(turn["step"] for turn in turns), sum(seconds.values())
     shares = dict.fromkeys(("products", "attention", "others"), 0.0)
     for name, took in seconds.items():
         shares[kind(name)] += took / whole
-    most = sorted((name for name in names if kind(name) == "others"), key=lambda name: -seconds[name])[:top]
+    most = sorted(
+        (name for name in names if kind(name) == "others"), key=lambda name: -seconds[name]
+    )[:top]
     return {
         "step_cpu_ms": round(1e3 * step),
         "operations_ms": round(1e3 * whole),
@@ -128,7 +150,9 @@ def summary(turns: list[Figures], top: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--top", type=int, default=12)
     add_mixture(parser)

@@ -45,10 +45,27 @@ def commands(work: Path, megaconv: str) -> dict[str, list[str]]:
     """Every one writes below work/out; what they read is made first, by the first of each kind."""
     source, target = work / "model", work / "out"
     convert = [megaconv, "convert", "--save-dir", str(target)]
-    to_dist = ["--load-dir", str(source), "--saver", "core", "--ckpt-format", "torch_dist", "--tp", "2"]
+    to_dist = [
+        "--load-dir",
+        str(source),
+        "--saver",
+        "core",
+        "--ckpt-format",
+        "torch_dist",
+        "--tp",
+        "2",
+    ]
 
     def utility(name: str, left: Path, right: Path) -> list[str]:
-        python = [sys.executable, "-W", "ignore", "-c", UTILITY.format(name=name), str(left), str(right)]
+        python = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            UTILITY.format(name=name),
+            str(left),
+            str(right),
+        ]
         return ["sh", "-c", SYNCED.format(target=target), "sh", *python]
 
     return {
@@ -86,7 +103,9 @@ def measure(work: Path, layers: int, runs: int) -> dict[str, object]:
     peaks = {}
     for name, command in made.items():
         (work / "out").mkdir()
-        peaks[name] = peak_memory(command[4:] if name in PEERS.values() else command)  # Python itself, not its shell
+        peaks[name] = peak_memory(
+            command[4:] if name in PEERS.values() else command
+        )  # Python itself, not its shell
         shutil.rmtree(work / "out")
     medians = {name: statistics.median(values) for name, values in times.items()}
     rows = {
@@ -102,7 +121,9 @@ def measure(work: Path, layers: int, runs: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=None)
@@ -115,7 +136,11 @@ def main() -> None:
         return
     print(f"{found['machine']}; {found['bytes']:,} bytes, {args.runs} runs")
     for name, row in found["results"].items():  # type: ignore[attr-defined]
-        faster = "".join(f"   {words[:13]} {value:.1f}" for words, value in row.items() if words.startswith("times as"))
+        faster = "".join(
+            f"   {words[:13]} {value:.1f}"
+            for words, value in row.items()
+            if words.startswith("times as")
+        )
         memory = f"peak anonymous {row['peak_anonymous_mb']:>7.1f} MB"
         print(
             f"{name:<26} {row['median_s']:>7.2f} s   {row['ratio_to_cp']:>5.2f} x cp   {memory}   {row['all_s']}{faster}"

@@ -34,10 +34,10 @@ from megaconv.model.fields import fields_of, from_fields
 from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
-from megatron_lite.loop.launch import keep_freed_memory
 from megatron_lite.loop.log import flops_per_token, peak_tflops
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
+from megatron_lite.processes.launch import keep_freed_memory
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 
 KEEPING = (("transformers", True), ("megatron-core", True))
@@ -46,7 +46,9 @@ CONTENDERS = (("megatron_lite", True), ("transformers", False), ("megatron-core"
 WARM_UP = 2
 
 
-def model(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, positions: int) -> ModelConfig:
+def model(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, positions: int
+) -> ModelConfig:
     return from_fields(
         "llama",
         {
@@ -66,7 +68,10 @@ def model(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: 
 
 SMALL = model(8, 384, 6, 6, 1024, 16384, 512)
 TINY = model(4, 64, 4, 4, 128, 256, 64)
-GPU = {"1B": (model(16, 2048, 32, 8, 8192, 32000, 4096), 4), "3B": (model(28, 3072, 24, 8, 8192, 32000, 4096), 2)}
+GPU = {
+    "1B": (model(16, 2048, 32, 8, 8192, 32000, 4096), 4),
+    "3B": (model(28, 3072, 24, 8, 8192, 32000, 4096), 2),
+}
 """Model, and sequences of a step."""
 
 EXPERTS = {
@@ -81,12 +86,18 @@ def chosen(mixture: str | None, tiny: bool) -> ModelConfig:
         return TINY if tiny else SMALL
     dense, experts = TINY if tiny else model(4, 384, 6, 6, 768, 4096, 512), EXPERTS[mixture]
     width = 2 * dense.mlp.ffn // experts["experts.per_token"]
-    return from_fields("mixtral", fields_of(dense) | experts | {"mlp.ffn": width, "experts.ffn": width})
+    return from_fields(
+        "mixtral", fields_of(dense) | experts | {"mlp.ffn": width, "experts.ffn": width}
+    )
 
 
 def add_mixture(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--mixture", nargs="?", const="coarse", choices=EXPERTS, help="of experts, in place of a dense model"
+        "--mixture",
+        nargs="?",
+        const="coarse",
+        choices=EXPERTS,
+        help="of experts, in place of a dense model",
     )
 
 
@@ -95,7 +106,9 @@ Step = Callable[[], None]
 
 def batch(config: ModelConfig, rows: int, device: str = "cpu") -> Microbatch:
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, config.vocab, (rows, config.max_positions + 1), generator=generator).to(device)
+    tokens = torch.randint(
+        0, config.vocab, (rows, config.max_positions + 1), generator=generator
+    ).to(device)
     return Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
@@ -110,12 +123,18 @@ def ours(config: ModelConfig, dtype: str, rows: int, **options: Any) -> Step:
     return lambda: engine.train_step([data], 1e-4) and None
 
 
-def with_transformers(config: ModelConfig, dtype: str, rows: int, *, compiled: bool = False) -> Step:
+def with_transformers(
+    config: ModelConfig, dtype: str, rows: int, *, compiled: bool = False
+) -> Step:
     """compiled: each layer, as ours are."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     experts = config.experts
-    of_mixture = {"num_local_experts": experts.count, "num_experts_per_tok": experts.per_token, "sliding_window": None}
+    of_mixture = {
+        "num_local_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "sliding_window": None,
+    }
     settings = (MixtralConfig if experts.count else LlamaConfig)(
         **(of_mixture if experts.count else {}),
         hidden_size=config.hidden, intermediate_size=config.mlp.ffn, num_hidden_layers=config.layer_count, vocab_size=config.vocab,
@@ -123,14 +142,18 @@ def with_transformers(config: ModelConfig, dtype: str, rows: int, *, compiled: b
         max_position_embeddings=config.max_positions,
         attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
-    network = (MixtralForCausalLM if experts.count else LlamaForCausalLM)(settings).to(getattr(torch, dtype))
+    network = (MixtralForCausalLM if experts.count else LlamaForCausalLM)(settings).to(
+        getattr(torch, dtype)
+    )
     for layer in network.model.layers if compiled else ():
         layer.compile()
     data = batch(config, rows)
 
     def loss() -> torch.Tensor:
         logits = network(data.tokens).logits
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), data.labels.flatten())
+        return torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), data.labels.flatten()
+        )
 
     return _plain_step(network, loss)
 
@@ -147,7 +170,12 @@ def with_core(config: ModelConfig, dtype: str, rows: int) -> Step:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(1, 1)
     run_on_cpu().__enter__()
-    unfused = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
+    unfused = (
+        "gradient_accumulation_fusion",
+        "masked_softmax_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+    )
     experts = config.experts
     of_mixture = {
         "num_moe_experts": experts.count, "moe_ffn_hidden_size": experts.ffn, "moe_router_topk": experts.per_token,
@@ -167,8 +195,12 @@ def with_core(config: ModelConfig, dtype: str, rows: int) -> Step:
     ).to(getattr(torch, dtype))  # fmt: skip
     data = batch(config, rows)
     positions = torch.arange(config.max_positions).expand(rows, -1)
-    mask = torch.ones(config.max_positions, config.max_positions, dtype=torch.bool).triu(1)[None, None]
-    return _plain_step(network, lambda: network(data.tokens, positions, mask, labels=data.labels).float().mean())
+    mask = torch.ones(config.max_positions, config.max_positions, dtype=torch.bool).triu(1)[
+        None, None
+    ]
+    return _plain_step(
+        network, lambda: network(data.tokens, positions, mask, labels=data.labels).float().mean()
+    )
 
 
 def _plain_step(network: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> Step:
@@ -188,9 +220,9 @@ def one(name: str, dtype: str, tiny: bool, keep: bool, mixture: str | None) -> N
     config, rows = chosen(mixture, tiny), 2
     if keep:
         keep_freed_memory()
-    step = {"megatron_lite": ours, "transformers": with_transformers, "megatron-core": with_core}[name](
-        config, dtype, rows
-    )
+    step = {"megatron_lite": ours, "transformers": with_transformers, "megatron-core": with_core}[
+        name
+    ](config, dtype, rows)
     for _ in range(WARM_UP):
         step()
 
@@ -277,7 +309,12 @@ def rank(tp: int, pp: int, dp: int, steps: int, tiny: bool) -> None:
     clock = _time_communication()
     each = config.layer_count // pp
     grid = make_grid(Layout(tp, pp, stage_layers=(each,) * pp), dp, torch.device("cpu"))
-    engine = Engine(config, grid, ModelOptions(dtype="float32", vocab_divisor=1), OptimizerOptions(distributed=dp > 1))
+    engine = Engine(
+        config,
+        grid,
+        ModelOptions(dtype="float32", vocab_divisor=1),
+        OptimizerOptions(distributed=dp > 1),
+    )
     init_weights(engine, 0.02, 0)
     data = [batch(config, 1)] * (4 // dp)
     waited: list[float] = []
@@ -318,7 +355,15 @@ def _time_communication() -> list[float]:
 
         return run
 
-    for name in ("all_reduce", "reduce_scatter", "all_gather", "send", "receive", "gathered", "scattered"):
+    for name in (
+        "all_reduce",
+        "reduce_scatter",
+        "all_gather",
+        "send",
+        "receive",
+        "gathered",
+        "scattered",
+    ):
         setattr(comm, name, timed(getattr(comm, name)))
     return clock
 
@@ -352,11 +397,17 @@ def gpu(steps: int) -> dict[str, Any]:
             engine = Engine(config, grid, ModelOptions(compile=compiled), OptimizerOptions())
             init_weights(engine, 0.02, 0)
             data = batch(config, rows, "cuda")
-            seconds = measure(lambda e=engine, d=data: e.train_step([d], 1e-4) and None, steps, torch.cuda.synchronize)  # type: ignore[misc]
+            seconds = measure(
+                lambda e=engine, d=data: e.train_step([d], 1e-4) and None,
+                steps,
+                torch.cuda.synchronize,
+            )  # type: ignore[misc]
             speed = rows * config.max_positions / seconds
             found[f"{label}{', compiled' if compiled else ''}"] = {
                 "tokens_per_second": round(speed),
-                "mfu": round(speed * flops_per_token(config, config.max_positions) / 1e12 / peak, 3),
+                "mfu": round(
+                    speed * flops_per_token(config, config.max_positions) / 1e12 / peak, 3
+                ),
                 "peak_GB": round(torch.cuda.max_memory_allocated() / 1e9, 1),
             }
             del engine
@@ -364,7 +415,9 @@ def gpu(steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("single", "parallel", "gpu", "one", "rank"))
     parser.add_argument("rest", nargs="*")
     parser.add_argument("--steps", type=int, default=15)

@@ -35,7 +35,9 @@ def rounds(commands: Mapping[Name, list[str]], count: int) -> list[dict[Name, Fi
     found = []
     for number in range(count):
         turns = list(contenders.items())
-        found.append({name: contender.ask() for name, contender in (turns if number % 2 else turns[::-1])})
+        found.append(
+            {name: contender.ask() for name, contender in (turns if number % 2 else turns[::-1])}
+        )
     for contender in contenders.values():
         contender.end()
     return found
@@ -44,7 +46,12 @@ def rounds(commands: Mapping[Name, list[str]], count: int) -> list[dict[Name, Fi
 class _Contender:
     def __init__(self, command: list[str]) -> None:
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -29,6 +29,7 @@ from formats.safetensors import SafetensorsLayout, index_json, shard
 from formats.tensor import byte_count
 from megaconv.engine.preparation import open_source
 from megaconv.families import family_of_hf
+from megaconv.input import find_input
 from megaconv.model.ir import Header
 from megaconv.model.layout import Chunk, LayerSplit, Layout
 from megaconv.model.naming import HF
@@ -84,7 +85,9 @@ MODELS = {
         ("--tp", "8", "--ep", "64", "--pp", "16", "--decoder-last-pipeline-num-layers", "1"),
         {"tp": 1, "ep": 8, "pp": 16, "split": LayerSplit(last=1)},
     ),
-    "llama_405b": Model(LLAMA_405B, 5_000_000_000, ("--tp", "48"), ("--tp", "8", "--pp", "126"), {"tp": 8, "pp": 9}),
+    "llama_405b": Model(
+        LLAMA_405B, 5_000_000_000, ("--tp", "48"), ("--tp", "8", "--pp", "126"), {"tp": 8, "pp": 9}
+    ),
 }
 
 
@@ -95,7 +98,9 @@ def make_sparse(directory: Path, files: Mapping[str, FileLayout]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.truncate(layout.size)
-            for offset, data in layout.headers(defaultdict(int)):  # checksums of zero are not compared
+            for offset, data in layout.headers(
+                defaultdict(int)
+            ):  # checksums of zero are not compared
                 file.seek(offset)
                 file.write(data)
 
@@ -107,7 +112,10 @@ def make_hugging_face(directory: Path, model: Model) -> None:
     natives = native_tensors(table.rows, config, HF, Layout(), 0, whole, config.vocab)
     tensors = [(n.name, n.shape, "bfloat16") for n in natives if n.copy is None or n.copy.written]
     shards = shard(tensors, model.shard_bytes)
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    names = [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
     files: dict[str, FileLayout] = {}
     where: dict[str, str] = {}
     for file, members in zip(names, shards, strict=True):
@@ -129,7 +137,7 @@ def make_all(root: Path, model: Model) -> dict[str, Path]:
     if not made["hf"].exists():
         make_hugging_face(made["hf"], model)
     if not made["torch_dist"].exists():
-        _, source = open_source(made["hf"])
+        source = open_source(find_input(made["hf"]))
         make_megatron(made["torch_dist"], source.header, ckpt_format="torch_dist")
         make_megatron(made["rank_files"], source.header, **model.stored)
     return made
@@ -144,7 +152,9 @@ class Measured(NamedTuple):
 
 def measure(arguments: list[str]) -> Measured:
     """One whole process."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
     started = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "megaconv", *arguments], stdout=subprocess.DEVNULL, env=environment
@@ -161,7 +171,16 @@ def measure(arguments: list[str]) -> Measured:
     while waiting.is_alive():
         with suppress(OSError):
             status = Path(f"/proc/{process.pid}/status").read_text()
-            peak = max([peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))])
+            peak = max(
+                [
+                    peak,
+                    *(
+                        int(line.split()[1])
+                        for line in status.splitlines()
+                        if line.startswith("VmHWM")
+                    ),
+                ]
+            )
         waiting.join(0.02)
     [(seconds, process.returncode, usage)] = ended
     return Measured(seconds, usage.ru_utime + usage.ru_stime, peak / 1000, process.returncode)
@@ -185,14 +204,25 @@ def commands(made: Mapping[str, Path], model: Model) -> dict[str, list[str]]:
                 "--ep",
                 "1",
             ],
+            f"{form}: dry run to torch_dist for many": [
+                *source,
+                *to_core,
+                "--ckpt-format",
+                "torch_dist",
+                *model.many,
+            ],
             f"{form}: dry run to many ranks": [*source, *to_core, *model.many],
         }
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, help="where the files are made, and kept; otherwise they are temporary")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dir", type=Path, help="where the files are made, and kept; otherwise they are temporary"
+    )
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", default="", help="only commands whose name has this in it")
@@ -208,7 +238,9 @@ def main() -> None:
                 runs = [measure(arguments) for _ in range(options.runs)]
                 expected = 2 if command.endswith("refused") else 0
                 if {run.status for run in runs} != {expected}:
-                    sys.exit(f"{' '.join(arguments)}: ended with {runs[0].status}, expected {expected}")
+                    sys.exit(
+                        f"{' '.join(arguments)}: ended with {runs[0].status}, expected {expected}"
+                    )
                 found = {
                     "seconds": statistics.median(run.seconds for run in runs),
                     "processor": statistics.median(run.processor for run in runs),

@@ -35,7 +35,12 @@ SIZES: dict[str, Any] = {
     "layers.count": 8, "hidden": 384, "attention.heads": 8, "attention.kv_heads": 4, "attention.head_dim": 48, "mlp.ffn": 1024,
     "vocab": 4096, "norm.epsilon": 1e-5, "positions.theta": 1e4,
 }  # fmt: skip
-EXPERTS: dict[str, Any] = {"layers.mlp": "experts", "experts.count": 8, "experts.per_token": 2, "experts.ffn": 512}
+EXPERTS: dict[str, Any] = {
+    "layers.mlp": "experts",
+    "experts.count": 8,
+    "experts.per_token": 2,
+    "experts.ffn": 512,
+}
 LAYOUTS: dict[str, dict[str, int]] = {
     "TP2": {"tp": 2}, "PP2": {"pp": 2}, "DP2": {"dp": 2}, "EP2": {"dp": 2, "ep": 2}, "CP2": {"cp": 2},
 }  # fmt: skip
@@ -55,7 +60,9 @@ class Clock:
             found = function(*arguments, **named)
             self.seconds += time.perf_counter() - begun
             return (
-                [Waiting(work, self) for work in found] if isinstance(found, list) else found and Waiting(found, self)
+                [Waiting(work, self) for work in found]
+                if isinstance(found, list)
+                else found and Waiting(found, self)
             )
 
         return call
@@ -87,12 +94,18 @@ def rank(name: str, sequence: int, steps: int) -> dict[str, float]:
     config = from_fields("mixtral" if name == "EP2" else "llama", fields)
     stages = split_layers(config.layer_count, sizes["pp"], 1, LayerSplit())
     layout = Layout(sizes["tp"], sizes["pp"], 1, sizes["ep"], stage_layers=stages)
-    grid = make_grid(layout, sizes["dp"], torch.device("cpu"), cp=sizes["cp"], experts=name == "EP2")
+    grid = make_grid(
+        layout, sizes["dp"], torch.device("cpu"), cp=sizes["cp"], experts=name == "EP2"
+    )
     options = ModelOptions(dtype="float32", sequence_parallel=name == "TP2")
     engine = Engine(config, grid, options, OptimizerOptions(distributed=sizes["dp"] > 1))
     init_weights(engine, 0.02, 0)
-    tokens = torch.randint(0, config.vocab, (MICROBATCHES, sequence + 1), generator=torch.Generator().manual_seed(0))
-    batches = [Microbatch(row[None, :-1], row[None, 1:], index=index) for index, row in enumerate(tokens)]
+    tokens = torch.randint(
+        0, config.vocab, (MICROBATCHES, sequence + 1), generator=torch.Generator().manual_seed(0)
+    )
+    batches = [
+        Microbatch(row[None, :-1], row[None, 1:], index=index) for index, row in enumerate(tokens)
+    ]
     clock = Clock()
     clock.listen()
     times, shares = [], []
@@ -103,7 +116,9 @@ def rank(name: str, sequence: int, steps: int) -> dict[str, float]:
         engine.finish()
         times.append(time.perf_counter() - begun)
         shares.append(clock.seconds / times[-1])
-    figures = torch.tensor([statistics.median(times[1:]), statistics.median(shares[1:])], dtype=torch.float64)
+    figures = torch.tensor(
+        [statistics.median(times[1:]), statistics.median(shares[1:])], dtype=torch.float64
+    )
     both = [torch.empty_like(figures) for _ in range(2)]
     dist.all_gather(both, figures)
     dist.destroy_process_group()
@@ -112,7 +127,9 @@ def rank(name: str, sequence: int, steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", action="store_true")
@@ -137,9 +154,23 @@ def main() -> None:
 
 def measure(name: str, sequence: int, steps: int) -> dict[str, float]:
     words = ["--layout", name, "--sequence", str(sequence), "--steps", str(steps)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, *words]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        __file__,
+        *words,
+    ]
     found = subprocess.run(
-        command, capture_output=True, text=True, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     figures: dict[str, float] = json.loads(found.stdout.splitlines()[-1])
     return figures

@@ -1,70 +1,90 @@
-"""How large what a file says may be, before anything of that size is read or made: one table, each with its reason.
+"""Limits of the sizes that a file declares, each with its reason. They are checked before anything of that size is read
+or made.
 
-Sizes in bytes unless stated otherwise. A hostile file of a few megabytes is refused within seconds and
-500 MB, whatever is in it, and a larger pickle takes no more than 60 times its size; numbers that
-describe a model have their table in megaconv/model/ceilings.py.
+Sizes are in bytes unless stated otherwise. Each limit is at least four times the value of the largest published model
+(tests/formats/test_ceilings.py lists the published values). megaconv refuses a hostile file of a few megabytes within
+seconds, and with less than 500 MB of memory. A larger pickle takes at most 60 times its size, and a larger JSON file at
+most 30 times. The limits of numbers that describe a model are in megaconv/model/ceilings.py.
 """
 
-CONFIG_BYTES = 4 << 20
-"""config.json, params.json, metadata.json, `.zarray`: some kilobytes; a megabyte where a vision model names 20,000 classes."""
+CONFIG_BYTES = 8 << 20
+"""config.json, params.json, metadata.json, `.zarray`: some kilobytes. A vision model that names 22,000 classes has 1.7
+MB."""
 
 TRACKER_BYTES = 4096
-"""A tracker holds one word."""
+"""A tracker file: it holds one word."""
 
-INDEX_BYTES = 32 << 20
-"""`*.index.json`: 14 MB for the 140,000 tensors of the largest model that is published in such files (a trillion parameters)."""
+INDEX_BYTES = 96 << 20
+"""`*.index.json`: 23 MB for the 210,000 tensors of the largest model published in such files. It has a trillion
+parameters in 4 bits, with scales and shapes next to the weights."""
 
 HEADER_BYTES = 32 << 20
-"""The header of a safetensors file: some 130 bytes a tensor, so 240,000 tensors in one file. The safetensors library takes
-100 MB, but Python's values of such a header take two gigabytes, and models of more than some ten thousand tensors come in
-many files."""
+"""The header of a safetensors file: some 130 bytes per tensor, so 240,000 tensors in one file. The safetensors library
+accepts 100 MB, but the Python values of such a header take two gigabytes. Models of more than some ten thousand tensors
+come in many files."""
 
-RECORD_BYTES = 64 << 20
-"""megaconv.json: some 200 bytes a tensor, and four tensors a parameter with optimizer state."""
+HEADER_VALUES = 1_500_000
+"""Separators `[`, `{`, `:` and `,` of a safetensors header: some twelve per tensor. The value behind each separator
+takes up to 200 bytes as a Python object."""
 
-JSON_TEXT_BYTES = 64 << 20
-"""Of a JSON document as Python holds it: a character that isn't ASCII makes all of them four bytes wide."""
+RECORD_BYTES = 256 << 20
+"""megaconv.json: some 220 bytes per tensor, and four tensors per parameter with optimizer state. A model of a trillion
+elements has 70,000 parameters, and so 62 MB."""
 
-JSON_VALUES = 1_500_000
-"""Separators `[`, `{`, `:` and `,` of a JSON document: each value behind one takes up to 200 bytes as a Python object."""
+TREE_BYTES = 64 << 20
+"""`_METADATA` of an Orbax tree: some 600 bytes per array, so 100,000 arrays."""
 
-SIDECAR_BYTES = 64 << 20
-"""A tokenizer file that travels along, and is held in memory until it is written; the largest published have 35 MB."""
+JSON_DEPTH = 100
+"""Levels of a JSON document: a tokenizer has eight."""
 
-PICKLE_BYTES = 128 << 20
-"""A pickle: tensors lie outside. `.metadata` has some 140 bytes a chunk, so this is a million of them."""
+JSON_VALUES = 100_000
+"""Separators `[`, `{`, `:` and `,` of any JSON document, plus one for every JSON_VALUE_BYTES of the document. A larger
+document may hold more values, but must not consist of brackets alone. A value takes up to 90 bytes as a Python object.
+"""
+
+JSON_VALUE_BYTES = 3
+"""Bytes of a JSON document for each separator. A tokenizer's merges, as lists of two without white space, have five."""
+
+SIDECAR_BYTES = 160 << 20
+"""A tokenizer file or another small file, which is held in memory until it is written. The largest published files have
+35 MB."""
+
+PICKLE_BYTES = 160 << 20
+"""A pickle, without the tensors. `.metadata` has some 140 bytes per chunk, so this is a million chunks."""
 
 PICKLE_VALUES = 100_000
-"""Containers and objects of a pickle, and as many things that it refers back to, with one more for every PICKLE_VALUE_BYTES of
-it: a container takes up to 250 bytes as a Python object."""
+"""Containers and objects of a pickle, and the same number of references back, plus one for every PICKLE_VALUE_BYTES of
+the pickle. A container takes up to 250 bytes as a Python object."""
 
 PICKLE_VALUE_BYTES = 4
-"""Of a pickle, for each container in it: checkpoints have from 6.5 on."""
+"""Bytes of a pickle for each container. Checkpoints have 6.5 or more."""
 
-GGUF_HEADER_BYTES = 64 << 20
-"""What comes before a GGUF file's tensors: 16 MB with a vocabulary of 262,000 and its merges."""
+GGUF_HEADER_BYTES = 128 << 20
+"""The part of a GGUF file before its tensors: 18 MB with a vocabulary of 262,000 and its merges."""
 
 GGUF_ENTRIES = 100_000
-"""Keys of a GGUF file, and as many tensors: some thousands, since experts are stacked."""
+"""Keys of a GGUF file, and the same number of tensors. Files have some thousands, since experts are stacked."""
 
-GGUF_STRINGS = 2_000_000
-"""In arrays of a GGUF file: words of a vocabulary, and its merges."""
+GGUF_STRINGS = 4_000_000
+"""Strings in arrays of a GGUF file: the words of a vocabulary and its merges. The largest published file has 777,000
+(Gemma 3)."""
 
 YAML_BYTES = 1 << 20
 """run_config.yaml, model.yaml: some 30 kilobytes of settings."""
 
 YAML_VALUES = 20_000
-"""Of a YAML document, keys included, with what an alias stands for as often as it is named; a run's settings have 2,000. Where
-PyYAML has no libyaml it reads ten thousand a second."""
+"""Values of a YAML document, keys included. The value of an alias counts every time that it is named. A run's settings
+have 2,000 values. Without libyaml, PyYAML reads ten thousand values a second."""
 
 YAML_DEPTH = 64
-"""Levels of a YAML document; a run's settings have six."""
+"""Levels of a YAML document: a run's settings have six."""
 
 YAML_NUMBER = 400
-"""Characters of a number in YAML: one in base 60 takes time by the square of them, one in base 16 can't be shown."""
+"""Characters of a number in YAML. Reading a number in base 60 takes time by the square of its length, and a long number
+in base 16 can't be printed."""
 
 AXES = 64
-"""Of a tensor: numpy's limit; torch's models have up to five."""
+"""Axes of a tensor: numpy's limit. torch's models have up to five."""
 
 AXIS = 1 << 63
-"""Elements along one axis, exclusive: what torch's and safetensors' 64-bit numbers hold."""
+"""Elements along one axis, exclusive: the limit of torch's and safetensors' 64-bit numbers."""

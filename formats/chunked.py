@@ -1,8 +1,8 @@
-"""Tensors of any number of axes that are stored as chunks: rectangles with an offset, each somewhere else on the disk.
+"""Tensors of any number of axes that are stored as chunks: rectangles with an offset, each in its own place on the
+disk.
 
-A stacked tensor [layers, experts, rows, cols] can be split along its first axis (`unstack`) into tensors that read nothing
-but their own bytes. Chunks may be irregular, come in any order and hold no element at all; together they cover the
-tensor exactly once.
+`unstack` splits a stacked tensor [layers, experts, rows, cols] along its first axis into tensors that read only their
+own bytes. Chunks may be irregular, come in any order and hold no element. Together they cover the tensor exactly once.
 """
 
 from bisect import bisect_right
@@ -18,15 +18,16 @@ from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
 
 
 class Stored(Protocol):
-    """A chunk's own bytes, found when they are first needed."""
+    """The bytes of a chunk, which are located when they are first needed."""
 
     def tensor(self) -> LazyTensor:
-        """Of the chunk's shape and dtype. Raises CorruptCheckpoint if that isn't what lies there."""
+        """The tensor of the chunk's shape and dtype. Raises CorruptCheckpoint if the file holds something else."""
         ...
 
 
 class Chunk(NamedTuple):
-    """A rectangle of a tensor. fixed: the place in the stored chunk's first axes, once these have been taken off."""
+    """A rectangle of a tensor. fixed: the index in the first axes of the stored chunk, after `unstack` has removed
+    these axes."""
 
     offset: Shape
     shape: Shape
@@ -40,10 +41,11 @@ class Chunk(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """A chunk, or a plane of it, in the matrix that the tensor is seen as; row and col: of its first element in the chunk's
-    own matrix.
+    """A chunk, or a plane of it, in the matrix form of the tensor. row and col: the place of its first element in the
+    chunk's own matrix.
 
-    transposed: the tensor is a vector, one column; the stored chunk has more axes, and there it is a row.
+    transposed: the tensor is a vector, which is one column. The stored chunk has more axes, and there the vector is a
+    row.
     """
 
     box: Box
@@ -53,15 +55,17 @@ class Rectangle(NamedTuple):
     stored: Stored
 
     def read_into(self, wanted: Box, out: Bytes) -> None:
-        """wanted: inside box."""
-        row, col = self.row + wanted.row0 - self.box.row0, self.col + wanted.col0 - self.box.col0
+        """Read a part of the rectangle. wanted: a box inside `box`."""
+        stored = self.stored.tensor()
         if not self.transposed:
-            self.stored.tensor().read_into(Box(row, row + wanted.rows, col, col + wanted.cols), out)
+            row = self.row + wanted.row0 - self.box.row0
+            col = self.col + wanted.col0 - self.box.col0
+            stored.read_into(Box(row, row + wanted.rows, col, col + wanted.cols), out)
             return
-        # Our column is a part of one row there: read it as a row, whose elements then lie in the order that a column wants.
+        # The column is a part of one stored row. Read it as a row: its elements have the order that the column needs.
         first = self.col + wanted.row0 - self.box.row0
         line = np.empty((1, out.size), np.uint8)
-        self.stored.tensor().read_into(Box(self.row, self.row + 1, first, first + wanted.rows), line)
+        stored.read_into(Box(self.row, self.row + 1, first, first + wanted.rows), line)
         np.copyto(out, line.reshape(out.shape))
 
 
@@ -84,7 +88,10 @@ class ChunkedTensor:
                 max(part.box.col0, box.col0), min(part.box.col1, box.col1),
             )  # fmt: skip
             if wanted.rows > 0 and wanted.cols > 0:
-                cols = slice((wanted.col0 - box.col0) * itemsize, (wanted.col1 - box.col0) * itemsize)
+                # `out` has bytes as columns, so column numbers are multiplied by the size of an element.
+                cols = slice(
+                    (wanted.col0 - box.col0) * itemsize, (wanted.col1 - box.col0) * itemsize
+                )
                 part.read_into(wanted, out[wanted.row0 - box.row0 : wanted.row1 - box.row0, cols])
 
     def _overlapping(self, box: Box) -> Sequence[Rectangle]:
@@ -92,32 +99,35 @@ class ChunkedTensor:
             found = sorted(self._planes(), key=lambda part: part.box)
             self._tallest = max((part.box.rows for part in found), default=0)
             self._starts = [part.box.row0 for part in found]
-            self._rectangles = found  # last: other threads look at it first
-        # Sorted by first row: what begins further up than the tallest one reaches ends before the box.
+            self._rectangles = found  # set last, since other threads test this field first
+        # Sorted by first row. A rectangle that begins further above the box than the tallest height ends before it.
         first = bisect_right(self._starts, box.row0 - self._tallest)
         return self._rectangles[first : bisect_right(self._starts, box.row1 - 1)]
 
     def _planes(self) -> Iterator[Rectangle]:
-        """A chunk's last two axes are a rectangle of the matrix, its plane; there is one for each index of the axes before."""
-        plane_rows = self.shape[-2] if len(self.shape) > 1 else 1
+        """Yield the planes of all chunks. A plane is the rectangle of a chunk's last two axes, for one index of the
+        other axes."""
         for chunk in self.chunks:
             if not prod(chunk.shape):
                 continue
             rows, cols = matrix_shape(chunk.shape[-2:])
             transposed = len(chunk.shape) == 1 and len(chunk.stored_shape) > 1
             for index in product(*map(range, chunk.shape[:-2])):
-                # Its place in the tensor's matrix: below all earlier planes, and as far down and right as the chunk begins.
-                plane = tuple(begin + at for begin, at in zip(chunk.offset, index, strict=False))
-                row0, col0 = _ravel(plane, self.shape) * plane_rows, 0
-                if len(chunk.shape) > 1:
-                    row0, col0 = row0 + chunk.offset[-2], chunk.offset[-1]
-                elif len(chunk.shape) == 1:
-                    row0 = chunk.offset[0]
-                # Its place in the chunk as stored, which has the axes that `unstack` took off besides.
-                stored = (*chunk.fixed, *index, *(0,) * min(2, len(chunk.shape)))
-                before, col = (stored[:-1], stored[-1]) if len(stored) > 1 else (stored, 0)
-                row = _ravel(before, chunk.stored_shape)
-                yield Rectangle(Box(row0, row0 + rows, col0, col0 + cols), row, col, transposed, chunk.stored)
+                row0, col0 = self._corner(chunk, index)
+                box = Box(row0, row0 + rows, col0, col0 + cols)
+                row, col = _corner_in_chunk(chunk, index)
+                yield Rectangle(box, row, col, transposed, chunk.stored)
+
+    def _corner(self, chunk: Chunk, index: tuple[int, ...]) -> tuple[int, int]:
+        """(row, column) of a plane in the tensor's matrix. index: place of the plane on the chunk's leading axes."""
+        if not chunk.shape:
+            return 0, 0
+        if len(chunk.shape) == 1:
+            return chunk.offset[0], 0
+        # A plane lies below all earlier planes of the tensor.
+        plane = tuple(begin + at for begin, at in zip(chunk.offset, index, strict=False))
+        rows_above = _ravel(plane, self.shape) * self.shape[-2]
+        return rows_above + chunk.offset[-2], chunk.offset[-1]
 
     def unstack(self) -> "list[ChunkedTensor]":
         """The tensors along the first axis. Raises CorruptCheckpoint for a scalar."""
@@ -127,22 +137,39 @@ class ChunkedTensor:
         for chunk in self.chunks:
             first, offset, shape = chunk.offset[0], chunk.offset[1:], chunk.shape[1:]
             for index in range(chunk.shape[0]):
-                inner = Chunk(offset, shape, chunk.stored, chunk.stored_shape, (*chunk.fixed, index))
+                inner = Chunk(
+                    offset, shape, chunk.stored, chunk.stored_shape, (*chunk.fixed, index)
+                )
                 slices[first + index].append(inner)
         return [ChunkedTensor(self.shape[1:], self.dtype, chunks) for chunks in slices]
 
 
 def joined(first: ChunkedTensor, second: ChunkedTensor) -> ChunkedTensor:
-    """One tensor under the other, along the first axis. Raises CorruptCheckpoint when they don't fit."""
+    """Two tensors joined along the first axis. Raises CorruptCheckpoint if their other axes or dtypes differ."""
     if first.shape[1:] != second.shape[1:] or first.dtype != second.dtype or not first.shape:
-        raise CorruptCheckpoint(f"{list(first.shape)} {first.dtype} and {list(second.shape)} {second.dtype} don't fit")
-    below = [chunk._replace(offset=(chunk.offset[0] + first.shape[0], *chunk.offset[1:])) for chunk in second.chunks]
-    shape = (first.shape[0] + second.shape[0], *first.shape[1:])
-    return ChunkedTensor(shape, first.dtype, [*first.chunks, *below])
+        raise CorruptCheckpoint(
+            f"{list(first.shape)} {first.dtype} and {list(second.shape)} {second.dtype} don't fit"
+        )
+    chunks = list(first.chunks)
+    for chunk in second.chunks:
+        row = chunk.offset[0] + first.shape[0]
+        below = (row, *chunk.offset[1:])
+        chunks.append(chunk._replace(offset=below))
+    rows = first.shape[0] + second.shape[0]
+    return ChunkedTensor((rows, *first.shape[1:]), first.dtype, chunks)
+
+
+def _corner_in_chunk(chunk: Chunk, index: tuple[int, ...]) -> tuple[int, int]:
+    """(row, column) of a plane in the stored chunk, which also has the axes that `unstack` removed."""
+    place = (*chunk.fixed, *index, *(0,) * min(2, len(chunk.shape)))
+    if len(place) > 1:
+        return _ravel(place[:-1], chunk.stored_shape), place[-1]
+    return _ravel(place, chunk.stored_shape), 0
 
 
 def _ravel(index: Shape, shape: Shape) -> int:
-    """The number of an element, or of the rows before it, in row-major order over the first len(index) axes."""
+    """The row-major number of an element over the first len(index) axes. With a shorter index, the number of rows
+    before it."""
     number = 0
     for place, size in zip(index, shape, strict=False):
         number = number * size + place
@@ -150,42 +177,58 @@ def _ravel(index: Shape, shape: Shape) -> int:
 
 
 def require_cover(what: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
-    """Raise CorruptCheckpoint unless rectangles (offset, shape) cover a tensor exactly once. what: names it in messages."""
+    """Raise CorruptCheckpoint unless rectangles (offset, shape) cover a tensor exactly once. what: the tensor's name in
+    messages."""
     if _is_grid(shape, boxes):
         return
     filled = [(offset, sizes) for offset, sizes in boxes if 0 not in sizes]
     for offset, sizes in boxes:
         if len(offset) != len(shape) or len(sizes) != len(shape):
-            raise CorruptCheckpoint(f"{what}: a chunk has {len(offset)} axes, the tensor {len(shape)}")
-        if any(first + size > whole for first, size, whole in zip(offset, sizes, shape, strict=True)):
-            found = f"a chunk {list(sizes)} at {list(offset)} reaches out of the tensor {list(shape)}"
+            raise CorruptCheckpoint(
+                f"{what}: a chunk has {len(offset)} axes, the tensor {len(shape)}"
+            )
+        if any(
+            first + size > whole for first, size, whole in zip(offset, sizes, shape, strict=True)
+        ):
+            found = (
+                f"a chunk {list(sizes)} at {list(offset)} reaches out of the tensor {list(shape)}"
+            )
             raise CorruptCheckpoint(f"{what}: {found}; save the checkpoint again")
     total = prod(shape)
     held = sum([prod(sizes) for _, sizes in filled])
     if held < total:
-        raise CorruptCheckpoint(f"{what}: its chunks hold {held} of {total} elements; a part is missing")
+        raise CorruptCheckpoint(
+            f"{what}: its chunks hold {held} of {total} elements; a part is missing"
+        )
     if held > total or (total and not _disjoint(filled, 0)):
         raise CorruptCheckpoint(f"{what}: its chunks overlap; save the checkpoint again")
 
 
 def _is_grid(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
-    """Whether all chunks are of one shape and fill a regular grid: the common case, found quickly."""
+    """True if all chunks have one shape and fill a regular grid. This is the common case, and fast to check."""
     step: Shape = boxes[0][1] if boxes else ()
-    if len(step) != len(shape) or 0 in step or any(whole % size for whole, size in zip(shape, step, strict=True)):
+    if (
+        len(step) != len(shape)
+        or 0 in step
+        or any(whole % size for whole, size in zip(shape, step, strict=True))
+    ):
         return False
     if len(boxes) != prod(shape) // prod(step):
         return False
-    corners = set(product(*(range(0, whole, size) for whole, size in zip(shape, step, strict=True))))
+    corners = set(
+        product(*(range(0, whole, size) for whole, size in zip(shape, step, strict=True)))
+    )
     return {sizes for _, sizes in boxes} == {step} and {offset for offset, _ in boxes} == corners
 
 
 def _disjoint(boxes: Sequence[tuple[Shape, Shape]], axis: int) -> bool:
-    """Whether no two rectangles of a list overlap: slab by slab along one axis, within each along the next."""
+    """True if no two rectangles of a list overlap. The search divides them into slabs along one axis, and each slab
+    along the next axis."""
     if len(boxes) < 2:
         return True
     if axis == len(boxes[0][0]):
         return False
-    # Slabs begin where some rectangle begins. Two that overlap share the slab in which the later one begins.
+    # Slabs begin where a rectangle begins. Two overlapping rectangles share the slab in which the later one begins.
     edges = sorted({offset[axis] for offset, _ in boxes})
     slabs: list[list[tuple[Shape, Shape]]] = [[] for _ in edges]
     for box in boxes:

@@ -1,17 +1,18 @@
-"""`.metadata` of PyTorch's distributed checkpoints (DCP): which rectangles of which tensor lie where in which file.
+"""`.metadata` of PyTorch's distributed checkpoints (DCP): the file and place of every rectangle of every tensor.
 
-A pickle of torch.distributed.checkpoint.metadata.Metadata, read as inert records and written without torch:
+It is a pickle of torch.distributed.checkpoint.metadata.Metadata. megaconv reads it as inert records and writes it
+without torch:
 
     state_dict_metadata   key -> TensorStorageMetadata(properties, size, chunks) or BytesStorageMetadata()
     storage_data          MetadataIndex(fqn, offset, index) -> _StorageInfo(relative_path, offset, length)
-    planner_data          key -> where in the nested dictionary it was; None in most Megatron checkpoints
+    planner_data          key -> its place in the nested dictionary; None in most Megatron checkpoints
     mcore_data            Megatron core 0.9 to 0.15: the true shapes of tensors that are stored flattened
 
-Source: torch/distributed/checkpoint/metadata.py and filesystem.py of torch 2.13; MCoreMetadata and saved plans, which
-say nothing more, are of Megatron core 0.11 to 0.15.
+Source: torch/distributed/checkpoint/metadata.py and filesystem.py of torch 2.13. MCoreMetadata is from Megatron core
+0.11 to 0.15, and so are saved plans, which add no information.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from formats.ceilings import PICKLE_BYTES
 from formats.chunked import require_cover
 from formats.errors import CorruptCheckpoint, UnsafeContent
 from formats.pickle_records import Opaque, TorchDtype
-from formats.pickle_writer import dumps
+from formats.pickle_writer import PickleWriter
 from formats.regular_files import read_small
 from formats.tensor import ITEMSIZE, Shape, as_shape
 
@@ -32,7 +33,7 @@ _FLATTENED = "nd_reformulated_orig_global_shape"
 
 
 class Range(NamedTuple):
-    """Bytes of a file beside `.metadata`."""
+    """A range of bytes in a file next to `.metadata`."""
 
     file: str
     offset: int
@@ -40,7 +41,7 @@ class Range(NamedTuple):
 
 
 class StoredChunk(NamedTuple):
-    """A rectangle of a tensor, and the range that holds it in a torch zip archive of its own."""
+    """A rectangle of a tensor, and the range that holds it in its own torch zip archive."""
 
     offset: Shape
     shape: Shape
@@ -59,7 +60,7 @@ class DcpMetadata:
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, Range]
     flattened: Mapping[str, Shape] = field(default_factory=dict)
-    """True shapes of tensors that Megatron core 0.9 to 0.15 stored flattened, by key."""
+    """Key -> true shape of each tensor that Megatron core 0.9 to 0.15 stored flattened."""
 
     @property
     def files(self) -> list[str]:
@@ -71,7 +72,11 @@ class DcpMetadata:
 
 
 def read(path: Path) -> DcpMetadata:
-    """Raises CorruptCheckpoint for chunks that don't cover their tensor exactly once, UnsafeContent for a path elsewhere."""
+    """Read a `.metadata` file.
+
+    Raises CorruptCheckpoint if chunks don't cover their tensor exactly once, and UnsafeContent for a path outside the
+    directory.
+    """
     top = pickle_guard.load(read_small(path, PICKLE_BYTES), source=str(path))
     try:
         return _parse(path, _attributes(top))
@@ -96,9 +101,15 @@ def _parse(path: Path, state: Mapping[str, Any]) -> DcpMetadata:
         elif (name, None) in places:
             objects[name] = places[name, None]
         else:
-            raise CorruptCheckpoint(f"{path}: doesn't say where {name} is stored; save the checkpoint again")
-    true_shapes = {name: data.get(_FLATTENED) for name, data in (state.get("mcore_data") or {}).items()}
-    return DcpMetadata(tensors, objects, {name: _shape(shape) for name, shape in true_shapes.items() if shape})
+            raise CorruptCheckpoint(
+                f"{path}: doesn't say where {name} is stored; save the checkpoint again"
+            )
+    true_shapes = {
+        name: data.get(_FLATTENED) for name, data in (state.get("mcore_data") or {}).items()
+    }
+    return DcpMetadata(
+        tensors, objects, {name: _shape(shape) for name, shape in true_shapes.items() if shape}
+    )
 
 
 def _attributes(value: object) -> Mapping[str, Any]:
@@ -108,7 +119,8 @@ def _attributes(value: object) -> Mapping[str, Any]:
 
 
 def _range(path: Path, key: str, info: Mapping[str, Any], files: set[str]) -> Range:
-    """files: those that were found to be in the same directory, of which there are few."""
+    """The byte range of a storage record. files: names already checked to be in the same directory; this function adds
+    to them."""
     file, offset, nbytes = info["relative_path"], info["offset"], info["length"]
     if file not in files:
         if not isinstance(file, str) or "/" in file or file in ("", ".", ".."):
@@ -118,14 +130,19 @@ def _range(path: Path, key: str, info: Mapping[str, Any], files: set[str]) -> Ra
         files.add(file)
     if info.get("transform_descriptors"):
         how = ", ".join(map(str, info["transform_descriptors"]))
-        raise CorruptCheckpoint(f"{path}: {key} is stored through {how:.80}; save the checkpoint without extensions")
+        raise CorruptCheckpoint(
+            f"{path}: {key} is stored through {how:.80}; save the checkpoint without extensions"
+        )
     if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
         raise ValueError(f"{key} lies at {offset!r:.40}, {nbytes!r:.40} bytes long")
     return Range(file, offset, nbytes)
 
 
 def _tensor(
-    path: Path, name: str, entry: Mapping[str, Any], places: Mapping[tuple[str, Shape | None], Range]
+    path: Path,
+    name: str,
+    entry: Mapping[str, Any],
+    places: Mapping[tuple[str, Shape | None], Range],
 ) -> StoredTensor:
     properties = entry["properties"].state
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
@@ -136,7 +153,9 @@ def _tensor(
         offset, sizes = _shape(chunk.state["offsets"]), _shape(chunk.state["sizes"])
         place = places.get((name, offset))
         if place is None:
-            raise CorruptCheckpoint(f"{path}: doesn't say where the chunk of {name} at {list(offset)} is stored")
+            raise CorruptCheckpoint(
+                f"{path}: doesn't say where the chunk of {name} at {list(offset)} is stored"
+            )
         chunks.append(StoredChunk(offset, sizes, place))
     require_cover(f"{path}: {name}", shape, [chunk[:2] for chunk in chunks])
     return StoredTensor(shape, dtype.name, tuple(chunks))
@@ -152,56 +171,139 @@ def _shape(value: object) -> Shape:
 
 
 def write(metadata: DcpMetadata, *, nested_keys: bool) -> bytes:
-    """The bytes of `.metadata`. nested_keys: say in planner_data, as torch does, that each key is a path of one step."""
-    return dumps(_Records().metadata(metadata, nested_keys))[0]
+    """The bytes of `.metadata`. nested_keys: write planner_data as torch does, with each key as a path of one step.
+
+    Large models have hundreds of thousands of chunks, each with three records. The opcodes are written one after
+    another, without a Python object for each record.
+    """
+    records = _Records()
+    records.metadata(metadata, nested_keys)
+    return records.writer.finish()
 
 
 class _Records:
-    """What torch would pickle. A shape that occurs again is the same record, so that it is written once."""
+    """Writes the records that torch would pickle. Each record is made without arguments, and gets a dictionary as its
+    state.
+
+    A repeated shape is the same record, and is written once.
+    """
 
     def __init__(self) -> None:
-        self._sizes: dict[Shape, Opaque] = {}
+        self.writer = PickleWriter()
+        self._openings: dict[str, bytes] = {}
+        self._names: dict[str, bytes] = {}
         layout = Opaque("torch.serialization", "_get_layout", ("torch.strided",))
         contiguous = Opaque(_METADATA, "_MEM_FORMAT_ENCODING", (0,))
         self._properties = layout, False, contiguous, False
 
-    def metadata(self, metadata: DcpMetadata, nested_keys: bool) -> Opaque:
-        tensors = {name: self._tensor(tensor) for name, tensor in metadata.tensors.items()}
-        objects = {name: Opaque(_METADATA, "BytesStorageMetadata", (), {}) for name in metadata.objects}
-        state = {
-            "state_dict_metadata": tensors | objects,
-            "planner_data": {name: (name,) for name in (*tensors, *objects)} if nested_keys else None,
-            "storage_data": dict(self._storage(metadata)),
-            "storage_meta": None,
-            "version": "1.0.0",
-        }
-        return Opaque(_METADATA, "Metadata", (), state)
+    def metadata(self, metadata: DcpMetadata, nested_keys: bool) -> None:
+        """Write everything, as one record."""
+        names = (*metadata.tensors, *metadata.objects)
+        self._open(_METADATA, "Metadata", "state_dict_metadata")
+        self._begin_dict(names)
+        for name, tensor in metadata.tensors.items():
+            self.writer.text(name)
+            self._tensor(tensor)
+        nothing = Opaque(_METADATA, "BytesStorageMetadata", (), {})
+        for name in metadata.objects:
+            self.writer.text(name)
+            self.writer.write(nothing)
+        self._end_dict(names)
+        self._field("planner_data")
+        self.writer.write({name: (name,) for name in names} if nested_keys else None)
+        self._field("storage_data")
+        self._begin_dict(names)
+        self._storage(metadata)
+        self._end_dict(names)
+        for name, value in (("storage_meta", None), ("version", "1.0.0")):
+            self._field(name)
+            self.writer.write(value)
+        self._close()
 
-    def _tensor(self, tensor: StoredTensor) -> Opaque:
-        properties = Opaque(_METADATA, "TensorProperties", (), (TorchDtype(tensor.dtype), *self._properties))
-        chunks = [self._chunk(chunk) for chunk in tensor.chunks]
-        state = {"properties": properties, "size": self._size(tensor.shape), "chunks": chunks}
-        return Opaque(_METADATA, "TensorStorageMetadata", (), state)
+    def _tensor(self, tensor: StoredTensor) -> None:
+        properties = Opaque(
+            _METADATA, "TensorProperties", (), (TorchDtype(tensor.dtype), *self._properties)
+        )
+        self._open(_METADATA, "TensorStorageMetadata", "properties")
+        self.writer.write(properties)
+        self._field("size")
+        self._size(tensor.shape)
+        self._field("chunks")
+        self.writer.out += b"]("
+        for chunk in tensor.chunks:
+            self._open(_METADATA, "ChunkStorageMetadata", "offsets")
+            self._size(chunk.offset)
+            self._field("sizes")
+            self._size(chunk.shape)
+            self._close()
+        self.writer.out += b"e"
+        self._close()
 
-    def _chunk(self, chunk: StoredChunk) -> Opaque:
-        state = {"offsets": self._size(chunk.offset), "sizes": self._size(chunk.shape)}
-        return Opaque(_METADATA, "ChunkStorageMetadata", (), state)
-
-    def _storage(self, metadata: DcpMetadata) -> Iterable[tuple[Opaque, Opaque]]:
+    def _storage(self, metadata: DcpMetadata) -> None:
+        """Write the place of each chunk and each object, by its index."""
         for name, tensor in metadata.tensors.items():
             for chunk in tensor.chunks:
-                yield _index({"fqn": name, "index": None, "offset": self._size(chunk.offset)}), _info(chunk.place)
+                self._index(name)
+                self._field("offset")
+                self._size(chunk.offset)
+                self._close()
+                self._info(chunk.place)
         for name, place in metadata.objects.items():
-            yield _index({"fqn": name, "index": None}), _info(place)
+            self._index(name)
+            self._close()
+            self._info(place)
 
-    def _size(self, shape: Shape) -> Opaque:
-        return self._sizes.setdefault(shape, Opaque("torch", "Size", (shape,)))
+    def _index(self, name: str) -> None:
+        self._open(_METADATA, "MetadataIndex", "fqn")
+        self.writer.text(name)
+        self._field("index")
+        self.writer.write(None)
 
+    def _info(self, place: Range) -> None:
+        self._open("torch.distributed.checkpoint.filesystem", "_StorageInfo", "relative_path")
+        self.writer.text(place.file)
+        self._field("offset")
+        self.writer.integer(place.offset)
+        self._field("length")
+        self.writer.integer(place.nbytes)
+        self._close()
 
-def _index(state: dict[str, object]) -> Opaque:
-    return Opaque(_METADATA, "MetadataIndex", (), state)
+    def _size(self, shape: Shape) -> None:
+        """Write a torch.Size."""
+        writer = self.writer
+        if not writer.fetch(shape):
+            writer.name("torch", "Size")
+            writer.sequence((shape,))
+            writer.out += b"R"
+            writer.remember(shape)
 
+    def _open(self, module: str, name: str, field: str) -> None:
+        """Begin a record, up to the value of its first field."""
+        opening = self._openings.get(name)
+        if opening is not None:
+            self.writer.out += opening
+            return
+        self.writer.name(module, name)
+        self.writer.out += b")\x81}("
+        self.writer.text(field)
+        # From here on, both are fetched from the memo.
+        called = self.writer.reference(f"c{module}\n{name}\n".encode())
+        self._openings[name] = called + b")\x81}(" + self.writer.reference(field)
 
-def _info(place: Range) -> Opaque:
-    state = {"relative_path": place.file, "offset": place.offset, "length": place.nbytes}
-    return Opaque("torch.distributed.checkpoint.filesystem", "_StorageInfo", (), state)
+    def _field(self, name: str) -> None:
+        """Write the name of a record's next field."""
+        known = self._names.get(name)
+        if known is not None:
+            self.writer.out += known
+            return
+        self.writer.text(name)
+        self._names[name] = self.writer.reference(name)
+
+    def _close(self) -> None:
+        self.writer.out += b"ub"
+
+    def _begin_dict(self, names: tuple[str, ...]) -> None:
+        self.writer.out += b"}(" if names else b"}"
+
+    def _end_dict(self, names: tuple[str, ...]) -> None:
+        self.writer.out += b"u" if names else b""

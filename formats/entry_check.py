@@ -1,7 +1,7 @@
-"""The CRC-32 of a zip entry, compared when all of the entry has been read: by how many threads and in which pieces doesn't matter.
+"""Compares the CRC-32 of a zip entry after all of the entry has been read, in any order and by any number of threads.
 
-Torch stores a CRC-32 with every storage and never looks at it again. Most of what reads a checkpoint reads storages whole,
-though in blocks and out of order; the CRCs of neighbouring stretches combine to that of both.
+Torch stores a CRC-32 with every storage and never checks it. Most readers of checkpoints read whole storages, but in
+blocks and out of order. The CRCs of neighbouring ranges can be combined to the CRC of both.
 """
 
 from bisect import bisect_left
@@ -16,42 +16,44 @@ from formats.lazy_numpy import Bytes, np
 
 _BLOCK_BYTES = 2 << 20
 _JOINING = Lock()
-"""One for all entries: a model has tens of thousands of them, and joining two stretches takes a microsecond."""
+"""One lock for all entries: a model has tens of thousands of entries, and joining two ranges takes a microsecond."""
 
 
 class Readable(Protocol):
-    """The file that an entry lies in."""
+    """A file that contains zip entries."""
 
     def read_into(self, offset: int, out: Bytes) -> None: ...
 
 
 class Entry(NamedTuple):
-    """A zip entry, and the checksum that its bytes should have."""
+    """A zip entry, and the expected checksum of its bytes."""
 
     path: str
     start: int
-    """In the file."""
+    """Offset of the entry in the file."""
     size: int
     crc: int
 
 
 class EntryCheck:
-    """Of one entry. Stretches that overlap others are left out: then the entry may never count as read whole."""
+    """The check of one entry. Ranges that overlap other ranges are not counted, so such an entry may never count as
+    read completely."""
 
     __slots__ = ("_begun", "_crc", "_done", "_path", "_size", "_spans", "_start", "_touched")
 
     def __init__(self, path: Path, start: int, size: int, crc: int, begun: set[Entry]) -> None:
-        """start: in the file. begun: where the entry is as long as something was read of it, and its checksum not compared."""
+        """start: offset of the entry in the file. begun: the set that holds the entry while it has been read partly and
+        not yet checked."""
         self._begun = begun
         self._path, self._start, self._size, self._crc = path, start, size, crc
         self._done = self._touched = False
         self._spans: list[tuple[int, int, int]] = []
-        """(first byte, end, CRC) of what was read, in order; no two touch each other."""
+        """(first byte, end, CRC) of each range that was read, in order. No two ranges touch each other."""
 
     def add(self, start: int, data: Bytes) -> None:
-        """Bytes of the file from start on were read, contiguously.
+        """Record that contiguous bytes of the file were read, from `start` on.
 
-        Raises CorruptCheckpoint when the last ones show that the entry isn't what was stored.
+        Raises CorruptCheckpoint if the entry is now complete and its checksum is wrong.
         """
         if self._done:
             return
@@ -73,7 +75,7 @@ class EntryCheck:
 
     @property
     def compared(self) -> bool:
-        """Whether all of it was read, and its checksum was right."""
+        """True if the whole entry was read, and its checksum was right."""
         return self._done
 
     @property
@@ -81,13 +83,13 @@ class EntryCheck:
         return Entry(str(self._path), self._start, self._size, self._crc)
 
     def touch(self) -> None:
-        """Bytes were read that lie too scattered to be added one by one."""
+        """Record that bytes were read that are too scattered to be added one by one."""
         if not (self._touched or self._done):
             self._touched = True
             self._begun.add(self.entry)
 
     def finish(self, file: Readable) -> None:
-        """Read what nobody needed of an entry that something was read of, as the padding of a vocabulary. Raises as add()."""
+        """Read the rest of an entry that was read partly, such as the padding of a vocabulary. Raises as add() does."""
         if self._done or not (self._spans or self._touched):
             return
         edges = [0, *(edge for start, end, _ in self._spans for edge in (start, end)), self._size]
@@ -102,10 +104,11 @@ class EntryCheck:
         first = bisect_left(spans, (start,))
         last = first
         while last < len(spans) and spans[last][1] <= end:
-            last += 1  # read before, and now again as a part of more
+            last += 1  # this range was read before, and now again as part of a larger one
         del spans[first:last]
         before = spans[first - 1] if first else (0, 0, 0)
         after = spans[first] if first < len(spans) else (end + 1, 0, 0)
+        # A range that overlaps another range is not counted: its CRC could not be combined.
         if before[1] > start or after[0] < end:
             return
         if first and before[1] == start:

@@ -1,22 +1,22 @@
-"""What can be wrong with files. Every error carries the exit status that a command ends with, and a code for scripts."""
+"""Errors of files. Every error has the exit status of the command, and a code for scripts."""
 
 
 class CheckpointError(Exception):
-    """Anything that a user can act on: the message names the file or tensor, what was expected, and what to do."""
+    """An error that a user can act on. The message names the file or tensor, what was expected, and what to do."""
 
     exit_status = 1
     code = "failed"
-    """By which a script distinguishes causes; never changes. All are listed in megaconv/errors.py."""
+    """The code by which a script distinguishes causes. It never changes. megaconv/errors.py lists all codes."""
 
     def __init__(self, message: str = "", *, code: str | None = None) -> None:
-        """code: of a cause that a script would treat differently from what else this class is raised for."""
+        """code: for a cause that a script would treat differently from other errors of this class."""
         super().__init__(message)
         if code is not None:
             self.code = code
 
 
 class CorruptCheckpoint(CheckpointError):
-    """A file is missing, truncated, or says something that can't be true."""
+    """A file is missing, truncated, or contains an impossible value."""
 
     exit_status = 3
     code = "corrupt-checkpoint"
@@ -30,7 +30,7 @@ class UnsupportedInput(CheckpointError):
 
 
 class UnsafeContent(CheckpointError):
-    """A file asks for code to be run, or reaches outside its checkpoint."""
+    """A file asks to run code, or reaches outside its checkpoint."""
 
     exit_status = 6
     code = "unsafe-content"
@@ -44,7 +44,7 @@ class NotEnoughSpace(CheckpointError):
 
 
 class TargetExists(CheckpointError):
-    """Something is already where the output should go."""
+    """Something already exists at the path of the output."""
 
     exit_status = 2
     code = "target-exists"

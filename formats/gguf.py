@@ -1,13 +1,14 @@
-"""GGUF, version 3, as llama.cpp reads it: one file of typed metadata, a table of tensors, and their data. For writing;
-gguf_header.py reads.
+"""Writes GGUF, version 3, as llama.cpp reads it: one file of typed metadata, a table of tensors, and their data.
+
+gguf_header.py reads such files.
 
     GGUF, u32 3, u64 tensors, u64 values
-    values        string key, u32 type, the value; strings are u64 bytes and UTF-8; an array is u32 type, u64 count, elements
-    tensors       string name, u32 axes, u64 sizes innermost first, u32 type, u64 offset from where the data begins
-    data          begins at, and every tensor in it is padded to, a multiple of 32
+    values        string key, u32 type, the value; strings: u64 bytes, UTF-8; arrays: u32 type, u64 count, elements
+    tensors       string name, u32 axes, u64 sizes (innermost first), u32 type, u64 offset in the data
+    data          begins at a multiple of 32, and every tensor in it is padded to a multiple of 32
 
-Little endian. Q8_0 stores 32 numbers of a row in 34 bytes: a float16 and 32 signed bytes, each the number divided by it.
-Source: ggml's gguf.md.
+All numbers are little-endian. Q8_0 stores 32 numbers of a row in 34 bytes: a float16 scale, and 32 signed bytes with
+each number divided by the scale. Source: ggml's gguf.md.
 """
 
 import struct
@@ -20,16 +21,16 @@ from formats.tensor import Shape
 
 ALIGNMENT = 32
 BLOCK, BLOCK_BYTES = 32, 34
-"""Of Q8_0: numbers in a block, and its bytes."""
+"""Q8_0: numbers in a block, and bytes of a block."""
 
 
 class Kind(NamedTuple):
-    """How a tensor's numbers are stored."""
+    """The storage type of a tensor's numbers."""
 
     number: int
-    """In the table of tensors."""
+    """The type's number in the table of tensors."""
     file_type: int
-    """What general.file_type calls a file most of whose numbers are stored so."""
+    """The value of general.file_type if most numbers of a file are stored in this type."""
 
 
 KINDS = {"float32": Kind(0, 0), "float16": Kind(1, 1), "q8_0": Kind(8, 7), "bfloat16": Kind(30, 32)}
@@ -38,21 +39,22 @@ _STRING, _ARRAY = 8, 9
 
 
 class Value(NamedTuple):
-    """A value of the metadata: `u32`, `i32`, `f32`, `bool` or `string`; with a list, an array of these."""
+    """A value of the metadata: `u32`, `i32`, `f32`, `bool` or `string`. If the value is a list, it is an array of this
+    type."""
 
     type: str
     value: Any
 
 
 def stored_bytes(shape: Shape, kind: str) -> int:
-    """Of a tensor's data. Q8_0 needs rows of whole blocks."""
+    """Size of a tensor's data in bytes. Q8_0 requires rows of whole blocks."""
     if kind == "q8_0":
         return prod(shape) // BLOCK * BLOCK_BYTES
     return prod(shape) * {"float32": 4}.get(kind, 2)
 
 
 class GgufLayout:
-    """One file, laid out; tensors lie in the order given."""
+    """The layout of one file. Tensors are stored in the given order."""
 
     needs_checksums = False
 
@@ -62,23 +64,31 @@ class GgufLayout:
         tensors: Mapping[str, tuple[Shape, str]],
         constants: Mapping[str, bytes],
     ) -> None:
-        """tensors: name -> (shape, kind). constants: the content of those that no stream brings."""
+        """tensors: name -> (shape, kind). constants: name -> content of tensors that are not streamed."""
         head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(values))]
         head += [_string(key) + _value(value) for key, value in values.items()]
         offset, spans = 0, {}
         for name, (shape, kind) in tensors.items():
             sizes = struct.pack(f"<{len(shape)}Q", *reversed(shape))
             head.append(
-                _string(name) + struct.pack("<I", len(shape)) + sizes + struct.pack("<IQ", KINDS[kind].number, offset)
+                _string(name)
+                + struct.pack("<I", len(shape))
+                + sizes
+                + struct.pack("<IQ", KINDS[kind].number, offset)
             )
             spans[name] = (offset, stored_bytes(shape, kind))
             offset += -(-spans[name][1] // ALIGNMENT) * ALIGNMENT
         start = -(-sum(map(len, head)) // ALIGNMENT) * ALIGNMENT
         self._head = b"".join(head).ljust(start, b"\0")
         self._constants = {start + spans[name][0]: content for name, content in constants.items()}
+        self.description = b"".join((self._head, *self._constants.values()))
+        """The bytes of the file without the streamed tensors: metadata, the table of tensors, and constants in their
+        order."""
         self.size = start + offset
         self.records = {
-            name: Record(start + begin, size) for name, (begin, size) in spans.items() if name not in constants
+            name: Record(start + begin, size)
+            for name, (begin, size) in spans.items()
+            if name not in constants
         }
 
     def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:

@@ -1,11 +1,11 @@
-"""The header of a GGUF file (llama.cpp's format): what the model is called and made of, without a weight being read.
+"""Reads the header of a GGUF file (llama.cpp's format): the model's name and description, without reading a weight.
 
     GGUF · version 2 or 3 (u32) · number of tensors (u64) · number of keys (u64)
     keys:     name · type (u32) · value
-    tensors:  name · axes (u32) · sizes (u64 each, the innermost first) · type (u32) · offset (u64, from the data section on)
+    tensors:  name · axes (u32) · sizes (u64 each, the innermost first) · type (u32) · offset in the data section (u64)
 
-Names are a u64 length and as many bytes of UTF-8. The data section begins at the next multiple of `general.alignment`. All
-numbers are little-endian. Source: docs/gguf.md of ggml, and its table of types.
+A name is a u64 length and that many bytes of UTF-8. The data section begins at the next multiple of
+`general.alignment`. All numbers are little-endian. Source: docs/gguf.md of ggml, and its table of types.
 """
 
 import os
@@ -25,7 +25,7 @@ MAGIC = b"GGUF"
 
 
 class GgufType(NamedTuple):
-    """How elements are stored: in blocks of `block` elements, `nbytes` each."""
+    """A storage type: elements are stored in blocks of `block` elements, with `nbytes` bytes per block."""
 
     name: str
     block: int
@@ -43,26 +43,38 @@ TYPES = {
     21: GgufType("iq3_s", 256, 110), 22: GgufType("iq2_s", 256, 82), 23: GgufType("iq4_xs", 256, 136),
     29: GgufType("iq1_m", 256, 56), 34: GgufType("tq1_0", 256, 54), 35: GgufType("tq2_0", 256, 66), 39: GgufType("mxfp4", 32, 17),
 }  # fmt: skip
-"""By their number in a file."""
+"""Number of a type in a file -> the type."""
 
-_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_NUMBERS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
 _STRING, _ARRAY = 8, 9
 _LONGEST_ARRAY = 64
-"""Items of an array that are kept: a vocabulary has a hundred thousand, which nobody wants to see."""
+"""Maximum number of items of an array that are kept. A vocabulary has a hundred thousand, which are of no use here."""
 
 Value = int | float | bool | str | list[object]
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One line of the header."""
+    """One tensor of the header."""
 
     shape: Shape
-    """The outermost axis first, as torch has it."""
+    """Shape with the outermost axis first, as in torch."""
     dtype: str
-    """torch's name, or the block type's (`q8_0`)."""
+    """torch's name of the dtype, or the name of the block type (`q8_0`)."""
     offset: int
-    """In the file."""
+    """Offset in the file."""
     nbytes: int
 
 
@@ -70,29 +82,33 @@ class GgufTensor:
 class GgufHeader:
     version: int
     keys: Mapping[str, Value]
-    """Arrays of more than 64 items are left out: see `lengths`."""
+    """Key -> value. Arrays of more than 64 items are left out: see `lengths`."""
     lengths: Mapping[str, int]
-    """Items of each array."""
+    """Number of items of each array."""
     tensors: Mapping[str, GgufTensor]
+    nbytes: int
+    """Size of the file before the data of its tensors."""
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF does. Raises OSError."""
+    """True if a file begins with GGUF's magic bytes. Raises OSError."""
     with os.fdopen(open_regular(path), "rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
 def read(path: Path) -> GgufHeader:
-    """Raises CorruptCheckpoint for a header that can't be true, or is of another version."""
+    """Read the header of a GGUF file. Raises CorruptCheckpoint for impossible values and for other versions."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             return _Reader(file, os.fstat(file.fileno()).st_size).header()
     except ValueError as error:
-        raise CorruptCheckpoint(f"{path}: is not a valid GGUF file ({error}); copy it again") from error
+        raise CorruptCheckpoint(
+            f"{path}: is not a valid GGUF file ({error}); copy it again"
+        ) from error
 
 
 class _Reader:
-    """Reads on from where it is."""
+    """Reads a file forward, with bounds on everything that it reads."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._at, self._size = file, 0, size
@@ -118,42 +134,58 @@ class _Reader:
         listed = [self._tensor() for _ in range(tensors)]
         alignment = found.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 8 or alignment & alignment - 1:
-            raise ValueError(f"general.alignment is {alignment!r:.40}, which is no power of 2 from 8 on")
+            raise ValueError(
+                f"general.alignment is {alignment!r:.40}, which is no power of 2 from 8 on"
+            )
         start = -(-self._at // alignment) * alignment
-        return GgufHeader(version, found, self._lengths, self._placed(listed, start, alignment))
+        return GgufHeader(
+            version, found, self._lengths, self._placed(listed, start, alignment), start
+        )
 
     def _placed(
         self, listed: list[tuple[str, Shape, GgufType, int]], start: int, alignment: int
     ) -> dict[str, GgufTensor]:
-        """Each tensor begins where the one before ends, but for padding, as llama.cpp requires it, too; nothing follows the last."""
+        """The tensors with their places in the file, by name.
+
+        llama.cpp requires that each tensor begins where the previous one ends, after padding, and that nothing follows
+        the last one. Raises ValueError if this doesn't hold.
+        """
         placed: dict[str, GgufTensor] = {}
         names, expected = set[str](), 0
         for name, shape, kind, offset in listed:
             nbytes = _stored_bytes(name, shape, kind)
             if offset != expected:
-                raise ValueError(f"{name} begins at {offset} of the data, and should begin at {expected}")
+                raise ValueError(
+                    f"{name} begins at {offset} of the data, and should begin at {expected}"
+                )
             if start + offset + nbytes > self._size:
-                raise ValueError(f"{name} reaches past the end of the file, which has {self._size} bytes")
+                raise ValueError(
+                    f"{name} reaches past the end of the file, which has {self._size} bytes"
+                )
             placed[_new(name, names)] = GgufTensor(shape, kind.name, start + offset, nbytes)
             expected = -(-(offset + nbytes) // alignment) * alignment
         if self._size > start + expected:
-            raise ValueError(f"it has {self._size - start - expected:,} more bytes than its tensors")
+            raise ValueError(
+                f"it has {self._size - start - expected:,} more bytes than its tensors"
+            )
         return placed
 
     def _tensor(self) -> tuple[str, Shape, GgufType, int]:
-        name, axes = self._text(), int(self._number("<I"))
+        name = self._text()
+        axes = int(self._number("<I"))
         if axes > AXES:
             raise ValueError(f"{name} has {axes} axes")
         sizes = tuple(int(self._number("<Q")) for _ in range(axes))
         if any(size >= AXIS for size in sizes):
             raise ValueError(f"{name} has sizes {list(sizes)!r:.100}")
-        number, offset = int(self._number("<I")), int(self._number("<Q"))
+        number = int(self._number("<I"))
+        offset = int(self._number("<Q"))
         if number not in TYPES:
             raise ValueError(f"{name} is of type {number}, which is not known")
         return name, sizes[::-1], TYPES[number], offset
 
     def _value(self, kind: int, name: str) -> Value | None:
-        """None for an array that is too long to be kept."""
+        """Read a value; None for an array that is too long to be kept."""
         if kind == _STRING:
             return self._text()
         if kind != _ARRAY:
@@ -174,8 +206,13 @@ class _Reader:
         self._strings += count
         if self._strings > GGUF_STRINGS:
             raise ValueError(f"its arrays have {self._strings:,} words, more than any vocabulary")
-        for _ in range(count):
-            self._skip_bytes(int(self._number("<Q")))
+        file, at, end = self._file, self._at, min(self._size, GGUF_HEADER_BYTES)
+        for _ in range(count):  # may run a million times, so it calls no method
+            at += 8 + int.from_bytes(file.read(8), "little")
+            if at > end:
+                break
+            file.seek(at)
+        self._advance(at - self._at)
 
     def _scalar(self, kind: int) -> int | float | bool:
         return self._number(self._format(kind))
@@ -213,7 +250,7 @@ class _Reader:
 
 
 def _new(name: str, names: set[str]) -> str:
-    """A name that isn't there yet."""
+    """Return a name after checking that it is new. Raises ValueError for a duplicate."""
     if name in names:
         raise ValueError(f"it has {name:.100} twice")
     names.add(name)
@@ -222,5 +259,7 @@ def _new(name: str, names: set[str]) -> str:
 
 def _stored_bytes(name: str, shape: Shape, kind: GgufType) -> int:
     if shape and shape[-1] % kind.block:
-        raise ValueError(f"{name} has rows of {shape[-1]} elements, {kind.name} blocks of {kind.block}")
+        raise ValueError(
+            f"{name} has rows of {shape[-1]} elements, {kind.name} blocks of {kind.block}"
+        )
     return prod(shape) // kind.block * kind.nbytes

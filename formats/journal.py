@@ -1,17 +1,45 @@
-"""What has been finished of an output, for a run that goes on with it: a JSON object a line, behind a checksum of its bytes.
+"""The journal of an output: the finished parts, for a run that resumes. Each line is a checksum and a JSON object.
 
-    1c291ca3 {"plan": "…"}
+    1c291ca3 {"plan": {"--dtype": "None", …}}
     7b2d9f40 {"tensor": …}
 
-The first line that doesn't fit its checksum ends a journal: it was being written when the run was killed, or the disk has
-changed it since. What follows it is done again.
+The first line with a wrong checksum ends a journal. Either the run was killed while it wrote the line, or the disk has
+changed it since. A resumed run repeats the work of all lines after it.
 """
 
 import json
 import os
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
+
+_DIGEST = 64
+"""Letters of a value such as a digest, which tells a reader nothing."""
+_NAMED = 3
+"""Number of parts that a message names; there may be one for each file."""
+
+
+def changes(before: object, now: Mapping[str, str]) -> str:
+    """The differences between a plan and the plan in a journal: `--dtype is fp32, was None; model.safetensors has
+    changed`."""
+    if not isinstance(before, Mapping):
+        return "another version of megaconv wrote its journal"
+    found = [
+        _change(part, before.get(part), now.get(part))
+        for part in {**now, **before}
+        if before.get(part) != now.get(part)
+    ]
+    more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return "; ".join(found[:_NAMED]) + more
+
+
+def _change(part: str, before: object, now: str | None) -> str:
+    if now is None:
+        return f"{part} is no longer part of it"
+    if before is None:
+        return f"{part} was not part of it"
+    return f"{part} has changed" if len(now) >= _DIGEST else f"{part} is {now}, was {before}"
 
 
 class Journal:
@@ -22,17 +50,22 @@ class Journal:
         self._file: BinaryIO | None = None
 
     def read(self) -> list[dict[str, Any]]:
-        """The entries of an earlier run; none where there is no journal."""
+        """The entries of an earlier run; empty if there is no journal."""
         return self._parse()[0]
 
+    def has_content(self) -> bool:
+        """True if an earlier run wrote anything, even if read() doesn't understand it."""
+        return self.path.is_file() and self.path.stat().st_size > 0
+
     def open(self, *, keep: bool) -> None:
-        """For appending; keep: behind the entries that read() gives."""
+        """Open the journal for appending. keep: append after the entries that read() gives; otherwise start again."""
         end = self._parse()[1] if keep else 0
         self._file = self.path.open("ab")
         self._file.truncate(end)
 
     def append(self, entries: list[dict[str, Any]]) -> None:
-        """Returns when they are on disk. What they vouch for has to be there before."""
+        """Append entries, and return when they are on disk. The data that the entries describe has to be on disk
+        before."""
         assert self._file is not None
         self._file.write(b"".join(map(_line, entries)))
         self._file.flush()
@@ -43,13 +76,13 @@ class Journal:
         return self._file is not None
 
     def close(self) -> None:
-        """May be called again, also after it failed."""
+        """Close the file. It may be called again, even after an error."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
     def _parse(self) -> tuple[list[dict[str, Any]], int]:
-        """The entries, and the bytes that they take."""
+        """(the entries, the number of bytes that they take)."""
         entries: list[dict[str, Any]] = []
         end = 0
         for line in self.path.read_bytes().splitlines(keepends=True) if self.path.is_file() else ():

@@ -1,8 +1,10 @@
-"""numpy, imported when something of it is used first: it takes as long as all else that a command needs to look at names and shapes.
+"""numpy, imported at its first use: importing it takes as long as everything else in a command that reads names and
+shapes.
 
     from formats.lazy_numpy import Bytes, np
 
-Where a module is imported nothing of np may be used yet; arrays have names here, which mean nothing but to a type checker.
+Don't use anything of np while a module is imported. The array types have names here, which have a meaning only for type
+checkers.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,13 +23,13 @@ if TYPE_CHECKING:
 else:
 
     class _Numpy:
-        """In place of the module."""
+        """A stand-in for the numpy module, which imports numpy when an attribute is first read."""
 
         def __getattr__(self, name: str) -> Any:
             import numpy
 
             found = getattr(numpy, name)
-            setattr(self, name, found)  # the next time it is found without coming here
+            setattr(self, name, found)  # the next access finds the attribute directly
             return found
 
     np = _Numpy()

@@ -1,8 +1,8 @@
-"""The files that something was read from, as they were when they were opened.
+"""Records the state of every source file at the time when it was opened.
 
-Whoever opens a file of a checkpoint notes it here. An output that was made while one of them changed would be a mixture of
-two states: so they are looked at once more before it appears. A run that goes on with an earlier one's work compares the
-same list.
+Every function that opens a file of a checkpoint records it here. If a source file changed during a run, the output
+would be a mixture of two states. Therefore the files are checked again before the output appears. A resumed run
+compares the same list.
 """
 
 import os
@@ -18,7 +18,7 @@ from formats.errors import CorruptCheckpoint
 
 
 class FileState(NamedTuple):
-    """What changes whenever a file's bytes do, or another file gets its name."""
+    """A file's state. It changes when the file's bytes change, and when another file takes its name."""
 
     device: int
     inode: int
@@ -28,21 +28,23 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> "FileState":
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        return cls(
+            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        )
 
 
 class Checked(Readable, Protocol):
-    """A file with checksums inside."""
+    """A file that contains checksums."""
 
     checks: list[EntryCheck]
     begun: set[Entry]
-    """Of those of them of which a part was read."""
+    """Entries of `checks` that were read partly."""
 
 
 class OpenedFiles:
-    """A context manager, again and again: files that are opened within are noted.
+    """A context manager that can be entered repeatedly. It records the files that are opened inside.
 
-    In its own thread, and in those that run in a copy of its context.
+    It works in its own thread, and in threads that run in a copy of its context.
     """
 
     def __init__(self) -> None:
@@ -55,38 +57,43 @@ class OpenedFiles:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         _current.reset(self._tokens.pop())
 
     def note(self, path: Path, status: os.stat_result) -> None:
-        """What was noted first is what counts."""
+        """Record a file's state. Only the first state of each file counts."""
         self._states.setdefault(os.path.abspath(path), FileState.of(status))  # noqa: PTH100 (resolves no links)
 
     def listing(self) -> list[tuple[str, int, int]]:
-        """(path, size, time of the last change in ns) of each file: the same on every machine that sees the same files."""
+        """(path, size, modification time in ns) of each file. The list is the same on every machine that sees the same
+        files."""
         return [(path, state.size, state.mtime_ns) for path, state in sorted(self._states.items())]
 
     def inode_changes(self) -> list[int]:
-        """When each file was last written, renamed or exchanged for another, in the same order; of this machine's copies."""
+        """The inode change time of each file in ns, in the same order: the last write, rename or exchange. It is valid
+        on this machine only."""
         return [state.ctime_ns for _, state in sorted(self._states.items())]
 
     def note_checked(self, file: "Checked") -> None:
         self._checked.append(file)
 
     def begun_entries(self) -> list[Entry]:
-        """Those of which a part was read, so that nobody has compared their checksums."""
+        """The entries that were read partly, so that their checksums have not been compared."""
         return [entry for file in self._checked for entry in tuple(file.begun)]
 
     def compared_entries(self) -> list[Entry]:
-        """Those of which all was read, and whose checksums were right."""
+        """The entries that were read completely, and whose checksums were right."""
         return [check.entry for file in self._checked for check in file.checks if check.compared]
 
     def require_as_stored(self, only: Collection[Entry] | None = None) -> None:
-        """To be called when all that is needed was read.
+        """Check the sources after everything that is needed was read.
 
-        Compares the checksums of entries that were read but for a rest. only: of these alone; None: of all. Raises
-        CorruptCheckpoint for a checksum that is wrong, and for files that aren't as they were when they were opened.
+        Finishes and compares the checksums of entries that were read partly. only: checks just these entries; None:
+        all. Raises CorruptCheckpoint for a wrong checksum, and for a file that has changed since it was opened.
         """
         for file in self._checked:
             for check in file.checks:
@@ -95,10 +102,10 @@ class OpenedFiles:
         self._require_unchanged()
 
     def _require_unchanged(self) -> None:
-        """Raises CorruptCheckpoint, naming the file, unless all are as they were."""
+        """Raise CorruptCheckpoint, with the file's name, if a file has changed."""
         for path, state in self._states.items():
             try:
-                # Opened anew, since a network file system tells the truth about a file only then.
+                # Open the file again: only then does a network file system show its current state.
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                 try:
                     now = FileState.of(os.fstat(descriptor))
@@ -109,10 +116,12 @@ class OpenedFiles:
                     f"{path}: was there when it was opened, and can't be opened any more ({error.strerror}); {_AGAIN}"
                 ) from error
             if now != state:
-                raise CorruptCheckpoint(f"{path}: was {_change(state, now)} while it was read; {_AGAIN}")
+                raise CorruptCheckpoint(
+                    f"{path}: was {_change(state, now)} while it was read; {_AGAIN}"
+                )
 
 
-_AGAIN = "what was read is a mixture of two states, and nothing was written. Run again when nobody writes to the source"
+_AGAIN = "the data that was read mixes two states, so nothing was written. Run again when no program writes to the source"
 _current: ContextVar[OpenedFiles | None] = ContextVar("opened_files", default=None)
 
 
@@ -121,28 +130,29 @@ def _change(before: FileState, now: FileState) -> str:
 
 
 def note(path: Path, status: os.stat_result) -> None:
-    """status: of the file that is being opened."""
+    """Record a file. status: the status of the file that is being opened."""
     opened = _current.get()
     if opened is not None:
         opened.note(path, status)
 
 
 def note_checked(file: Checked) -> None:
-    """Noted while its tensors may still be read."""
+    """Record a file with checksums, whose tensors may still be read."""
     opened = _current.get()
     if opened is not None:
         opened.note_checked(file)
 
 
 def begun_entries() -> list[Entry]:
-    """Of all files that were opened up to now. See OpenedFiles."""
+    """The partly read entries of all files opened so far. See OpenedFiles."""
     opened = _current.get()
     return opened.begun_entries() if opened is not None else []
 
 
 @contextmanager
 def not_recorded() -> Iterator[None]:
-    """A block for files that may change without making anything of what is read wrong."""
+    """A block in which opened files are not recorded. It is for files that may change without making the data that is
+    read wrong."""
     token = _current.set(None)
     try:
         yield

@@ -1,24 +1,25 @@
-"""Orbax checkpoints of JAX: a tree of arrays, in zarr 2 or 3, each a directory of its own or all in one OCDBT store.
+"""Orbax checkpoints of JAX: a tree of arrays, in zarr 2 or 3. Each array is a directory, or one OCDBT store holds all
+of them.
 
-    <step>/_CHECKPOINT_METADATA                 JSON; other steps lie beside it
+    <step>/_CHECKPOINT_METADATA                 JSON; other steps are next to it
     <step>/items/_METADATA                      JSON: the path of every array in the tree, use_ocdbt, use_zarr3
     <step>/items/manifest.ocdbt, d/, ocdbt.process_0/ ...      OCDBT: the arrays of all processes
     <step>/items/<path joined by dots>/.zarray, 0.0 ...        without OCDBT
     <step>.orbax-checkpoint-tmp-17...           not finished
 
-tensorstore reads all three; it is imported when an array is opened, and not before. It decodes whole chunks, and keeps those it
-read last. A chunk that isn't there would read as zeros, so that all of them are looked for first. Source: orbax-checkpoint
-0.12, tensorstore 0.1.86.
+tensorstore reads all three kinds. It is imported when an array is opened, and not before. It decodes whole chunks, and
+caches the last ones. It would read a missing chunk as zeros, so megaconv first checks that all chunks exist. Source:
+orbax-checkpoint 0.12, tensorstore 0.1.86.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from formats.ceilings import CONFIG_BYTES
+from formats.ceilings import TREE_BYTES
 from formats.errors import CorruptCheckpoint
 from formats.lazy_numpy import np
 from formats.regular_files import read_json, regular_size
@@ -26,37 +27,47 @@ from formats.tensor import ITEMSIZE, Box, Bytes, Shape
 
 METADATA = "_METADATA"
 _ITEMS = ("items", "default", "state", "params")
-"""What savers call the tree's directory in a step, MaxText's first."""
+"""Names that savers give the tree's directory in a step; MaxText's is the first."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _CACHED_BYTES = 1 << 30
-"""Of chunks that were decoded."""
-_TREE_BYTES = 64 * CONFIG_BYTES
+"""Size of the cache of decoded chunks."""
 
 
 @dataclass(frozen=True)
 class OrbaxTree:
-    """A tree's directory; its metadata has been read, no array."""
+    """The directory of a tree, whose metadata has been read. No array has been read."""
 
     path: Path
     arrays: Mapping[tuple[str, ...], str]
-    """Path in the tree -> the array's name."""
+    """Path in the tree -> name of the array."""
     ocdbt: bool
     zarr3: bool
 
 
 def find_tree(path: Path) -> Path | None:
-    """The directory of arrays: the path itself, in a step, or in the last of several steps. Raises CorruptCheckpoint."""
+    """The directory of arrays: the path itself, or the one in a step, or the one in the last of several steps. Raises
+    CorruptCheckpoint."""
     if not path.is_dir():
         return None
-    steps = [(int(child.name), child) for child in path.iterdir() if re.fullmatch(r"[0-9]{1,12}", child.name)]
+    steps = [
+        (int(child.name), child)
+        for child in path.iterdir()
+        if re.fullmatch(r"[0-9]{1,12}", child.name)
+    ]
     places = [path, *([max(steps)[1]] if steps else [])]
     return next(
-        (each for place in places for each in _trees(place) if (each / METADATA).is_file() and _is_tree(each)), None
+        (
+            each
+            for place in places
+            for each in _trees(place)
+            if (each / METADATA).is_file() and _is_tree(each)
+        ),
+        None,
     )
 
 
 def _trees(path: Path) -> Iterator[Path]:
-    """Where the tree of a step may be."""
+    """Yield the directories that may hold the tree of a step."""
     yield from (path, *(path / name for name in _ITEMS))
 
 
@@ -66,18 +77,30 @@ def _is_tree(path: Path) -> bool:
 
 
 def read_tree(path: Path) -> OrbaxTree:
-    """path: as find_tree gives it. Raises CorruptCheckpoint for a checkpoint that isn't finished, or says what can't be."""
+    """Read the metadata of a tree. path: as find_tree returns it.
+
+    Raises CorruptCheckpoint for an unfinished checkpoint and for impossible metadata.
+    """
     if any(_UNFINISHED in part for part in path.parts[-2:]):
-        raise CorruptCheckpoint(f"{path}: Orbax was still writing this when its run ended; take another step")
-    metadata = read_json(path / METADATA, _TREE_BYTES)
+        raise CorruptCheckpoint(
+            f"{path}: Orbax was still writing this when its run ended; take another step"
+        )
+    metadata = read_json(path / METADATA, TREE_BYTES)
     try:
         arrays = dict(_arrays(metadata["tree_metadata"]))
-        found = OrbaxTree(path, arrays, bool(metadata.get("use_ocdbt", True)), bool(metadata.get("use_zarr3", False)))
+        found = OrbaxTree(
+            path,
+            arrays,
+            bool(metadata.get("use_ocdbt", True)),
+            bool(metadata.get("use_zarr3", False)),
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{path / METADATA}: is not the metadata of an Orbax tree ({error!r:.200})") from error
+        raise CorruptCheckpoint(
+            f"{path / METADATA}: is not the metadata of an Orbax tree ({error!r:.200})"
+        ) from error
     for file in path.rglob("*"):
         if not file.is_dir():
-            regular_size(file)  # tensorstore would wait for a pipe
+            regular_size(file)  # tensorstore would wait forever for a pipe
     return found
 
 
@@ -91,9 +114,9 @@ def _arrays(tree: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def open_arrays(tree: OrbaxTree, names: Mapping[str, str]) -> dict[str, Any]:
-    """tensorstore's own arrays by name. names: those that are wanted -> what messages call them.
+    """tensorstore's arrays by name. names: name of each wanted array -> its name in messages.
 
-    Raises CorruptCheckpoint for an array that is missing or lacks a chunk, ImportError without tensorstore.
+    Raises CorruptCheckpoint for an array that is missing or lacks a chunk, and ImportError without tensorstore.
     """
     import tensorstore as ts
 
@@ -102,7 +125,8 @@ def open_arrays(tree: OrbaxTree, names: Mapping[str, str]) -> dict[str, Any]:
     store = {"driver": "ocdbt", "base": base} if tree.ocdbt else base
     try:
         keys = {
-            key.decode("utf-8", "replace") for key in ts.KvStore.open(store, context=context).result().list().result()
+            key.decode("utf-8", "replace")
+            for key in ts.KvStore.open(store, context=context).result().list().result()
         }
         pending = {
             name: ts.open(
@@ -119,7 +143,9 @@ def open_arrays(tree: OrbaxTree, names: Mapping[str, str]) -> dict[str, Any]:
     for name, array in opened.items():
         _require_chunks(tree, name, array, keys)
         if array.dtype.name not in ITEMSIZE:
-            raise CorruptCheckpoint(f"{tree.path}: {names[name]} is of {array.dtype.name}, which no weights are")
+            raise CorruptCheckpoint(
+                f"{tree.path}: {names[name]} is of {array.dtype.name}, which no weights are"
+            )
     return opened
 
 
@@ -128,20 +154,36 @@ def _path(tree: OrbaxTree, name: str) -> str:
 
 
 def _require_chunks(tree: OrbaxTree, name: str, array: Any, keys: set[str]) -> None:
-    step = array.chunk_layout.write_chunk.shape if tree.zarr3 else array.chunk_layout.read_chunk.shape
-    if any(each > max(size, 1) for size, each in zip(array.shape, array.chunk_layout.read_chunk.shape, strict=True)):
-        raise CorruptCheckpoint(
-            f"{tree.path}: {name} is {list(array.shape)}, its chunks {list(step)}, more than the array"
-        )
-    grid = [-(-size // each) for size, each in zip(array.shape, step, strict=True)]
-    prefix, separator = (f"{name}/c", "/") if tree.zarr3 else (f"{name}/", ".")
+    """Raise CorruptCheckpoint if a chunk of an array is larger than the array, or missing."""
+    read_chunk = array.chunk_layout.read_chunk.shape
+    stored_chunk = array.chunk_layout.write_chunk.shape if tree.zarr3 else read_chunk
+    for size, step in zip(array.shape, read_chunk, strict=True):
+        if step > max(size, 1):
+            raise CorruptCheckpoint(
+                f"{tree.path}: {name} is {list(array.shape)}, its chunks {list(stored_chunk)}, more than the array"
+            )
+    grid = [-(-size // step) for size, step in zip(array.shape, stored_chunk, strict=True)]
     if prod(grid) > len(keys):
-        raise CorruptCheckpoint(f"{tree.path}: {name} has {prod(grid)} chunks, and some are missing; copy it again")
+        raise CorruptCheckpoint(
+            f"{tree.path}: {name} has {prod(grid)} chunks, and some are missing; copy it again"
+        )
+    chunk_key = _zarr3_key if tree.zarr3 else _zarr2_key
     for index in np.ndindex(*grid):
-        words = separator.join(map(str, index))
-        key = f"{prefix}{separator if tree.zarr3 and words else ''}{words}" if words or tree.zarr3 else f"{prefix}0"
+        key = chunk_key(name, index)
         if key not in keys:
-            raise CorruptCheckpoint(f"{tree.path}: the chunk {key} is missing; copy it again", code="missing-file")
+            raise CorruptCheckpoint(
+                f"{tree.path}: the chunk {key} is missing; copy it again", code="missing-file"
+            )
+
+
+def _zarr2_key(name: str, index: Sequence[int]) -> str:
+    """NAME/2.0, and NAME/0 for a scalar."""
+    return f"{name}/" + (".".join(map(str, index)) or "0")
+
+
+def _zarr3_key(name: str, index: Sequence[int]) -> str:
+    """NAME/c/2/0, and NAME/c for a scalar."""
+    return "/".join((name, "c", *map(str, index)))
 
 
 def _first_line(error: Exception) -> str:
@@ -150,40 +192,63 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class ArrayMatrix:
-    """An array's axes, in any order, as a matrix: the first `row_axes` of them are its rows, the others its columns.
+    """An array as a matrix, with its axes in any order: the first `row_axes` axes are the rows, the others the columns.
 
-    array: tensorstore's, its axes in this order; begun at the first element of each.
+    array: tensorstore's array, with its axes in this order, and origin 0 on each axis.
     """
 
     array: Any
     row_axes: int
     shape: Shape
-    """Of the matrix, or the vector where there are no columns; may have fewer rows than the array."""
+    """Shape of the matrix, or of the vector if there are no columns. It may have fewer rows than the array."""
     dtype: str
     where: str
-    """For messages."""
+    """The array's name in messages."""
     pairs: bool = False
-    """Whether the last of the row axes has two halves as neighbours, x0 y0 x1 y1 ..., which are to be read as x0 x1 ... y0 y1 ..."""
+    """True if the last row axis holds two halves as neighbours, x0 y0 x1 y1 ...; it is then read as x0 x1 ... y0 y1 ...
+    """
 
     def read_into(self, box: Box, out: Bytes) -> None:
-        rows, cols = self.array.shape[: self.row_axes], self.array.shape[self.row_axes :]
+        # The slices cover whole indices of the first row and column axis, so they may read more than the box.
+        rows = self.array.shape[: self.row_axes]
+        cols = self.array.shape[self.row_axes :]
         row_slices, first_row, read_rows = _leading(rows, box.row0, box.row1)
-        col_slices, first_col, read_cols = _leading(cols, box.col0, box.col1) if cols else ((), 0, 1)
-        try:
-            values = np.asarray(self.array[(*row_slices, *col_slices)].read().result())
-        except (ValueError, OSError) as error:
-            raise CorruptCheckpoint(f"{self.where}: can't be read: {_first_line(error)}; copy it again") from error
+        col_slices, first_col, read_cols = (
+            _leading(cols, box.col0, box.col1) if cols else ((), 0, 1)
+        )
+        values = self._read((*row_slices, *col_slices))
         if self.pairs:
-            axis = self.row_axes - 1
-            values = np.concatenate([values.take(range(half, rows[-1], 2), axis) for half in (0, 1)], axis)
+            values = self._halves_apart(values)
         matrix = values.reshape(read_rows, read_cols)
-        top, left = box.row0 - first_row, box.col0 - first_col
-        wanted = np.ascontiguousarray(matrix[top : top + box.rows, left : left + box.cols])
-        np.copyto(out, wanted.view(np.uint8).reshape(box.rows, -1))
+        top = box.row0 - first_row
+        left = box.col0 - first_col
+        wanted = matrix[top : top + box.rows, left : left + box.cols]
+        wanted_bytes = np.ascontiguousarray(wanted).view(np.uint8)
+        np.copyto(out, wanted_bytes.reshape(box.rows, -1))
+
+    def _read(self, slices: tuple[slice, ...]) -> Any:
+        try:
+            return np.asarray(self.array[slices].read().result())
+        except (ValueError, OSError) as error:
+            raise CorruptCheckpoint(
+                f"{self.where}: can't be read: {_first_line(error)}; copy it again"
+            ) from error
+
+    def _halves_apart(self, values: Any) -> Any:
+        """x0 y0 x1 y1 ... along the last row axis becomes x0 x1 ... y0 y1 ..."""
+        axis = self.row_axes - 1
+        size = values.shape[axis]
+        first = values.take(range(0, size, 2), axis)
+        second = values.take(range(1, size, 2), axis)
+        return np.concatenate([first, second], axis)
 
 
 def _leading(sizes: Shape, first: int, last: int) -> tuple[tuple[slice, ...], int, int]:
-    """(slices that hold elements first to last of these axes, the first element in them, how many)."""
+    """(slices that hold elements first to last of these axes, number of the first element in them, number of elements)."""
     inner = prod(sizes[1:])
     begin, end = first // inner, -(-last // inner)
-    return (slice(begin, end), *(slice(0, size) for size in sizes[1:])), begin * inner, (end - begin) * inner
+    return (
+        (slice(begin, end), *(slice(0, size) for size in sizes[1:])),
+        begin * inner,
+        (end - begin) * inner,
+    )

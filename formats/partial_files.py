@@ -1,7 +1,8 @@
-"""Local files that stand for remote ones: as large as these, with some of their bytes; others are fetched when they are read.
+"""Local sparse files that stand for remote files. They have the same size and some of the bytes; others are fetched on
+demand.
 
-`InputFile` asks here before it reads, so that nobody takes the holes of such a file for zeros. Where the bytes come from is
-the business of whoever makes one.
+`InputFile` asks this module before it reads, so that it never reads the holes of such a file as zeros. The creator of a
+PartialFile decides where the bytes come from.
 """
 
 import os
@@ -10,27 +11,27 @@ from pathlib import Path
 from threading import Lock
 
 Fetch = Callable[[int, int], bytes]
-"""The bytes from `start` up to `end`, exactly. Raises CheckpointError."""
+"""A function that returns exactly the bytes from `start` up to `end`. Raises CheckpointError."""
 
 
 class PartialFile:
-    """A sparse file of `size` bytes at `path`, which must not exist. May be used from any thread."""
+    """A sparse file of `size` bytes at `path`, which must not exist. Any thread may use it."""
 
     def __init__(self, path: Path, size: int, fetch: Fetch) -> None:
         self._path, self._fetch, self._lock = path, fetch, Lock()
         self._held: list[tuple[int, int]] = []
-        """Ranges that are there, half open, in order, with gaps between them."""
+        """Ranges whose bytes are present: half open, sorted, with gaps between them."""
         with path.open("xb") as file:
             file.truncate(size)
         _partial[os.fspath(path)] = self
 
     def hold(self, start: int, content: bytes) -> None:
-        """Take bytes that are known already."""
+        """Store bytes that are known already."""
         with self._lock:
             self._write(start, content)
 
     def require(self, start: int, end: int) -> None:
-        """Fetch what is missing of a range. Raises what `fetch` does."""
+        """Fetch the missing bytes of a range. Raises what `fetch` raises."""
         with self._lock:
             for begin, stop in self._gaps(start, end):
                 self._write(begin, self._fetch(begin, stop))
@@ -57,9 +58,9 @@ class PartialFile:
 
 
 _partial: dict[str, PartialFile] = {}
-"""By path, until the process ends: tensors may be read for as long as somebody has them."""
+"""Path -> partial file, until the process ends: tensors may be read as long as somebody holds them."""
 
 
 def find(path: Path) -> PartialFile | None:
-    """None for a file that is complete."""
+    """The partial file at a path; None for a complete file."""
     return _partial.get(os.fspath(path))

@@ -1,14 +1,14 @@
-"""Records of one kind in a row, as `.metadata` has them by the thousand: one's instructions are followed once, for all of them.
+"""Follows repeated records of a pickle together. `.metadata` has thousands of records of one kind.
 
     (class) )\\x81}(h.j....h.j....ub (class) )\\x81}(h.j....h.j....ub (class) ...
 
-Where instructions repeat, but for the numbers and names in them and what they refer back to, each is carried out on columns:
-lists of what the stack would have there in each repetition. A regular expression finds the repetitions and list
-comprehensions follow them, at a quarter of what the loop in `pickle_run` takes.
+The instructions of such records differ only in their numbers, names and references to the memo. This module carries out
+each instruction on a column: a list with the stack value of each repetition. A regular expression finds the
+repetitions, and list comprehensions follow them, in a quarter of the time of the loop in `pickle_run`.
 
-What can be repeated are records with attributes: numbers, names, sizes, and what the memo had before. Whatever else there is,
-and all that is wrong, is left to that loop, from where the repetitions begin: so a pickle gives the same value, or the same
-error, either way.
+It handles only records whose attributes are numbers, names, sizes and earlier entries of the memo. Everything else, and
+every error, is left to the loop, which starts at the first repetition. A pickle therefore gives the same value, or the
+same error, either way.
 """
 
 import re
@@ -25,22 +25,22 @@ Column = list[Any]
 
 _REFERENCE, _NUMBER, _NAME, _KEPT_NAME, _INSTANCE = b"rnsk)"
 _OTHERS = b"N}(ubt\x85\x86\x87R\x94"
-"""Kinds of instructions: letters of our own for those with operands; of others the instruction's byte."""
+"""Kinds of instructions. Instructions with operands have letters chosen here; the others have their opcode byte."""
 _LONG, _INTEGER4 = b"\x8aJ"
 _LONGS = b"|".join(b"\\x%02x.{%d}" % (size, size) for size in range(9))
 _PATTERNS = (
     {
         _REFERENCE: rb"(h.|j.{4})",
         _NUMBER: rb"(K.|M..|J.{4}|\x8a(?:" + _LONGS + rb"))",
-        _NAME: rb"\x8c(.[ -~]*)(?=\x94)",  # with what follows every text that Python writes; its length is compared afterwards
-        _KEPT_NAME: rb"X(.{4}[ -~]*r.{3}\x00)",  # one with its number in the memo, as `pickle_writer` makes them; both are compared
+        _NAME: rb"\x8c(.[ -~]*)(?=\x94)",  # the next byte follows every text of Python; lengths are compared later
+        _KEPT_NAME: rb"X(.{4}[ -~]*r.{3}\x00)",  # a text and its memo number, as `pickle_writer` writes them; both are compared later
         _INSTANCE: rb"\)\x81",
     }
     | {code: re.escape(bytes([code])) for code in _OTHERS}
 )
-"""By kind, what an instruction looks like: its operand is a group."""
+"""Kind -> pattern of its instructions. The operand is a group."""
 _REST = rb"(.+)"
-"""What a search takes in one piece where nothing else fits, so that it doesn't look for it further on."""
+"""Matches everything that fits no instruction in one piece, so that the search doesn't continue inside it."""
 _KINDS = re.compile(
     b"|".join(
         [
@@ -52,15 +52,17 @@ _KINDS = re.compile(
     re.DOTALL,
 )
 _TWICE = re.compile(rb"(\).{2,}?r)\1", re.DOTALL)
-"""Instructions, by kind, from an instance to the reference to the class of the next one, and the same once more."""
+"""The kinds of instructions from an instance to the reference to the next instance's class, followed by the same once
+more."""
 _WINDOW = 1 << 9
-"""Bytes in which these are looked for: a chunk's index and place, which are the longest, take 150."""
+"""Bytes in which repetitions are looked for. The longest records, a chunk's index and place, take 150."""
 _FEWEST = 8
-"""Repetitions that are worth it."""
+"""Minimum number of repetitions; fewer are not worth the overhead."""
 _MOST_PATTERNS = 64
-"""Of one pickle: to compile one takes as long as to follow a thousand instructions. `.metadata` has some ten."""
+"""Maximum number of patterns for one pickle. Compiling one takes as long as following a thousand instructions.
+`.metadata` has some ten patterns."""
 _PAUSE, _LONGEST_PAUSE = 1 << 7, 1 << 12
-"""Bytes without a further look after one that found nothing, twice as many after each next one."""
+"""Bytes to skip after a search that found nothing. The number doubles after each further failure, up to the maximum."""
 
 
 class Columns:
@@ -71,26 +73,32 @@ class Columns:
         self._patterns: dict[bytes, re.Pattern[bytes]] = {}
         self._pause = _PAUSE
         self.next_look = machine.position if machine.by_columns else machine.end
-        """Not before this position."""
+        """The position before which no search happens."""
 
     def follow(self, start: int, until: int) -> bool:
-        """Follow what repeats from `start` on and ends before `until`; False if there is nothing, and nothing has changed.
+        """Follow the repetitions that begin at `start` and end before `until`. Returns False, and changes nothing, if
+        there are none.
 
-        At start is what makes an instance (`)\\x81`) of the class on top of the stack; a class is on top afterwards, too.
+        The opcodes at `start` make an instance (`)\\x81`) of the class on top of the stack. Afterwards a class is on
+        top as well.
         """
         kinds, rows, end = self._rows(start, until)
         if len(rows) >= _FEWEST and _follow(self._machine, kinds, rows, end):
             self._pause = _PAUSE
             return True
-        self.next_look = max(end, start + self._pause)  # so that looking never takes longer than following would
+        self.next_look = max(
+            end, start + self._pause
+        )  # so that searching never takes longer than following would
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         return False
 
     def _rows(self, start: int, until: int) -> tuple[bytes, list[tuple[bytes, ...]], int]:
-        """(kinds of the instructions that repeat, their operands in each repetition, where the last one ends)."""
+        """(kinds of the repeated instructions, their operands in each repetition, end of the last repetition)."""
         data = self._machine.data
         found = _TWICE.match(_kinds(data[start : min(until, start + _WINDOW)]))
-        if found is None or (found[1] not in self._patterns and len(self._patterns) == _MOST_PATTERNS):
+        if found is None or (
+            found[1] not in self._patterns and len(self._patterns) == _MOST_PATTERNS
+        ):
             return b"", [], start
         kinds = found[1]
         if kinds not in self._patterns:
@@ -102,7 +110,7 @@ class Columns:
 
 
 def _kinds(data: bytes) -> bytes:
-    """Of the instructions that data begins with, up to one that can't be repeated."""
+    """The kinds of the instructions at the beginning of data, up to one that can't be repeated."""
     found: list[tuple[bytes, ...]] = _KINDS.findall(data)
     return b"".join(
         [
@@ -113,7 +121,7 @@ def _kinds(data: bytes) -> bytes:
 
 
 def _follow(machine: Machine, kinds: bytes, rows: list[tuple[bytes, ...]], end: int) -> bool:
-    """Bring the machine to `end`; False, and nothing has changed, where something is unusual or wrong."""
+    """Move the machine to `end`. Returns False, and changes nothing, if something is unusual or wrong."""
     *operands, _ = zip(*rows, strict=True)
     try:
         repetitions = _Repetitions(machine, operands)
@@ -127,7 +135,7 @@ def _follow(machine: Machine, kinds: bytes, rows: list[tuple[bytes, ...]], end: 
 
 @lru_cache(1 << 14)
 def _number(instruction: bytes) -> int:
-    """What an instruction pushes, or by what it refers to the memo."""
+    """The number that an instruction pushes, or its number in the memo."""
     code, digits = instruction[0], instruction[1:]
     if code == _LONG:
         return int.from_bytes(digits[1:], "little", signed=True)
@@ -135,29 +143,32 @@ def _number(instruction: bytes) -> int:
 
 
 class _Same(Column):
-    """A column of one value."""
+    """A column in which all values are the same."""
 
 
 class _Repetitions:
-    """What a machine is, for all repetitions at once: its stack holds columns. The machine itself changes in `finish` alone.
+    """The state of a machine for all repetitions at once: its stack holds columns. Only `finish` changes the machine
+    itself.
 
-    Raises ValueError, TypeError or LookupError for what can't be repeated, or is wrong.
+    Raises ValueError, TypeError or LookupError for instructions that can't be repeated or are wrong.
     """
 
     def __init__(self, machine: Machine, operands: list[tuple[bytes, ...]]) -> None:
-        """operands: of each instruction that has one, in all repetitions."""
+        """operands: for each instruction with an operand, its operands in all repetitions."""
         self.machine, self.count = machine, len(operands[0])
         self.operands = iter(operands)
         self.made = self.copied = 0
         self.memoized: list[Column] = []
         self.numbers: list[list[int] | None] = []
-        """Of each of `memoized`, the numbers that the pickle says; None where it says none."""
+        """For each column of `memoized`: the memo numbers that the pickle gives, or None if it gives none."""
         self.instances: list[Column] = []
         self.dicts: list[Column] = []
         self.empty: list[Column] = []
-        """Those of `dicts` without a key."""
+        """The columns of `dicts` that have no key yet."""
         self.below: list[list[Column]] = []
-        classes = self._referred(operands[-1])  # a repetition ends with the class that the next one begins with
+        classes = self._referred(
+            operands[-1]
+        )  # a repetition ends with the class that the next one begins with
         _require(isinstance(classes, _Same) and classes[0] is machine.stack[-1])
         self.stack: list[Column] = [classes]
 
@@ -179,7 +190,7 @@ class _Repetitions:
         self.stack.append([name[1:].decode() for name in names])
 
     def kept_name(self) -> None:
-        """Unlike `memoize` it says which number the memo shall have it under: accepted is the next one alone."""
+        """Push a text with an explicit memo number, unlike `memoize`. Only the next free number is accepted."""
         names = next(self.operands)
         self.stack.append([name[4:-5].decode() for name in names])
         _require(all(int.from_bytes(name[:4], "little") == len(name) - 9 for name in names))
@@ -209,7 +220,10 @@ class _Repetitions:
         self.made += 1
 
     def set_items(self) -> None:
-        """The same keys in all repetitions, each once: one dictionary is copied, and what isn't the same is set in the copies."""
+        """Set the items of dictionaries. All repetitions must have the same keys, each once.
+
+        One dictionary is copied for all repetitions, and values that differ are set in the copies.
+        """
         items = self._to_mark()
         target = self.stack[-1]
         pairs = [(keys[0], values) for keys, values in zip(items[::2], items[1::2], strict=True)]
@@ -219,7 +233,9 @@ class _Repetitions:
         first = {key: values[0] for key, values in pairs}
         _require(len(first) == len(pairs))
         self.empty = [column for column in self.empty if column is not target]
-        target[:] = [first.copy() for _ in target]  # in place: the column may be among those for the memo
+        target[:] = [
+            first.copy() for _ in target
+        ]  # in place: the column may also be among the columns for the memo
         for key, values in pairs:
             if not isinstance(values, _Same):
                 for made, value in zip(target, values, strict=True):
@@ -247,7 +263,7 @@ class _Repetitions:
         return items
 
     def call(self) -> None:
-        """torch.Size of a tuple: the one call that records have very many of."""
+        """Call torch.Size with a tuple. It is the only call that records contain in great numbers."""
         arguments, functions = self.stack.pop(), self.stack.pop()
         _require(isinstance(functions, _Same) and functions[0] == _SIZE)
         self.stack.append([naturals(*each) for each in arguments])
@@ -259,12 +275,17 @@ class _Repetitions:
         self.numbers.append(None)
 
     def finish(self, end: int) -> None:
-        """Bring the machine to where the last repetition ends: the records are on its stack then, and a class on top."""
-        machine, memo = self.machine, self.machine.memo
-        added = range(len(memo), len(memo) + self.count * len(self.memoized))
+        """Move the machine to the end of the last repetition. The records are then on its stack, with a class on top."""
+        machine = self.machine
+        memo = machine.memo
+        start = len(memo)
+        stop = start + self.count * len(self.memoized)
+        added = range(start, stop)
         _require(not self.below and memo.keys().isdisjoint(added))
-        for first, numbers in enumerate(self.numbers, added.start):
-            _require(numbers is None or numbers == [*range(first, added.stop, len(self.numbers))])
+        # Each repetition memoizes the same values in the same order, so one value's numbers have equal distances.
+        for first, numbers in enumerate(self.numbers, start):
+            expected = [*range(first, stop, len(self.numbers))]
+            _require(numbers is None or numbers == expected)
         *made, classes = self.stack
         memo.update(zip(added, _in_turn(self.memoized), strict=True))
         machine.stack[-1:] = [*_in_turn(made), classes[0]]
@@ -286,7 +307,7 @@ def _among(column: Column, columns: list[Column]) -> bool:
 
 
 def _in_turn(columns: list[Column]) -> Iterator[object]:
-    """What each column has for the first repetition, then for the second one, and so on."""
+    """The values of all columns for the first repetition, then for the second one, and so on."""
     return chain.from_iterable(zip(*columns, strict=True))
 
 

@@ -1,7 +1,8 @@
-"""The only classes and functions that a pickle can call: a fixed table from names to our own harmless stand-ins.
+"""The only classes and functions that a pickle can call: a fixed table from names to this package's harmless
+replacements.
 
-A name outside the table is never imported. If it belongs to a framework that checkpoints come from, calling it makes an
-Opaque record; calling anything else is an UnsafeCallError.
+A name outside the table is never imported. A call of such a name makes an Opaque record if the name belongs to a
+framework that writes checkpoints. Any other call raises UnsafeCallError.
 """
 
 import re
@@ -30,7 +31,7 @@ TensorHook = Callable[[TensorRecord], object]
 
 
 class MalformedError(ValueError):
-    """The pickle says something that no writer of checkpoints says."""
+    """The pickle contains something that no writer of checkpoints writes."""
 
 
 class UnsafeCallError(Exception):
@@ -45,13 +46,14 @@ _HARMLESS = {
     "builtins": {"object", "range", "slice"},
     "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
     "decimal": {"Decimal"},
+    "fp16.loss_scaler": {"DynamicLossScaler", "LossScaler"},
     "fractions": {"Fraction"},
     "io": {"BytesIO", "StringIO"},
     "signal": {"Signals", "Handlers"},
     "types": {"SimpleNamespace"},
     "uuid": {"UUID"},
 }  # fmt: skip
-"""Classes of the standard library that may become Opaque records."""
+"""Classes of the standard library, and of Megatron-LM's first release (fp16), that may become Opaque records."""
 
 _ORDINARY = re.compile(
     r"""torch\.(device|Generator|serialization\._get_layout|_utils\._rebuild_\w+|torch_version\.TorchVersion)
@@ -60,17 +62,22 @@ _ORDINARY = re.compile(
     |torch\.distributed\.checkpoint\.metadata\._MEM_FORMAT_ENCODING""",
     re.VERBOSE,
 )
-"""What checkpoints have of torch and numpy: functions by name, classes of some modules."""
+"""Names of torch and numpy that checkpoints use: functions by name, and classes of some modules."""
 
 _DTYPE = re.compile(r"bool|(b?float|q?u?int|complex|bits)\d+\w*")
 _NUMPY_CODE = re.compile(r"[?b]|b1|[iu][1248]|f[248]|c(8|16)|[SUV]\d{1,4}")
-_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg", "_io": "io", "pathlib._local": "pathlib"}
+_RENAMED = {
+    "__builtin__": "builtins",
+    "copy_reg": "copyreg",
+    "_io": "io",
+    "pathlib._local": "pathlib",
+}
 
 
 def resolve(module: str, name: str) -> object:
-    """What stands for a name: a TorchDtype, StorageType, Opaque (signals) or Global.
+    """The replacement of a name: a TorchDtype, StorageType, Opaque (signals) or Global.
 
-    The spellings of different versions of Python and numpy become one.
+    The spellings of different versions of Python and numpy give the same replacement.
     """
     if max(len(module), len(name)) > 1024 or not (module + name).isprintable():
         raise MalformedError("a class whose name is not a name")
@@ -82,7 +89,9 @@ def resolve(module: str, name: str) -> object:
     if module.partition(".")[0] == "torch" and name in STORAGE_DTYPES:
         return StorageType(STORAGE_DTYPES[name])
     if module == "signal" and re.fullmatch("SIG[A-Z0-9]+", name):
-        return Opaque("signal", "Signals", (name,))  # Python up to 3.10 names the member, later ones call the class
+        return Opaque(
+            "signal", "Signals", (name,)
+        )  # Python up to 3.10 names the member, later versions call the class
     return Global(module, name, _is_inert(module, name))
 
 
@@ -100,12 +109,15 @@ def _is_record(module: str, name: str) -> bool:
 
 
 def call(function: object, args: tuple[object, ...], tensor: TensorHook) -> object:
-    """What a call makes, without calling it. tensor: makes what takes the place of a TensorRecord.
+    """The result of a call, made without calling it. tensor: a hook that converts a TensorRecord to the value in its
+    place.
 
-    Raises UnsafeCallError, and MalformedError (or a TypeError or ValueError of Python's) for arguments that don't fit.
+    Raises UnsafeCallError. Raises MalformedError (or a TypeError or ValueError of Python) for arguments that don't fit.
     """
     if type(function) is not Global:
-        raise MalformedError(f"a call of something that is not a function ({type(function).__name__})")
+        raise MalformedError(
+            f"a call of something that is not a function ({type(function).__name__})"
+        )
     key = function.module, function.name
     if key in _TENSORS:
         return tensor(_TENSORS[key](*args))
@@ -114,7 +126,7 @@ def call(function: object, args: tuple[object, ...], tensor: TensorHook) -> obje
     if key in _BY_TYPE:
         made = call(args[0], _tuple(args[2]), tensor)
         if type(made) is Opaque and len(args) > 3:
-            made.state = args[3]  # of a DTensor: where its own part lies in the whole
+            made.state = args[3]  # for a DTensor: the place of its own part in the whole
         return made
     if key == ("copyreg", "_reconstructor"):
         return call(args[0], (), tensor)
@@ -123,11 +135,14 @@ def call(function: object, args: tuple[object, ...], tensor: TensorHook) -> obje
     if _is_record(*key):
         return Opaque(*key, args)
     what = f"{function.module}.{function.name}"
-    raise UnsafeCallError(f"asks to call {what}; this is not a checkpoint but a program, nothing was executed")
+    raise UnsafeCallError(
+        f"asks to call {what}; the file is a program, not a checkpoint; nothing was executed"
+    )
 
 
 def is_unusual(record: Opaque) -> bool:
-    """Whether an object is made by something of torch or numpy that no checkpoint is known to need: it may be meant to run code."""
+    """True if an object is made by a function or class of torch or numpy that no known checkpoint needs. It may be
+    meant to run code."""
     return _is_unusual(f"{record.module}.{record.name}")
 
 
@@ -140,7 +155,9 @@ def build(target: object, state: object) -> None:
     """Give an object its attributes."""
     if type(target) is Opaque:
         target.state = state
-    elif type(target) is Namespace and type(state) is dict and all(type(key) is str for key in state):
+    elif (
+        type(target) is Namespace and type(state) is dict and all(type(key) is str for key in state)
+    ):
         vars(target).update(state)
     elif type(target) is NumpyArray:
         _build_array(target, _tuple(state))
@@ -149,7 +166,9 @@ def build(target: object, state: object) -> None:
         if order not in ("<", ">", "|", "=") or base is not None or names is not None:
             raise MalformedError("a numpy array that is not plain numbers")
         target.order = "<" if order == "=" else str(order)
-    elif type(target) is not dict:  # attributes of an OrderedDict (`_metadata` of a state dict) say nothing we need
+    elif (
+        type(target) is not dict
+    ):  # attributes of an OrderedDict (`_metadata` of a state dict) are not needed
         raise MalformedError(f"attributes for a {type(target).__name__}")
 
 
@@ -164,9 +183,13 @@ def check_key(key: object, nested: bool = False) -> None:
         for part in key:
             check_key(part, nested=True)
     else:
-        accepted = isinstance(key, (float, complex, type(None), TorchDtype, StorageType, Global, Opaque))
+        accepted = isinstance(
+            key, (float, complex, type(None), TorchDtype, StorageType, Global, Opaque)
+        )
     if not accepted:
-        raise MalformedError(f"a dictionary key or set member that is too large or can't be one ({type(key).__name__})")
+        raise MalformedError(
+            f"a dictionary key or set member that is too large or can't be one ({type(key).__name__})"
+        )
 
 
 def _tuple(value: object) -> tuple[object, ...]:
@@ -239,7 +262,7 @@ def _frozenset(values: object = (), /) -> frozenset[object]:
 
 
 def _encode(text: object, codec: object) -> bytes:
-    """How Python pickles bytes in protocol 2."""
+    """Bytes as Python pickles them in protocol 2: text and the codec latin1."""
     if type(text) is not str or codec not in ("latin1", "latin-1"):
         raise MalformedError("_codecs.encode with anything but text and latin1")
     return text.encode("latin1")
@@ -267,7 +290,9 @@ def _path(flavour: type[PurePosixPath] | type[PureWindowsPath]) -> Callable[...,
 
 def _numpy_dtype(code: object, align: object = False, copy: object = True, /) -> NumpyDtype:
     if not isinstance(code, str) or not _NUMPY_CODE.fullmatch(code):
-        raise MalformedError(f"a numpy array of {code[:20] if isinstance(code, str) else 'something'}, not of numbers")
+        raise MalformedError(
+            f"a numpy array of {code[:20] if isinstance(code, str) else 'something'}, not of numbers"
+        )
     return NumpyDtype(code, "|" if np.dtype(code).itemsize == 1 else "<")
 
 
@@ -276,7 +301,7 @@ def _numpy_empty(kind: object, shape: object, code: object, /) -> NumpyArray:
 
 
 def _numpy_from_buffer(data: object, dtype: object, shape: object, order: object, /) -> NumpyArray:
-    """How numpy pickles arrays in protocol 5."""
+    """An array as numpy pickles it in protocol 5."""
     array = NumpyArray()
     _build_array(array, (None, shape, dtype, order == "F", data))
     return array
@@ -293,8 +318,12 @@ def _build_array(array: NumpyArray, state: tuple[object, ...]) -> None:
 
 
 def _numpy_scalar(dtype: object, data: object, /) -> object:
-    """A Python number; text stays a record."""
-    if type(dtype) is not NumpyDtype or type(data) is not bytes or len(data) != np.dtype(str(dtype)).itemsize:
+    """A Python number. Text and raw bytes stay a record."""
+    if (
+        type(dtype) is not NumpyDtype
+        or type(data) is not bytes
+        or len(data) != np.dtype(str(dtype)).itemsize
+    ):
         raise MalformedError("a numpy number of the wrong length")
     if dtype.code[0] in "SUV":
         return NumpyArray(str(dtype), (), data)
@@ -307,10 +336,13 @@ _TENSORS: dict[tuple[str, str], Callable[..., TensorRecord]] = {
     ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
 }
-_WRAPPERS = {("torch._utils", "_rebuild_parameter"), ("torch._utils", "_rebuild_parameter_with_state")}
-"""(tensor, ...): the tensor alone matters."""
+_WRAPPERS = {
+    ("torch._utils", "_rebuild_parameter"),
+    ("torch._utils", "_rebuild_parameter_with_state"),
+}
+"""Functions called with (tensor, ...), of which only the tensor is used."""
 _BY_TYPE = {("torch._tensor", "_rebuild_from_type_v2"), ("torch._tensor", "_rebuild_from_type")}
-"""(function, class, arguments, attributes) of tensors that carry attributes."""
+"""Functions called with (function, class, arguments, attributes), for tensors with attributes."""
 _VALUES: dict[tuple[str, str], Callable[..., object]] = {
     ("_codecs", "encode"): _encode,
     ("argparse", "Namespace"): Namespace,
@@ -344,20 +376,29 @@ _CLASS = re.compile(
     r"|transformers|accelerate|trl|peft)(\.[a-z_]\w*)*\.(_?[A-Z]\w*\.)*_?[A-Z]\w*"
     r"|deepspeed\.utils\.tensor_fragment\.fragment_address"
 )
-"""Classes of packages that checkpoints come from, as all classes are written."""
+"""Classes of packages that write checkpoints. The pattern follows the usual spelling of class names."""
 
 
 def is_ordinary(module: str, name: str) -> bool:
-    """Whether checkpoints have this, by its names as `resolve` gives them: what is read here, or a class of a known package."""
+    """True if checkpoints use this name, as `resolve` gives it: this module reads it, or it is a class of a known
+    package."""
     key = module, name
-    if key in _TENSORS or key in _WRAPPERS or key in _BY_TYPE or key in _VALUES or name in _HARMLESS.get(module, ()):
+    if (
+        key in _TENSORS
+        or key in _WRAPPERS
+        or key in _BY_TYPE
+        or key in _VALUES
+        or name in _HARMLESS.get(module, ())
+    ):
         return True
     full = f"{module}.{name}"
-    return key == ("copyreg", "_reconstructor") or any(pattern.fullmatch(full) for pattern in (_ORDINARY, _CLASS))
+    return key == ("copyreg", "_reconstructor") or any(
+        pattern.fullmatch(full) for pattern in (_ORDINARY, _CLASS)
+    )
 
 
 def called_by(function: Global, args: tuple[object, ...]) -> list[Global]:
-    """A function that is called, and those that it is given to call."""
+    """A function that is called, and the functions that it is asked to call."""
     key = function.module, function.name
     inner = args[:1] if key in _BY_TYPE or key == ("copyreg", "_reconstructor") else ()
     return [function, *(each for each in inner if type(each) is Global)]

@@ -1,4 +1,4 @@
-"""Reads pickles without running anything in them, into plain values and inert records."""
+"""Reads pickles into plain values and inert records, without running anything in them."""
 
 import logging
 import struct
@@ -9,7 +9,15 @@ from mmap import mmap
 from formats.errors import CorruptCheckpoint, UnsafeContent
 from formats.pickle_globals import MalformedError, TensorHook, UnsafeCallError
 from formats.pickle_machine import Machine, PersistentHook
-from formats.pickle_records import Global, NumpyArray, NumpyDtype, Opaque, StorageType, TensorRecord, TorchDtype
+from formats.pickle_records import (
+    Global,
+    NumpyArray,
+    NumpyDtype,
+    Opaque,
+    StorageType,
+    TensorRecord,
+    TorchDtype,
+)
 from formats.pickle_run import run
 
 __all__ = [
@@ -19,40 +27,53 @@ __all__ = [
 _log = logging.getLogger("megaconv")
 
 LIMIT_DEPTH = 100
-"""Containers within containers."""
+"""Maximum depth of containers within containers."""
 
 _BROKEN = (ValueError, TypeError, IndexError, KeyError, OverflowError, RecursionError, struct.error)
-"""What bad bytes lead to inside the machine; MalformedError is a ValueError."""
+"""Errors that bad bytes cause inside the machine. MalformedError is a ValueError."""
 
 
 def load(
-    data: bytes, persistent: PersistentHook | None = None, *, source: str, tensor: TensorHook | None = None
+    data: bytes,
+    persistent: PersistentHook | None = None,
+    *,
+    source: str,
+    tensor: TensorHook | None = None,
 ) -> object:
     """The object in a pickle that fills `data`.
 
-    persistent: makes the storage (or whatever it likes) of a persistent identity; without it there must be none.
-    source: what error messages call the file.
-    tensor: makes what takes the place of a TensorRecord.
+    persistent: a hook that makes a storage (or another value) from a persistent identity. Without it, no identity is
+    allowed.
+    source: the file's name in error messages.
+    tensor: a hook that converts a TensorRecord to the value in its place.
 
-    OrderedDicts and the like become dicts, torch.Size a tuple, paths strings, numpy numbers Python's; a Namespace of
-    argparse stays one; other objects become Opaque, classes and functions Global.
+    OrderedDicts and similar classes become dicts, torch.Size becomes a tuple, paths become strings, and numpy numbers
+    become Python numbers. An argparse.Namespace stays a Namespace. Other objects become Opaque; classes and functions
+    become Global.
 
-    The result can be walked by recursion: lists, tuples, dicts and namespaces are at most LIMIT_DEPTH deep and hold no
-    cycles (what is in an Opaque may).
+    Recursive functions can walk the result: lists, tuples, dicts and namespaces are at most LIMIT_DEPTH deep and hold
+    no cycles. The content of an Opaque may be deeper or hold cycles.
 
-    Raises CorruptCheckpoint for bytes that are no pickle, and UnsafeContent for a pickle that asks to run code. What it asks for under
-    torch's or numpy's names becomes Opaque; a warning names what no checkpoint is known to need.
+    Raises CorruptCheckpoint for bytes that are not a pickle, and UnsafeContent for a pickle that asks to run code.
+    Calls under torch's or numpy's names become Opaque. A warning names the calls that no known
+    checkpoint needs.
     """
     value, end = load_at(data, 0, persistent, source, tensor)
     if end != len(data):
-        raise CorruptCheckpoint(f"{source}: {len(data) - end} bytes too many after the pickle; was the file changed?")
+        raise CorruptCheckpoint(
+            f"{source}: {len(data) - end} bytes too many after the pickle; was the file changed?"
+        )
     return value
 
 
 def load_at(
-    data: bytes | mmap, offset: int, persistent: PersistentHook | None, source: str, tensor: TensorHook | None = None
+    data: bytes | mmap,
+    offset: int,
+    persistent: PersistentHook | None,
+    source: str,
+    tensor: TensorHook | None = None,
 ) -> tuple[object, int]:
-    """The object in the pickle that starts at offset, and the offset after it; otherwise as `load`."""
+    """The object in the pickle that starts at offset, and the offset after it. In all else it is like `load`."""
     machine = Machine(data, offset, persistent or _no_storages, tensor or _as_it_is)
     try:
         value = run(machine)
@@ -60,13 +81,17 @@ def load_at(
     except UnsafeCallError as error:
         raise UnsafeContent(f"{source}: {error}") from None
     except _BROKEN as error:
-        reason = f"{error!s:.200}" if isinstance(error, MalformedError) else f"{type(error).__name__}: {error!s:.200}"
+        reason = (
+            f"{error!s:.200}"
+            if isinstance(error, MalformedError)
+            else f"{type(error).__name__}: {error!s:.200}"
+        )
         raise CorruptCheckpoint(
             f"{source}: a broken pickle near byte {machine.position}: {reason}; copy or save the file again"
         ) from error
     for name in sorted(machine.unusual):
         _log.warning(
-            "%s: asks to call %s, which no checkpoint needs; it was not called, and what it should make is left out",
+            "%s: asks to call %s, which no checkpoint needs; it was not called, and its result is left out",
             source,
             name,
         )
@@ -83,13 +108,14 @@ def _as_it_is(record: TensorRecord) -> object:
 
 def _check_tree(root: object, limit: int) -> None:
     """Refuse cycles, too many levels, and shared parts that multiply to more than `limit` values when walked."""
-    # (levels, values) of each container that holds others, by identity, once those below are known
+    # (levels, values) of each container that holds others, by identity, as soon as the containers below it are known
     sizes: dict[int, tuple[int, int]] = {}
     path, on_path = [root], set[int]()
     looked_at: dict[int, bool] = {}
 
     def holds_containers(node: object) -> bool:
-        """Looked up for long ones, which a short pickle may refer to without end; others are many, and quickly looked through."""
+        """True if a container holds containers. Results for long containers are cached, since a short pickle may refer
+        to one endlessly. Short ones are many, and fast to scan."""
         if id(node) in looked_at:
             return looked_at[id(node)]
         parts = _parts(node)
@@ -98,6 +124,7 @@ def _check_tree(root: object, limit: int) -> None:
             looked_at[id(node)] = found
         return found
 
+    # A depth-first walk without recursion. The first visit pushes the containers inside, the second one sums up.
     while path:
         node = path[-1]
         if id(node) in sizes:

@@ -1,7 +1,7 @@
-"""The state of a pickle that is being read, and what can happen to it.
+"""The state of a pickle while it is read, and the operations on it.
 
-Nothing is imported, and nothing is called but `pickle_globals.call`. Time and memory stay in proportion to the size of
-the pickle.
+Nothing is imported, and nothing is called except `pickle_globals.call`. Time and memory stay proportional to the size
+of the pickle.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,19 +9,30 @@ from mmap import mmap
 from struct import Struct
 
 from formats.ceilings import PICKLE_BYTES, PICKLE_VALUE_BYTES, PICKLE_VALUES
-from formats.pickle_globals import MalformedError, TensorHook, build, call, check_key, is_unusual, resolve
+from formats.pickle_globals import (
+    MalformedError,
+    TensorHook,
+    build,
+    call,
+    check_key,
+    is_unusual,
+    resolve,
+)
 from formats.pickle_records import Opaque
 
 PersistentHook = Callable[[object], object]
 
 
 class Machine:
-    """A stack, a memo, and a position in the bytes. The stacks below open marks wait in `below`."""
+    """A stack, a memo, and a position in the bytes. `below` holds the stacks below open marks."""
 
     by_columns = True
-    """Whether it may be followed by columns: it does with a call what `pickle_globals.call` does, and nothing else."""
+    """True if `pickle_columns` may follow this machine's pickle: its calls do the same as `pickle_globals.call`, and
+    nothing else."""
 
-    def __init__(self, data: bytes | mmap, offset: int, persistent: PersistentHook, tensor: TensorHook) -> None:
+    def __init__(
+        self, data: bytes | mmap, offset: int, persistent: PersistentHook, tensor: TensorHook
+    ) -> None:
         self.data = data
         self.start = self.position = offset
         self.end = min(len(data), offset + PICKLE_BYTES)
@@ -32,7 +43,7 @@ class Machine:
         self.memo: dict[int, object] = {}
         self.copied = self.made = 0
         self.unusual: set[str] = set()
-        """What was asked for under torch's or numpy's names and is no part of any checkpoint."""
+        """Called names of torch or numpy that are not part of any known checkpoint."""
 
     def take(self, count: int) -> bytes:
         start, self.position = self.position, self.position + count
@@ -52,12 +63,16 @@ class Machine:
         return content
 
     def make(self, count: int = 1) -> None:
-        """Called before a container or an object is made; count: as how many it counts. Raises MalformedError for one too many."""
+        """Count a container or object before it is made.
+
+        count: the number that it counts as. Raises MalformedError for one too many.
+        """
         self.made += count
         self.require_allowed(self.made)
 
     def require_allowed(self, count: int) -> int:
-        """How many containers there may be by now, and entries of the memo. Raises MalformedError for more."""
+        """The number of containers and of memo entries that are allowed so far. Raises MalformedError if count is
+        larger."""
         allowed = PICKLE_VALUES + (self.position - self.start) // PICKLE_VALUE_BYTES
         if count > allowed:
             raise MalformedError("it has more values than its length allows")
@@ -68,7 +83,7 @@ class Machine:
         return items
 
     def resolve(self, module: str, name: str) -> object:
-        """What stands for a name (`pickle_globals.resolve`)."""
+        """The replacement of a name (`pickle_globals.resolve`)."""
         return resolve(module, name)
 
     def call(self, function: object, args: object) -> None:
@@ -86,14 +101,14 @@ class Machine:
         build(target, state)
 
     def count_copies(self, values: Iterable[object]) -> None:
-        """A call may copy what it is given, and two bytes are enough to give the same long value again."""
+        """Count the values that a call may copy: two bytes of a pickle are enough to pass the same long value again."""
         for value in values:
             if isinstance(value, (str, bytes, list, tuple, dict)):
                 self.copied += len(value)
         self.require_copies(self.copied)
 
     def require_copies(self, count: int) -> int:
-        """How many values calls may have been given by now. Raises MalformedError for more."""
+        """The number of values that may have been passed to calls so far. Raises MalformedError if count is larger."""
         allowed = 64 * (self.position - self.start) + (1 << 20)
         if count > allowed:
             raise MalformedError("it multiplies its contents")

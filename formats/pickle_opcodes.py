@@ -1,6 +1,6 @@
-"""The opcodes of pickle protocols 0 to 5, as they change a Machine; `pickle_run` follows them.
+"""The opcodes of pickle protocols 0 to 5, as changes of a Machine; `pickle_run` follows them.
 
-What each one does, and which bytes follow it, is described in CPython's pickletools.py.
+CPython's pickletools.py describes each opcode and its argument bytes.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,14 @@ from formats.pickle_globals import MalformedError, UnsafeCallError, check_key
 from formats.pickle_machine import Machine
 
 Handler = Callable[[Machine], None]
-_U1, _U2, _U4, _U8, _I4, _F8 = Struct("<B"), Struct("<H"), Struct("<I"), Struct("<Q"), Struct("<i"), Struct(">d")
+_U1, _U2, _U4, _U8, _I4, _F8 = (
+    Struct("<B"),
+    Struct("<H"),
+    Struct("<I"),
+    Struct("<Q"),
+    Struct("<i"),
+    Struct(">d"),
+)
 _LONGEST_NUMBER = 255
 
 
@@ -19,7 +26,7 @@ def _constant(value: object) -> Handler:
 
 
 def _new(kind: Callable[[], object]) -> Handler:
-    cost = 3 if kind is set else 1  # an empty set takes three times the memory of others
+    cost = 3 if kind is set else 1  # an empty set takes three times the memory of other containers
 
     def push(m: Machine) -> None:
         m.make(cost)
@@ -198,7 +205,9 @@ def _persistent(m: Machine) -> None:
 
 
 def _extension(m: Machine) -> None:
-    raise UnsafeCallError("asks for an object of the program that wrote it (a pickle extension); nothing was executed")
+    raise UnsafeCallError(
+        "asks for an object of the program that wrote it (a pickle extension); nothing was executed"
+    )
 
 
 def _refuse(m: Machine) -> None:
@@ -252,5 +261,5 @@ _OPCODES: dict[bytes, Handler] = {
     b"\x80": _protocol, b"\x95": _skip_frame_size,
     b"\x82": _extension, b"\x83": _extension, b"\x84": _extension,
 }  # fmt: skip
-"""\x97 and \x98 (buffers outside the pickle) are missing: no file can hold such a pickle."""
+"""\\x97 and \\x98 (buffers outside the pickle) are missing: no file can hold such a pickle."""
 HANDLERS = [_OPCODES.get(bytes([code]), _refuse) for code in range(256)]

@@ -1,6 +1,6 @@
-"""What a pickle is read into: plain values, and inert records for everything else.
+"""The values that a pickle is read into: plain values, and inert records for everything else.
 
-No record holds a reference to a class or function of the program that wrote the file, only its name.
+No record holds a reference to a class or function of the program that wrote the file. It holds only the name.
 """
 
 from dataclasses import dataclass, field
@@ -15,23 +15,27 @@ STORAGE_DTYPES = {
     "QInt8Storage": "qint8", "QUInt8Storage": "quint8", "QInt32Storage": "qint32",
     "UntypedStorage": "uint8", "_UntypedStorage": "uint8",
 }  # fmt: skip
-"""torch's storage classes and the dtype of their elements."""
+"""torch's storage class -> dtype of its elements."""
 
 
 def _is_small(value: object) -> bool:
-    return len(value) <= 256 if isinstance(value, (str, bytes)) else isinstance(value, (int, float, type(None)))
+    return (
+        len(value) <= 256
+        if isinstance(value, (str, bytes))
+        else isinstance(value, (int, float, type(None)))
+    )
 
 
 @dataclass(frozen=True)
 class TorchDtype:
-    """torch.float32 is TorchDtype("float32")."""
+    """A dtype of torch: torch.float32 is TorchDtype("float32")."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class StorageType:
-    """torch.FloatStorage is StorageType("float32"); untyped storages hold uint8."""
+    """A storage class of torch: torch.FloatStorage is StorageType("float32"). Untyped storages hold uint8."""
 
     dtype: str
 
@@ -43,30 +47,38 @@ class Global:
     module: str
     name: str
     inert: bool = field(default=False, compare=False)
-    """Whether calling it makes an Opaque of which nothing needs to be said."""
+    """True if calling it makes an Opaque without a warning."""
 
 
 @dataclass(eq=False, slots=True)
 class Opaque:
-    """An object of a class that this reader does not know: how it would be made, never the object itself.
+    """An object of a class that this reader does not know. It records how the object would be made, and never holds the
+    object itself.
 
-    Equal by value if made from plain numbers and strings alone, as enumeration members are; otherwise by identity.
+    Two records are equal by value if they are made only from plain numbers and strings, as enumeration members are.
+    Otherwise they are equal by identity.
     """
 
     module: str
     name: str
     args: tuple[object, ...]
     state: object = None
-    """What __setstate__ or the attributes would be given."""
+    """The argument of __setstate__, or the attributes."""
     items: list[object] | None = None
-    """Appended values, and (key, value) pairs that were set; None where there are none, as of nearly all."""
+    """Appended values, and (key, value) pairs that were set; None if there are none, as in nearly all records."""
 
     def _identity(self) -> object:
         plain = 1 <= len(self.args) <= 8 and all(_is_small(arg) for arg in self.args)
-        return (self.module, self.name, self.args) if plain and self.state is None and not self.items else id(self)
+        return (
+            (self.module, self.name, self.args)
+            if plain and self.state is None and not self.items
+            else id(self)
+        )
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Opaque) and self._identity() == other._identity())
+        return self is other or (
+            isinstance(other, Opaque) and self._identity() == other._identity()
+        )
 
     def __hash__(self) -> int:
         return hash(self._identity()) if self.args else id(self)
@@ -74,7 +86,7 @@ class Opaque:
 
 @dataclass
 class NumpyDtype:
-    """numpy.dtype: a type code such as "u4", and "<", ">" or "|" for the order of its bytes."""
+    """numpy.dtype: a type code such as "u4", and a byte order "<", ">" or "|"."""
 
     code: str
     order: str = "<"
@@ -91,17 +103,17 @@ class NumpyArray:
     shape: Shape = (0,)
     data: bytes = field(default=b"", repr=False)
     fortran: bool = False
-    """Whether the first axis is the one whose elements lie side by side."""
+    """True if the elements along the first axis are contiguous."""
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A view into a storage. Offset and strides count elements; all that was checked is that they are natural."""
+    """A view into a storage. Offset and strides count elements. They are only known to be natural numbers."""
 
     storage: object
-    """What the caller's `persistent` made of the storage's identity."""
+    """The result of the caller's `persistent` hook for the storage's identity."""
     offset: int
     shape: Shape
     strides: Shape
     dtype: str | None = None
-    """None: that of the storage."""
+    """The dtype; None for that of the storage."""

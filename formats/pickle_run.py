@@ -1,4 +1,4 @@
-"""The loop that follows a pickle's instructions."""
+"""The loop that follows the instructions of a pickle."""
 
 from struct import Struct
 
@@ -14,13 +14,13 @@ _GET, _GET4, _PUT4, _MEMOIZE, _STOP = b"hjr\x94."
 _NONE, _NUMBER1, _NUMBER2, _NUMBER4, _LONG, _TEXT = b"NKMJ\x8aX"
 _EMPTY_TUPLE, _NEW, _EMPTY_DICT, _MARK, _SET_ITEMS, _BUILD = b")\x81}(ub"
 _KEY_LENGTH = 1 << 10
-"""Of text that is a key without a further look."""
+"""Maximum length of a text that is accepted as a key without further checks."""
 _BLOCK = 1 << 16
-"""Bytes after which it is looked whether there are more values than the length allows: so many more are no harm."""
+"""Bytes between two checks of the number of values. A block can't add enough values to do harm."""
 
 
 def run(machine: Machine) -> object:
-    """The object at the next STOP. Raises MalformedError, UnsafeCallError, or any error that bad bytes lead to."""
+    """The object at the next STOP. Raises MalformedError, UnsafeCallError, or any error that bad bytes cause."""
     columns = Columns(machine)
     while machine.position < machine.end:
         if _reaches_stop(machine, columns, min(machine.end, machine.position + _BLOCK)):
@@ -28,15 +28,17 @@ def run(machine: Machine) -> object:
         machine.require_allowed(max(machine.made, len(machine.memo)))
         machine.require_copies(machine.copied)
     short = machine.end == len(machine.data)
-    raise MalformedError("it ends too early" if short else f"it is longer than {PICKLE_BYTES} bytes")
+    raise MalformedError(
+        "it ends too early" if short else f"it is longer than {PICKLE_BYTES} bytes"
+    )
 
 
 def _reaches_stop(machine: Machine, columns: Columns, until: int) -> bool:
-    """Follow the instructions that begin before `until`, or up to a STOP.
+    """Follow the instructions that begin before `until`. Returns True at a STOP.
 
-    `.metadata` of a large model has millions of them. Those that describe its chunks are followed here without a call, the
-    machine's state in local variables; each does what its handler does, and leaves to that one whatever is unusual. Where
-    records repeat, `columns` goes on, for many at once.
+    `.metadata` of a large model has millions of instructions. This function follows the instructions that describe
+    chunks without a call, and keeps the machine's state in local variables. Each branch does the same as the opcode's
+    handler, and leaves unusual cases to it. If records repeat, `columns` follows many of them at once.
     """
     data, end, memo, below = machine.data, machine.end, machine.memo, machine.below
     position, stack, made, copied = machine.position, machine.stack, machine.made, machine.copied
@@ -49,10 +51,15 @@ def _reaches_stop(machine: Machine, columns: Columns, until: int) -> bool:
                 stack.append(memo[natural4(data, position)[0]])
                 position += 4
             elif code == _EMPTY_TUPLE:
-                # An instance of a class that is known by name alone, which is what nearly every empty tuple is for.
+                # Make an instance of a class known only by name. Nearly every empty tuple in a pickle is for that.
                 if data[position] == _NEW and type(kind := stack[-1]) is Global and kind.inert:
                     if position > columns.next_look:
-                        machine.position, machine.stack, machine.made, machine.copied = position, stack, made, copied
+                        machine.position, machine.stack, machine.made, machine.copied = (
+                            position,
+                            stack,
+                            made,
+                            copied,
+                        )
                         if columns.follow(position - 1, until):
                             position, made, copied = machine.position, machine.made, machine.copied
                             continue
@@ -61,7 +68,11 @@ def _reaches_stop(machine: Machine, columns: Columns, until: int) -> bool:
                     stack[-1] = Opaque(kind.module, kind.name, ())
                 else:
                     stack.append(())
-            elif code == _BUILD and type(state := stack[-1]) is dict and type(target := stack[-2]) is Opaque:
+            elif (
+                code == _BUILD
+                and type(state := stack[-1]) is dict
+                and type(target := stack[-2]) is Opaque
+            ):
                 copied += len(state)
                 target.state = stack.pop()
             elif code == _EMPTY_DICT:
@@ -73,7 +84,7 @@ def _reaches_stop(machine: Machine, columns: Columns, until: int) -> bool:
                 stack = []
             elif code == _SET_ITEMS and type(keyed := below[-1][-1]) is dict:
                 for key, value in zip(stack[::2], stack[1::2], strict=True):
-                    # Records are keys of `.metadata`, and compare by what they are or hold: any is accepted.
+                    # Records are keys of `.metadata`. They compare by identity or content, so all are accepted.
                     if type(key) is not Opaque and (type(key) is not str or len(key) > _KEY_LENGTH):
                         check_key(key)
                     keyed[key] = value
@@ -107,9 +118,24 @@ def _reaches_stop(machine: Machine, columns: Columns, until: int) -> bool:
             elif code == _STOP:
                 return True
             else:
-                machine.position, machine.stack, machine.made, machine.copied = position, stack, made, copied
+                machine.position, machine.stack, machine.made, machine.copied = (
+                    position,
+                    stack,
+                    made,
+                    copied,
+                )
                 HANDLERS[code](machine)
-                position, stack, made, copied = machine.position, machine.stack, machine.made, machine.copied
+                position, stack, made, copied = (
+                    machine.position,
+                    machine.stack,
+                    machine.made,
+                    machine.copied,
+                )
     finally:
-        machine.position, machine.stack, machine.made, machine.copied = position, stack, made, copied
+        machine.position, machine.stack, machine.made, machine.copied = (
+            position,
+            stack,
+            made,
+            copied,
+        )
     return False

@@ -1,7 +1,7 @@
-"""Every name that the pickles of a file ask for, judged; nothing is made of them, and nothing is called.
+"""Judges every name that the pickles of a file ask for. Nothing is made of the names, and nothing is called.
 
-What is looked into: torch files of any age, `.distcp` files by their `.metadata`, plain pickles of every protocol, one after
-another, numpy's arrays of Python objects, and zip archives of all these, compressed ones too.
+The scan covers torch files of any age, `.distcp` files by their `.metadata`, and sequences of plain pickles of every
+protocol. It also covers numpy's arrays of Python objects, and zip archives of all these, compressed ones included.
 """
 
 import re
@@ -28,29 +28,30 @@ from formats.tensor import InputFile
 ZIP = b"PK\3\4"
 NUMPY = b"\x93NUMPY"
 ORDINARY, NAMED, UNSAFE = "ordinary", "named", "unsafe"
-"""What checkpoints are made of; anything else that is named only; anything else that is called."""
+"""ORDINARY: a name that checkpoints use. NAMED: another name that is only named. UNSAFE: another name that is called.
+"""
 
 _PROTOCOLS = tuple(bytes([0x80, number]) for number in range(2, 6))
-"""What pickles begin with; those of protocols 0 and 1, which every reader takes as well, have no such mark."""
+"""The first bytes of pickles. Pickles of protocols 0 and 1, which every reader accepts as well, have no such mark."""
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _ARGUMENTS = {("numpy", "ndarray"), ("torch", "Tensor")}
-"""What functions that rebuild arrays and tensors are given."""
+"""Names that functions get as arguments to rebuild arrays and tensors."""
 _PICKLES_OF_LEGACY = 5
-"""Magic number, protocol, machine, object, names of storages."""
+"""Pickles of a legacy torch file: magic number, protocol, machine, object, names of storages."""
 _MOST_IN_A_ROW = 100_000
-"""No checkpoint has as many, and each takes some microseconds."""
+"""Maximum number of pickles in a sequence. No checkpoint has as many, and each takes some microseconds."""
 
 
 @dataclass(frozen=True)
 class Pickle:
-    """One pickle and what it asks for."""
+    """One pickle, and the names that it asks for."""
 
     place: str
-    """The entry of an archive, or the byte that it starts at."""
+    """The entry of an archive, or the byte at which the pickle starts."""
     names: dict[str, str]
-    """`torch._utils._rebuild_tensor_v2` -> ORDINARY, NAMED or UNSAFE."""
+    """Name -> verdict: `torch._utils._rebuild_tensor_v2` -> ORDINARY, NAMED or UNSAFE."""
     fault: str = ""
-    """Why it could not be followed to its end."""
+    """The reason why the pickle could not be followed to its end; empty if it could."""
     end: int = 0
 
 
@@ -61,7 +62,7 @@ class _Seen:
 
 
 class _Scanner(Machine):
-    """A machine that makes a record of every call, whatever is called."""
+    """A machine that records every call, of any function, and carries out none."""
 
     by_columns = False
 
@@ -81,45 +82,68 @@ class _Scanner(Machine):
         self.count_copies(args)
         self.make()
         if isinstance(function, Global):
-            self.seen.called.update(f"{each.module}.{each.name}" for each in called_by(function, args))
+            self.seen.called.update(
+                f"{each.module}.{each.name}" for each in called_by(function, args)
+            )
         self.stack.append(Opaque(function.module, function.name, ()))
 
     def build(self, target: object, state: object) -> None:
         self.count_copies((state,))
-        if isinstance(target, Global):  # which changes the class or function itself
+        if isinstance(target, Global):  # this changes the class or function itself
             self.seen.called.add(f"{target.module}.{target.name}")
 
 
 def scan_pickle(data: bytes | mmap, offset: int = 0, place: str = "") -> Pickle:
-    """The pickle that starts at offset."""
+    """Scan the pickle that starts at offset."""
     scanner, fault = _Scanner(data, offset), ""
     try:
         run(scanner)
     except UnsafeCallError as error:
-        return Pickle(place, {**_judged(scanner.seen), "(pickle extension)": UNSAFE}, str(error), scanner.position)
-    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, struct.error) as error:
+        return Pickle(
+            place,
+            {**_judged(scanner.seen), "(pickle extension)": UNSAFE},
+            str(error),
+            scanner.position,
+        )
+    except (
+        ArithmeticError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        struct.error,
+    ) as error:
         fault = f"a broken pickle near byte {scanner.position}: {error!s:.200}"
     return Pickle(place, _judged(scanner.seen), fault, scanner.position)
 
 
 def _judged(seen: _Seen) -> dict[str, str]:
-    return {name: _judge(found, called=name in seen.called) for name, found in sorted(seen.names.items())}
+    return {
+        name: _judge(found, called=name in seen.called)
+        for name, found in sorted(seen.names.items())
+    }
 
 
 def _judge(found: Global, *, called: bool) -> str:
-    if is_ordinary(found.module, found.name) or (not called and (found.module, found.name) in _ARGUMENTS):
+    if is_ordinary(found.module, found.name) or (
+        not called and (found.module, found.name) in _ARGUMENTS
+    ):
         return ORDINARY
     return UNSAFE if called else NAMED
 
 
 def scan_file(path: Path, ranges: list[tuple[int, int]] | None = None) -> Iterator[Pickle]:
-    """All pickles of a file; none where it is of another kind. ranges: (offset, bytes) of the files in a `.distcp` file or a tar archive.
+    """Yield all pickles of a file; none if the file is of another kind.
 
-    Raises CorruptCheckpoint for an archive whose directory can't be true, and for what isn't a regular file.
+    ranges: (offset, bytes) of the files in a `.distcp` file or a tar archive. Raises CorruptCheckpoint for an archive
+    with an impossible directory, and for anything but a regular file.
     """
     if not regular_size(path):
         return
-    with fdopen(open_regular(path), "rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as data:
+    with (
+        fdopen(open_regular(path), "rb") as stream,
+        mmap(stream.fileno(), 0, access=ACCESS_READ) as data,
+    ):
         file = InputFile.open(path)
         for start, nbytes in [(0, file.size)] if ranges is None else ranges:
             if data[start : start + len(ZIP)] == ZIP:
@@ -139,11 +163,18 @@ def _of_archive(file: InputFile, start: int, nbytes: int) -> Iterator[Pickle]:
         head = file.read(entry.offset, min(entry.nbytes, len(NUMPY)))
         where = f"{name} at byte {entry.offset}" if _is_pickle(name) else name
         if not _is_storage(name, head):
-            yield from _of_entry(name, file.read(entry.offset, min(entry.nbytes, PICKLE_BYTES)), where)
+            yield from _of_entry(
+                name, file.read(entry.offset, min(entry.nbytes, PICKLE_BYTES)), where
+            )
 
 
-def _of_compressed(file: InputFile, start: int, nbytes: int, fault: CorruptCheckpoint) -> Iterator[Pickle]:
-    """torch and numpy read compressed entries as they read others. Raises the fault where the archive isn't merely compressed."""
+def _of_compressed(
+    file: InputFile, start: int, nbytes: int, fault: CorruptCheckpoint
+) -> Iterator[Pickle]:
+    """Yield the pickles of a compressed archive: torch and numpy read compressed entries like others.
+
+    Raises the fault if the archive has another problem than compression.
+    """
     try:
         with ZipFile(window(file, start, nbytes)) as archive:
             infos = archive.infolist()
@@ -151,8 +182,18 @@ def _of_compressed(file: InputFile, start: int, nbytes: int, fault: CorruptCheck
                 raise fault
             for info in infos:
                 if not _is_storage(info.filename, _inflated(archive, info, len(NUMPY))):
-                    yield from _of_entry(info.filename, _inflated(archive, info, PICKLE_BYTES), info.filename)
-    except (BadZipFile, EOFError, NotImplementedError, OSError, RuntimeError, ValueError, zlib.error):
+                    yield from _of_entry(
+                        info.filename, _inflated(archive, info, PICKLE_BYTES), info.filename
+                    )
+    except (
+        BadZipFile,
+        EOFError,
+        NotImplementedError,
+        OSError,
+        RuntimeError,
+        ValueError,
+        zlib.error,
+    ):
         raise fault from None
 
 
@@ -162,7 +203,7 @@ def _inflated(archive: ZipFile, info: ZipInfo, nbytes: int) -> bytes:
 
 
 def _is_storage(name: str, head: bytes) -> bool:
-    """Whether an entry holds the values of one of torch's tensors, which nobody takes for a pickle."""
+    """True if an entry holds the values of a torch tensor, which no program reads as a pickle."""
     return not head or ("/data/" in name and head != NUMPY)
 
 
@@ -178,7 +219,7 @@ def _of_entry(name: str, data: bytes, where: str) -> Iterator[Pickle]:
 
 
 def _of_content(data: mmap | bytes, start: int = 0, where: str = "") -> Iterator[Pickle]:
-    """Of what isn't an archive: pickles in a row, or numpy's header and a pickle."""
+    """Yield the pickles of content that is not an archive: a sequence of pickles, or numpy's header and one pickle."""
     if data[start : start + len(NUMPY)] == NUMPY:
         offset = _behind_header(data, start)
         found = scan_pickle(data, offset, where or f"byte {offset}")
@@ -202,15 +243,17 @@ def _of_content(data: mmap | bytes, start: int = 0, where: str = "") -> Iterator
 
 
 def _behind_header(data: mmap | bytes, start: int) -> int:
-    """Where the values of an array in numpy's own format begin."""
+    """The offset of the values of an array in numpy's own format."""
     size = 2 if data[start + 6 : start + 7] == b"\1" else 4
     return start + 8 + size + int.from_bytes(data[start + 8 : start + 8 + size], "little")
 
 
 def _cannot_be_chance(found: Pickle) -> bool:
-    """Whether bytes that nothing marks as a pickle are one: they call something, or name something and come to an end.
+    """True if unmarked bytes really are a pickle: they call something, or they name something and come to an end.
 
-    Text and numbers are instructions of a pickle, too, until one of them isn't.
+    Text and numbers also read as instructions of a pickle, up to the first byte that doesn't.
     """
     wanted = {UNSAFE} if found.fault else {UNSAFE, NAMED, ORDINARY}
-    return any(judged in wanted and _IDENTIFIER.fullmatch(name) for name, judged in found.names.items())
+    return any(
+        judged in wanted and _IDENTIFIER.fullmatch(name) for name, judged in found.names.items()
+    )

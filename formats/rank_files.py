@@ -2,10 +2,10 @@
 
     <root>/latest_checkpointed_iteration.txt        `5`, or `release`
     <root>/iter_0000005/mp_rank_01_002/model_optim_rng.pt        (tensor rank 1, pipeline rank 2)
-    <root>/iter_0000005/mp_rank_01_002_000/...                   (with an expert rank, where expert parallelism is used)
+    <root>/iter_0000005/mp_rank_01_002_000/...                   (with an expert rank, if expert parallelism is used)
 
-With two numbers the second is a pipeline or an expert rank; only the contents show which. Source: megatron/training
-checkpointing.py of Megatron-LM.
+If a name has two numbers, the second is a pipeline rank or an expert rank. Only the contents show which. Source:
+megatron/training checkpointing.py of Megatron-LM.
 """
 
 import re
@@ -32,7 +32,7 @@ class RankFiles:
 
     directory: Path
     iteration: int | None
-    """None for `release`."""
+    """Number of the iteration; None for `release`."""
     files: dict[tuple[int, ...], Path]
     """(tensor rank[, second number[, third]]) -> model file."""
 
@@ -42,34 +42,49 @@ def iteration_directory(iteration: int | None) -> str:
 
 
 def is_version(name: str) -> bool:
-    """Whether a directory is called as one iteration is."""
+    """True if a directory has the name of an iteration."""
     return name == RELEASE or re.fullmatch(r"iter_\d{7,}", name) is not None
 
 
+def iterations(root: Path) -> list[str]:
+    """Names of the iteration directories of a run, sorted by number, with `release` last."""
+    if not root.is_dir():
+        return []
+    found = [entry.name for entry in root.iterdir() if is_version(entry.name) and entry.is_dir()]
+    return sorted(found, key=lambda name: (name == RELEASE, len(name), name))
+
+
 def rank_directory(tp_rank: int, pp_rank: int, ep_rank: int, pp: int, ep: int) -> str:
-    return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "") + (f"_{ep_rank:03d}" if ep > 1 else "")
+    return (
+        f"mp_rank_{tp_rank:02d}"
+        + (f"_{pp_rank:03d}" if pp > 1 else "")
+        + (f"_{ep_rank:03d}" if ep > 1 else "")
+    )
 
 
 def find_version(path: Path) -> Path | None:
-    """The directory with the rank directories: of the tracker's iteration, or path itself, or the only one there is.
+    """The directory with the rank directories: that of the tracker's iteration, or path itself, or the only one that
+    exists.
 
-    None when path is no Megatron checkpoint. Raises CorruptCheckpoint when the tracker points nowhere.
+    None if path is not a Megatron checkpoint. Raises CorruptCheckpoint if the tracker names a missing directory.
     """
     if not path.is_dir():
         return None
     tracker = path / TRACKER
     if tracker.is_file():
-        with not_recorded():  # a run that saves its next iteration meanwhile doesn't touch the one that is read
+        with (
+            not_recorded()
+        ):  # a run that saves its next iteration meanwhile doesn't change the one that is read
             word = read_small(tracker, TRACKER_BYTES).decode("utf-8", "replace").strip()
         if word != RELEASE and not (word.isdecimal() and len(word) <= 18):
-            # What it holds isn't repeated: it may be a link to a file that is nobody's business.
+            # The message doesn't repeat the content: the tracker may be a link to a private file.
             raise CorruptCheckpoint(
                 f"{tracker}: should hold an iteration number or `release`, found {len(word)} characters of something else"
             )
         version = path / (RELEASE if word == RELEASE else iteration_directory(int(word)))
         if not version.is_dir():
             raise CorruptCheckpoint(
-                f"{tracker}: says {word}, but there is no directory {version.name} beside it", code="missing-file"
+                f"{tracker}: says {word}, but there is no directory {version}", code="missing-file"
             )
         return version
     if _rank_directories(path):
@@ -83,17 +98,19 @@ def _rank_directories(version: Path) -> list[tuple[tuple[int, ...], Path]]:
     for entry in version.iterdir():
         match = _RANK.fullmatch(entry.name)
         if match and entry.is_dir():
-            found.append((tuple(int(number) for number in match.groups() if number is not None), entry))
+            found.append(
+                (tuple(int(number) for number in match.groups() if number is not None), entry)
+            )
     return sorted(found)
 
 
 def is_rank_files(version: Path) -> bool:
-    """Whether this iteration is in `torch` format (others may lie under the same root)."""
+    """True if this iteration is in `torch` format. Other iterations under the same root may differ."""
     return bool(_rank_directories(version)) and not (version / "metadata.json").exists()
 
 
 def read(version: Path) -> RankFiles:
-    """List the rank files of one iteration. Raises CorruptCheckpoint when one is missing."""
+    """The rank files of one iteration. Raises CorruptCheckpoint if one is missing."""
     files: dict[tuple[int, ...], Path] = {}
     for numbers, directory in _rank_directories(version):
         file = directory / MODEL_FILE
@@ -103,7 +120,9 @@ def read(version: Path) -> RankFiles:
                 "saved separately for every data-parallel rank; it can't be read. Load and save it with core 0.4 or newer"
             )
         if not file.is_file():
-            raise CorruptCheckpoint(f"{file}: no such file; every rank directory holds one", code="missing-file")
+            raise CorruptCheckpoint(
+                f"{file}: no such file; every rank directory holds one", code="missing-file"
+            )
         if numbers in files:
             raise CorruptCheckpoint(
                 f"{directory}: is a second directory of the rank of {files[numbers].parent.name}; remove one"

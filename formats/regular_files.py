@@ -1,6 +1,6 @@
-"""Opening files that somebody else wrote: regular files alone, and small ones up to a ceiling.
+"""Opens files that somebody else wrote: only regular files, and small files only up to a size limit.
 
-A named pipe would be waited for without end, a device be read without end; a directory is neither.
+Reading a named pipe would block forever, and reading a device might never end. A directory can't be read at all.
 """
 
 import errno
@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from formats.ceilings import JSON_TEXT_BYTES, JSON_VALUES
+from formats.ceilings import JSON_DEPTH, JSON_VALUE_BYTES, JSON_VALUES
 from formats.errors import CorruptCheckpoint
 from formats.mistaken_files import SEEN_BYTES, mistaken
 from formats.opened import note
@@ -22,7 +22,7 @@ _KINDS = {
 
 
 def regular_size(path: Path) -> int:
-    """Bytes of a regular file, which links may lead to. Raises CorruptCheckpoint for anything else."""
+    """Size of a regular file in bytes; links are followed. Raises CorruptCheckpoint for anything else."""
     try:
         return _size(path, path.stat())
     except (OSError, ValueError) as error:
@@ -30,10 +30,10 @@ def regular_size(path: Path) -> int:
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read a regular file with, which the caller closes. Raises CorruptCheckpoint for anything else."""
-    regular_size(path)  # opening some devices has effects already
+    """A descriptor for reading a regular file, which the caller closes. Raises CorruptCheckpoint for anything else."""
+    regular_size(path)  # merely opening some devices has effects
     try:
-        # It may have become a pipe just now: opening must not wait for whoever writes into it.
+        # The file may have become a pipe just now. Opening it must not wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -46,7 +46,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_small(path: Path, ceiling: int) -> bytes:
-    """A whole regular file of at most `ceiling` bytes. Raises CorruptCheckpoint for anything else."""
+    """The content of a regular file of at most `ceiling` bytes. Raises CorruptCheckpoint for anything else."""
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
@@ -60,7 +60,8 @@ def read_small(path: Path, ceiling: int) -> bytes:
 
 
 def check_size(path: Path, ceiling: int) -> None:
-    """For a file that others read whole: raises CorruptCheckpoint unless it is a regular one of at most so many bytes."""
+    """Raise CorruptCheckpoint unless a file is regular and has at most `ceiling` bytes. It is for files that other
+    libraries read whole."""
     descriptor = open_regular(path)
     size = os.fstat(descriptor).st_size
     os.close(descriptor)
@@ -69,17 +70,19 @@ def check_size(path: Path, ceiling: int) -> None:
 
 def _within(path: Path, size: int, ceiling: int) -> None:
     if size > ceiling:
-        raise CorruptCheckpoint(f"{path}: has {size:,} bytes; no file of this kind has more than {ceiling:,}")
+        raise CorruptCheckpoint(
+            f"{path}: has {size:,} bytes; no file of this kind has more than {ceiling:,}"
+        )
 
 
 def _read(descriptor: int, ceiling: int) -> bytes:
-    """At most one byte more than the ceiling: a file may grow, and some that say they are empty aren't."""
+    """Read at most one byte more than the ceiling: a file may grow, and some files that claim to be empty are not."""
     with os.fdopen(os.dup(descriptor), "rb") as file:
         return file.read(ceiling + 1)
 
 
 def read_json(path: Path, ceiling: int) -> Any:
-    """The value of a small JSON file. Raises CorruptCheckpoint for what is too large, or is not JSON."""
+    """The value of a small JSON file. Raises CorruptCheckpoint for a file that is too large or is not JSON."""
     content = read_small(path, ceiling)
     try:
         return parse_json(content)
@@ -90,13 +93,38 @@ def read_json(path: Path, ceiling: int) -> Any:
         raise CorruptCheckpoint(f"{path}: is not a readable JSON file ({error})") from error
 
 
-def parse_json(content: bytes, **hooks: Any) -> Any:
-    """json.loads of UTF-8 within bounds of memory and time. Raises ValueError, or RecursionError; hooks: json.loads' own."""
-    text_bytes = len(content) if content.isascii() else 4 * len(content)
-    values = sum(content.count(separator) for separator in (b"[", b"{", b":", b","))
-    if text_bytes > JSON_TEXT_BYTES or values > JSON_VALUES:
-        raise ValueError(f"{len(content):,} bytes with {values:,} values are more than any checkpoint has")
-    return json.loads(content.decode("utf-8"), **hooks)
+def parse_json(content: bytes, *, most_values: int | None = None, **hooks: Any) -> Any:
+    """json.loads of UTF-8 within limits of memory and time. The caller has to limit the size of the content.
+
+    most_values: maximum number of separators; None: the number that JSON_VALUE_BYTES allows. hooks: options of
+    json.loads. Raises ValueError or RecursionError.
+    """
+    separators = sum(content.count(separator) for separator in (b"[", b"{", b":", b","))
+    allowed = JSON_VALUES + len(content) // JSON_VALUE_BYTES if most_values is None else most_values
+    if separators > allowed:
+        raise ValueError(
+            f"{len(content):,} bytes with {separators:,} values are more than any checkpoint has"
+        )
+    value = json.loads(content.decode("utf-8"), **hooks)
+    _require_flat(value)
+    return value
+
+
+def _require_flat(value: Any) -> None:
+    """Raise ValueError for a value of more than JSON_DEPTH levels, on which recursive functions would fail."""
+    level = [value]
+    for _ in range(JSON_DEPTH):
+        # Walk one level at a time, and only containers, so that a vocabulary's two million texts are not copied.
+        below: list[Any] = []
+        for each in level:
+            members = (
+                each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+            )
+            below += [member for member in members if isinstance(member, dict | list)]
+        if not below:
+            return
+        level = below
+    raise ValueError(f"it is nested more than {JSON_DEPTH} levels deep")
 
 
 def _size(path: Path, status: os.stat_result) -> int:
@@ -108,7 +136,11 @@ def _size(path: Path, status: os.stat_result) -> int:
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> CorruptCheckpoint:
-    # A ValueError: a name with a zero byte, or of characters that no file system has.
-    if isinstance(error, ValueError) or error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+    # A ValueError: the name has a zero byte, or characters that no file system has.
+    if isinstance(error, ValueError) or error.errno in (
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.ENAMETOOLONG,
+    ):
         return CorruptCheckpoint(f"{path}: no such file")
     return CorruptCheckpoint(f"{path}: can't be read: {error.strerror}")

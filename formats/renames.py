@@ -1,27 +1,76 @@
-"""The renames by which an output takes its place, each of them undone when it can't be brought to disk.
+"""The renames by which an output takes its place. Each of them is undone if it can't be brought to disk.
 
-Where the file system can exchange two names, the new output and the old one change places in one step. Where it can't
-(NFS and others), the old one is moved into the staging directory first. Whoever is killed between those two renames
-leaves no output at all, until `put_back` is called, with which every run begins.
+If the file system can exchange two names, the new and the old output change places in one step. If it can't (NFS and
+others), the old output is first moved into the staging directory. A run that is killed between those two renames leaves
+no output at its place. Every run begins with `put_back`, which restores the old output.
 """
 
 import contextlib
 import ctypes
 import errno
 import os
+import shutil
 from pathlib import Path
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
-_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux alone has it
+_OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST, errno.EACCES)
+"""Errors of a rename to a directory with contents. SMB gives EACCES."""
+_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # only Linux has it
 
 
 class NotPutBack(OSError):
-    """A replacement failed, and so did undoing it. The message says where what was there lies now."""
+    """A replacement failed, and so did undoing it. The message says where the old output is now."""
+
+
+class CannotRename(OSError):
+    """The file system can't rename directories, or can't rename the one that is to be replaced."""
+
+
+def require_renames(probe: Path, target: Path) -> None:
+    """Try the operations of a commit before anything is written, and leave nothing behind. Raises CannotRename or
+    another OSError.
+
+    probe: a free name, for a directory that is made and removed again. target: the path that may hold an output to
+    replace.
+    """
+    shutil.rmtree(probe, ignore_errors=True)  # left by a run that was killed
+    old, new = probe / "here" / "directory", probe / "there" / "directory"
+    old.mkdir(parents=True)
+    new.parent.mkdir()
+    (old / "file").touch()  # some file systems on object stores can rename only empty directories
+    try:
+        _rename(old, new)
+        if target.is_dir():
+            _require_movable(target, new)
+    finally:
+        shutil.rmtree(probe)
+
+
+def _rename(old: Path, new: Path) -> None:
+    try:
+        old.rename(new)
+    except OSError as error:
+        raise CannotRename(error.errno, error.strerror) from error
+
+
+def _require_movable(target: Path, occupied: Path) -> None:
+    """Check that a directory can be moved, by renaming it onto a directory that is not empty. The rename must fail.
+
+    If the error says that the place is occupied, the directory could be moved. Any other error gives the reason why it
+    can't be.
+    """
+    try:
+        target.rename(occupied)
+    except OSError as error:
+        if error.errno not in _OCCUPIED:
+            raise CannotRename(error.errno, error.strerror) from error
+    else:
+        occupied.rename(target)
 
 
 def sync_directory(path: Path) -> None:
-    """Bring the names in a directory to disk: those that a rename or a new file has put there."""
+    """Bring the names in a directory to disk, after a rename or a new file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -31,7 +80,8 @@ def sync_directory(path: Path) -> None:
 
 
 def appear(new: Path, target: Path) -> None:
-    """new becomes target, where nothing is or an empty directory. Raises OSError; then all is as it was."""
+    """Rename new to target. The target must not exist, or must be an empty directory. Raises OSError after undoing
+    everything."""
     was_there = target.exists()
     new.rename(target)
     try:
@@ -44,7 +94,8 @@ def appear(new: Path, target: Path) -> None:
 
 
 def replace(new: Path, target: Path, aside: Path) -> None:
-    """new becomes target, and what was there new or aside. Raises OSError; then all is as it was, but for NotPutBack.
+    """Rename new to target, and keep the old target as new or aside. Raises OSError after undoing everything;
+    NotPutBack if that fails.
 
     aside: a free name in the directory of new.
     """
@@ -55,15 +106,17 @@ def replace(new: Path, target: Path, aside: Path) -> None:
             try:
                 exchange(new, target)
             except OSError:
-                what = f"{error.strerror}; it is replaced, but whether a crash would undo that is unknown"
+                what = f"{error.strerror}; the output is replaced, but a crash may still undo this"
                 raise NotPutBack(
-                    error.errno, f"{what}; what was there before lies at {new} until the next run"
+                    error.errno, f"{what}; the previous output is at {new} until the next run"
                 ) from error
             raise
         return
     target.rename(aside)
     try:
-        _sync_both(aside, target)  # or else a crash of the machine could keep the second rename and lose the first
+        _sync_both(
+            aside, target
+        )  # otherwise a crash of the machine could keep the second rename and lose the first
         new.rename(target)
         try:
             sync_directory(target.parent)
@@ -76,9 +129,9 @@ def replace(new: Path, target: Path, aside: Path) -> None:
 
 
 def put_back(new: Path, target: Path, aside: Path) -> bool:
-    """Undo a replacement that was broken off between its renames. Whether there was one.
+    """Undo a replacement that was interrupted between its two renames. Returns True if there was one.
 
-    It was broken off there if new still is where it was made. Raises NotPutBack.
+    A replacement was interrupted there if new still is where it was made. Raises NotPutBack.
     """
     if not (os.path.lexists(aside) and os.path.lexists(new)):
         return False
@@ -87,7 +140,7 @@ def put_back(new: Path, target: Path, aside: Path) -> bool:
             target.rmdir()  # raises unless it is an empty directory
         aside.rename(target)
     except OSError as error:
-        where = f"what was there before lies at {aside}, and the next run on {target} tries again to put it back"
+        where = f"the previous output is at {aside}; the next run on {target} tries to put it back"
         raise NotPutBack(error.errno, f"{error.strerror}; {where}") from error
     _sync_both(aside, target)
     return True
@@ -99,10 +152,12 @@ def _sync_both(left: Path, right: Path) -> None:
 
 
 def exchange(left: Path, right: Path) -> bool:
-    """Swap two names in one step; False where system or file system can't. Raises OSError for whatever else is wrong."""
+    """Swap two names in one step. Returns False if the system or file system can't. Raises OSError for any other error."""
     if _renameat2 is None:
         return False
-    if not _renameat2(_AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE):
+    if not _renameat2(
+        _AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE
+    ):
         return True
     code = ctypes.get_errno()
     if code in _CANNOT_EXCHANGE:

@@ -2,8 +2,8 @@
 
     {"__metadata__": {"format": "pt"}, "name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...}
 
-Offsets count from the end of the header; tensors follow each other without a gap. Models in several files have an index
-`*.safetensors.index.json` whose `weight_map` says which file holds which tensor. Source: the safetensors README.
+Offsets count from the end of the header. Tensors follow each other without gaps. A model in several files has an index
+`*.safetensors.index.json`, whose `weight_map` names the file of each tensor. Source: the safetensors README.
 """
 
 import json
@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from formats.ceilings import HEADER_BYTES, INDEX_BYTES
+from formats.ceilings import HEADER_BYTES, HEADER_VALUES, INDEX_BYTES
 from formats.errors import CorruptCheckpoint, UnsafeContent
 from formats.mistaken_files import SEEN_BYTES, mistaken
 from formats.output import Record
@@ -30,7 +30,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def read(path: Path) -> dict[str, FileTensor]:
-    """The tensors of one file, by name. Raises CorruptCheckpoint for whatever the format forbids."""
+    """The tensors of one file, by name. Raises CorruptCheckpoint for everything that the format forbids."""
     file = InputFile.open(path)
     try:
         return _parse(file)
@@ -39,7 +39,7 @@ def read(path: Path) -> dict[str, FileTensor]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What a file says in `__metadata__`. Raises CorruptCheckpoint for a header that can't be read."""
+    """The `__metadata__` of a file. Raises CorruptCheckpoint for a header that can't be read."""
     file = InputFile.open(path)
     try:
         metadata = _header(file)[0].get("__metadata__") or {}
@@ -49,18 +49,22 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def _header(file: InputFile) -> tuple[dict[str, Any], int]:
-    """(the JSON header, its length)."""
+    """(the JSON header, its length in bytes)."""
     length = int.from_bytes(file.read(0, 8), "little")
     if 8 + length > file.size:
         instead = mistaken(file.read(0, min(file.size, SEEN_BYTES)))
         if instead:
             raise CorruptCheckpoint(f"{file.path}: {instead}")
-        raise ValueError(f"a header of {length} bytes is declared, the file has {file.size}; is it complete?")
+        raise ValueError(
+            f"a header of {length} bytes is declared, the file has {file.size}; is it complete?"
+        )
     if length > HEADER_BYTES:
         raise ValueError(
             f"a header of {length:,} bytes; {HEADER_BYTES:,} are read, share the tensors out over more files"
         )
-    header: dict[str, Any] = parse_json(file.read(8, length), object_pairs_hook=_unique)
+    header: dict[str, Any] = parse_json(
+        file.read(8, length), most_values=HEADER_VALUES, object_pairs_hook=_unique
+    )
     return header, length
 
 
@@ -70,11 +74,14 @@ def _parse(file: InputFile) -> dict[str, FileTensor]:
     start = 8 + length
     tensors = {name: _tensor(file, start, name, entry) for name, entry in header.items()}
     spans = sorted(
-        (tensor.offset, tensor.offset + byte_count(tensor.shape, tensor.dtype)) for tensor in tensors.values()
+        (tensor.offset, tensor.offset + byte_count(tensor.shape, tensor.dtype))
+        for tensor in tensors.values()
     )
     for (_, end), (begin, _) in pairwise([(start, start), *spans, (file.size, file.size)]):
         if end != begin:
-            raise ValueError(f"tensors overlap or leave a hole at byte {min(end, begin)}, or the file is truncated")
+            raise ValueError(
+                f"tensors overlap or leave a hole at byte {min(end, begin)}, or the file is truncated"
+            )
     return tensors
 
 
@@ -84,7 +91,9 @@ def _tensor(file: InputFile, start: int, name: str, entry: Mapping[str, Any]) ->
     if dtype is None:
         raise ValueError(f"{name}: dtype {entry['dtype']!r} is not known")
     if end - begin != prod(shape) * ITEMSIZE[dtype]:
-        raise ValueError(f"{name}: {list(shape)} of {entry['dtype']} doesn't fill bytes {begin} to {end}")
+        raise ValueError(
+            f"{name}: {list(shape)} of {entry['dtype']} doesn't fill bytes {begin} to {end}"
+        )
     return FileTensor(file, start + begin, shape, dtype)
 
 
@@ -96,7 +105,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """tensor name -> file name, of an index file. File names that leave the directory raise UnsafeContent."""
+    """Tensor name -> file name, from an index file. Raises UnsafeContent for a file name outside the directory."""
     try:
         weight_map = read_json(path, INDEX_BYTES)["weight_map"]
         names = {str(tensor): str(file) for tensor, file in weight_map.items()}
@@ -106,12 +115,14 @@ def read_index(path: Path) -> dict[str, str]:
         ) from error
     for file in sorted(set(names.values())):
         if Path(file).name != file or file in ("", ".", ".."):
-            raise UnsafeContent(f"{path}: names the file {file!r}, which is not in the same directory")
+            raise UnsafeContent(
+                f"{path}: names the file {file!r}, which is not in the same directory"
+            )
     return names
 
 
 class SafetensorsLayout:
-    """One file, laid out; tensors lie in the order given."""
+    """The layout of one file. Tensors are stored in the given order."""
 
     needs_checksums = False
 
@@ -121,7 +132,11 @@ class SafetensorsLayout:
         position, spans = 0, {}
         for name, (shape, dtype) in tensors.items():
             end = position + byte_count(shape, dtype)
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+            header[name] = {
+                "dtype": _NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [position, end],
+            }
             spans[name] = (position, end)
             position = end
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -129,14 +144,19 @@ class SafetensorsLayout:
         self._header = len(text).to_bytes(8, "little") + text
         start = len(self._header)
         self.size = start + position
-        self.records = {name: Record(start + begin, end - begin) for name, (begin, end) in spans.items()}
+        self.records = {
+            name: Record(start + begin, end - begin) for name, (begin, end) in spans.items()
+        }
 
     def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         yield 0, self._header
 
 
-def shard(tensors: Sequence[tuple[str, Shape, str]], max_shard_bytes: int) -> list[list[tuple[str, Shape, str]]]:
-    """Fill shards in order, none larger than max_shard_bytes unless a single tensor is."""
+def shard(
+    tensors: Sequence[tuple[str, Shape, str]], max_shard_bytes: int
+) -> list[list[tuple[str, Shape, str]]]:
+    """Divide tensors over shards in order. A shard is larger than max_shard_bytes only if it holds a single larger
+    tensor."""
     shards: list[list[tuple[str, Shape, str]]] = [[]]
     filled = 0
     for name, shape, dtype in tensors:
@@ -150,6 +170,6 @@ def shard(tensors: Sequence[tuple[str, Shape, str]], max_shard_bytes: int) -> li
 
 
 def index_json(files: Mapping[str, str], total_bytes: int) -> bytes:
-    """The index of a sharded model. files: tensor name -> file name."""
+    """The content of the index of a sharded model. files: tensor name -> file name."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
     return (json.dumps(index, indent=2) + "\n").encode()

@@ -1,6 +1,6 @@
-"""What torch's HuggingFaceStorageWriter(save_distributed=True) writes: safetensors files that hold chunks of tensors.
+"""Sharded safetensors files of torch's HuggingFaceStorageWriter(save_distributed=True), which hold chunks of tensors.
 
-    shard-00001-model-00001-of-00001.safetensors       its header's __metadata__ says where in each tensor a chunk lies:
+    shard-00001-model-00001-of-00001.safetensors       __metadata__ of its header gives the place of each chunk:
     {"DCP_SHARDING_INFO": "{\"model.norm.weight\": {\"saved_offsets\": [0]}, ...}"}
 
 Source: torch/distributed/checkpoint/hf_storage.py and _hf_utils.py of torch 2.13.
@@ -34,13 +34,16 @@ def is_sharded(directory: Path) -> bool:
 
 
 def read(directory: Path) -> dict[str, ChunkedTensor]:
-    """Raises CorruptCheckpoint for chunks that don't cover their tensor exactly once, as when a file is missing."""
+    """The tensors of a directory, by name. Raises CorruptCheckpoint if chunks don't cover their tensor exactly once, as
+    with a missing file."""
     pieces: dict[str, list[tuple[Shape, FileTensor]]] = {}
     for path in sorted(directory.glob(_FILES)):
         offsets = _offsets(path)
         for name, tensor in safetensors.read(path).items():
             if name not in offsets:
-                raise CorruptCheckpoint(f"{path}: doesn't say where in {name} its part lies; save the checkpoint again")
+                raise CorruptCheckpoint(
+                    f"{path}: doesn't say where in {name} its part lies; save the checkpoint again"
+                )
             pieces.setdefault(name, []).append((offsets[name], tensor))
     return {name: _join(directory, name, parts) for name, parts in pieces.items()}
 
@@ -50,17 +53,25 @@ def _offsets(path: Path) -> dict[str, Shape]:
         given = parse_json(safetensors.read_metadata(path)[_INFO].encode())
         found = {name: as_shape(entry["saved_offsets"]) for name, entry in given.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path}: has no valid {_INFO} ({error}); save the checkpoint again") from error
+        raise CorruptCheckpoint(
+            f"{path}: has no valid {_INFO} ({error}); save the checkpoint again"
+        ) from error
     return found
 
 
 def _join(directory: Path, name: str, parts: list[tuple[Shape, FileTensor]]) -> ChunkedTensor:
-    """The tensor's own shape is given nowhere: it ends where its chunks do."""
-    axes, dtypes = {len(tensor.shape) for _, tensor in parts}, {tensor.dtype for _, tensor in parts}
-    if len(axes) > 1 or len(dtypes) > 1 or any({len(offset)} != axes for offset, _ in parts):
-        raise CorruptCheckpoint(f"{directory}: the parts of {name} have different numbers of axes, or dtypes")
-    ends = [tuple(map(sum, zip(offset, tensor.shape, strict=True))) for offset, tensor in parts]
-    shape = tuple(map(max, zip(*ends, strict=True)))
-    require_cover(f"{directory}: {name}", shape, [(offset, tensor.shape) for offset, tensor in parts])
+    """Join the chunks of a tensor. No file gives the tensor's shape, so it is the smallest that holds all chunks."""
+    dtypes = {tensor.dtype for _, tensor in parts}
+    axes = {len(tensor.shape) for _, tensor in parts} | {len(offset) for offset, _ in parts}
+    if len(axes) > 1 or len(dtypes) > 1:
+        raise CorruptCheckpoint(
+            f"{directory}: the parts of {name} have different numbers of axes, or dtypes"
+        )
+    shape = (0,) * axes.pop()
+    for offset, tensor in parts:
+        ends = map(sum, zip(offset, tensor.shape, strict=True))
+        shape = tuple(map(max, zip(shape, ends, strict=True)))
+    places = [(offset, tensor.shape) for offset, tensor in parts]
+    require_cover(f"{directory}: {name}", shape, places)
     chunks = [Chunk.whole(offset, tensor.shape, _Piece(tensor)) for offset, tensor in parts]
     return ChunkedTensor(shape, dtypes.pop(), chunks)

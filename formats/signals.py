@@ -1,4 +1,4 @@
-"""The signals that ask a process to end, and a block that they have to wait for."""
+"""The signals that end a process, and a block that delays them."""
 
 import signal
 import threading
@@ -7,14 +7,15 @@ from contextlib import contextmanager
 from types import FrameType
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, what a batch system sends, and a terminal that is closed."""
+"""Ctrl-C, the signal of a batch system, and the signal of a closed terminal."""
 
 
 @contextmanager
 def held() -> Iterator[None]:
-    """What arrives inside is delivered after the block; after an error there it isn't, since the run ends anyway.
+    """Delay signals that arrive inside the block until its end. After an error they are dropped, since the run ends
+    anyway.
 
-    Only the main thread can be interrupted: in others this does nothing.
+    Only the main thread can be interrupted. In other threads the block does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -24,8 +25,10 @@ def held() -> Iterator[None]:
     def wait(number: int, frame: FrameType | None) -> None:
         arrived.append(number)
 
-    # A handler that wasn't installed from Python is None, and can't be put back.
-    former = {number: handler for number in ENDING if (handler := signal.getsignal(number)) is not None}
+    # A handler that wasn't installed from Python is None, and can't be restored.
+    former = {
+        number: handler for number in ENDING if (handler := signal.getsignal(number)) is not None
+    }
     try:
         for number, handler in former.items():
             if handler != signal.SIG_IGN:

@@ -1,22 +1,24 @@
-"""All or nothing: an output is written beside its target and appears there by one rename, after everything is on disk.
+"""Writes an output completely or not at all. Files are written to a directory next to the target, and one rename puts
+them in place.
 
-.ckpt.megaconv-partial/          beside the target `ckpt`
+.ckpt.megaconv-partial/          next to the target `ckpt`
     lock                         held by the run that writes here
-    journal.jsonl                what has been finished, for a run that is resumed
-    journal-1.jsonl …            the same of other processes that write files of this output
+    journal.jsonl                the finished parts, for a run that resumes
+    journal-1.jsonl …            the same, of other processes that write files of this output
+    probe/                       exists briefly, to check that directories can be renamed here
     data/                        becomes `ckpt`
-    replaced/                    what was `ckpt`, on its way out where names can't be exchanged
+    replaced/                    the old `ckpt`, if the file system can't exchange names
 
-A commit is these steps, in this order:
+A commit has these steps, in this order:
 
-1. Files and directories are brought to disk, and the files closed.
-2. From here on signals wait.
-3. The journals are removed, and that is brought to disk: what they vouch for is about to leave `data`.
-4. `data` takes the place of `ckpt` (formats/renames.py), and that is brought to disk.
-5. The staging directory is removed, with the former output that is in it now.
+1. Bring files and directories to disk, and close the files.
+2. Delay signals from here on.
+3. Remove the journals, and bring that to disk: the data that they describe is about to leave `data`.
+4. Put `data` in the place of `ckpt` (formats/renames.py), and bring that to disk.
+5. Remove the staging directory, which now contains the old output.
 
-A run that is killed before step 4 leaves what was there before, and one that is killed after it the new output; whatever
-the staging directory then holds the next run puts back or removes.
+A run that is killed before step 4 leaves the old output. A run that is killed after step 4 leaves the new output. The
+next run restores or removes the content of the staging directory.
 """
 
 import contextlib
@@ -31,16 +33,27 @@ from stat import S_ISREG
 from threading import Lock
 from typing import Any
 
-from formats import run_lock, signals
+from formats import allocation, run_lock, signals
 from formats.errors import CheckpointError, NotEnoughSpace, TargetExists, UnsafeContent
-from formats.journal import Journal
-from formats.renames import NotPutBack, appear, put_back, replace, sync_directory
+from formats.journal import Journal, changes
+from formats.renames import (
+    CannotRename,
+    NotPutBack,
+    appear,
+    put_back,
+    replace,
+    require_renames,
+    sync_directory,
+)
 from formats.run_lock import RunLock
 from formats.tensor import Bytes
 
 _SUFFIX = ".megaconv-partial"
+_PROBE = "probe"
 _SYNC_FILE_RANGE_WRITE = 2
-_sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)  # Linux alone has it
+_sync_file_range = getattr(
+    ctypes.CDLL(None, use_errno=True), "sync_file_range", None
+)  # only Linux has it
 _log = logging.getLogger("megaconv")
 
 
@@ -50,47 +63,39 @@ def _explain(error: OSError, path: Path) -> CheckpointError:
             f"{path}: the disk is full; free some space or choose another place, nothing was left behind"
         )
     if error.errno == errno.ELOOP:
-        return UnsafeContent(f"{path}: is a link, which an output is never written through; remove it")
+        return UnsafeContent(
+            f"{path}: is a link, which an output is never written through; remove it"
+        )
     return CheckpointError(f"{path}: can't be written: {error.strerror or error}")
 
 
 class StagedFile:
-    """An output file of known size, written by position from any thread."""
+    """An output file of known size. Any thread may write at any position."""
 
     def __init__(self, path: Path, size: int, *, keep: bool) -> None:
         self.path = path
         self._writing = Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if keep else os.O_TRUNC)
+            flags = (
+                os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if keep else os.O_TRUNC)
+            )
             self._descriptor = os.open(path, flags, 0o666)
         except OSError as error:
             raise _explain(error, path) from error
         try:
-            self._allocate(size)
+            allocation.allocate(self._descriptor, size)
         except OSError as error:
             with contextlib.suppress(CheckpointError):
                 self.close()
             raise _explain(error, path) from error
 
-    def _allocate(self, size: int) -> None:
-        if not size:
-            return
-        try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._descriptor, 0, size)
-                return
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-        os.ftruncate(self._descriptor, size)
-
     def write(self, offset: int, data: Bytes | bytes) -> None:
-        """Write contiguous bytes at their place and start them on their way to the disk."""
+        """Write contiguous bytes at their offset, and start their way to the disk."""
         view = memoryview(data) if isinstance(data, bytes) else data.data.cast("B")
         start, length = offset, len(view)
         try:
-            # The kernel lets one thread at a time write a file and has others spin; here they sleep, and free a processor.
+            # The kernel lets one thread write a file and others spin. With this lock they sleep, and free a processor.
             with self._writing:
                 while view:
                     count = os.pwrite(self._descriptor, view, offset)
@@ -98,8 +103,13 @@ class StagedFile:
         except OSError as error:
             raise _explain(error, self.path) from error
         if _sync_file_range is not None and length >= 1 << 16:
-            # Only a hint: with the disk busy from the first block on, the final fsync has little left to wait for.
-            _sync_file_range(self._descriptor, ctypes.c_int64(start), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
+            # Only a hint: it keeps the disk busy from the first block on, so the final fsync has little left to do.
+            _sync_file_range(
+                self._descriptor,
+                ctypes.c_int64(start),
+                ctypes.c_int64(length),
+                _SYNC_FILE_RANGE_WRITE,
+            )
 
     def sync(self) -> None:
         try:
@@ -108,7 +118,7 @@ class StagedFile:
             raise _explain(error, self.path) from error
 
     def close(self) -> None:
-        """May be called again, also after it failed: then the descriptor is another file's."""
+        """Close the file. It may be called again, even after an error: the descriptor may then belong to another file."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             try:
@@ -118,18 +128,19 @@ class StagedFile:
 
 
 class Staging:
-    """The directory in which an output grows. One run at a time: a second one on the same target is refused."""
+    """The directory in which an output grows. Only one run at a time may use it; a second run on the same target is
+    refused."""
 
     def __init__(self, target: Path, *, overwrite: bool = False, member: int = 0) -> None:
-        """Raises TargetExists when something other than an empty directory is there and overwrite is not given.
+        """Raises TargetExists if the target is anything but an empty directory, unless overwrite is given.
 
-        overwrite: what is there now is replaced; what somebody else puts there later is not.
-        member: which of the processes that write this output together. Number 0 opens before the others and commits
-        after them; the others finish() and keep() what they have written.
+        overwrite: replace the content that exists now, but not content that somebody else puts there later.
+        member: number of this process among those that write the output together. Number 0 opens first and commits
+        last. The others call finish() and keep().
         """
         self.target, self._named = Path(os.path.realpath(target)), target
         self.committed = False
-        """Whether the output has taken its place."""
+        """True after the output has taken its place."""
         self._overwrite, self._member = overwrite, member
         self._former = _occupant(self.target)
         self._require_free()
@@ -137,7 +148,9 @@ class Staging:
         self.data, self._aside = self.root / "data", self.root / "replaced"
         self._files: list[StagedFile] = []
         self._lock = RunLock(self.root)
-        self._journal = Journal(self.root / (f"journal-{member}.jsonl" if member else "journal.jsonl"))
+        self._journal = Journal(
+            self.root / (f"journal-{member}.jsonl" if member else "journal.jsonl")
+        )
         self._joined = False
 
     def _require_free(self) -> None:
@@ -145,73 +158,111 @@ class Staging:
         if occupant is None or (self._overwrite and occupant == self._former):
             return
         what = "was put there meanwhile" if self._overwrite else "already exists"
-        raise TargetExists(f"{self._named}: {what}; choose another place, or give --overwrite to replace it")
+        raise TargetExists(
+            f"{self._named}: {what}; choose another place, or give --overwrite to replace it"
+        )
 
-    def open(self, plan_id: str, *, resume: bool, sizes: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
-        """Make the directory, or take over what an interrupted run of the same plan left; returns its journal's entries.
+    def open(
+        self, plan: Mapping[str, str], *, resume: bool, sizes: Mapping[str, int] | None = None
+    ) -> list[dict[str, Any]]:
+        """Make the directory, or take over the work of an interrupted run with the same plan. Returns its journal
+        entries.
 
-        plan_id: whatever has to be equal for the finished parts of an earlier run to be of use.
-        sizes: of the files, by name, that the entries vouch for; where one was lost the entries count for nothing.
+        plan: everything that has to be equal for the finished parts of an earlier run to be valid, by names that users
+        understand.
+        sizes: the sizes of the files that the entries describe, by name. If one is missing, all entries are discarded.
         """
         try:
             if not self._member:
                 self._lock.take()
                 self._recover()
                 self._require_free()
+                require_renames(self.root / _PROBE, self.target)
             self._joined = True
-            return self._take_over(plan_id, resume, sizes or {})
+            return self._take_over(dict(plan), resume, sizes or {})
         except NotPutBack as error:
             self.keep()
             raise CheckpointError(
                 f"{self.target}: can't be put back after an interrupted run: {error.strerror}"
             ) from error
+        except CannotRename as error:
+            what = f"directories can't be renamed there ({error.strerror}), which is how an output appears"
+            raise CheckpointError(
+                f"{self.target}: {what}; choose a place on another file system", code="no-renames"
+            ) from error
         except BlockingIOError:
-            raise TargetExists(f"{self.target}: another run is writing it just now", code="target-busy") from None
+            raise TargetExists(
+                f"{self.target}: another run is writing it just now", code="target-busy"
+            ) from None
         except OSError as error:
             raise _explain(error, self.root) from error
 
     def _recover(self) -> None:
-        """Put back what a run that was killed while it replaced it had moved aside."""
+        """Restore an output that a killed run had moved aside to replace it."""
         if put_back(self.data, self.target, self._aside):
             self._former = _occupant(self.target)
-            _log.warning("%s: was put back, as it was before an interrupted run began to replace it", self.target)
+            _log.warning(
+                "%s: was put back, as it was before an interrupted run began to replace it",
+                self.target,
+            )
 
-    def _take_over(self, plan_id: str, resume: bool, sizes: Mapping[str, int]) -> list[dict[str, Any]]:
+    def _take_over(
+        self, plan: dict[str, str], resume: bool, sizes: Mapping[str, int]
+    ) -> list[dict[str, Any]]:
         entries = self._journal.read() if resume else []
-        again = any("plan" in entry for entry in entries[1:])  # then it is not as an earlier run left it
-        plan = entries[0].get("plan") if entries else None
-        if plan != plan_id or again or not self._is_sound(sizes if len(entries) > 1 else {}):
+        if unfit := self._unfit(entries, plan, sizes):
+            damaged = resume and not entries and self._journal.has_content()
+            if (len(entries) > 1 or damaged) and not self._member:
+                _log.warning(
+                    "%s: starts again and discards the work of the interrupted run: %s",
+                    self._named,
+                    unfit,
+                )
             entries = []
             if not self._member:
                 self._clear()
         self.data.mkdir(exist_ok=True)
         self._journal.open(keep=bool(entries))
         if not entries:
-            self.record([{"plan": plan_id}])
+            self.record([{"plan": plan}])
         return entries[1:]
 
+    def _unfit(
+        self, entries: list[dict[str, Any]], plan: dict[str, str], sizes: Mapping[str, int]
+    ) -> str:
+        """The reason why the entries of an earlier run can't be used; empty if they can. The first entry is the plan."""
+        if not entries:
+            return "its journal can't be read"
+        if entries[0].get("plan") != plan:
+            return changes(entries[0].get("plan"), plan)
+        if any("plan" in entry for entry in entries[1:]):
+            return "its journal is not as a run leaves it"
+        if not self._is_sound(sizes if len(entries) > 1 else {}):
+            return "its files are not as a run leaves them"
+        return ""
+
     def _is_sound(self, sizes: Mapping[str, int]) -> bool:
-        """Whether the files are there in their sizes, and nothing is a link to somewhere else."""
+        """True if all files exist in their sizes, and nothing in the directory is a link."""
         for place, folders, files in os.walk(self.root):
             if any(Path(place, name).is_symlink() for name in (*folders, *files)):
                 return False
         return all(_is_file_of(self.data / name, size) for name, size in sizes.items())
 
     def file(self, name: str, size: int, *, keep: bool = False) -> StagedFile:
-        """A new file of the output; keep: what an earlier run wrote in it stays."""
+        """A new file of the output. keep: the bytes that an earlier run wrote stay in it."""
         staged = StagedFile(self.data / name, size, keep=keep)
         self._files.append(staged)
         return staged
 
     def record(self, entries: list[dict[str, Any]]) -> None:
-        """Append to the journal. What an entry vouches for has to be on disk before."""
+        """Append to the journal. The data that the entries describe has to be on disk before."""
         try:
             self._journal.append(entries)
         except OSError as error:
             raise _explain(error, self.root) from error
 
     def finish(self) -> None:
-        """Bring this process's files to disk and close them: nothing is written any more."""
+        """Bring this process's files to disk and close them. Nothing is written after this call."""
         for file in self._files:
             file.sync()
         for file in self._files:
@@ -219,9 +270,10 @@ class Staging:
         self._close()
 
     def commit(self) -> None:
-        """Bring everything to disk, then let it appear. After this the target is complete; before it, untouched.
+        """Bring everything to disk, then put the output in place. Before this call the target is untouched, after it
+        complete.
 
-        A signal that comes too late to end it is delivered when all is done; `committed` then is true.
+        A signal that arrives too late to stop the commit is delivered at its end; `committed` is then true.
         """
         self.finish()
         with self._explained():
@@ -257,7 +309,7 @@ class Staging:
             replace(self.data, self.target, self._aside)
 
     def discard(self) -> None:
-        """Remove the staging directory and all that is in it, unless it is another run's, or member 0 is there to do it."""
+        """Remove the staging directory and its content, unless another run owns it or member 0 will do it."""
         self._close()
         if self._lock.is_held or (self._member and self._joined and self._lock.take_over()):
             self._remove()
@@ -273,7 +325,7 @@ class Staging:
         self._lock.release()
 
     def _close(self) -> None:
-        """Errors don't count: what has to be on disk is there."""
+        """Close all files. Errors are ignored: the data that has to be on disk is there already."""
         for file in self._files:
             with contextlib.suppress(CheckpointError):
                 file.close()
@@ -286,15 +338,20 @@ class Staging:
             put_back(self.data, self.target, self._aside)
             try:
                 self._clear()
-            except OSError:  # one that comes once is no reason to leave anything
+            except OSError:  # an error that occurs once is no reason to leave anything
                 self._clear()
         except OSError as error:
-            _log.warning("%s: can't be removed: %s; the next run on %s does", self.root, error.strerror, self.target)
+            _log.warning(
+                "%s: can't be removed: %s; the next run on %s does",
+                self.root,
+                error.strerror,
+                self.target,
+            )
         else:
             self._lock.remove()
 
     def _clear(self) -> None:
-        """Remove all but the lock."""
+        """Remove everything except the lock."""
         for old in self.root.iterdir():
             if old.is_dir() and not old.is_symlink():
                 shutil.rmtree(old)
@@ -302,7 +359,7 @@ class Staging:
                 old.unlink()
 
     def require_space(self, size: int) -> None:
-        """Raises NotEnoughSpace when the file system has less than size bytes free."""
+        """Raise NotEnoughSpace if the file system has less than `size` bytes free."""
         place = next(parent for parent in self.target.parents if parent.exists())
         free = shutil.disk_usage(place).free
         if free < size:
@@ -312,7 +369,7 @@ class Staging:
 
 
 def _occupant(target: Path) -> tuple[int, int] | None:
-    """What is there: None for nothing and for an empty directory, where an output may appear."""
+    """(device, inode) of the target. None for no target and for an empty directory: an output may appear there."""
     if any(target.iterdir()) if target.is_dir() else target.exists():
         status = target.stat()
         return status.st_dev, status.st_ino

@@ -1,11 +1,12 @@
-"""Zip archives whose entries are stored, not compressed: each is a range of the file. The container of torch files.
+"""Zip archives whose entries are stored and not compressed, so that each is a range of the file. torch files use this
+format.
 
     per entry:   local header (30 bytes) · name · extra fields · payload
     at the end:  one directory header per entry (46 bytes · name · extra fields) · end of directory
 
-Reading trusts nothing: the directory and the local headers must agree. Writing puts each payload where torch would, at
-a multiple of 64; the padding is an extra field, as in torch. What 32 bits can't hold stands in zip64 extra fields.
-Format: PKWARE's APPNOTE.TXT 6.3, sections 4.3 to 4.5.
+Reading trusts nothing: the directory and the local headers must agree. Writing puts each payload at the offset that
+torch would choose, at a multiple of 64. The padding is an extra field, as in torch. Numbers that don't fit into 32 bits
+are in zip64 extra fields. Format: PKWARE's APPNOTE.TXT 6.3, sections 4.3 to 4.5.
 """
 
 import io
@@ -28,7 +29,8 @@ _LOCATOR64 = struct.Struct("<4sIQI")
 
 ALIGNMENT = 64
 _FULL = 0xFFFFFFFF
-"""In a 32-bit field: the number stands in the zip64 extra field. torch uses it from this number on."""
+"""The value of a 32-bit field whose number is in the zip64 extra field. torch uses the extra field from this number on.
+"""
 _UTF8 = 0x800
 _DESCRIPTOR_FOLLOWS = 0x8
 _ENCRYPTED = 0x1 | 0x40 | 0x2000
@@ -36,7 +38,7 @@ _MIDNIGHT_1980 = 0, 0x21
 
 
 class ZipEntry(NamedTuple):
-    """offset: of the payload."""
+    """An entry of an archive. offset: offset of the payload in the file."""
 
     offset: int
     nbytes: int
@@ -44,7 +46,7 @@ class ZipEntry(NamedTuple):
 
 
 class _Window(io.RawIOBase):
-    """A range of a file, as ZipFile wants to see an archive."""
+    """A range of a file, in the form that ZipFile expects."""
 
     def __init__(self, file: InputFile, start: int, nbytes: int) -> None:
         self._file, self._start, self._nbytes, self._position = file, start, nbytes, 0
@@ -56,7 +58,10 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
+        self._position = (
+            offset
+            + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
+        )
         if self._position < 0:
             raise ValueError("a place before the start of the archive")
         return self._position
@@ -75,18 +80,30 @@ def window(file: InputFile, start: int, nbytes: int) -> IO[bytes]:
     return cast(IO[bytes], _Window(file, start, nbytes))
 
 
-def read_directory(file: InputFile, start: int = 0, nbytes: int | None = None) -> dict[str, ZipEntry]:
-    """The entries of an archive by name, folders left out. Offsets are the file's.
+def read_directory(
+    file: InputFile, start: int = 0, nbytes: int | None = None
+) -> dict[str, ZipEntry]:
+    """The entries of an archive by name, without folders. Offsets are those in the file.
 
-    start, nbytes: where in the file the archive lies; the whole file by default.
+    start, nbytes: the range of the archive in the file; the whole file by default.
 
-    Raises CorruptCheckpoint for what no writer of checkpoints makes: compression, encryption, names that occur twice or
-    lead out of the archive, entries that overlap, a directory that contradicts the local headers.
+    Raises CorruptCheckpoint for everything that no writer of checkpoints makes: compression, encryption, duplicate
+    names, names that lead out of the archive, overlapping entries, and a directory that contradicts the local headers.
     """
     try:
-        with ZipFile(_Window(file, start, file.size - start if nbytes is None else nbytes)) as archive:
+        with ZipFile(
+            _Window(file, start, file.size - start if nbytes is None else nbytes)
+        ) as archive:
             infos, end = archive.infolist(), start + archive.start_dir
-    except (BadZipFile, NotImplementedError, EOFError, OSError, OverflowError, ValueError, struct.error) as error:
+    except (
+        BadZipFile,
+        NotImplementedError,
+        EOFError,
+        OSError,
+        OverflowError,
+        ValueError,
+        struct.error,
+    ) as error:
         raise CorruptCheckpoint(
             f"{file.path}: a zip file without a valid directory at its end ({error}); it is incomplete, copy it again",
             code="truncated-file",
@@ -108,30 +125,60 @@ def read_directory(file: InputFile, start: int = 0, nbytes: int | None = None) -
 
 
 def _locate(file: InputFile, info: ZipInfo, start: int) -> ZipEntry:
-    """An entry whose two descriptions agree. start: of the archive."""
-    name, what = info.orig_filename, f"{file.path}: the zip entry {info.orig_filename!r}"
-    parts = name.removesuffix("/").split("/")
-    drive = len(parts[0]) == 2 and parts[0].endswith(":")
-    if drive or {"", ".", ".."} & set(parts) or set("\\\0") & set(name) or S_ISLNK(info.external_attr >> 16):
+    """The place of an entry whose two descriptions agree. start: offset of the archive."""
+    what = f"{file.path}: the zip entry {info.orig_filename!r}"
+    if _leads_out(info):
         raise CorruptCheckpoint(f"{what} leads out of the archive; it was tampered with")
     if info.flag_bits & _ENCRYPTED:
         raise CorruptCheckpoint(f"{what} is encrypted; decrypt the file first")
     if info.compress_type or info.file_size != info.compress_size:
-        raise CorruptCheckpoint(f"{what} is compressed; use torch.save on a state_dict(), or `zip -0 -r`")
-    raw_name = name.encode("utf-8" if info.flag_bits & _UTF8 else "cp437")
+        raise CorruptCheckpoint(
+            f"{what} is compressed; use torch.save on a state_dict(), or `zip -0 -r`"
+        )
+    raw_name = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437")
     place = start + info.header_offset
     header = file.read(place, _LOCAL.size + len(raw_name))
-    signature, _, flags, method, _, _, crc, packed, unpacked, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
-    described = flags & _DESCRIPTOR_FOLLOWS or (crc == info.CRC and {packed, unpacked} <= {info.file_size, _FULL})
-    same_name = name_bytes == len(raw_name) and header[_LOCAL.size :] == raw_name
-    if signature != b"PK\3\4" or not same_name or not described or method or flags & _ENCRYPTED:
-        raise CorruptCheckpoint(f"{what} is described in two ways that differ; copy or save the file again")
+    if not _same_description(header, info, raw_name):
+        raise CorruptCheckpoint(
+            f"{what} has two descriptions that differ; copy or save the file again"
+        )
+    *_, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
     return ZipEntry(place + _LOCAL.size + name_bytes + extra_bytes, info.file_size, info.CRC)
+
+
+def _leads_out(info: ZipInfo) -> bool:
+    """True if the name is not a plain relative path, or the entry is a link."""
+    name = info.orig_filename
+    parts = name.removesuffix("/").split("/")
+    if {"", ".", ".."} & set(parts) or "\\" in name or "\0" in name:
+        return True
+    has_drive = len(parts[0]) == 2 and parts[0].endswith(":")
+    return has_drive or S_ISLNK(info.external_attr >> 16)
+
+
+def _same_description(header: bytes, info: ZipInfo, raw_name: bytes) -> bool:
+    """True if the header in front of the entry agrees with the archive's directory.
+
+    header: the local header and as many bytes of the name as the directory's name has.
+    """
+    signature, _, flags, method, _, _, crc, packed, unpacked, name_bytes, _ = _LOCAL.unpack_from(
+        header
+    )
+    if signature != b"PK\3\4" or method or flags & _ENCRYPTED:
+        return False
+    if name_bytes != len(raw_name) or header[_LOCAL.size :] != raw_name:
+        return False
+    if (
+        flags & _DESCRIPTOR_FOLLOWS
+    ):  # the checksum and the sizes follow the entry, and are zero here
+        return True
+    return bool(crc == info.CRC and {packed, unpacked} <= {info.file_size, _FULL})
 
 
 @dataclass(frozen=True)
 class PlannedEntry:
-    """Where an entry will lie. The header's room includes the padding: payloads and headers leave no gaps."""
+    """The place of an entry in a file. The room of its header includes the padding, so headers and payloads leave no
+    gaps."""
 
     name: str
     header: int
@@ -140,10 +187,11 @@ class PlannedEntry:
 
 
 def place(entries: Iterable[tuple[str, int]]) -> Iterator[PlannedEntry]:
-    """Places for entries of the given (name, size), one after another, where torch places them.
+    """Yield the places of entries with the given (name, size), one after another, as torch places them.
 
-    torch may compute offsets instead of reading them (for fake tensors, say), and counts a descriptor of 16 or 24 bytes
-    after each payload. There is none here, since headers hold the checksums; its room pads the next header.
+    torch may compute offsets instead of reading them (for fake tensors, for example). It then counts a descriptor of 16
+    or 24 bytes after each payload. These files have no descriptors, since the headers hold the checksums. The padding
+    of the next header takes the descriptor's room.
     """
     header = expected = 0
     for name, nbytes in entries:
@@ -158,7 +206,7 @@ def place(entries: Iterable[tuple[str, int]]) -> Iterator[PlannedEntry]:
 
 
 def local_header(entry: PlannedEntry, crc: int) -> bytes:
-    """Everything from entry.header to entry.payload."""
+    """The bytes from entry.header to entry.payload."""
     name = entry.name.encode()
     large = entry.nbytes >= _FULL
     extra = _zip64(entry.nbytes, entry.nbytes) if large else b""
@@ -170,7 +218,8 @@ def local_header(entry: PlannedEntry, crc: int) -> bytes:
 
 
 def directory(entries: Iterable[tuple[PlannedEntry, int]], start: int) -> bytes:
-    """Directory headers for (entry, crc) and the end of the archive, to lie at start. As long for one crc as for any other."""
+    """The directory headers of (entry, crc) and the end of the archive, for the offset start. Their length doesn't
+    depend on the CRCs."""
     headers = [_header(entry, crc) for entry, crc in entries]
     count, size = len(headers), sum(map(len, headers))
     end = b""
@@ -183,10 +232,28 @@ def directory(entries: Iterable[tuple[PlannedEntry, int]], start: int) -> bytes:
 
 def _header(entry: PlannedEntry, crc: int) -> bytes:
     name = entry.name.encode()
-    extra = _zip64(*(number for number in (entry.nbytes, entry.nbytes, entry.header) if number >= _FULL))
+    extra = _zip64(
+        *(number for number in (entry.nbytes, entry.nbytes, entry.header) if number >= _FULL)
+    )
     size, header = min(entry.nbytes, _FULL), min(entry.header, _FULL)
     version = 45 if extra else 20
-    fields = version, version, _UTF8, 0, *_MIDNIGHT_1980, crc, size, size, len(name), len(extra), 0, 0, 0, 0, header
+    fields = (
+        version,
+        version,
+        _UTF8,
+        0,
+        *_MIDNIGHT_1980,
+        crc,
+        size,
+        size,
+        len(name),
+        len(extra),
+        0,
+        0,
+        0,
+        0,
+        header,
+    )
     return _ENTRY.pack(b"PK\1\2", *fields) + name + extra
 
 

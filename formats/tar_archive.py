@@ -1,11 +1,11 @@
-"""Uncompressed tar archives, whose files are read where they lie: nothing is extracted.
+"""Uncompressed tar archives, whose files are read in place: nothing is extracted.
 
-    512 bytes: name [0:100], size [124:136] (octal, or base 256 behind 0x80), checksum [148:156], kind [156], `ustar` [257:262],
-    prefix [345:500]; then the file, padded to 512 bytes; two empty blocks at the end
-    kind `L` (GNU) and `x` (POSIX): a longer name of the file that follows; `g`: for all, and read past
+    512 bytes: name [0:100], size [124:136] (octal, or base 256 behind 0x80), checksum [148:156], kind [156],
+    `ustar` [257:262], prefix [345:500]; then the file, padded to 512 bytes; two empty blocks at the end
+    kind `L` (GNU) and `x` (POSIX): a longer name of the file that follows; `g`: for all files, and skipped
 
-Refused is what no archive of a model needs and what reaches out of it: links, devices, sparse files, absolute names, `..`, a name
-twice. Source: POSIX.1-2001 pax, GNU tar's manual.
+Archives are refused if they contain things that no model needs, or that lead out of the archive: links, devices, sparse
+files, absolute names, `..`, duplicate names. Source: POSIX.1-2001 pax, GNU tar's manual.
 """
 
 import re
@@ -36,7 +36,8 @@ class _Header(NamedTuple):
 
 
 def read_members(file: InputFile) -> dict[str, Member]:
-    """By name, without a leading `./`. Raises CorruptCheckpoint, UnsafeContent, UnsupportedInput for a compressed one."""
+    """The regular files by name, without a leading `./`. Raises CorruptCheckpoint, UnsafeContent, and UnsupportedInput
+    for a compressed archive."""
     if file.size >= 2 and file.read(0, 2) == _GZIP:
         raise UnsupportedInput(
             f"{file.path}: is compressed, so that nothing in it can be read where it lies; unpack it (tar xzf), and give the directory"
@@ -59,7 +60,7 @@ def read_members(file: InputFile) -> dict[str, Member]:
 
 
 def _headers(file: InputFile) -> Iterator[tuple[_Header, int]]:
-    """(header, where the file begins), names complete."""
+    """Yield (header with its complete name, offset of the file's content)."""
     position, longer, large = 0, "", 0
     while position + _BLOCK <= file.size:
         block = file.read(position, _BLOCK)
@@ -84,7 +85,8 @@ def _headers(file: InputFile) -> Iterator[tuple[_Header, int]]:
         yield header._replace(name=longer or header.name), start
         longer, large = "", 0
     raise CorruptCheckpoint(
-        f"{file.path}: ends without the two empty blocks of an archive; copy it again", code="truncated-file"
+        f"{file.path}: ends without the two empty blocks of an archive; copy it again",
+        code="truncated-file",
     )
 
 
@@ -93,7 +95,9 @@ def _parse(block: bytes, path: Path, position: int) -> _Header:
         unsigned = sum(block[:148]) + 8 * ord(" ") + sum(block[156:])
         if _octal(block[148:156]) != unsigned:
             raise ValueError("its checksum is wrong")
-        size = int.from_bytes(block[125:136], "big") if block[124] == 0x80 else _octal(block[124:136])
+        size = (
+            int.from_bytes(block[125:136], "big") if block[124] == 0x80 else _octal(block[124:136])
+        )
         name = _text(block[:100])
         prefix = _text(block[345:500]) if block[257:263] == b"ustar\0" else ""
     except ValueError as error:
@@ -104,7 +108,8 @@ def _parse(block: bytes, path: Path, position: int) -> _Header:
 
 
 def _octal(field: bytes) -> int:
-    """Digits alone: int() takes signs, too, and a negative size would lead back to where the archive was read before."""
+    """The number of an octal field of digits only: int() also accepts signs, and a negative size would lead back to
+    bytes already read."""
     digits = field.strip(b" \0")
     if not re.fullmatch(rb"[0-7]*", digits):
         raise ValueError(f"{digits!r} is no number")
@@ -116,7 +121,8 @@ def _text(field: bytes) -> str:
 
 
 def _extended(text: bytes, kind: bytes, path: Path) -> tuple[str, int]:
-    """(name, size) of the file that follows; 0 where its own header has it, which holds sizes up to 8 GiB."""
+    """(name, size) of the file that follows. Size is 0 if the file's own header has it; that header holds sizes up to 8
+    GiB."""
     try:
         if kind == b"L":
             return _text(text), 0
@@ -128,11 +134,13 @@ def _extended(text: bytes, kind: bytes, path: Path) -> tuple[str, int]:
             raise ValueError(f"a size of {size!r:.40}")
         return fields.get(b"path", b"").decode("utf-8"), int(size)
     except ValueError as error:
-        raise CorruptCheckpoint(f"{path}: an extended header that can't be read ({error})") from error
+        raise CorruptCheckpoint(
+            f"{path}: an extended header that can't be read ({error})"
+        ) from error
 
 
 def _fields(text: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Of lines `length key=value`, whose length counts all of the line. Raises ValueError."""
+    """Yield (key, value) of the lines `length key=value`. The length counts the whole line. Raises ValueError."""
     start = 0
     while start < len(text):
         digits, space, _ = text[start : start + 8].partition(b" ")

@@ -1,8 +1,8 @@
-"""Lazy tensors: a shape, a dtype, and a way to read any rectangle of it into a buffer that the caller owns.
+"""Lazy tensors: a shape, a dtype, and a method that reads any rectangle into a buffer of the caller.
 
-Every tensor is seen as a matrix of elements: one of shape [a, b, c] has a*b rows and c columns, a vector [n] has n rows
-and one column, a scalar is 1 by 1. Moving, sharding and joining then is copying rectangles, and needs bytes alone:
-dtypes are names (torch's), and buffers are arrays of bytes.
+Every tensor is treated as a matrix of elements. A tensor of shape [a, b, c] has a*b rows and c columns, a vector [n]
+has n rows and one column, and a scalar is 1 by 1. Moving, sharding and joining tensors is then copying rectangles,
+which needs only bytes. Dtypes are torch's names, and buffers are arrays of bytes.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ ITEMSIZE = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
     "bool": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
-"""Bytes per element by dtype name."""
+"""Dtype name -> bytes per element."""
 
 
 class Box(NamedTuple):
@@ -45,66 +45,68 @@ class Box(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many it has."""
+        """Number of rows."""
         return self.row1 - self.row0
 
     @property
     def cols(self) -> int:
-        """How many it has, in elements."""
+        """Number of columns, in elements."""
         return self.col1 - self.col0
 
 
 def matrix_shape(shape: Shape) -> tuple[int, int]:
-    """(rows, columns) of a tensor seen as a matrix: the last axis is the columns, a vector is one column."""
+    """(rows, columns) of a tensor as a matrix: the last axis is the columns, and a vector is one column."""
     if len(shape) == 1:
         return shape[0], 1
     return prod(shape[:-1]), shape[-1] if shape else 1
 
 
 def as_shape(sizes: object) -> Shape:
-    """A shape, offset or strides that a file gives, a list or tuple. Raises ValueError unless these are natural numbers."""
+    """A shape, offset or strides from a file, as a tuple. Raises ValueError unless it is a list or tuple of natural
+    numbers."""
     if not isinstance(sizes, (list, tuple)) or len(sizes) > AXES:
         raise ValueError(f"{sizes!r:.80} is not a list of at most {AXES} numbers")
     for size in sizes:
         if type(size) is not int or not 0 <= size < AXIS:
-            raise ValueError(f"{list(sizes)!r:.80}: sizes and offsets have to be natural numbers")
+            raise ValueError(f"{list(sizes)!r:.80}: sizes and offsets must be natural numbers")
     return tuple(sizes)
 
 
 def byte_count(shape: Shape, dtype: str) -> int:
-    """What a tensor without gaps takes."""
+    """Size in bytes of a tensor without gaps."""
     return prod(shape) * ITEMSIZE[dtype]
 
 
 class LazyTensor(Protocol):
-    """What a loader hands over: nothing is read until somebody asks for a rectangle."""
+    """A tensor from a loader. Nothing is read until somebody asks for a rectangle."""
 
     @property
     def shape(self) -> Shape:
-        """As torch has it; () for a single number."""
+        """Shape as in torch; () for a single number."""
         ...
 
     @property
     def dtype(self) -> str:
-        """By torch's name for it, `bfloat16`."""
+        """torch's name of the dtype, such as `bfloat16`."""
         ...
 
     def read_into(self, box: Box, out: Bytes) -> None:
         """Fill out [box.rows, box.cols * itemsize] (bytes; rows may be strided, each row is contiguous).
 
-        Raises CorruptCheckpoint when the file no longer holds what it promised.
+        Raises CorruptCheckpoint if the file no longer holds the promised data.
         """
         ...
 
 
 def row_blocks(shape: Shape, dtype: str, block_bytes: int) -> Iterator[Box]:
-    """Boxes of at most block_bytes (and at least one element) that cover a tensor in row-major order, front to back."""
+    """Yield boxes of at most block_bytes (and at least one element) that cover a tensor in row-major order, front to
+    back."""
     rows, cols = matrix_shape(shape)
     return box_blocks(Box(0, rows, 0, cols), dtype, block_bytes)
 
 
 def box_blocks(box: Box, dtype: str, block_bytes: int) -> Iterator[Box]:
-    """The same for a rectangle of a tensor."""
+    """Yield such boxes for a rectangle of a tensor."""
     if not box.rows or not box.cols:
         return
     block_elements = max(1, block_bytes // ITEMSIZE[dtype])
@@ -120,28 +122,28 @@ def box_blocks(box: Box, dtype: str, block_bytes: int) -> Iterator[Box]:
 
 @dataclass
 class InputFile:
-    """A file that is only ever read, by position, from any thread. Opened at the first read."""
+    """A file that is only read, by position, from any thread. It is opened at the first read."""
 
     path: Path
     size: int
     checks: list[EntryCheck] = field(default_factory=list, compare=False, repr=False)
-    """Of its zip entries that were looked at."""
+    """Checks of its zip entries that were looked up."""
     begun: set[Entry] = field(default_factory=set, compare=False, repr=False)
-    """Those of which a part was read, so that their checksums are still to be compared."""
+    """Entries that were read partly, so that their checksums are still to be compared."""
     _partial: PartialFile | None = field(default=None, compare=False, repr=False)
-    """Where only some of its bytes are here."""
+    """The partial file, if only some of the bytes are local."""
     _descriptor: int | None = field(default=None, repr=False)
     _lock: Lock = field(default_factory=Lock, repr=False)
 
     @classmethod
     def open(cls, path: Path) -> "InputFile":
-        """Raises CorruptCheckpoint when there is no such regular file."""
+        """The file at a path. Raises CorruptCheckpoint if it doesn't exist or is not regular."""
         file = cls(path, regular_size(path), _partial=find_partial(path))
         note_checked(file)
         return file
 
     def __reduce__(self) -> tuple[object, ...]:
-        """For another process of this machine, which opens the file for itself."""
+        """Pickle the file for another process of this machine, which opens the file itself."""
         if self._partial is not None:
             raise TypeError(f"{self.path}: only this process can fetch what is missing of it")
         return InputFile, (self.path, self.size, self.checks)
@@ -173,7 +175,7 @@ class InputFile:
             raise CorruptCheckpoint(f"{self.path}: can't be read: {error.strerror}") from error
 
     def read(self, offset: int, count: int) -> bytes:
-        """count bytes from offset on. Raises CorruptCheckpoint when the file is shorter."""
+        """The `count` bytes from offset on. Raises CorruptCheckpoint if the file is shorter."""
         if offset < 0 or count < 0 or offset + count > self.size:
             raise CorruptCheckpoint(
                 f"{self.path}: {count} bytes at {offset} were expected, but the file has {self.size}",
@@ -184,7 +186,7 @@ class InputFile:
         return bytes(out)
 
     def checked(self, start: int, size: int, crc: int) -> EntryCheck:
-        """The check of a zip entry in it."""
+        """A new check of a zip entry in the file."""
         check = EntryCheck(self.path, start, size, crc, self.begun)
         self.checks.append(check)
         return check
@@ -193,7 +195,7 @@ class InputFile:
         self.close()
 
     def close(self) -> None:
-        """May be called again, also after it failed: then the descriptor is another file's."""
+        """Close the file. It may be called again, even after an error: the descriptor may then belong to another file."""
         with self._lock:
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is not None:
@@ -210,7 +212,7 @@ class FileTensor:
     shape: Shape
     dtype: str
     check: EntryCheck | None = field(default=None, compare=False, repr=False)
-    """Of the zip entry that it lies in, where that has a checksum."""
+    """The check of the zip entry that holds the tensor, if the entry has a checksum."""
 
     def __post_init__(self) -> None:
         if (
@@ -228,6 +230,7 @@ class FileTensor:
         itemsize = ITEMSIZE[self.dtype]
         _, cols = matrix_shape(self.shape)
         start = self.offset + (box.row0 * cols + box.col0) * itemsize
+        # Whole rows, or a part of one row, are contiguous in the file: one read is enough.
         if box.cols == cols or box.rows == 1:
             whole = out if out.flags.c_contiguous else np.empty(out.shape, np.uint8)
             self.file.read_into(start, whole)
@@ -237,6 +240,7 @@ class FileTensor:
                 np.copyto(out, whole)
             return
         if self.check is not None:
+            # The rows are scattered: the entry's checksum is compared after the rest of the entry has been read.
             self.check.touch()
         for row in range(box.rows):
             self.file.read_into(start + row * cols * itemsize, out[row])
@@ -244,9 +248,9 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class StridedTensor:
-    """A tensor whose elements don't lie one after another (a transposed view that was saved, say).
+    """A tensor whose elements are not contiguous, such as a saved transposed view.
 
-    Read through a memory map, so that a scattered row costs no buffer as large as the tensor.
+    It is read through a memory map, so that a scattered row needs no buffer as large as the tensor.
     """
 
     file: InputFile
@@ -254,39 +258,62 @@ class StridedTensor:
     shape: Shape
     dtype: str
     strides: Shape
-    """In elements, one per axis."""
+    """Strides in elements, one per axis."""
 
     def __post_init__(self) -> None:
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        if min(self.strides) < 0 or self.offset + extent * ITEMSIZE[self.dtype] > self.file.size:
+        if (
+            min(self.strides) < 0
+            or self.offset + self._extent * ITEMSIZE[self.dtype] > self.file.size
+        ):
             raise CorruptCheckpoint(
                 f"{self.file.path}: a strided tensor {list(self.shape)} reaches past the end of the file"
             )
-        if len({index for index, size in enumerate(self.shape) if size > 1 and self.strides[index] == 0}):
+        if len(
+            {
+                index
+                for index, size in enumerate(self.shape)
+                if size > 1 and self.strides[index] == 0
+            }
+        ):
             raise CorruptCheckpoint(
                 f"{self.file.path}: an expanded tensor {list(self.shape)} (stride 0); save it with .contiguous()"
             )
 
+    @property
+    def _extent(self) -> int:
+        """Number of elements from the first to the last one, gaps included."""
+        return 1 + sum(
+            (size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)
+        )
+
     def read_into(self, box: Box, out: Bytes) -> None:
+        view = self._view()
+        if len(self.shape) == 1:
+            out[:] = view[box.row0 : box.row1]
+            return
+        for row in range(box.rows):
+            index = np.unravel_index(box.row0 + row, self.shape[:-1])
+            out[row] = view[index][box.col0 : box.col1].reshape(-1)
+
+    def _view(self) -> Bytes:
+        """The tensor's bytes, mapped from the file: [*shape, itemsize]."""
         itemsize = ITEMSIZE[self.dtype]
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        byte_strides = [stride * itemsize for stride in self.strides]
         try:
             with os.fdopen(open_regular(self.file.path), "rb") as file:
-                flat = np.memmap(file, np.uint8, "r", self.offset, (extent * itemsize,))
+                flat = np.memmap(file, np.uint8, "r", self.offset, (self._extent * itemsize,))
         except (OSError, ValueError) as error:
-            raise CorruptCheckpoint(f"{self.file.path}: can't be read any more ({error}); was it changed?") from error
-        view = np.lib.stride_tricks.as_strided(
-            flat, (*self.shape, itemsize), (*(stride * itemsize for stride in self.strides), 1), writeable=False
+            raise CorruptCheckpoint(
+                f"{self.file.path}: can't be read any more ({error}); was it changed?"
+            ) from error
+        return np.lib.stride_tricks.as_strided(
+            flat, (*self.shape, itemsize), (*byte_strides, 1), writeable=False
         )
-        for row in range(box.rows):
-            index = np.unravel_index(box.row0 + row, self.shape if len(self.shape) == 1 else self.shape[:-1])
-            line = view[index] if len(self.shape) > 1 else view[index][None]
-            out[row] = line[box.col0 : box.col1].reshape(-1)
 
 
 @dataclass(frozen=True)
 class ReshapedTensor:
-    """Another tensor's elements, in their row-major order, under another shape."""
+    """Another tensor's elements, in their row-major order, in another shape."""
 
     source: LazyTensor
     shape: Shape
@@ -305,7 +332,7 @@ class ReshapedTensor:
             self._read_run(first, first + box.cols, stored_cols, out[index])
 
     def _read_run(self, first: int, last: int, stored_cols: int, out: Bytes) -> None:
-        """Elements first to last: the rest of a stored row, whole rows, the beginning of one more."""
+        """Read elements first to last: the rest of a stored row, whole rows, and the beginning of one more row."""
         itemsize, start = ITEMSIZE[self.dtype], first
         while start < last:
             row, col = divmod(start, stored_cols)
@@ -313,17 +340,23 @@ class ReshapedTensor:
             cols = min(stored_cols - col, last - start)
             stop = start + rows * cols
             part = out[(start - first) * itemsize : (stop - first) * itemsize]
-            self.source.read_into(Box(row, row + rows, col, col + cols), part.reshape(rows, cols * itemsize))
+            self.source.read_into(
+                Box(row, row + rows, col, col + cols), part.reshape(rows, cols * itemsize)
+            )
             start = stop
 
 
 def reshaped(tensor: LazyTensor, shape: Shape) -> LazyTensor:
-    """A tensor of as many elements, in the same row-major order."""
-    return replace(tensor, shape=shape) if isinstance(tensor, FileTensor) else ReshapedTensor(tensor, shape)
+    """A tensor in another shape, with the same number of elements in the same row-major order."""
+    return (
+        replace(tensor, shape=shape)
+        if isinstance(tensor, FileTensor)
+        else ReshapedTensor(tensor, shape)
+    )
 
 
 def number(value: Any) -> Any:
-    """A tensor of one element as a Python number, everything else as it is. Raises ValueError for more elements."""
+    """A tensor of one element as a Python number; every other value unchanged. Raises ValueError for more elements."""
     if not hasattr(value, "read_into"):
         return value
     if prod(value.shape) != 1 or value.dtype not in ("float32", "float64", "int64", "int32"):
@@ -332,7 +365,10 @@ def number(value: Any) -> Any:
 
 
 def check_later(entries: Iterable[Entry]) -> None:
-    """Have zip entries compared with their checksums when those of what is read now are: another process read a part of them."""
+    """Schedule a checksum comparison of zip entries that another process read partly.
+
+    It happens together with the comparison of this process's own entries.
+    """
     files: dict[str, InputFile] = {}
     for entry in entries:
         if entry.path not in files:

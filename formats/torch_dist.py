@@ -1,11 +1,11 @@
 """Directories of torch's distributed checkpoints: `.metadata`, and files in which torch zip archives follow each other.
 
-    <directory>/.metadata                which chunk of which tensor lies where
-    <directory>/__0_0.distcp ...         per chunk and per object one torch file (a zip archive), back to back
+    <directory>/.metadata                the place of each chunk of each tensor
+    <directory>/__0_0.distcp ...         one torch file (a zip archive) per chunk and per object, back to back
     <directory>/common.pt                Megatron core up to 0.18: everything that isn't sharded
-    <directory>/metadata.json            Megatron core: which format this is
+    <directory>/metadata.json            Megatron core: the name of the format
 
-torch may also write each file as one safetensors file (SerializationFormat.SAFETENSORS); its tensors are then found by
+torch can also write each file as one safetensors file (SerializationFormat.SAFETENSORS), whose tensors are found by
 their keys. Megatron wraps objects in a list of one. Source: torch/distributed/checkpoint/filesystem.py of torch 2.13,
 megatron/core/dist_checkpointing of Megatron core 0.9 to 0.19.
 """
@@ -27,12 +27,12 @@ from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, StridedTens
 FORMAT_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
-"""Instead of common.pt from core 0.19 on."""
+"""Replaces common.pt from core 0.19 on."""
 
 
 @dataclass(frozen=True)
 class DistDirectory:
-    """An opened directory: metadata and small files have been read, no tensor and no object."""
+    """An opened directory. Metadata and small files have been read, but no tensor and no object."""
 
     path: Path
     metadata: DcpMetadata
@@ -46,7 +46,9 @@ class DistDirectory:
             Chunk.whole(
                 chunk.offset,
                 chunk.shape,
-                ArchivedTensor(name, self.files[chunk.place.file], chunk.place, chunk.shape, stored.dtype),
+                ArchivedTensor(
+                    name, self.files[chunk.place.file], chunk.place, chunk.shape, stored.dtype
+                ),
             )
             for chunk in stored.chunks
         ]
@@ -56,7 +58,7 @@ class DistDirectory:
         return list(self.metadata.objects)
 
     def read_object(self, name: str) -> object:
-        """As pickle_guard.load gives it, without the list of one that Megatron wraps it in. Raises CorruptCheckpoint."""
+        """An object as pickle_guard.load gives it, without Megatron's list of one around it. Raises CorruptCheckpoint."""
         place = self.metadata.objects[name]
         with _about(name):
             value = torch_zip.read_at(self.files[place.file].file, place.offset, place.nbytes)
@@ -68,10 +70,12 @@ def is_dcp(directory: Path) -> bool:
 
 
 def open_directory(directory: Path) -> DistDirectory:
-    """Raises CorruptCheckpoint for a missing or short file, and for metadata that can't be true."""
+    """Open a directory. Raises CorruptCheckpoint for a missing or short file, and for impossible metadata."""
     metadata = dcp_metadata.read(directory / METADATA_NAME)
     files = {name: ArchiveFile(InputFile.open(directory / name)) for name in metadata.files}
-    places = [(name, chunk.place) for name, tensor in metadata.tensors.items() for chunk in tensor.chunks]
+    places = [
+        (name, chunk.place) for name, tensor in metadata.tensors.items() for chunk in tensor.chunks
+    ]
     for name, place in (*places, *metadata.objects.items()):
         file = files[place.file].file
         if place.offset + place.nbytes > file.size:
@@ -91,13 +95,13 @@ def open_directory(directory: Path) -> DistDirectory:
 
 @dataclass
 class ArchiveFile:
-    """One file of archives, or of safetensors."""
+    """One file of archives, or one safetensors file."""
 
     file: InputFile
     _named: dict[str, FileTensor] | None = field(default=None, repr=False)
 
     def named(self) -> dict[str, FileTensor]:
-        """The tensors of a safetensors file."""
+        """The tensors of a safetensors file, by name."""
         if self._named is None:
             self._named = safetensors.read(self.file.path)
         return self._named
@@ -115,7 +119,7 @@ class ArchivedTensor:
     _tensor: LazyTensor | None = field(default=None, repr=False)
 
     def tensor(self) -> LazyTensor:
-        """Looked up once; several threads may do so at the same time, and find the same."""
+        """The tensor, which is looked up once. Several threads may do so at the same time, with the same result."""
         if self._tensor is None:
             with _about(self.key):
                 self._tensor = self._find()
@@ -124,12 +128,15 @@ class ArchivedTensor:
     def _find(self) -> LazyTensor:
         file, start, nbytes = self.source.file, self.place.offset, self.place.nbytes
         found: object
+        # torch writes either a zip archive per chunk, or one safetensors file with all chunks.
         if file.read(start, min(nbytes, 4)) == b"PK\3\4":
             found = torch_zip.read_at(file, start, nbytes)
         else:
             found = self.source.named().get(self.key)
         if not isinstance(found, (FileTensor, StridedTensor)):
-            raise CorruptCheckpoint(f"{file.path}: should hold a tensor at byte {start}, found {found!r:.60}")
+            raise CorruptCheckpoint(
+                f"{file.path}: should hold a tensor at byte {start}, found {found!r:.60}"
+            )
         if (found.shape, found.dtype) != (self.shape, self.dtype):
             raise CorruptCheckpoint(
                 f"{file.path}: holds {list(found.shape)} {found.dtype} at byte {start}, {METADATA_NAME} says "
@@ -140,7 +147,7 @@ class ArchivedTensor:
 
 @contextmanager
 def _about(key: str) -> Iterator[None]:
-    """Puts a tensor's name before the message of an error."""
+    """Put a tensor's name before the message of an error."""
     try:
         yield
     except CheckpointError as error:
@@ -148,18 +155,20 @@ def _about(key: str) -> Iterator[None]:
 
 
 def format_json(backend: str) -> bytes:
-    """metadata.json, with the keys that every version of Megatron core understands."""
+    """The content of metadata.json, with the keys that every version of Megatron core understands."""
     keys = {"sharded_backend": backend, "sharded_backend_version": 1, "common_backend": "torch"}
     return json.dumps(keys | {"common_backend_version": 1}).encode()
 
 
 def read_backend(directory: Path) -> str | None:
-    """`torch_dist` or `zarr`, as metadata.json says; None without one. Raises CorruptCheckpoint for a broken one."""
+    """`torch_dist` or `zarr`, from metadata.json; None without that file. Raises CorruptCheckpoint for a broken file."""
     path = directory / FORMAT_FILE
     if not path.is_file():
         return None
     try:
         backend = read_json(path, CONFIG_BYTES)["sharded_backend"]
     except (KeyError, TypeError) as error:
-        raise CorruptCheckpoint(f"{path}: should name the checkpoint's sharded_backend ({error})") from error
+        raise CorruptCheckpoint(
+            f"{path}: should name the checkpoint's sharded_backend ({error})"
+        ) from error
     return str(backend)

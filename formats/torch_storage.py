@@ -13,7 +13,7 @@ from formats.tensor import ITEMSIZE, FileTensor, InputFile, LazyTensor, Shape, S
 
 @dataclass(frozen=True)
 class StorageId:
-    """What a pickle says of a storage: ("storage", type, name, device, elements, and in old files a view)."""
+    """The identity of a storage in a pickle: ("storage", type, name, device, elements), and in old files a view."""
 
     dtype: str
     name: str
@@ -22,54 +22,66 @@ class StorageId:
 
     @classmethod
     def parse(cls, identity: object, source: str) -> "StorageId":
-        """Raises CorruptCheckpoint for anything else. The device does not matter."""
+        """Parse a persistent identity; the device is ignored. Raises CorruptCheckpoint for anything else."""
         match identity:
-            case ("storage", StorageType(dtype), str(name), _, int(elements), *view) if elements >= 0 and len(view) < 2:
+            case ("storage", StorageType(dtype), str(name), _, int(elements), *view) if (
+                elements >= 0 and len(view) < 2
+            ):
                 return cls(dtype, name, elements, *view)
-        raise CorruptCheckpoint(f"{source}: refers to something that is not a storage; was it written by torch.save?")
+        raise CorruptCheckpoint(
+            f"{source}: refers to something that is not a storage; was it written by torch.save?"
+        )
 
     @property
     def nbytes(self) -> int | None:
-        """None if the element type is one that this program can't read."""
+        """Size in bytes; None for an element type that can't be read."""
         return self.elements * ITEMSIZE[self.dtype] if self.dtype in ITEMSIZE else None
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A range of a file that tensors look into."""
+    """A range of a file that tensors are views of."""
 
     file: InputFile
     offset: int
     nbytes: int
     dtype: str
-    """Of tensors that don't name their own."""
+    """Dtype of tensors without a dtype of their own."""
     check: EntryCheck | None = None
 
 
 def lazy_tensor(record: TensorRecord) -> LazyTensor:
-    """The tensor that a record describes. Raises CorruptCheckpoint if it does not lie inside its storage."""
+    """The tensor that a record describes. Raises CorruptCheckpoint if it is not inside its storage."""
     storage = record.storage
     if not isinstance(storage, Storage):
         raise MalformedError("a tensor without a storage")
     file, shape, dtype = storage.file, record.shape, record.dtype or storage.dtype
     what = f"{file.path}: a tensor {list(shape)} of {dtype:.40}"
     if dtype not in ITEMSIZE:
-        raise CorruptCheckpoint(f"{what}: tensors of this type can't be read; convert it before it is saved")
+        raise CorruptCheckpoint(
+            f"{what}: tensors of this type can't be read; convert it before it is saved"
+        )
     itemsize = ITEMSIZE[dtype]
     start = storage.offset + record.offset * itemsize
     if not prod(shape):
         return FileTensor(file, storage.offset, shape, dtype)
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, record.strides, strict=True))
+    extent = 1 + sum(
+        (size - 1) * stride for size, stride in zip(shape, record.strides, strict=True)
+    )
     if (record.offset + extent) * itemsize > storage.nbytes:
-        raise CorruptCheckpoint(f"{what} reaches past the end of its storage of {storage.nbytes} bytes; save it again")
+        raise CorruptCheckpoint(
+            f"{what} reaches past the end of its storage of {storage.nbytes} bytes; save it again"
+        )
     strides = _without_single(shape, record.strides)
     if strides == _without_single(shape, contiguous_strides(shape)):
         return FileTensor(file, start, shape, dtype, storage.check)
     if prod(shape) * itemsize > storage.nbytes:
-        raise CorruptCheckpoint(f"{what} has more elements than its storage; save it with .contiguous()")
+        raise CorruptCheckpoint(
+            f"{what} has more elements than its storage; save it with .contiguous()"
+        )
     return StridedTensor(file, start, shape, dtype, strides)
 
 
 def _without_single(shape: Shape, strides: Shape) -> Shape:
-    """Strides of axes of size 1 may be anything; make them 1."""
+    """Replace the strides of axes of size 1, which have no meaning, by 1."""
     return tuple(stride if size > 1 else 1 for size, stride in zip(shape, strides, strict=True))

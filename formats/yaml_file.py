@@ -1,10 +1,11 @@
-"""YAML files that somebody else wrote, as plain values: nothing is constructed, whatever a tag asks for.
+"""Reads YAML files of others as plain values. No tag makes this module construct anything.
 
-    window_size: !!python/tuple [4095, 0]           a list, as every tag that only names a kind of list
+    window_size: !!python/tuple [4095, 0]           a list, as with every tag that only names a kind of list
     backend: !!python/object/apply:os.system [x]    Tagged("tag:yaml.org,2002:python/object/apply:os.system", ["x"])
 
-Read event by event, so that depth and size are bounded before a value is made. What an alias stands for counts as often as
-it is named: a file of a kilobyte can name a billion values. Merge keys (`<<`) stay keys. Source: YAML 1.1, as PyYAML reads it.
+The file is read event by event, so that depth and size are limited before a value is made. The value of an alias counts
+every time that it is named: a file of a kilobyte can name a billion values. Merge keys (`<<`) stay keys. Source: YAML
+1.1, as PyYAML reads it.
 """
 
 from collections.abc import Iterator
@@ -28,25 +29,27 @@ _TEXTS = tuple(_OWN + name for name in ("str", "timestamp", "value", "merge", "b
 
 @dataclass(frozen=True)
 class Tagged:
-    """A value with a tag that means something to its writer alone."""
+    """A value with a tag that only its writer understands."""
 
     tag: str
     value: Any
 
 
 def yaml_bytes(value: Any) -> bytes:
-    """A document of plain values, as every YAML reader takes it: 1e-05 gets the dot without which PyYAML would read a text."""
+    """A YAML document of plain values for every YAML reader. Numbers like 1e-05 get a dot, without which PyYAML would
+    read a text."""
     import yaml
 
     return bytes(yaml.safe_dump(value, sort_keys=False, width=130), "utf-8")
 
 
 class _Bounds(ValueError):
-    """The document is larger, deeper or more entangled than any checkpoint's."""
+    """The document is larger, deeper or has more alias values than any checkpoint's document."""
 
 
 def read_yaml(path: Path) -> Any:
-    """The value of a small YAML file of one document. Raises CorruptCheckpoint for what is too large, or is not YAML."""
+    """The value of a small YAML file of one document. Raises CorruptCheckpoint for a file that is too large or is not
+    YAML."""
     import yaml
 
     content = read_small(path, YAML_BYTES)
@@ -67,11 +70,11 @@ def _events(content: bytes) -> "Iterator[yaml.Event]":
 
 @dataclass
 class _Reader:
-    """Makes values of a parser's events; libyaml's and PyYAML's own have the same."""
+    """Makes values from a parser's events. The parsers of libyaml and PyYAML give the same events."""
 
     events: "Iterator[yaml.Event]"
     anchors: dict[str, tuple[Any, int] | None] = field(default_factory=dict)
-    """Anchor -> (value, values in it); None while it is being read."""
+    """Anchor -> (value, number of values in it); None while it is being read."""
     values: int = 0
 
     def document(self) -> Any:
@@ -131,7 +134,9 @@ class _Reader:
     def _named(self, anchor: str) -> Any:
         known = self.anchors.get(anchor)
         if known is None:
-            raise _Bounds(f"the alias {anchor:.60} stands for nothing, or for what it is part of")
+            raise _Bounds(
+                f"the alias {anchor:.60} is not defined, or refers to a value that contains it"
+            )
         self._count(known[1])
         return known[0]
 
@@ -142,7 +147,7 @@ class _Reader:
 
 
 def _scalar(event: "yaml.ScalarEvent") -> Any:
-    """Raises ValueError for a number that is none."""
+    """The value of a scalar. Raises ValueError for an invalid number."""
     import yaml
 
     tag = event.tag
@@ -153,7 +158,9 @@ def _scalar(event: "yaml.ScalarEvent") -> Any:
     if len(event.value) > YAML_NUMBER:
         raise _Bounds(f"it has a number of {len(event.value):,} characters")
     try:
-        return yaml.constructor.SafeConstructor().construct_object(yaml.ScalarNode(tag, event.value))
+        return yaml.constructor.SafeConstructor().construct_object(
+            yaml.ScalarNode(tag, event.value)
+        )
     except (ArithmeticError, LookupError, ValueError) as error:
         raise ValueError(f"{event.value!r:.60} is no !!{tag.removeprefix(_OWN)}") from error
 

@@ -1,1 +1,4 @@
-"""Loaders: one file each, a checkpoint on disk opened as a source of canonical tensors. May use megaconv and formats."""
+"""Loaders: one module per format, which opens a checkpoint on disk as a source of canonical tensors.
+
+Loaders may import megaconv and formats.
+"""

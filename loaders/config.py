@@ -1,20 +1,17 @@
-"""A config.json without weights: names and shapes of the model that it describes, for who asks for no more (`inspect`, `plan`)."""
+"""A config.json without weights: the names and shapes of the model that it describes, for `inspect` and `plan`."""
 
 from pathlib import Path
 
 from megaconv.engine.sidecars import find_sidecars
-from megaconv.engine.weight_files import is_weights, no_weights
 from megaconv.errors import UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.whole_model import named
+from megaconv.huggingface.weight_files import is_weights, no_weights
+from megaconv.loader import Loader
 from megaconv.model.ir import Header, Key, OpenedSource, TensorInfo
 from megaconv.model.table import canonical_shapes
 from megaconv.options import LoadOptions
-
-DESCRIPTION = "config.json alone, without weights: for inspect and plan"
-HAS_TEXT_ONLY = True
-READS_FILES = True
 
 
 def detect(path: Path) -> bool:
@@ -24,7 +21,11 @@ def detect(path: Path) -> bool:
 
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
-    """Raises CorruptCheckpoint where weights are wanted, UsageError for a model whose other parts its configuration doesn't list."""
+    """Open a config.json. Raises CorruptCheckpoint if weights are needed.
+
+    Raises UsageError for a multimodal model, since its configuration doesn't list the tensors outside the language
+    model.
+    """
     if options.needs_weights:
         raise no_weights(path)
     given = options.config or path
@@ -32,12 +33,25 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     family, config = read_config(file, text_only=options.text_only, whole=True)
     if config.whole is not None:
         raise UsageError(
-            f"{file}: {named(config.whole.config)} sees or hears, and a {CONFIG_NAME} doesn't list the tensors beside its language "
-            "model; --text-only looks at that alone"
+            f"{file}: {named(config.whole.config)} is a multimodal model, and a {CONFIG_NAME} doesn't list tensors outside its language "
+            "model; --text-only reads the language model alone"
         )
     shapes = canonical_shapes(family.rows, config)
     manifest = {Key(name): TensorInfo(shape, config.dtype) for name, shape in shapes.items()}
     header = Header(
-        config, manifest, files=find_sidecars(file.parent), source=f"{CONFIG_NAME} alone", has_weights=False
+        config,
+        manifest,
+        files=find_sidecars(file.parent),
+        source=f"{CONFIG_NAME} alone",
+        has_weights=False,
     )
     return OpenedSource(header, {})
+
+
+LOADER = Loader(
+    name="config",
+    description="config.json alone, without weights: for inspect and plan",
+    detect=detect,
+    open=open,
+    has_text_only=True,
+)

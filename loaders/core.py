@@ -1,5 +1,7 @@
-"""Megatron core in any format: rank directories (`torch`), `torch_dist`, `zarr`; any parallel layout; also as Megatron-Bridge and
-NeMo 2 save it."""
+"""Megatron core in any format and parallel layout: rank directories (`torch`), `torch_dist`, `zarr`.
+
+The loader also reads the checkpoints of Megatron-Bridge and NeMo 2.
+"""
 
 from argparse import Namespace
 from collections.abc import Collection, Mapping
@@ -7,8 +9,14 @@ from pathlib import Path
 
 from formats import rank_files
 from megaconv.errors import UsageError
+from megaconv.loader import Loader
 from megaconv.megatron.arguments.sizes import CORE_SIZE_TENSORS
-from megaconv.megatron.arguments.sparse import INDEXER_FROM, INDEXER_ORDER, ROPE_LAST, reads_rope_last
+from megaconv.megatron.arguments.sparse import (
+    INDEXER_FROM,
+    INDEXER_ORDER,
+    ROPE_LAST,
+    reads_rope_last,
+)
 from megaconv.megatron.distributed.adapter_source import OPTION as LORA_ALPHA
 from megaconv.megatron.distributed.adapter_source import is_adapter, open_adapter_source
 from megaconv.megatron.distributed.source import find_dist, open_dist, open_files
@@ -19,18 +27,6 @@ from megaconv.model.ir import OpenedSource
 from megaconv.model.naming import Naming, with_rope_last
 from megaconv.options import LoadOptions
 
-DESCRIPTION = (
-    "Megatron core: torch (mp_rank_*/model_optim_rng.pt), torch_dist (*.distcp), zarr; Megatron-Bridge, NeMo 2"
-)
-HAS_TEXT_ONLY = True
-OPTIONS = {
-    "out_norm": "what a gated delta net's out_norm.weight is: `plain` (Megatron's local layers, transformers), or `zero_centered` "
-    "(Transformer Engine's layers: less 1); as transformer_impl of the checkpoint's args says if it isn't given",
-    INDEXER_FROM: "which Megatron core the indexers of sparse attention are from: `0.16` (to 0.18, which have the elements that rotate "
-    "last), or `0.19` (and later); as the checkpoint says if it isn't given, else 0.19",
-    LORA_ALPHA: "of an adapter of Megatron-Bridge: its alpha, where there is no run_config.yaml to say it",
-}
-
 
 def detect(path: Path) -> bool:
     version = rank_files.find_version(path)
@@ -40,7 +36,7 @@ def detect(path: Path) -> bool:
 
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
-    """Raises CheckpointError for a checkpoint that is incomplete, contradicts itself, or is of no known family."""
+    """Open a checkpoint. Raises CheckpointError if it is incomplete, contradicts itself, or belongs to no known family."""
     distributed, ckpt_format = find_dist(path) is not None, "torch"
     if distributed:
         files = open_files(path)
@@ -50,17 +46,30 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     else:
         source = open_ranks(path, options, legacy=False)
     names = [name for chunks in source.ranks.weights.values() for chunk in chunks for name in chunk]
-    # A language model without norms before its sublayers doesn't show whose layers it is made of, its tower does.
+    # If a language model has no norms before its sublayers, its names don't show the library of its layers. The names
+    # of a vision encoder do.
     beside = [name for held in source.ranks.beside.values() for name in held]
     naming = _with_indexer(naming_of([*names, *beside]), names, source.args, options.extra)
-    described = f"core, {ckpt_format} format" + ("" if distributed else f", {describe_naming(naming)}")
+    described = f"core, {ckpt_format} format" + (
+        "" if distributed else f", {describe_naming(naming)}"
+    )
     described += f" of {source.writer}" if source.writer else ""
-    naming = _with_out_norm(naming, names, source.args, options.extra.get("out_norm"), distributed=distributed)
-    return open_model(source, options, Spellings(CORE_SIZE_TENSORS, naming, described), by_args=distributed)
+    naming = _with_out_norm(
+        naming, names, source.args, options.extra.get("out_norm"), distributed=distributed
+    )
+    return open_model(
+        source, options, Spellings(CORE_SIZE_TENSORS, naming, described), by_args=distributed
+    )
 
 
-def _with_indexer(naming: Naming, names: Collection[str], args: Namespace, asked: Mapping[str, str]) -> Naming:
-    """Where latent norms are modules of their own, names don't say whose layers sparse attention is made of. Raises UsageError."""
+def _with_indexer(
+    naming: Naming, names: Collection[str], args: Namespace, asked: Mapping[str, str]
+) -> Naming:
+    """The naming scheme of a model with indexers. Raises UsageError.
+
+    If latent norms are modules of their own, names don't show the library of the layers. The checkpoint's args then
+    decide.
+    """
     rope_last = reads_rope_last(args, names, asked)
     if rope_last:
         setattr(args, INDEXER_ORDER, ROPE_LAST)
@@ -69,14 +78,20 @@ def _with_indexer(naming: Naming, names: Collection[str], args: Namespace, asked
     if not any(".indexer." in name for name in names):
         return naming
     if getattr(args, "transformer_impl", "transformer_engine") == "transformer_engine":
-        naming = Naming(naming.scheme, tuple(variant for variant in naming.variants if variant != "local"))
+        naming = Naming(
+            naming.scheme, tuple(variant for variant in naming.variants if variant != "local")
+        )
     return with_rope_last(naming) if rope_last else naming
 
 
 def _with_out_norm(
     naming: Naming, names: Collection[str], args: Namespace, asked: str | None, *, distributed: bool
 ) -> Naming:
-    """Names alone don't say what an out_norm holds in a distributed checkpoint. Raises UsageError where its args don't either."""
+    """The naming scheme of a model with out_norm weights.
+
+    In a distributed checkpoint, the names don't say how out_norm is stored. Raises UsageError if its args don't say so
+    either.
+    """
     if asked not in (None, "plain", "zero_centered"):
         raise UsageError(f"--option out_norm={asked}: is not known; choose plain or zero_centered")
     if not any(name.endswith(".out_norm.weight") for name in names):
@@ -99,3 +114,20 @@ def _with_out_norm(
             )
         return naming
     return Naming(naming.scheme, (*others, "local_keys")) if is_plain else naming
+
+
+LOADER = Loader(
+    name="core",
+    description="Megatron core: torch (mp_rank_*/model_optim_rng.pt), torch_dist (*.distcp), zarr; Megatron-Bridge, NeMo 2",
+    detect=detect,
+    open=open,
+    options={
+        "out_norm": "the form of a gated delta net's out_norm.weight: `plain` (Megatron's local layers, transformers), or `zero_centered` "
+        "(Transformer Engine's layers: less 1); default: as the checkpoint's transformer_impl requires",
+        INDEXER_FROM: "the release of Megatron core that wrote the indexers of sparse attention: `0.16` (0.16 to 0.18, "
+        "rotary elements last), or `0.19` (0.19 and later); default: the release that the checkpoint names, else 0.19",
+        LORA_ALPHA: "the alpha of a Megatron-Bridge adapter without a run_config.yaml",
+    },
+    reads_files=False,
+    has_text_only=True,
+)

@@ -1,10 +1,11 @@
-"""Plain distributed checkpoints of PyTorch (DCP): of torchtitan, FSDP2, DTensors, or anything that calls dcp.save.
+"""Plain distributed checkpoints of PyTorch (DCP): from torchtitan, FSDP2, DTensors, or anything that calls dcp.save.
 
     .metadata, __0_0.distcp ...                            either serialization format
     shard-00001-model-00001-of-00001.safetensors ...       HuggingFaceStorageWriter(save_distributed=True)
 
-Tensors are found by transformers' names, or torchtitan's for Llama (whose q and k have each head's rows in rotary pairs,
-as Meta's), below whatever the model was called in the state dict. A config.json comes from --config, or lies beside.
+Tensors have transformers' names, or torchtitan's names for Llama. torchtitan stores each head's rows of q and k as
+rotary pairs, as Meta does. The names may have a prefix from the state dict. The config.json comes from --config, or
+from the checkpoint's directory.
 """
 
 import re
@@ -15,25 +16,28 @@ from pathlib import Path
 from formats import sharded_safetensors, torch_dist
 from formats.chunked import ChunkedTensor
 from megaconv.engine.sidecars import find_sidecars
-from megaconv.engine.weight_files import whole_model
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families import Family, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.huggingface.weight_files import whole_model
+from megaconv.loader import Loader
 from megaconv.model.check import listing
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF, META_ROWS, Naming
 from megaconv.model.table import Row, expressible
 from megaconv.options import LoadOptions
 
-DESCRIPTION = "PyTorch distributed checkpoints (DCP) with transformers' or torchtitan's names; needs --config"
-
 _TITAN = META_ROWS
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
-_NOT_MODEL = re.compile(r"(optim|optimizer|optimizers|lr_scheduler|scheduler|dataloader|train_state)\.")
+_NOT_MODEL = re.compile(
+    r"(optim|optimizer|optimizers|lr_scheduler|scheduler|dataloader|train_state)\."
+)
 
 
 def detect(path: Path) -> bool:
-    return _is_plain(path) or (not (path / CONFIG_NAME).is_file() and sharded_safetensors.is_sharded(path))
+    return _is_plain(path) or (
+        not (path / CONFIG_NAME).is_file() and sharded_safetensors.is_sharded(path)
+    )
 
 
 def _is_plain(path: Path) -> bool:
@@ -41,20 +45,34 @@ def _is_plain(path: Path) -> bool:
 
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
-    """Raises CheckpointError for a checkpoint that is incomplete, or not of the model that the configuration describes."""
+    """Open a checkpoint. Raises CheckpointError if it is incomplete, or doesn't match the configuration."""
     directory = options.config or path
     if not (directory / CONFIG_NAME).is_file():
         raise UsageError(
-            f"{path}: a distributed checkpoint doesn't say what model it is; give --config with its Hugging Face directory",
+            f"{path}: a distributed checkpoint doesn't describe its model; give --config with the model's Hugging Face directory",
             code="config-needed",
         )
     family, config = read_config(directory / CONFIG_NAME)
     if options.true_vocab_size not in (None, config.vocab):
-        raise UsageError(f"{path}: its vocabulary of {config.vocab} has no padding; leave --true-vocab-size out")
-    opened = torch_dist.open_directory(path).tensors() if torch_dist.is_dcp(path) else sharded_safetensors.read(path)
-    stored = {_WRAPPERS.sub("", name): tensor for name, tensor in opened.items() if not _NOT_MODEL.match(name)}
+        raise UsageError(
+            f"{path}: its vocabulary of {config.vocab} has no padding; leave --true-vocab-size out"
+        )
+    opened = (
+        torch_dist.open_directory(path).tensors()
+        if torch_dist.is_dcp(path)
+        else sharded_safetensors.read(path)
+    )
+    stored = {
+        _WRAPPERS.sub("", name): tensor
+        for name, tensor in opened.items()
+        if not _NOT_MODEL.match(name)
+    }
     naming, prefix = _spelling(path, family, stored)
-    found = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    found = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in stored.items()
+        if name.startswith(prefix)
+    }
     config, tensors = whole_model(family, config, naming, found, str(path))
     manifest = describe(tensors)
     header = Header(
@@ -67,13 +85,17 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     return OpenedSource(header, tensors)
 
 
-def _spelling(path: Path, family: Family, stored: Mapping[str, ChunkedTensor]) -> tuple[Naming, str]:
-    """(naming, prefix before every name), by where the embedding is. Raises TensorMismatch where there is none."""
+def _spelling(
+    path: Path, family: Family, stored: Mapping[str, ChunkedTensor]
+) -> tuple[Naming, str]:
+    """(naming scheme, prefix of all names), found by the name of the embedding. Raises TensorMismatch if there is none."""
     namings = [HF, *([_TITAN] if expressible(family.rows, _TITAN, family.features) else [])]
     wanted = {naming: _embedding(family.rows, naming) for naming in namings}
     for naming, embedding in wanted.items():
         prefixes = [
-            name.removesuffix(embedding) for name in stored if re.search(rf"(^|\.){re.escape(embedding)}$", name)
+            name.removesuffix(embedding)
+            for name in stored
+            if re.search(rf"(^|\.){re.escape(embedding)}$", name)
         ]
         if prefixes:
             return naming, min(prefixes, key=len)
@@ -86,3 +108,12 @@ def _spelling(path: Path, family: Family, stored: Mapping[str, ChunkedTensor]) -
 def _embedding(rows: tuple[Row, ...], naming: Naming) -> str:
     (spelling,) = next(row for row in rows if row.stage == "first").spelling(naming)
     return spelling.name
+
+
+LOADER = Loader(
+    name="dcp",
+    description="PyTorch distributed checkpoints (DCP) with transformers' or torchtitan's names; needs --config",
+    detect=detect,
+    open=open,
+    reads_files=False,
+)

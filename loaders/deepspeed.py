@@ -1,8 +1,9 @@
-"""DeepSpeed's ZeRO checkpoints, stages 0 to 3: weights, and the optimizer's state.
+"""DeepSpeed's ZeRO checkpoints, stages 0 to 3: weights and optimizer state.
 
-Weights come as the module computes with them; under stage 3, which stores none such, they are the optimizer's fp32 ones rounded. With
---dtype fp32 they are those fp32 ones. Parameters that are not trained lie in the module alone. Names are transformers';
-config.json lies beside (as the Trainer puts it), or comes from --config.
+The weights are those that the module computes with. Stage 3 doesn't store these, so there they are the optimizer's fp32
+weights, rounded. With --dtype fp32, the weights are the optimizer's fp32 weights. If a checkpoint stores both, they are
+compared. Parameters that are not trained are stored only in the module. Names are transformers' names. The config.json
+is in the directory, where the Trainer puts it, or comes from --config.
 """
 
 import logging
@@ -14,26 +15,30 @@ from typing import Any
 from formats import zero_partitions
 from formats.tensor import LazyTensor
 from formats.zero_partitions import ZeroCheckpoint
-from megaconv.engine.cast import CastTensor
 from megaconv.engine.sidecars import find_sidecars
-from megaconv.engine.weight_files import has_weights, whole_model
-from megaconv.errors import NotExpressible, UnknownFormat, UsageError
+from megaconv.errors import TensorMismatch, UnknownFormat, UnsupportedInput, UsageError
 from megaconv.families import Family, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.megatron.arguments.param_groups import WITHOUT, class_of, read_group
+from megaconv.huggingface.weight_files import has_weights, whole_model
+from megaconv.loader import Loader
+from megaconv.megatron.arguments.zero_groups import TAKE_MEGATRONS, megatron_groups
 from megaconv.megatron.optimizer.master_check import CheckedMaster
 from megaconv.megatron.rank_files.layer_files import holds_layer_files, open_layer_files
 from megaconv.model.check import listing, well_formed
 from megaconv.model.config import ModelConfig
-from megaconv.model.ir import Header, Key, OpenedSource, describe, main_dtype
+from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF, HF_STACKED
 from megaconv.model.natives import native_tensors
 from megaconv.model.table import canonical_shapes
-from megaconv.model.training import MASTER, OptimizerState, ParamGroup, TrainingState
+from megaconv.model.training import MASTER, OptimizerState, TrainingState
 from megaconv.options import LoadOptions
+from megaconv.values.cast import CastTensor
 
-DESCRIPTION = "DeepSpeed ZeRO 1 to 3: global_step* with *_model_states.pt and *_optim_states.pt; universal ones; layer files of pipelines"
+_ADVICE = (
+    "Its files are of another rank, another step or another parameter; copy the checkpoint again. --no-optimizer without --dtype fp32 "
+    "converts the weights that the module computed with"
+)
 
 _log = logging.getLogger("megaconv")
 
@@ -43,39 +48,51 @@ def detect(path: Path) -> bool:
 
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
-    """Raises CheckpointError for a checkpoint that is incomplete, or not of the model that the configuration describes."""
+    """Open a checkpoint. Raises CheckpointError if it is incomplete, or doesn't match the configuration."""
     step = zero_partitions.find_step(path)
     if step is None:
-        raise UnknownFormat(f"{path}: has no global_step* directory of DeepSpeed's that `latest` names, and is none")
+        raise UnknownFormat(
+            f"{path}: is not a DeepSpeed checkpoint; expected a global_step* directory, or a directory whose `latest` names one"
+        )
     if holds_layer_files(step):
         return open_layer_files(step, options)
     directory = next(
-        (each for each in (options.config, path, path.parent) if each and (each / CONFIG_NAME).is_file()), None
+        (
+            each
+            for each in (options.config, path, path.parent)
+            if each and (each / CONFIG_NAME).is_file()
+        ),
+        None,
     )
     if directory is None:
         raise UsageError(
-            f"{path}: a DeepSpeed checkpoint doesn't say what model it is; give --config with its Hugging Face directory",
+            f"{path}: a DeepSpeed checkpoint doesn't describe its model; give --config with the model's Hugging Face directory",
             code="config-needed",
         )
     family, config = read_config(directory / CONFIG_NAME)
+    asked = options.extra.get(TAKE_MEGATRONS)
+    if asked not in (None, "megatron"):
+        raise UsageError(f"--option {TAKE_MEGATRONS}={asked}: choose megatron, or leave it out")
     found = zero_partitions.open_step(step)
-    in_fp32 = options.dtype == "float32" or found.dtype == "float32"
-    weights = _weights(found, in_fp32=in_fp32)
+    of_optimizer = _of_optimizer(found)
+    masters = of_optimizer.get(MASTER, {})
+    # An fp32 module uses its master weights, so that the order of moments is verified when they are converted as well.
+    in_fp32 = options.dtype == "float32" or (found.dtype == "float32" and options.optimizer)
+    weights = _weights(found, masters, in_fp32=in_fp32)
     frozen = [name for name in weights if name not in found.group_of and name not in found.shared]
     if found.slots and frozen:
         _log.warning("%s: %s: not trained, as the module has them", step, listing(frozen))
-    # Megatron's checkpoints of a run that trains a part of a model are not supported.
+    # Megatron's checkpoints of a run that trains only a part of a model are not supported.
     wanted = options.optimizer and not frozen and set(zero_partitions.MOMENTS) <= found.slots.keys()
-    slots = {slot: held for slot, held in found.slots.items() if wanted and not (in_fp32 and slot == MASTER)}
+    slots = {
+        slot: held
+        for slot, held in of_optimizer.items()
+        if wanted and not (in_fp32 and slot == MASTER)
+    }
     config, tensors = whole_model(family, config, HF, weights, str(step), slots)
-    if found.stage < 3:  # under stage 3 nothing else is stored that masters could be compared with
-        tensors = {
-            key: CheckedMaster(key.name, tensor, tensors[Key(key.name)]) if key.slot == MASTER else tensor
-            for key, tensor in tensors.items()
-        }
     manifest = describe(tensors)
     with well_formed(str(step)):
-        training = _training(found, family, config)
+        training = _training(found, family, config, takes_megatrons=asked is not None)
     header = Header(
         replace(config, dtype=main_dtype(manifest)),
         manifest,
@@ -91,57 +108,98 @@ def _stage(found: ZeroCheckpoint) -> str:
     return "1 or 2" if found.stage == 2 else str(found.stage)
 
 
-def _weights(found: ZeroCheckpoint, *, in_fp32: bool) -> dict[str, LazyTensor]:
-    """By name, second names of shared tensors included."""
-    masters = found.slots.get(MASTER, {})
+def _of_optimizer(found: ZeroCheckpoint) -> dict[str, dict[str, LazyTensor]]:
+    """The optimizer's tensors in fp32, by slot and name. Master weights are compared with the module's weights if it
+    holds them."""
+    slots: dict[str, dict[str, LazyTensor]] = {}
+    for slot, held in found.slots.items():
+        slots[slot] = {name: _in_fp32(tensor, name) for name, tensor in held.items()}
+    if found.stage < 3 and MASTER in slots:
+        slots[MASTER] = {
+            name: _checked(found, name, master) for name, master in slots[MASTER].items()
+        }
+    return slots
+
+
+def _in_fp32(tensor: LazyTensor, name: str) -> LazyTensor:
+    return (
+        tensor if tensor.dtype == "float32" else CastTensor(tensor, "float32", name, overflow=False)
+    )
+
+
+def _checked(found: ZeroCheckpoint, name: str, master: LazyTensor) -> CheckedMaster:
+    weight = found.module.get(name)
+    if weight is None:
+        raise TensorMismatch(
+            f"{found.directory}: the optimizer trains {name}, which the module doesn't hold"
+        )
+    if tuple(weight.shape) != tuple(master.shape):
+        raise TensorMismatch(
+            f"{found.directory}: {name} is {list(weight.shape)} in the module, {list(master.shape)} in the optimizer"
+        )
+    if weight.dtype not in ("float32", "bfloat16", "float16"):
+        raise UnsupportedInput(
+            f"{found.directory}: {name} is {weight.dtype}; float32, bfloat16 and float16 are trained"
+        )
+    return CheckedMaster(name, master, weight, _ADVICE)
+
+
+def _weights(
+    found: ZeroCheckpoint, masters: Mapping[str, LazyTensor], *, in_fp32: bool
+) -> dict[str, LazyTensor]:
+    """Weights by name, including the second names of shared tensors."""
     weights: dict[str, LazyTensor] = {}
     for name, tensor in found.module.items():
-        if name in masters and (in_fp32 or found.stage == 3):
-            master = masters[name]
-            weights[name] = master if in_fp32 else CastTensor(master, tensor.dtype, name, overflow=False)
+        if name in masters and in_fp32:
+            weights[name] = masters[name]
+        elif name in masters and found.stage == 3:
+            weights[name] = CastTensor(masters[name], tensor.dtype, name, overflow=False)
         elif name not in found.shared:
             weights[name] = tensor
-    return weights | {name: weights[owner] for name, owner in found.shared.items() if owner in weights}
+    return weights | {
+        name: weights[owner] for name, owner in found.shared.items() if owner in weights
+    }
 
 
-def _training(found: ZeroCheckpoint, family: Family, config: ModelConfig) -> TrainingState:
-    """Its groups are those of a Megatron run, which decays matrices and no vectors, with DeepSpeed's numbers."""
-    steps, samples = (int(found.state.get(name) or 0) for name in ("global_steps", "global_samples"))
+def _training(
+    found: ZeroCheckpoint, family: Family, config: ModelConfig, *, takes_megatrons: bool
+) -> TrainingState:
+    """The training state of a checkpoint. takes_megatrons: True if Megatron may decay other parameters than DeepSpeed
+    did."""
+    steps, samples = (
+        int(found.state.get(name) or 0) for name in ("global_steps", "global_samples")
+    )
     state = TrainingState(steps, consumed_train_samples=samples)
     if not found.slots:
         return state
     own = _groups_by_name(found, family, config)
-    made: dict[bool, ParamGroup] = {}
-    for name, shape in canonical_shapes(family.rows, config).items():
-        if name in own:
-            decays = class_of(name, shape, decoupled=False).decay
-            settings = {**read_group(own[name], found.groups).settings, "weight_decay": _decay(found, decays=decays)}
-            group = ParamGroup(float(decays), settings=settings)
-            if made.setdefault(decays, group) != group:
-                raise NotExpressible(
-                    f"{found.directory}: the optimizer has groups that Megatron's doesn't have; {WITHOUT}"
-                )
-    order = list(made)
     shapes = canonical_shapes(family.rows, config)
-    group_of = {
-        name: order.index(class_of(name, shapes[name], decoupled=False).decay) for name in own if name in shapes
-    }
-    optimizer = OptimizerState(f"DeepSpeed ZeRO {_stage(found)}", found.step, tuple(made.values()), group_of)
+    made = megatron_groups(
+        own, shapes, found.state.get("ds_config"), takes_megatrons=takes_megatrons
+    )
+    unsupported = made.unsupported
+    if found.further and not unsupported:
+        unsupported = f"the optimizer's state has {', '.join(found.further)} besides the moments of Megatron's Adam"
+    optimizer = OptimizerState(
+        f"DeepSpeed ZeRO {_stage(found)}",
+        found.step,
+        made.groups,
+        made.group_of,
+        unsupported=unsupported,
+    )
     scheduler = {**dict.fromkeys(_SCHEDULE), "num_steps": samples}
     return replace(state, optimizer=optimizer, scheduler=scheduler, arguments={"optimizer": "adam"})
 
 
 _SCHEDULE = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style")
-"""What Megatron's scheduler keeps of a schedule, and DeepSpeed doesn't: a run overrides it, or ends at once, since None is no
-setting of its own."""
+"""Settings that Megatron's scheduler stores and DeepSpeed doesn't. A run overrides them, or stops at once, since None
+differs from its own settings."""
 
 
-def _decay(found: ZeroCheckpoint, *, decays: bool) -> float:
-    return max(float(group.get("weight_decay", 0.0)) for group in found.groups) if decays else 0.0
-
-
-def _groups_by_name(found: ZeroCheckpoint, family: Family, config: ModelConfig) -> dict[str, Mapping[str, Any]]:
-    """The optimizer's group of each canonical tensor that is trained."""
+def _groups_by_name(
+    found: ZeroCheckpoint, family: Family, config: ModelConfig
+) -> dict[str, Mapping[str, Any]]:
+    """Canonical name of each trained tensor -> the optimizer's group."""
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     return {
         name: found.groups[found.group_of[native.name]]
@@ -150,3 +208,16 @@ def _groups_by_name(found: ZeroCheckpoint, family: Family, config: ModelConfig) 
         for name in native.parts
         if native.name in found.group_of
     }
+
+
+LOADER = Loader(
+    name="deepspeed",
+    description="DeepSpeed ZeRO 1 to 3: global_step* with *_model_states.pt and *_optim_states.pt; universal ones; "
+    "layer files of pipelines",
+    detect=detect,
+    open=open,
+    options={
+        TAKE_MEGATRONS: "`megatron`: apply weight decay as Megatron does, to all matrices and no vectors, and ignore DeepSpeed's groups"
+    },
+    reads_files=False,
+)

@@ -1,4 +1,4 @@
-"""What verl saves of a model under FSDP: a file of each rank with its parts of all tensors, by transformers' names."""
+"""verl's FSDP checkpoints: one file per rank with its parts of all tensors, under transformers' names."""
 
 import re
 from dataclasses import replace
@@ -6,15 +6,14 @@ from pathlib import Path
 
 from formats import dtensor_files
 from megaconv.engine.sidecars import find_sidecars
-from megaconv.engine.weight_files import whole_model
 from megaconv.errors import UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.huggingface.weight_files import whole_model
+from megaconv.loader import Loader
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF
 from megaconv.options import LoadOptions
-
-DESCRIPTION = "FSDP of verl: model_world_size_N_rank_R.pt of every rank, with huggingface/ beside"
 
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 
@@ -24,9 +23,11 @@ def detect(path: Path) -> bool:
 
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
-    """Raises CheckpointError for a checkpoint that is incomplete, or not of the model that the configuration describes."""
+    """Open a checkpoint. Raises CheckpointError if it is incomplete, or doesn't match the configuration."""
     places = (options.config, path / "huggingface", path)
-    directory = next((each for each in places if each is not None and (each / CONFIG_NAME).is_file()), None)
+    directory = next(
+        (each for each in places if each is not None and (each / CONFIG_NAME).is_file()), None
+    )
     if directory is None:
         raise UsageError(
             f"{path}: has no huggingface/{CONFIG_NAME}; give --config with the Hugging Face directory of the model",
@@ -34,7 +35,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         )
     family, config = read_config(directory / CONFIG_NAME)
     if options.true_vocab_size not in (None, config.vocab):
-        raise UsageError(f"{path}: its vocabulary of {config.vocab} has no padding; leave --true-vocab-size out")
+        raise UsageError(
+            f"{path}: its vocabulary of {config.vocab} has no padding; leave --true-vocab-size out"
+        )
     tensors, ranks = dtensor_files.read(path)
     found = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
     config, canonical = whole_model(family, config, HF, found, str(path))
@@ -47,3 +50,12 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         has_optimizer=dtensor_files.has_optimizer(path),
     )
     return OpenedSource(header, canonical)
+
+
+LOADER = Loader(
+    name="fsdp",
+    description="FSDP of verl: model_world_size_N_rank_R.pt of every rank, with huggingface/ beside",
+    detect=detect,
+    open=open,
+    reads_files=False,
+)

@@ -1,9 +1,10 @@
-"""GGUF of llama.cpp, in F32, F16, BF16 and Q8_0, of the architectures that are written too.
+"""GGUF files of llama.cpp in F32, F16, BF16 and Q8_0, of the architectures that megaconv also writes.
 
-Matrices keep their dtype; those of Q8_0 become bfloat16, or what --dtype says. Norms, biases and routers, which GGUF has in float32
-whatever the model had, are rounded to the matrices' dtype; biases that choose experts, which models have in float32, stay. Rows of q
-and k, stacked experts, what is stored head by head, and norms + 1 are undone. --config, or a config.json beside, describes the model
-and has its tokenizer; without one the file's own metadata do, as far as they say everything.
+Matrices keep their dtype, except Q8_0 matrices, which become bfloat16 or the dtype of --dtype. GGUF stores norms,
+biases and routers in float32, whatever the model had. They are rounded to the dtype of the matrices. Biases that select
+experts are float32 in models too, and stay float32. The loader reverses llama.cpp's changes: the row order of q and k,
+stacked experts, tensors stored head by head, and norms + 1. A --config, or a config.json in the directory, describes
+the model and has its tokenizer. Without one, the file's metadata describe the model, if they are complete.
 """
 
 import logging
@@ -18,25 +19,23 @@ from formats.gguf import BLOCK, BLOCK_BYTES
 from formats.gguf_header import GgufHeader, GgufTensor
 from formats.lazy_numpy import np
 from formats.tensor import Box, Bytes, FileTensor, InputFile, LazyTensor, Shape, matrix_shape
-from megaconv.engine.cast import CastTensor
-from megaconv.engine.rounding import rounded
 from megaconv.engine.sidecars import find_sidecars
-from megaconv.engine.stored_forms import AddedTensor
-from megaconv.engine.weight_files import has_weights, whole_model
 from megaconv.errors import TensorMismatch, UnknownFormat, UnsupportedInput
 from megaconv.families import Family, family_of_hf, read_config
-from megaconv.families.parts.gguf_config import config_of
-from megaconv.families.parts.gguf_names import ARCHITECTURES, DIVISORS, ROUTER_BIAS, gguf_rows
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.gguf.config import config_of
+from megaconv.gguf.names import ARCHITECTURES, DIVISORS, ROUTER_BIAS, gguf_rows
+from megaconv.huggingface.weight_files import has_weights, whole_model
+from megaconv.loader import Loader
 from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import GGUF
 from megaconv.options import LoadOptions
-
-DESCRIPTION = "GGUF of llama.cpp in F32, F16, BF16 or Q8_0; --config has its tokenizer"
-READS_FILES = True
+from megaconv.values.cast import CastTensor
+from megaconv.values.rounding import rounded
+from megaconv.values.stored_forms import AddedTensor
 
 _log = logging.getLogger("megaconv")
 
@@ -50,18 +49,27 @@ def detect(path: Path) -> bool:
 
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
-    """Raises CheckpointError for a file that is damaged, of types that can't be read, or of another model than --config says."""
+    """Open a file. Raises CheckpointError if it is damaged, has unsupported types, or doesn't match --config."""
     file = _file(path)
     if file is None:
         raise UnknownFormat(f"{path}: is no GGUF file, and no directory with one")
     if _SPLIT.fullmatch(file.name):
-        raise UnsupportedInput(f"{file}: is one of several files; join them with llama.cpp's llama-gguf-split --merge")
+        raise UnsupportedInput(
+            f"{file}: is one of several files; join them with llama.cpp's llama-gguf-split --merge"
+        )
     header = gguf_header.read(file)
-    directory = next((each for each in (options.config, file.parent) if each and (each / CONFIG_NAME).is_file()), None)
-    family, config = _described(file, header) if directory is None else read_config(directory / CONFIG_NAME)
+    directory = next(
+        (each for each in (options.config, file.parent) if each and (each / CONFIG_NAME).is_file()),
+        None,
+    )
+    family, config = (
+        _described(file, header) if directory is None else read_config(directory / CONFIG_NAME)
+    )
     _require_same_model(file, header, family.name, config)
     tensors = _tensors(file, header, config, options.dtype)
-    config, canonical = whole_model(replace(family, rows=gguf_rows(family)), config, GGUF, tensors, str(file))
+    config, canonical = whole_model(
+        replace(family, rows=gguf_rows(family)), config, GGUF, tensors, str(file)
+    )
     manifest = describe(canonical)
     described = Header(
         replace(config, dtype=main_dtype(manifest)),
@@ -73,7 +81,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
 
 
 def _types(header: GgufHeader) -> str:
-    """For people, that of most tensors' bytes first."""
+    """The storage types of the tensors, for people, sorted by total size."""
     sizes: Counter[str] = Counter()
     for tensor in header.tensors.values():
         sizes[tensor.dtype] += tensor.nbytes
@@ -82,11 +90,16 @@ def _types(header: GgufHeader) -> str:
 
 
 def _described(file: Path, header: GgufHeader) -> tuple[Family, ModelConfig]:
-    """The model by the file's own metadata. Raises as config_of."""
+    """The family and the model from the file's own metadata. Raises as config_of does."""
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise TensorMismatch(f"{file}: has no token_embd.weight [vocabulary, hidden]", code="missing-tensor")
-    _log.warning("%s: its tokenizer is not converted; --config with the model's Hugging Face directory has it", file)
+        raise TensorMismatch(
+            f"{file}: has no token_embd.weight [vocabulary, hidden]", code="missing-tensor"
+        )
+    _log.warning(
+        "%s: its tokenizer is not converted; --config with the model's Hugging Face directory has it",
+        file,
+    )
     with well_formed(str(file)):
         found = config_of(header.keys, header.tensors, embedding.shape[0], str(file))
         require_countable(found, str(file))
@@ -95,18 +108,23 @@ def _described(file: Path, header: GgufHeader) -> tuple[Family, ModelConfig]:
 
 
 def _file(path: Path) -> Path | None:
-    """The GGUF file that is meant: the path itself, or the only one of a directory without other weights."""
+    """The GGUF file of a path: the path itself, or the only GGUF file of a directory without other weights."""
     if path.is_dir():
         found = [] if has_weights(path) else sorted(path.glob("*.gguf"))
         path = found[0] if len(found) == 1 else path
     try:
-        return path if path.suffix == ".gguf" and path.is_file() and gguf_header.is_gguf(path) else None
+        return (
+            path
+            if path.suffix == ".gguf" and path.is_file() and gguf_header.is_gguf(path)
+            else None
+        )
     except OSError:
         return None
 
 
 def _require_same_model(file: Path, header: GgufHeader, family: str, config: ModelConfig) -> None:
-    """Raises TensorMismatch where sizes differ that no tensor shows, UnsupportedInput for another architecture."""
+    """Check the sizes that no tensor shows. Raises TensorMismatch if one differs, and UnsupportedInput for another
+    architecture."""
     architecture = header.keys.get("general.architecture")
     wanted = ARCHITECTURES.get(family)
     if wanted is None or wanted != architecture:
@@ -133,14 +151,24 @@ def _require_same_model(file: Path, header: GgufHeader, family: str, config: Mod
         if found is None or expected is None:
             continue
         if not isinstance(found, (int, float)) or found != np.float32(expected):
-            raise TensorMismatch(f"{file}: says {architecture}.{name} = {found!r:.60}, the configuration {expected}")
+            raise TensorMismatch(
+                f"{file}: says {architecture}.{name} = {found!r:.60}, the configuration {expected}"
+            )
 
 
-def _tensors(file: Path, header: GgufHeader, config: ModelConfig, dtype: str | None) -> dict[str, LazyTensor]:
-    """By GGUF's names, in the dtype that the model is to have."""
+def _tensors(
+    file: Path, header: GgufHeader, config: ModelConfig, dtype: str | None
+) -> dict[str, LazyTensor]:
+    """Tensors by GGUF's names, in the dtype of the converted model."""
     opened = InputFile.open(file)
-    matrices = {each.dtype for each in header.tensors.values() if len(each.shape) > 1 and each.dtype != "float32"}
-    main = dtype or ("float32" if not matrices else "bfloat16" if "q8_0" in matrices else min(matrices))
+    matrices = {
+        each.dtype
+        for each in header.tensors.values()
+        if len(each.shape) > 1 and each.dtype != "float32"
+    }
+    main = dtype or (
+        "float32" if not matrices else "bfloat16" if "q8_0" in matrices else min(matrices)
+    )
     found: dict[str, LazyTensor] = {}
     for name, stored in header.tensors.items():
         if name in DIVISORS:
@@ -149,7 +177,9 @@ def _tensors(file: Path, header: GgufHeader, config: ModelConfig, dtype: str | N
         if config.norm.zero_centered and name.endswith("_norm.weight"):
             tensor = AddedTensor(tensor, -1)
         wanted = "float32" if dtype is None and name.endswith(ROUTER_BIAS) else main
-        found[name] = tensor if tensor.dtype == wanted else CastTensor(tensor, wanted, name, overflow=False)
+        found[name] = (
+            tensor if tensor.dtype == wanted else CastTensor(tensor, wanted, name, overflow=False)
+        )
     return found
 
 
@@ -167,19 +197,34 @@ def _plain(file: InputFile, name: str, stored: GgufTensor, dtype: str) -> LazyTe
 
 @dataclass(frozen=True)
 class Q8Values:
-    """[..., cols] of blocks of Q8_0: 32 signed bytes times a float16 before them, in float32, rounded to a dtype."""
+    """A tensor [..., cols] of Q8_0 blocks, each with a float16 scale and 32 signed bytes. Values are computed in
+    float32, and rounded to `dtype`."""
 
     blocks: LazyTensor
-    """[rows, cols / 32 * 34] bytes."""
+    """The blocks as bytes: [rows, cols / 32 * 34]."""
     shape: Shape
     dtype: str
 
     def read_into(self, box: Box, out: Bytes) -> None:
-        first, last = box.col0 // BLOCK, -(-box.col1 // BLOCK)
-        stored = np.empty((box.rows, (last - first) * BLOCK_BYTES), np.uint8)
-        self.blocks.read_into(Box(box.row0, box.row1, first * BLOCK_BYTES, last * BLOCK_BYTES), stored)
+        # The blocks that hold the box's columns may hold further columns.
+        first = box.col0 // BLOCK
+        last = -(-box.col1 // BLOCK)
+        stored_box = Box(box.row0, box.row1, first * BLOCK_BYTES, last * BLOCK_BYTES)
+        stored = np.empty((stored_box.rows, stored_box.cols), np.uint8)
+        self.blocks.read_into(stored_box, stored)
         blocks = stored.reshape(box.rows, last - first, BLOCK_BYTES)
-        scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16).astype(np.float32)
-        values = blocks[:, :, 2:].view(np.int8).astype(np.float32) * scales
-        cols = slice(box.col0 - first * BLOCK, box.col1 - first * BLOCK)
-        np.copyto(out, rounded(np.ascontiguousarray(values.reshape(box.rows, -1)[:, cols]), self.dtype))
+        scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)
+        codes = blocks[:, :, 2:].view(np.int8)
+        values = codes.astype(np.float32) * scales.astype(np.float32)
+        left = box.col0 - first * BLOCK
+        right = box.col1 - first * BLOCK
+        wanted = values.reshape(box.rows, -1)[:, left:right]
+        np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
+
+
+LOADER = Loader(
+    name="gguf",
+    description="GGUF of llama.cpp in F32, F16, BF16 or Q8_0; --config has its tokenizer",
+    detect=detect,
+    open=open,
+)

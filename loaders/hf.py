@@ -4,25 +4,30 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from formats.tensor import LazyTensor
-from megaconv.engine.quantized import dequantize
 from megaconv.engine.sidecars import find_sidecars
-from megaconv.engine.weight_files import has_weights, read_directory, whole_model
 from megaconv.errors import UsageError
 from megaconv.families import Family, read_config
-from megaconv.families.parts.hf_config import load_config, quant_method, with_modelopt_file
+from megaconv.families.parts.hf_config import (
+    load_config,
+    quant_method,
+    quantization,
+    with_modelopt_file,
+)
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import inner_names
 from megaconv.families.parts.whole_model import split_whole
+from megaconv.huggingface.weight_files import has_weights, read_directory, renamed, whole_model
+from megaconv.loader import Loader
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF, HF_STACKED
 from megaconv.options import LoadOptions
-
-DESCRIPTION = "Hugging Face transformers: config.json with *.safetensors or *.bin"
-HAS_TEXT_ONLY = True
+from megaconv.values.compressed_tensors import scheme_of
+from megaconv.values.quantized import dequantize
 
 
 def detect(path: Path) -> bool:
@@ -30,7 +35,7 @@ def detect(path: Path) -> bool:
 
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
-    """Raises CheckpointError for a directory that isn't a complete model of a known family."""
+    """Open a directory. Raises CheckpointError unless it is a complete model of a known family."""
     directory = options.config or path
     family, config = read_config(directory / CONFIG_NAME, text_only=options.text_only, whole=True)
     if options.true_vocab_size not in (None, config.vocab):
@@ -43,17 +48,21 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     found = dequantize(found, quantized, options.dtype, weights.name)
     left_out, carried = dict[str, int](), dict[str, LazyTensor]()
     if options.text_only:
-        found, config, left_out = _language_model(found, config, family)
+        found, config, left_out = _language_model(found, config, family, weights.name)
     elif config.whole is not None:
         found, carried, config = split_whole(found, config, family.rows, weights.name)
         config = _tied_without_head(config, found)
     if family.prefix and not any(name.startswith(family.prefix) for name in found):
-        found = {
-            name if name.startswith("lm_head.") else family.prefix + name: tensor for name, tensor in found.items()
+        names = {
+            name: name if name.startswith("lm_head.") else family.prefix + name for name in found
         }
+        found = renamed(found, names, weights.name)
     for old, new in family.older.items():
-        found = {name.removesuffix(old) + new if name.endswith(old) else name: t for name, t in found.items()}
-    # MXFP4 has experts as rows, where plain weights may be transposed.
+        names = {
+            name: name.removesuffix(old) + new if name.endswith(old) else name for name in found
+        }
+        found = renamed(found, names, weights.name)
+    # MXFP4 stores experts as rows, while plain weights may be transposed.
     naming = HF_STACKED if quant_method(quantized, weights.name) == "mxfp4" else HF
     config, tensors = whole_model(family, config, naming, found | carried, weights.name)
     manifest = describe(tensors)
@@ -61,20 +70,23 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         replace(config, dtype=main_dtype(manifest)),
         manifest,
         files=find_sidecars(directory),
-        source=f"hf, {_kind(weights)}",
+        source=f"hf, {_kind(weights)}{_scheme(quantized, weights.name)}",
         beside=left_out,
     )
     return OpenedSource(header, tensors)
 
 
 def _language_model(
-    found: Mapping[str, LazyTensor], config: ModelConfig, family: Family
+    found: Mapping[str, LazyTensor], config: ModelConfig, family: Family, where: str
 ) -> tuple[dict[str, LazyTensor], ModelConfig, dict[str, int]]:
-    """Its tensors by the names of a model by itself; its configuration, tied where the files hold no head; what lies beside it."""
+    """(tensors by the names of the standalone language model, its configuration, counts of the tensors left out).
+
+    The configuration has tied embeddings if the files hold no head.
+    """
     names = inner_names(found, family.rows)
     others = (name.split(".") for name in found if name not in names)
     beside = Counter(".".join(words[: 2 if words[0] == "model" else 1]) for words in others)
-    kept = {new: found[old] for old, new in names.items()}
+    kept = renamed(found, names, where)
     return kept, _tied_without_head(config, kept), dict(beside)
 
 
@@ -82,5 +94,22 @@ def _tied_without_head(config: ModelConfig, names: Collection[str]) -> ModelConf
     return config if "lm_head.weight" in names else changed(config, {"tie_embeddings": True})
 
 
+def _scheme(config: Mapping[str, Any], where: str) -> str:
+    """The scheme of llm-compressor's weights, for people; empty for other weights."""
+    if quant_method(config, where) != "compressed-tensors":
+        return ""
+    return f", compressed-tensors ({scheme_of(quantization(config), where)})"
+
+
 def _kind(weights: Path) -> str:
     return "safetensors" if "safetensors" in weights.name else "torch .bin"
+
+
+LOADER = Loader(
+    name="hf",
+    description="Hugging Face transformers: config.json with *.safetensors or *.bin",
+    detect=detect,
+    open=open,
+    reads_files=False,
+    has_text_only=True,
+)

@@ -1,12 +1,12 @@
-"""Meta's original files, and Mistral's, by the name that Megatron-LM's converter has for them.
+"""Meta's and Mistral's original files. The loader's name is that of Megatron-LM's converter.
 
-    params.json, consolidated.00.pth, consolidated.01.pth ...     Meta: a file for every tensor-parallel rank
+    params.json, consolidated.00.pth, consolidated.01.pth ...     Meta: one file per tensor-parallel rank
     params.json, consolidated.safetensors                         Mistral: whole, or in several files with an index
 
-q and k lie there with each head's rows in rotary pairs. Llama 1 and 2 shard the embedding by columns, Llama 3 by rows: the
-shapes show. They show the width of Llama's MLP and its vocabulary too, which params.json may leave open. A head is tied
-where it is missing, or equal to the embedding in every bit. What neither gives is assumed as megaconv/families/parts/meta_params.py says;
-a Hugging Face directory (--config) knows better.
+The files store each head's rows of q and k as rotary pairs. Llama 1 and 2 shard the embedding by columns, Llama 3 by
+rows; the shapes show which. The shapes also show the width of Llama's MLP and its vocabulary, which params.json may
+lack. A head is tied if it is missing, or if it equals the embedding bit by bit. megaconv/families/parts/meta_params.py
+lists the assumptions for all other values. A Hugging Face directory (--config) replaces these assumptions.
 """
 
 import re
@@ -20,14 +20,21 @@ from formats.errors import CorruptCheckpoint
 from formats.lazy_numpy import np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, row_blocks
 from megaconv import registry
-from megaconv.engine.assembled import Placed, assemble
 from megaconv.engine.plan import BLOCK_BYTES
 from megaconv.engine.sidecars import find_sidecars
-from megaconv.engine.weight_files import read_file, read_sharded
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families import family, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.families.parts.meta_params import KINDS, PARAMS_NAME, kind_of, load_params, read_params
+from megaconv.families.parts.meta_params import (
+    KINDS,
+    PARAMS_NAME,
+    kind_of,
+    load_params,
+    read_params,
+)
+from megaconv.huggingface.weight_files import read_file, read_sharded
+from megaconv.loader import Loader
+from megaconv.model.assembled import Placed, assemble
 from megaconv.model.check import same_names
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import STRUCTURE
@@ -37,8 +44,6 @@ from megaconv.model.naming import META, META_ROWS
 from megaconv.model.natives import native_tensors
 from megaconv.model.table import canonical_shapes
 from megaconv.options import LoadOptions
-
-DESCRIPTION = "Meta's originals: params.json with consolidated.*.pth; Mistral's: with consolidated.safetensors"
 
 _SHARD = re.compile(r"consolidated\.(\d+)\.pth")
 _WHOLE = ("consolidated.safetensors", "consolidated.safetensors.index.json")
@@ -52,9 +57,10 @@ def detect(path: Path) -> bool:
 
 
 def open(path: Path, options: LoadOptions) -> Source:  # noqa: A001
-    """Raises CheckpointError for files that are incomplete, contradict each other, or hold no plain decoder.
+    """Open a directory. Raises CheckpointError if its files are incomplete, contradict each other, or hold no plain
+    decoder.
 
-    A directory of Hugging Face, asked for or found here, is left to `hf`.
+    The `hf` loader opens a Hugging Face directory, whether --checkpoint-type asks for it or it is found here.
     """
     if options.checkpoint_type == "hf" or (options.checkpoint_type is None and not detect(path)):
         return registry.loader("hf").open(path, options)
@@ -70,8 +76,12 @@ def open(path: Path, options: LoadOptions) -> Source:  # noqa: A001
             f"{path}: its vocabulary of {config.vocab} has no padding; --true-vocab-size is for Megatron checkpoints"
         )
     tensors = _assemble(shards, config)
-    if options.config is None and not config.tie_embeddings and _is_tied(tensors, sampled=options.metadata_only):
-        # Meta's and Mistral's code knows no tied head: the files of Llama 3.2 hold it twice.
+    if (
+        options.config is None
+        and not config.tie_embeddings
+        and _is_tied(tensors, sampled=options.metadata_only)
+    ):
+        # Meta's and Mistral's code has no tied head: the files of Llama 3.2 hold the embedding twice.
         config = _configure(path, params, kind, shards, options, tied=True)
         tensors = _assemble(shards, config)
     manifest = describe(tensors)
@@ -86,7 +96,7 @@ def open(path: Path, options: LoadOptions) -> Source:  # noqa: A001
 
 
 def _sidecars(path: Path, options: LoadOptions) -> Mapping[str, Path]:
-    """Meta's downloads of Llama 1 have one tokenizer beside the directories of all sizes."""
+    """Small files of the model. Meta's downloads of Llama 1 have one tokenizer, in the parent directory of all sizes."""
     found = find_sidecars(options.config or path)
     beside = path.resolve().parent / "tokenizer.model"
     return found if found or not beside.is_file() else {beside.name: beside}
@@ -95,8 +105,14 @@ def _sidecars(path: Path, options: LoadOptions) -> Mapping[str, Path]:
 def _read_shards(path: Path) -> Shards:
     for name in _WHOLE:
         if (path / name).is_file():
-            return {name: read_sharded(path / name) if name.endswith(".json") else read_file(path / name)}
-    files = {int(match[1]): file for file in path.iterdir() if (match := _SHARD.fullmatch(file.name))}
+            return {
+                name: read_sharded(path / name)
+                if name.endswith(".json")
+                else read_file(path / name)
+            }
+    files = {
+        int(match[1]): file for file in path.iterdir() if (match := _SHARD.fullmatch(file.name))
+    }
     if not files:
         raise CorruptCheckpoint(
             f"{path}: has a {PARAMS_NAME} but no weights; expected consolidated.00.pth, ... or {_WHOLE[0]}",
@@ -107,7 +123,9 @@ def _read_shards(path: Path) -> Shards:
 
 
 def _same_numbers(path: Path, files: Mapping[int, Path], expected: int) -> None:
-    missing = (f"consolidated.{number:02d}.pth" for number in range(expected) if number not in files)
+    missing = (
+        f"consolidated.{number:02d}.pth" for number in range(expected) if number not in files
+    )
     if expected > len(files):
         raise CorruptCheckpoint(
             f"{path}: {expected - len(files)} of {expected} shards are missing: {', '.join(islice(missing, 8))}; a model needs all of them",
@@ -119,12 +137,23 @@ def _same_numbers(path: Path, files: Mapping[int, Path], expected: int) -> None:
 
 
 def _configure(
-    path: Path, params: Mapping[str, Any], kind: str, shards: Shards, options: LoadOptions, *, tied: bool = False
+    path: Path,
+    params: Mapping[str, Any],
+    kind: str,
+    shards: Shards,
+    options: LoadOptions,
+    *,
+    tied: bool = False,
 ) -> ModelConfig:
-    """From params.json, or from the config.json of --config, which then has to describe the same model."""
+    """The configuration from params.json, or from --config. Raises TensorMismatch if --config describes another model."""
     first_name, first = next(iter(shards.items()))
     found = _found(f"{path / first_name}", first, len(shards), params)
-    config = read_params(params, kind, found | {"tie_embeddings": tied or found["tie_embeddings"]}, path / PARAMS_NAME)
+    config = read_params(
+        params,
+        kind,
+        found | {"tie_embeddings": tied or found["tie_embeddings"]},
+        path / PARAMS_NAME,
+    )
     _check_count(path, shards, config)
     if options.config is None:
         return config
@@ -138,28 +167,36 @@ def _configure(
     return stated
 
 
-def _found(where: str, shard: Mapping[str, LazyTensor], count: int, params: Mapping[str, Any]) -> dict[str, Any]:
-    """What the tensors of a shard say, as fields of the configuration."""
+def _found(
+    where: str, shard: Mapping[str, LazyTensor], count: int, params: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The fields of the configuration that the tensors of a shard show."""
 
     def shape(name: str) -> Sequence[int]:
         if name not in shard or len(shard[name].shape) != 2:
-            raise TensorMismatch(f"{where}: has no matrix {name}; these are not files of Meta's or Mistral's")
+            raise TensorMismatch(
+                f"{where}: has no matrix {name}; these are not files of Meta's or Mistral's"
+            )
         return shard[name].shape
 
     tied = "output.weight" not in shard
     rows, cols = shape("tok_embeddings.weight")
+    # A shard with all columns (`dim`) of the embedding has a part of its rows.
     by_rows = rows * count if cols == params.get("dim") else rows
     vocab = by_rows if tied else shape("output.weight")[0] * count
     stated = params.get("vocab_size", -1)
-    moe = params.get("moe")  # then params.json says so
+    moe = params.get("moe")  # then params.json gives the width
     ffn = params.get("hidden_dim") if moe else shape("layers.0.feed_forward.w1.weight")[0] * count
     return {"vocab": stated if stated != -1 else vocab, "mlp.ffn": ffn, "tie_embeddings": tied}
 
 
 def _check_count(path: Path, shards: Shards, config: ModelConfig) -> None:
-    """Shards at the end of the row can be missed only by the sizes of the others."""
+    """Check the number of shards by the sizes of their tensors. Nothing else shows that the last shards are missing."""
     name = "layers.0.attention.wq.weight"
-    query, rows = next(iter(shards.values())).get(name), config.attention.heads * config.attention.head_dim
+    query, rows = (
+        next(iter(shards.values())).get(name),
+        config.attention.heads * config.attention.head_dim,
+    )
     if query is None or not query.shape or not query.shape[0] or rows % query.shape[0]:
         return
     expected = rows // query.shape[0]
@@ -176,18 +213,25 @@ def _assemble(shards: Shards, config: ModelConfig) -> dict[Key, LazyTensor]:
 
 
 def _place(shards: Shards, config: ModelConfig) -> Iterator[Placed]:
-    """Every tensor of every shard in its place. Raises TensorMismatch for missing and unknown ones."""
+    """Yield every tensor of every shard with its place. Raises TensorMismatch for missing and unknown tensors."""
     embedding = next(iter(shards.values()))["tok_embeddings.weight"]
     naming = META_ROWS if embedding.shape[-1] == config.hidden else META
-    layout, whole = Layout(tp=len(shards)), Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
+    layout, whole = (
+        Layout(tp=len(shards)),
+        Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True),
+    )
     table = family(config.family)
     for rank, (where, shard) in enumerate(shards.items()):
         found = {
-            name: tensor for name, tensor in shard.items() if not any(re.fullmatch(p, name) for p in table.ignored)
+            name: tensor
+            for name, tensor in shard.items()
+            if not any(re.fullmatch(p, name) for p in table.ignored)
         }
         natives = [
             native
-            for native in native_tensors(table.rows, config, naming, layout, rank, whole, config.vocab)
+            for native in native_tensors(
+                table.rows, config, naming, layout, rank, whole, config.vocab
+            )
             if native.copy is None or native.name in found
         ]
         same_names([native.name for native in natives], found, where)
@@ -195,9 +239,10 @@ def _place(shards: Shards, config: ModelConfig) -> Iterator[Placed]:
 
 
 def _is_tied(tensors: Mapping[Key, LazyTensor], *, sampled: bool) -> bool:
-    """Whether embedding and head are equal: three rows first, so that hardly a model that isn't tied is read further.
+    """True if embedding and head are equal. Three rows are compared first, so that most untied models are not read
+    further.
 
-    sampled: those rows suffice.
+    sampled: compare only these rows.
     """
     embedding, head = tensors[Key("embed.weight")], tensors[Key("head.weight")]
     if embedding.dtype != head.dtype:
@@ -205,10 +250,21 @@ def _is_tied(tensors: Mapping[Key, LazyTensor], *, sampled: bool) -> bool:
     rows, cols = embedding.shape
     samples = [Box(row, row + 1, 0, cols) for row in (0, rows // 2, rows - 1)]
     blocks = () if sampled else row_blocks(embedding.shape, embedding.dtype, BLOCK_BYTES)
-    return all(np.array_equal(_read(embedding, box), _read(head, box)) for box in chain(samples, blocks))
+    return all(
+        np.array_equal(_read(embedding, box), _read(head, box)) for box in chain(samples, blocks)
+    )
 
 
 def _read(tensor: LazyTensor, box: Box) -> Bytes:
     out = np.empty((box.rows, box.cols * ITEMSIZE[tensor.dtype]), np.uint8)
     tensor.read_into(box, out)
     return out
+
+
+LOADER = Loader(
+    name="llama_mistral",
+    description="Meta's originals: params.json with consolidated.*.pth; Mistral's: with consolidated.safetensors",
+    detect=detect,
+    open=open,
+    reads_files=False,
+)

@@ -1,14 +1,14 @@
-"""NeMo 1: `.nemo` archives of Megatron core models, or the directory that one unpacks to.
+"""NeMo 1: `.nemo` archives of Megatron core models, or the directory of an unpacked archive.
 
-    model_config.yaml                                       never read: --config says what model it is
+    model_config.yaml                                       never read: --config describes the model
     model_weights.ckpt                                      one rank: a torch file of its parameters by name
-    tp_rank_01_pp_rank_000/model_weights.ckpt               of several ranks
-    mp_rank_01/model_weights.ckpt                           of several tensor ranks alone
+    tp_rank_01_pp_rank_000/model_weights.ckpt               several ranks
+    mp_rank_01/model_weights.ckpt                           several tensor-parallel ranks only
     model_weights/                                          a distributed checkpoint instead: not read inside an archive
-    <hash>_tokenizer.model ...                              whatever else the model needs
+    <hash>_tokenizer.model ...                              other files of the model
 
-Names are Megatron core's below `model.`; layers count from 0 on each pipeline rank. Files are read where they lie in the archive.
-Source: save_restore_connector.py and nlp_overrides.py of NeMo 1.23.
+Names are Megatron core's names with the prefix `model.`. Layers count from 0 on each pipeline rank. Files are read in
+place in the archive. Source: save_restore_connector.py and nlp_overrides.py of NeMo 1.23.
 """
 
 import re
@@ -23,6 +23,7 @@ from formats.tensor import InputFile
 from megaconv.errors import UnknownFormat, UnsupportedInput, UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.loader import Loader
 from megaconv.megatron.arguments.sizes import CORE_SIZE_TENSORS
 from megaconv.megatron.rank_files.source import RankSource, Spellings, open_model
 from megaconv.megatron.states.names import describe_naming, naming_of
@@ -30,12 +31,11 @@ from megaconv.megatron.states.ranks import RankId, ranks_of_models
 from megaconv.model.ir import OpenedSource
 from megaconv.options import LoadOptions
 
-DESCRIPTION = "NeMo 1 (.nemo, or unpacked) of Megatron core models; needs --config"
-READS_FILES = True
-
 _WEIGHTS = "model_weights.ckpt"
 _DISTRIBUTED = "model_weights/"
-_RANK = re.compile(rf"(?:tp_rank_(\d{{1,5}})_pp_rank_(\d{{1,5}})|mp_rank_(\d{{1,5}}))/{re.escape(_WEIGHTS)}")
+_RANK = re.compile(
+    rf"(?:tp_rank_(\d{{1,5}})_pp_rank_(\d{{1,5}})|mp_rank_(\d{{1,5}}))/{re.escape(_WEIGHTS)}"
+)
 _PREFIX = re.compile(r"(?:model\.|module\.)+")
 _LEGACY = "language_model."
 
@@ -47,7 +47,10 @@ def detect(path: Path) -> bool:
 
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
-    """Raises CheckpointError for an archive that is damaged or reaches out of itself, and for a model that can't be read."""
+    """Open an archive or directory.
+
+    Raises CheckpointError if it is damaged, leads outside itself, or holds an unsupported model.
+    """
     if options.config is None:
         raise UsageError(
             f"{path}: the settings of NeMo 1 are not read; give --config with the Hugging Face directory of the model",
@@ -62,12 +65,14 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             f"{path}: has the names of NeMo's models before Megatron core ({_LEGACY}...), which are not supported; convert it with NeMo's "
             "scripts to a model with mcore_gpt, or to Hugging Face"
         )
-    # With several stages the last one's copy of a tied embedding can't be told from a head of its own.
+    # With several stages, the last stage's copy of a tied embedding looks like a head of its own.
     _, config = read_config(options.config / CONFIG_NAME)
     args = Namespace(untie_embeddings_and_output_weights=not config.tie_embeddings)
     source = RankSource(rank_files.RankFiles(path, None, {}), ranks, args)
     naming = naming_of(names)
-    return open_model(source, options, Spellings(CORE_SIZE_TENSORS, naming, f"nemo 1, {describe_naming(naming)}"))
+    return open_model(
+        source, options, Spellings(CORE_SIZE_TENSORS, naming, f"nemo 1, {describe_naming(naming)}")
+    )
 
 
 def _below(path: Path) -> list[str]:
@@ -75,7 +80,7 @@ def _below(path: Path) -> list[str]:
 
 
 def _ranks(names: list[str]) -> dict[str, RankId]:
-    """Name of a file -> its rank, of those that are one's; `model_weights.ckpt` alone is rank 0."""
+    """File name -> rank, for the files that belong to a rank. `model_weights.ckpt` alone is rank 0."""
     found = {}
     for name in names:
         match = _RANK.fullmatch(name)
@@ -85,11 +90,13 @@ def _ranks(names: list[str]) -> dict[str, RankId]:
 
 
 def _states(path: Path) -> dict[RankId, tuple[Any, str]]:
-    """What the file of each rank holds, and what messages call it."""
+    """Rank -> (content of its file, the file's name in messages)."""
     if path.is_dir():
         ranks = _ranks([name for name in _below(path) if (path / name).is_file()])
         _require_one_each(ranks, path)
-        return {rank: (torch_zip.read(path / name), str(path / name)) for name, rank in ranks.items()}
+        return {
+            rank: (torch_zip.read(path / name), str(path / name)) for name, rank in ranks.items()
+        }
     file = InputFile.open(path)
     members = tar_archive.read_members(file)
     names = _without_root(list(members))
@@ -99,9 +106,14 @@ def _states(path: Path) -> dict[RankId, tuple[Any, str]]:
             raise UnsupportedInput(
                 f"{path}: holds a distributed checkpoint; unpack it (tar xf), and give the directory {_DISTRIBUTED} that comes out"
             )
-        raise UnknownFormat(f"{path}: holds no {_WEIGHTS}, so that it is no archive of a NeMo model")
+        raise UnknownFormat(
+            f"{path}: holds no {_WEIGHTS}, so that it is no archive of a NeMo model"
+        )
     _require_one_each(ranks, path)
-    return {rank: (torch_zip.read_at(file, *members[names[name]]), f"{path}: {name}") for name, rank in ranks.items()}
+    return {
+        rank: (torch_zip.read_at(file, *members[names[name]]), f"{path}: {name}")
+        for name, rank in ranks.items()
+    }
 
 
 def _require_one_each(ranks: Mapping[str, RankId], path: Path) -> None:
@@ -110,21 +122,28 @@ def _require_one_each(ranks: Mapping[str, RankId], path: Path) -> None:
 
 
 def _without_root(members: list[str]) -> Mapping[str, str]:
-    """Name below the directory that everything in an archive may lie in -> name."""
+    """Name without a common root directory -> name in the archive."""
     stripped = {name.partition("/")[2]: name for name in members if "/" in name}
     roots = {name.split("/")[0] for name in members}
     is_inside = (
-        len(roots) == 1 and len(stripped) == len(members) and bool(_ranks(list(stripped))) and not _ranks(members)
+        len(roots) == 1
+        and len(stripped) == len(members)
+        and bool(_ranks(list(stripped)))
+        and not _ranks(members)
     )
     return stripped if is_inside else {name: name for name in members}
 
 
 def _parameters(state: Any, where: str) -> dict[str, Any]:
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise CorruptCheckpoint(f"{where}: expected a dictionary of tensors, found {type(state).__name__}")
+        raise CorruptCheckpoint(
+            f"{where}: expected a dictionary of tensors, found {type(state).__name__}"
+        )
     held = state.get("state_dict", state)
     if not isinstance(held, dict):
-        raise CorruptCheckpoint(f"{where}: expected a dictionary of tensors, found {type(held).__name__}")
+        raise CorruptCheckpoint(
+            f"{where}: expected a dictionary of tensors, found {type(held).__name__}"
+        )
     found: dict[str, Any] = {}
     for name, value in held.items():
         bare = _PREFIX.sub("", name, count=1) if _PREFIX.match(name) else name
@@ -132,3 +151,11 @@ def _parameters(state: Any, where: str) -> dict[str, Any]:
             raise CorruptCheckpoint(f"{where}: has {bare} twice, under different prefixes")
         found[bare] = value
     return found
+
+
+LOADER = Loader(
+    name="nemo",
+    description="NeMo 1 (.nemo, or unpacked) of Megatron core models; needs --config",
+    detect=detect,
+    open=open,
+)

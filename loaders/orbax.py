@@ -9,9 +9,9 @@
     params.params.decoder.layers.pre_self_attention_layer_norm.scale    [hidden, layers]
     params.params.decoder.logits_dense.kernel                           [hidden, vocab]
 
-Queries are stored divided by the square root of head_dim. Whether q and k have what rotates as pairs, as Meta's files do, or in
-halves, as transformers has it, the arrays don't show: where positions are scaled as in Llama 3.1 they are pairs, otherwise
---option maxtext_rope says it. Source: MaxText, checkpoint_conversion, August 2026.
+Queries are stored divided by the square root of head_dim. The rotating elements of q and k are either pairs, as in
+Meta's files, or halves, as in transformers; the arrays don't show which. With Llama 3.1's position scaling they are
+pairs. For all other models, --option maxtext_rope says it. Source: MaxText, checkpoint_conversion, August 2026.
 """
 
 import logging
@@ -24,35 +24,33 @@ from typing import Any, NamedTuple
 from formats.lazy_numpy import np
 from formats.orbax_arrays import ArrayMatrix, OrbaxTree, find_tree, open_arrays, read_tree
 from formats.tensor import Box, Bytes, LazyTensor, Shape
-from megaconv.engine import rounding
 from megaconv.engine.sidecars import find_sidecars
-from megaconv.engine.weight_files import whole_model
 from megaconv.errors import TensorMismatch, UnknownFormat, UsageError
+from megaconv.extras import install
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.huggingface.weight_files import whole_model
+from megaconv.loader import Loader
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF
 from megaconv.options import LoadOptions
+from megaconv.values import rounding
 
-DESCRIPTION = "MaxText (Orbax) of Llama, Mistral, Mixtral; needs --config and megaconv[orbax]"
 _ROPE = "maxtext_rope"
-OPTIONS = {
-    _ROPE: "how MaxText's q and k have what rotates: `interleaved` (pairs, as Meta's files have it), or `split` (halves, as transformers)"
-}
 FAMILIES = ("llama", "mistral", "mixtral")
 
 _log = logging.getLogger("megaconv")
 
 
 class _Stored(NamedTuple):
-    """How a tensor of transformers' lies in an array."""
+    """The place of one of transformers' tensors in an array."""
 
     name: str
-    """Of the array, `{l}` for its layer where layers aren't stacked."""
+    """Name of the array. If layers aren't stacked, `{l}` stands for the layer."""
     order: tuple[int, ...]
-    """Axes of one layer (and one expert), those of the rows first."""
+    """Order of the axes of one layer (and one expert): the axes of the rows come first."""
     row_axes: int
     expert: bool = False
     rotates: bool = False
@@ -90,18 +88,20 @@ def detect(path: Path) -> bool:
 
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
-    """Raises CheckpointError for a checkpoint that is incomplete, or not of the model that the configuration describes."""
+    """Open a checkpoint. Raises CheckpointError if it is incomplete, or doesn't match the configuration."""
     place = find_tree(path)
     if place is None:
         raise UnknownFormat(f"{path}: holds no tree of arrays of Orbax's, with a _METADATA")
     if options.config is None:
         raise UsageError(
-            f"{path}: a checkpoint of Orbax's doesn't say what model it is; give --config with its Hugging Face directory",
+            f"{path}: a checkpoint of Orbax's doesn't describe its model; give --config with the model's Hugging Face directory",
             code="config-needed",
         )
     family, config = read_config(options.config / CONFIG_NAME)
     if family.name not in FAMILIES:
-        raise UsageError(f"{options.config}: a {family.name}; of MaxText's models {', '.join(FAMILIES)} can be read")
+        raise UsageError(
+            f"{options.config}: a {family.name}; of MaxText's models {', '.join(FAMILIES)} can be read"
+        )
     pairs = _is_interleaved(config, options, path)
     found = _tensors(read_tree(place), config, pairs=pairs)
     config, tensors = whole_model(family, config, HF, found, str(place))
@@ -122,21 +122,23 @@ def _is_interleaved(config: ModelConfig, options: LoadOptions, path: Path) -> bo
         raise UsageError(f"--option {_ROPE}={asked}: is not known; choose interleaved or split")
     if asked is None and (config.positions.scaling or {}).get("rope_type") != "llama3":
         raise UsageError(
-            f"{path}: MaxText's arrays don't show how q and k have what rotates; give --option {_ROPE}=split (converted from Llama 1 or 2, "
-            f"Mistral or Mixtral by MaxText's scripts, which put it in halves) or --option {_ROPE}=interleaved (Llama 3 and newer)",
+            f"{path}: MaxText's arrays don't show the order of rotary elements in q and k; give --option {_ROPE}=split (models that "
+            f"MaxText's scripts converted from Llama 1, Llama 2, Mistral or Mixtral) or --option {_ROPE}=interleaved (Llama 3 and newer)",
             code="config-needed",
         )
     return asked != "split"
 
 
 def _tensors(tree: OrbaxTree, config: ModelConfig, *, pairs: bool) -> dict[str, LazyTensor]:
-    """By transformers' names. Raises TensorMismatch for arrays that are missing, unknown or misshapen."""
-    names = {_below_params(words): name for words, name in tree.arrays.items() if words[0] == "params"}
+    """Tensors by transformers' names. Raises TensorMismatch for arrays that are missing, unknown or misshapen."""
+    names = {
+        _below_params(words): name for words, name in tree.arrays.items() if words[0] == "params"
+    }
     try:
         arrays = open_arrays(tree, {name: name for name in names.values()})
     except ImportError as error:
         raise UsageError(
-            f"{tree.path}: is read by tensorstore ({error}); install it: pip install 'megaconv[orbax]'"
+            f"{tree.path}: is read by tensorstore ({error}); {install('orbax')}"
         ) from error
     stacked = any(name.startswith("decoder.layers.") for name in names)
     wanted = dict(_wanted(config, stacked=stacked, tied="decoder.logits_dense.kernel" not in names))
@@ -144,20 +146,28 @@ def _tensors(tree: OrbaxTree, config: ModelConfig, *, pairs: bool) -> dict[str, 
     unknown, missing = sorted(names.keys() - used), sorted(used - names.keys())
     if unknown:
         raise TensorMismatch(
-            f"{tree.path}: has {listing(unknown)}, which the configuration hasn't", code="unknown-tensor"
+            f"{tree.path}: has {listing(unknown)}, which the configuration hasn't",
+            code="unknown-tensor",
         )
     if missing:
-        raise TensorMismatch(f"{tree.path}: lacks {listing(missing)}, by the configuration", code="missing-tensor")
+        raise TensorMismatch(
+            f"{tree.path}: lacks {listing(missing)}, by the configuration", code="missing-tensor"
+        )
     found = {
         name: _matrix(name, place, arrays[names[place.name]], config, tree, pairs=pairs)
         for name, place in wanted.items()
     }
     rows = {
-        tensor.shape[0] for name, tensor in found.items() if name in ("model.embed_tokens.weight", "lm_head.weight")
+        tensor.shape[0]
+        for name, tensor in found.items()
+        if name in ("model.embed_tokens.weight", "lm_head.weight")
     }
     if max(rows) > config.vocab:
         _log.warning(
-            "%s: has %d rows for a vocabulary of %d; what is padding is left out", tree.path, max(rows), config.vocab
+            "%s: has %d rows for a vocabulary of %d; the rows of padding are left out",
+            tree.path,
+            max(rows),
+            config.vocab,
         )
         found |= {
             name: _cut(found[name], config.vocab)
@@ -174,7 +184,7 @@ def _below_params(words: tuple[str, ...]) -> str:
 
 
 class _Place(NamedTuple):
-    """A tensor's place: an array by its name below `params`, and the layer and expert where these are stacked in it."""
+    """A tensor's array, by its name below `params`, with the layer and the expert if these are stacked in the array."""
 
     name: str
     stored: _Stored
@@ -189,19 +199,26 @@ def _wanted(config: ModelConfig, *, stacked: bool, tied: bool) -> Iterator[tuple
     kinds = _LAYER | (_EXPERTS if config.experts.count else _DENSE)
     for layer in range(config.layer_count):
         prefix = "decoder.layers." if stacked else f"decoder.layers_{layer}."
+        index = layer if stacked else None
         for name, stored in kinds.items():
-            for expert in range(config.experts.count) if stored.expert else (None,):
-                hf = f"model.layers.{layer}.{name.replace('{e}', str(expert))}.weight"
-                yield hf, _Place(prefix + stored.name, stored, layer if stacked else None, expert)
+            experts = range(config.experts.count) if stored.expert else (None,)
+            for expert in experts:
+                in_layer = name.replace("{e}", str(expert))
+                place = _Place(prefix + stored.name, stored, index, expert)
+                yield f"model.layers.{layer}.{in_layer}.weight", place
 
 
-def _matrix(name: str, place: _Place, array: Any, config: ModelConfig, tree: OrbaxTree, *, pairs: bool) -> LazyTensor:
+def _matrix(
+    name: str, place: _Place, array: Any, config: ModelConfig, tree: OrbaxTree, *, pairs: bool
+) -> LazyTensor:
     stored, axes = place.stored, len(place.stored.order)
     expected = axes + (place.layer is not None) + (place.expert is not None)
     if len(array.shape) != expected:
         raise TensorMismatch(
-            f"{tree.path}: {place.name} is {list(array.shape)}, expected {expected} axes", code="misshapen-tensor"
+            f"{tree.path}: {place.name} is {list(array.shape)}, expected {expected} axes",
+            code="misshapen-tensor",
         )
+    # Experts are stacked along axis 0, layers along axis 1.
     index: list[Any] = [slice(None)] * expected
     if place.expert is not None:
         index[0] = place.expert
@@ -209,24 +226,35 @@ def _matrix(name: str, place: _Place, array: Any, config: ModelConfig, tree: Orb
         index[1] = place.layer
     if any(type(at) is int and at >= size for at, size in zip(index, array.shape, strict=True)):
         raise TensorMismatch(
-            f"{tree.path}: {place.name} is {list(array.shape)}, too small for {name}", code="misshapen-tensor"
+            f"{tree.path}: {place.name} is {list(array.shape)}, too small for {name}",
+            code="misshapen-tensor",
         )
     one = array[tuple(index)].transpose(stored.order)
     rows, cols = math.prod(one.shape[: stored.row_axes]), math.prod(one.shape[stored.row_axes :])
     shape: Shape = (rows, cols) if axes > 1 else (rows,)
     matrix = ArrayMatrix(
-        one, stored.row_axes, shape, array.dtype.name, f"{tree.path}: {place.name}", pairs=pairs and stored.rotates
+        one,
+        stored.row_axes,
+        shape,
+        array.dtype.name,
+        f"{tree.path}: {place.name}",
+        pairs=pairs and stored.rotates,
     )
+    # MaxText stores queries divided by the square root of head_dim.
     return Scaled(matrix, math.sqrt(config.attention.head_dim)) if "q_proj" in name else matrix
 
 
 def _cut(tensor: LazyTensor, rows: int) -> LazyTensor:
-    return replace(tensor, shape=(rows, *tensor.shape[1:])) if isinstance(tensor, ArrayMatrix) else tensor
+    return (
+        replace(tensor, shape=(rows, *tensor.shape[1:]))
+        if isinstance(tensor, ArrayMatrix)
+        else tensor
+    )
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """A matrix times a number, in float32, rounded to its dtype."""
+    """A matrix times a number, computed in float32 and rounded to its dtype."""
 
     source: LazyTensor
     factor: float
@@ -242,5 +270,20 @@ class Scaled:
     def read_into(self, box: Box, out: Bytes) -> None:
         stored = np.empty(out.shape, np.uint8)
         self.source.read_into(box, stored)
-        values = rounding.exact(stored.reshape(-1), self.dtype).astype(np.float32) * np.float32(self.factor)
+        values = rounding.exact(stored.reshape(-1), self.dtype).astype(np.float32) * np.float32(
+            self.factor
+        )
         np.copyto(out, rounding.rounded(values.reshape(box.rows, box.cols), self.dtype))
+
+
+LOADER = Loader(
+    name="orbax",
+    description="MaxText (Orbax) of Llama, Mistral, Mixtral; needs --config and the extra orbax",
+    detect=detect,
+    open=open,
+    options={
+        _ROPE: "how MaxText's q and k have what rotates: `interleaved` (pairs, as Meta's files have it), "
+        "or `split` (halves, as transformers)"
+    },
+    reads_files=False,
+)

@@ -1,13 +1,14 @@
-"""LoRA and DoRA adapters as peft saves them, to be translated; what merges them into weights is `--adapter`.
+"""LoRA and DoRA adapters of peft, for translation. (`--adapter` merges an adapter into weights.)
 
-Opened only where it is asked for by name: an adapter is no model, and whoever doesn't know that should hear of merging.
+The loader has to be selected by name. An adapter is not a model, and a user who gives one by mistake should learn about
+merging.
 """
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megaconv.engine.adapters.derived import EveryNth, Rows
-from megaconv.engine.adapters.peft_files import (
+from megaconv.adapters.derived import EveryNth, Rows
+from megaconv.adapters.peft_files import (
     CONFIG,
     Adapter,
     ModuleAdapter,
@@ -15,21 +16,19 @@ from megaconv.engine.adapters.peft_files import (
     module_path,
     open_adapter,
 )
-from megaconv.engine.adapters.sharing import with_shared
-from megaconv.engine.adapters.targets import weights_of
-from megaconv.engine.adapters.translation import Pair, adaptable_weights, is_flipped, open_pairs
+from megaconv.adapters.sharing import with_shared
+from megaconv.adapters.targets import weights_of
+from megaconv.adapters.translation import Pair, adaptable_weights, open_pairs
 from megaconv.errors import NotExpressible, TensorMismatch, UnknownFormat, UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.loader import Loader
 from megaconv.model.check import listing
 from megaconv.model.ir import OpenedSource
 from megaconv.model.naming import HF
 from megaconv.model.natives import NativeTensor
+from megaconv.model.regions import PLAIN
 from megaconv.options import LoadOptions
-
-DESCRIPTION = (
-    "LoRA and DoRA adapters of peft (adapter_config.json, adapter_model.safetensors), by name only; needs --config"
-)
 
 
 def detect(path: Path) -> bool:
@@ -37,15 +36,22 @@ def detect(path: Path) -> bool:
 
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
-    """Raises CheckpointError for an adapter that is incomplete, of another model, or has more than pairs of matrices."""
+    """Open an adapter. Raises CheckpointError if it is incomplete, belongs to another model, or has more than pairs of
+    matrices."""
     path = adapter_directory(path)
     if not (path / CONFIG).is_file():
-        raise UnknownFormat(f"{path}: has no {CONFIG}; expected a directory as peft's save_pretrained leaves it")
+        raise UnknownFormat(
+            f"{path}: has no {CONFIG}; expected a directory as peft's save_pretrained leaves it"
+        )
     adapter = open_adapter(path)
     if options.config is None:
-        base = f", {adapter.config.base!r} by its own words" if adapter.config.base else ""
+        base = (
+            f", {adapter.config.base!r} by the adapter's configuration"
+            if adapter.config.base
+            else ""
+        )
         raise UsageError(
-            f"{path}: an adapter doesn't say what model it is for; give --config with the Hugging Face directory of its base{base}",
+            f"{path}: an adapter doesn't describe its base model; give --config with the base model's Hugging Face directory{base}",
             code="config-needed",
         )
     family, config = read_config(options.config / CONFIG_NAME)
@@ -68,7 +74,7 @@ def _kind(adapter: Adapter) -> str:
 
 
 def _refuse_more_than_pairs(adapter: Adapter) -> None:
-    """Raises NotExpressible for what has no place beside two matrices a module."""
+    """Raise NotExpressible for parts of an adapter that are not pairs of matrices of a module."""
     found = {
         "whole tensors": bool(adapter.replaced),
         "lora_bias": any(module.bias is not None for module in adapter.modules),
@@ -85,7 +91,7 @@ def _refuse_more_than_pairs(adapter: Adapter) -> None:
 def _pairs(
     module: ModuleAdapter, weight: NativeTensor, known: Mapping[str, NativeTensor], adapter: Adapter
 ) -> Iterator[Pair]:
-    """Of one module: one, or one for each expert where all experts of a layer are one parameter."""
+    """Yield the matrices of one module: one pair, or one for each expert if one parameter holds all experts of a layer."""
     if module.contradicts(adapter.config):
         has = "no" if module.magnitude is None else "a"
         raise TensorMismatch(
@@ -94,7 +100,9 @@ def _pairs(
     if len(weight.shape) == 3:
         yield from _of_experts(module, weight, adapter)
     elif weight.name in known:
-        yield Pair(weight, module.a, module.b, _alpha(module, adapter, 1), module.module, module.magnitude)
+        yield Pair(
+            weight, module.a, module.b, _alpha(module, adapter, 1), module.module, module.magnitude
+        )
     else:
         raise TensorMismatch(
             f"{adapter.weights}: {module.module} is no linear layer of the model (embedding and head are not translated)",
@@ -103,14 +111,20 @@ def _pairs(
 
 
 def _of_experts(module: ModuleAdapter, weight: NativeTensor, adapter: Adapter) -> Iterator[Pair]:
-    """A parameter of all experts: A [experts * r, in] has a run of rows for each, B [out, r * experts] every experts-th column."""
-    if is_flipped(weight) or any(region.halves for regions in weight.parts.values() for region in regions):
+    """Yield one pair per expert from the adapter of a parameter that holds all experts.
+
+    A is [experts * r, in] and has a range of rows for each expert. B is [out, r * experts], and every experts-th column
+    belongs to one expert.
+    """
+    if any(region.order != PLAIN for regions in weight.parts.values() for region in regions):
         raise NotExpressible(
             f"{adapter.weights}: {module.module} is an adapter of experts that {weight.name} holds transposed or interleaved, which "
             "isn't translated. megaconv merge BASE ADAPTER merges it into its base"
         )
     if module.magnitude is not None:
-        raise NotExpressible(f"{adapter.weights}: {module.module} has a magnitude; peft has no DoRA of parameters")
+        raise NotExpressible(
+            f"{adapter.weights}: {module.module} has a magnitude; peft has no DoRA of parameters"
+        )
     experts, rows, cols = weight.shape
     rank = module.a.shape[0] // experts
     alpha = _alpha(module, adapter, experts)
@@ -126,7 +140,7 @@ def _of_experts(module: ModuleAdapter, weight: NativeTensor, adapter: Adapter) -
 
 
 def _alpha(module: ModuleAdapter, adapter: Adapter, experts: int) -> float:
-    """As it counts when the product is divided by the rank."""
+    """The alpha of a module, for a product that is divided by its rank."""
     path, rank = module_path(module.module), module.a.shape[0] // experts
     if rank != adapter.config.rank_of(path):
         raise TensorMismatch(
@@ -134,3 +148,12 @@ def _alpha(module: ModuleAdapter, adapter: Adapter, experts: int) -> float:
             code="misshapen-tensor",
         )
     return adapter.config.alpha_of(path, rank)
+
+
+LOADER = Loader(
+    name="peft",
+    description="LoRA and DoRA adapters of peft (adapter_config.json, adapter_model.safetensors), by name only; needs --config",
+    detect=detect,
+    open=open,
+    reads_files=False,
+)

@@ -1,14 +1,14 @@
-"""megaconv: converts LLM checkpoints between Hugging Face and Megatron at any parallel layout.
+"""megaconv converts LLM checkpoints between Hugging Face and Megatron at any parallel layout.
 
-import megaconv
+    import megaconv
 
-megaconv.convert("Llama-2-7b", "ckpt", saver="core", tp=2, pp=2)
-megaconv.open("ckpt").load("layers.0.attn.q.weight")
-megaconv.diff("Llama-2-7b", "ckpt").same
-megaconv.fingerprint("ckpt").weights
-megaconv.verify("ckpt").same
+    megaconv.convert("Llama-2-7b", "ckpt", saver="core", tp=2, pp=2)
+    megaconv.open("ckpt").load("layers.0.attn.q.weight")
+    megaconv.diff("Llama-2-7b", "ckpt").same
+    megaconv.fingerprint("ckpt").weights
+    megaconv.verify("ckpt").same
 
-docs/api.md has all of it.
+docs/api.md describes the whole interface.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,18 @@ from megaconv import own_packages
 if TYPE_CHECKING:
     from megaconv import errors
     from megaconv._version import __version__
-    from megaconv.api import convert, diff, fingerprint, inspect, merge, open, plan, push, scan, verify  # noqa: A004
+    from megaconv.api import (
+        convert,
+        diff,
+        fingerprint,
+        inspect,
+        merge,
+        open,  # noqa: A004
+        plan,
+        push,
+        scan,
+        verify,
+    )
 
 __all__ = [
     "__version__",
@@ -43,7 +54,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded at first use: the command line has to start before numpy could be imported.
+    # Load at first use: the command line must start before anything imports numpy.
     if name == "__version__":
         from megaconv._version import __version__
 

@@ -1,4 +1,4 @@
-"""`python -m megaconv`."""
+"""Runs the command line for `python -m megaconv`."""
 
 from megaconv.commands.cli import main
 

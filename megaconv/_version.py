@@ -1,3 +1,3 @@
-"""The version, which pyproject.toml takes from here: looking it up among installed packages takes longer than reading this."""
+"""The version. pyproject.toml reads it from here: a look-up among installed packages takes longer than this import."""
 
 __version__ = "0.1.0"

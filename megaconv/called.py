@@ -1,6 +1,6 @@
-"""How functions of the Python interface are called: a wrong name or type is said at once, with what it could be.
+"""Checks the arguments of the Python interface: a wrong name or type is an error at once, which lists the valid ones.
 
-An option that is misspelled, or text where a number belongs, would otherwise show up far inside, in words about something else.
+Without this check, a misspelled option or text instead of a number would fail deep inside, with an unrelated message.
 """
 
 import inspect
@@ -11,15 +11,18 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from megaconv.options import options_of
+from megaconv.options.values import plain
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _WIDER: Mapping[Any, tuple[type, ...]] = {int: (Integral,), float: (Real,)}
-"""What numpy's numbers are too."""
+"""For each declared type, the abstract type that numpy's numbers belong to as well."""
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which then raises TypeError for arguments that it doesn't have, or of other types than it declares."""
+    """The function with checked arguments: TypeError for an unknown argument, or for a value of another type."""
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -32,34 +35,37 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             raise TypeError(f"{function.__name__}(): {error}") from None
         for name, value in bound.arguments.items():
             require_type(f"{function.__name__}({name}={value!r:.200})", value, hints[name])
-        return function(*args, **kwargs)
+            bound.arguments[name] = plain(value)
+        return function(*bound.args, **bound.kwargs)
 
     return call
 
 
 def _require_known(called: str, given: Iterable[str], signature: inspect.Signature) -> None:
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values()):
-        return
     for name in given:
         if name not in signature.parameters:
             raise unknown(called, name, signature.parameters)
 
 
 def unknown(called: str, name: str, known: Iterable[str]) -> TypeError:
-    """The error for an option that there is none of, with the one that was probably meant."""
-    near = get_close_matches(name, list(known), n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"help(megaconv.{called}) lists those that there are"
+    """The error for an option that doesn't exist, with the nearest name that does."""
+    fields = {each.field: parameter for parameter, each in options_of(called).items()}
+    near = [fields[name]] if name in fields else get_close_matches(name, list(known), n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"help(megaconv.{called}) lists the options"
     return TypeError(f"{called}() has no option {name!r}; {hint}")
 
 
 def require_type(where: str, value: object, hint: Any) -> None:
-    """Raises TypeError."""
+    """Raises TypeError if the value doesn't fit the type hint. where: how the message names the argument."""
     if not _fits(value, hint):
         raise TypeError(f"{where}: expected {spelled(hint)}, found {type(value).__name__}")
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Of generic types only the outermost is looked at. A bool is no number here, nor is text a sequence."""
+    """True if a value fits a type hint. A generic type is checked without its arguments.
+
+    A bool doesn't count as a number, and text doesn't count as a sequence.
+    """
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return any(_fits(value, each) for each in get_args(hint))
@@ -72,7 +78,7 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def spelled(hint: Any) -> str:
-    """`str | Path | None`: without the modules that types are from."""
+    """A type hint as text, such as `str | Path | None`, without the modules of its types."""
     text = inspect.formatannotation(hint)
     for module in ("collections.abc.", "pathlib.", "typing."):
         text = text.replace(module, "")

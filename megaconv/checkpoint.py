@@ -1,4 +1,4 @@
-"""A checkpoint of any kind, opened for looking into: `megaconv.open(path)`."""
+"""A checkpoint of any format, opened to look into: `megaconv.open(path)`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from formats.tensor import LazyTensor, read_tensor
 from megaconv.commands.inspection import Inspection, readable
 from megaconv.engine.preparation import open_source
-from megaconv.engine.shifted import plain
+from megaconv.extras import require_torch
+from megaconv.input import find_input
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Layout
 from megaconv.options import LoadOptions
 from megaconv.terminal import one_line
-from megaconv.torch_extra import require_torch
+from megaconv.values.shifted import plain
 
 if TYPE_CHECKING:
     import torch
@@ -23,49 +24,61 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Checkpoint:
-    """Metadata, and lazy tensors by canonical name (`layers.0.attn.q.weight`)."""
+    """A checkpoint's metadata, and its lazy tensors by canonical name (`layers.0.attn.q.weight`)."""
 
     header: Header
     tensors: Mapping[str, LazyTensor]
     slots: Mapping[Key, LazyTensor] = field(default_factory=dict)
-    """The optimizer's tensors, where there are any: `Key("layers.0.attn.q.weight", "exp_avg")`."""
+    """The optimizer's tensors, if there are any: `Key("layers.0.attn.q.weight", "exp_avg")`."""
 
     def __repr__(self) -> str:
-        layout = "" if self.layout is None else f", {self.layout}"
+        layout = "" if self.header.layout is None else f", {self.layout}"
         size = f"{self.header.parameters:,} parameters in {len(self.tensors)} tensors, {readable(self.header.nbytes)}"
         return f"<Checkpoint: {self.config.family}, {size}, {self.header.source}{layout}>"
 
     def _repr_html_(self) -> str:
-        """For notebooks: what `megaconv inspect` shows."""
+        """A table for notebooks with the contents of `megaconv inspect`."""
         rows = Inspection("", "", self.header).lines()
-        cells = "".join(f"<tr><th>{escape(label)}</th><td>{escape(one_line(text))}</td></tr>" for label, text in rows)
+        cells = "".join(
+            f"<tr><th>{escape(label)}</th><td>{escape(one_line(text))}</td></tr>"
+            for label, text in rows
+        )
         return f"<table>{cells}</table>"
 
     @property
     def config(self) -> ModelConfig:
-        """What decides the model's function."""
+        """The configuration that defines the model's function."""
         return self.header.config
 
     @property
-    def layout(self) -> Layout | None:
-        """None where the checkpoint isn't sharded."""
-        return self.header.layout
+    def layout(self) -> Layout:
+        """The parallel layout. For an unsharded checkpoint (`header.layout` is None) it is that of a single rank."""
+        return self.header.layout or Layout(stage_layers=(self.config.layer_count,))
 
     def load(self, name: str) -> "torch.Tensor":
-        """One tensor, whole, in memory. Raises KeyError for a name that the model hasn't, UsageError
-        where torch isn't installed."""
+        """One whole tensor in memory.
+
+        Raises KeyError for a name that the model doesn't have, UsageError if torch isn't installed.
+        """
         require_torch("loading a tensor")
         import torch
 
         tensor = self.tensors[name]
-        values: Any = torch.from_numpy(read_tensor(tensor).reshape(-1)).view(getattr(torch, tensor.dtype))
+        values: Any = torch.from_numpy(read_tensor(tensor).reshape(-1)).view(
+            getattr(torch, tensor.dtype)
+        )
         loaded: torch.Tensor = values.reshape(tensor.shape)
         return loaded
 
 
-def open_checkpoint(path: str | Path, options: LoadOptions | None = None, loader: str | None = None) -> Checkpoint:
-    """Open a directory, a Hub id, or whatever else a loader takes; reads metadata only. Raises CheckpointError."""
-    _, source = open_source(path, loader, options)
+def open_checkpoint(
+    path: str | Path, options: LoadOptions | None = None, loader: str | None = None
+) -> Checkpoint:
+    """Open a directory, a Hub id, or any other input that a loader reads.
+
+    Reads metadata only. Raises CheckpointError.
+    """
+    source = open_source(find_input(path, loader, options), options)
     found = dict(source.tensors())
     weights = {key.name: plain(key, tensor) for key, tensor in found.items() if key.slot == WEIGHT}
     slots = {key: plain(key, tensor) for key, tensor in found.items() if key.slot != WEIGHT}

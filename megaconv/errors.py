@@ -1,4 +1,7 @@
-"""Every error that a user can act on, and the code of every cause; the command line catches these and nothing else."""
+"""Every error that a user can act on, and the code of every cause.
+
+The command line catches these errors and no others.
+"""
 
 from typing import NamedTuple
 
@@ -34,60 +37,64 @@ __all__ = [
 
 
 class UsageError(CheckpointError):
-    """Options that contradict each other or the input."""
+    """The options contradict each other or the input."""
 
     exit_status = 2
     code = "wrong-usage"
 
 
 class LayoutError(CheckpointError):
-    """A model that can't be sharded over the ranks asked for."""
+    """The model can't be sharded over the requested ranks."""
 
     exit_status = 2
     code = "layout-impossible"
 
 
 class NotExpressible(CheckpointError):
-    """Something that the source has can't be represented in the target's naming scheme or configuration."""
+    """The target's naming scheme or configuration can't represent something that the source has."""
 
     exit_status = 2
     code = "not-representable"
 
 
 class UnknownFormat(CheckpointError):
-    """No loader recognises the input, or it is not what the loader asked for reads."""
+    """No loader recognises the input, or the input has another format than the requested loader reads."""
 
     exit_status = 3
     code = "unknown-format"
 
 
 class UnknownFamily(CheckpointError):
-    """A model architecture without a table."""
+    """No model family has this architecture."""
 
     exit_status = 3
     code = "unknown-family"
 
 
 class TensorMismatch(CheckpointError):
-    """A tensor is missing, unknown, doubled, or has another shape or dtype than the model says."""
+    """A tensor is missing, unknown or duplicate, or its shape or dtype contradicts the model."""
 
     exit_status = 3
     code = "tensor-mismatch"
 
 
 class ModelsDiffer(CheckpointError):
-    """Two checkpoints that were claimed to hold the same model do not."""
+    """Two checkpoints were expected to hold the same model and don't."""
 
     exit_status = 4
     code = "models-differ"
 
 
 class Interrupted(BaseException):
-    """Ctrl-C or SIGTERM. No KeyboardInterrupt, which Typer would turn into a silent exit."""
+    """Ctrl-C or SIGTERM. Not a subclass of KeyboardInterrupt, which Typer would turn into a silent exit."""
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Also where it came while a thread was taking a lock back, which the lock answers with an error of its own."""
+    """True if an error is an interruption.
+
+    An interruption can arrive while a thread is reacquiring a lock. The lock then raises a RuntimeError, whose context
+    is the interruption.
+    """
     return isinstance(error, (Interrupted, KeyboardInterrupt)) or (
         isinstance(error, RuntimeError) and isinstance(error.__context__, Interrupted)
     )
@@ -100,13 +107,13 @@ class Cancelled(CheckpointError):
 
 
 class PluginError(CheckpointError):
-    """What another package offers by an entry point can't be loaded, or isn't what the entry point says."""
+    """An object that another package offers by an entry point can't be loaded, or isn't what the entry point says."""
 
     code = "plugin-broken"
 
 
 class Cause(NamedTuple):
-    """One line of the table of codes."""
+    """One row of the table of codes."""
 
     exit_status: int
     meaning: str
@@ -114,47 +121,74 @@ class Cause(NamedTuple):
 
 CODES = {
     "failed": Cause(1, "none of the causes below"),
-    "system-error": Cause(1, "the operating system refused something: no permission, a broken disk"),
-    "hub-unreachable": Cause(
-        1, "the Hugging Face Hub can't be reached, or doesn't have or hand out the model that was asked for as hf://"
+    "system-error": Cause(
+        1, "the operating system refused something: no permission, a broken disk"
     ),
-    "hub-refused": Cause(1, "the Hugging Face Hub refuses a push: no token, no permission, a branch that has moved"),
+    "no-renames": Cause(
+        1, "directories can't be renamed at --save-dir, which is how an output appears"
+    ),
+    "hub-unreachable": Cause(
+        1,
+        "the Hugging Face Hub can't be reached, or doesn't have or hand out the model that was asked for as hf://",
+    ),
+    "hub-refused": Cause(
+        1, "the Hugging Face Hub refuses a push: no token, no permission, a branch that has moved"
+    ),
     "plugin-broken": Cause(1, "a loader, saver or family of another package can't be used"),
-    "rank-lost": Cause(1, "one of several processes doesn't start, or ended without reporting an error"),
+    "rank-lost": Cause(
+        1, "one of several processes doesn't start, or ended without reporting an error"
+    ),
     "internal-error": Cause(1, "an error in megaconv itself; please report it"),
-    "cancelled": Cause(1, "another thread failed first, whose error is the one that is reported"),
-    "wrong-usage": Cause(2, "options that are not known, contradict each other, or don't go with the input"),
+    "cancelled": Cause(1, "another thread failed first, and its error is reported"),
+    "wrong-usage": Cause(
+        2, "options that are not known, contradict each other, or don't go with the input"
+    ),
     "unknown-option": Cause(2, "a key of --option that neither loader nor saver knows"),
     "unknown-loader": Cause(2, "no loader has the name that --loader gives"),
     "unknown-saver": Cause(2, "no saver has the name that --saver gives"),
-    "no-such-input": Cause(2, "nothing is at the input's path, nor a model of this name on the Hub"),
-    "config-needed": Cause(2, "the input doesn't say what model it is: --config has to"),
-    "option-needed": Cause(2, "the input doesn't say how a part of it is stored: an --option has to"),
-    "no-optimizer": Cause(
-        2, "--optimizer is given, and the input has no optimizer state or the output no place for it"
+    "no-such-input": Cause(
+        2, "nothing is at the input's path, nor a model of this name on the Hub"
     ),
-    "layout-impossible": Cause(2, "parallel sizes or a layer split that no model, or not this one, can have"),
+    "config-needed": Cause(2, "the input doesn't describe its model: --config is needed"),
+    "option-needed": Cause(
+        2, "the input doesn't show how a part of it is stored: an --option is needed"
+    ),
+    "no-optimizer": Cause(
+        2,
+        "--optimizer is given, and the input has no optimizer state or the output no place for it",
+    ),
+    "layout-impossible": Cause(
+        2, "parallel sizes or a layer split that no model, or not this one, can have"
+    ),
     "layout-indivisible": Cause(2, "a size of the model can't be divided over so many ranks"),
     "not-representable": Cause(2, "the output has no place for something that the model has"),
     "target-exists": Cause(2, "something is already at --save-dir"),
     "target-busy": Cause(2, "another run is writing to --save-dir"),
     "unknown-format": Cause(3, "no loader recognises the input"),
     "unsupported-input": Cause(
-        3, "the input is of a known kind that can't be read: quantized otherwise, an adapter, a compressed archive ..."
+        3,
+        "the input is of a known kind that can't be read: quantized otherwise, an adapter, a compressed archive ...",
     ),
-    "corrupt-checkpoint": Cause(3, "a file says something that can't be true"),
+    "corrupt-checkpoint": Cause(3, "a file contains an impossible value"),
     "missing-file": Cause(3, "a file of the input isn't there"),
     "truncated-file": Cause(3, "a file of the input ends too early"),
+    "mixed-iterations": Cause(
+        3,
+        "files of the input are of different iterations, or not of the one that their directory names",
+    ),
+    "misplaced-rank-file": Cause(3, "a rank file lies in the directory of another rank"),
     "no-fingerprints": Cause(3, "verify finds no megaconv.json to compare with"),
-    "changed-since-written": Cause(3, "an input is not what its own megaconv.json says"),
+    "changed-since-written": Cause(3, "an input differs from its own megaconv.json"),
     "unknown-family": Cause(3, "no model family has this architecture"),
     "tensor-mismatch": Cause(3, "tensors contradict the model, or each other"),
-    "misshapen-tensor": Cause(3, "a tensor has another shape than the model says"),
+    "misshapen-tensor": Cause(3, "a tensor's shape differs from the model's"),
     "missing-tensor": Cause(3, "a tensor that the model has isn't in the input"),
     "unknown-tensor": Cause(3, "the input has a tensor that the model has not"),
     "models-differ": Cause(4, "the output reads back with other values than were written"),
     "not-enough-space": Cause(5, "the disk can't hold the output"),
-    "unsafe-content": Cause(6, "the input asks for code to be run, or reaches outside its directory"),
+    "unsafe-content": Cause(
+        6, "the input asks for code to be run, or reaches outside its directory"
+    ),
     "interrupted": Cause(130, "Ctrl-C or SIGTERM"),
 }
-"""Codes are stable: a script may rely on them where messages change. docs/errors.md has the same table."""
+"""Codes are stable: a script may rely on them, even if messages change. docs/errors.md has the same table."""

@@ -1,7 +1,8 @@
-"""Inputs that live on the Hugging Face Hub: `hf://org/name@revision`, or `org/name` where no such path exists here.
+"""Inputs on the Hugging Face Hub: `hf://org/name@revision`, or `org/name` if no such path exists here.
 
-A page of the Hub (https://huggingface.co/org/name/tree/main) and a repository in its cache (models--org--name) are understood too,
-and so are the names without an organisation that some old models have: `gpt2`.
+The address of a model's page (https://huggingface.co/org/name/tree/main) and a repository in the Hub's cache
+(models--org--name) are understood too. Names without an organisation, which some old models have (`gpt2`), are
+accepted.
 """
 
 import logging
@@ -15,9 +16,10 @@ from typing import Any
 from formats.regular_files import read_small
 from megaconv import hub_headers
 from megaconv.errors import CheckpointError, UsageError
+from megaconv.local_paths import local_path
 
 Place = Path | str
-"""Where an input is: a local path, or a URI, for the loader that takes its scheme."""
+"""The place of an input: a local path, or a URI for the loader that reads its scheme."""
 
 _log = logging.getLogger("megaconv")
 
@@ -31,7 +33,7 @@ _NOT_MODELS = ("datasets/", "spaces/", "api/", "docs/")
 _CACHED = "models--"
 _REF_BYTES = 4096
 _VARIANTS = ("*.fp16*", "*.fp32*", "*.bf16*", "*.non_ema*")
-"""Weights a second time, in another dtype."""
+"""Files that hold the weights a second time, in another dtype."""
 _PATTERNS = [
     *("*.json", "*.safetensors", "*.bin"),
     *("tokenizer*", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.jinja"),
@@ -48,24 +50,30 @@ _PATTERNS = [
         "COPYING*",
     ),
 ]
-"""Configuration, weights, and whatever travels along (megaconv/engine/sidecars.py); code is never downloaded."""
+"""Configuration, weights, and the small files that are copied along (megaconv/engine/sidecars.py).
+
+Code is never downloaded.
+"""
 _NEVER = ("*.py", "*/*")
 _TOKENIZER = [pattern for pattern in _PATTERNS if pattern not in ("*.safetensors", "*.bin")]
 _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def scheme_of(uri: str) -> str:
-    """`store` of store://bucket/model; empty where it is no URI."""
+    """The scheme of a URI: `store` of store://bucket/model; empty for anything that isn't a URI."""
     match = _URI.fullmatch(uri)
     return match[1].lower() if match else ""
 
 
 def resolve(place: str | Path, *, metadata_only: bool = False) -> Place:
-    """A local path for an input; downloads it (into the Hub's own cache) when it is a Hub id. Other URIs stay as they are.
+    """The local path of an input. A Hub id is downloaded into the Hub's own cache; any other URI is returned unchanged.
 
-    A Path is always a path, whatever it looks like. metadata_only: of safetensors files read the headers alone
-    (`megaconv/hub_headers.py`); the path is good until the process ends. Each call asks which commit the revision is: resolve
-    a place once, and hand on the path. Raises CheckpointError.
+    A Path is always treated as a path, even if it looks like a URI or a Hub id.
+    metadata_only: read only the headers of safetensors files (`megaconv/hub_headers.py`). The path is then valid until
+    the process ends.
+
+    Each call asks the Hub for the commit of the revision: resolve a place once, and pass the path on.
+    Raises CheckpointError.
     """
     if isinstance(place, Path):
         return _in_cache(place)
@@ -85,23 +93,29 @@ def resolve(place: str | Path, *, metadata_only: bool = False) -> Place:
 
 
 def tokenizer_directory(place: str) -> Path:
-    """Where the small files of a directory or a Hub id are; no weights are downloaded. Raises CheckpointError."""
+    """The directory with the small files of a local directory or a Hub id.
+
+    Downloads no weights. Raises CheckpointError.
+    """
     place = _of_page(place)
     if not place.startswith(_SCHEME) and Path(place).exists():
         return _in_cache(Path(place))
     name, _, revision = place.removeprefix(_SCHEME).partition("@")
     if not _NAME.fullmatch(name):
-        raise nothing_at(Path(place))
+        raise nothing_at(local_path(place.removeprefix(_SCHEME)))
     timeout = _timeout()
     from huggingface_hub import HfApi, snapshot_download
 
     wanted: dict[str, Any] = {"allow_patterns": _TOKENIZER, "ignore_patterns": list(_NEVER)}
     try:
-        found = HfApi().model_info(name, revision=revision or None, timeout=timeout)  # see _fetch
+        # One request without retries, as in _fetch.
+        found = HfApi().model_info(name, revision=revision or None, timeout=timeout)
         return Path(snapshot_download(name, revision=str(found.sha), **wanted))
     except Exception as error:
         try:
-            return Path(snapshot_download(name, revision=revision or None, local_files_only=True, **wanted))
+            return Path(
+                snapshot_download(name, revision=revision or None, local_files_only=True, **wanted)
+            )
         except Exception:
             raise _not_found(
                 place, hub_headers.reason(error), restricted=hub_headers.status_of(error) == 403
@@ -109,7 +123,7 @@ def tokenizer_directory(place: str) -> Path:
 
 
 def nothing_at(path: Path) -> UsageError:
-    """The error for a path where nothing is, which says where a relative one was looked for."""
+    """The error for a path that doesn't exist. For a relative path it says where the path was looked for."""
     where = "" if path.is_absolute() else f" (looked for {path.absolute()})"
     where += f"; {UNEXPANDED}" if is_unexpanded(path) else ""
     return UsageError(f"{path}: no such file or directory{where}", code="no-such-input")
@@ -119,12 +133,12 @@ UNEXPANDED = "~ is for a shell to expand, which it doesn't behind = or in quotes
 
 
 def is_unexpanded(path: str | Path) -> bool:
-    """Whether a path begins with the home directory's sign, which here is a name like any other."""
+    """True if a path begins with `~`. megaconv treats `~` as an ordinary name; only a shell expands it."""
     return Path(path).parts[:1] == ("~",)
 
 
 def _of_page(place: str) -> str:
-    """The Hub id of the address of a model's page; anything else as it is."""
+    """The Hub id of the address of a model's page; any other text unchanged."""
     match = _PAGE.fullmatch(place)
     address = re.match(r"https?://([^/]+)/(.*)", place)
     hosts = {
@@ -136,12 +150,17 @@ def _of_page(place: str) -> str:
     if address is None or address[1] not in hosts:
         return place
     if match is None or address[2].startswith(_NOT_MODELS):
-        raise UsageError(f"{place}: is not a model's page; expected https://huggingface.co/organisation/name")
+        raise UsageError(
+            f"{place}: is not a model's page; expected https://huggingface.co/organisation/name"
+        )
     return f"{_SCHEME}{match['name']}" + (f"@{match['revision']}" if match["revision"] else "")
 
 
 def _in_cache(path: Path) -> Path:
-    """The snapshot of a repository in the Hub's cache, models--org--name; any other path as it is. Raises UnknownFormat."""
+    """The snapshot of a repository in the Hub's cache, models--org--name; any other path unchanged.
+
+    Raises UsageError if there are several snapshots and none of them is the commit of the branch main.
+    """
     snapshots = path / "snapshots"
     if not path.name.startswith(_CACHED) or not snapshots.is_dir():
         return path
@@ -159,12 +178,16 @@ def _in_cache(path: Path) -> Path:
 
 
 def _skipped(files: Sequence[str]) -> list[str]:
-    """Patterns of further copies of the weights beside those that will be read, which transformers' order of names decides."""
+    """Patterns of weight files that repeat the weights that will be read.
+
+    The order in which transformers looks for file names decides which files will be read.
+    """
     if "model.safetensors" in files:
         return [
             name
             for name in files
-            if name.endswith((".safetensors", ".bin", ".index.json")) and name != "model.safetensors"
+            if name.endswith((".safetensors", ".bin", ".index.json"))
+            and name != "model.safetensors"
         ]
     if "model.safetensors.index.json" in files:
         return ["*.bin", "*.bin.index.json", "consolidated*.safetensors", *_VARIANTS]
@@ -172,7 +195,10 @@ def _skipped(files: Sequence[str]) -> list[str]:
 
 
 def _timeout() -> float:
-    """Seconds that the Hub has to answer in. Before its package is imported, which reads the environment."""
+    """Seconds that the Hub has for an answer.
+
+    Call it before the import of huggingface_hub, which reads these environment variables at import.
+    """
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "10")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     return float(os.environ["HF_HUB_ETAG_TIMEOUT"])
@@ -184,51 +210,87 @@ def _fetch(place: str, name: str, revision: str | None, metadata_only: bool) -> 
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        # One request, without the retries that a listing has: a Hub that isn't there is reported at once.
+        # One request, without the retries of a listing: an unreachable Hub is reported at once.
         found = HfApi().model_info(name, revision=revision, timeout=timeout)
         files = [sibling.rfilename for sibling in found.siblings or ()]
         skip = [*_skipped(files), *_NEVER]
         if metadata_only and (headers := _headers(place, name, str(found.sha), files, skip)):
             return headers
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=skip))
-    except Exception as error:  # the client's network errors have no class in common with its own
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=skip
+            )
+        )
+    except (
+        Exception
+    ) as error:  # the client's network errors have no common class with its other errors
         reason = hub_headers.reason(error)
         try:
-            kept: dict[str, Any] = {"allow_patterns": _PATTERNS, "ignore_patterns": ["*.bin", *_NEVER]}
+            kept: dict[str, Any] = {
+                "allow_patterns": _PATTERNS,
+                "ignore_patterns": ["*.bin", *_NEVER],
+            }
             cached = Path(snapshot_download(name, revision=revision, local_files_only=True, **kept))
-            if not any(_fits(file.name, _WEIGHTS) for file in cached.iterdir()):  # only its headers were asked for then
+            # Only its headers were downloaded before.
+            if not any(_fits(file.name, _WEIGHTS) for file in cached.iterdir()):
                 raise FileNotFoundError(cached)
             _log.warning(
-                "%s: the Hub can't be asked (%s); taking what was downloaded before: %s", place, reason, cached
+                "%s: the Hub can't be reached (%s); using the earlier download: %s",
+                place,
+                reason,
+                cached,
             )
             return cached
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
-            raise _not_found(place, reason, restricted=hub_headers.status_of(error) == 403) from error
+            raise _not_found(
+                place, reason, restricted=hub_headers.status_of(error) == 403
+            ) from error
 
 
 def _not_found(place: str, reason: str, *, restricted: bool) -> CheckpointError:
-    """restricted: whether the Hub has it, but not for whoever asks. What doesn't say hf:// may be a mistyped path as well."""
+    """The error for a place that can't be fetched.
+
+    restricted: the Hub has the model, but denies access. A place without `hf://` may also be a mistyped path.
+    """
     fetched = f"can't be fetched from the Hugging Face Hub: {reason}"
     if place.startswith(_SCHEME) or restricted:
         return CheckpointError(f"{place}: the model {fetched}", code="hub-unreachable")
-    return UsageError(f"{nothing_at(Path(place))}; and a model of this name {fetched}", code="no-such-input")
+    return UsageError(
+        f"{nothing_at(Path(place))}; and a model of this name {fetched}", code="no-such-input"
+    )
 
 
-def _headers(place: str, name: str, commit: str, files: Sequence[str], skip: Sequence[str]) -> Path | None:
-    """A directory with the headers of the weights; None where they are here already, or have to be downloaded, which is said."""
+def _headers(
+    place: str, name: str, commit: str, files: Sequence[str], skip: Sequence[str]
+) -> Path | None:
+    """A directory with the headers of the weights.
+
+    None if the weights are in the cache already, or if whole files have to be downloaded; the latter is logged.
+    """
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 
     wanted = [file for file in files if _fits(file, _PATTERNS) and not _fits(file, skip)]
-    absent = [file for file in wanted if not isinstance(try_to_load_from_cache(name, file, revision=commit), str)]
+    absent = [
+        file
+        for file in wanted
+        if not isinstance(try_to_load_from_cache(name, file, revision=commit), str)
+    ]
     if any(file.endswith(".bin") for file in absent):
-        _log.warning("%s: has torch files, whose headers can't be read by themselves: they are downloaded", place)
+        _log.warning(
+            "%s: has torch files, whose headers can't be read by themselves: they are downloaded",
+            place,
+        )
         return None
     weights = [file for file in wanted if file.endswith(hub_headers.SUFFIX)]
     if not set(weights) & set(absent):
         return None
-    # Of the commit, not of the branch, which may move between two requests.
+    # Use the commit, not the branch: the branch may move between two requests.
     small = [file for file in wanted if file not in weights]
-    cached = Path(snapshot_download(name, revision=commit, allow_patterns=small, ignore_patterns=[*skip, *weights]))
+    cached = Path(
+        snapshot_download(
+            name, revision=commit, allow_patterns=small, ignore_patterns=[*skip, *weights]
+        )
+    )
     try:
         return hub_headers.directory(name, commit, [cached / file for file in small], weights)
     except hub_headers.NoRanges:

@@ -1,6 +1,6 @@
-"""What to do with an input that no loader recognises: one table of what people bring, each with its next step.
+"""The next step for an input that no loader recognises: one table row for each kind of input that people bring.
 
-A row says what a directory or a file is by its names and first bytes, never by more; the first that fits is the one.
+A row matches a directory or a file by its names and first bytes only. The first row that matches decides.
 """
 
 import os
@@ -16,20 +16,20 @@ from megaconv.errors import CheckpointError, CorruptCheckpoint, UnknownFormat, U
 from megaconv.families.parts.keys import CONFIG_NAME, WEIGHT_NAMES
 
 _MOST = 1000
-"""Entries of a directory that are looked at."""
+"""The largest number of a directory's entries that are looked at."""
 _LISTED = 5
-"""Of them, those that a message names."""
+"""The largest number of directories that a message names."""
 
 
 class Kind(NamedTuple):
     """One row of the table."""
 
     patterns: tuple[str, ...]
-    """Names of which a directory has one at least, or that a file has."""
+    """Name patterns: a directory matches if it has one such entry, a file if its own name matches."""
     step: str
-    """Follows the path; {name}: what fitted, {path}: the path."""
+    """The message after the path. {name} is the entry that matched, {path} the path."""
     incomplete: bool = False
-    """Whether it is a checkpoint that can be read, but for a file that isn't there; none is where config.json is."""
+    """True for a readable checkpoint that lacks one file. Such a row doesn't match a directory with a config.json."""
 
 
 DIRECTORIES = (
@@ -67,24 +67,24 @@ DIRECTORIES = (
     ),
     Kind(
         ("context/model.yaml", "context/io.json"),
-        "has {name} of NeMo 2 and no weights/.metadata, which says where its tensors lie; copy the whole checkpoint, hidden files "
+        "has {name} of NeMo 2 and no weights/.metadata, which locates its tensors; copy the whole checkpoint, hidden files "
         "included",
         incomplete=True,
     ),
     Kind(
         ("run_config.yaml",),
-        "has {name} of Megatron-Bridge and no .metadata, which says where its tensors lie; copy the whole checkpoint, hidden files "
+        "has {name} of Megatron-Bridge and no .metadata, which locates its tensors; copy the whole checkpoint, hidden files "
         "included",
         incomplete=True,
     ),
     Kind(
         ("consolidated.*",),
-        "has {name} and no params.json, which says what model it is; put the original's beside it",
+        "has {name} and no params.json, which describes the model; copy the original's into the same directory",
         incomplete=True,
     ),
     Kind(
         WEIGHT_NAMES,
-        "has weights ({name}) and no config.json, which says what model they are; put the original's there, or give --config ORIGINAL",
+        "has weights ({name}) and no config.json, which describes the model; copy the original's there, or give --config ORIGINAL",
         incomplete=True,
     ),
 )
@@ -100,11 +100,11 @@ REMAINS = (
     ),
     Kind(
         ("*.distcp",),
-        "has {name} but no .metadata, which says what lies where; copy the whole checkpoint, hidden files included",
+        "has {name} but no .metadata, which locates every tensor; copy the whole checkpoint, hidden files included",
         incomplete=True,
     ),
 )
-"""Said only where no checkpoint lies below."""
+"""Used only if there is no checkpoint in a subdirectory."""
 FILES = (
     Kind(("*.gguf",), "is called a GGUF file and doesn't begin as one; copy it again"),
     Kind(
@@ -115,9 +115,9 @@ FILES = (
 
 
 def explain(path: Path, is_checkpoint: Callable[[Path], bool]) -> CheckpointError | None:
-    """The error for an input that no loader recognises; None where nothing is known of it.
+    """The error for an input that no loader recognises; None if no row of the table matches.
 
-    is_checkpoint: whether some loader recognises a directory.
+    is_checkpoint: tells whether some loader recognises a directory.
     """
     try:
         return _directory(path, is_checkpoint) if path.is_dir() else _file(path, is_checkpoint)
@@ -126,16 +126,18 @@ def explain(path: Path, is_checkpoint: Callable[[Path], bool]) -> CheckpointErro
 
 
 def refuse_mistaken(path: Path) -> None:
-    """Raises CorruptCheckpoint for a file that is a page or a pointer in the place of what its name says."""
+    """Raises CorruptCheckpoint if a file is a web page or a pointer file instead of what its name says."""
     instead = mistaken(_start(path))
     if instead:
         raise CorruptCheckpoint(f"{path}: {instead}")
 
 
 def has_bare_weights(path: Path) -> bool:
-    """Whether a directory has a model's weights, and no config.json that says which model."""
+    """True if a directory has a model's weights but no config.json that says which model they are."""
     names = [
-        name for name in (*WEIGHT_NAMES, CONFIG_NAME, "adapter_config.json", "params.json") if (path / name).is_file()
+        name
+        for name in (*WEIGHT_NAMES, CONFIG_NAME, "adapter_config.json", "params.json")
+        if (path / name).is_file()
     ]
     return bool(names) and set(names) <= set(WEIGHT_NAMES)
 
@@ -144,24 +146,39 @@ def _file(path: Path, is_checkpoint: Callable[[Path], bool]) -> CheckpointError 
     for kind in FILES:
         if any(path.match(pattern) for pattern in kind.patterns):
             return UnsupportedInput(f"{path}: {kind.step}")
-    directory = next((each for each in list(path.absolute().parents)[:3] if is_checkpoint(each)), None)
+    directory = next(
+        (each for each in list(path.absolute().parents)[:3] if is_checkpoint(each)), None
+    )
     if directory is not None:
         return UnknownFormat(
             f"{path}: is one file of a checkpoint; give the directory that holds all of it: {directory}"
         )
     known = _directory(path.parent, is_checkpoint, below=False)
-    step = "; a configuration of any name is taken by --loader config" if path.suffix == ".json" else ""
-    return known or UnknownFormat(f"{path}: is a file, where the directory of a checkpoint should be{step}")
+    step = (
+        "; a configuration of any name is taken by --loader config"
+        if path.suffix == ".json"
+        else ""
+    )
+    return known or UnknownFormat(
+        f"{path}: is a file, where the directory of a checkpoint should be{step}"
+    )
 
 
-def _directory(path: Path, is_checkpoint: Callable[[Path], bool], *, below: bool = True) -> CheckpointError | None:
+def _directory(
+    path: Path, is_checkpoint: Callable[[Path], bool], *, below: bool = True
+) -> CheckpointError | None:
     if next(path.iterdir(), None) is None:
         return UnknownFormat(
             f"{path}: is an empty directory; is this the right path, and is a download or a copy complete?"
         )
     if path.name.startswith("mp_rank_") or (path / rank_files.MODEL_FILE).is_file():
-        root = next((each for each in list(path.absolute().parents)[:2] if is_checkpoint(each)), path.absolute().parent)
-        return UnknownFormat(f"{path}: is one rank of a Megatron checkpoint; give the directory of all ranks: {root}")
+        root = next(
+            (each for each in list(path.absolute().parents)[:2] if is_checkpoint(each)),
+            path.absolute().parent,
+        )
+        return UnknownFormat(
+            f"{path}: is one rank of a Megatron checkpoint; give the directory of all ranks: {root}"
+        )
     error = _of(DIRECTORIES, path)
     if error is None and below:
         error = _parent(path, list(islice(_below(path, is_checkpoint), _LISTED + 1)))
@@ -170,7 +187,9 @@ def _directory(path: Path, is_checkpoint: Callable[[Path], bool], *, below: bool
 
 def _of(kinds: tuple[Kind, ...], path: Path) -> CheckpointError | None:
     for kind in kinds:
-        found = next((found for pattern in kind.patterns for found in islice(path.glob(pattern), 1)), None)
+        found = next(
+            (found for pattern in kind.patterns for found in islice(path.glob(pattern), 1)), None
+        )
         if found is None:
             continue
         what = f"{path}: {kind.step.format(name=found.relative_to(path), path=path)}"
@@ -184,16 +203,20 @@ def _of(kinds: tuple[Kind, ...], path: Path) -> CheckpointError | None:
 def _parent(path: Path, below: list[Path]) -> CheckpointError | None:
     if len(below) == 1:
         name = below[0].relative_to(path)
-        return UnknownFormat(f"{path}: is no checkpoint itself; `{name}/` below is one: give {below[0]}")
+        return UnknownFormat(
+            f"{path}: is no checkpoint itself; `{name}/` below is one: give {below[0]}"
+        )
     if below:
         more = " and more" if len(below) > _LISTED else ""
         names = ", ".join(f"`{each.relative_to(path)}/`" for each in below[:_LISTED]) + more
-        return UnknownFormat(f"{path}: is no checkpoint itself; these below are, give one of them: {names}")
+        return UnknownFormat(
+            f"{path}: is no checkpoint itself; these below are, give one of them: {names}"
+        )
     return None
 
 
 def _below(path: Path, is_checkpoint: Callable[[Path], bool]) -> Iterator[Path]:
-    """Checkpoints one or two levels down, of which the upper ones hide those in them."""
+    """Checkpoints one or two levels down. The checkpoints inside a checkpoint are not listed."""
     for child in sorted(islice(path.iterdir(), _MOST)):
         if child.is_symlink() or not child.is_dir():
             continue

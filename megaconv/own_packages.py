@@ -1,7 +1,7 @@
-"""megaconv's own top-level packages, `formats`, `loaders` and `savers`, are imported from beside it, wherever a program runs.
+"""Imports megaconv's top-level packages `formats`, `loaders` and `savers` from beside megaconv in any program.
 
-Python looks in the program's directory first (`python -m` and torchrun: in the current one), where a project may well have
-a package of such a name.
+Python searches the program's directory first (for `python -m` and torchrun: the current directory). A project may well
+have a package of the same name there.
 """
 
 import sys
@@ -16,14 +16,15 @@ _BESIDE = Path(__file__).resolve().parents[1]
 
 
 def claim() -> None:
-    """Import them. Raises ImportError where a program has imported others of these names before.
+    """Import megaconv's own packages. Raises ImportError if the program has already imported others of these names.
 
-    A program that has such packages and may yet import them is warned; ours, started by `python -m`, don't.
+    If the program has such packages and may still import them, this issues a warning. megaconv's own programs, started
+    by `python -m`, don't warn.
     """
     hidden = [place for name in NAMES if (place := _claim(name))]
     if hidden and not _program_is_ours():
         warnings.warn(
-            f"{', '.join(hidden)}: hidden by megaconv's own {', '.join(NAMES)}; rename what this program imports itself",
+            f"{', '.join(hidden)}: hidden by megaconv's own {', '.join(NAMES)}; rename the modules that this program imports itself",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -35,10 +36,10 @@ def _program_is_ours() -> bool:
 
 
 def _claim(name: str) -> str | None:
-    """Where another package lies that Python would have found before ours, if any."""
+    """Import one package. Returns the place of another package that Python would have found before ours, or None."""
     ours = PathFinder.find_spec(name, [str(_BESIDE)])
     if ours is None or ours.loader is None:
-        return None  # installed in an unusual way, which has to see to it itself
+        return None  # an unusual installation, which has to provide the package itself
     if name in sys.modules:
         place = _place(sys.modules[name])
         if place != _origin(ours):
@@ -54,10 +55,14 @@ def _claim(name: str) -> str | None:
 
 
 def _place(module: ModuleType) -> str:
-    return _origin(module.__spec__) if module.__spec__ else str(getattr(module, "__file__", None) or module)
+    return (
+        _origin(module.__spec__)
+        if module.__spec__
+        else str(getattr(module, "__file__", None) or module)
+    )
 
 
 def _origin(spec: ModuleSpec) -> str:
-    """A package's directory, a module's file."""
+    """The directory of a package, or the file of a module."""
     folders = list(spec.submodule_search_locations or ())
     return str(Path(folders[0] if folders else spec.origin or spec.name).resolve())

@@ -1,7 +1,7 @@
-"""What is printed for people: one line each, whatever is in the names that files and tensors have.
+"""Output for people: each message is one line, whatever characters the names of files and tensors contain.
 
-A name may hold anything: line breaks, sequences that rewrite a terminal, characters that turn the direction of writing,
-bytes that are no text at all.
+A name may contain line breaks, escape sequences that rewrite a terminal, characters that change the direction of
+writing, or bytes that aren't text.
 """
 
 import logging
@@ -12,13 +12,13 @@ import textwrap
 from typing import TextIO
 
 LONGEST = 4000
-"""Characters of a line: more is cut off, with a note of how many."""
+"""The longest line in characters. A longer line is truncated, with a note of how many characters are missing."""
 
 
 def one_line(text: object, encoding: str | None = None) -> str:
-    """Text whose characters can all be seen: others are escaped as Python does (`\\n`, `\\x1b`, `\\u202e`, `\\udcff`).
+    """Text in which every character is visible; others are escaped as in Python (`\\n`, `\\x1b`, `\\u202e`, `\\udcff`).
 
-    encoding: whose characters alone there may be; None: all.
+    encoding: characters outside this encoding are escaped too; None: only invisible ones are.
     """
     line = str(text)
     if len(line) > LONGEST:
@@ -29,38 +29,47 @@ def one_line(text: object, encoding: str | None = None) -> str:
 
 
 def show(text: object, file: TextIO | None = None) -> None:
-    """Print one line; file: sys.stdout unless given."""
+    """Print one line. file: sys.stdout by default."""
     file = file or sys.stdout
     print(one_line(text, file.encoding), file=file)
 
 
 def hide_download_bars(*, quiet: bool = False) -> None:
-    """Those of the Hub's client, where stderr is no terminal, or where quiet is asked for. It reads its environment when it is
-    imported; whoever has set it there keeps them."""
-    if quiet or sys.stderr is None or not sys.stderr.isatty():  # in a log they would be lines without end
+    """Hide the progress bars of the Hub's client if stderr isn't a terminal, or if `quiet` is set.
+
+    The client reads the environment variable at import. A variable that is already set is kept.
+    """
+    if (
+        quiet or sys.stderr is None or not sys.stderr.isatty()
+    ):  # in a log, a bar becomes endless lines
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def columns() -> int | None:
-    """The width of the terminal that stdout is; None where it is none, and lines may have any length."""
+    """The width of the terminal of stdout; None if stdout isn't a terminal, so that lines may have any length."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def has_blocks() -> bool:
-    """Whether stdout can show block characters."""
+    """True if stdout can show block characters."""
     return (sys.stdout.encoding or "").lower().startswith("utf")
 
 
 def folded(line: str, width: int | None, indent: int | None = None) -> list[str]:
-    """A line in pieces that fit a terminal, broken between words. indent: of all but the first; None: 4 more than the line's own."""
+    """A line, wrapped between words to fit a terminal.
+
+    indent: spaces before all lines but the first; None: 4 more than the line's own indentation.
+    """
     if width is None or len(line) <= width:
         return [line]
     indent = len(line) - len(line.lstrip()) + 4 if indent is None else indent
-    return textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def log_to_stderr(name: str) -> None:
-    """Warnings become lines on stderr that begin with this name; each is reported once."""
+    """Write warnings to stderr, as lines that begin with this name. Each message is written once."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine(f"{name}: %(level)s: %(message)s"))
     handler.addFilter(_Once())
@@ -74,7 +83,7 @@ class _OneLine(logging.Formatter):
 
 
 class _Once(logging.Filter):
-    """Lets each message pass once: files are opened to find out what they are, and then again, and all ranks' say the same."""
+    """Passes each message once. Files are opened several times, and all ranks report the same."""
 
     def __init__(self) -> None:
         super().__init__()

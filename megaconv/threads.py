@@ -1,4 +1,4 @@
-"""Threads that end soon when what started them does."""
+"""Threads that end soon after the code that started them."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def thread_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """As many threads. Where the body ends by an exception, Ctrl-C among them, what hasn't begun by then is never begun.
+    """A pool of `workers` threads. If the body raises (Ctrl-C included), tasks that haven't begun are cancelled.
 
-    An executor by itself then still does everything that it was given: of Executor.map all, where its caller was interrupted
-    before that returned.
+    A plain executor would still run every task that it has accepted. That includes all tasks of an Executor.map whose
+    caller was interrupted before the call returned.
     """
     pool = ThreadPoolExecutor(workers)
     try:

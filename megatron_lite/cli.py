@@ -1,13 +1,14 @@
-"""The command line: `megatron-lite pretrain | finetune | preprocess | generate ...`; torchrun starts it once for every process."""
+"""The command line: `megatron-lite pretrain | finetune | preprocess | generate ...`. torchrun starts it in every process."""
 
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from megaconv.errors import CheckpointError
-from megaconv.terminal import hide_download_bars, show
-from megatron_lite.loop.failure import tell_launcher
-from megatron_lite.loop.slurm import adopt
+from megaconv.extras import require_torch
+from megaconv.terminal import hide_download_bars
+from megatron_lite.processes.failure import refuse
+from megatron_lite.processes.slurm import adopt
 from megatron_lite.settings.arguments import DESCRIPTIONS, parse
 
 USAGE = """usage: megatron_lite COMMAND [FLAGS]
@@ -17,6 +18,7 @@ commands:
   finetune     {finetune}
   plan         What a run would take: memory of each rank, bytes between ranks, the pipeline's bubble.
   preprocess   Turn text into Megatron's indexed files.
+  data         Prepare a corpus of text: `data decontaminate`.
   generate     Let a model continue texts.
   chat         Talk with a model.
   score        Log-probabilities of given tokens.
@@ -31,18 +33,19 @@ commands:
 OTHERS = {
     "plan": "megatron_lite.planning.command",
     "preprocess": "megatron_lite.data.preprocess",
-    "models": "megatron_lite.models.table",
-    "generate": "megatron_lite.inference.generating",
-    "chat": "megatron_lite.inference.chatting",
-    "score": "megatron_lite.inference.scoring",
-    "serve": "megatron_lite.inference.server.command",
-    "evaluate": "megatron_lite.inference.evaluation.command",
+    "data": "megatron_lite.data.recipes.command",
+    "models": "megatron_lite.commands.models",
+    "generate": "megatron_lite.inference.commands.generate",
+    "chat": "megatron_lite.inference.commands.chat",
+    "score": "megatron_lite.inference.commands.score",
+    "serve": "megatron_lite.inference.commands.serve",
+    "evaluate": "megatron_lite.inference.commands.evaluate",
 }
-"""Commands that train nothing -> the module whose main(words) returns the exit status."""
+"""Commands that don't train -> the module whose main(words) returns the exit status."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Ends the process with the exit status: 0 done, 1 failed, 2 wrong usage, 3 an input is corrupt."""
+    """Run a command and end the process with its exit status: 0 done, 1 failed, 2 wrong usage, 3 an input is corrupt."""
     hide_download_bars()
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words[0] if words else "--help"
@@ -68,6 +71,7 @@ def _train(command: str, words: list[str]) -> None:
         if {"-h", "--help"} & set(words) and not _is_first():
             sys.exit(0)
         settings, ignored = parse(command, words)
+        require_torch(f"megatron-lite {command}", extras="train,data")
     except CheckpointError as error:
         _refuse(str(error), error.exit_status)
     if ignored and _is_first():
@@ -78,14 +82,11 @@ def _train(command: str, words: list[str]) -> None:
 
 
 def _is_first() -> bool:
-    """All ranks say the same; one is enough."""
+    """Return whether this is rank 0. All ranks have the same output, so only rank 0 prints it."""
     import os
 
     return os.environ.get("RANK", "0") == "0"
 
 
 def _refuse(message: str, status: int = 2) -> None:
-    if _is_first():
-        tell_launcher(message)
-        show(f"megatron_lite: error: {message}", sys.stderr)
-    sys.exit(status)
+    sys.exit(refuse(message, status))

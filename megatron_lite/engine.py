@@ -1,147 +1,212 @@
-"""One rank's share of a model in training: its chunks, gradients and optimizer, and what one step does with them."""
+"""One rank's part of a model in training: its chunks, gradients and optimizer, and the training step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megaconv.model.config import ModelConfig
+from megatron_lite.loss_sums import LossSum, RowSums
 from megatron_lite.models import rng
 from megatron_lite.models.batch import Lengths, Microbatch
+from megatron_lite.models.build_plan import ExpertRanks, make_plan
 from megatron_lite.models.cache import Cache
-from megatron_lite.models.fp8 import check_device, delayed_products
+from megatron_lite.models.criterion import OWN_LOSS, Criterion
 from megatron_lite.models.lora.attached import attach, check_targets
+from megatron_lite.models.mixers.declaration import Kept
+from megatron_lite.models.mixers.table import mixer_of
 from megatron_lite.models.moe.balance import Balance, Step, mean_losses, tokens_by_layer
 from megatron_lite.models.moe.router import Router
-from megatron_lite.models.network import Network
-from megatron_lite.models.networks import network
+from megatron_lite.models.network_by_family import network
+from megatron_lite.models.network_interface import Network
 from megatron_lite.models.passes import Pass, Passes
-from megatron_lite.models.plan import ExpertRanks, make_plan
-from megatron_lite.models.preference import LOSSES
-from megatron_lite.models.qk_clip import ScoreWatch
-from megatron_lite.models.totals import LossSum, RowSums, places
+from megatron_lite.optimizer.algorithm import Rates, TensorGroups
+from megatron_lite.optimizer.algorithms import make_dealer
+from megatron_lite.optimizer.buckets import ChunkBuckets
+from megatron_lite.optimizer.clip import clip_factor, squares, sum_shares
+from megatron_lite.optimizer.precision import LossScaler
+from megatron_lite.optimizer.qk_clip import RowFactors, ScoreWatch, StepScores
+from megatron_lite.optimizer.zero import Optimizer
 from megatron_lite.parallel import comm
-from megatron_lite.parallel.buckets import ChunkBuckets
-from megatron_lite.parallel.clip import clip_factor, squares, sum_shares
 from megatron_lite.parallel.context import ContextGroup
-from megatron_lite.parallel.dealing import Dealer
-from megatron_lite.parallel.fp8 import end_step
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.kinds import Kind, declared
-from megatron_lite.parallel.parameters import ParameterInfo, adapter_info, parameter_infos, replace_parameter
+from megatron_lite.parallel.parameter_kinds import declared
+from megatron_lite.parallel.parameters import (
+    ParameterInfo,
+    adapter_info,
+    parameter_infos,
+    replace_parameter,
+)
 from megatron_lite.parallel.payload import Payload, Wires, with_gradient
-from megatron_lite.parallel.pipeline import Action, Executor, forward_order, last_backward, order
-from megatron_lite.parallel.precision import LossScaler
+from megatron_lite.parallel.pipeline import Executor
+from megatron_lite.parallel.pipeline_order import Action, forward_order, last_backward, order
 from megatron_lite.parallel.replicas import Differs, differing
 from megatron_lite.parallel.tensor import TensorGroup
-from megatron_lite.parallel.zero import Optimizer
-from megatron_lite.settings.options import ModelOptions, OptimizerOptions
+from megatron_lite.products.fp8 import end_step
+from megatron_lite.products.selection import autocast_of, check_device, delayed_products
+from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions
 
 SEE_OTHER_TOKENS = ("tp", "replicas")
-"""Axes of the grid along which routers of the same layer have other tokens: tensor ranks route their part of the sequence."""
+"""The grid axes along which routers of one layer route different tokens. Tensor ranks route their part of the sequence."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """The same on every rank."""
+    """The results of one step; the same on every rank."""
 
     loss: float
-    """Mean over all tokens of the step that count, or over all pairs of answers."""
+    """Mean over all tokens of the step that count, or over all pairs or examples."""
     tokens: float
-    """How many those were (the sum of the loss mask, or the pairs)."""
+    """The number of those tokens (the sum of the loss mask), pairs or examples."""
     grad_norm: float
-    """Before clipping; not finite if any gradient wasn't."""
+    """Before clipping. Not finite if any gradient is not finite."""
     skipped: bool
-    """Whether gradients weren't finite, or there were none, so that nothing was changed."""
+    """True if gradients were not finite or no label counted. Parameters are then unchanged."""
     loss_scale: float
-    """The one that was used."""
+    """The loss scale that this step used."""
     signals: tuple[float, ...]
-    """The sums over all ranks of what was passed in."""
+    """The sums over all ranks of the `signals` passed to train_step."""
     others: Mapping[str, float] = field(default_factory=dict)
-    """Means of what else the model learns from, by name."""
+    """Means of the model's other losses, by name."""
     largest_score: float | None = None
-    """Of attention, before any clip; None where nobody asked for it."""
+    """The largest attention score, before any clip; None if no option requests it."""
 
     @property
     def empty(self) -> bool:
-        """Whether no label of the step counts."""
+        """True if no label of the step counts."""
         return not self.tokens
 
 
+class Totals(NamedTuple):
+    """Sums of a step over all ranks."""
+
+    losses: list[tuple[float, float]]
+    """The sum of each loss, and the number of tokens or pairs that count."""
+    square: float
+    """The sum of squares of all gradients."""
+    signals: list[float]
+
+
 class Engine:
-    """Built on every rank of a grid from the same configuration. Parameters are zeros until they are loaded."""
+    """Trains one rank's part of a model. Every rank of the grid builds it from the same configuration.
+
+    Parameters are zero until they are loaded.
+    """
 
     def __init__(
-        self, config: ModelConfig, grid: Grid, options: ModelOptions, optimizer: OptimizerOptions | None
+        self,
+        config: ModelConfig,
+        grid: Grid,
+        options: ModelOptions,
+        optimizer: OptimizerOptions | None,
+        criterion: Criterion = OWN_LOSS,
     ) -> None:
-        """optimizer None: for evaluation alone.
+        """Build the chunks. optimizer: None for evaluation only. criterion: the loss.
 
-        Raises NotExpressible for a model that can't be trained, LayoutError for one that can't be sharded.
+        Raises NotExpressible if the model can't be trained, LayoutError if it can't be sharded.
         """
         self.config, self.grid, self.options = config, grid, options
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         self.step = 0
-        """Calls of train_step so far; part of dropout's seed. Set it when a run is resumed."""
+        """Calls of train_step so far; part of the seed of dropout. Set it when a run resumes."""
         self._balances: list[Balance] = []
-        """Of the last step's microbatches."""
+        """The balances of the last step's microbatches."""
         self._balanced = Step()
-        tp = grid.layout.tp
-        check_device(options.fp8, grid.device, tp)
-        ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1)
-        plan = make_plan(config, grid.layout, options, ranks, ExpertRanks(grid.group("ep"), grid.group("etp")))
         kind = network(config.family)
-        self._loss_names = kind.loss_names(config) if options.preference is None else LOSSES
+        criterion.check(config)
+        self.criterion = criterion
+        self._loss_names = criterion.loss_names(config)
         self._context = self._context_group()
         self._passes = Passes(config, grid.device, self.dtype, self._context)
         self.chunks: list[Network] = []
-        """Virtual stages, in order; parameters have Megatron core's names, layers counted from 0 in each chunk."""
+        """Virtual stages in order. Parameters have Megatron core's names; layers count from 0 in each chunk."""
         self.infos: list[list[ParameterInfo]] = []
-        """Of each chunk."""
+        """The parameters of each chunk."""
         self.adapters: list[list[ParameterInfo]] = []
-        """Of each chunk, where adapters are trained and nothing else; else empty."""
-        for index, chunk in enumerate(grid.chunks()):
-            with torch.device("meta"):
-                module = kind(plan, chunk)
-            self.chunks.append(module)
-            kinds = declared(module)
-            infos = list(
-                parameter_infos(
-                    kinds,
-                    config,
-                    grid,
-                    index,
-                    chunk,
-                    plan.vocab_rows,
-                    sequence=ranks.sequence,
-                    frozen=options.lora is not None,
-                )
-            )
-            self.infos.append(infos)
-            self.adapters.append([])
-            if options.lora is not None:
-                natives = [info.native for info in infos]
-                with torch.device("meta"):
-                    made = list(attach(module, natives, config, options.lora, ranks))
-                self.adapters[-1] = [adapter_info(index, *each, tp, sequence=ranks.sequence) for each in made]
-        if options.lora is not None:
-            check_targets(config, options.lora.targets, found=any(self.adapters))
+        """The adapters of each chunk if only adapters are trained; empty lists if not."""
+        self._build_chunks(kind)
+        self._autocast = autocast_of(self.chunks, options.fp8, grid.group("replicas"))
         self._delayed = [product for chunk in self.chunks for _, product in delayed_products(chunk)]
         self.buckets: list[ChunkBuckets] = []
         self.optimizer: Optimizer | None = None
         self._watch: ScoreWatch | None = None
-        fp16_scale = optimizer.loss_scale if optimizer is not None and self.dtype == torch.float16 else None
+        fp16_scale = (
+            optimizer.loss_scale if optimizer is not None and self.dtype == torch.float16 else None
+        )
         self.scaler = LossScaler(fp16_scale)
-        for module, of_chunk, adapters in zip(self.chunks, self.infos, self.adapters, strict=True):
-            for info in (*of_chunk, *adapters):
-                if optimizer is None or not info.trained:
-                    dtype = torch.float32 if info.kind is Kind.UNTRAINED else self.dtype
-                    zeros = torch.zeros(info.native.shape, dtype=dtype, device=grid.device)
-                    replace_parameter(module, info.name, nn.Parameter(zeros, requires_grad=False))
+        self._make_untrained(evaluates=optimizer is None)
         if optimizer is not None:
             self._prepare_training(optimizer)
+
+    def _build_chunks(self, kind: type[Network]) -> None:
+        """Build the chunks on the meta device, with adapters if these are trained."""
+        config, grid, options = self.config, self.grid, self.options
+        tp, lora = grid.layout.tp, options.lora
+        check_device(options.fp8, grid.device, tp)
+        ranks = TensorGroup(
+            grid.group("tp"), grid.tp_rank, tp, options.sequence_parallel and tp > 1
+        )
+        experts = ExpertRanks(experts=grid.group("ep"), parts=grid.group("etp"))
+        plan = make_plan(config, grid.layout, options, ranks, experts)
+        self._sizes = plan.sizes
+        for index, chunk in enumerate(grid.chunks()):
+            with torch.device("meta"):
+                module = kind(plan, chunk)
+            infos = parameter_infos(
+                declared(module),
+                config,
+                grid,
+                index,
+                chunk,
+                plan.vocab_rows,
+                sequence=ranks.sequence,
+                frozen=lora is not None,
+            )
+            self.chunks.append(module)
+            self.infos.append(list(infos))
+            self.adapters.append([])
+            if lora is not None:
+                self.adapters[index] = self._attach_adapters(index, lora, ranks)
+        if lora is not None:
+            check_targets(config, lora.targets, found=any(self.adapters))
+
+    def _attach_adapters(self, index: int, lora: LoRA, ranks: TensorGroup) -> list[ParameterInfo]:
+        """Add adapters to a chunk and return their parameters."""
+        tp = self.grid.layout.tp
+        module = self.chunks[index]
+        natives = [info.native for info in self.infos[index]]
+        with torch.device("meta"):
+            made = list(attach(module, natives, self.config, lora, ranks))
+        found = []
+        for native, kind in made:
+            info = adapter_info(index, native, kind, tp, sequence=ranks.sequence)
+            found.append(info)
+        return found
+
+    def _make_untrained(self, *, evaluates: bool) -> None:
+        """Allocate the parameters that have no gradient: all of them if the engine only evaluates."""
+        for module, infos, adapters in zip(self.chunks, self.infos, self.adapters, strict=True):
+            for info in (*infos, *adapters):
+                if info.trained and not evaluates:
+                    continue
+                zeros = torch.zeros(
+                    info.native.shape, dtype=self.dtype_of(info), device=self.grid.device
+                )
+                parameter = nn.Parameter(zeros, requires_grad=False)
+                replace_parameter(module, info.name, parameter)
+
+    def dtype_of(self, info: ParameterInfo) -> torch.dtype:
+        """Return the dtype of a parameter: the model's, or float32 if its module declares that."""
+        return torch.float32 if info.in_float32 else self.dtype
+
+    def cache_of(self, layer: int) -> tuple[Kept, ...]:
+        """Return the parts of a row's cache that the mixer of a layer declares, for this rank's heads."""
+        mixer = mixer_of(self.config, self.config.layers[layer])
+        return () if mixer is None else mixer.cache(self.config, self._sizes)
 
     def _context_group(self) -> ContextGroup | None:
         grid, how, near = self.grid, self.options.context, self.options.near
@@ -157,19 +222,26 @@ class Engine:
         return ContextGroup(group, grid.cp_rank, grid.cp, how, levels)
 
     def _prepare_training(self, optimizer: OptimizerOptions) -> None:
-        grid, dealer = self.grid, Dealer() if optimizer.distributed and optimizer.kind == "muon" else None
+        """Make the buckets, which hold the trained parameters, and the optimizer."""
+        grid, dealer = self.grid, make_dealer(optimizer)
         for module, infos, adapters in zip(self.chunks, self.infos, self.adapters, strict=True):
+            trained = [info for info in (*infos, *adapters) if info.trained]
             buckets = ChunkBuckets(
-                module, [info for info in (*infos, *adapters) if info.trained], self.dtype, grid.device, grid.group,
+                module,
+                trained,
+                self.dtype,
+                grid.device,
+                grid.group,
                 bucket_elements=optimizer.bucket_elements,
                 distributed=optimizer.distributed,
                 sent_as=torch.bfloat16 if optimizer.bf16_reduce else torch.float32,
                 overlap=optimizer.overlap_grad_reduce,
                 dealer=dealer,
-            )  # fmt: skip
+            )
             buckets.wait_before(module.units())
             self.buckets.append(buckets)
-        self.optimizer = Optimizer(self.buckets, optimizer, grid.group("tp"), grid.group("etp"))
+        groups = TensorGroups(grid.group("tp"), grid.group("etp"))
+        self.optimizer = Optimizer(self.buckets, optimizer, groups)
         if optimizer.qk_clip is not None or optimizer.tell_scores:
             self._watch = ScoreWatch(self.chunks, grid.group("replicas"), grid.group("world"))
 
@@ -181,22 +253,59 @@ class Engine:
         signals: Sequence[float] = (),
         decoupled_lr: float | None = None,
     ) -> StepReport:
-        """Forward, backward, reduce, clip, update. microbatches: this data-parallel rank's, all of the same shape.
+        """Run one step: forward, backward, reduce, clip, update.
 
-        signals: any numbers, summed over all ranks in passing (a request to stop, say). decoupled_lr: of embedding and head.
+        microbatches: of this data-parallel rank, all of one shape.
+        signals: any numbers (for example a request to stop), which are summed over all ranks in the same collective.
+        decoupled_lr: the learning rate of embedding and head.
         """
-        optimizer, layout = self.optimizer, self.grid.layout
-        assert optimizer is not None, "the engine was made for evaluation"
-        for buckets in self.buckets:
-            buckets.begin()
-        # The share of each in the mean, as if all of them counted; what doesn't count is made up for below.
-        positions = self.grid.dp * sum(map(places, microbatches))
+        assert self.optimizer is not None, "the engine was made for evaluation"
+        # Weight of each position in the mean as if all labels counted. `factor` below corrects for labels that don't count.
+        positions = self.grid.dp * sum(map(self.criterion.counts, microbatches))
         scale = self.scaler.scale
         losses = LossSum(self._loss_names, self.grid.device, scale / positions)
+        self._begin_step()
+        self._pass_forward_and_back(microbatches, losses)
+        square = self._reduce_gradients(self.optimizer)
+        scores = None if self._watch is None else self._watch.found()
+        totals = self._sum_over_world(losses, square, signals)
+        loss, tokens = totals.losses[0]
+        norm, factor = 0.0, 1.0
+        if tokens:
+            # Correct the mean for labels that don't count, and remove the loss scale.
+            factor = positions / tokens / scale
+            norm = sqrt(totals.square) * factor if isfinite(totals.square) else float("inf")
+            self.scaler.update(overflow=not isfinite(norm))
+            self._move_expert_biases()
+        skipped = not tokens or not isfinite(norm)
+        if not skipped:
+            factor *= clip_factor(norm, self.optimizer.options.clip_grad)
+            rates = Rates(lr, weight_decay, decoupled_lr)
+            self.optimizer.step(rates, factor, self._row_factors(scores))
+        end_step(self._delayed, self._raise_to_largest)
+        self.step += 1
+        return StepReport(
+            loss=loss / (tokens or 1.0),
+            tokens=tokens,
+            grad_norm=norm,
+            skipped=skipped,
+            loss_scale=scale,
+            signals=tuple(totals.signals),
+            others=self._means_of_others(totals),
+            largest_score=None if scores is None else float(scores.top),
+        )
+
+    def _begin_step(self) -> None:
+        for buckets in self.buckets:
+            buckets.begin()
         self._balances.clear()
+        self._balanced = Step(self._see_other_tokens())
         if self._watch is not None:
             self._watch.begin()
-        self._balanced = Step([self.grid.group(axis) for axis in SEE_OTHER_TOKENS])
+
+    def _pass_forward_and_back(self, microbatches: Sequence[Microbatch], losses: LossSum) -> None:
+        """Run all passes of a step. Buckets start to be reduced in the last backward pass of their chunk."""
+        layout = self.grid.layout
         actions = order(layout.pp, layout.vpp, len(microbatches), self.grid.pp_rank)
         completing = last_backward(actions)
 
@@ -204,71 +313,91 @@ class Engine:
             self.buckets[action.chunk].is_last_pass = action in completing
 
         self._run(actions, microbatches, losses, before_backward)
+
+    def _reduce_gradients(self, optimizer: Optimizer) -> Tensor:
+        """Complete the gradients and return the sum of squares that this rank counts, float64 []."""
         for buckets in self.buckets:
             buckets.finish()
         sum_shares(optimizer.ranges(), self.grid)
-        square = squares(optimizer.ranges(), self.grid, distributed=optimizer.distributed)
-        scores = None if self._watch is None else self._watch.found()
-        (loss, *others), (square_sum, *summed) = self._sum_over_world(losses, square, signals)
-        loss_sum, tokens = loss
-        norm, factor = 0.0, 1.0
-        if tokens:
-            factor = positions / tokens / scale
-            norm = sqrt(square_sum) * factor if isfinite(square_sum) else float("inf")
-            self.scaler.update(overflow=not isfinite(norm))
-            self._move_expert_biases()
-        skipped = not tokens or not isfinite(norm)
-        if not skipped:
-            clip = optimizer.options.qk_clip
-            rows = {} if scores is None or clip is None else scores.row_factors(clip)
-            factor *= clip_factor(norm, optimizer.options.clip_grad)
-            optimizer.step(lr, weight_decay, factor, rows, decoupled_lr)
-        end_step(self._delayed, [self.grid.group(axis) for axis in SEE_OTHER_TOKENS])
-        self.step += 1
-        means = {
-            name: total / (count or 1.0) for name, (total, count) in zip(self._loss_names[1:], others, strict=True)
-        }
-        return StepReport(
-            loss_sum / (tokens or 1.0), tokens, norm, skipped, scale, tuple(summed), means,
-            None if scores is None else float(scores.top),
-        )  # fmt: skip
+        return squares(optimizer.ranges(), self.grid, distributed=optimizer.distributed)
+
+    def _row_factors(self, scores: StepScores | None) -> RowFactors:
+        """Return the factors of QK-clip; none if it is off."""
+        assert self.optimizer is not None
+        clip = self.optimizer.options.qk_clip
+        return {} if scores is None or clip is None else scores.row_factors(clip)
+
+    def _means_of_others(self, totals: "Totals") -> dict[str, float]:
+        """Return the means of all losses except the first, by name."""
+        others = zip(self._loss_names[1:], totals.losses[1:], strict=True)
+        return {name: total / (count or 1.0) for name, (total, count) in others}
+
+    def _see_other_tokens(self) -> list[comm.Group]:
+        """Return the groups of ranks that route different tokens of one layer."""
+        return [self.grid.group(axis) for axis in SEE_OTHER_TOKENS]
+
+    def _raise_to_largest(self, values: Tensor) -> None:
+        """Raise values, in place, to the largest ones of the ranks that see other tokens of the same layers."""
+        for axis in SEE_OTHER_TOKENS:
+            comm.largest(values, self.grid.group(axis))
 
     def _move_expert_biases(self) -> None:
-        """By the tokens of all ranks of the stage; as in Megatron also in a step that fp16 skips."""
-        if not self.config.experts.router_bias or not self.options.balance.bias_rate or self.options.lora is not None:
+        """Update the routers' expert biases from the tokens of all ranks of the stage.
+
+        As in Megatron, the update also happens in a step that fp16 skips.
+        """
+        if (
+            not self.config.experts.router_bias
+            or not self.options.balance.bias_rate
+            or self.options.lora is not None
+        ):
             return
         modules = (module for chunk in self.chunks for module in chunk.modules())
-        routers = [module for module in modules if isinstance(module, Router) and module.expert_bias is not None]
-        if not routers:  # a stage may have dense layers alone
+        routers = [
+            module
+            for module in modules
+            if isinstance(module, Router) and module.expert_bias is not None
+        ]
+        if not routers:  # a stage may have only dense layers
             return
         found = tokens_by_layer(self._balances)
         tokens = torch.stack([found[router.layer] for router in routers])
-        for axis in SEE_OTHER_TOKENS:
-            comm.all_reduce(tokens, self.grid.group(axis))
+        for group in self._see_other_tokens():
+            comm.all_reduce(tokens, group)
         for router, counts in zip(routers, tokens, strict=True):
             router.move_bias(counts)
 
     def balancing_losses(self) -> dict[str, dict[int, float]]:
-        """Of the last step by name and layer, before coefficients: the mean over this rank's microbatches, its tokens' share."""
+        """Return the balancing losses of the last step by name and layer, before coefficients.
+
+        A value is the share of this rank's tokens in the loss, averaged over this rank's microbatches.
+        """
         return mean_losses(self._balances)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[str, tuple[float, float]]:
-        """By the names of losses (sum, tokens or pairs that count), over all data-parallel ranks; the same on every rank."""
+        """Return (sum, number of tokens or pairs that count) by loss name, over all data-parallel ranks.
+
+        Every rank returns the same values.
+        """
         layout = self.grid.layout
         losses = LossSum(self._loss_names, self.grid.device, 1.0)
+        actions = forward_order(layout.pp, layout.vpp, len(microbatches))
         with torch.no_grad():
-            self._run(forward_order(layout.pp, layout.vpp, len(microbatches)), microbatches, losses)
-        found, _ = self._sum_over_world(losses, torch.zeros((), device=self.grid.device), ())
-        return {name: (total, count) for name, (total, count) in zip(self._loss_names, found, strict=True)}
+            self._run(actions, microbatches, losses)
+        no_gradient = torch.zeros((), device=self.grid.device)
+        totals = self._sum_over_world(losses, no_gradient, ())
+        return dict(zip(self._loss_names, totals.losses, strict=True))
 
     def log_probs(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Of each row the sum over its labels that count: float64 [dp, microbatches, rows], everybody's on every rank. Collective.
+        """Return each row's summed log-probability of its labels that count: float64 [dp, microbatches, rows]. Collective.
 
-        microbatches: this data-parallel rank's, as many on each, all of the same shape.
+        Every rank returns the values of all data-parallel ranks.
+        microbatches: of this data-parallel rank; the same number on each rank, all of one shape.
         """
         layout, rows, grid = self.grid.layout, RowSums(), self.grid
         with torch.no_grad():
-            self._run(forward_order(layout.pp, layout.vpp, len(microbatches)), microbatches, rows)
+            actions = forward_order(layout.pp, layout.vpp, len(microbatches))
+            self._run(actions, microbatches, rows, criterion=OWN_LOSS)
         shape = grid.dp, len(microbatches), len(microbatches[0].tokens)
         sums = torch.zeros(shape, dtype=torch.float64, device=grid.device)
         if rows.found and not grid.tp_rank:
@@ -277,7 +406,7 @@ class Engine:
         return -sums
 
     def logits(self, batch: Microbatch, cache: Cache | None = None) -> Tensor | None:
-        """float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective. cache: see last_stage."""
+        """Return float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective. cache: see last_stage."""
         last = self.last_stage(batch, cache)
         if last is None:
             return None
@@ -286,12 +415,14 @@ class Engine:
             own = chunk.logits((hidden,))
         return own if self._context is None else self._context.whole(own, 1)
 
-    def last_stage(self, batch: Microbatch, cache: Cache | None = None) -> tuple[Network, Tensor] | None:
-        """(the last chunk, activations behind its final norm) on the last stage, None on others. Collective.
+    def last_stage(
+        self, batch: Microbatch, cache: Cache | None = None
+    ) -> tuple[Network, Tensor] | None:
+        """Return (the last chunk, activations after its final norm) on the last stage, None on others. Collective.
 
-        cache: keys and values of the tokens before these, whose positions the batch then says; these are appended.
+        cache: of the preceding tokens; it is extended by these tokens. With a cache, the batch has to contain the positions.
         """
-        self.finish()  # the head is read without being called, so nothing else waits for it
+        self.finish()  # the head's weight is used without calling the module, so no hook waits for it
         run = self.make_pass(batch, cache=cache)
         found: list[tuple[Network, Tensor]] = []
 
@@ -304,7 +435,9 @@ class Engine:
 
         layout = self.grid.layout
         with torch.no_grad():
-            Executor(self.grid, forward, self._arriving(batch)).run(forward_order(layout.pp, layout.vpp, 1))
+            Executor(self.grid, forward, self._arriving(batch), self._region).run(
+                forward_order(layout.pp, layout.vpp, 1)
+            )
         return found[0] if found else None
 
     def _run(
@@ -313,21 +446,34 @@ class Engine:
         microbatches: Sequence[Microbatch],
         losses: LossSum | RowSums,
         before_backward: Any = lambda _: None,
+        criterion: Criterion | None = None,
     ) -> None:
-        under_way: dict[int, Pass] = {}
+        """Run all actions. criterion: the loss; None: the engine's."""
+        under_way, wanted = dict[int, Pass](), criterion or self.criterion
 
         def forward(action: Action, taken: Payload) -> Payload:
             chunk, number = self.chunks[action.chunk], action.microbatch
             if number not in under_way:
                 under_way[number] = self._training_pass(microbatches[number], losses.share)
-            run = under_way.pop(number) if action.chunk == len(self.chunks) - 1 else under_way[number]
+            run = (
+                under_way.pop(number) if action.chunk == len(self.chunks) - 1 else under_way[number]
+            )
             given: Payload = chunk(taken, run)
-            return (losses.add(*chunk.loss(given, run)),) if chunk.is_last else given
+            return (losses.add(*wanted.loss(chunk, given, run)),) if chunk.is_last else given
 
-        Executor(self.grid, forward, self._arriving(microbatches[0])).run(actions, before_backward)
+        arriving = self._arriving(microbatches[0])
+        Executor(self.grid, forward, arriving, self._region).run(actions, before_backward)
+
+    def _region(self, action: Action) -> AbstractContextManager[Any]:
+        """Return the region in which a pass is computed: Transformer Engine's, or one without effect."""
+        if self._autocast is None:
+            return nullcontext()
+        if action.backward:
+            return self._autocast.backward_pass()
+        return self._autocast.forward_pass()
 
     def make_pass(self, batch: Microbatch, cache: Cache | None = None) -> Pass:
-        """For chunks that are called one by one: without dropout, and without a part in a step."""
+        """Return a pass for chunks that are called one by one: without dropout, and not part of a training step."""
         return self._passes.make(batch, share=1.0, cache=cache)
 
     def _training_pass(self, batch: Microbatch, share: float) -> Pass:
@@ -335,16 +481,24 @@ class Engine:
             return self._passes.make(batch, share=share)
         lora = 0.0 if self.options.lora is None else self.options.lora.dropout
         drops = max(self.options.hidden_dropout, self.options.attention_dropout, lora) > 0
-        seed = rng.Seed(self.options.seed, self.step, batch.index, context=self._context) if drops else None
-        balance = Balance(share * places(batch), self._balanced, self.grid.group("cp"))
+        seed = (
+            rng.Seed(self.options.seed, self.step, batch.index, context=self._context)
+            if drops
+            else None
+        )
+        balance = Balance(
+            share * self.criterion.counts(batch), self._balanced, self.grid.group("cp")
+        )
         self._balances.append(balance)
         scores = None if self._watch is None else self._watch.of_pass()
         return self._passes.make(batch, share=share, seed=seed, balance=balance, scores=scores)
 
     def _arriving(self, batch: Microbatch) -> Callable[[Action], Wires]:
-        """What each action of microbatches of this shape gets from another stage."""
+        """Return a function: action -> the tensors that it receives from another stage, for microbatches of this shape."""
         rows, length = batch.tokens.shape
-        lengths = Lengths(rows, length // self.grid.cp, 0 if batch.source is None else batch.source.shape[1])
+        lengths = Lengths(
+            rows, length // self.grid.cp, 0 if batch.source is None else batch.source.shape[1]
+        )
 
         def wires(action: Action) -> Wires:
             chunk = self.chunks[action.chunk]
@@ -352,45 +506,60 @@ class Engine:
 
         return wires
 
-    def _sum_over_world(
-        self, losses: LossSum, square: Tensor, signals: Sequence[float]
-    ) -> tuple[list[list[float]], list[float]]:
-        """([sum, tokens] of each loss, [squares, *signals]) over all ranks: the one collective, and the one wait for a GPU, of a step."""
-        counts = float(self.grid.tp_rank == 0)  # the others on the last stage have the same losses
-        device, pairs = self.grid.device, losses.sums.numel()
-        own = torch.tensor(list(map(float, signals)), dtype=torch.float64, pin_memory=device.type == "cuda")
-        values = torch.cat(
-            [losses.sums.flatten() * counts, square.to(torch.float64).view(1), own.to(device, non_blocking=True)]
-        )
+    def _sum_over_world(self, losses: LossSum, square: Tensor, signals: Sequence[float]) -> Totals:
+        """Return the sums over all ranks. square: the sum of squares of the gradients that this rank counts.
+
+        This is the one collective over all ranks in a step, and the only time that the step waits for the GPU.
+        """
+        # Other tensor ranks of the last stage have the same losses.
+        is_first = self.grid.tp_rank == 0
+        own_losses = losses.sums.flatten() * float(is_first)
+        own_square = square.to(torch.float64).view(1)
+        values = torch.cat([own_losses, own_square, self._on_device(signals)])
         comm.all_reduce(values, self.grid.group("world"))
         found = values.tolist()
-        return [found[at : at + 2] for at in range(0, pairs, 2)], found[pairs:]
+        end = len(own_losses)
+        sums, counts_of_sums = found[0:end:2], found[1:end:2]
+        return Totals(
+            losses=list(zip(sums, counts_of_sums, strict=True)),
+            square=found[end],
+            signals=found[end + 1 :],
+        )
+
+    def _on_device(self, numbers: Sequence[float]) -> Tensor:
+        """Return float64 [numbers] without waiting for the device."""
+        device = self.grid.device
+        own = torch.tensor(
+            list(map(float, numbers)), dtype=torch.float64, pin_memory=device.type == "cuda"
+        )
+        return own.to(device, non_blocking=True)
 
     def parameters(self) -> Iterator[tuple[int, str, Tensor]]:
-        """(chunk, name, local tensor) of every parameter of this rank; a tied copy is listed too."""
+        """Yield (chunk, name, local tensor) of every parameter of this rank, including tied copies."""
         for module, infos in zip(self.chunks, self.infos, strict=True):
             for info in infos:
                 yield info.chunk, info.name, module.get_parameter(info.name).detach()
 
     def differing(self) -> list[Differs]:
-        """Parameters that data-parallel ranks should hold alike, and don't. Collective."""
+        """Return the parameters that differ between data-parallel ranks, where they should be equal. Collective."""
         self.finish()
         infos = (info for of_chunk in self.infos for info in of_chunk)
         tensors = (tensor for _, _, tensor in self.parameters())
         return differing(zip(infos, tensors, strict=True), self.grid)
 
     def state(self) -> dict[str, Any]:
-        """What isn't per parameter: plain numbers, equal on all ranks."""
+        """Return the state that is not per parameter: plain numbers, equal on all ranks."""
         optimizer = {} if self.optimizer is None else self.optimizer.state()
         return {"step": self.step, "optimizer": optimizer, "scaler": self.scaler.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that state() returned."""
         self.step = int(state["step"])
         self.scaler.load_state(state["scaler"])
         if self.optimizer is not None:
             self.optimizer.load_state(state["optimizer"])
 
     def finish(self) -> None:
-        """Wait for all communication; before reading parameters (a save) and before exit."""
+        """Wait for all communication. Call it before parameters are read (a save) and before exit."""
         if self.optimizer is not None:
             self.optimizer.wait()

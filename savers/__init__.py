@@ -1,1 +1,1 @@
-"""Savers: one file each, the complete plan of an output. May use megaconv and formats."""
+"""Savers: one module per format, which makes the complete plan of an output. Savers may import megaconv and formats."""

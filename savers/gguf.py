@@ -1,51 +1,53 @@
-"""GGUF for llama.cpp: one file with weights, the model's sizes and its tokenizer, of the architectures that are checked."""
+"""GGUF for llama.cpp: one file with weights, the model's sizes and its tokenizer, for the architectures that are
+tested."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from formats import gguf_header
 from formats.gguf import BLOCK, KINDS, GgufLayout, Value
+from formats.gguf_header import GgufHeader
 from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, matrix_shape
-from megaconv.engine.gguf_tokenizer import tokenizer_values
 from megaconv.engine.plan import OutputPlan, Placement
-from megaconv.engine.stored_forms import LEFT_OUT, Form, stored_shape
-from megaconv.errors import NotExpressible, UsageError
+from megaconv.engine.reading_back import Stored, as_streamed
+from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.families import Family, family, family_of_hf
-from megaconv.families.parts.gguf_config import config_of, shortest
-from megaconv.families.parts.gguf_metadata import divisors, metadata
-from megaconv.families.parts.gguf_metadata import notices as metadata_notices
-from megaconv.families.parts.gguf_names import ARCHITECTURES, DIVISORS, gguf_rows
+from megaconv.gguf.config import config_of, shortest
+from megaconv.gguf.metadata import divisors, metadata
+from megaconv.gguf.metadata import notices as metadata_notices
+from megaconv.gguf.names import ARCHITECTURES, DIVISORS, gguf_rows
+from megaconv.gguf.tokenizer import tokenizer_values
+from megaconv.model.ceilings import require_countable
+from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED, changed, fields_of, one_or_each, require_kept
 from megaconv.model.ir import Header, Key, TensorInfo, main_dtype
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import GGUF
 from megaconv.model.natives import NativeTensor, native_tensors
+from megaconv.model.table import canonical_shapes
 from megaconv.options import SaveOptions
+from megaconv.saver import Saver
+from megaconv.values.stored_forms import LEFT_OUT, Form, stored_shape
 
-DESCRIPTION = "GGUF for llama.cpp: model.gguf in F32, F16, BF16 or Q8_0"
-
-OPTIONS = {
-    "gguf_type": "what matrices are stored as: f32, f16, bf16 or q8_0; the model's own dtype by default",
-    "tokenizer_pre": "llama.cpp's name for how a byte-level tokenizer splits text, where it isn't recognised: llama-bpe, qwen2 ...",
-    "tokenizer": "none: leave the tokenizer out",
-}
 FILE = "model.gguf"
 _TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0"}
 _ALWAYS_F32 = ("ffn_gate_inp.weight", "position_embd.weight")
 
 
 def uses(options: SaveOptions) -> tuple[str, ...]:
-    """Fields of the options that choose something."""
+    """Fields of the options that this saver uses."""
     return ()
 
 
 def forms(header: Header, options: SaveOptions) -> dict[Key, Form]:
-    """How each tensor is stored. Raises UsageError for a type that is not known, NotExpressible for another family."""
+    """The storage form of each tensor. Raises UsageError for an unknown type, and NotExpressible for another family."""
     wanted = options.extra.get("gguf_type")
     kind = _TYPES.get(wanted or "", "") if wanted is not None else main_dtype(header.manifest)
     if kind not in KINDS:
-        raise UsageError(f"--option gguf_type={wanted or kind}: is not known; choose one of {', '.join(_TYPES)}")
+        raise UsageError(
+            f"--option gguf_type={wanted or kind}: is not known; choose one of {', '.join(_TYPES)}"
+        )
     zero_centered = header.config.norm.zero_centered
     found: dict[Key, Form] = {}
     for native in _natives(header.config):
@@ -63,30 +65,28 @@ def forms(header: Header, options: SaveOptions) -> dict[Key, Form]:
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
-    """header: of tensors in the form that forms() says. Raises NotExpressible for what llama.cpp has no place for."""
+    """The plan of an output. Raises NotExpressible for values that llama.cpp can't represent.
+
+    header: describes tensors in the form that forms() returns.
+    """
     config = header.config
     architecture = ARCHITECTURES[_family(config).name]
     constants = {name: found.tobytes() for name, found in divisors(config).items()}
-    tensors: dict[str, tuple[Shape, str]] = {name: ((len(each) // 4,), "float32") for name, each in constants.items()}
-    placements: dict[Key, list[Placement]] = {}
-    natives = _natives(config)
-    for native in natives:
-        info = header.manifest[Key(next(iter(native.parts)))]
-        quantized = info.dtype == "uint8"
-        tensors[native.name] = (native.shape, "q8_0" if quantized else info.dtype)
-        row_bytes = _row_bytes(native, info)
-        for name, regions in native.parts.items():
-            cols = matrix_shape(header.manifest[Key(name)].shape)[1]
-            moved = [region._replace(box=region.box._replace(col0=0, col1=cols)) for region in regions]
-            placements.setdefault(Key(name), []).append(Placement(FILE, native.name, row_bytes, moved))
+    tensors, placements = _placed(config, header.manifest)
+    tensors = {name: ((len(each) // 4,), "float32") for name, each in constants.items()} | tensors
     kinds = [kind for shape, kind in tensors.values() if len(shape) > 1]
     main = max(set(kinds), key=kinds.count)
     values = metadata(config, KINDS[main].file_type)
     _require_kept(config, values, tensors)
-    if options.extra.get("tokenizer") == "none":  # whose tokens llama.cpp would count
+    if (
+        options.extra.get("tokenizer") == "none"
+    ):  # otherwise llama.cpp counts the tokenizer's tokens
         values[f"{architecture}.vocab_size"] = Value("u32", config.vocab)
     values |= tokenizer_values(header.files, config, options.extra)
-    notices = [f"matrices are stored as {main}, norms and biases as float32", *metadata_notices(config)]
+    notices = [
+        f"matrices are stored as {main}, norms and biases as float32",
+        *metadata_notices(config),
+    ]
     if config.mtp_layers:
         notices.append(
             f"{config.mtp_layers} MTP layer(s) are left out: {architecture} has none in llama.cpp; outputs don't change"
@@ -94,9 +94,94 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     return OutputPlan({FILE: GgufLayout(values, tensors, constants)}, placements, notices=notices)
 
 
+def _placed(
+    config: ModelConfig, manifest: Mapping[Key, TensorInfo]
+) -> tuple[dict[str, tuple[Shape, str]], dict[Key, list[Placement]]]:
+    """(shape and kind of each tensor in the file, placements of each canonical tensor). manifest: tensors in their
+    stored form."""
+    tensors: dict[str, tuple[Shape, str]] = {}
+    placements: dict[Key, list[Placement]] = {}
+    for native in _natives(config):
+        info = manifest[Key(next(iter(native.parts)))]
+        tensors[native.name] = (native.shape, "q8_0" if info.dtype == "uint8" else info.dtype)
+        row_bytes = _row_bytes(native, info)
+        for name, regions in native.parts.items():
+            cols = matrix_shape(manifest[Key(name)].shape)[1]
+            moved = [
+                region._replace(box=region.box._replace(col0=0, col1=cols)) for region in regions
+            ]
+            placements.setdefault(Key(name), []).append(
+                Placement(FILE, native.name, row_bytes, moved)
+            )
+    return tensors, placements
+
+
 def read_back(directory: Path) -> dict[str, LazyTensor]:
-    """The tensors of an output as they are stored, those of Q8_0 in bytes."""
+    """The tensors of an output as they are stored. Q8_0 tensors are bytes."""
     path = directory / FILE
+    return _stored_tensors(path, gguf_header.read(path))
+
+
+def as_stored(path: Path) -> Stored:
+    """A file of this saver, or its directory, in the form of its fingerprints: with stored values.
+
+    The file's own metadata describe the model. Raises CheckpointError.
+    """
+    file = path if path.is_file() else min(path.glob("*.gguf"), default=path / FILE)
+    described = gguf_header.read(file)
+    with well_formed(str(file)):
+        config = _config_of(file, described)
+        manifest = _stored_manifest(file, config, described)
+        tensors, placements = _placed(config, manifest)
+    plan = OutputPlan({FILE: GgufLayout({}, tensors, {})}, placements)
+    source = as_streamed(file, _stored_tensors(file, described), Header(config, manifest), plan)
+    opened = InputFile.open(file)
+    # Metadata, then the constants: tensors of the file that are not tensors of the model.
+    constants = [opened.read(0, described.nbytes)]
+    for name, each in described.tensors.items():
+        if name not in tensors:
+            constants.append(opened.read(each.offset, each.nbytes))
+    return Stored(source, {FILE: b"".join(constants)})
+
+
+def _config_of(file: Path, described: GgufHeader) -> ModelConfig:
+    """The configuration from the metadata of a file of this saver.
+
+    The metadata give everything except position scaling, which has no effect on tensors.
+    """
+    embedding = described.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise TensorMismatch(f"{file}: has no token_embd.weight", code="missing-tensor")
+    said = {name: value for name, value in described.keys.items() if ".rope.scaling." not in name}
+    raw = config_of(
+        said,
+        [name for name in described.tensors if name not in DIVISORS],
+        embedding.shape[0],
+        str(file),
+    )
+    require_countable(raw, str(file))
+    return family_of_hf(raw, str(file)).read_hf(raw)
+
+
+def _stored_manifest(
+    file: Path, config: ModelConfig, described: GgufHeader
+) -> dict[Key, TensorInfo]:
+    """The canonical tensors in the form in which the file stores them."""
+    shapes = canonical_shapes(gguf_rows(_family(config)), config)
+    found: dict[Key, TensorInfo] = {}
+    for native in _natives(config):
+        each = described.tensors.get(native.name)
+        if each is None or each.shape != native.shape or each.dtype not in KINDS:
+            raise TensorMismatch(
+                f"{file}: {native.name} should be {list(native.shape)} by the file's own metadata"
+            )
+        for name in native.parts:
+            shape = stored_shape(shapes[name], Form(each.dtype))
+            found[Key(name)] = TensorInfo(shape, "uint8" if each.dtype == "q8_0" else each.dtype)
+    return found
+
+
+def _stored_tensors(path: Path, described: GgufHeader) -> dict[str, LazyTensor]:
     file = InputFile.open(path)
     return {
         name: FileTensor(
@@ -105,13 +190,14 @@ def read_back(directory: Path) -> dict[str, LazyTensor]:
             stored_shape(each.shape, Form(each.dtype)),
             "uint8" if each.dtype == "q8_0" else each.dtype,
         )
-        for name, each in gguf_header.read(path).tensors.items()
+        for name, each in described.tensors.items()
         if each.dtype in KINDS
     }
 
 
 def _is_transposed(native: NativeTensor) -> bool:
-    """Whether its rows are columns of canonical tensors, whose blocks of Q8_0 are of their own rows."""
+    """True if the tensor's rows are columns of canonical tensors. Q8_0 blocks of canonical tensors lie along their own
+    rows."""
     return any(region.transposed for regions in native.parts.values() for region in regions)
 
 
@@ -124,8 +210,8 @@ def _row_bytes(native: NativeTensor, info: TensorInfo) -> int:
 def _family(config: ModelConfig) -> Family:
     if config.family not in ARCHITECTURES:
         raise NotExpressible(
-            f"--saver gguf: {config.family} is not supported; supported are {', '.join(ARCHITECTURES)}. Any other goes by way of "
-            "--saver hf and llama.cpp's own converter"
+            f"--saver gguf: {config.family} is not supported; supported are {', '.join(ARCHITECTURES)}. For any other family, use "
+            "--saver hf and then llama.cpp's own converter"
         )
     return family(config.family)
 
@@ -133,25 +219,36 @@ def _family(config: ModelConfig) -> Family:
 def _natives(config: ModelConfig) -> list[NativeTensor]:
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     config = changed(config, {"mtp_layers": 0})
-    found = native_tensors(gguf_rows(_family(config)), config, GGUF, Layout(), 0, whole, config.vocab)
+    found = native_tensors(
+        gguf_rows(_family(config)), config, GGUF, Layout(), 0, whole, config.vocab
+    )
     return [native for native in found if native.copy is None]
 
 
 def _require_kept(config: ModelConfig, values: Mapping[str, Value], names: Collection[str]) -> None:
-    """Raises NotExpressible, naming it, for what llama.cpp would build otherwise: what is read back from the metadata differs."""
+    """Raise NotExpressible, with the field's name, if the metadata read back give another model."""
     said = {name: value.value for name, value in values.items()}
-    if divisors(config):  # which say by how much positions are scaled, in the place of metadata
+    if divisors(config):  # the divisors replace the metadata of position scaling
         config = changed(config, {"positions.scaling": None})
         said = {name: value for name, value in said.items() if ".rope.scaling." not in name}
-    raw = config_of(said, [name for name in names if name not in DIVISORS], config.vocab, "--saver gguf")
+    raw = config_of(
+        said, [name for name in names if name not in DIVISORS], config.vocab, "--saver gguf"
+    )
     back = family_of_hf(raw, "--saver gguf").read_hf(raw)
     where = f"llama.cpp's {ARCHITECTURES[config.family]}"
     require_kept(_comparable(config), _comparable(back), where, but=(*NOT_COMPUTED, "mtp_layers"))
 
 
 def _comparable(config: ModelConfig) -> ModelConfig:
-    """With numbers as float32 keeps them, and without what has no effect: windows beyond all positions, groups all of which are taken."""
-    found = {name: shortest(value) for name, value in fields_of(config).items() if isinstance(value, float)}
+    """The configuration with numbers rounded to float32, and without fields that have no effect.
+
+    A window as long as all positions has no effect, and neither have groups if all of them are selected.
+    """
+    found = {
+        name: shortest(value)
+        for name, value in fields_of(config).items()
+        if isinstance(value, float)
+    }
     windows = [
         None if layer.window is not None and layer.window >= config.max_positions else layer.window
         for layer in config.layers
@@ -160,3 +257,19 @@ def _comparable(config: ModelConfig) -> ModelConfig:
     groups = experts.groups if experts.groups != experts.group_topk else None
     idle = {"experts.groups": groups, "experts.group_topk": groups and experts.group_topk}
     return changed(config, {**found, **idle, "layers.window": one_or_each(tuple(windows))})
+
+
+SAVER = Saver(
+    name="gguf",
+    description="GGUF for llama.cpp: model.gguf in F32, F16, BF16 or Q8_0",
+    plan=plan,
+    options={
+        "gguf_type": "the type of matrices: f32, f16, bf16 or q8_0; default: the model's own dtype",
+        "tokenizer_pre": "llama.cpp's name for how a byte-level tokenizer splits text, where it isn't recognised: llama-bpe, qwen2 ...",
+        "tokenizer": "none: leave the tokenizer out",
+    },
+    uses=uses,
+    forms=forms,
+    read_back=read_back,
+    as_stored=as_stored,
+)

@@ -12,21 +12,23 @@ from megaconv.model.ir import Header
 from megaconv.model.layout import Layout
 from megaconv.model.naming import LEGACY
 from megaconv.options import LAYOUT_OPTIONS, SaveOptions
-
-DESCRIPTION = "Megatron before core, torch format, checkpoint version 3, at any even layout"
-
-HOLDS_OPTIMIZER = True
+from megaconv.saver import Saver
 
 _log = logging.getLogger("megaconv")
 
 
 def uses(options: SaveOptions) -> tuple[str, ...]:
-    """Fields of the options that choose something; ep and transformer_impl are refused, or taken, as Megatron-LM's saver does."""
+    """Fields of the options that this saver uses. ep and transformer_impl are accepted or refused as Megatron-LM's
+    saver does."""
     return (*LAYOUT_OPTIONS, "ep", "etp", "transformer_impl")
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
-    """Raises LayoutError for a model that can't be sharded this way, NotExpressible for what these models don't have."""
+    """The plan of an output.
+
+    Raises LayoutError for a model that can't be sharded this way, and NotExpressible for features that these models
+    don't have.
+    """
     check_options(options)
     _require_expressible(header.config)
     layout = choose_layout(header.config, header.layout, options, uneven=False)
@@ -46,11 +48,13 @@ def _require_expressible(config: ModelConfig) -> None:
     }
     for what, has in lacking.items():
         if has:
-            raise NotExpressible(f"Megatron's legacy models can't hold this one: it has {what}; choose --saver core")
+            raise NotExpressible(
+                f"Megatron's legacy models can't represent this model: it has {what}; choose --saver core"
+            )
 
 
 def _require_even(layout: Layout) -> None:
-    """Source: _get_num_layers in megatron/legacy/model/transformer.py."""
+    """Raise LayoutError for an uneven layout. Source: _get_num_layers in megatron/legacy/model/transformer.py."""
     stages = layout.stage_layers[layout.split_rank :]
     if len(set(stages)) > 1:
         raise LayoutError(
@@ -60,10 +64,24 @@ def _require_even(layout: Layout) -> None:
 
 
 def _warn_of_rope(config: ModelConfig) -> None:
-    """Their rotary embedding is made from rotary_percent and a linear scaling alone; the checkpoint is right."""
+    """Warn if the model's rope differs from that of the legacy models, whose code uses only rotary_percent and a linear
+    scaling.
+
+    The checkpoint itself is right.
+    """
     if config.positions.kind == "rope" and config.positions.theta != 10000:
         _log.warning(
-            "rope theta is %g: Megatron's legacy models use 10000 whatever the checkpoint says", config.positions.theta
+            "rope theta is %g, but Megatron's legacy models always use 10000",
+            config.positions.theta,
         )
     if (config.positions.scaling or {}).get("rope_type") == "llama3":
         _log.warning("rope is scaled: Megatron's legacy models ignore that")
+
+
+SAVER = Saver(
+    name="legacy",
+    description="Megatron before core, torch format, checkpoint version 3, at any even layout",
+    plan=plan,
+    uses=uses,
+    holds_optimizer=True,
+)

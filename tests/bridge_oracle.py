@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 REPLACED = (
-    *("transformer_engine", "triton", "mamba_ssm", "causal_conv1d", "fla", "nvidia_resiliency_ext", "modelopt"),
+    *(
+        "transformer_engine",
+        "triton",
+        "mamba_ssm",
+        "causal_conv1d",
+        "fla",
+        "nvidia_resiliency_ext",
+        "modelopt",
+    ),
     *("datasets", "qwen_vl_utils", "timm", "open_clip", "wandb", "mlflow"),
 )
 """Packages for a GPU, and for what is not called here."""
@@ -31,7 +39,9 @@ class _Anything:
     """Called as a decorator, or to make one, it leaves what it is given as it is."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else object.__new__(cls)
+        return (
+            args[0] if len(args) == 1 and callable(args[0]) and not kwargs else object.__new__(cls)
+        )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -74,7 +84,11 @@ class _Replacing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def import_bridge() -> None:
     """Core first, so that what it makes of packages that are missing isn't changed by their replacements."""
-    for name in ("extensions.transformer_engine", "transformer.transformer_block", "models.gpt.gpt_layer_specs"):
+    for name in (
+        "extensions.transformer_engine",
+        "transformer.transformer_block",
+        "models.gpt.gpt_layer_specs",
+    ):
         importlib.import_module(f"megatron.core.{name}")
     sys.meta_path.append(_Replacing())
     importlib.import_module("megatron.bridge.training.model_load_save")
@@ -98,8 +112,14 @@ def answer(checkpoint: Path, tokens: Path, logits: Path) -> dict[str, Any]:
     common = checkpointing.dist_checkpointing.load_common_state_dict(version)
     provider, _ = model_load_save.load_model_config(version)
     overrides = answer_overrides(provider)
-    with run_on_cpu(), torch.no_grad(), model_load_save.temporary_distributed_context(backend="gloo"):
-        (model,) = model_load_save.load_megatron_model(version, use_cpu_init=True, mp_overrides=overrides)
+    with (
+        run_on_cpu(),
+        torch.no_grad(),
+        model_load_save.temporary_distributed_context(backend="gloo"),
+    ):
+        (model,) = model_load_save.load_megatron_model(
+            version, use_cpu_init=True, mp_overrides=overrides
+        )
         ids = torch.from_numpy(np.load(tokens))
         found = model.eval()(ids, torch.arange(ids.shape[1]).repeat(len(ids), 1), None)
     np.save(logits, found.float().numpy())
@@ -107,7 +127,9 @@ def answer(checkpoint: Path, tokens: Path, logits: Path) -> dict[str, Any]:
         "provider": type(provider).__name__,
         "step": state.step,
         "samples": state.consumed_train_samples,
-        "content": checkpointing.dist_checkpointing.load_content_metadata(preloaded_state_dict=common),
+        "content": checkpointing.dist_checkpointing.load_content_metadata(
+            preloaded_state_dict=common
+        ),
         "tokens": _tokens(version),
     }
 
@@ -125,8 +147,16 @@ def answer_overrides(provider: Any) -> dict[str, Any]:
     """Settings of a provider with which its model runs on a CPU."""
     return {
         **{"transformer_layer_spec": _local(provider), "gradient_accumulation_fusion": False},
-        **{"masked_softmax_fusion": False, "bias_activation_fusion": False, "transformer_impl": "local"},
-        **{"moe_token_dispatcher_type": "allgather", "moe_grouped_gemm": False, "moe_permute_fusion": False},
+        **{
+            "masked_softmax_fusion": False,
+            "bias_activation_fusion": False,
+            "transformer_impl": "local",
+        },
+        **{
+            "moe_token_dispatcher_type": "allgather",
+            "moe_grouped_gemm": False,
+            "moe_permute_fusion": False,
+        },
     }
 
 
@@ -146,5 +176,8 @@ if __name__ == "__main__":
         try:
             reply = answer(each, Path(sys.argv[1]), each.with_name(f"{each.name}.npy"))
         except Exception as error:
-            reply = {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-3000:]}
+            reply = {
+                "failed": f"{type(error).__name__}: {error}",
+                "trace": traceback.format_exc()[-3000:],
+            }
         print("\n" + REPLY + json.dumps(reply), flush=True)

@@ -30,7 +30,9 @@ def with_adapter(chunks: list[Any], checkpoint: Path) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
     version = _version(checkpoint)
-    settings = checkpointing.read_run_config(checkpointing.get_checkpoint_run_config_filename(version))
+    settings = checkpointing.read_run_config(
+        checkpointing.get_checkpoint_run_config_filename(version)
+    )
     peft = instantiate(settings["peft"])
     peft(chunks, training=True)
     peft.set_params_to_save(chunks)
@@ -44,7 +46,9 @@ def with_adapter(chunks: list[Any], checkpoint: Path) -> dict[str, Any]:
         return chosen
 
     keys = _keys(wanted())
-    loaded = dist_checkpointing.load(wanted(), version, strict=CheckpointConfig.dist_ckpt_strictness)
+    loaded = dist_checkpointing.load(
+        wanted(), version, strict=CheckpointConfig.dist_ckpt_strictness
+    )
     for number, chunk in enumerate(chunks):
         name = "model" if len(chunks) == 1 else f"model{number}"
         checkpointing._load_model_state_dict(chunk, loaded[name], False)
@@ -56,7 +60,11 @@ def _keys(wanted: dict[str, Any]) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
     apply_factories(wanted)
-    return {each.key: list(each.global_shape) for each in nested_values(wanted) if isinstance(each, ShardedTensor)}
+    return {
+        each.key: list(each.global_shape)
+        for each in nested_values(wanted)
+        if isinstance(each, ShardedTensor)
+    }
 
 
 def _version(checkpoint: Path) -> str:
@@ -78,28 +86,46 @@ def answer(job: dict[str, Any], rank: int, world: int, rendezvous: str) -> dict[
 
     tp, pp, ep = (job.get(name, 1) for name in ("tp", "pp", "ep"))
     etp = job.get("etp", tp)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=TIMEOUT)
-    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=TIMEOUT
+    )
+    parallel_state.initialize_model_parallel(
+        tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
+    )
     try:
         version = _version(Path(job["base"]))
         provider, _ = model_load_save.load_model_config(version)
-        overrides = answer_overrides(provider) | {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+        overrides = answer_overrides(provider) | {
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+        }
         overrides |= {
             "expert_model_parallel_size": ep,
             "expert_tensor_parallel_size": etp,
             "pipeline_dtype": torch.float32,
         }
-        chunks = model_load_save.load_megatron_model(version, use_cpu_init=True, mp_overrides=overrides)
+        chunks = model_load_save.load_megatron_model(
+            version, use_cpu_init=True, mp_overrides=overrides
+        )
         keys = with_adapter(chunks, Path(job["adapter"])) if job.get("adapter") else {}
         sizes = Namespace(hidden_size=chunks[0].config.hidden_size, params_dtype=torch.float32)
         with torch.no_grad():
-            found = forward(sizes, [chunk.eval() for chunk in chunks], torch.from_numpy(np.load(job["tokens"])))
+            found = forward(
+                sizes, [chunk.eval() for chunk in chunks], torch.from_numpy(np.load(job["tokens"]))
+            )
         last = parallel_state.is_pipeline_last_stage()
         if last and tp > 1 and found.shape[-1] < chunks[0].vocab_size:
             parts = [torch.empty_like(found) for _ in range(tp)]
-            dist.all_gather(parts, found.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+            dist.all_gather(
+                parts, found.contiguous(), group=parallel_state.get_tensor_model_parallel_group()
+            )
             found = torch.cat(parts, -1)
-        if last and parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0:
+        if (
+            last
+            and parallel_state.get_tensor_model_parallel_rank()
+            == parallel_state.get_data_parallel_rank()
+            == 0
+        ):
             np.save(job["logits"], found.float().numpy())
         dist.barrier()
         return {"keys": keys}
@@ -121,10 +147,15 @@ def serve(rank: int, world: int, rendezvous: str, jobs: list[dict[str, Any]]) ->
             try:
                 reply = answer(job, rank, world, f"{rendezvous}-{number}")
             except (Exception, CheckpointException) as error:
-                reply = {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-3000:]}
+                reply = {
+                    "failed": f"{type(error).__name__}: {error}",
+                    "trace": traceback.format_exc()[-3000:],
+                }
             if rank == 0 or "failed" in reply:
                 print("\n" + REPLY + json.dumps(reply | {"job": number, "rank": rank}), flush=True)
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(Path(sys.argv[4]).read_text()))
+    serve(
+        int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(Path(sys.argv[4]).read_text())
+    )

@@ -22,7 +22,9 @@ def answer(job: dict[str, Any]) -> dict[str, list[str] | None]:
     for name in job["names"]:
         mapping = registry.megatron_to_hf_lookup(name)
         names = None if mapping is None else mapping.hf_param
-        found[name] = names if names is None else list(names.values()) if isinstance(names, dict) else [names]
+        found[name] = (
+            names if names is None else list(names.values()) if isinstance(names, dict) else [names]
+        )
     return found
 
 

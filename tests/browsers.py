@@ -17,9 +17,7 @@ import pytest
 
 BROWSERS = ("chromium", "chromium-headless-shell", "google-chrome", "chrome")
 PATIENCE_S = 120.0
-AS_3_AND_4 = (
-    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
-)
+AS_3_AND_4 = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 """The numbers that the protocol's pipes have."""
 
 
@@ -40,7 +38,9 @@ class Page:
         self._session: str | None = None
         self.asked: list[str] = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         self._call("Network.enable")
         self._call("Page.enable")
 
@@ -53,7 +53,9 @@ class Page:
         self._call("Input.insertText", text=text)
 
     def run(self, script: str) -> Any:
-        found = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        found = self._call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
@@ -96,7 +98,9 @@ def page(directory: Path) -> Iterator[Page]:
         "--disable-background-networking", "--disable-component-update",
     ]  # fmt: skip
     process = subprocess.Popen(
-        [sys.executable, "-ISc", AS_3_AND_4, *map(str, ends), *command], pass_fds=ends, stderr=subprocess.DEVNULL
+        [sys.executable, "-ISc", AS_3_AND_4, *map(str, ends), *command],
+        pass_fds=ends,
+        stderr=subprocess.DEVNULL,
     )
     for end in (commanded, answered, *ends):
         os.close(end)

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from megaconv.families import families, family_of_hf
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import changed, from_fields, per_layer
-from tests.strategies import Draw, has_linear_attention, has_mamba, with_linear_attention, with_mamba
+from tests.strategies import (
+    Draw,
+    has_linear_attention,
+    has_mamba,
+    with_linear_attention,
+    with_mamba,
+)
 
 Raw = dict[str, Any]
 
@@ -19,7 +25,9 @@ LLAMA_LIKE = [name for name in FAMILIES if name not in ("gpt2", "nemotron_h")]
 WITHOUT_CLASS = ("bailing_moe2", "mimo", "sarvam_mla", "sarvam_moe")
 """Families that no release of transformers has."""
 IN_TRANSFORMERS = [name for name in LLAMA_LIKE if name not in WITHOUT_CLASS]
-SCALED = [name for name in IN_TRANSFORMERS if name not in ("phi3", "gpt_oss", "olmo3", "gemma3_text")]
+SCALED = [
+    name for name in IN_TRANSFORMERS if name not in ("phi3", "gpt_oss", "olmo3", "gemma3_text")
+]
 """Phi-3 knows one kind of rope scaling, of its own; GPT-OSS is scaled if it says nothing; the others have two ropes."""
 LATENT_KEYS: Raw = {
     "kv_lora_rank": 12,
@@ -119,7 +127,11 @@ OWN_KEYS: dict[str, Raw] = {
     "jais2": {"hidden_act": "relu2", "layer_norm_eps": 1e-5},
     "arcee": {"hidden_act": "relu2"},
     "starcoder2": {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5},
-    "stablelm": {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "head_dim": 4},  # hidden_size over heads
+    "stablelm": {
+        "layer_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "head_dim": 4,
+    },  # hidden_size over heads
     "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
     "glm": {"partial_rotary_factor": 0.5},
     "nemotron_h": {
@@ -137,7 +149,12 @@ OWN_KEYS: dict[str, Raw] = {
     },
 }
 """What only these families say, or say otherwise."""
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 99, "beta_fast": 8.0, "beta_slow": 0.5}
 SCALINGS: dict[str, Raw | None] = {
     "none": None,
@@ -227,7 +244,7 @@ IN_TENSORS = (
         "dtype",
     ),
     *("attention.qkv_bias", "attention.o_bias", "attention.qk_norm", "attention.sinks"),
-    *("experts.count", "experts.shared_gate", "experts.router_bias"),
+    *("experts.count", "experts.shared_gate", "experts.router_bias", "experts.latent"),
 )
 
 
@@ -249,7 +266,13 @@ def scalings(draw: Draw) -> Raw | None:
                 {"rope_type": "linear", "factor": factor},
                 {"rope_type": "llama3", **LLAMA3, "factor": factor},
                 {"rope_type": "yarn", **YARN, "factor": factor},
-                {"rope_type": "yarn", **YARN, "mscale": 0.7, "mscale_all_dim": 0.9, "truncate": False},
+                {
+                    "rope_type": "yarn",
+                    **YARN,
+                    "mscale": 0.7,
+                    "mscale_all_dim": 0.9,
+                    "truncate": False,
+                },
             )
         )
     )
@@ -271,7 +294,16 @@ def gpt2_configs(draw: Draw) -> ModelConfig:
 
 DEEPSEEKS = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
-    *("dots1", "solar_open", "hy_v3", "exaone_moe", "ernie4_5_moe", "bailing_moe2", "sarvam_mla", "sarvam_moe"),
+    *(
+        "dots1",
+        "solar_open",
+        "hy_v3",
+        "exaone_moe",
+        "ernie4_5_moe",
+        "bailing_moe2",
+        "sarvam_mla",
+        "sarvam_moe",
+    ),
 )
 """Families whose experts are described in DeepSeek's manner."""
 
@@ -303,14 +335,20 @@ def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
     least = 2 if families()[name].fixed.get("experts.score") == "sigmoid" else 1
     experts = draw(st.integers(least, 9))
     per_token = draw(st.integers(least, experts))
-    config = changed(config, {"experts.count": experts, "experts.per_token": per_token, "experts.ffn": moe_ffn})
+    config = changed(
+        config, {"experts.count": experts, "experts.per_token": per_token, "experts.ffn": moe_ffn}
+    )
     if name == "llama4":
         return draw(a_llama4(config))
     if name in ("mixtral", "gpt_oss", "olmoe", "minimax_m2"):
         config = changed(config, {"mlp.ffn": moe_ffn, "layers.mlp": "experts"})
         if name == "minimax_m2":
             return changed(config, {"experts.score": "sigmoid", "experts.router_bias": True})
-        return changed(config, {"experts.renormalize": draw(st.booleans())}) if name == "olmoe" else config
+        return (
+            changed(config, {"experts.renormalize": draw(st.booleans())})
+            if name == "olmoe"
+            else config
+        )
     if name in DEEPSEEKS:
         first = 0 if name == "solar_open" else draw(st.integers(0, config.layer_count - 1))
         config = changed(
@@ -324,7 +362,11 @@ def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
         if name == "deepseek_v2":
             return changed(config, {"experts.renormalize": False})
         if name == "ernie4_5_moe":
-            own = {"experts.scale": None, "experts.router_bias": True, "positions.interleaved": True}
+            own = {
+                "experts.scale": None,
+                "experts.router_bias": True,
+                "positions.interleaved": True,
+            }
             return changed(config, own | {"positions.scaling": None})
         config = changed(config, {"experts.score": "sigmoid", "experts.router_bias": True})
         if name == "hy_v3":
@@ -386,7 +428,9 @@ def with_latent_attention(draw: Draw, config: ModelConfig) -> ModelConfig:
 
 @st.composite
 def with_indexer(draw: Draw, config: ModelConfig) -> ModelConfig:
-    sizes = {name: draw(st.integers(1, 9)) for name in ("latent.q_rank", "indexer.heads", "indexer.topk")}
+    sizes = {
+        name: draw(st.integers(1, 9)) for name in ("latent.q_rank", "indexer.heads", "indexer.topk")
+    }
     width = config.latent.rope_dim + draw(st.integers(0, 4))
     turning = {"indexer.interleaved": config.family == "glm_moe_dsa"}
     return changed(config, {**sizes, **turning, "indexer.head_dim": width})
@@ -413,11 +457,15 @@ def one_of_choices(draw: Draw, config: ModelConfig) -> ModelConfig:
     name, layers = config.family, config.layer_count
     found = {**families()[name].fixed, **draw(st.sampled_from(CHOICES[name]))}
     if name == "smollm3":
-        found["layers.rotates"] = per_layer(draw(st.sets(st.integers(0, layers - 1))), layers, False, True)
+        found["layers.rotates"] = per_layer(
+            draw(st.sets(st.integers(0, layers - 1))), layers, False, True
+        )
     if name == "stablelm":
         found["hidden"] = config.attention.heads * config.attention.head_dim
     if found.get("positions.rotary_percent", 1.0) != 1.0 or found.get("positions.interleaved"):
-        found["positions.scaling"] = None  # Megatron's yarn is for whole heads that rotate by halves
+        found["positions.scaling"] = (
+            None  # Megatron's yarn is for whole heads that rotate by halves
+        )
     return changed(config, found)
 
 
@@ -426,7 +474,9 @@ def with_windows(draw: Draw, config: ModelConfig) -> ModelConfig:
     """On some layers at least; scaled positions, or windows with a base of their own, are not those of all layers."""
     layers = config.layer_count
     windowed = draw(st.sets(st.integers(0, layers - 1), min_size=1))
-    config = changed(config, {"layers.window": per_layer(windowed, layers, draw(st.integers(1, 99)), None)})
+    config = changed(
+        config, {"layers.window": per_layer(windowed, layers, draw(st.integers(1, 99)), None)}
+    )
     scaling = config.positions.scaling
     if (scaling or {}).get("rope_type") == "llama3" or (scaling or {}).get("factor") == 1:
         scaling = None
@@ -439,7 +489,10 @@ def with_windows(draw: Draw, config: ModelConfig) -> ModelConfig:
 @st.composite
 def gemmas(draw: Draw, config: ModelConfig) -> ModelConfig:
     name, scale = config.family, config.hidden**0.5
-    config = changed(config, {"norm.zero_centered": True, "mlp.activation": "gelu_tanh", "embedding_scale": scale})
+    config = changed(
+        config,
+        {"norm.zero_centered": True, "mlp.activation": "gelu_tanh", "embedding_scale": scale},
+    )
     if name == "gemma":
         return config
     scalar = draw(st.sampled_from((config.attention.head_dim, 3, 7)))
@@ -451,8 +504,12 @@ def gemmas(draw: Draw, config: ModelConfig) -> ModelConfig:
             "head.logit_cap": draw(st.sampled_from((None, 30.0))),
         }
         return changed(config, {**caps, "layers.window": draw(st.none() | st.integers(1, 99))})
-    config = draw(with_windows(changed(config, {"attention.qk_norm": True, "positions.scaling": None})))
-    return changed(config, {"positions.local_theta": config.positions.local_theta or config.positions.theta})
+    config = draw(
+        with_windows(changed(config, {"attention.qk_norm": True, "positions.scaling": None}))
+    )
+    return changed(
+        config, {"positions.local_theta": config.positions.local_theta or config.positions.theta}
+    )
 
 
 @st.composite
@@ -482,7 +539,9 @@ def configs(draw: Draw) -> ModelConfig:
     )
     if name == "llama":
         bias = draw(st.booleans())
-        return changed(config, {"attention.qkv_bias": bias, "attention.o_bias": bias, "mlp.bias": bias})
+        return changed(
+            config, {"attention.qkv_bias": bias, "attention.o_bias": bias, "mlp.bias": bias}
+        )
     if name.startswith("gemma"):
         return draw(gemmas(config))
     if name in CHOICES:
@@ -495,9 +554,14 @@ def configs(draw: Draw) -> ModelConfig:
     if name == "mistral":
         return changed(config, {"layers.window": draw(st.integers(1, 99))})
     if name == "phi3":
-        return changed(config, {"layers.window": draw(st.none() | st.integers(1, 99)), "positions.scaling": None})
+        return changed(
+            config,
+            {"layers.window": draw(st.none() | st.integers(1, 99)), "positions.scaling": None},
+        )
     if has_mamba(name):
-        return draw(with_mamba(changed(config, {"positions.scaling": None, "positions.theta": 1e4})))
+        return draw(
+            with_mamba(changed(config, {"positions.scaling": None, "positions.theta": 1e4}))
+        )
     if name in EXPERT_KEYS:
         config = draw(with_experts(config))
     if has_linear_attention(name):
@@ -507,13 +571,22 @@ def configs(draw: Draw) -> ModelConfig:
     if name in ("olmoe", "minimax_m2"):
         return changed(config, {"attention.qk_norm": True, "attention.qk_norm_width": "all"})
     if name == "glm4":
-        turning = {"positions.interleaved": True, "positions.rotary_percent": draw(st.sampled_from((0.5, 1.0)))}
+        turning = {
+            "positions.interleaved": True,
+            "positions.rotary_percent": draw(st.sampled_from((0.5, 1.0))),
+        }
         if (config.positions.scaling or {}).get("rope_type") == "yarn":
-            config = changed(config, {"positions.scaling": None})  # Megatron's is for heads that rotate by halves
-        return changed(config, {**turning, "norm.place": "both", "attention.qkv_bias": draw(st.booleans())})
+            config = changed(
+                config, {"positions.scaling": None}
+            )  # Megatron's is for heads that rotate by halves
+        return changed(
+            config, {**turning, "norm.place": "both", "attention.qkv_bias": draw(st.booleans())}
+        )
     if name == "exaone4":
         windowed = draw(st.sets(st.integers(0, layers - 1)))
-        window, rotating = (draw(st.integers(1, 99)), windowed) if windowed else (None, range(layers))
+        window, rotating = (
+            (draw(st.integers(1, 99)), windowed) if windowed else (None, range(layers))
+        )
         kinds = {
             "layers.window": per_layer(windowed, layers, window, None),
             "layers.rotates": per_layer(rotating, layers, True, False),
@@ -521,16 +594,30 @@ def configs(draw: Draw) -> ModelConfig:
         return changed(config, {**kinds, "attention.qk_norm": True, "norm.place": "after"})
     if name in ("olmo2", "olmo3"):
         norms = {"attention.qk_norm": True, "attention.qk_norm_width": "all", "norm.place": "after"}
-        return draw(with_windows(changed(config, norms))) if name == "olmo3" else changed(config, norms)
+        return (
+            draw(with_windows(changed(config, norms)))
+            if name == "olmo3"
+            else changed(config, norms)
+        )
     if name in ("glm4_moe", "solar_open", "bailing_moe2"):
-        if config.positions.rotary_percent != 1 and (config.positions.scaling or {}).get("rope_type") == "yarn":
-            config = changed(config, {"positions.scaling": None})  # Megatron's yarn is for whole heads
+        if (
+            config.positions.rotary_percent != 1
+            and (config.positions.scaling or {}).get("rope_type") == "yarn"
+        ):
+            config = changed(
+                config, {"positions.scaling": None}
+            )  # Megatron's yarn is for whole heads
         qk_norm = name != "solar_open" and draw(st.booleans())
-        return changed(config, {"attention.qkv_bias": draw(st.booleans()), "attention.qk_norm": qk_norm})
+        return changed(
+            config, {"attention.qkv_bias": draw(st.booleans()), "attention.qk_norm": qk_norm}
+        )
     if name in ("ernie4_5_moe", "llama4"):
         return config
     if name == "sarvam_moe":
-        return changed(config, {"attention.qkv_bias": draw(st.booleans()), "attention.qk_norm": draw(st.booleans())})
+        return changed(
+            config,
+            {"attention.qkv_bias": draw(st.booleans()), "attention.qk_norm": draw(st.booleans())},
+        )
     if name in ("dots1", "hy_v3", "exaone_moe"):
         config = changed(config, {"attention.qk_norm": True})
         if name == "hy_v3":
@@ -540,20 +627,32 @@ def configs(draw: Draw) -> ModelConfig:
         rotates = per_layer(windowed, layers, True, False) if name == "exaone_moe" else True
         return changed(config, found | {"layers.rotates": rotates})
     if name == "gpt_oss":
-        experts = {"mlp.activation": "quick_gelu", "mlp.clamp": draw(st.sampled_from((7.0, 5.5))), "mlp.offset": 1.0}
-        biases = dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias", "attention.sinks"), True)
+        experts = {
+            "mlp.activation": "quick_gelu",
+            "mlp.clamp": draw(st.sampled_from((7.0, 5.5))),
+            "mlp.offset": 1.0,
+        }
+        biases = dict.fromkeys(
+            ("attention.qkv_bias", "attention.o_bias", "mlp.bias", "attention.sinks"), True
+        )
         config = changed(config, {**experts, **biases})
     if name in ("mixtral", "qwen3_moe"):
         window = draw(st.none() | st.integers(1, 99))
         return changed(config, {"layers.window": window, "attention.qk_norm": name == "qwen3_moe"})
     if name != "gpt_oss":
         config = changed(
-            config, {"attention.qkv_bias": name in ("qwen2", "qwen2_moe", "mimo"), "attention.qk_norm": name == "qwen3"}
+            config,
+            {
+                "attention.qkv_bias": name in ("qwen2", "qwen2_moe", "mimo"),
+                "attention.qk_norm": name == "qwen3",
+            },
         )
     windowed = draw(st.sets(st.integers(0, layers - 1)))
     if not windowed or (name == "llama" and len(windowed) == layers):
         return config
-    return changed(config, {"layers.window": per_layer(windowed, layers, draw(st.integers(1, 99)), None)})
+    return changed(
+        config, {"layers.window": per_layer(windowed, layers, draw(st.integers(1, 99)), None)}
+    )
 
 
 LLAMA = read(in_old_keys(raw_config("llama", bos_token_id=None, eos_token_id=None), 1e4, None))

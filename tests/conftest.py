@@ -1,5 +1,7 @@
 """Shared by all tests: where the fixtures are, and small models to convert."""
 
+import logging
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,24 +16,37 @@ settings.register_profile("same", derandomize=True, database=None, deadline=None
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("same")
 
+# A shell that starts the tests in the background, or nohup, has them ignore these, and every process that a test starts too.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, usual)
+
 FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_shown() -> None:
+    """Tests share a process, and the fuzzer and comparisons of many models silence warnings."""
+    logging.disable(logging.NOTSET)
+    for package in ("megaconv", "megatron_lite", "loaders", "savers", "formats"):
+        logging.getLogger(package).setLevel(logging.NOTSET)
 
 
 GRIDS = {
     "tests/formats/test_commit.py::test_a_commit_killed_before_any_step_leaves_one_of_the_two_outputs": 2,
-    "tests/test_chains.py::test_a_chain_of_conversions_comes_back_bit_for_bit": 3,
-    "tests/test_encoders.py::test_a_bert_of_megatron_computes_the_same_at_another_layout": 3,
-    "tests/test_families.py::test_there_and_elsewhere_and_back_every_bit_is_the_same": 2,
-    "tests/test_oracles.py::test_a_checkpoint_of_megatron_computes_the_same_at_another_layout": 3,
-    "tests/test_hub.py::test_a_model_is_read_from_the_hub": 2,
-    "tests/test_oracles.py::test_megatron_computes_what_transformers_computes": 2,
-    "tests/test_oracles.py::test_megatron_loads_torch_dist_strictly_and_computes_the_same": 3,
-    "tests/test_oracles.py::test_the_way_back_gives_the_same_model": 2,
-    "tests/test_oracles.py::test_the_way_back_needs_nothing_but_the_rank_files": 2,
-    "tests/test_oracles.py::test_what_a_variant_is_there_to_prove_moves_its_logits": 2,
-    "tests/test_savers.py::test_what_is_written_verifies_or_is_refused": 2,
-    "tests/test_write_errors.py::test_an_error_at_any_call_leaves_the_target_as_it_was": 2,
-    "tests/test_write_errors.py::test_an_error_at_any_other_call_ends_the_run_or_is_survived_and_leaves_nothing": 2,
+    "tests/engine/test_chains.py::test_a_chain_of_conversions_comes_back_bit_for_bit": 3,
+    "tests/families/test_encoders.py::test_a_bert_of_megatron_computes_the_same_at_another_layout": 3,
+    "tests/families/test_families.py::test_there_and_elsewhere_and_back_every_bit_is_the_same": 2,
+    "tests/megatron/test_oracles.py::test_a_checkpoint_of_megatron_computes_the_same_at_another_layout": 3,
+    "tests/commands/test_hub.py::test_a_model_is_read_from_the_hub": 2,
+    "tests/megatron/test_oracles.py::test_megatron_computes_what_transformers_computes": 2,
+    "tests/megatron/test_oracles.py::test_megatron_loads_torch_dist_strictly_and_computes_the_same": 3,
+    "tests/megatron/test_oracles.py::test_the_way_back_gives_the_same_model": 2,
+    "tests/megatron/test_oracles.py::test_the_way_back_needs_nothing_but_the_rank_files": 2,
+    "tests/megatron/test_oracles.py::test_what_a_variant_is_there_to_prove_moves_its_logits": 2,
+    "tests/savers/test_savers.py::test_what_is_written_verifies_or_is_refused": 2,
+    "tests/engine/test_write_errors.py::test_an_error_at_any_call_leaves_the_target_as_it_was": 2,
+    "tests/engine/test_write_errors.py::test_an_error_at_any_other_call_ends_the_run_or_is_survived_and_leaves_nothing": 2,
     "tests/trainer/inference/test_engine_model.py::test_sharded_models_generate_what_transformers_does": 2,
     "tests/trainer/inference/test_weights.py::test_tensors_are_those_of_the_file": 3,
     "tests/trainer/loop/test_megatron_loads.py::test_megatron_core_loads_weights_and_optimizer_strictly": 3,

@@ -58,9 +58,13 @@ def modules() -> SimpleNamespace:
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
     class NormedRowLinear(RowParallelLinear):
-        def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+        def __init__(
+            self, input_size: int, output_size: int, *, config: Any, **options: Any
+        ) -> None:
             super().__init__(input_size, output_size, config=config, **options)
-            self.post_layernorm = WrappedTorchNorm(config, output_size, eps=config.layernorm_epsilon)
+            self.post_layernorm = WrappedTorchNorm(
+                config, output_size, eps=config.layernorm_epsilon
+            )
 
         def forward(self, x: Any) -> Any:
             output, bias = super().forward(x)
@@ -77,12 +81,18 @@ def modules() -> SimpleNamespace:
 
         def forward(self, x: Any) -> Any:
             squares = x.float().square().sum((-2, -1), keepdim=True)
-            torch.distributed.all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
+            torch.distributed.all_reduce(
+                squares, group=parallel_state.get_tensor_model_parallel_group()
+            )
             return x * torch.rsqrt(squares / self.whole + self.eps) * self.weight.view(x.shape[-2:])
 
-        def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        def sharded_state_dict(
+            self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+        ) -> Any:
             state = self.state_dict(keep_vars=True)
-            return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+            return make_sharded_tensors_for_checkpoint(
+                state, prefix, {"weight": 0}, sharded_offsets
+            )
 
     class WideQNorm(WideNorm):
         def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
@@ -139,7 +149,10 @@ def give_windows_their_own_rope(chunk: Any, args: Namespace) -> None:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     local = RotaryEmbedding(
-        args.kv_channels, args.rotary_percent, rotary_base=args.rotary_base[0], use_cpu_initialization=True
+        args.kv_channels,
+        args.rotary_percent,
+        rotary_base=args.rotary_base[0],
+        use_cpu_initialization=True,
     )
 
     def turned(module: Any, inputs: Any, named: dict[str, Any]) -> Any:
@@ -148,13 +161,19 @@ def give_windows_their_own_rope(chunk: Any, args: Namespace) -> None:
     for layer in windowed_layers(chunk, args):
         layer.self_attention.register_forward_pre_hook(turned, with_kwargs=True)
         layer.self_attention.config = copy.copy(layer.self_attention.config)
-        for name in [name for name in vars(layer.self_attention.config) if name.startswith("yarn_")]:
+        for name in [
+            name for name in vars(layer.self_attention.config) if name.startswith("yarn_")
+        ]:
             delattr(layer.self_attention.config, name)
 
 
 def windowed_layers(chunk: Any, args: Namespace) -> Iterator[Any]:
     pattern = args.window_attn_skip_freq or [1] * args.num_layers
-    return (layer for layer in chunk.decoder.layers if args.window_size and pattern[layer.layer_number - 1])
+    return (
+        layer
+        for layer in chunk.decoder.layers
+        if args.window_size and pattern[layer.layer_number - 1]
+    )
 
 
 def norm_only_what_rotates(chunk: Any, args: Namespace) -> None:

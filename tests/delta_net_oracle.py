@@ -23,7 +23,9 @@ def settings(args: Namespace) -> dict[str, Any]:
     return {"deterministic_mode": True} if layers(args) else {}
 
 
-def put_into(spec: Any, args: Namespace, config: "TransformerConfig", virtual_stage: int | None) -> None:
+def put_into(
+    spec: Any, args: Namespace, config: "TransformerConfig", virtual_stage: int | None
+) -> None:
     """Give the linear layers of a block their mixer. Distributed checkpoints call a norm before it as Transformer Engine does."""
     from copy import deepcopy
 
@@ -41,11 +43,16 @@ def put_into(spec: Any, args: Namespace, config: "TransformerConfig", virtual_st
     parts = gated_delta_net.GatedDeltaNetSubmodules(
         in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
     )
-    first, count = get_transformer_layer_offset(config, virtual_stage), get_num_layers_to_build(config, virtual_stage)
+    first, count = (
+        get_transformer_layer_offset(config, virtual_stage),
+        get_num_layers_to_build(config, virtual_stage),
+    )
     for index, is_linear in enumerate(layers(args)[first : first + count]):
         if is_linear:
             layer = spec.layer_specs[index] = deepcopy(spec.layer_specs[index])
-            layer.submodules.self_attention = ModuleSpec(module=gated_delta_net.GatedDeltaNet, submodules=parts)
+            layer.submodules.self_attention = ModuleSpec(
+                module=gated_delta_net.GatedDeltaNet, submodules=parts
+            )
             keys = layer.submodules.sharded_state_dict_keys_map
             layer.submodules.sharded_state_dict_keys_map = {
                 **keys,

@@ -23,7 +23,7 @@ def convert(source: Path, target: Path, saver: str = "core", **options: Any) -> 
     if saver == "core":
         options = {"transformer_impl": "local", **options}
     if saver in ("core", "legacy"):
-        options = {"vocab_divisor": 8, **options}
+        options = {"make_vocab_size_divisible_by": 8, **options}
     megaconv.convert(source, target, saver=saver, workers=2, **options)
     return target
 
@@ -44,7 +44,9 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert (found - expected).abs().max().item() <= TOLERANCE
 
 
-def assert_answers(answer: tuple[torch.Tensor, torch.Tensor], asked: Tensors, expected: Tensors) -> None:
+def assert_answers(
+    answer: tuple[torch.Tensor, torch.Tensor], asked: Tensors, expected: Tensors
+) -> None:
     """Where tokens are masked, what comes out means nothing."""
     vocab, seen = expected["logits"].shape[-1], asked["attention_mask"].bool()
     assert_close(answer[0][..., :vocab][seen], expected["logits"][seen])

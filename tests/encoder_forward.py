@@ -20,7 +20,9 @@ class Forward:
         self.tensors = {name: checkpoint.load(name).float() for name in checkpoint.tensors}
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"])
+        return torch.nn.functional.linear(
+            x, self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
+        )
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         """As it is where the model has no such norm."""
@@ -30,12 +32,17 @@ class Forward:
         return layer_norm(x, (self.config.hidden,), weight, bias, self.config.norm.epsilon)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self.tensors["embed.weight"][tokens] + self.tensors["positions.weight"][: tokens.shape[1]]
+        return (
+            self.tensors["embed.weight"][tokens]
+            + self.tensors["positions.weight"][: tokens.shape[1]]
+        )
 
     def attend(self, name: str, x: Tensor, to: Tensor, mask: Masks) -> Tensor:
         """mask: true where a token may look, None for everywhere."""
         heads = [
-            self.linear(f"{name}.{word}", source).unflatten(-1, (self.config.attention.heads, -1)).transpose(1, 2)
+            self.linear(f"{name}.{word}", source)
+            .unflatten(-1, (self.config.attention.heads, -1))
+            .transpose(1, 2)
             for word, source in (("q", x), ("k", to), ("v", to))
         ]
         found = scaled_dot_product_attention(*heads, attn_mask=mask)
@@ -50,7 +57,9 @@ class Forward:
             x = x + self.attend(f"{name}.cross", self.norm(f"{name}.cross_norm", x), memory, None)
         normed = self.norm(f"{name}.mlp_norm", x)
         carried = normed if self.config.has("post_norm") else x
-        return carried + self.linear(f"{name}.mlp.down", self.activate(self.linear(f"{name}.mlp.up", normed)))
+        return carried + self.linear(
+            f"{name}.mlp.down", self.activate(self.linear(f"{name}.mlp.up", normed))
+        )
 
     def activate(self, x: Tensor) -> Tensor:
         return gelu(x, approximate="tanh" if self.config.mlp.activation == "gelu_tanh" else "none")
@@ -59,7 +68,9 @@ class Forward:
         return x @ self.tensors["embed.weight"].T + self.tensors["head.bias"]
 
 
-def bert(checkpoint: Checkpoint, tokens: Tensor, may_look: Tensor, types: Tensor) -> tuple[Tensor, Tensor]:
+def bert(
+    checkpoint: Checkpoint, tokens: Tensor, may_look: Tensor, types: Tensor
+) -> tuple[Tensor, Tensor]:
     """(logits [batch, sequence, vocabulary], logits of the binary head [batch, 2])."""
     model = Forward(checkpoint)
     x = model.embed(tokens) + model.tensors["token_types.weight"][types]
@@ -67,8 +78,12 @@ def bert(checkpoint: Checkpoint, tokens: Tensor, may_look: Tensor, types: Tensor
         x = model.layer(f"encoder.layers.{layer}", x, may_look.bool()[:, None, None, :])
     x = model.norm("final_norm", x)
     approximate = "tanh" if model.config.head.activation == "gelu_tanh" else "none"
-    transformed = model.norm("transform.norm", gelu(model.linear("transform.dense", x), approximate=approximate))
-    return model.head(transformed), model.linear("binary_head", model.linear("pooler", x[:, 0]).tanh())
+    transformed = model.norm(
+        "transform.norm", gelu(model.linear("transform.dense", x), approximate=approximate)
+    )
+    return model.head(transformed), model.linear(
+        "binary_head", model.linear("pooler", x[:, 0]).tanh()
+    )
 
 
 def t5(checkpoint: Checkpoint, tokens: Tensor, decoder_tokens: Tensor) -> Tensor:

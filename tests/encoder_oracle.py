@@ -25,7 +25,9 @@ def is_t5(args: Namespace) -> bool:
     return args.decoder_num_layers is not None
 
 
-def build_bert(args: Namespace, config: "TransformerConfig", virtual_stage: int | None) -> "BertModel":
+def build_bert(
+    args: Namespace, config: "TransformerConfig", virtual_stage: int | None
+) -> "BertModel":
     from megatron.core import parallel_state
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
@@ -37,8 +39,12 @@ def build_bert(args: Namespace, config: "TransformerConfig", virtual_stage: int 
         transformer_layer_spec=bert_layer_local_spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage),
+        pre_process=parallel_state.is_pipeline_first_stage(
+            ignore_virtual=False, vp_stage=virtual_stage
+        ),
+        post_process=parallel_state.is_pipeline_last_stage(
+            ignore_virtual=False, vp_stage=virtual_stage
+        ),
         parallel_output=False,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         vp_stage=virtual_stage,
@@ -58,7 +64,9 @@ def build_t5(args: Namespace, config: "TransformerConfig") -> "T5Model":
     return T5Model(
         config=config,
         encoder_config=encoder_config,
-        transformer_encoder_layer_spec=get_t5_encoder_with_local_block_spec(args.encoder_num_layers),
+        transformer_encoder_layer_spec=get_t5_encoder_with_local_block_spec(
+            args.encoder_num_layers
+        ),
         transformer_decoder_layer_spec=get_t5_decoder_with_local_block_spec(args.num_layers),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
@@ -82,4 +90,10 @@ def call_arguments(asked: Mapping[str, "torch.Tensor"]) -> tuple[Any, ...]:
     batch, sequence, length = len(tokens), tokens.shape[1], decoder.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).triu(1).expand(batch, 1, length, length)
     everything = torch.zeros(batch, 1, sequence, sequence, dtype=torch.bool)
-    return tokens, decoder, everything, causal, torch.zeros(batch, 1, length, sequence, dtype=torch.bool)
+    return (
+        tokens,
+        decoder,
+        everything,
+        causal,
+        torch.zeros(batch, 1, length, sequence, dtype=torch.bool),
+    )

@@ -30,7 +30,9 @@ def main(question: dict[str, Any]) -> dict[str, Any]:
     vocabulary = llama_cpp.llama_model_get_vocab(model)
     if "tokens" in question:
         tokens = np.load(question["tokens"])
-        np.save(question["logits"], _logits(llama_cpp, model, vocabulary, tokens, question["context"]))
+        np.save(
+            question["logits"], _logits(llama_cpp, model, vocabulary, tokens, question["context"])
+        )
     return {"texts": [_split(llama_cpp, vocabulary, text) for text in question.get("texts", ())]}
 
 
@@ -53,9 +55,9 @@ def _logits(llama_cpp: Any, model: Any, vocabulary: Any, tokens: Any, context: i
         status = llama_cpp.llama_decode(here, batch)
         if status:
             raise RuntimeError(f"llama_decode answers {status}")
-        found[row] = np.ctypeslib.as_array(llama_cpp.llama_get_logits(here), shape=(count * words,)).reshape(
-            count, words
-        )
+        found[row] = np.ctypeslib.as_array(
+            llama_cpp.llama_get_logits(here), shape=(count * words,)
+        ).reshape(count, words)
     return found
 
 

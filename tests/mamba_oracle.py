@@ -88,30 +88,54 @@ def local_stack(args: Namespace) -> Any:
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
 
-    mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear))
+    mixer = ModuleSpec(
+        MambaMixer, submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
+    )
     attention = ModuleSpec(
         SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+            linear_qkv=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
         ),
     )
-    mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
-    experts = get_moe_module_spec(use_te=False, num_experts=args.num_experts or 1, moe_grouped_gemm=False)
-    before_mlp: dict[str, Any] = {"pre_mlp_layernorm": WrappedTorchNorm, "mlp_bda": get_bias_dropout_add}
-    before_attention: dict[str, Any] = {"input_layernorm": WrappedTorchNorm, "self_attn_bda": get_bias_dropout_add}
+    mlp = ModuleSpec(
+        MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+    experts = get_moe_module_spec(
+        use_te=False, num_experts=args.num_experts or 1, moe_grouped_gemm=False
+    )
+    before_mlp: dict[str, Any] = {
+        "pre_mlp_layernorm": WrappedTorchNorm,
+        "mlp_bda": get_bias_dropout_add,
+    }
+    before_attention: dict[str, Any] = {
+        "input_layernorm": WrappedTorchNorm,
+        "self_attn_bda": get_bias_dropout_add,
+    }
     layers = MambaStackSubmodules(
         mamba_layer=ModuleSpec(
             MambaLayer,
-            submodules=MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add),
+            submodules=MambaLayerSubmodules(
+                norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add
+            ),
         ),
         attention_layer=ModuleSpec(
-            TransformerLayer, submodules=TransformerLayerSubmodules(self_attention=attention, **before_attention)
+            TransformerLayer,
+            submodules=TransformerLayerSubmodules(self_attention=attention, **before_attention),
         ),
-        mlp_layer=ModuleSpec(MLPLayer, submodules=TransformerLayerSubmodules(mlp=mlp, **before_mlp)),
-        moe_layer=ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(mlp=experts, **before_mlp)),
+        mlp_layer=ModuleSpec(
+            MLPLayer, submodules=TransformerLayerSubmodules(mlp=mlp, **before_mlp)
+        ),
+        moe_layer=ModuleSpec(
+            TransformerLayer, submodules=TransformerLayerSubmodules(mlp=experts, **before_mlp)
+        ),
     )
     return ModuleSpec(MambaStack, submodules=layers)
 
@@ -158,8 +182,16 @@ def convolve_and_scan(
     from torch.nn.functional import conv1d, pad, silu, softplus
 
     skip: torch.Tensor = settings["D"]
-    assert (settings["activation"], settings["norm_before_gate"], settings["seq_idx"]) == ("silu", False, None)
-    (heads,), (channels, kernel), (batch, positions, _) = decay.shape, conv_weight.shape, projected.shape
+    assert (settings["activation"], settings["norm_before_gate"], settings["seq_idx"]) == (
+        "silu",
+        False,
+        None,
+    )
+    (heads,), (channels, kernel), (batch, positions, _) = (
+        decay.shape,
+        conv_weight.shape,
+        projected.shape,
+    )
     z, mixed, dt = projected.split([heads * headdim, channels, heads], -1)
     padded = pad(mixed.transpose(1, 2), (kernel - 1, 0))
     mixed = silu(conv1d(padded, conv_weight[:, None], conv_bias, groups=channels)).transpose(1, 2)
@@ -187,7 +219,9 @@ def grouped_norm() -> type:
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
     class GroupedNorm(torch.nn.Module):
-        def __init__(self, width: int, *, eps: float, group_size: int, dtype: Any, **_: Any) -> None:
+        def __init__(
+            self, width: int, *, eps: float, group_size: int, dtype: Any, **_: Any
+        ) -> None:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.ones(width, dtype=dtype))
             self.eps, self.group_size = eps, group_size
@@ -197,7 +231,9 @@ def grouped_norm() -> type:
             scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
             return (groups * scale).flatten(-2) * self.weight
 
-        def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        def sharded_state_dict(
+            self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+        ) -> Any:
             return make_sharded_tensors_for_checkpoint(
                 self.state_dict(prefix="", keep_vars=True),
                 prefix,

@@ -5,7 +5,7 @@
     python tests/megatron_fields.py repository ~/Megatron-LM main  and another commit of it
 
 Nothing is installed or run: classes and parsers are read as text. When a release has something new,
-tests/test_known_arguments.py names what megaconv has to learn of it.
+tests/megatron/test_known_arguments.py names what megaconv has to learn of it.
 """
 
 import ast
@@ -38,7 +38,10 @@ Fields = dict[str, str]
 def core_fields(sources: Iterable[str]) -> Fields:
     """Of the configuration classes among these texts."""
     classes = {
-        node.name: node for text in sources for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)
+        node.name: node
+        for text in sources
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef)
     }
 
     def counts(name: str) -> bool:
@@ -68,7 +71,11 @@ def parser_arguments(sources: Iterable[str]) -> set[str]:
     names = set()
     for text in sources:
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "add_argument"
+            ):
                 names |= set(_destination(node))
             elif isinstance(node, ast.ClassDef) and node.name in PARSED:
                 names |= {name for name, _ in _fields(node)}
@@ -83,7 +90,9 @@ def _destination(call: ast.Call) -> Iterator[str]:
     if given and isinstance(given[0], ast.Constant):
         yield str(given[0].value)
     else:
-        yield from [str(option)[2:].replace("-", "_") for option in options if str(option).startswith("--")][:1]
+        yield from [
+            str(option)[2:].replace("-", "_") for option in options if str(option).startswith("--")
+        ][:1]
 
 
 def read_wheel(path: Path) -> Fields:
@@ -95,23 +104,35 @@ def read_wheel(path: Path) -> Fields:
 def read_installed(package: Path) -> Fields:
     """package: the directory of an installed megatron.core."""
     return core_fields(
-        path.read_text(encoding="utf-8") for path in sorted(package.rglob("*config.py")) if "datasets" not in path.parts
+        path.read_text(encoding="utf-8")
+        for path in sorted(package.rglob("*config.py"))
+        if "datasets" not in path.parts
     )
 
 
 def releases_on_the_index() -> list[str]:
     listed = _run(sys.executable, "-m", "pip", "index", "versions", "megatron-core")
     found = re.search(r"Available versions: (.*)", listed)
-    return [version for version in (found[1].split(", ") if found else []) if order(version) >= FIRST]
+    return [
+        version for version in (found[1].split(", ") if found else []) if order(version) >= FIRST
+    ]
 
 
 def download(version: str, directory: Path) -> Path:
     """The wheel for whichever Python has one."""
     for python in ("3.12", "3.11", "3.10"):
         where = directory / version
-        command = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--python-version", python]
+        command = [
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--python-version",
+            python,
+        ]
         done = subprocess.run(
-            [sys.executable, "-m", "pip", *command, "-d", str(where), f"megatron-core=={version}"], capture_output=True
+            [sys.executable, "-m", "pip", *command, "-d", str(where), f"megatron-core=={version}"],
+            capture_output=True,
         )
         if done.returncode == 0:
             return next(where.glob("*.whl"))
@@ -120,7 +141,9 @@ def download(version: str, directory: Path) -> Path:
 
 def read_commit(checkout: Path, commit: str) -> tuple[Fields, set[str]]:
     def texts(pattern: str) -> Iterator[str]:
-        for name in _run("git", "-C", str(checkout), "ls-tree", "-r", "--name-only", commit).splitlines():
+        for name in _run(
+            "git", "-C", str(checkout), "ls-tree", "-r", "--name-only", commit
+        ).splitlines():
             if re.fullmatch(pattern, name):
                 yield _run("git", "-C", str(checkout), "show", f"{commit}:{name}")
 
@@ -145,7 +168,10 @@ def order(release: str) -> tuple[int, ...]:
 
 def wheels() -> dict[str, object]:
     with tempfile.TemporaryDirectory() as directory:
-        found = {version: read_wheel(download(version, Path(directory))) for version in releases_on_the_index()}
+        found = {
+            version: read_wheel(download(version, Path(directory)))
+            for version in releases_on_the_index()
+        }
     return {"releases": sorted(found, key=order), "fields": spans(found)}
 
 
@@ -173,8 +199,13 @@ def spans(found: Mapping[str, Fields]) -> dict[str, dict[str, list[str]]]:
 
 def _text(value: object, indent: str = "") -> str:
     """JSON with a line for each name, so that a new release is a readable difference."""
-    if isinstance(value, dict) and (len(value) > 9 or any(isinstance(item, dict) for item in value.values())):
-        entries = [f"{indent} {json.dumps(name)}: {_text(value[name], indent + ' ')}" for name in sorted(value)]
+    if isinstance(value, dict) and (
+        len(value) > 9 or any(isinstance(item, dict) for item in value.values())
+    ):
+        entries = [
+            f"{indent} {json.dumps(name)}: {_text(value[name], indent + ' ')}"
+            for name in sorted(value)
+        ]
         return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
     return json.dumps(value)
 

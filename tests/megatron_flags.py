@@ -40,7 +40,9 @@ _LISTS = ("moe_freq_type", "no_rope_freq_type", "la_freq_type")
 def read_release(checkout: Path, release: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
-            ["git", "-C", str(checkout), "archive", release, "megatron"], check=True, capture_output=True
+            ["git", "-C", str(checkout), "archive", release, "megatron"],
+            check=True,
+            capture_output=True,
         )
         subprocess.run(["tar", "-x", "-C", folder], check=True, input=archive.stdout)
         path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
@@ -61,11 +63,17 @@ def parser_of(flags: Mapping[str, Any]) -> ArgumentParser:
     for flag, given in flags.items():
         if given["kind"] in ("StoreTrue", "StoreFalse"):
             parser.add_argument(
-                flag, dest=given["dest"], action="store_true" if given["kind"] == "StoreTrue" else "store_false"
+                flag,
+                dest=given["dest"],
+                action="store_true" if given["kind"] == "StoreTrue" else "store_false",
             )
         else:
             parser.add_argument(
-                flag, dest=given["dest"], type=_type(given["type"]), choices=_choices(given), nargs=given["nargs"]
+                flag,
+                dest=given["dest"],
+                type=_type(given["type"]),
+                choices=_choices(given),
+                nargs=given["nargs"],
             )
     return parser
 

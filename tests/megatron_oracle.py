@@ -54,7 +54,10 @@ class Megatron:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stop()
 
@@ -69,7 +72,10 @@ class Megatron:
         if not self._ranks:
             self._start()
         self._count += 1
-        asked, answer = self._directory / f"tokens-{self._count}.pt", self._directory / f"logits-{self._count}.pt"
+        asked, answer = (
+            self._directory / f"tokens-{self._count}.pt",
+            self._directory / f"logits-{self._count}.pt",
+        )
         torch.save(tokens, asked)
         for rank in self._ranks:
             _write_line(rank.stdin, json.dumps([str(checkpoint), str(asked), str(answer)]))
@@ -77,17 +83,24 @@ class Megatron:
         if any(reply != "done" for reply in replies):
             self._stop()
             raise OracleFailed(
-                "\n".join(f"rank {rank}: {reply}" for rank, reply in enumerate(replies)) + self._errors()
+                "\n".join(f"rank {rank}: {reply}" for rank, reply in enumerate(replies))
+                + self._errors()
             )
         return torch.load(answer)
 
     def _start(self) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONWARNINGS": "ignore",
+        }
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         for rank in range(WORLD):
             command = [sys.executable, "-m", "tests.megatron_oracle", str(rank)]
             with (self._directory / f"rank-{rank}.log").open("w") as log:
-                process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stderr=log, **pipes)
+                process = subprocess.Popen(
+                    command, cwd=REPOSITORY, env=environment, stderr=log, **pipes
+                )
             self._ranks.append(process)
 
     def _stop(self) -> None:
@@ -102,7 +115,8 @@ class Megatron:
     def _errors(self) -> str:
         """The end of what each rank wrote to its standard error."""
         return "".join(
-            f"\n{log.name}:\n{log.read_text()[-2000:]}" for log in sorted(self._directory.glob("rank-*.log"))
+            f"\n{log.name}:\n{log.read_text()[-2000:]}"
+            for log in sorted(self._directory.glob("rank-*.log"))
         )
 
 
@@ -141,7 +155,9 @@ def run_on_cpu() -> contextlib.AbstractContextManager[Any]:
     from torch.overrides import TorchFunctionMode
 
     class OnCpu(TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             kwargs = dict(kwargs or {})
             if function is torch.Tensor.cuda:
                 return args[0]
@@ -151,7 +167,9 @@ def run_on_cpu() -> contextlib.AbstractContextManager[Any]:
 
     made = DotProductAttention.__init__
 
-    def without_widths(self: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+    def without_widths(
+        self: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any
+    ) -> None:
         made(self, *args, **kwargs)
 
     DotProductAttention.__init__ = without_widths
@@ -184,14 +202,22 @@ def virtual_stages(args: Namespace) -> int | None:
 
     found: int | None
     if args.pipeline_model_parallel_layout is not None:
-        stages = PipelineParallelLayerLayout.get_num_stages_from_str(args.pipeline_model_parallel_layout)
+        stages = PipelineParallelLayerLayout.get_num_stages_from_str(
+            args.pipeline_model_parallel_layout
+        )
         found = stages // args.pipeline_model_parallel_size
     elif args.num_layers_per_virtual_pipeline_stage is not None:
-        found = args.num_layers // args.pipeline_model_parallel_size // args.num_layers_per_virtual_pipeline_stage
+        found = (
+            args.num_layers
+            // args.pipeline_model_parallel_size
+            // args.num_layers_per_virtual_pipeline_stage
+        )
     else:
         found = None
     found = None if found == 1 else found
-    assert found == args.virtual_pipeline_model_parallel_size, "the args contradict each other about virtual stages"
+    assert found == args.virtual_pipeline_model_parallel_size, (
+        "the args contradict each other about virtual stages"
+    )
     return found
 
 
@@ -205,7 +231,9 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
-    known: dict[str, Any] = {item.name: getattr(args, item.name) for item in fields(kind) if hasattr(args, item.name)}
+    known: dict[str, Any] = {
+        item.name: getattr(args, item.name) for item in fields(kind) if hasattr(args, item.name)
+    }
     known |= {
         "layernorm_zero_centered_gamma": False,  # see as_others_do
         **delta_net_oracle.settings(args),
@@ -226,10 +254,20 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
         "apply_rope_fusion",
         "gradient_accumulation_fusion",
     )
-    others = {"use_cpu_initialization": True, "persist_layer_norm": False, "moe_token_dispatcher_type": "allgather"}
+    others = {
+        "use_cpu_initialization": True,
+        "persist_layer_norm": False,
+        "moe_token_dispatcher_type": "allgather",
+    }
+    if (
+        args.normalization == "LayerNorm"
+    ):  # torch's, which takes the place of Apex's on a CPU, has no sequence parallelism
+        others["sequence_parallel"] = False
     config = kind(**known | others | dict.fromkeys(without_cuda, False))
     # No fields of this release: whoever builds a model with yarn sets them, and GPTModel asks for them.
-    for name in (name for name in vars(args) if name.startswith("yarn_") or name == "attn_logit_softcapping"):
+    for name in (
+        name for name in vars(args) if name.startswith("yarn_") or name == "attn_logit_softcapping"
+    ):
         setattr(config, name, getattr(args, name))
     return config
 
@@ -269,18 +307,24 @@ def build_gpt(args: Namespace, virtual_stage: int | None, needs: Needs) -> "GPTM
             vp_stage=virtual_stage,
         )
         if args.num_experts or delta_net_oracle.layers(args)
-        else get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+        else get_gpt_layer_local_spec(
+            qk_layernorm=args.qk_layernorm, normalization=args.normalization
+        )
     )
     custom_layers.adapt(spec, needs, args)
     sparse_oracle.put_into(spec, args)
     bases = args.rotary_base if isinstance(args.rotary_base, tuple) else (None, args.rotary_base)
     # What Megatron-Bridge's Gemma 3 calls a factor, core calls an interpolation factor.
-    factor = args.rope_scaling_factor if bases[0] is not None and args.position_embedding_type == "rope" else 1.0
+    factor = (
+        args.rope_scaling_factor
+        if bases[0] is not None and args.position_embedding_type == "rope"
+        else 1.0
+    )
     mtp = None
-    if (
-        args.mtp_num_layers
-    ):  # before delta nets are put in: what predicts further tokens attends, whatever the last layer does
-        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=virtual_stage)
+    if args.mtp_num_layers:  # before delta nets are put in: what predicts further tokens attends, whatever the last layer does
+        mtp = get_gpt_mtp_block_spec(
+            config, spec, use_transformer_engine=False, vp_stage=virtual_stage
+        )
     delta_net_oracle.put_into(spec, args, config, virtual_stage)
     chunk = GPTModel(
         config=config,
@@ -288,8 +332,12 @@ def build_gpt(args: Namespace, virtual_stage: int | None, needs: Needs) -> "GPTM
         transformer_layer_spec=spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage),
+        pre_process=parallel_state.is_pipeline_first_stage(
+            ignore_virtual=False, vp_stage=virtual_stage
+        ),
+        post_process=parallel_state.is_pipeline_last_stage(
+            ignore_virtual=False, vp_stage=virtual_stage
+        ),
         parallel_output=False,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
@@ -297,7 +345,8 @@ def build_gpt(args: Namespace, virtual_stage: int | None, needs: Needs) -> "GPTM
         rotary_base=bases[1],
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor or (None if factor == 1 else factor),
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor
+        or (None if factor == 1 else factor),
         vp_stage=virtual_stage,
     ).eval()
     if bases[0] is not None:
@@ -315,7 +364,9 @@ def process_groups(args: Namespace, rank: int, rendezvous: Path) -> Iterator[Non
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=TIMEOUT)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=TIMEOUT
+    )
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
@@ -358,11 +409,15 @@ def load_chunks(args: Namespace, version: Path) -> list[Any]:
     """This rank's virtual stages with their weights; names have to match exactly, and dtypes those that args give."""
     stages = virtual_stages(args)
     built = {
-        f"model{'' if stage is None else stage}": build(args, stage, custom_layers.needs_of(version.parent))
+        f"model{'' if stage is None else stage}": build(
+            args, stage, custom_layers.needs_of(version.parent)
+        )
         for stage in (range(stages) if stages else [None])
     }
     distributed = (version / "metadata.json").exists()
-    state = load_distributed(version, built) if distributed else read_rank_file(own_file(version, args))
+    state = (
+        load_distributed(version, built) if distributed else read_rank_file(own_file(version, args))
+    )
     chunks = []
     for name, chunk in built.items():
         weights = state[name]
@@ -392,7 +447,9 @@ def as_others_do(args: Namespace, chunk: "GPTModel") -> None:
             if name.endswith("layernorm.weight"):
                 parameter.add_(1)
     if chunk.pre_process and args.normalization == "RMSNorm" and not args.attention_output_gate:
-        chunk.embedding.register_forward_hook(lambda module, inputs, output: output * args.hidden_size**0.5)
+        chunk.embedding.register_forward_hook(
+            lambda module, inputs, output: output * args.hidden_size**0.5
+        )
 
 
 def forward(args: Namespace, chunks: list[Any], asked: Any) -> Any:
@@ -408,7 +465,9 @@ def forward(args: Namespace, chunks: list[Any], asked: Any) -> Any:
     tokens, output = inputs[0], torch.empty(0)
     for chunk in chunks:
         if not chunk.pre_process:
-            received = torch.empty(tokens.shape[1], tokens.shape[0], args.hidden_size, dtype=args.params_dtype)
+            received = torch.empty(
+                tokens.shape[1], tokens.shape[0], args.hidden_size, dtype=args.params_dtype
+            )
             dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank())
             chunk.set_input_tensor(received)
         output = chunk(*inputs)
@@ -423,10 +482,16 @@ def answer(rank: int, checkpoint: Path, asked: Path, answered: Path) -> None:
     from megatron.core import parallel_state
 
     version = version_directory(checkpoint)
-    args = read_rank_file(min([*version.glob("common.pt"), *version.glob("mp_rank_*/model_optim_rng.pt")]))["args"]
+    args = read_rank_file(
+        min([*version.glob("common.pt"), *version.glob("mp_rank_*/model_optim_rng.pt")])
+    )["args"]
     with process_groups(args, rank, answered.with_suffix(".rendezvous")), torch.no_grad():
         logits = forward(args, load_chunks(args, version), torch.load(asked))
-        first_group = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
+        first_group = (
+            parallel_state.get_tensor_model_parallel_rank()
+            == parallel_state.get_data_parallel_rank()
+            == 0
+        )
         if parallel_state.is_pipeline_last_stage() and first_group:
             torch.save(logits, answered)
 

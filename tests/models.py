@@ -10,7 +10,11 @@ from safetensors.torch import save_file
 
 from formats.safetensors import SafetensorsLayout
 
-NAMES = {"safetensors": "model{}.safetensors", "bin": "pytorch_model{}.bin", "legacy_bin": "pytorch_model{}.bin"}
+NAMES = {
+    "safetensors": "model{}.safetensors",
+    "bin": "pytorch_model{}.bin",
+    "legacy_bin": "pytorch_model{}.bin",
+}
 """What transformers calls weight files."""
 
 
@@ -71,9 +75,16 @@ def write_large_llama(path: Path) -> Path:
     """A model of 400 MB that takes no room on the disk: its weights are zeros in a sparse file."""
     write_llama(path, layers=1)
     config = json.loads((path / "config.json").read_text())
-    sizes = {"num_hidden_layers": 4, "hidden_size": 2048, "head_dim": 256, "intermediate_size": 5632}
+    sizes = {
+        "num_hidden_layers": 4,
+        "hidden_size": 2048,
+        "head_dim": 256,
+        "intermediate_size": 5632,
+    }
     write_config(path, config | sizes)
-    layout = SafetensorsLayout({name: (shape, "bfloat16") for name, shape in _shapes(config | sizes)})
+    layout = SafetensorsLayout(
+        {name: (shape, "bfloat16") for name, shape in _shapes(config | sizes)}
+    )
     with (path / "model.safetensors").open("wb") as file:
         for offset, data in layout.headers({}):
             file.seek(offset)
@@ -90,7 +101,9 @@ def write_config(path: Path, config: Mapping[str, Any]) -> None:
 def _shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor's name and shape, in model order."""
     hidden, ffn = config["hidden_size"], config["intermediate_size"]
-    q_rows, kv_rows = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    q_rows, kv_rows = (
+        config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads")
+    )
     (architecture,) = config["architectures"]
     attention_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
     qkv_bias = attention_bias or architecture == "Qwen2ForCausalLM"
@@ -120,7 +133,12 @@ def _shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "lm_head.weight", (config["vocab_size"], hidden)
 
 
-def _write_weights(path: Path, tensors: Mapping[str, torch.Tensor], shards: int, format: str) -> None:  # noqa: A002
+def _write_weights(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    shards: int,
+    format: str,  # noqa: A002
+) -> None:
     """One file, or `shards` files of about as many tensors each and their index."""
     pattern = NAMES[format]
     weight_map: dict[str, str] = {}

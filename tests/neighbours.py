@@ -27,11 +27,24 @@ _GPT = {
     "scatter_embedding_sequence_parallel": True,
     "should_pad_vocab": True,
     "generation_config": None,
-    "transformer_layer_spec": {"_target_": "megatron.bridge.models.gpt_provider.default_layer_spec", "_call_": False},
+    "transformer_layer_spec": {
+        "_target_": "megatron.bridge.models.gpt_provider.default_layer_spec",
+        "_call_": False,
+    },
     "params_dtype": BFLOAT16,
     "pipeline_dtype": BFLOAT16,
-    "init_method": {"_target_": "torch.nn.init.normal_", "_partial_": True, "_args_": [], "mean": 0.0, "std": 0.02},
-    "attention_backend": {"_target_": "megatron.core.transformer.enums.AttnBackend", "_call_": True, "_args_": [5]},
+    "init_method": {
+        "_target_": "torch.nn.init.normal_",
+        "_partial_": True,
+        "_args_": [],
+        "mean": 0.0,
+        "std": 0.02,
+    },
+    "attention_backend": {
+        "_target_": "megatron.core.transformer.enums.AttnBackend",
+        "_call_": True,
+        "_args_": [5],
+    },
     "timers": {"_target_": "megatron.core.timers.Timers", "_call_": True},
     "window_size": None,
     "gated_linear_unit": True,
@@ -42,11 +55,40 @@ _GPT = {
 }
 """Of every provider."""
 _SAME = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("normalization", "layernorm_epsilon", "position_embedding_type", "rotary_base", "rotary_percent"),
-    *("rotary_interleaved", "qk_layernorm", "multi_latent_attention", "moe_router_topk", "moe_router_pre_softmax"),
-    *("moe_router_score_function", "moe_router_load_balancing_type", "moe_ffn_hidden_size", "moe_layer_freq"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "add_bias_linear"),
+    *(
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+    ),
+    *(
+        "normalization",
+        "layernorm_epsilon",
+        "position_embedding_type",
+        "rotary_base",
+        "rotary_percent",
+    ),
+    *(
+        "rotary_interleaved",
+        "qk_layernorm",
+        "multi_latent_attention",
+        "moe_router_topk",
+        "moe_router_pre_softmax",
+    ),
+    *(
+        "moe_router_score_function",
+        "moe_router_load_balancing_type",
+        "moe_ffn_hidden_size",
+        "moe_layer_freq",
+    ),
+    *(
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "add_bias_linear",
+    ),
     *("make_vocab_size_divisible_by", "transformer_impl", "add_qkv_bias", "moe_grouped_gemm"),
 )
 """Fields that Megatron-LM's arguments and providers call the same."""
@@ -57,7 +99,8 @@ def provider(args: Namespace, **changed: Any) -> dict[str, Any]:
     fields = {name: getattr(args, name, None) for name in _SAME}
     fields |= {
         "seq_length": args.max_position_embeddings,
-        "vocab_size": args.vocab_size + (args.tokenizer_type == "NullTokenizer"),  # Megatron-LM counts its end of text
+        "vocab_size": args.vocab_size
+        + (args.tokenizer_type == "NullTokenizer"),  # Megatron-LM counts its end of text
         "num_moe_experts": args.num_experts,
         "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
         "layernorm_zero_centered_gamma": False,
@@ -74,15 +117,27 @@ def own_args(fixture: str) -> Namespace:
     return args
 
 
-def write_bridge(target: Path, fixture: str, settings: dict[str, Any] | None = None, **changed: Any) -> Path:
+def write_bridge(
+    target: Path, fixture: str, settings: dict[str, Any] | None = None, **changed: Any
+) -> Path:
     """changed: fields of the provider, with other values or new. settings: other sections of run_config.yaml."""
     version = _copy_without_args(fixture, target / ITERATION)
     for word in ("", "latest_"):
         file = (target if word else version) / f"{word}train_state.pt"
-        torch.save({"step": torch.tensor(10), "consumed_train_samples": torch.tensor(80, dtype=torch.int32)}, file)
+        torch.save(
+            {
+                "step": torch.tensor(10),
+                "consumed_train_samples": torch.tensor(80, dtype=torch.int32),
+            },
+            file,
+        )
     (target / "latest_checkpointed_iteration.txt").write_text("10")
     model = {"_target_": "megatron.bridge.models.llama.llama_provider.LlamaModelProvider"}
-    described = {"model": model | provider(own_args(fixture), **changed), "peft": None, **(settings or {})}
+    described = {
+        "model": model | provider(own_args(fixture), **changed),
+        "peft": None,
+        **(settings or {}),
+    }
     (version / "run_config.yaml").write_text(yaml.safe_dump(described))
     return target
 
@@ -94,11 +149,18 @@ def write_nemo(target: Path, fixture: str, prefix: str = "module.", **changed: A
     described = {
         "_target_": "nemo.collections.llm.gpt.model.llama.LlamaModel",
         "config": model | provider(own_args(fixture), **changed),
-        "tokenizer": {"_target_": "nemo.collections.common.tokenizers.AutoTokenizer", "pretrained_model_name": "a/b"},
+        "tokenizer": {
+            "_target_": "nemo.collections.common.tokenizers.AutoTokenizer",
+            "pretrained_model_name": "a/b",
+        },
     }
     (target / "context").mkdir()
     (target / "context" / "model.yaml").write_text(yaml.safe_dump(described))
-    hostile = {"objects": {"model_1": {"type": {"module": "os", "name": "system"}, "arguments": ["touch done"]}}}
+    hostile = {
+        "objects": {
+            "model_1": {"type": {"module": "os", "name": "system"}, "arguments": ["touch done"]}
+        }
+    }
     (target / "context" / "io.json").write_text(json.dumps(hostile))
     return target
 
@@ -108,7 +170,10 @@ def _copy_without_args(fixture: str, version: Path, **more: Any) -> Path:
     shutil.copytree(next((FIXTURES / fixture).rglob("common.pt")).parent, version)
     state = torch_zip.read(version / "common.pt")
     assert isinstance(state, dict)
-    torch.save({name: _plain(value) for name, value in (state | more).items() if name != "args"}, version / "common.pt")
+    torch.save(
+        {name: _plain(value) for name, value in (state | more).items() if name != "args"},
+        version / "common.pt",
+    )
     return version
 
 
@@ -118,7 +183,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(inner) for inner in value)
     if isinstance(value, (FileTensor, StridedTensor)):
-        return torch.from_numpy(read_tensor(value)).view(getattr(torch, value.dtype)).reshape(value.shape)
+        return (
+            torch.from_numpy(read_tensor(value))
+            .view(getattr(torch, value.dtype))
+            .reshape(value.shape)
+        )
     return value
 
 
@@ -130,7 +199,9 @@ def prefix_keys(metadata: Path, prefix: str) -> None:
     top.state.pop("all_local_plans", None)
     for name in ("state_dict_metadata", "planner_data", "mcore_data"):
         if top.state.get(name):
-            top.state[name] = {_prefixed(key, prefix): value for key, value in top.state[name].items()}
+            top.state[name] = {
+                _prefixed(key, prefix): value for key, value in top.state[name].items()
+            }
     for index in top.state["storage_data"]:
         index.state["fqn"] = _prefixed(index.state["fqn"], prefix)
     metadata.write_bytes(dumps(top)[0])

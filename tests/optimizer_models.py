@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaconv import convert
+from tests.families.test_families import write_model
 from tests.models import write_llama
-from tests.test_families import write_model
 
 SCHEDULER = {
     "max_lr": 0.01, "lr_warmup_steps": 0, "num_steps": 8, "lr_decay_style": "cosine", "lr_decay_steps": 40, "min_lr": 0.001,
@@ -18,18 +18,38 @@ SCHEDULER = {
 
 
 def write_trained_llama(
-    path: Path, *, kind: str = "adam", dtype: str = "bfloat16", layers: int = 4, tied: bool = True, **sizes: Any
+    path: Path,
+    *,
+    kind: str = "adam",
+    dtype: str = "bfloat16",
+    layers: int = 4,
+    tied: bool = True,
+    **sizes: Any,
 ) -> Path:
     """A Megatron checkpoint of one rank (local layers) with an optimizer three steps old."""
-    hf = write_llama(path.parent / f"{path.name}-hf", layers=layers, tied=tied, dtype=dtype, **sizes)
+    hf = write_llama(
+        path.parent / f"{path.name}-hf", layers=layers, tied=tied, dtype=dtype, **sizes
+    )
     return write_trained(hf, path, kind=kind, dtype=dtype)
 
 
 def write_trained(
-    hf: Path, path: Path, *, kind: str = "adam", dtype: str = "bfloat16", transformer_impl: str = "local"
+    hf: Path,
+    path: Path,
+    *,
+    kind: str = "adam",
+    dtype: str = "bfloat16",
+    transformer_impl: str = "local",
 ) -> Path:
     """The same of any model from Hugging Face, whose dtype is given."""
-    convert(hf, path, saver="core", transformer_impl=transformer_impl, vocab_divisor=8)
+    convert(
+        hf,
+        path,
+        saver="core",
+        transformer_impl=transformer_impl,
+        make_vocab_size_divisible_by=8,
+        iteration=1,
+    )
     (file,) = path.glob("*/mp_rank_00/model_optim_rng.pt")
     state = load(file)
     weights = {
@@ -61,13 +81,23 @@ def load(file: Path) -> dict[str, Any]:
     return loaded
 
 
-def trained(weights: dict[str, torch.Tensor], *, float16: bool, kind: str = "adam") -> dict[str, Any]:
+def trained(
+    weights: dict[str, torch.Tensor], *, float16: bool, kind: str = "adam"
+) -> dict[str, Any]:
     """Train fp32 copies for three steps; the weights become what these are then. In the form of Megatron core 0.16."""
     generator = torch.Generator().manual_seed(9)
     masters = {name: tensor.float().clone() for name, tensor in weights.items()}
     groups: list[dict[str, Any]] = [
-        {"params": [m for m in masters.values() if m.dim() > 1], "weight_decay": 0.1, "wd_mult": 1.0},
-        {"params": [m for m in masters.values() if m.dim() == 1], "weight_decay": 0.0, "wd_mult": 0.0},
+        {
+            "params": [m for m in masters.values() if m.dim() > 1],
+            "weight_decay": 0.1,
+            "wd_mult": 1.0,
+        },
+        {
+            "params": [m for m in masters.values() if m.dim() == 1],
+            "weight_decay": 0.0,
+            "wd_mult": 0.0,
+        },
     ]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.01)
     if kind == "sgd":
@@ -89,6 +119,8 @@ def trained(weights: dict[str, torch.Tensor], *, float16: bool, kind: str = "ada
         }
     if not float16:
         return inner
-    in_16_bits = {id(masters[name]) for name, tensor in weights.items() if tensor.dtype != torch.float32}
+    in_16_bits = {
+        id(masters[name]) for name, tensor in weights.items() if tensor.dtype != torch.float32
+    }
     copies = [[m.detach() for m in group["params"] if id(m) in in_16_bits] for group in groups]
     return {"optimizer": inner, "fp32_from_fp16_params": copies}

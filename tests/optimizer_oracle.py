@@ -40,19 +40,27 @@ def step(jobs: list[tuple[Path, Path]], directory: Path) -> None:
     """Each checkpoint, one step further, at its target. Fails with what the ranks said."""
     listed = directory / "jobs.json"
     listed.write_text(json.dumps([[str(source), str(target)] for source, target in jobs]))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": "ignore",
+    }
     ranks = []
     for rank in range(WORLD):
         command = [sys.executable, "-m", "tests.optimizer_oracle", str(rank), str(listed)]
         with (directory / f"rank-{rank}.log").open("w") as log:
-            ranks.append(subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log))
+            ranks.append(
+                subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
+            )
     try:
         statuses = [rank.wait(SECONDS) for rank in ranks]
     finally:
         for process in ranks:
             process.kill()
             process.wait()
-    said = "".join(f"\n{log.name}:\n{log.read_text()[-3000:]}" for log in sorted(directory.glob("rank-*.log")))
+    said = "".join(
+        f"\n{log.name}:\n{log.read_text()[-3000:]}" for log in sorted(directory.glob("rank-*.log"))
+    )
     assert statuses == [0] * WORLD, said
 
 
@@ -71,7 +79,9 @@ def on_cpu() -> Iterator[None]:
     from torch.overrides import TorchFunctionMode
 
     class AsOnCuda(TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             found = function(*args, **(kwargs or {}))
             if function is torch.Tensor.type and len(args) == 1 and not kwargs:
                 return found.replace("torch.", "torch.cuda.")
@@ -87,10 +97,23 @@ def stand_in() -> Any:
 
     class FusedAdam(torch.optim.Optimizer):
         def __init__(
-            self, params: Any, lr: float, weight_decay: float, betas: Any, eps: float, adam_w_mode: bool
+            self,
+            params: Any,
+            lr: float,
+            weight_decay: float,
+            betas: Any,
+            eps: float,
+            adam_w_mode: bool,
         ) -> None:
             super().__init__(
-                params, {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+                params,
+                {
+                    "lr": lr,
+                    "bias_correction": True,
+                    "betas": betas,
+                    "eps": eps,
+                    "weight_decay": weight_decay,
+                },
             )
 
         @torch.no_grad()
@@ -99,7 +122,14 @@ def stand_in() -> Any:
                 group["step"] = group.get("step", 0) + 1
                 for parameter in group["params"]:
                     state = self.state[parameter]
-                    adamw(parameter, state["exp_avg"], state["exp_avg_sq"], gradient(parameter), group["step"], group)
+                    adamw(
+                        parameter,
+                        state["exp_avg"],
+                        state["exp_avg_sq"],
+                        gradient(parameter),
+                        group["step"],
+                        group,
+                    )
 
     return FusedAdam
 
@@ -121,7 +151,9 @@ def adamw(
     master.addcdiv_(first / (1 - beta1**count), scale, value=-group["lr"])
 
 
-def sgd(master: "torch.Tensor", momentum: "torch.Tensor", gradients: "torch.Tensor", group: Any) -> None:
+def sgd(
+    master: "torch.Tensor", momentum: "torch.Tensor", gradients: "torch.Tensor", group: Any
+) -> None:
     """One step in place, by the book."""
     momentum.mul_(group["momentum"]).add_(gradients).add_(master, alpha=group["weight_decay"])
     master.add_(momentum, alpha=-group["lr"])
@@ -129,7 +161,10 @@ def sgd(master: "torch.Tensor", momentum: "torch.Tensor", gradients: "torch.Tens
 
 def take_step(rank: int, checkpoint: Path, target: Path) -> None:
     version = version_directory(checkpoint)
-    args = read_rank_file(min([*version.glob("common.pt"), *version.glob("mp_rank_*/model_optim_rng.pt")]))["args"]
+    args = read_rank_file(
+        min([*version.glob("common.pt"), *version.glob("mp_rank_*/model_optim_rng.pt")])
+    )["args"]
+    args.rank, args.world_size = rank, WORLD  # as Megatron does when it starts
     target.parent.mkdir(parents=True, exist_ok=True)
     with process_groups(args, rank, target.with_suffix(".rendezvous")):
         stages = range(virtual_stages(args) or 1)
@@ -145,7 +180,13 @@ def take_step(rank: int, checkpoint: Path, target: Path) -> None:
             part.optimizer.step()
             if hasattr(part, "_copy_main_params_to_model_params"):
                 part._copy_main_params_to_model_params()
-        save(target / version.name / own_file(version, args).relative_to(version), state, args, models, optimizer)
+        save(
+            target / version.name / own_file(version, args).relative_to(version),
+            state,
+            args,
+            models,
+            optimizer,
+        )
 
 
 def load(version: Path, args: Namespace, models: dict[str, Any], optimizer: Any) -> dict[str, Any]:
@@ -156,12 +197,18 @@ def load(version: Path, args: Namespace, models: dict[str, Any], optimizer: Any)
 
     if (version / "metadata.json").exists():
         content = read_rank_file(version / "common.pt")["content_metadata"]
-        wanted: dict[str, Any] = {name: chunk.module.sharded_state_dict() for name, chunk in models.items()}
-        wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=content)
+        wanted: dict[str, Any] = {
+            name: chunk.module.sharded_state_dict() for name, chunk in models.items()
+        }
+        wanted["optimizer"] = optimizer.sharded_state_dict(
+            wanted, is_loading=True, metadata=content
+        )
         if not args.no_save_rng:
             wanted["rng_state"] = random_generators()
         with torch.serialization.safe_globals([Namespace]):
-            state: Any = dist_checkpointing.load(wanted, str(version), strict=StrictHandling.RAISE_ALL)
+            state: Any = dist_checkpointing.load(
+                wanted, str(version), strict=StrictHandling.RAISE_ALL
+            )
     else:
         state = read_rank_file(own_file(version, args))
     for name, chunk in models.items():
@@ -181,12 +228,17 @@ def random_generators() -> Any:
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_rank(),
     )
-    ranks, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    ranks, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
     copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return ShardedObject("rng_state", None, (stages, ranks), (stage, rank), replica_id=copy)
 
 
-def save(file: Path, state: dict[str, Any], args: Namespace, models: dict[str, Any], optimizer: Any) -> None:
+def save(
+    file: Path, state: dict[str, Any], args: Namespace, models: dict[str, Any], optimizer: Any
+) -> None:
     """As rank files."""
     import torch
     from megatron.core import parallel_state
@@ -197,7 +249,9 @@ def save(file: Path, state: dict[str, Any], args: Namespace, models: dict[str, A
             chunk.start_param_sync(force_sync=True)
         optimizer.save_parameter_state(str(file.with_name("distrib_optim.pt")))
     if parallel_state.get_expert_data_parallel_rank() == 0:
-        weights = {name: chunk.module.state_dict_for_save_checkpoint() for name, chunk in models.items()}
+        weights = {
+            name: chunk.module.state_dict_for_save_checkpoint() for name, chunk in models.items()
+        }
         kept = {key: value for key, value in state.items() if key not in ("optimizer", *weights)}
         torch.save({**kept, **weights, "optimizer": optimizer.state_dict(), "args": args}, file)
 
@@ -206,9 +260,14 @@ def wrapped(args: Namespace, chunks: Any) -> list[Any]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     config = DistributedDataParallelConfig(
-        use_distributed_optimizer=args.use_distributed_optimizer, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        use_distributed_optimizer=args.use_distributed_optimizer,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
     )
-    return [DistributedDataParallel(chunk.config, config, chunk.to(args.params_dtype).train()) for chunk in chunks]
+    return [
+        DistributedDataParallel(chunk.config, config, chunk.to(args.params_dtype).train())
+        for chunk in chunks
+    ]
 
 
 def build_optimizer(args: Namespace, chunks: list[Any]) -> Any:

@@ -31,7 +31,9 @@ def put_together(native: NativeTensor, tensors: Mapping[str, LazyTensor]) -> np.
         for region in regions:
             piece = whole[region.box.row0 : region.box.row1, region.box.col0 : region.box.col1]
             piece = piece.T if region.transposed else piece
-            made[region.row : region.row + piece.shape[0], region.col : region.col + piece.shape[1]] = piece
+            made[
+                region.row : region.row + piece.shape[0], region.col : region.col + piece.shape[1]
+            ] = piece
     return made
 
 
@@ -48,7 +50,9 @@ def assert_holds(checkpoint: Checkpoint, expected_file: Path) -> None:
         wanted = expected[native.name]
         assert {checkpoint.tensors[name].dtype for name in native.parts} == {wanted.dtype}
         assert native.shape == wanted.shape, native.name
-        assert np.array_equal(put_together(native, checkpoint.tensors), elements(wanted)), native.name
+        assert np.array_equal(put_together(native, checkpoint.tensors), elements(wanted)), (
+            native.name
+        )
         seen.add(native.name)
     assert seen == set(expected)
 
@@ -62,16 +66,27 @@ def assert_holds_optimizer(checkpoint: Checkpoint, expected_file: Path) -> None:
     config = checkpoint.config
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     rows = families()[config.family].rows
-    natives = [n for n in native_tensors(rows, config, HF, Layout(), 0, whole, config.vocab) if n.copy is None]
+    natives = [
+        n
+        for n in native_tensors(rows, config, HF, Layout(), 0, whole, config.vocab)
+        if n.copy is None
+    ]
     expected = safetensors.read(expected_file)
     words = {name.partition(".")[0] for name in expected} & set(EXPECTED_SLOTS)
     for native in natives:
         for word in words:
-            held = {name: checkpoint.slots.get(Key(name, EXPECTED_SLOTS[word])) for name in native.parts}
-            parts = {name: checkpoint.tensors[name] if tensor is None else tensor for name, tensor in held.items()}
+            held = {
+                name: checkpoint.slots.get(Key(name, EXPECTED_SLOTS[word])) for name in native.parts
+            }
+            parts = {
+                name: checkpoint.tensors[name] if tensor is None else tensor
+                for name, tensor in held.items()
+            }
             name = f"{word}.{native.name}"
             assert np.array_equal(put_together(native, parts), elements(expected[name])), name
-    assert len(words) * len(natives) == len([name for name in expected if name.partition(".")[0] in words])
+    assert len(words) * len(natives) == len(
+        [name for name in expected if name.partition(".")[0] in words]
+    )
     assert {key.name for key in checkpoint.slots} == set(checkpoint.tensors)
 
 

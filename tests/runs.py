@@ -30,7 +30,11 @@ def run(*arguments: object) -> Outcome:
     out, err, status = StringIO(), StringIO(), 0
     taken = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
     handlers = {number: signal.getsignal(number) for number in taken}
-    with redirect_stdout(out), redirect_stderr(err), patch.object(sys, "argv", ["megaconv", *map(str, arguments)]):
+    with (
+        redirect_stdout(out),
+        redirect_stderr(err),
+        patch.object(sys, "argv", ["megaconv", *map(str, arguments)]),
+    ):
         try:
             main()
         except SystemExit as end:
@@ -45,7 +49,9 @@ def start(*arguments: object, before: str = "") -> subprocess.Popen[str]:
     """The same in a process of its own, after it has run the code `before`."""
     command = [sys.executable, "-c", before + MAIN, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def finish(process: subprocess.Popen[str], seconds: float = 30) -> Outcome:
@@ -66,7 +72,10 @@ def on_a_terminal(*arguments: object, **environment: str) -> str:
     command = [sys.executable, "-c", MAIN, *map(str, arguments)]
     root = str(Path(__file__).parents[1])
     with subprocess.Popen(
-        command, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm", "PYTHONPATH": root} | environment
+        command,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm", "PYTHONPATH": root} | environment,
     ) as process:
         os.close(theirs)
         shown = b""
@@ -103,7 +112,9 @@ def write_old_output(target: Path) -> Path:
 def snapshot(directory: Path) -> dict[str, str]:
     """Everything below a directory: a hash of each file's content, "directory" for directories."""
     return {
-        str(path.relative_to(directory)): sha256(path.read_bytes()).hexdigest() if path.is_file() else "directory"
+        str(path.relative_to(directory)): sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else "directory"
         for path in sorted(directory.rglob("*"))
     }
 

@@ -63,7 +63,10 @@ def has_mamba(family: str) -> bool:
 
 def norms_all_heads(family: str) -> bool:
     """Whether q and k are normed over all heads, so that ranks can't share one."""
-    return any(row.canonical.endswith("attn.{q|k}_norm.weight") and row.tp == 0 for row in families()[family].rows)
+    return any(
+        row.canonical.endswith("attn.{q|k}_norm.weight") and row.tp == 0
+        for row in families()[family].rows
+    )
 
 
 def has_mtp(family: str) -> bool:
@@ -122,23 +125,48 @@ def with_linear_attention(draw: Draw, config: ModelConfig, tp: int = 1) -> Model
     )
 
 
-def hybrid_fields(pattern: str, groups: int = 2, experts: int = 4, width: int = 4, latent: int = 0) -> dict[str, Any]:
+def hybrid_fields(
+    pattern: str, groups: int = 2, experts: int = 4, width: int = 4, latent: int = 0
+) -> dict[str, Any]:
     """Of a Nemotron-H with these layers. width: of its experts, which may work on a projection of that latent width."""
-    mamba = {"mamba.heads": 2 * groups, "mamba.head_dim": 3, "mamba.groups": groups, "mamba.state": 5}
-    widths = {"experts.count": experts, "experts.ffn": width, "experts.shared_ffn": width, "experts.latent": latent}
+    mamba = {
+        "mamba.heads": 2 * groups,
+        "mamba.head_dim": 3,
+        "mamba.groups": groups,
+        "mamba.state": 5,
+    }
+    widths = {
+        "experts.count": experts,
+        "experts.ffn": width,
+        "experts.shared_ffn": width,
+        "experts.latent": latent,
+    }
     # Of one expert alone the weight is none to be divided by the sum.
     chosen = {"experts.per_token": min(2, experts), "experts.renormalize": experts > 1}
     groups_of_all = {"experts.scale": 1.0, "experts.groups": 1, "experts.group_topk": 1}
-    routed = {**widths, **chosen, **groups_of_all, "experts.router_bias": True, "experts.score": "sigmoid"}
+    routed = {
+        **widths,
+        **chosen,
+        **groups_of_all,
+        "experts.router_bias": True,
+        "experts.score": "sigmoid",
+    }
     others = {**families()["nemotron_h"].fixed, **dict.fromkeys(BIASES_AND_NORMS, False)}
-    return {**layer_fields(pattern, "the test"), **others, **mamba, **(routed if "E" in pattern else {})}
+    return {
+        **layer_fields(pattern, "the test"),
+        **others,
+        **mamba,
+        **(routed if "E" in pattern else {}),
+    }
 
 
 BIASES_AND_NORMS = ("attention.qkv_bias", "attention.o_bias", "mlp.bias", "attention.qk_norm")
 
 
 @st.composite
-def with_mamba(draw: Draw, config: ModelConfig, tp: int = 1, ep: int = 1, etp: int = 1) -> ModelConfig:
+def with_mamba(
+    draw: Draw, config: ModelConfig, tp: int = 1, ep: int = 1, etp: int = 1
+) -> ModelConfig:
     """The model as a hybrid, of which one layer at least is a Mamba 2."""
     others = draw(st.text("M*-E", min_size=config.layer_count - 1, max_size=config.layer_count - 1))
     sizes = {
@@ -163,10 +191,14 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
     """A model that a naming can say, for `tp` ranks, `ep` times `etp` of its experts, to share."""
     layers, kv_heads = draw(st.integers(1, 5)), tp * draw(st.integers(1, 3))
     heads = kv_heads * (1 if family in ("gpt2", "bert", "t5") else draw(st.integers(1, 3)))
-    special = has_latent_attention(family) or has_linear_attention(family) or norms_all_heads(family)
+    special = (
+        has_latent_attention(family) or has_linear_attention(family) or norms_all_heads(family)
+    )
     shares_heads = naming.scheme == "core" and heads > kv_heads and not special
     if shares_heads and draw(st.booleans()):
-        kv_heads = draw(st.sampled_from([size for size in (1, 2) if size <= tp and heads % size == 0]))
+        kv_heads = draw(
+            st.sampled_from([size for size in (1, 2) if size <= tp and heads % size == 0])
+        )
     config = from_fields(
         family,
         {
@@ -181,7 +213,10 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
             "norm.epsilon": 1e-5,
             "positions.theta": 10000.0,
             "tie_embeddings": draw(st.booleans()),
-            **{field: speaks_of(family, naming, name) and draw(st.booleans()) for name, field in FEATURES.items()},
+            **{
+                field: speaks_of(family, naming, name) and draw(st.booleans())
+                for name, field in FEATURES.items()
+            },
         },
     )
     if family == "bert":
@@ -197,9 +232,15 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
     if family == "t5":
         kinds = ("rope", "learned", "relative") if naming != LEGACY else ("rope", "learned")
         flags = {name: draw(st.booleans()) for name in ("mlp.gated", "norm.final", "head.bias")}
-        sizes = {"encoder.layers": draw(st.integers(1, 4)), "positions.buckets": draw(st.integers(1, 8))}
+        sizes = {
+            "encoder.layers": draw(st.integers(1, 4)),
+            "positions.buckets": draw(st.integers(1, 8)),
+        }
         norm = draw(st.sampled_from(("RMSNorm", "LayerNorm")))
-        return changed(config, {"positions.kind": draw(st.sampled_from(kinds)), "norm.kind": norm, **flags, **sizes})
+        return changed(
+            config,
+            {"positions.kind": draw(st.sampled_from(kinds)), "norm.kind": norm, **flags, **sizes},
+        )
     if has_linear_attention(family):
         config = draw(with_linear_attention(config, tp))
     if has_mamba(family):
@@ -207,10 +248,14 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
     if not has_experts(family):
         return config
     if has_latent_attention(family):
-        latent = {name: tp * draw(st.integers(1, 2)) for name in ("latent.kv_rank", "latent.rope_dim")}
+        latent = {
+            name: tp * draw(st.integers(1, 2)) for name in ("latent.kv_rank", "latent.rope_dim")
+        }
         q_rank = tp * draw(st.integers(0 if family == "deepseek_v2" else 1, 2))
         if has_indexer(family):
-            latent["latent.rope_dim"] *= 2  # half of an indexer's elements rotate with the other half
+            latent["latent.rope_dim"] *= (
+                2  # half of an indexer's elements rotate with the other half
+            )
             latent |= {"indexer.heads": draw(st.integers(1, 3)), "indexer.topk": 1}
             latent["indexer.head_dim"] = latent["latent.rope_dim"] + draw(st.integers(0, 2))
         head_dim = latent["latent.rope_dim"] + draw(st.integers(1, 3))
@@ -228,14 +273,18 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
         most = (
             1 if family in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "mimo") else 2
         )  # whose files have one under a name without a number
-        config = changed(config, {"hidden": tp * config.hidden, "mtp_layers": draw(st.integers(0, most))})
+        config = changed(
+            config, {"hidden": tp * config.hidden, "mtp_layers": draw(st.integers(0, most))}
+        )
     return changed(
         config,
         {
             "experts.count": ep * draw(st.integers(1, 3)),
             "experts.per_token": 1,
             "experts.ffn": etp * draw(st.integers(1, 4)),
-            "layers.mlp": per_layer(draw(st.sets(st.integers(0, layers - 1))), layers, "dense", "experts"),
+            "layers.mlp": per_layer(
+                draw(st.sets(st.integers(0, layers - 1))), layers, "dense", "experts"
+            ),
             "experts.shared_ffn": tp * draw(st.integers(0, 3)),
         },
     )
@@ -245,8 +294,15 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
 def sharded_models(draw: Draw) -> tuple[ModelConfig, Naming, Layout]:
     """A model, a naming that can say it, and a layout that it can be cut to."""
     family, naming = draw(st.sampled_from(SPELLED))
-    tp, ep = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((1, 2, 3))) if has_experts(family) else 1
-    etp = draw(st.sampled_from([size for size in (1, 2, 4) if size <= tp])) if has_experts(family) else 1
+    tp, ep = (
+        draw(st.sampled_from((1, 2, 4))),
+        draw(st.sampled_from((1, 2, 3))) if has_experts(family) else 1,
+    )
+    etp = (
+        draw(st.sampled_from([size for size in (1, 2, 4) if size <= tp]))
+        if has_experts(family)
+        else 1
+    )
     config = draw(models(family, naming, tp, ep, etp))
     if config.encoder.layers and naming.scheme in ("core", "legacy") and draw(st.booleans()):
         return config, naming, draw(layouts_apart(config, tp))

@@ -22,10 +22,19 @@ def compute(folder: Path, ranks: int) -> Any:
     """(merged tokens, what goes to the language model's first layers) of the job in a folder. Raises where a rank fails."""
     import torch
 
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-    commands = ([sys.executable, "-m", "tests.tower_oracle", str(rank), str(folder)] for rank in range(ranks))
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": "ignore",
+    }
+    commands = (
+        [sys.executable, "-m", "tests.tower_oracle", str(rank), str(folder)]
+        for rank in range(ranks)
+    )
     started = [
-        subprocess.Popen(command, cwd=REPOSITORY, env=environment, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stderr=subprocess.PIPE, text=True
+        )
         for command in commands
     ]
     try:
@@ -45,12 +54,18 @@ def main(rank: int, folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text())
     tp = job["ranks"]
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=tp, timeout=timedelta(seconds=120)
+        "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=tp,
+        timeout=timedelta(seconds=120),
     )
     parallel_state.initialize_model_parallel(tp)
     file = version_directory(folder / "core") / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
     model = read_rank_file(file)["model"]
-    tower = {name.removeprefix(BEFORE): value for name, value in model.items() if name.startswith(BEFORE)}
+    tower = {
+        name.removeprefix(BEFORE): value for name, value in model.items() if name.startswith(BEFORE)
+    }
     given = torch.load(folder / "input.pt")
     with run_on_cpu(), torch.no_grad():
         found = _run(job, tp, tower, given["hidden"], given["angles"])
@@ -70,7 +85,9 @@ def _run(job: dict[str, Any], tp: int, tower: dict[str, Any], hidden: Any, angle
     block = TransformerBlock(config, spec, post_layer_norm=False).eval()
     merging = ("merger.", "decoder.deepstack_merger_list.")
     inside = {name: value for name, value in tower.items() if name.startswith("decoder.layers.")}
-    block.load_state_dict({name.removeprefix("decoder."): value for name, value in inside.items()}, strict=True)
+    block.load_state_dict(
+        {name.removeprefix("decoder."): value for name, value in inside.items()}, strict=True
+    )
     outside = {name for name in tower if name not in inside and not name.startswith(merging)}
     assert all(name.startswith(("patch_embed.", "pos_embed.")) for name in outside), outside
     after: list[Any] = []
@@ -79,7 +96,9 @@ def _run(job: dict[str, Any], tp: int, tower: dict[str, Any], hidden: Any, angle
     block(hidden[:, None], attention_mask=None, rotary_pos_emb=angles[:, None, None])
     merged = _merger(config, job, tower, "merger.", after_merge=False)(after[-1])
     deep = [
-        _merger(config, job, tower, f"decoder.deepstack_merger_list.{index}.", after_merge=True)(after[layer])
+        _merger(config, job, tower, f"decoder.deepstack_merger_list.{index}.", after_merge=True)(
+            after[layer]
+        )
         for index, layer in enumerate(job["deepstack"])
     ]
     return merged, deep
@@ -91,7 +110,12 @@ def _config(job: dict[str, Any], tp: int) -> Any:
 
     exact = "silu" if job["gated"] else "gelu"
     activation = getattr(torch.nn.functional, exact)
-    off = ("masked_softmax_fusion", "bias_dropout_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
+    off = (
+        "masked_softmax_fusion",
+        "bias_dropout_fusion",
+        "bias_activation_fusion",
+        "gradient_accumulation_fusion",
+    )
     return TransformerConfig(
         num_layers=job["layers"],
         hidden_size=job["hidden"],
@@ -100,7 +124,9 @@ def _config(job: dict[str, Any], tp: int) -> Any:
         ffn_hidden_size=job["ffn"],
         kv_channels=job["hidden"] // job["heads"],
         gated_linear_unit=job["gated"],
-        activation_func=activation if job["gated"] else lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        activation_func=activation
+        if job["gated"]
+        else lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
         normalization="RMSNorm" if job["gated"] else "LayerNorm",
         layernorm_epsilon=1e-6,
         add_bias_linear=True,
@@ -115,7 +141,9 @@ def _config(job: dict[str, Any], tp: int) -> Any:
     )
 
 
-def _merger(config: Any, job: dict[str, Any], tower: dict[str, Any], before: str, *, after_merge: bool) -> Any:
+def _merger(
+    config: Any, job: dict[str, Any], tower: dict[str, Any], before: str, *, after_merge: bool
+) -> Any:
     """Norm, column parallel, gelu, row parallel; of several tokens beside each other. after_merge: norms them once they are."""
     import torch
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -123,12 +151,22 @@ def _merger(config: Any, job: dict[str, Any], tower: dict[str, Any], before: str
     width = config.hidden_size * job["merge"]
     kind = torch.nn.RMSNorm if job["gated"] else torch.nn.LayerNorm
     norm = kind(width if after_merge else config.hidden_size, eps=1e-6)
-    same: Any = {"config": config, "init_method": config.init_method, "bias": True, "skip_bias_add": False}
+    same: Any = {
+        "config": config,
+        "init_method": config.init_method,
+        "bias": True,
+        "skip_bias_add": False,
+    }
     fc1 = ColumnParallelLinear(width, width, gather_output=False, **same)
     fc2 = RowParallelLinear(width, job["out"], input_is_parallel=True, **same)
     parts = torch.nn.ModuleDict({"patch_norm": norm, "linear_fc1": fc1, "linear_fc2": fc2})
     parts.load_state_dict(
-        {name.removeprefix(before): value for name, value in tower.items() if name.startswith(before)}, strict=True
+        {
+            name.removeprefix(before): value
+            for name, value in tower.items()
+            if name.startswith(before)
+        },
+        strict=True,
     )
 
     def forward(hidden: Any) -> Any:

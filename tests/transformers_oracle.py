@@ -136,7 +136,11 @@ MAMBA: dict[str, Any] = {
 }
 ROTATIONS: dict[str, dict[str, Any]] = {
     "whole heads rotate": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 1.0}
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5000.0,
+            "partial_rotary_factor": 1.0,
+        }
     },
     "epsilon": {"rms_norm_eps": 1e-2},
 }
@@ -447,11 +451,30 @@ NAMED = {
     ),
 }  # fmt: skip
 """What no model of Megatron's computes: names and bytes are all that can be compared."""
+RELATIVES = {
+    "bailing_moe2": Variant(
+        "glm4_moe",
+        {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "head_dim": 16, "use_qk_norm": True, "first_k_dense_replace": 1,
+         "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5},
+    ),
+    "sarvam_moe": Variant(
+        "glm4_moe",
+        {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "head_dim": 16, "use_qk_norm": True, "first_k_dense_replace": 1,
+         "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "partial_rotary_factor": 1.0},
+    ),
+    "sarvam_mla": Variant(
+        "deepseek_v3", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, **rope(5000.0, **YARN)}
+    ),
+    "mimo": Variant("qwen2"),
+}  # fmt: skip
+"""Family that transformers has no class for -> a model of another family that computes the same function."""
 
 
 def family_of(variant: Variant) -> str:
     """The name of its family."""
-    return next(name for name, family in families().items() if family.model_type == variant.model_type)
+    return next(
+        name for name, family in families().items() if family.model_type == variant.model_type
+    )
 
 
 def create(variant: Variant, directory: Path) -> None:
@@ -460,10 +483,16 @@ def create(variant: Variant, directory: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(20)
-    sizes = {**GPT2_SIZES} if variant.model_type == "gpt2" else {**SIZES, "pad_token_id": 6, **rope(5000.0)}
+    sizes = (
+        {**GPT2_SIZES}
+        if variant.model_type == "gpt2"
+        else {**SIZES, "pad_token_id": 6, **rope(5000.0)}
+    )
     if any(name in variant.settings for name in OTHER_EPSILONS):
         del sizes["rms_norm_eps"]
-    if variant.model_type == "nemotron_h":  # whose epsilon is Megatron's own, and which knows no positions
+    if (
+        variant.model_type == "nemotron_h"
+    ):  # whose epsilon is Megatron's own, and which knows no positions
         del sizes["rms_norm_eps"], sizes["rope_parameters"]
     config = AutoConfig.for_model(variant.model_type, **{**sizes, **variant.settings})
     model = AutoModelForCausalLM.from_config(config)
@@ -483,7 +512,10 @@ def load(directory: Path, **settings: Any) -> "PreTrainedModel":
 
     config = AutoConfig.from_pretrained(directory, **settings)
     options: Any = {"dtype": torch.float32, "attn_implementation": "eager"}
-    return cast("PreTrainedModel", AutoModelForCausalLM.from_pretrained(directory, config=config, **options).eval())
+    return cast(
+        "PreTrainedModel",
+        AutoModelForCausalLM.from_pretrained(directory, config=config, **options).eval(),
+    )
 
 
 def compute(model: "PreTrainedModel", tokens: "torch.Tensor") -> "torch.Tensor":
@@ -494,7 +526,9 @@ def compute(model: "PreTrainedModel", tokens: "torch.Tensor") -> "torch.Tensor":
         return cast("torch.Tensor", model(input_ids=tokens).logits)
 
 
-def assert_same_bits(found: "PreTrainedModel", expected: "PreTrainedModel", dtype: "torch.dtype") -> None:
+def assert_same_bits(
+    found: "PreTrainedModel", expected: "PreTrainedModel", dtype: "torch.dtype"
+) -> None:
     """Names and weights; negative zeros and NaNs count too."""
     import torch
 
@@ -509,7 +543,9 @@ def assert_same_bits(found: "PreTrainedModel", expected: "PreTrainedModel", dtyp
 def meaning(config: "PretrainedConfig") -> dict[str, Any]:
     """A configuration without what only says where it lies and by which version it was written."""
     return {
-        name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "transformers_version")
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in ("_name_or_path", "transformers_version")
     }
 
 
@@ -533,7 +569,14 @@ ARCHITECTURE = (
         "num_attention_heads",
         "num_key_value_heads",
     ),
-    *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "layer_types"),
+    *(
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "use_sliding_window",
+        "sliding_window",
+        "layer_types",
+    ),
 )
 
 

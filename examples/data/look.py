@@ -20,7 +20,12 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=3, help="how many samples to show")
     given = parser.parse_args()
     options = DataOptions(
-        given.seq_length, given.seed, given.data_path, given.split, reset_position_ids=True, eod_mask_loss=True
+        given.seq_length,
+        given.seed,
+        given.data_path,
+        given.split,
+        reset_position_ids=True,
+        eod_mask_loss=True,
     )
     datasets = build_datasets(options, NullTokenizer(given.eod), (given.train_samples, 10, 10))
     for name, dataset in zip(("train", "valid", "test"), datasets, strict=True):
@@ -29,7 +34,9 @@ def main() -> None:
     for number in range(given.first if train else 0):
         sample = train[number]
         ends = int((sample.tokens == given.eod).sum())
-        print(f"sample {number}: {' '.join(map(str, sample.tokens))} -> {sample.labels[-1]}; {ends} ends of documents")
+        print(
+            f"sample {number}: {' '.join(map(str, sample.tokens))} -> {sample.labels[-1]}; {ends} ends of documents"
+        )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ def address(log: Path) -> str:
 def main(log: Path, target: Path, question: str) -> None:
     body = {"messages": [{"role": "user", "content": question}], "max_tokens": 40, "temperature": 0}
     request = Request(
-        f"{address(log)}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{address(log)}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
     )
     with urlopen(request, timeout=PATIENCE_S) as response:
         answer = json.load(response)["choices"][0]["message"]["content"]

@@ -53,7 +53,11 @@ def curve(found: list[tuple[float, float]], name: str) -> str:
 
 def table(rows: list[tuple[str, ...]]) -> str:
     first, *others = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-    return "<table>" + "".join(f"<tr>{row}</tr>" for row in (first.replace("td>", "th>"), *others)) + "</table>"
+    return (
+        "<table>"
+        + "".join(f"<tr>{row}</tr>" for row in (first.replace("td>", "th>"), *others))
+        + "</table>"
+    )
 
 
 def evaluations(directory: Path) -> Any:
@@ -76,7 +80,10 @@ def main(directory: Path, target: Path) -> None:
             parts.append(curve(found, name))
     rows = [("checkpoint", "loss by token", "perplexity by word"), *evaluations(directory)]
     parts += ["<h2>Held-out pages</h2>", table(rows)]
-    parts += [f"<h2>{escape(answer['question'])}</h2>", f"<blockquote>{escape(answer['answer'])}</blockquote>"]
+    parts += [
+        f"<h2>{escape(answer['question'])}</h2>",
+        f"<blockquote>{escape(answer['answer'])}</blockquote>",
+    ]
     head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Speedrun</title><style>{STYLE}</style></head>'
     target.write_text(f"{head}<body>{''.join(parts)}</body></html>\n", encoding="utf-8")
     print(f"{target}: curves, perplexities and the answer")

@@ -17,12 +17,19 @@ ROW = re.compile(r"^\| `--([\w-]+)`[^|]*\| (.+?) \| ")
 def main(project: Path, target: Path) -> None:
     pages = [project / "README.md", *sorted((project / "docs").glob("*.md"))]
     learned = [page for page in pages if page.name not in HELD_OUT]
-    sections = [section for page in learned for section in page.read_text(encoding="utf-8").split("\n## ")]
+    sections = [
+        section for page in learned for section in page.read_text(encoding="utf-8").split("\n## ")
+    ]
     write(target / "text.jsonl", [{"text": section} for section in sections])
-    held_out = "\n".join(page.read_text(encoding="utf-8") for page in pages if page.name in HELD_OUT)
+    held_out = "\n".join(
+        page.read_text(encoding="utf-8") for page in pages if page.name in HELD_OUT
+    )
     (target / "held-out.wiki.txt").write_text(held_out, encoding="utf-8")
     flags = list(flags_of(project / "docs" / "trainer-flags.md"))
-    write(target / "chats.jsonl", [{"messages": [*asked(name), assistant(text)]} for name, text in flags])
+    write(
+        target / "chats.jsonl",
+        [{"messages": [*asked(name), assistant(text)]} for name, text in flags],
+    )
     wrong = random.Random(1).sample(flags, len(flags))
     pairs = [
         {"prompt": asked(name), "chosen": [assistant(text)], "rejected": [assistant(other)]}
@@ -30,7 +37,9 @@ def main(project: Path, target: Path) -> None:
         if text != other
     ]
     write(target / "pairs.jsonl", pairs)
-    print(f"{len(sections)} texts of {len(learned)} pages, {len(flags)} conversations, {len(pairs)} pairs of answers")
+    print(
+        f"{len(sections)} texts of {len(learned)} pages, {len(flags)} conversations, {len(pairs)} pairs of answers"
+    )
 
 
 def flags_of(page: Path) -> Iterator[tuple[str, str]]:

@@ -1,1 +1,1 @@
-"""What a user asks for on the command line."""
+"""The commands of megaconv."""

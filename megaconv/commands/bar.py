@@ -1,7 +1,15 @@
-"""The bar of a terminal, with the units that everything else has. Imports rich, so it is imported where there is a terminal."""
+"""A terminal's progress bar with megaconv's units. Imports rich, so it is imported only if there is a terminal."""
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from megaconv.commands.inspection import readable
@@ -15,5 +23,11 @@ class _Speed(ProgressColumn):
 
 def make_bar() -> Progress:
     amount = DownloadColumn(binary_units=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), amount, _Speed(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        amount,
+        _Speed(),
+        TimeRemainingColumn(),
+    )
     return Progress(*columns, console=Console(stderr=True), transient=True)

@@ -1,4 +1,4 @@
-"""What `megaconv formats` lists: loaders, savers and model families, ours and those of other packages."""
+"""The content of `megaconv formats`: loaders, savers and model families of megaconv and of other packages."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,11 +8,13 @@ from megaconv import registry
 from megaconv.families import PROOFS, all_families, families
 from megaconv.families.parts.towers import TOWERS
 from megaconv.families.parts.whole_model import NAMED_AS_IN_BRIDGE
+from megaconv.loader import Loader
 from megaconv.model.naming import Naming
 from megaconv.model.table import expressible
+from megaconv.saver import Saver
 
 NAMINGS = ("hf", "core", "legacy", "meta")
-"""Every naming scheme that is read is written too."""
+"""Every naming scheme that can be read and written."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Entry:
 
     description: str
     options: Mapping[str, str]
-    """Of its own: key -> what it does."""
+    """Its own options: key -> description."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,18 @@ class Catalogue:
     loaders: Mapping[str, Entry]
     savers: Mapping[str, Entry]
     families: Mapping[str, list[str]]
-    """transformers' classes."""
+    """Families, each with transformers' classes."""
     matrix: Mapping[str, Mapping[str, bool]]
-    """Family -> whether each naming scheme can represent it; from the tables themselves."""
+    """Family -> whether each naming scheme can represent it, according to the tables."""
     proven: Mapping[str, str]
-    """Family -> by what, any of PROOFS; "-" of other packages' families, which we have not tried."""
+    """Family -> its proof, one of PROOFS; "-" for families of other packages, which megaconv hasn't tried."""
 
     def to_json(self) -> dict[str, Any]:
         kinds = {"loaders": self.loaders, "savers": self.savers}
-        described = {kind: {name: one.description for name, one in entries.items()} for kind, entries in kinds.items()}
+        described = {
+            kind: {name: one.description for name, one in entries.items()}
+            for kind, entries in kinds.items()
+        }
         options = {
             kind: {name: dict(one.options) for name, one in entries.items() if one.options}
             for kind, entries in kinds.items()
@@ -58,34 +63,44 @@ class Catalogue:
                 yield f"  {name:<13} {entry.description}"
                 for key, meaning in entry.options.items():
                     yield f"                --option {key}=...: {meaning}"
-        yield "families        " + "".join(f"{naming:<12}" for naming in NAMINGS) + "proven by"
-        for name, cells in self.matrix.items():
-            words = (f"{'read, write' if cells[naming] else '-':<12}" for naming in NAMINGS)
-            yield f"  {name:<13} {''.join(words)}{self.proven[name]:<14} {', '.join(self.families[name])}"
-        yield "models that see or hear, whole"
-        yield "  hf, core; proven by names; what lies beside the language model is called as in Megatron-Bridge:"
+        yield from self._family_lines()
+        yield "multimodal models"
+        yield "  hf, core; proven by names; tensors outside the language model have Megatron-Bridge's names:"
         yield f"    {', '.join(NAMED_AS_IN_BRIDGE)}"
-        yield f"    of these with a tower of Megatron's own layers, which megatron-core computes: {', '.join(TOWERS)}"
+        yield f"    of these with a vision encoder of Megatron's own layers, which megatron-core computes: {', '.join(TOWERS)}"
         yield "  and all others whose text_config is of one of these families, by their files' names"
         yield "proven by"
         for word, meaning in PROOFS.items():
             yield f"  {word:<13} {meaning}"
 
+    def _family_lines(self) -> Iterator[str]:
+        namings = "".join(f"{naming:<12}" for naming in NAMINGS)
+        yield f"families        {namings}proven by"
+        for name, cells in self.matrix.items():
+            line = f"  {name:<13} "
+            for naming in NAMINGS:
+                line += f"{'read, write' if cells[naming] else '-':<12}"
+            architectures = ", ".join(self.families[name])
+            yield f"{line}{self.proven[name]:<14} {architectures}"
+
 
 def catalogue() -> Catalogue:
-    """Loads everything; plugins that can't be loaded are left out with a warning."""
+    """The catalogue. Imports all loaders, savers and families. A warning names a plugin that can't be loaded."""
     ours, all_of = families(), all_families()
     return Catalogue(
         {name: _entry(found) for name, found in registry.all_loaders().items()},
         {name: _entry(found) for name, found in registry.all_savers().items()},
         {name: list(family.architectures) for name, family in all_of.items()},
         {
-            name: {naming: expressible(family.rows, Naming(naming), family.features) for naming in NAMINGS}
+            name: {
+                naming: expressible(family.rows, Naming(naming), family.features)
+                for naming in NAMINGS
+            }
             for name, family in all_of.items()
         },
         {name: family.proven if name in ours else "-" for name, family in all_of.items()},
     )
 
 
-def _entry(found: registry.Loader | registry.Saver) -> Entry:
-    return Entry(found.DESCRIPTION, registry.options_of(found))
+def _entry(found: Loader | Saver) -> Entry:
+    return Entry(found.description, found.options)

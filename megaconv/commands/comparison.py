@@ -1,8 +1,8 @@
-"""Compares two checkpoints tensor by tensor, whatever their formats and layouts: canonical name, shape, dtype, value."""
+"""Compares two checkpoints of any formats and layouts tensor by tensor: canonical name, shape, dtype, value."""
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -14,21 +14,22 @@ from formats.tensor import ITEMSIZE, LazyTensor
 from megaconv import registry
 from megaconv.engine.fingerprints import read_blocks, tensor_hasher
 from megaconv.engine.preparation import open_source
-from megaconv.engine.record import SourceCheck, check_source
-from megaconv.engine.rounding import numbers
-from megaconv.engine.shifted import plain
+from megaconv.engine.source_check import SourceCheck, check_source
 from megaconv.errors import UsageError
-from megaconv.hub import Place, resolve
+from megaconv.hub import resolve
+from megaconv.input import Input, input_at
 from megaconv.model.fields import config_differences
 from megaconv.model.ir import WEIGHT, Key, Source, TensorInfo, shift_of
 from megaconv.model.training import SLOTS
 from megaconv.options import LoadOptions
 from megaconv.threads import thread_pool
+from megaconv.values.rounding import numbers
+from megaconv.values.shifted import plain
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor that is not the same in both."""
+    """A difference of one tensor."""
 
     key: Key
     kind: str
@@ -37,27 +38,59 @@ class Difference:
     max_abs: float | None = None
 
 
+@dataclass(frozen=True)
+class DifferenceGroup:
+    """Differences of the same kind in tensors of the same kind."""
+
+    name: str
+    """The name with placeholders, `layers.*.attn.q.weight`, or the tensor's own name if there is only one."""
+    kind: str
+    """The kind of the differences, as in Difference."""
+    count: int
+    detail: str
+    """The common detail; empty if the details vary."""
+    max_abs: float | None
+
+    def __str__(self) -> str:
+        largest = "" if self.max_abs is None else f"largest difference {self.max_abs:.3g}"
+        count = f"{self.count} tensors" if self.count > 1 else ""
+        return (
+            f"{self.kind:<9}  {', '.join(word for word in (count, self.detail, largest) if word)}"
+        )
+
+
 @dataclass(frozen=True, repr=False)
 class Diff:
-    """same: by tensors alone; config lists (field, in A, in B) where the configurations differ.
+    """The result of a comparison. `same` considers only tensors.
 
-    differences: those beyond the tolerance, where one was given.
+    differences: those beyond the tolerance, if one was given. config: (field, in A, in B) for each field of the
+    configurations that differs.
     """
 
     tensors: int
     differences: tuple[Difference, ...]
     config: tuple[tuple[str, Any, Any], ...]
     slots: tuple[str, ...] = (WEIGHT,)
-    """What was compared."""
+    """The slots that were compared."""
     within: int = 0
-    """Tensors whose values differ by no more than the tolerance."""
+    """Number of tensors whose values differ by no more than the tolerance."""
 
     def __repr__(self) -> str:
         return f"<Diff: {len(self.differences)} of {self.tensors} tensors differ, {len(self.config)} fields of the configuration>"
 
     def kinds(self) -> dict[str, int]:
-        """How many differences there are of each kind of tensor and kind of difference: `layers.*.attn.q.weight, values`."""
-        return dict(Counter(f"{kind_of(item.key)}, {item.kind}" for item in self.differences).most_common())
+        """Number of differences by kind of tensor and kind of difference: `layers.*.attn.q.weight, values`."""
+        return dict(
+            Counter(f"{kind_of(item.key)}, {item.kind}" for item in self.differences).most_common()
+        )
+
+    def groups(self) -> list[DifferenceGroup]:
+        """The differences grouped in the same way, the largest group first."""
+        members: dict[tuple[str, str], list[Difference]] = {}
+        for item in self.differences:
+            members.setdefault((kind_of(item.key), item.kind), []).append(item)
+        found = [_group(name, kind, items) for (name, kind), items in members.items()]
+        return sorted(found, key=lambda group: -group.count)
 
     @property
     def same(self) -> bool:
@@ -83,49 +116,76 @@ class Diff:
         }
 
 
+def _group(name: str, kind: str, items: Sequence[Difference]) -> DifferenceGroup:
+    """name: the group's name, which a group of one tensor doesn't use."""
+    details = {item.detail for item in items}
+    largest = [item.max_abs for item in items if item.max_abs is not None]
+    return DifferenceGroup(
+        name=str(items[0].key) if len(items) == 1 else name,
+        kind=kind,
+        count=len(items),
+        detail=details.pop() if len(details) == 1 else "",
+        max_abs=max(largest, default=None),
+    )
+
+
 def kind_of(key: Key) -> str:
-    """A tensor's name without its numbers: `layers.*.attn.q.weight`."""
+    """A tensor's name with its numbers replaced: `layers.*.attn.q.weight`."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", str(key))
 
 
 def _json_number(value: float | None) -> float | str | None:
-    """JSON has no infinity."""
+    """The number for JSON, which has no infinity: infinity and NaN become text."""
     return value if value is None or isfinite(value) else str(value)
 
 
-def open_both(
+def find_both(
     a: str | Path, b: str | Path, options: LoadOptions, loaders: tuple[str | None, str | None]
-) -> tuple[Source, Source]:
-    """Both checkpoints; each loader gets those of the options of its own that it knows. Raises CheckpointError.
-
-    Of text alone one of them may be a language model by itself; UsageError where both are.
-    """
+) -> tuple[Input, Input]:
+    """Both inputs. loaders: names of loaders; None: the loader that recognises the input. Raises CheckpointError."""
+    first, second = loaders
+    # Both places come first: a missing input ends the command before the other one is examined.
     places = [resolve(place, metadata_only=options.metadata_only) for place in (a, b)]
-    chosen = [registry.choose(place, name) for place, name in zip(places, loaders, strict=True)]
-    takers = {f"loader {name} of {side}": found for side, (name, found) in zip("AB", chosen, strict=True)}
-    extras = registry.share_options(options.extra, takers)
-    sides = list(zip(places, chosen, extras, strict=True))
-    wholes = [_is_whole(place, name, replace(options, extra=extra)) for place, (name, _), extra in sides]
-    if options.text_only and not any(wholes):
-        raise UsageError("--text-only: both are language models by themselves; leave it out")
+    return input_at(a, places[0], first, options), input_at(b, places[1], second, options)
+
+
+def open_both(inputs: tuple[Input, Input], options: LoadOptions) -> tuple[Source, Source]:
+    """Both opened checkpoints. Each loader gets the options that it knows. Raises CheckpointError.
+
+    With --text-only, one of them may be a language model. Raises UsageError if both are.
+    """
+    left, right = inputs
+    takers = {
+        f"loader {left.loader.name} of A": left.loader,
+        f"loader {right.loader.name} of B": right.loader,
+    }
+    of_left, of_right = registry.share_options(options.extra, takers)
+    for_left, for_right = replace(options, extra=of_left), replace(options, extra=of_right)
+    if options.text_only:
+        for_left, for_right = _where_whole(left, for_left), _where_whole(right, for_right)
+        if not for_left.text_only and not for_right.text_only:
+            raise UsageError("--text-only: both are language models by themselves; leave it out")
+    return open_source(left, for_left), open_source(right, for_right)
+
+
+def _where_whole(found: Input, options: LoadOptions) -> LoadOptions:
+    """The options with --text-only only if the input is a multimodal model."""
+    looked = replace(options, text_only=False, metadata_only=True, optimizer=False)
+    is_whole = open_source(found, looked).header.config.whole is not None
+    return replace(options, text_only=is_whole)
+
+
+def source_checks(
+    inputs: tuple[Input, Input], sources: tuple[Source, Source]
+) -> tuple[SourceCheck, SourceCheck]:
+    """Both sources compared with their own records.
+
+    Raises CorruptCheckpoint if names or shapes differ from a record.
+    """
     left, right = (
-        open_source(place, name, replace(options, extra=extra, text_only=options.text_only and whole))[1]
-        for (place, (name, _), extra), whole in zip(sides, wholes, strict=True)
+        check_source(found.place, source) for found, source in zip(inputs, sources, strict=True)
     )
     return left, right
-
-
-def _is_whole(place: Place, loader: str, options: LoadOptions) -> bool:
-    """Whether it is a model that sees or hears; only looked at where text alone is asked for."""
-    if not options.text_only:
-        return False
-    looked = replace(options, text_only=False, metadata_only=True, optimizer=False)
-    return open_source(place, loader, looked)[1].header.config.whole is not None
-
-
-def source_checks(a: str | Path, left: Source, b: str | Path, right: Source) -> tuple[SourceCheck, SourceCheck]:
-    """What the records of two opened sources say. Raises CorruptCheckpoint where names or shapes are not as recorded."""
-    return check_source(resolve(a), left.header.manifest), check_source(resolve(b), right.header.manifest)
 
 
 def diff_sources(
@@ -136,46 +196,70 @@ def diff_sources(
     checks: tuple[SourceCheck, SourceCheck] | None = None,
     tolerance: float = 0.0,
 ) -> Diff:
-    """Reads both completely. Slots other than weights are compared where both sides have them.
+    """Compare all tensors of two sources. Slots other than weights are compared if both sides have them.
 
-    tolerance: values that differ by no more than this are equal.
-    checks: what the sources' own records say. Raises CorruptCheckpoint where a tensor that was compared is not what its record says.
+    tolerance: values that differ by no more than this are equal. checks: comparisons with the sources' own records.
+    Raises CorruptCheckpoint if a compared tensor differs from its record.
     """
     checks = checks or (SourceCheck(), SourceCheck())
     in_left, in_right = dict(left.tensors()), dict(right.tensors())
-    shared = {key.slot for key in in_left} & {key.slot for key in in_right}
-    slots = (WEIGHT, *(slot for slot in SLOTS if slot in shared))
-    keys = [key for key in in_left if key.slot in slots]
-    keys += [key for key in in_right if key.slot in slots and key not in in_left]
+    slots = _compared_slots(in_left, in_right)
+    keys = [key for key in in_left | in_right if key.slot in slots]
+
+    def compare(key: Key) -> Difference | None:
+        return _compare(key, in_left, in_right, advance, checks)
+
     with thread_pool(workers) as pool:
-        found = pool.map(lambda key: _compare(key, in_left, in_right, advance, checks), keys)
-        differences = tuple(item for item in found if item is not None)
+        differences = [item for item in pool.map(compare, keys) if item is not None]
     for check in checks:
         check.require_intact()
-    beyond = tuple(item for item in differences if item.max_abs is None or item.max_abs > tolerance or not tolerance)
+    beyond = tuple(item for item in differences if not _is_within(item, tolerance))
     config = tuple(config_differences(left.header.config, right.header.config))
-    return Diff(len(keys), beyond, config, slots, len(differences) - len(beyond))
+    return Diff(len(keys), beyond, config, slots, within=len(differences) - len(beyond))
+
+
+def _compared_slots(left: Collection[Key], right: Collection[Key]) -> tuple[str, ...]:
+    """Weights, and the slots that both sides have."""
+    shared = {key.slot for key in left} & {key.slot for key in right}
+    return (WEIGHT, *(slot for slot in SLOTS if slot in shared))
+
+
+def _is_within(difference: Difference, tolerance: float) -> bool:
+    """True if only values differ, by no more than a tolerance that was given."""
+    if not tolerance or difference.max_abs is None:
+        return False
+    return difference.max_abs <= tolerance
 
 
 def diff_metadata(left: Source, right: Source) -> Diff:
-    """Names, shapes and dtypes alone; reads no tensor."""
+    """Compare names, shapes and dtypes. Reads no tensor."""
     ours = {key: info for key, info in left.header.manifest.items() if key.slot == WEIGHT}
     theirs = {key: info for key, info in right.header.manifest.items() if key.slot == WEIGHT}
     found = [
-        item for key in (ours | theirs) if (item := _compare_infos(key, ours.get(key), theirs.get(key))) is not None
+        item
+        for key in (ours | theirs)
+        if (item := _compare_infos(key, ours.get(key), theirs.get(key))) is not None
     ]
     config = tuple(config_differences(left.header.config, right.header.config))
     return Diff(len(ours | theirs), tuple(found), config)
 
 
-def _compare_infos(key: Key, left: TensorInfo | None, right: TensorInfo | None) -> Difference | None:
+def _compare_infos(
+    key: Key, left: TensorInfo | None, right: TensorInfo | None
+) -> Difference | None:
     if left is None or right is None:
         only = left if right is None else right
         assert only is not None
-        return Difference(key, "only in A" if right is None else "only in B", f"{list(only.shape)} {only.dtype}")
+        return Difference(
+            key, "only in A" if right is None else "only in B", f"{list(only.shape)} {only.dtype}"
+        )
     if left.shape != right.shape:
         return Difference(key, "shape", f"{list(left.shape)} / {list(right.shape)}")
-    return Difference(key, "dtype", f"{left.dtype} / {right.dtype}") if left.dtype != right.dtype else None
+    return (
+        Difference(key, "dtype", f"{left.dtype} / {right.dtype}")
+        if left.dtype != right.dtype
+        else None
+    )
 
 
 def _compare(
@@ -187,7 +271,11 @@ def _compare(
 ) -> Difference | None:
     left, right = in_left.get(key), in_right.get(key)
     described = _compare_infos(
-        key, *(None if one is None else TensorInfo(tuple(one.shape), one.dtype) for one in (left, right))
+        key,
+        *(
+            None if one is None else TensorInfo(tuple(one.shape), one.dtype)
+            for one in (left, right)
+        ),
     )
     if described is not None or left is None or right is None:
         return described
@@ -223,12 +311,18 @@ def _compare_values(
 
 
 def _distance(
-    left: "np.ndarray[Any, np.dtype[np.uint8]]", right: "np.ndarray[Any, np.dtype[np.uint8]]", dtype: str
+    left: "np.ndarray[Any, np.dtype[np.uint8]]",
+    right: "np.ndarray[Any, np.dtype[np.uint8]]",
+    dtype: str,
 ) -> tuple[int, float]:
-    """(elements whose bits differ, largest absolute difference of these; NaN counts as infinite)."""
+    """(number of elements whose bits differ, their largest absolute difference). NaN counts as infinite."""
     a, b = (side.reshape(-1, ITEMSIZE[dtype]) for side in (left, right))
     differ = (a != b).any(axis=1)
     with np.errstate(over="ignore", invalid="ignore"):
-        ours, theirs = (numbers(np.ascontiguousarray(side[differ]).reshape(-1), dtype) for side in (a, b))
+        ours, theirs = (
+            numbers(np.ascontiguousarray(side[differ]).reshape(-1), dtype) for side in (a, b)
+        )
         distance = np.abs(ours - theirs)
-    return int(differ.sum()), float(np.nan_to_num(distance, nan=np.inf, posinf=np.inf).max(initial=0))
+    return int(differ.sum()), float(
+        np.nan_to_num(distance, nan=np.inf, posinf=np.inf).max(initial=0)
+    )

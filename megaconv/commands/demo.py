@@ -1,4 +1,4 @@
-"""`megaconv demo`: a small Llama with a real tokenizer goes to Megatron, is resharded, comes back, and is still the same."""
+"""`megaconv demo`: converts a small Llama with a real tokenizer to Megatron, reshards it, and proves the way back."""
 
 import json
 import tempfile
@@ -14,14 +14,15 @@ from megaconv.commands.comparison import diff_sources
 from megaconv.commands.inspection import inspect
 from megaconv.engine.conversion import convert, fingerprint
 from megaconv.engine.plan import default_workers
-from megaconv.engine.preparation import ConvertOptions, open_source
-from megaconv.engine.rounding import rounded
+from megaconv.engine.preparation import open_source
 from megaconv.errors import ModelsDiffer, TargetExists
 from megaconv.families.llama import FAMILY
+from megaconv.input import find_input
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF
 from megaconv.model.natives import native_tensors
-from megaconv.options import SaveOptions
+from megaconv.options import ConvertOptions, SaveOptions
+from megaconv.values.rounding import rounded
 
 _TEXT = """A checkpoint is a model at rest. Its tensors have names, shapes and values, and every tool has its own idea of
 how they should be named, fused, sharded and stored. Converting one means to move every value to its new place, and to
@@ -36,7 +37,7 @@ _CONFIG = {
 
 
 def make_model(path: Path) -> None:
-    """A Llama with random weights and a byte-pair tokenizer, as transformers would save it."""
+    """Create a Llama with random weights and a byte-pair tokenizer, in the files that transformers would save."""
     try:
         path.mkdir(parents=True)
     except FileExistsError:
@@ -44,12 +45,14 @@ def make_model(path: Path) -> None:
     vocab = _make_tokenizer(path)
     config = _CONFIG | {"vocab_size": vocab}
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}) + "\n")
+    (path / "generation_config.json").write_text(
+        json.dumps({"bos_token_id": 0, "eos_token_id": 1}) + "\n"
+    )
     _write_weights(path / "model.safetensors", _shapes(config))
 
 
 def _write_weights(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Random bfloat16, the same every time."""
+    """Write random bfloat16 weights, the same every time."""
     layout, random = (
         SafetensorsLayout({name: (shape, "bfloat16") for name, shape in shapes.items()}),
         np.random.default_rng(0),
@@ -65,11 +68,12 @@ def _write_weights(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Hugging Face's name and shape of every tensor."""
+    """The Hugging Face name and shape of every tensor."""
     model = FAMILY.read_hf(config)
     whole = Chunk(0, 0, 0, model.layer_count, is_first=True, is_last=True)
     return {
-        native.name: native.shape for native in native_tensors(FAMILY.rows, model, HF, Layout(), 0, whole, model.vocab)
+        native.name: native.shape
+        for native in native_tensors(FAMILY.rows, model, HF, Layout(), 0, whole, model.vocab)
     }
 
 
@@ -88,22 +92,31 @@ def _make_tokenizer(path: Path) -> int:
     tokenizer.train_from_iterator(_TEXT.splitlines(), trainer)
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}) + "\n"
+        json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+        )
+        + "\n"
     )
     return int(tokenizer.get_vocab_size())
 
 
 def run(directory: Path | None) -> None:
-    """The whole demonstration. Raises ModelsDiffer if the proof fails."""
+    """Run the whole demonstration. Raises ModelsDiffer if the proof fails."""
     with _workplace(directory) as work:
-        model, tp2pp2, tp4, back = (work / name for name in ("llama", "core-tp2-pp2", "core-tp4", "llama-back"))
+        model, tp2pp2, tp4, back = (
+            work / name for name in ("llama", "core-tp2-pp2", "core-tp4", "llama-back")
+        )
         print("1. A Llama with random weights and a trained tokenizer, in Hugging Face format")
         make_model(model)
         _show(model)
-        print(f"\n2. megaconv convert --load-dir {model.name} --saver core --save-dir {tp2pp2.name} --tp 2 --pp 2")
+        print(
+            f"\n2. megaconv convert --load-dir {model.name} --saver core --save-dir {tp2pp2.name} --tp 2 --pp 2"
+        )
         convert(model, tp2pp2, "core", ConvertOptions(save=SaveOptions(tp=2, pp=2)))
         _show(tp2pp2)
-        print(f"\n3. megaconv convert --load-dir {tp2pp2.name} --saver core --save-dir {tp4.name} --tp 4 --pp 1")
+        print(
+            f"\n3. megaconv convert --load-dir {tp2pp2.name} --saver core --save-dir {tp4.name} --tp 4 --pp 1"
+        )
         convert(tp2pp2, tp4, "core", ConvertOptions(save=SaveOptions(tp=4, pp=1)))
         _show(tp4)
         print(f"\n4. megaconv convert --load-dir {tp4.name} --saver hf --save-dir {back.name}")
@@ -117,9 +130,14 @@ def _prove(places: list[Path]) -> None:
     prints = {place: fingerprint(place).weights for place in places}
     for place, digest in prints.items():
         print(f"   {place.name:<14} {digest}")
-    first, last = open_source(places[0])[1], open_source(places[-1])[1]
-    if len(set(prints.values())) != 1 or not diff_sources(first, last, default_workers(writing=False)).same:
-        raise ModelsDiffer("the fingerprints are not equal: the conversion changed the model; please report this")
+    first, last = (open_source(find_input(place)) for place in (places[0], places[-1]))
+    if (
+        len(set(prints.values())) != 1
+        or not diff_sources(first, last, default_workers(writing=False)).same
+    ):
+        raise ModelsDiffer(
+            "the fingerprints are not equal: the conversion changed the model; please report this"
+        )
     print("   All equal: the same model, bit for bit.")
 
 

@@ -1,4 +1,4 @@
-"""How a command that fails ends: one line on stderr, an exit status, and with --json a document on stdout."""
+"""The end of a failed command: one line on stderr, an exit status, and with --json a document on stdout."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from megaconv.terminal import show
 
 @contextmanager
 def errors_reported() -> Iterator[None]:
-    """Errors that a user can act on end the process here; others are ours, and come through with their traceback."""
+    """End the process for an error that a user can act on. Other errors are bugs and pass with their traceback."""
     try:
         yield
     except CheckpointError as error:
@@ -24,7 +24,7 @@ def errors_reported() -> Iterator[None]:
         hint = (str(error) if isinstance(error, Interrupted) else "") or "nothing was left behind"
         say(f"megaconv: interrupted; {hint}")
         _end("interrupted", f"interrupted; {hint}")
-    except BrokenPipeError:  # nobody reads any more
+    except BrokenPipeError:  # nobody reads the output any more
         sys.exit(1)
     except OSError as error:
         say(f"megaconv: error: {error}")
@@ -33,12 +33,12 @@ def errors_reported() -> Iterator[None]:
         usage: Any = error
         if not hasattr(usage, "format_message"):
             raise
-        usage.show()  # Typer's own: an option that is not known, or has no such value
+        usage.show()  # Typer's own error: an unknown option, or an invalid value
         _end("wrong-usage", usage.format_message())
 
 
 def say(text: str) -> None:
-    """A line on stderr, for whoever still reads it."""
+    """Print a line on stderr, if anything still reads it."""
     with suppress(OSError):
         show(text, sys.stderr)
         sys.stderr.flush()
@@ -47,6 +47,10 @@ def say(text: str) -> None:
 def _end(code: str, message: str) -> NoReturn:
     status = CODES[code].exit_status
     if "--json" in sys.argv[1:]:
-        with suppress(OSError):  # which may be the error that is reported
-            print(json.dumps({"error": {"code": code, "message": message, "exit_status": status}}, indent=1))
+        with suppress(OSError):  # a broken stdout may be the error that is reported
+            print(
+                json.dumps(
+                    {"error": {"code": code, "message": message, "exit_status": status}}, indent=1
+                )
+            )
     sys.exit(status)

@@ -1,7 +1,7 @@
-"""What a checkpoint is, from its metadata alone."""
+"""Describes a checkpoint from its metadata alone."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -13,9 +13,11 @@ from megaconv.commands.units import readable as readable
 from megaconv.commands.units import share
 from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME, find_record
+from megaconv.engine.source_check import differing
 from megaconv.errors import CheckpointError
 from megaconv.families.parts.whole_model import named
-from megaconv.hub import Place, resolve
+from megaconv.hub import Place
+from megaconv.input import Input, find_input, input_at
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import fields_of
@@ -29,17 +31,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Inspection:
-    """A header and the name of the loader that read it."""
+    """A header, and the name of the loader that read it."""
 
     path: str
     loader: str
     header: Header
     differences: Mapping[str, str] | None = None
-    """Tensor -> how its name or shape is not what the checkpoint's own record says; None where nothing was recorded, or asked."""
+    """Tensors whose name or shape differs from the checkpoint's own record.
+
+    None without a record, or without a comparison.
+    """
     disk_bytes: int | None = None
-    """Of all files of the checkpoint; None where nobody knows."""
+    """Size of all files of the checkpoint; None if it isn't known."""
     optimizer_bytes: int | None = None
-    """Of the optimizer's tensors; None where there are none, or of a kind that is not read."""
+    """Size of the optimizer's tensors; None if there are none, or none that can be read."""
+    iterations: tuple[str, ...] = ()
+    """Directories of iterations, if the path is a run's directory."""
+    read_iteration: str | None = None
+    """The described iteration: the one that the run's tracker names, or the only one."""
 
     def __repr__(self) -> str:
         header = self.header
@@ -61,6 +70,9 @@ class Inspection:
             "dtypes": self.dtypes(),
             "layout": self._layout(),
             "iteration": header.training.iteration,
+            "release": header.training.release,
+            "iterations": list(self.iterations),
+            "read_iteration": self.read_iteration,
             "padded_vocab": header.padded_vocab,
             "consumed_train_samples": header.training.consumed_train_samples,
             "optimizer": self._optimizer(),
@@ -72,20 +84,25 @@ class Inspection:
             else {"same": not self.differences, "differences": dict(self.differences)},
             "config": fields_of(config),
             "tensors": {
-                str(key): {"shape": list(info.shape), "dtype": info.dtype} for key, info in header.manifest.items()
+                str(key): {"shape": list(info.shape), "dtype": info.dtype}
+                for key, info in header.manifest.items()
             },
         }
 
     @property
     def reason(self) -> str | None:
-        """Why it can't be converted; None where it can."""
+        """The reason why it can't be converted; None if it can."""
         return None if self.header.has_weights else "it is a configuration alone, without weights"
 
     def _layout(self) -> dict[str, Any] | None:
         layout = self.header.layout
         if layout is None:
             return None
-        encoder = {"encoder_stage_layers": list(layout.encoder_stage_layers)} if layout.encoder_stage_layers else {}
+        encoder = (
+            {"encoder_stage_layers": list(layout.encoder_stage_layers)}
+            if layout.encoder_stage_layers
+            else {}
+        )
         return {**layout.sizes(), "stage_layers": list(layout.stage_layers), **encoder}
 
     def _optimizer(self) -> dict[str, Any] | None:
@@ -96,7 +113,7 @@ class Inspection:
         return unread if self.header.has_optimizer else None
 
     def experts(self) -> dict[str, int] | None:
-        """How many there are, how many a token passes, and the parameters that it meets; None without any."""
+        """The number of experts, the number per token, and the parameters active per token; None without experts."""
         experts = self.header.config.experts
         if not experts.count:
             return None
@@ -114,79 +131,122 @@ class Inspection:
         }
 
     def dtypes(self) -> dict[str, int]:
-        """dtype -> parameters stored in it."""
+        """The number of parameters stored in each dtype."""
         counts: Counter[str] = Counter()
         for info, count in self.header.weight_kinds.items():
             counts[info.dtype] += count * prod(info.shape)
         return dict(counts.most_common())
 
     def lines(self) -> list[tuple[str, str]]:
-        """(label, text) for people."""
+        """(label, text) lines for people."""
+        return [*self._of_model(), *self._of_save(), *self._of_files()]
+
+    def _of_model(self) -> Iterator[tuple[str, str]]:
+        """Lines about the model: its format, family, sizes and parts."""
         header, config = self.header, self.header.config
-        size = header.nbytes
-        heads = f"{config.attention.heads} heads of {config.attention.head_dim}" + (
-            f", {config.attention.kv_heads} key/value heads"
-            if config.attention.kv_heads != config.attention.heads
-            else ""
+        yield "format", header.source
+        yield "family", config.family
+        yield "parameters", f"{header.parameters:,} in {len(header.manifest)} tensors"
+        yield "size", self._size()
+        yield (
+            "shape",
+            f"{_depth(config)}, hidden {config.hidden}, ffn {config.mlp.ffn}, {_heads(config)}",
         )
-        vocab = f"{config.vocab:,}" + (
-            f" (padded to {header.padded_vocab:,})" if header.padded_vocab not in (None, config.vocab) else ""
-        )
-        found = [
-            ("format", header.source),
-            ("family", config.family),
-            ("parameters", f"{header.parameters:,} in {len(header.manifest)} tensors"),
-            (
-                "size",
-                f"{readable(size)}, {', '.join(f'{name} {share(count * ITEMSIZE[name], size)}' for name, count in self.dtypes().items())}",
-            ),
-            ("shape", f"{_depth(config)}, hidden {config.hidden}, ffn {config.mlp.ffn}, {heads}"),
-            ("vocabulary", vocab + (", head tied to the embedding" if config.tie_embeddings else "")),
-            ("positions", _positions(config)),
-        ]
-        if config.head.classes or config.head.choices:
-            of_classes = f"classification, {config.head.classes} classes"
-            found.append(("head", of_classes if config.head.classes else "multiple choice"))
+        yield "vocabulary", self._vocabulary()
+        yield "positions", _positions(config)
+        if config.head.classes:
+            yield "head", f"classification, {config.head.classes} classes"
+        elif config.head.choices:
+            yield "head", "multiple choice"
         if config.whole is not None:
-            words = ", ".join(f"{word} ({count} tensors)" for word, count in config.whole.parts().items())
-            found.append(("beside", f"{words}, of {named(config.whole.config)}"))
+            words = (f"{word} ({count} tensors)" for word, count in config.whole.parts().items())
+            yield "beside", f"{', '.join(words)}, of {named(config.whole.config)}"
         if config.has("mamba_layers"):
-            found += [("pattern", _pattern(config)), ("mamba", _mamba(config))]
-        if (experts := self.experts()) is not None:
+            yield "pattern", _pattern(config)
+            yield "mamba", _mamba(config)
+        experts = self.experts()
+        if experts is not None:
             of_each = f"{experts['per_token']} of {experts['count']} for each token"
-            found.append(("experts", f"{of_each}, {experts['active_parameters']:,} parameters active"))
+            yield "experts", f"{of_each}, {experts['active_parameters']:,} parameters active"
         if config.window:
-            found.append(
-                (
-                    "window",
-                    f"{config.window:,} positions"
-                    + ("" if config.has("only_windows") else f" in {len(config.layers_with('window'))} layers"),
-                )
-            )
-        if header.layout is not None:
-            found.append(("layout", str(header.layout)))
-        training = header.training
-        if training.release or training.iteration is not None:
-            found.append(("iteration", "release" if training.release else str(training.iteration)))
+            yield "window", _window(config)
+
+    def _of_save(self) -> Iterator[tuple[str, str]]:
+        """Lines about the save: its layout, its place in a run, its optimizer state."""
+        training = self.header.training
+        if self.header.layout is not None:
+            yield "layout", str(self.header.layout)
+        if training.release:
+            yield "iteration", "release"
+        elif training.iteration is not None:
+            yield "iteration", str(training.iteration)
+        if len(self.iterations) > 1:
+            numbers = listing([_number(name) for name in self.iterations])
+            yield "iterations", f"{numbers}; the tracker names {_number(self.read_iteration or '')}"
         if training.consumed_train_samples:
-            found.append(("samples", f"{training.consumed_train_samples:,} consumed"))
-        if (optimizer := self._optimizer()) is not None:
-            step = "" if optimizer["step"] is None else f", step {optimizer['step']:,}"
-            size_of = "" if optimizer["bytes"] is None else f", {readable(optimizer['bytes'])}"
-            size_of = ", its state can't be converted" if step and not size_of else size_of
-            found.append(("optimizer", optimizer["kind"] + step + size_of))
+            yield "samples", f"{training.consumed_train_samples:,} consumed"
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            yield "optimizer", _described_optimizer(optimizer)
+
+    def _of_files(self) -> Iterator[tuple[str, str]]:
+        """Lines about the files, and their comparison with the checkpoint's own record."""
         if self.disk_bytes is not None:
-            found.append(("on disk", readable(self.disk_bytes)))
-        found.append(("files", ", ".join(sorted(header.files)) or "no tokenizer"))
-        if self.differences is not None:
+            yield "on disk", readable(self.disk_bytes)
+        yield "files", ", ".join(sorted(self.header.files)) or "no tokenizer"
+        if self.differences:
             others = listing([f"{name} {what}" for name, what in self.differences.items()])
-            description = (
-                f"{RECORD_NAME} differs: {others}" if others else f"names and shapes are as {RECORD_NAME} says"
-            )
-            found.append(("record", description))
+            yield "record", f"{RECORD_NAME} differs: {others}"
+        elif self.differences is not None:
+            yield "record", f"names and shapes match {RECORD_NAME}"
         if self.reason is not None:
-            found.append(("convertible", f"no: {self.reason}"))
-        return found
+            yield "convertible", f"no: {self.reason}"
+
+    def _size(self) -> str:
+        """The size with the share of each dtype: `1.2 GiB, bfloat16 100%`."""
+        size = self.header.nbytes
+        shares = (
+            f"{dtype} {share(count * ITEMSIZE[dtype], size)}"
+            for dtype, count in self.dtypes().items()
+        )
+        return f"{readable(size)}, {', '.join(shares)}"
+
+    def _vocabulary(self) -> str:
+        config, padded = self.header.config, self.header.padded_vocab
+        padding = "" if padded in (None, config.vocab) else f" (padded to {padded:,})"
+        tied = ", head tied to the embedding" if config.tie_embeddings else ""
+        return f"{config.vocab:,}{padding}{tied}"
+
+
+def _described_optimizer(optimizer: Mapping[str, Any]) -> str:
+    """The kind, step and size of optimizer state. State with a step and without a size can't be converted."""
+    kind, step, nbytes = optimizer["kind"], optimizer["step"], optimizer["bytes"]
+    if step is None:
+        return kind if nbytes is None else f"{kind}, {readable(nbytes)}"
+    size = "its state can't be converted" if nbytes is None else readable(nbytes)
+    return f"{kind}, step {step:,}, {size}"
+
+
+def _heads(config: ModelConfig) -> str:
+    attention = config.attention
+    heads = f"{attention.heads} heads of {attention.head_dim}"
+    return (
+        heads
+        if attention.kv_heads == attention.heads
+        else f"{heads}, {attention.kv_heads} key/value heads"
+    )
+
+
+def _window(config: ModelConfig) -> str:
+    positions = f"{config.window:,} positions"
+    if config.has("only_windows"):
+        return positions
+    return f"{positions} in {len(config.layers_with('window'))} layers"
+
+
+def _number(version: str) -> str:
+    """The number of an iteration's directory, as in the tracker file."""
+    return version.removeprefix("iter_").lstrip("0") or "0"
 
 
 def _depth(config: ModelConfig) -> str:
@@ -198,9 +258,11 @@ def _depth(config: ModelConfig) -> str:
 
 
 def _pattern(config: ModelConfig) -> str:
-    """`M-M* (2 Mamba 2, 1 attention, 1 MLP)`."""
+    """The layer pattern of a hybrid with its meaning: `M-M* (2 Mamba 2, 1 attention, 1 MLP)`."""
     pattern = pattern_of(config)
-    kinds = (f"{pattern.count(symbol)} {what}" for symbol, what in SYMBOLS.items() if symbol in pattern)
+    kinds = (
+        f"{pattern.count(symbol)} {what}" for symbol, what in SYMBOLS.items() if symbol in pattern
+    )
     return f"{pattern} ({', '.join(kinds)})"
 
 
@@ -222,69 +284,114 @@ def _positions(config: ModelConfig) -> str:
 
 
 def _scaling(scaling: Any) -> str:
-    return f", scaled ({scaling['rope_type']}, factor {scaling.get('factor', '?')})" if scaling else ""
+    return (
+        f", scaled ({scaling['rope_type']}, factor {scaling.get('factor', '?')})" if scaling else ""
+    )
 
 
 def inspect(
-    path: str | Path, options: LoadOptions | None = None, loader: str | None = None, *, check_source: bool = True
+    path: str | Path,
+    options: LoadOptions | None = None,
+    loader: str | None = None,
+    *,
+    check_source: bool = True,
 ) -> Inspection:
-    """Reads metadata only. loader: None: the one that recognises it. check_source: compare names and shapes with its own record,
-    if it has one. Raises CheckpointError."""
-    options, place = options or LoadOptions(), resolve(path, metadata_only=True)
-    name, source = open_source(
-        place, loader, replace(options, metadata_only=True, needs_weights=False, optimizer=False)
-    )
-    overridden = options.config is not None or options.true_vocab_size is not None
-    compared = check_source and not overridden and source.header.has_weights
-    record = find_record(place) if compared else None
-    differences = None if record is None else record.other_tensors(source.header.manifest)
-    return Inspection(
-        str(path),
-        name,
-        source.header,
-        differences,
-        disk_bytes(place),
-        _optimizer_bytes(place, options, name, source.header),
-    )
+    """Describe a checkpoint. Reads metadata only.
+
+    loader: a loader's name; None: the loader that recognises the input. check_source: compare names and shapes with the
+    checkpoint's own record, if it has one. Raises CheckpointError.
+    """
+    options = replace(options or LoadOptions(), metadata_only=True)
+    return _inspect(find_input(path, loader, options), options, check_source=check_source)
 
 
 def look(
-    path: str | Path, options: LoadOptions | None = None, loader: str | None = None, *, check_source: bool = True
+    path: str | Path,
+    place: Place,
+    options: LoadOptions,
+    loader: str | None = None,
+    *,
+    check_source: bool = True,
 ) -> "Inspection | Survey":
-    """What a checkpoint is; or, where no loader knows what model it is, what its files hold. Raises CheckpointError."""
-    place = resolve(path, metadata_only=True)
-    try:
-        return replace(inspect(place, options, loader, check_source=check_source), path=str(path))
-    except CheckpointError as error:
-        if (
-            loader is not None
-            or (options and options.text_only)
-            or error.code == "no-such-input"
-            or not isinstance(place, Path)
-        ):
-            raise
-        from megaconv.commands.survey import survey  # which imports every format
+    """Describe a checkpoint; if no loader knows its model, describe the content of its files.
 
-        found = survey(place, error)
-        if found is None:
+    place: the resolved path. Raises CheckpointError.
+    """
+    try:
+        return _inspect(input_at(path, place, loader, options), options, check_source=check_source)
+    except CheckpointError as error:
+        is_told_what_it_is = loader is not None or options.text_only
+        if is_told_what_it_is or error.code == "no-such-input" or not isinstance(place, Path):
             raise
-        return replace(found, path=str(path))
+        from megaconv.commands.survey import (
+            survey,
+        )  # imported here, because it imports every format
+
+        surveyed = survey(place, error)
+        if surveyed is None:
+            raise
+        return replace(surveyed, path=str(path))
+
+
+def _inspect(found: Input, options: LoadOptions, *, check_source: bool) -> Inspection:
+    looked = replace(options, metadata_only=True, needs_weights=False, optimizer=False)
+    header = open_source(found, looked).header
+    is_overridden = options.config is not None or options.true_vocab_size is not None
+    is_compared = check_source and not is_overridden and header.has_weights
+    record = find_record(found.place) if is_compared else None
+    iterations, read_iteration = _iterations(found.place)
+    return Inspection(
+        path=found.given,
+        loader=found.loader.name,
+        header=header,
+        differences=None if record is None else differing(found.place, record, header),
+        disk_bytes=disk_bytes(found.place),
+        optimizer_bytes=_optimizer_bytes(found, options, header),
+        iterations=iterations,
+        read_iteration=read_iteration,
+    )
 
 
 def disk_bytes(place: Place) -> int | None:
-    """Of all files of a checkpoint; of a Megatron root those of the iteration that is read. None for what is no directory."""
+    """Size of all files of a checkpoint, without those of other iterations. None if it isn't a directory."""
     if not isinstance(place, Path) or not place.is_dir():
         return None
-    root = rank_files.find_version(place) or place
-    return sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+    version = _version(place)
+    counted = 0
+    for entry in place.iterdir():
+        if version not in (None, place, entry) and rank_files.is_version(entry.name):
+            continue
+        files = entry.rglob("*") if entry.is_dir() else [entry]
+        counted += sum(file.stat().st_size for file in files if file.is_file())
+    return counted
 
 
-def _optimizer_bytes(place: Place, options: LoadOptions, loader: str, header: Header) -> int | None:
+def _version(place: Path) -> Path | None:
+    """The directory of the iteration that is read, according to the tracker of Megatron or Megatron-Bridge."""
+    from megaconv.megatron.distributed.run_config import (
+        latest_version,
+    )  # only such inputs need this import
+
+    return rank_files.find_version(place) or latest_version(place)
+
+
+def _iterations(place: Place) -> tuple[tuple[str, ...], str | None]:
+    """(all iterations of a run, the one that is read); empty for anything but a run's directory."""
+    version = _version(place) if isinstance(place, Path) else None
+    if version is None or version == place or not rank_files.is_version(version.name):
+        return (), None
+    return tuple(rank_files.iterations(version.parent)), version.name
+
+
+def _optimizer_bytes(found: Input, options: LoadOptions, header: Header) -> int | None:
     if header.training.optimizer is None:
         return None
     try:
-        _, source = open_source(place, loader, replace(options, metadata_only=True, optimizer=True))
-    except CheckpointError:  # whoever converts it is told what is wrong with it
+        source = open_source(found, replace(options, metadata_only=True, optimizer=True))
+    except CheckpointError:  # a conversion reports what is wrong
         return None
-    # A loader may leave it out itself: of a run, say, that trained a part of the model only.
-    return sum(info.nbytes for key, info in source.header.manifest.items() if key.slot != WEIGHT) or None
+    # A loader may leave out the optimizer state, for example if a run trained only a part of the model.
+    return (
+        sum(info.nbytes for key, info in source.header.manifest.items() if key.slot != WEIGHT)
+        or None
+    )

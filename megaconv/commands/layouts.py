@@ -1,4 +1,4 @@
-"""Which layouts a model can be trained and stored in, what each rank then holds, and the memory that training takes."""
+"""Lists the layouts in which a model can be trained and stored, the share of each rank, and the memory for training."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ LARGEST_TP = 16
 
 @dataclass(frozen=True)
 class Possible:
-    """One layout; sizes are those of the fullest rank."""
+    """One layout. Sizes are those of the rank with the largest share."""
 
     layout: Layout
     world: int
-    """GPUs of a run."""
+    """GPUs of the run."""
     share: RankShare
     weight_bytes: int
     training_bytes: int
-    """With Megatron's distributed optimizer; activations come on top."""
+    """Bytes for training with Megatron's distributed optimizer, without activations."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -47,12 +47,14 @@ class Possible:
 class Layouts:
     possible: tuple[Possible, ...]
     refused: tuple[tuple[str, str], ...]
-    """(sizes, reason), one for each reason."""
+    """(sizes, reason) of a refused layout, one for each reason."""
     memory: int | None
-    """Bytes of a GPU, where somebody said."""
+    """Memory of one GPU in bytes, if the user gave it."""
 
     def __repr__(self) -> str:
-        fitting = "" if self.memory is None else f", {sum(map(self.fits, self.possible))} fit the memory"
+        fitting = (
+            "" if self.memory is None else f", {sum(map(self.fits, self.possible))} fit the memory"
+        )
         return f"<Layouts: {len(self.possible)} possible{fitting}, {len(self.refused)} reasons why others are not>"
 
     def fits(self, one: Possible) -> bool:
@@ -61,14 +63,15 @@ class Layouts:
     def to_json(self) -> dict[str, Any]:
         return {
             "layouts": [
-                one.to_json() | ({} if self.memory is None else {"fits": self.fits(one)}) for one in self.possible
+                one.to_json() | ({} if self.memory is None else {"fits": self.fits(one)})
+                for one in self.possible
             ],
             "refused": [{"sizes": sizes, "reason": reason} for sizes, reason in self.refused],
             "gpu_memory": self.memory,
         }
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Lines for people."""
         yield f"{'TP':>4} {'PP':>4} {'EP':>4} {'ETP':>4} {'GPUs':>6}  {'parameters a rank':>18}  {'weights':>11}  {'to train':>11}"
         for one in self.possible:
             sizes = f"{one.layout.tp:>4} {one.layout.pp:>4} {one.layout.ep:>4} {one.layout.etp:>4} {one.world:>6}"
@@ -80,9 +83,12 @@ class Layouts:
 
 
 def layouts(header: Header, gpus: int | None = None, memory: int | None = None) -> Layouts:
-    """Every TP, PP and EP of powers of two, and of what divides the layers. gpus: of the run; None: as few as hold the model once.
+    """The layouts of a model.
 
-    memory: bytes of one GPU. Raises UsageError for numbers of GPUs that no layout has.
+    TP is a power of two, PP divides the layers, EP is a power of two that divides the experts.
+
+    gpus: GPUs of the run; None: as few as can hold the model once. memory: bytes of one GPU.
+    Raises UsageError for a number of GPUs that no layout has.
     """
     config = header.config
     possible, refused = list[Possible](), dict[str, str]()
@@ -90,18 +96,22 @@ def layouts(header: Header, gpus: int | None = None, memory: int | None = None) 
         try:
             found = _possible(header, tp, pp, ep, gpus)
         except LayoutError as error:
-            refused.setdefault(str(error).partition(" can't")[0], f"TP {tp}, PP {pp}, EP {ep}: {error}")
+            refused.setdefault(
+                str(error).partition(" can't")[0], f"TP {tp}, PP {pp}, EP {ep}: {error}"
+            )
             continue
         if found is not None:
             possible.append(found)
     if not possible:
-        raise UsageError(f"no layout of this model is of {gpus} GPUs; choose a multiple of a TP x PP that divides it")
+        raise UsageError(
+            f"no layout of this model is of {gpus} GPUs; choose a multiple of a TP x PP that divides it"
+        )
     reasons = tuple((text.partition(": ")[0], text.partition(": ")[2]) for text in refused.values())
     return Layouts(tuple(possible), reasons, memory)
 
 
 def _possible(header: Header, tp: int, pp: int, ep: int, gpus: int | None) -> Possible | None:
-    """None where it needs more GPUs than there are, or doesn't divide them. Raises LayoutError."""
+    """The layout of these sizes; None if it doesn't divide the GPUs or needs more of them. Raises LayoutError."""
     config = header.config
     layout = choose_layout(config, None, SaveOptions(tp=tp, pp=pp, ep=ep, etp=_etp(config, tp, ep)))
     once = pp * max(tp, ep * layout.etp)
@@ -109,12 +119,17 @@ def _possible(header: Header, tp: int, pp: int, ep: int, gpus: int | None) -> Po
         return None
     world = gpus or once
     divisor = header.vocab_divisor or DEFAULT_DIVISOR
-    shares = rank_shares(family(config.family).rows, config, layout, padded_vocab(config.vocab, divisor, tp))
-    return max((_sized(config, layout, share, world) for share in shares), key=lambda one: one.training_bytes)
+    shares = rank_shares(
+        family(config.family).rows, config, layout, padded_vocab(config.vocab, divisor, tp)
+    )
+    return max(
+        (_sized(config, layout, share, world) for share in shares),
+        key=lambda one: one.training_bytes,
+    )
 
 
 def _sized(config: ModelConfig, layout: Layout, share: RankShare, world: int) -> Possible:
-    # Experts have data-parallel groups of their own: ranks that hold the same ones.
+    # Experts have their own data-parallel groups: ranks that hold the same experts.
     per_stage = world // layout.pp
     dense = bytes_per_parameter(config.dtype, per_stage // layout.tp, distributed_optimizer=True)
     experts = bytes_per_parameter(
@@ -125,7 +140,7 @@ def _sized(config: ModelConfig, layout: Layout, share: RankShare, world: int) ->
 
 
 def _etp(config: ModelConfig, tp: int, ep: int) -> int | None:
-    """Experts whole where there are expert ranks enough, as Megatron advises; in tp parts otherwise."""
+    """The expert tensor-parallel size: 1 if there are enough expert ranks, as Megatron advises, otherwise tp."""
     return (1 if ep >= tp else tp) if config.experts.count else None
 
 
@@ -136,8 +151,14 @@ def _powers(most: int) -> list[int]:
 def _stage_counts(config: ModelConfig) -> list[int]:
     if config.encoder.layers:
         return [1]
-    return [count for count in range(1, config.layer_count + 1) if config.layer_count % count == 0 and count <= 64]
+    return [
+        count
+        for count in range(1, config.layer_count + 1)
+        if config.layer_count % count == 0 and count <= 64
+    ]
 
 
 def _expert_counts(config: ModelConfig) -> list[int]:
-    return [count for count in _powers(config.experts.count or 1) if not config.experts.count % count]
+    return [
+        count for count in _powers(config.experts.count or 1) if not config.experts.count % count
+    ]

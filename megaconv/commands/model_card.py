@@ -1,7 +1,7 @@
-"""What a pushed model says of itself: its card (README.md, whose first lines, between two `---`, are metadata in YAML), its record.
+"""The model card (README.md, with YAML metadata between two `---` at its start) and the record of a pushed model.
 
-Only what is known goes in: licence, languages and data sets are those of the source's own card, and nobody's where it has none.
-Directories of this machine are called by their last name alone.
+They contain only what is known: licence, languages and data sets come from the source's own card, or are left out.
+Directories of this machine are named only by their last component.
 """
 
 import json
@@ -23,20 +23,26 @@ _KEPT = ("license", "license_name", "license_link", "language", "datasets", "pip
 _HUB_ID = re.compile(r"(?:hf://)?([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@[\w./-]+)?")
 
 
-def describe(directory: Path, repository: str, header: Header, record: Record | None) -> tuple[bytes, list[str]]:
-    """(a model card, what a user should know about it). record: of the directory, if it has one."""
+def describe(
+    directory: Path, repository: str, header: Header, record: Record | None
+) -> tuple[bytes, list[str]]:
+    """(a model card, notices for the user). record: the directory's record, if it has one."""
     import yaml
 
     origin = source_of(record) if record is not None else {}
     source = str(origin.get("path") or "")
     kept = _card_of(Path(source)) if source else {}
-    adapters = [str(each.get("path")) for each in origin.get("adapters", ()) if isinstance(each, dict)]
+    adapters = [
+        str(each.get("path")) for each in origin.get("adapters", ()) if isinstance(each, dict)
+    ]
     metadata = {key: kept[key] for key in _KEPT if key in kept}
     metadata |= _ancestry(source, kept, adapters)
     is_hf = header.layout is None
     metadata |= {"library_name": "transformers"} if is_hf else {}
     metadata.setdefault("pipeline_tag", "text-generation")
-    metadata["tags"] = sorted({*_words(metadata.get("tags")), "megaconv", *([] if is_hf else ["megatron-core"])})
+    metadata["tags"] = sorted(
+        {*_words(metadata.get("tags")), "megaconv", *([] if is_hf else ["megatron-core"])}
+    )
     facts = {
         "family": header.config.family,
         "parameters": f"{header.parameters:,}",
@@ -49,7 +55,9 @@ def describe(directory: Path, repository: str, header: Header, record: Record | 
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if value)
     front = yaml.safe_dump(metadata, sort_keys=True, allow_unicode=True)
     check = (
-        "`megaconv verify` compares the weights with the fingerprints in megaconv.json." if record is not None else ""
+        "`megaconv verify` compares the weights with the fingerprints in megaconv.json."
+        if record is not None
+        else ""
     )
     text = (
         f"---\n{front}---\n\n# {repository.partition('/')[2]}\n\n| | |\n|---|---|\n{rows}\n\n"
@@ -60,24 +68,30 @@ def describe(directory: Path, repository: str, header: Header, record: Record | 
 
 
 def published_record(content: bytes) -> bytes:
-    """A megaconv.json for others to see, who have no use for the paths of this machine."""
+    """A megaconv.json for publication, without the directories of this machine."""
     found = json.loads(content)
     for each in (found.get("source"), *(found.get("adapters") or ())):
-        if isinstance(each, dict) and isinstance(each.get("path"), str) and _of_the_hub(each["path"]) is None:
+        if (
+            isinstance(each, dict)
+            and isinstance(each.get("path"), str)
+            and _of_the_hub(each["path"]) is None
+        ):
             each["path"] = Path(each["path"]).name
     return (json.dumps(found, indent=1) + "\n").encode()
 
 
 def _of_the_hub(source: str) -> str | None:
-    """The Hub id of what a model was made of; None for a path."""
+    """The Hub id of a model's source; None for a path."""
     match = None if Path(source).exists() else _HUB_ID.fullmatch(source)
     return match[1] if match else None
 
 
 def _ancestry(source: str, kept: Mapping[str, Any], adapters: list[str]) -> dict[str, Any]:
-    """What the model was made of, where that is on the Hub."""
+    """The metadata on the model's ancestors, if they are on the Hub."""
     base = _of_the_hub(source) or kept.get("base_model")
-    return ({"base_model": base} if base else {}) | ({"base_model_relation": "finetune"} if base and adapters else {})
+    return ({"base_model": base} if base else {}) | (
+        {"base_model_relation": "finetune"} if base and adapters else {}
+    )
 
 
 def _words(tags: Any) -> list[str]:
@@ -85,7 +99,7 @@ def _words(tags: Any) -> list[str]:
 
 
 def _card_of(directory: Path) -> Mapping[str, Any]:
-    """The metadata of a directory's model card; nothing where it has none that can be read."""
+    """The metadata of a directory's model card; empty if it has no readable card."""
     import yaml
 
     try:

@@ -1,4 +1,4 @@
-"""How far a model has moved from another: of every tensor, and of every layer, the relative size of the difference."""
+"""Measures how far a model has moved from another: the relative size of the difference, per tensor and per layer."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,29 +9,33 @@ import numpy as np
 
 from formats.tensor import LazyTensor
 from megaconv.engine.fingerprints import read_blocks
-from megaconv.engine.rounding import numbers
-from megaconv.engine.shifted import plain
 from megaconv.model.ir import WEIGHT, Key, Source
 from megaconv.threads import thread_pool
+from megaconv.values.rounding import numbers
+from megaconv.values.shifted import plain
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Sums over elements; those that are no finite number on either side are left out."""
+    """Sums over the elements that are finite on both sides."""
 
     name: str
     elements: int = 0
     changed: int = 0
     squares: float = 0.0
-    """Of A."""
+    """Sum of the squares of A."""
     distance: float = 0.0
-    """Squares of the difference."""
+    """Sum of the squares of the difference."""
     largest: float = 0.0
 
     @property
     def relative(self) -> float:
-        """Norm of the difference over the norm of A."""
-        return sqrt(self.distance / self.squares) if self.squares else (0.0 if not self.distance else float("inf"))
+        """Norm of the difference divided by the norm of A."""
+        return (
+            sqrt(self.distance / self.squares)
+            if self.squares
+            else (0.0 if not self.distance else float("inf"))
+        )
 
     def __add__(self, other: "Moved") -> "Moved":
         return Moved(
@@ -41,16 +45,21 @@ class Moved:
 
     def to_json(self) -> dict[str, Any]:
         relative = self.relative if self.relative != float("inf") else None
-        return {"elements": self.elements, "changed": self.changed, "relative": relative, "max_abs": self.largest}
+        return {
+            "elements": self.elements,
+            "changed": self.changed,
+            "relative": relative,
+            "max_abs": self.largest,
+        }
 
 
 @dataclass(frozen=True)
 class Movement:
     tensors: tuple[Moved, ...]
-    """Those that both sides have in the same shape, in model order."""
+    """The tensors that both sides have in the same shape, in the order of the model."""
 
     def layers(self) -> list[Moved]:
-        """Summed up by layer; what is in none stands for itself."""
+        """Sums by layer. A tensor outside of the layers stands for itself."""
         found: dict[str, Moved] = {}
         for tensor in self.tensors:
             name = _layer(tensor.name)
@@ -64,19 +73,28 @@ class Movement:
         }
 
     def lines(self, *, blocks: bool = True) -> Iterator[str]:
-        """For people: a bar for each layer. blocks: whether the terminal can show block characters."""
+        """Lines for people, with a bar for each layer. blocks: True if the terminal can show block characters."""
         layers = self.layers()
         width = max((len(layer.name) for layer in layers), default=0)
-        most = max((layer.relative for layer in layers if layer.relative != float("inf")), default=0.0) or 1.0
+        finite = [layer.relative for layer in layers if layer.relative != float("inf")]
+        most = max(finite, default=0.0) or 1.0
+        block = "█" if blocks else "#"
         yield f"{'moved':<{width}}  {'|A-B|/|A|':>10}  {'largest':>9}  changed"
         for layer in layers:
-            bar = ("█" if blocks else "#") * round(30 * min(1.0, layer.relative / most))
-            share = f"{100 * layer.changed / max(1, layer.elements):.1f}%"
-            yield f"{layer.name:<{width}}  {layer.relative:>10.3e}  {layer.largest:>9.3g}  {share:>7}  {bar}".rstrip()
+            length = round(30 * min(1.0, layer.relative / most))
+            share = 100 * layer.changed / max(1, layer.elements)
+            columns = [
+                f"{layer.name:<{width}}",
+                f"{layer.relative:>10.3e}",
+                f"{layer.largest:>9.3g}",
+                f"{share:>6.1f}%",
+                block * length,
+            ]
+            yield "  ".join(columns).rstrip()
 
 
 def _layer(name: str) -> str:
-    """`layers.3` of `layers.3.attn.q.weight`."""
+    """The layer's name: `layers.3` of `layers.3.attn.q.weight`."""
     words = name.split(".")
     numbered = next((at for at, word in enumerate(words) if word.isdecimal()), None)
     return name if numbered is None else ".".join(words[: numbered + 1])
@@ -85,18 +103,28 @@ def _layer(name: str) -> str:
 def movement(
     left: Source, right: Source, workers: int, advance: Callable[[int], None] = lambda count: None
 ) -> Movement:
-    """Reads the weights of both. Their dtypes may differ."""
-    ours, theirs = ({key: tensor for key, tensor in side.tensors() if key.slot == WEIGHT} for side in (left, right))
-    keys = [key for key, tensor in ours.items() if key in theirs and tuple(theirs[key].shape) == tuple(tensor.shape)]
+    """Compare the weights of two sources. Their dtypes may differ."""
+    ours, theirs = (
+        {key: tensor for key, tensor in side.tensors() if key.slot == WEIGHT}
+        for side in (left, right)
+    )
+    keys = [
+        key
+        for key, tensor in ours.items()
+        if key in theirs and tuple(theirs[key].shape) == tuple(tensor.shape)
+    ]
     with thread_pool(workers) as pool:
-        return Movement(tuple(pool.map(lambda key: _moved(key, ours[key], theirs[key], advance), keys)))
+        return Movement(
+            tuple(pool.map(lambda key: _moved(key, ours[key], theirs[key], advance), keys))
+        )
 
 
 def _moved(key: Key, left: LazyTensor, right: LazyTensor, advance: Callable[[int], None]) -> Moved:
     left, right = plain(key, left), plain(key, right)
     total = Moved(key.name)
     a, b = np.empty(0), np.empty(0)
-    # Blocks are of as many bytes, so of other numbers of elements where the dtypes differ: what is left over waits.
+    # Blocks of equal size in bytes have different numbers of elements if the dtypes differ: keep the rest for the next
+    # block.
     mine, others = read_blocks(left), read_blocks(right)
     while True:
         if not a.size and (block := next(mine, None)) is not None:
@@ -111,7 +139,9 @@ def _moved(key: Key, left: LazyTensor, right: LazyTensor, advance: Callable[[int
         a, b = a[count:], b[count:]
 
 
-def _of_block(a: "np.ndarray[Any, np.dtype[np.float64]]", b: "np.ndarray[Any, np.dtype[np.float64]]") -> Moved:
+def _of_block(
+    a: "np.ndarray[Any, np.dtype[np.float64]]", b: "np.ndarray[Any, np.dtype[np.float64]]"
+) -> Moved:
     with np.errstate(all="ignore"):
         difference = a - b
     finite = np.isfinite(difference)
@@ -119,4 +149,11 @@ def _of_block(a: "np.ndarray[Any, np.dtype[np.float64]]", b: "np.ndarray[Any, np
     changed = int(np.count_nonzero(difference)) + int(np.count_nonzero(~finite))
     largest = float(np.abs(difference).max(initial=0.0))
     kept = a[finite]
-    return Moved("", a.size, changed, float(np.dot(kept, kept)), float(np.dot(difference, difference)), largest)
+    return Moved(
+        "",
+        a.size,
+        changed,
+        float(np.dot(kept, kept)),
+        float(np.dot(difference, difference)),
+        largest,
+    )

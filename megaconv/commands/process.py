@@ -1,4 +1,4 @@
-"""The process that a command is: its signals, its standard streams, and what it ends with."""
+"""The process of a command: its signals, its standard streams, and its exit status."""
 
 import gc
 import os
@@ -20,7 +20,7 @@ _INTERRUPTED = CODES["interrupted"].exit_status
 
 
 def run(command: Callable[[], Any]) -> None:
-    """Turns errors into one line and an exit status, and ends with it."""
+    """Run a command and end the process. An error becomes one line and an exit status."""
     hook = sys.unraisablehook
     status: Any = None
     try:
@@ -29,12 +29,12 @@ def run(command: Callable[[], Any]) -> None:
                 _prepare()
                 status = command()
             finally:
-                ignore_signals()  # what is left to do is to say how it ended
+                ignore_signals()  # nothing is left to do but to report the result
     except SystemExit as end:
         status = end.code
     finally:
         sys.unraisablehook = hook
-        gc.freeze()  # or the interpreter would look through everything once more before it ends
+        gc.freeze()  # without this, the interpreter would search all objects for cycles before it ends
         gc.enable()
     status = _flush(status)
     if status == _INTERRUPTED and _threads_at_work():
@@ -43,18 +43,23 @@ def run(command: Callable[[], Any]) -> None:
 
 
 def _threads_at_work() -> bool:
-    """Whether a library's pool has threads in the middle of something, an upload say, which the interpreter would wait for."""
+    """True if a library's thread pool is still at work, for example on an upload.
+
+    The interpreter would wait for it.
+    """
     return any(thread.name.startswith("ThreadPoolExecutor") for thread in threading.enumerate())
 
 
 def _flush(status: Any) -> Any:
-    """The exit status: not 0 where what was printed hasn't arrived."""
+    """Flush stdout. Returns the exit status, which isn't 0 if the output didn't arrive."""
     try:
         sys.stdout.flush()
     except OSError as error:
         if not status and not isinstance(error, BrokenPipeError):
             say(f"megaconv: error: {error}")
-        with suppress(OSError):  # forgotten, or the interpreter would try, and fail, again
+        with suppress(
+            OSError
+        ):  # drop the output: the interpreter would try to write it again, and fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return status or 1
     return status
@@ -64,41 +69,45 @@ def _prepare() -> None:
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # closed: the next file would get its number, and all that a library prints there
+        # Closed: otherwise the next opened file would get this number, and everything that a library prints.
+        except OSError:
             os.open(os.devnull, os.O_RDWR)
-    for name in ("stdout", "stderr"):  # without a stderr print() would take stdout in its place
+    for name in ("stdout", "stderr"):  # without a stderr, print() would use stdout instead
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
     log_to_stderr("megaconv")
     hide_download_bars()
     for signum in (*ENDING, signal.SIGALRM):
-        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
+        if (
+            signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN
+        ):  # nohup ignores SIGHUP
             signal.signal(signum, _interrupt)
     sys.unraisablehook = _hand_on
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of numpy, whose threads would spin on the other processors
-    gc.disable()  # nothing here makes cycles that count, and looking for them takes a twentieth of the start
+    # For numpy, whose threads would busy-wait on the other processors.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    gc.disable()  # megaconv makes few cycles, and the search for them takes a twentieth of the start time
 
 
 def heed_signals() -> None:
-    """Again, after ignore_signals(), where something long follows after all."""
+    """Handle signals again after ignore_signals(), before a long task."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _interrupt)
 
 
 def ignore_signals() -> None:
-    """From here on, since what follows is short and has to be done."""
+    """Ignore signals from here on, because the next steps are short and must complete."""
     for signum in ENDING:
         signal.signal(signum, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    ignore_signals()  # impatience must not disturb the cleaning up
+    ignore_signals()  # a second signal must not disturb the cleanup
     raise Interrupted
 
 
 def _hand_on(swallowed: Any) -> None:
-    """Python swallows what is raised while it destroys an object: an interruption that came then comes again."""
+    """Repeat an interruption that Python swallows because it was raised while an object was destroyed."""
     if isinstance(swallowed.exc_value, Interrupted):
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
     else:

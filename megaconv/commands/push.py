@@ -1,13 +1,14 @@
-"""Puts a model on the Hugging Face Hub: all of it in one commit, and what arrived is compared with what was sent.
+"""Puts a model on the Hugging Face Hub in one commit, and compares what arrived with what was sent.
 
-Large files are uploaded before the commit and change no branch, so that a push that is interrupted leaves the repository as it was;
-the same command then sends only what the Hub doesn't have yet. The commit is refused where the branch has moved since the
-push began. Then the Hub is asked for size and hash of every file as of that very commit:
+Large files are uploaded before the commit and change no branch. An interrupted push therefore leaves the repository
+unchanged, and the same command then sends only the files that the Hub doesn't have yet. The Hub refuses the commit if
+the branch has moved since the push began. After the commit, size and hash of every file are requested for that very
+commit:
 
     LFS or xet      lfs.sha256 is the file's SHA-256, lfs.size its size
-    others          blob_id is git's SHA-1 of it: of `blob SIZE` and a zero byte, then the content
+    others          blob_id is git's SHA-1: over `blob SIZE`, a zero byte, and the content
 
-Client: huggingface_hub 0.30 to 2.4.
+The client is huggingface_hub 0.30 to 2.4.
 """
 
 import hashlib
@@ -31,69 +32,51 @@ from megaconv import registry
 from megaconv.commands.model_card import CARD, describe, published_record
 from megaconv.engine.completeness import TOKENIZER, has_tokenizer
 from megaconv.engine.conversion import convert
-from megaconv.engine.preparation import ConvertOptions, Report, open_source
-from megaconv.engine.record import RECORD_NAME, check_source, find_record
+from megaconv.engine.preparation import Report, open_source
+from megaconv.engine.record import RECORD_NAME, find_record
+from megaconv.engine.source_check import check_source
 from megaconv.errors import CheckpointError, Interrupted, ModelsDiffer, UnsafeContent, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.hub import nothing_at
+from megaconv.input import Input
+from megaconv.local_paths import local_path
 from megaconv.model.check import listing
-from megaconv.options import LoadOptions
+from megaconv.options import ConvertOptions, LoadOptions, PushOptions
 
 _log = logging.getLogger("megaconv")
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _AT_ONCE = 500
-"""Files that the Hub is asked about in one request."""
+"""Number of files per request to the Hub."""
 _READ = 8 << 20
 _POLL_SECONDS = 0.2
 _ADAPTER = "adapter_config.json"
 
 
-@dataclass(frozen=True)
-class PushOptions:
-    """What a user can ask of a push."""
-
-    revision: str | None = None
-    """The branch, made where there is none; None: the default one."""
-    private: bool = False
-    """Of a repository that the push creates."""
-    create_pr: bool = False
-    message: str | None = None
-    card: bool = True
-    """Whether a model card is written where neither side has one."""
-    as_is: bool = False
-    """Whether what is no Hugging Face directory goes there as it is, instead of converted."""
-    config: Path | None = None
-    """As for a conversion."""
-    include: tuple[str, ...] = ()
-    """Patterns of paths; none: all."""
-    exclude: tuple[str, ...] = ()
-
-
 class Hashes(NamedTuple):
-    """Of a file that is to be pushed."""
+    """Size and hashes of a file to be pushed."""
 
     size: int
     sha256: str
     blob_id: str
-    """git's own."""
+    """git's hash of the file."""
 
 
 @dataclass(frozen=True, repr=False)
 class PushReport:
-    """What a push did, or, planned only, would do."""
+    """The result of a push; for a planned push, the expected result."""
 
     repository: str
     files: Mapping[str, Hashes]
-    """By path in the repository."""
+    """Hashes by path in the repository."""
     commit: str | None = None
     url: str | None = None
     pull_request: str | None = None
     changed: bool = True
-    """Whether there was anything that the Hub didn't have."""
+    """False if the Hub had all files already."""
     notices: Sequence[str] = field(default_factory=tuple)
     missing: Sequence[str] = ()
-    """What a model needs and this one hasn't: `tokenizer`, as a conversion says it."""
+    """Parts that the model lacks: `tokenizer`, as in a conversion's report."""
 
     def __repr__(self) -> str:
         done = "planned" if self.commit is None else f"commit {self.commit}"
@@ -110,16 +93,25 @@ class PushReport:
             "url": self.url,
             "pull_request": self.pull_request,
             "changed": self.changed,
-            "files": {name: {"size": file.size, "sha256": file.sha256} for name, file in self.files.items()},
+            "files": {
+                name: {"size": file.size, "sha256": file.sha256}
+                for name, file in self.files.items()
+            },
             "notices": list(self.notices),
             "missing": list(self.missing),
         }
 
 
-def push(directory: str | Path, repository: str, options: PushOptions, *, dry_run: bool = False) -> PushReport:
-    """Raises CheckpointError: UsageError for what can't be pushed, ModelsDiffer where the Hub has something else afterwards."""
+def push(
+    directory: str | Path, repository: str, options: PushOptions, *, dry_run: bool = False
+) -> PushReport:
+    """Push a finished output.
+
+    Raises CheckpointError: UsageError for a directory that can't be pushed, ModelsDiffer if the Hub has other content
+    afterwards.
+    """
     require_repository(repository)
-    path = Path(directory)
+    path = local_path(directory)
     kind = _kind(path)
     if not dry_run:
         require_token(repository)
@@ -129,59 +121,74 @@ def push(directory: str | Path, repository: str, options: PushOptions, *, dry_ru
         raise UsageError(
             f"--dry-run: {path} would be converted to hf first; convert it, then push that, or add --as-is"
         )
-    # Beside the source: the place that is most likely to have room for as much again.
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.push-", dir=path.resolve().parent) as room:
+    # A directory beside the source most likely has enough space for a second copy.
+    with tempfile.TemporaryDirectory(
+        prefix=f".{path.name}.push-", dir=path.resolve().parent
+    ) as room:
         made = Path(room) / "hf"
-        done = convert(path, made, "hf", ConvertOptions(load=LoadOptions(options.config)), planned=_warn)
+        done = convert(
+            path, made, "hf", ConvertOptions(load=LoadOptions(options.config)), planned=_warn
+        )
         return _push_files(made, "hf", repository, options, dry_run, done.missing)
 
 
 def _warn(planned: Report) -> None:
-    """Before the copy and the uploads, which take long: what will be missing, and what else a user should know."""
+    """Log the notices before the copy and the uploads, which take long: for example, which parts will be missing."""
     for notice in planned.notices:
         _log.warning("%s", notice)
 
 
 def require_repository(name: str) -> None:
-    """Raises UsageError for what is no repository's name."""
+    """Raises UsageError if the name isn't a repository's."""
     if not _REPOSITORY.fullmatch(name):
         raise UsageError(f"{name}: is not the name of a repository; expected organisation/name")
 
 
 def require_token(repository: str) -> None:
-    """Raises CheckpointError where the Hub doesn't know who is pushing: said before anything is read or sent."""
+    """Raises CheckpointError if the Hub doesn't recognise the user's token. Called before anything is read or sent."""
     with _hub_errors(repository):
         _api().whoami()
 
 
 def _kind(path: Path) -> str:
-    """The loader of a finished model; `peft` for an adapter."""
+    """The loader's name for a finished model; `peft` for an adapter."""
     if not path.exists():
         raise nothing_at(path)
     if not path.is_dir():
         raise UsageError(f"{path}: is not a directory; push takes a finished output")
     if (path / _ADAPTER).is_file() and not (path / CONFIG_NAME).is_file():
         return "peft"
-    return registry.detect(path)[0]
+    return registry.detect(path).name
 
 
 def _missing(path: Path, kind: str) -> tuple[str, ...]:
-    """What a finished Hugging Face directory lacks, which is said before anything is sent."""
+    """The parts that a finished Hugging Face directory lacks. A warning names them before anything is sent."""
     if kind != "hf" or has_tokenizer(file.name for file in path.iterdir()):
         return ()
-    _log.warning("%s: has no tokenizer, and so won't the repository; the original's files belong there first", path)
+    _log.warning(
+        "%s: has no tokenizer, and so won't the repository; the original's files belong there first",
+        path,
+    )
     return (TOKENIZER,)
 
 
 def _push_files(
-    path: Path, kind: str, repository: str, options: PushOptions, dry_run: bool, missing: Sequence[str]
+    path: Path,
+    kind: str,
+    repository: str,
+    options: PushOptions,
+    dry_run: bool,
+    missing: Sequence[str],
 ) -> PushReport:
     files = _files(path, options)
     notices = list[str]()
     made: dict[str, bytes] = {}
     if kind != "peft":
-        _, source = open_source(path, kind, LoadOptions(options.config, metadata_only=True, optimizer=False))
-        check_source(path, source.header.manifest)
+        found = Input(str(path), path, registry.loader(kind))
+        source = open_source(
+            found, LoadOptions(options.config, metadata_only=True, optimizer=False)
+        )
+        check_source(path, source)
         if options.card and CARD not in files:
             made[CARD], notices = describe(path, repository, source.header, find_record(path))
         if RECORD_NAME in files and find_record(path) is not None:
@@ -189,14 +196,19 @@ def _push_files(
     hashes = {name: _hashes(file) for name, file in files.items()}
     if dry_run:
         hashes |= {name: _hashes_of(content) for name, content in made.items()}
-        return PushReport(repository, dict(sorted(hashes.items())), notices=notices, missing=missing)
+        return PushReport(
+            repository, dict(sorted(hashes.items())), notices=notices, missing=missing
+        )
     with _hub_errors(repository):
         report = _beside(lambda: _commit(repository, files, hashes, made, notices, options))
     return replace(report, missing=missing)
 
 
 def _beside(work: Callable[[], PushReport]) -> PushReport:
-    """What a thread makes of some work, for which an interruption doesn't wait: the client would, until its uploads end."""
+    """The result of work in a separate thread.
+
+    An interruption doesn't wait for it; the client would wait for its uploads.
+    """
     done: Future[PushReport] = Future()
 
     def run() -> None:
@@ -210,24 +222,33 @@ def _beside(work: Callable[[], PushReport]) -> PushReport:
         try:
             return done.result(_POLL_SECONDS)
         except FutureTimeout:
-            if done.done():  # it is the work's own
+            if done.done():  # it is the work's own timeout
                 raise
 
 
 def _files(path: Path, options: PushOptions) -> dict[str, Path]:
-    """Every file below a directory that is to be pushed. Raises UnsafeContent for a link that leads out of it."""
+    """All files below a directory that are to be pushed.
+
+    Raises UnsafeContent for a link that leads out of the directory.
+    """
     found: dict[str, Path] = {}
     top = path.resolve()
     for folder, folders, names in os.walk(path):
-        folders[:] = sorted(name for name in folders if not name.startswith(".git") and name != ".cache")
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".git") and name != ".cache"
+        )
         for name in sorted(names):
             file = Path(folder) / name
             below = file.relative_to(path).as_posix()
             if not _is_asked_for(below, options):
                 continue
             real = file.resolve()
-            if top not in real.parents and real.parent.name != "blobs":  # the Hub's own cache links there
-                raise UnsafeContent(f"{file}: is a link to {real}, outside of the directory that is pushed")
+            if (
+                top not in real.parents and real.parent.name != "blobs"
+            ):  # the Hub's own cache links there
+                raise UnsafeContent(
+                    f"{file}: is a link to {real}, outside of the directory that is pushed"
+                )
             if not real.is_file():
                 raise UsageError(f"{file}: is not a regular file")
             found[below] = file
@@ -273,13 +294,19 @@ def _commit(
 
     api = _api()
     api.create_repo(repository, private=options.private or None, exist_ok=True)
-    if options.revision is not None and not options.create_pr and not options.revision.startswith("refs/"):
+    if (
+        options.revision is not None
+        and not options.create_pr
+        and not options.revision.startswith("refs/")
+    ):
         api.create_branch(repository, branch=options.revision, exist_ok=True)
     head = api.model_info(repository, revision=options.revision).sha
     if CARD in made and api.get_paths_info(repository, [CARD], revision=head):
-        # A card that is there already is somebody's own.
+        # Keep the card that the repository already has.
         made, notices = {name: content for name, content in made.items() if name != CARD}, []
-    contents: dict[str, str | bytes] = {name: str(file) for name, file in files.items()} | dict(made)
+    contents: dict[str, str | bytes] = {name: str(file) for name, file in files.items()} | dict(
+        made
+    )
     hashes = dict(hashes) | {name: _hashes_of(content) for name, content in made.items()}
     commit = api.create_commit(
         repository,
@@ -296,7 +323,7 @@ def _commit(
 
 
 def _require_arrived(api: Any, repository: str, commit: str, hashes: Mapping[str, Hashes]) -> None:
-    """Raises ModelsDiffer naming files that the Hub doesn't have as they are here."""
+    """Raises ModelsDiffer, which names the files that differ on the Hub."""
     names = sorted(hashes)
     found: dict[str, Any] = {}
     for start in range(0, len(names), _AT_ONCE):
@@ -329,10 +356,10 @@ def _api() -> Any:
 
 _REASONS = {
     401: "the Hub doesn't know who is pushing; run `hf auth login`, or set HF_TOKEN",
-    403: "the token may not write there, or access to the repository has to be asked for on its page",
+    403: "the token may not write there, or the repository's page must grant access first",
     404: "there is no such repository or revision, or the token may not see it",
-    409: "something of this name is there already, or somebody else pushed at the same time; push again",
-    412: "the branch has moved since the push began; look at what came, then push again",
+    409: "this name exists already, or another push ran at the same time; push again",
+    412: "the branch has changed since the push began; look at the new commits, then push again",
     413: "a file is larger than the Hub takes",
     429: "the Hub asks for fewer requests; wait, then push again",
 }
@@ -340,14 +367,14 @@ _REASONS = {
 
 @contextmanager
 def _hub_errors(repository: str) -> Iterator[None]:
-    """What the client raises, in one line. An interruption says how to go on."""
+    """Turn the client's errors into one-line errors. An interruption says how to continue."""
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     try:
         yield
     except (KeyboardInterrupt, Interrupted):
         raise Interrupted(
-            "the repository is as it was; the same command goes on with what is not yet uploaded"
+            "the repository is unchanged; the same command uploads the remaining files"
         ) from None
     except CheckpointError:
         raise
@@ -356,10 +383,14 @@ def _hub_errors(repository: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", 0)
         reason = _REASONS.get(status, _first_line(error))
-        raise CheckpointError(f"{repository}: the Hub refused ({status}): {reason}", code="hub-refused") from error
-    except Exception as error:  # its network errors have no class in common, and some are of other packages
         raise CheckpointError(
-            f"{repository}: the push did not complete: {_first_line(error)}; the same command goes on with what is not yet uploaded",
+            f"{repository}: the Hub refused ({status}): {reason}", code="hub-refused"
+        ) from error
+    except (
+        Exception
+    ) as error:  # the client's network errors have no common class, and some are of other packages
+        raise CheckpointError(
+            f"{repository}: the push did not complete: {_first_line(error)}; the same command uploads the remaining files",
             code="hub-unreachable",
         ) from error
 

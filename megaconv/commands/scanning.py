@@ -1,7 +1,7 @@
-"""What of a checkpoint would run code in somebody else's hands, and what is wrong with its files: `megaconv scan PATH`.
+"""`megaconv scan PATH`: finds content of a checkpoint that would run code, and damaged files.
 
-Every file is looked at by itself, whether or not the whole is a checkpoint that megaconv can read. Nothing is loaded: of
-tensors only the headers are read.
+Every file is examined separately, even if megaconv can't read the whole as a checkpoint. Nothing is loaded: of tensors,
+only the headers are read.
 """
 
 import json
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from formats import dcp_metadata, safetensors, tar_archive, torch_zip
-from formats.ceilings import CONFIG_BYTES, INDEX_BYTES
+from formats import dcp_metadata, gguf_header, safetensors, tar_archive, torch_zip
+from formats.ceilings import RECORD_BYTES
 from formats.errors import CheckpointError, UnsafeContent
 from formats.pickle_scan import UNSAFE, Pickle, scan_file
 from formats.regular_files import read_json, regular_size
@@ -23,13 +23,14 @@ from megaconv.hub import nothing_at, resolve
 
 SAFE_STATUS, FAULTY_STATUS, UNSAFE_STATUS = 0, 3, 6
 _TARS = (".nemo", ".tar")
+_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")
-"""What files of gzip, bzip2, xz, zstd and 7-Zip begin with."""
+"""The first bytes of files of gzip, bzip2, xz, zstd and 7-Zip."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about one file."""
+    """A finding about one file."""
 
     file: str
     what: str
@@ -43,24 +44,26 @@ class NamedGlobal:
     place: str
     name: str
     judgement: str
-    """`ordinary`, `named` (not known, and not called), `unsafe` (not known, and called)."""
+    """`ordinary`, `named` (unknown, and not called) or `unsafe` (unknown, and called)."""
 
 
 @dataclass(repr=False)
 class Scan:
-    """What was found, in the order of the files."""
+    """The findings, in the order of the files."""
 
     path: str
     files: int = 0
     globals: list[NamedGlobal] = field(default_factory=list)
     code: list[Finding] = field(default_factory=list)
-    """Files that would run code, or say that others do; links that lead out of the checkpoint."""
+    """Files that would run code, or that name code to run; links that lead out of the checkpoint."""
     faults: list[Finding] = field(default_factory=list)
     remarks: list[Finding] = field(default_factory=list)
 
     def __repr__(self) -> str:
         unsafe = len(self.unsafe) + len(self.code)
-        return f"<Scan: {self.path}, {self.files} files, {unsafe} unsafe, {len(self.faults)} faults>"
+        return (
+            f"<Scan: {self.path}, {self.files} files, {unsafe} unsafe, {len(self.faults)} faults>"
+        )
 
     @property
     def unsafe(self) -> list[NamedGlobal]:
@@ -87,7 +90,10 @@ class Scan:
 
 
 def scan(path: str | Path) -> Scan:
-    """Look at every file of a checkpoint: a directory, a single file, or a Hub id. Raises CheckpointError where there is none."""
+    """Examine every file of a checkpoint: a directory, a single file, or a Hub id.
+
+    Raises CheckpointError if nothing is there.
+    """
     place = resolve(path)
     if isinstance(place, str):
         raise UsageError(f"{place}: scan looks at files; expected a path or a Hub id")
@@ -106,19 +112,26 @@ def _files(place: Path) -> Iterator[Path]:
         return
     for folder, directories, names in os.walk(place):
         directories.sort()
-        for name in sorted([*names, *(each for each in directories if (Path(folder) / each).is_symlink())]):
+        for name in sorted(
+            [*names, *(each for each in directories if (Path(folder) / each).is_symlink())]
+        ):
             yield Path(folder) / name
 
 
 def _look_at(file: Path, name: str, found: Scan) -> None:
     if file.is_symlink() and leads_out(file) is not None:
-        found.code.append(Finding(name, f"is a link to {leads_out(file)}, outside of its directory"))
+        found.code.append(
+            Finding(name, f"is a link to {leads_out(file)}, outside of its directory")
+        )
         return
-    if file.is_dir():  # a link to a directory of the checkpoint, which is looked into where it is
+    if file.is_dir():  # a link to a directory of the checkpoint, which is examined at its own place
         return
     if file.suffix == ".py":
         found.remarks.append(
-            Finding(name, "is code; nothing runs it unless a configuration's auto_map, or a program, names it")
+            Finding(
+                name,
+                "is code; nothing runs it unless a configuration's auto_map, or a program, names it",
+            )
         )
         return
     try:
@@ -137,7 +150,7 @@ def _without_path(error: CheckpointError, file: Path) -> str:
 
 
 def _look_into(file: Path, name: str, found: Scan) -> None:
-    """Raises CheckpointError for the fault of a file."""
+    """Examine one file. Raises CheckpointError if it is faulty."""
     regular_size(file)
     if file.suffix == ".safetensors":
         safetensors.read(file)
@@ -153,10 +166,10 @@ def _look_into(file: Path, name: str, found: Scan) -> None:
             _add(pickle, name, found)
         if not pickles and _starts(file, _COMPRESSED):
             found.remarks.append(
-                Finding(name, "is compressed, so that what is in it was not looked at; unpack it first")
+                Finding(name, "is compressed, so its content was not checked; unpack it first")
             )
         if not any(pickle.fault for pickle in pickles):
-            _check_structure(file, bool(pickles))
+            _check_structure(file)
 
 
 def _starts(file: Path, starts: tuple[bytes, ...]) -> bool:
@@ -165,25 +178,33 @@ def _starts(file: Path, starts: tuple[bytes, ...]) -> bool:
 
 
 def _add(pickle: Pickle, name: str, found: Scan) -> None:
-    found.globals += (NamedGlobal(name, pickle.place, each, judged) for each, judged in pickle.names.items())
+    found.globals += (
+        NamedGlobal(name, pickle.place, each, judged) for each, judged in pickle.names.items()
+    )
     if pickle.fault:
         found.faults.append(Finding(name, pickle.fault))
 
 
-def _check_structure(file: Path, has_pickles: bool) -> None:
-    """Raises CheckpointError for a file of torch's whose tensors don't lie where they should."""
+def _check_structure(file: Path) -> None:
+    """Raises CheckpointError for a torch or GGUF file with misplaced tensors, or for a file that isn't one."""
     if file.name == dcp_metadata.METADATA_NAME:
         dcp_metadata.read(file)
-    elif file.suffix in (".pt", ".pth", ".bin", ".ckpt") and (has_pickles or file.stat().st_size == 0):
-        torch_zip.read(file)
-    elif file.suffix in (".pt", ".pth", ".ckpt") or file.name.startswith("pytorch_model"):
-        torch_zip.read(file)  # which says what it is instead
+    elif file.suffix == ".gguf":
+        gguf_header.read(file)
+    elif file.suffix in _OF_TORCH or file.name.startswith("pytorch_model"):
+        torch_zip.read(file)  # its error says what the file is instead
 
 
 def _ranges(file: Path) -> list[tuple[int, int]] | None:
-    """Where the archives of a `.distcp` file lie, as the `.metadata` beside it says, and the files of a tar archive; None for others."""
+    """(offset, size) of the archives in a `.distcp` file, or of the files in a tar archive; None for other files.
+
+    For a `.distcp` file, the `.metadata` beside it gives the archives.
+    """
     if file.suffix in _TARS:
-        return sorted((each.offset, each.size) for each in tar_archive.read_members(InputFile.open(file)).values())
+        return sorted(
+            (each.offset, each.size)
+            for each in tar_archive.read_members(InputFile.open(file)).values()
+        )
     if file.suffix != ".distcp":
         return None
     metadata = dcp_metadata.read(file.parent / dcp_metadata.METADATA_NAME)
@@ -193,7 +214,7 @@ def _ranges(file: Path) -> list[tuple[int, int]] | None:
 
 
 def _look_into_json(file: Path, name: str, found: Scan) -> None:
-    value = read_json(file, INDEX_BYTES if file.stat().st_size > CONFIG_BYTES else CONFIG_BYTES)
+    value = read_json(file, RECORD_BYTES)  # the largest size of any JSON file in a checkpoint
     named = value.get("auto_map") if isinstance(value, dict) else None
     if named:
         what = f"its auto_map has transformers run {json.dumps(named)[:300]} where trust_remote_code is given"

@@ -1,6 +1,6 @@
-"""What files hold, by the names that it has there: for checkpoints that no loader makes a model of.
+"""Lists the tensors in files under the files' own names, for checkpoints that no loader recognises as a model.
 
-Each kind of file is read as far as its own metadata goes; no tensor and no weight is.
+Only metadata of a file is read; no tensor is.
 """
 
 import json
@@ -11,7 +11,16 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
-from formats import gguf_header, orbax_arrays, rank_files, safetensors, tar_archive, torch_dist, torch_zip, zarr_arrays
+from formats import (
+    gguf_header,
+    orbax_arrays,
+    rank_files,
+    safetensors,
+    tar_archive,
+    torch_dist,
+    torch_zip,
+    zarr_arrays,
+)
 from formats.ceilings import CONFIG_BYTES
 from formats.dcp_metadata import METADATA_NAME
 from formats.errors import CorruptCheckpoint
@@ -21,25 +30,25 @@ from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, StridedTens
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 SUFFIXES = (".safetensors", ".gguf", ".distcp", ".nemo", *TORCH_SUFFIXES)
-"""Of files that may hold tensors."""
+"""Suffixes of files that may hold tensors."""
 _DEEPEST = 64
-"""Levels of a nested state dict."""
+"""The largest depth of a nested state dict."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor as a file has it."""
+    """One tensor, as a file has it."""
 
     name: str
     shape: Shape
     dtype: str
     nbytes: int
     file: str
-    """Relative to what is looked at."""
+    """The file, relative to the examined path."""
     offset: int | None
-    """Byte of the file at which it begins; None where it isn't one piece."""
+    """Offset of the tensor in the file in bytes; None if the tensor isn't contiguous."""
     lazy: LazyTensor | None = None
-    """Its values; None where they are of no dtype that numpy can compute with."""
+    """The tensor's values; None if numpy can't compute with its dtype."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -53,7 +62,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """Tensors, and what else a file or directory says about itself: label -> text."""
+    """Tensors, and other facts about a file or directory: label -> text."""
 
     kind: str
     tensors: tuple[StoredTensor, ...]
@@ -61,7 +70,11 @@ class Contents:
 
 
 def read_file(path: Path, shown: str | None = None) -> Contents:
-    """shown: what messages and lists call it. Raises CheckpointError for a file that is damaged or of no known kind."""
+    """The content of a file.
+
+    shown: the file's name in messages and lists. Raises CheckpointError for a file that is damaged or of an unknown
+    kind.
+    """
     name = shown or path.name
     if path.suffix == ".safetensors":
         return _safetensors(path, name)
@@ -72,18 +85,24 @@ def read_file(path: Path, shown: str | None = None) -> Contents:
     if path.suffix == ".nemo":
         return _nemo(path, name)
     value = torch_zip.read(path)
-    kind = "a Megatron rank file" if isinstance(value, dict) and "checkpoint_version" in value else "torch"
+    kind = (
+        "a Megatron rank file"
+        if isinstance(value, dict) and "checkpoint_version" in value
+        else "torch"
+    )
     return Contents(kind, tuple(_torch_tensors(value, name)), _rank_facts(value))
 
 
 def read_directory(path: Path) -> Contents | None:
-    """None where it has no file that may hold tensors. Raises CheckpointError."""
+    """The content of a directory; None if it has no file that may hold tensors. Raises CheckpointError."""
     version = rank_files.find_version(path) or path
     if torch_dist.is_dcp(version):
         return _dcp(version)
     if torch_dist.read_backend(version) == "zarr":
         tensors = zarr_arrays.open_directory(version).tensors()
-        return Contents("zarr", tuple(stored(name, tensor, name, None) for name, tensor in tensors.items()), {})
+        return Contents(
+            "zarr", tuple(stored(name, tensor, name, None) for name, tensor in tensors.items()), {}
+        )
     if (tree := orbax_arrays.find_tree(path)) is not None:
         return _orbax(tree)
     files = [file for file in _files(path) if file.suffix in SUFFIXES]
@@ -96,21 +115,27 @@ def read_directory(path: Path) -> Contents | None:
 
 
 def _files(path: Path) -> list[Path]:
-    """Those of a directory itself, or the rank files of a Megatron checkpoint."""
+    """Files of a directory itself, or the rank files of a Megatron checkpoint."""
     version = rank_files.find_version(path)
     if version is not None and rank_files.is_rank_files(version):
         return sorted(version.glob("mp_rank_*/*.pt"))
-    return sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+    return sorted(
+        file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")
+    )
 
 
 def stored(name: str, tensor: LazyTensor, file: str, offset: int | None) -> StoredTensor:
     shape = tuple(tensor.shape)
-    return StoredTensor(name, shape, tensor.dtype, byte_count(shape, tensor.dtype), file, offset, tensor)
+    return StoredTensor(
+        name, shape, tensor.dtype, byte_count(shape, tensor.dtype), file, offset, tensor
+    )
 
 
 def _safetensors(path: Path, shown: str) -> Contents:
     tensors = safetensors.read(path)
-    metadata = {f"metadata {name}": text[:200] for name, text in safetensors.read_metadata(path).items()}
+    metadata = {
+        f"metadata {name}": text[:200] for name, text in safetensors.read_metadata(path).items()
+    }
     found = tuple(stored(name, tensor, shown, tensor.offset) for name, tensor in tensors.items())
     return Contents("safetensors", found, metadata)
 
@@ -122,12 +147,16 @@ def _gguf(path: Path, shown: str) -> Contents:
         for name, tensor in header.tensors.items()
     )
     facts = {name: str(value) for name, value in header.keys.items() if not isinstance(value, list)}
-    facts |= {name: f"{count:,} items" for name, count in header.lengths.items() if name not in facts}
-    return Contents(f"GGUF version {header.version}", found, {name: text[:200] for name, text in facts.items()})
+    facts |= {
+        name: f"{count:,} items" for name, count in header.lengths.items() if name not in facts
+    }
+    return Contents(
+        f"GGUF version {header.version}", found, {name: text[:200] for name, text in facts.items()}
+    )
 
 
 def _dcp(path: Path, only: str | None = None) -> Contents:
-    """only: the one file whose chunks are wanted."""
+    """The content of a distributed checkpoint. only: a file name, to list only the chunks in this file."""
     metadata = torch_dist.open_directory(path).metadata
     tensors = []
     for name, tensor in metadata.tensors.items():
@@ -141,21 +170,32 @@ def _dcp(path: Path, only: str | None = None) -> Contents:
             shape = tuple(chunks[0].shape) if len(chunks) == 1 else shape
         files = ", ".join(dict.fromkeys(place.file for place in places))
         tensors.append(
-            StoredTensor(name, shape, tensor.dtype, nbytes, files, places[0].offset if len(places) == 1 else None)
+            StoredTensor(
+                name,
+                shape,
+                tensor.dtype,
+                nbytes,
+                files,
+                places[0].offset if len(places) == 1 else None,
+            )
         )
     objects = [name for name, place in metadata.objects.items() if only in (None, place.file)]
-    return Contents("DCP (torch's distributed checkpoint)", tuple(tensors), {"objects": str(len(objects))})
+    return Contents(
+        "DCP (torch's distributed checkpoint)", tuple(tensors), {"objects": str(len(objects))}
+    )
 
 
 def _distcp(path: Path, shown: str) -> Contents:
-    """By its `.metadata`, or else its archives one after the other, which have no names."""
+    """The content of one `.distcp` file, from its `.metadata`; otherwise its archives in order, without names."""
     if torch_dist.is_dcp(path.parent):
         found = _dcp(path.parent, only=path.name)
         return Contents(f"a file of a {found.kind}", found.tensors, found.facts)
     file = InputFile.open(path)
     tensors = [
         stored(f"#{number}", value, shown, getattr(value, "offset", None))
-        for number, value in enumerate(torch_zip.read_at(file, start, size) for start, size in _archives(path))
+        for number, value in enumerate(
+            torch_zip.read_at(file, start, size) for start, size in _archives(path)
+        )
         if isinstance(value, (FileTensor, StridedTensor))
     ]
     facts = {"names": f"are in {METADATA_NAME}, which isn't beside it"}
@@ -163,7 +203,7 @@ def _distcp(path: Path, shown: str) -> Contents:
 
 
 def _archives(path: Path) -> Iterator[tuple[int, int]]:
-    """(start, bytes) of the zip archives that follow each other: each ends with an end record without comment."""
+    """(start, size) of consecutive zip archives. Each ends with an end record without a comment."""
     end = b"PK\5\6" + bytes(4)
     with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
         if data[:4] != b"PK\3\4":
@@ -171,14 +211,16 @@ def _archives(path: Path) -> Iterator[tuple[int, int]]:
         start, at = 0, data.find(end)
         while at >= 0:
             stop = at + 22
-            if data[stop - 2 : stop] == bytes(2) and (stop == len(data) or data[stop : stop + 4] == b"PK\3\4"):
+            if data[stop - 2 : stop] == bytes(2) and (
+                stop == len(data) or data[stop : stop + 4] == b"PK\3\4"
+            ):
                 yield start, stop - start
                 start = stop
             at = data.find(end, at + 1)
 
 
 def _nemo(path: Path, shown: str) -> Contents:
-    """The torch files of an archive, by the names of its members."""
+    """The tensors in the torch files of an archive, with the names of the members."""
     file = InputFile.open(path)
     members = tar_archive.read_members(file)
     tensors = [
@@ -191,7 +233,7 @@ def _nemo(path: Path, shown: str) -> Contents:
 
 
 def _orbax(path: Path) -> Contents | None:
-    """The parameters of a tree; None where tensorstore isn't installed, which alone knows their shapes."""
+    """The parameters of a tree; None if tensorstore isn't installed, which is needed for their shapes."""
     tree = orbax_arrays.read_tree(path)
     names = {name: name for words, name in tree.arrays.items() if words[0] == "params"}
     try:
@@ -202,11 +244,15 @@ def _orbax(path: Path) -> Contents | None:
     for name, array in arrays.items():
         shape, dtype = tuple(array.shape), array.dtype.name
         tensors.append(StoredTensor(name, shape, dtype, byte_count(shape, dtype), path.name, None))
-    return Contents("Orbax (JAX)", tuple(tensors), {"other arrays": f"{len(tree.arrays) - len(names):,}"})
+    return Contents(
+        "Orbax (JAX)", tuple(tensors), {"other arrays": f"{len(tree.arrays) - len(names):,}"}
+    )
 
 
-def _torch_tensors(value: object, file: str, prefix: str = "", depth: int = 0) -> Iterator[StoredTensor]:
-    """Those in nested dictionaries and lists, by the keys on the way to them."""
+def _torch_tensors(
+    value: object, file: str, prefix: str = "", depth: int = 0
+) -> Iterator[StoredTensor]:
+    """The tensors in nested dictionaries and lists, named by their keys."""
     if isinstance(value, (FileTensor, StridedTensor)):
         yield stored(prefix or "(the file itself)", value, file, value.offset)
         return
@@ -222,7 +268,7 @@ def _torch_tensors(value: object, file: str, prefix: str = "", depth: int = 0) -
 
 
 def _rank_facts(value: object) -> dict[str, str]:
-    """Of a Megatron rank file."""
+    """Facts about a Megatron rank file."""
     if not isinstance(value, dict):
         return {"holds": f"a {type(value).__name__}, not a dictionary"}
     wanted = ("iteration", "checkpoint_version")
@@ -235,7 +281,7 @@ def _rank_facts(value: object) -> dict[str, str]:
 
 
 def adapter_facts(path: Path) -> dict[str, str] | None:
-    """What adapter_config.json says (PEFT); None where there is none."""
+    """Facts from an adapter_config.json (PEFT); None without one."""
     file = path / "adapter_config.json"
     if not file.is_file():
         return None
@@ -255,7 +301,7 @@ def adapter_facts(path: Path) -> dict[str, str] | None:
 
 
 def config_facts(path: Path) -> dict[str, str]:
-    """What a config.json of any architecture says of its size; nothing without one."""
+    """Facts on the size from a config.json of any architecture; empty without one."""
     file = path / "config.json"
     if not file.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""What is known of a checkpoint that can't be converted: format, tensors, sizes, dtypes; and why it can't."""
+"""Describes a checkpoint that can't be converted: format, tensors, sizes, dtypes, and the reason."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -20,20 +20,27 @@ from megaconv.commands.stored import (
 from megaconv.commands.units import readable, share
 from megaconv.errors import CheckpointError, UnsafeContent
 
-CODES = ("unknown-format", "unknown-family", "unsupported-input", "config-needed", "option-needed", "not-representable")
-"""Errors of an input that may be whole nonetheless: nobody here knows what model it is."""
+CODES = (
+    "unknown-format",
+    "unknown-family",
+    "unsupported-input",
+    "config-needed",
+    "option-needed",
+    "not-representable",
+)
+"""Codes of errors for an input that may be undamaged, but whose model megaconv doesn't know."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Of files of known formats that are no model of a known family."""
+    """A description of files of known formats that are no model of a known family."""
 
     path: str
     kind: str
     tensors: tuple[StoredTensor, ...]
     facts: Mapping[str, str]
     reason: str
-    """Why it can't be converted, and what could be done."""
+    """The reason why it can't be converted, and what the user can do."""
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +51,7 @@ class Survey:
         return sum(prod(tensor.shape) for tensor in self.tensors)
 
     def dtypes(self) -> dict[str, int]:
-        """dtype -> bytes."""
+        """Bytes by dtype."""
         counts: Counter[str] = Counter()
         for tensor in self.tensors:
             counts[tensor.dtype] += tensor.nbytes
@@ -65,25 +72,29 @@ class Survey:
         }
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """(label, text) for people."""
+        """(label, text) lines for people."""
         files = {tensor.file for tensor in self.tensors}
         yield "format", self.kind
         yield (
             "elements",
             f"{self.elements:,} in {len(self.tensors)} tensors, {len(files)} file{'s' * (len(files) != 1)}",
         )
-        shares = ", ".join(f"{dtype} {share(size, self.nbytes)}" for dtype, size in self.dtypes().items())
+        shares = ", ".join(
+            f"{dtype} {share(size, self.nbytes)}" for dtype, size in self.dtypes().items()
+        )
         yield "size", readable(self.nbytes) + (f", {shares}" if shares else "")
         yield from self.facts.items()
         yield "convertible", f"no: {self.reason}"
 
 
 def survey(path: Path, error: CheckpointError) -> Survey | None:
-    """What can be known of an input that a loader refused with this error; None where that is nothing.
+    """A description of an input that a loader refused with this error; None if nothing is known.
 
     Raises UnsafeContent for files that ask for code to be run.
     """
-    if error.code not in CODES and not (error.code == "missing-file" and _lacks_its_description(path)):
+    if error.code not in CODES and not (
+        error.code == "missing-file" and _lacks_its_description(path)
+    ):
         return None
     try:
         contents = _contents(path)
@@ -91,14 +102,16 @@ def survey(path: Path, error: CheckpointError) -> Survey | None:
     except UnsafeContent:
         raise
     except CheckpointError:
-        if path.is_file():  # which was looked at for its own sake
+        if path.is_file():  # the user asked for this very file
             raise
-        return None  # what the loader said is the better message
+        return None  # the loader's message is better
     if contents is None or not contents.tensors:
         return None
     kind = "an adapter (PEFT), " if "peft_type" in facts else ""
     reason = str(error).removeprefix(f"{path}: ")
-    return Survey(str(path), kind + contents.kind, contents.tensors, {**facts, **contents.facts}, reason)
+    return Survey(
+        str(path), kind + contents.kind, contents.tensors, {**facts, **contents.facts}, reason
+    )
 
 
 def _contents(path: Path) -> Contents | None:
@@ -108,7 +121,7 @@ def _contents(path: Path) -> Contents | None:
 
 
 def _lacks_its_description(path: Path) -> bool:
-    """Whether what isn't there is no part of the weights, but what says what model they are."""
+    """True if the weights are complete, and only the file that describes their model is missing."""
     if path.is_file():
         return True
     files = [entry.name for entry in path.iterdir()]

@@ -1,15 +1,15 @@
-"""Numbers for people: sizes and shares."""
+"""Formats numbers for people: sizes and shares."""
 
 
 def share(part: int, whole: int) -> str:
-    """12%; <1% for what rounds to nothing and isn't."""
+    """A percentage: 12%; <1% for a share that would round to 0 but isn't 0."""
     if 0 < 200 * part < whole:
         return "<1%"
     return f"{100 * part / whole:.0f}%" if whole else "0%"
 
 
 def readable(size: float) -> str:
-    """1.5 GiB."""
+    """A size with a unit: 1.5 GiB."""
     amount, unit = float(size), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if amount < 1024 or unit == "TiB":

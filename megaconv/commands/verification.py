@@ -1,4 +1,4 @@
-"""Reads a checkpoint back against the fingerprints that were recorded when it was written: `megaconv.verify(path)`."""
+"""Compares a checkpoint with the fingerprints that were recorded when it was written: `megaconv.verify(path)`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,26 +10,32 @@ from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
 from megaconv.engine.plan import default_workers
 from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME, Record, find_record
+from megaconv.engine.source_check import as_stored, changed_descriptions
 from megaconv.errors import CheckpointError, CorruptCheckpoint, ModelsDiffer
-from megaconv.families import sees_or_hears
+from megaconv.families import is_multimodal
 from megaconv.hub import Place, nothing_at, resolve
+from megaconv.input import input_at
 from megaconv.model.beside import BESIDE
 from megaconv.model.check import listing
+from megaconv.model.ir import Source
 from megaconv.options import LoadOptions
 
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """What a checkpoint holds now, beside what was written."""
+    """The result of comparing a checkpoint with its record."""
 
     path: str
     recorded: str
     found: str
     tensors: int
     differences: Mapping[str, str] = field(default_factory=dict)
-    """Tensor, or small file -> `changed`, `missing` (recorded only) or, of tensors, `added` (found only), or both shapes."""
+    """Difference by tensor or small file: `changed`, `missing` or `added`, or both shapes.
+
+    `missing` is only recorded; `added` is only found, and used only for tensors.
+    """
     files: int = 0
-    """Small files that were compared: configuration, tokenizer and the like."""
+    """Number of small files that were compared: configuration, tokenizer and the like."""
 
     def __repr__(self) -> str:
         what = "as written" if self.same else f"{len(self.differences)} differences"
@@ -57,36 +63,57 @@ def verify(
     workers: int = 0,
     advance: Callable[[int], None] = lambda count: None,
     loader: str | None = None,
+    expect: Callable[[int], None] = lambda total: None,
 ) -> Verification:
-    """Reads all of a checkpoint. advance is called with the bytes of every block. loader: None: the one that recognises it.
+    """Compare all of a checkpoint with its record.
 
-    Raises CorruptCheckpoint where no fingerprints were recorded, ModelsDiffer where a changed file lets nothing be opened, and
-    whatever opening the checkpoint raises.
+    advance: called with the bytes of every block. loader: a loader's name; None: the loader that recognises the input.
+    expect: called once with the number of bytes to read.
+    Raises CorruptCheckpoint if no fingerprints were recorded, ModelsDiffer if a changed file prevents opening, and the
+    errors of opening the checkpoint.
     """
-    place = resolve(path)
+    options, place = options or LoadOptions(), resolve(path)
     record = _need_record(place)
     changed = record.changed_files()
     alone = not any(name.startswith(BESIDE) for name in record.tensors)
     if (
-        isinstance(place, Path) and alone and sees_or_hears(place)
-    ):  # the record is of what was put back into the original
-        options = replace(options or LoadOptions(), text_only=True)
+        isinstance(place, Path) and alone and is_multimodal(place)
+    ):  # the record describes what --base put back into the original
+        options = replace(options, text_only=True)
     opened = OpenedFiles()
     with opened:
         try:
-            _, source = open_source(path, loader, options)
+            stored = as_stored(place, record)
+            source = _source(path, place, loader, options) if stored is None else stored.source
         except CheckpointError as error:
             if not changed:
                 raise
             files = listing([f"{name} ({kind})" for name, kind in changed.items()])
-            raise ModelsDiffer(f"{path}: is not as written: {files}; and it can't be opened: {error}") from error
+            raise ModelsDiffer(
+                f"{path}: is not as written: {files}; and it can't be opened: {error}"
+            ) from error
+        expect(source.header.nbytes)
         found = fingerprint_source(source, workers or default_workers(writing=False), advance)
     opened.require_as_stored()
-    shapes = {name: what for name, what in record.other_tensors(source.header.manifest).items() if what != "missing"}
+    changed |= changed_descriptions(record, stored)
+    shapes = {
+        name: what
+        for name, what in record.other_tensors(source.header.manifest).items()
+        if what != "missing"
+    }
     differences = _differences(record.tensors, found) | shapes | changed
     return Verification(
-        str(path), record.fingerprint, found.weights, len(record.tensors), differences, len(record.files)
+        str(path),
+        record.fingerprint,
+        found.weights,
+        len(record.tensors),
+        differences,
+        len(record.files),
     )
+
+
+def _source(path: str | Path, place: Place, loader: str | None, options: LoadOptions) -> Source:
+    return open_source(input_at(path, place, loader, options), options)
 
 
 def _need_record(place: Place) -> Record:
@@ -98,11 +125,6 @@ def _need_record(place: Place) -> Record:
     if not place.exists():
         raise nothing_at(place)
     record = find_record(place)
-    if record is not None and not record.is_comparable:
-        raise CorruptCheckpoint(
-            f"{place}: fingerprints of an output of --saver {record.saver} are of what is stored, which is not what is read from it",
-            code="no-fingerprints",
-        )
     if record is not None:
         return record
     path = place.parent if place.is_file() else place
@@ -121,6 +143,10 @@ def _need_record(place: Place) -> Record:
 
 def _differences(recorded: Mapping[str, str], found: Fingerprint) -> dict[str, str]:
     now = {str(key): digest for key, digest in found.tensors.items()}
-    changed = {name: "changed" for name, digest in recorded.items() if name in now and now[name] != digest}
+    changed = {
+        name: "changed" for name, digest in recorded.items() if name in now and now[name] != digest
+    }
     missing = dict.fromkeys((name for name in recorded if name not in now), "missing")
-    return changed | missing | dict.fromkeys((name for name in now if name not in recorded), "added")
+    return (
+        changed | missing | dict.fromkeys((name for name in now if name not in recorded), "added")
+    )

@@ -1,1 +1,1 @@
-"""A conversion while it runs: the stream, its workers, the plan they follow."""
+"""A running conversion: the stream, its workers, and the plan that they follow."""

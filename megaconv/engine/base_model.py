@@ -1,7 +1,7 @@
-"""The original of a model whose source holds a part of it only: what is missing is copied from its directory.
+"""The original of a model whose source lacks a part of it: missing tensors and files are copied from the original.
 
-A run that trained a language model leaves out the image encoder that lay frozen beside it, one without multi-token
-prediction those layers: a Hugging Face directory needs them all the same. Everything that is taken is named.
+A run that trained a language model leaves out the frozen image encoder. A run without multi-token prediction leaves out
+the layers for it. A Hugging Face directory needs both. Every copied tensor and file is listed.
 """
 
 import re
@@ -16,37 +16,46 @@ from formats.output import Record
 from formats.safetensors import SafetensorsLayout
 from formats.tensor import ITEMSIZE, LazyTensor, Shape, row_blocks
 from megaconv.engine.plan import BLOCK_BYTES
-from megaconv.engine.quantized import dequantize
-from megaconv.engine.weight_files import is_weights, read_directory
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families.parts.hf_config import load_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import INSIDE, put_inside
 from megaconv.families.parts.whole_model import whole_config_json
 from megaconv.hub import nothing_at
+from megaconv.huggingface.weight_files import is_weights, read_directory
+from megaconv.values.quantized import dequantize
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """An opened original."""
+    """An opened original model."""
 
     directory: Path
     tensors: Mapping[str, LazyTensor]
 
     def fitting(self, natives: Mapping[str, Shape]) -> int:
-        """How many of these tensors it has, in their shapes, by whichever name."""
+        """The number of these tensors that the original has in the same shape, under the best fitting name prefix."""
 
         def has(name: str, shape: Shape) -> bool:
             return name in self.tensors and tuple(self.tensors[name].shape) == shape
 
-        return max(sum(has(put_inside(name, *words), shape) for name, shape in natives.items()) for words in INSIDE)
+        return max(
+            sum(has(put_inside(name, *words), shape) for name, shape in natives.items())
+            for words in INSIDE
+        )
 
-    def names_of(self, natives: Mapping[str, Shape], optional: Collection[str] = ()) -> dict[str, str]:
-        """What the original calls these tensors. Raises TensorMismatch unless it has all of them, in their shapes.
+    def names_of(
+        self, natives: Mapping[str, Shape], optional: Collection[str] = ()
+    ) -> dict[str, str]:
+        """The names that the original uses for these tensors.
 
-        optional: tensors that it may have as well.
+        optional: further tensors, which the original may lack.
+        Raises TensorMismatch unless the original has all the others in their shapes.
         """
-        begin, inside = max(INSIDE, key=lambda words: sum(put_inside(name, *words) in self.tensors for name in natives))
+        begin, inside = max(
+            INSIDE,
+            key=lambda words: sum(put_inside(name, *words) in self.tensors for name in natives),
+        )
         names = {name: put_inside(name, begin, inside) for name in natives}
         for name, shape in natives.items():
             found = self.tensors.get(names[name])
@@ -58,7 +67,10 @@ class BaseModel:
         return names | {name: put_inside(name, begin, inside) for name in optional}
 
     def missing(self, held: Collection[str], ignored: Sequence[str]) -> dict[str, LazyTensor]:
-        """What it has beside these; ignored: patterns of names that hold nothing of a model."""
+        """The tensors of the original that the output doesn't hold yet.
+
+        held: names that the output holds. ignored: patterns of names that aren't part of a model.
+        """
         return {
             name: tensor
             for name, tensor in self.tensors.items()
@@ -66,12 +78,16 @@ class BaseModel:
         }
 
     def config_json(self, dtype: str) -> bytes:
-        """Its config.json, with the dtype that the weights now have."""
+        """The original's config.json, with the dtype that the weights have now."""
         return whole_config_json(load_config(self.directory / CONFIG_NAME), dtype)
 
     def files(self) -> dict[str, Path]:
-        """Everything that is neither weights nor config.json nor code, by file name."""
-        found = (path for path in sorted(self.directory.iterdir()) if path.is_file() and path.name != CONFIG_NAME)
+        """Every file, by name, that is neither weights nor config.json nor code."""
+        found = (
+            path
+            for path in sorted(self.directory.iterdir())
+            if path.is_file() and path.name != CONFIG_NAME
+        )
         return {
             path.name: path
             for path in found
@@ -83,16 +99,17 @@ class BaseModel:
 
 
 def open_base(directory: str | Path, dtype: str, *, overflow: bool) -> BaseModel:
-    """dtype, overflow: of what is quantized there, as for dequantize().
+    """Open the original of a model.
 
-    Raises UsageError where there is no model, CheckpointError for a damaged one.
+    dtype, overflow: passed to dequantize() for quantized weights.
+    Raises UsageError if the directory holds no model, CheckpointError if the model is damaged.
     """
     directory = Path(directory)
     if not directory.exists():
         raise UsageError(f"--base {nothing_at(directory)}", code="no-such-input")
     if not (directory / CONFIG_NAME).is_file():
         raise UsageError(
-            f"--base {directory}: has no {CONFIG_NAME}; it has to be the Hugging Face directory of the original"
+            f"--base {directory}: has no {CONFIG_NAME}; expected the Hugging Face directory of the original"
         )
     weights, tensors = read_directory(directory)
     config = load_config(directory / CONFIG_NAME)
@@ -100,7 +117,7 @@ def open_base(directory: str | Path, dtype: str, *, overflow: bool) -> BaseModel
 
 
 class CopiedTensors:
-    """A safetensors file all of whose tensors are copied from other files when its header is written."""
+    """A safetensors file of tensors that are copied from other files when its header is written."""
 
     needs_checksums = False
     records: Mapping[str, Record] = {}

@@ -1,6 +1,6 @@
-"""What a directory of transformers' will lack because its source, a checkpoint of Megatron's, doesn't say it.
+"""Parts of a transformers directory that are missing because a Megatron checkpoint doesn't contain them.
 
-Megatron's own `--save` keeps neither tokenizer nor generation settings; our outputs have them in `hf/`.
+Megatron's own `--save` keeps neither tokenizer nor generation settings. megaconv's outputs have them in `hf/`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,13 +13,20 @@ GENERATION = "generation_config.json"
 EOS = "eos_token_id"
 TOKENIZER = "tokenizer"
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
 
 
 def missing_parts(header: Header, plan: OutputPlan) -> tuple[str, ...]:
-    """Of TOKENIZER, GENERATION and EOS those that nobody has said; none where the original's config.json is known.
+    """Those of TOKENIZER, GENERATION and EOS that the output will lack; empty if the original's config.json is known.
 
-    plan: of an output without --base, which would have them.
+    plan: the plan of an output without --base. With --base, the output would have them.
     """
     if header.layout is None or header.config.hf is not None or CONFIG_NAME not in plan.files:
         return ()
@@ -32,12 +39,12 @@ def missing_parts(header: Header, plan: OutputPlan) -> tuple[str, ...]:
 
 
 def has_tokenizer(names: Iterable[str]) -> bool:
-    """Whether a tokenizer's files are among those of a directory."""
+    """True if the names of a directory's files include a tokenizer's."""
     return any(name in _TOKENIZERS or name.endswith(".tiktoken") for name in names)
 
 
 def completeness_notices(header: Header, missing: Sequence[str]) -> tuple[str, ...]:
-    """What a user should know before the copy: which files come from elsewhere, what is missing and who has it."""
+    """Notices before the copy: which files come from another place, which parts are missing, and who has them."""
     taken = header.named_tokenizer and header.config.hf is None and header.files
     notices = []
     if taken:

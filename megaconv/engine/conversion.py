@@ -1,4 +1,4 @@
-"""The main job: open a source, plan the output, stream one into the other, let it appear complete or not at all."""
+"""Converts: opens a source, plans the output, streams the tensors. The output appears complete or not at all."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from megaconv import registry
 from megaconv._version import __version__
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.engine.plan import block_bytes, default_workers
-from megaconv.engine.preparation import ConvertOptions, Report, open_source, prepare, workers_of
+from megaconv.engine.preparation import Report, open_source, prepare, workers_of
 from megaconv.engine.ranks import ALONE, Ranks
 from megaconv.engine.reading_back import as_streamed
 from megaconv.engine.record import RECORD_NAME, record_json
@@ -25,12 +25,21 @@ from megaconv.engine.shares import Share, share_out
 from megaconv.engine.stream import Stream
 from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.engine.transfer import Transfer
-from megaconv.errors import Cancelled, CheckpointError, Interrupted, ModelsDiffer, UsageError, is_interruption
-from megaconv.families import sees_or_hears
+from megaconv.errors import (
+    Cancelled,
+    CheckpointError,
+    Interrupted,
+    ModelsDiffer,
+    UsageError,
+    is_interruption,
+)
+from megaconv.families import is_multimodal
 from megaconv.hub import Place, resolve
+from megaconv.input import find_input, input_at
 from megaconv.model.beside import BESIDE
 from megaconv.model.ir import Header, Key, Source
-from megaconv.options import LoadOptions
+from megaconv.options import ConvertOptions, LoadOptions
+from megaconv.saver import Saver
 
 
 def convert(
@@ -42,15 +51,25 @@ def convert(
     ranks: Ranks = ALONE,
     planned: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Convert. advance is called with the number of bytes of every block that has been moved. Raises CheckpointError.
+    """Convert load_dir into save_dir. Raises CheckpointError.
 
-    planned: called once, before the first byte is written, with what will be done.
-    ranks: the processes that do it together; each calls this with the same arguments, and has the same report.
+    advance: called with the number of bytes of every block that has been moved.
+    planned: called once, before the first byte is written, with the planned report.
+    ranks: the processes that convert together. Each calls this with the same arguments and gets the same report.
     """
     complete: list[str] = []
     try:
         with ranks:
-            return _convert(load_dir, save_dir, saver, options, advance, ranks, planned, complete)
+            return _convert(
+                load_dir,
+                save_dir,
+                registry.saver(saver),
+                options,
+                advance,
+                ranks,
+                planned,
+                complete,
+            )
     except BaseException as error:
         if complete and is_interruption(error):
             kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else Interrupted
@@ -60,32 +79,42 @@ def convert(
         raise
 
 
-def rehearse(load_dir: str | Path, save_dir: str | Path, saver: str, options: ConvertOptions) -> Report:
-    """What convert() would write, from metadata alone. Raises what it would raise before its first byte."""
+def rehearse(
+    load_dir: str | Path, save_dir: str | Path, saver: str, options: ConvertOptions
+) -> Report:
+    """The report of the output that convert() would write, from metadata alone.
+
+    Raises the errors that convert() would raise before it writes its first byte.
+    """
     refuse_place(save_dir)
     Staging(Path(save_dir), overwrite=options.overwrite)
     place = resolve(load_dir, metadata_only=True)
     _require_kept(place, save_dir, options)
-    return prepare(load_dir, save_dir, saver, options, place=place)[1]
+    found = input_at(load_dir, place, options.loader, options.load)
+    return prepare(found, save_dir, registry.saver(saver), options)[1]
 
 
 def _require_kept(place: Place, save_dir: str | Path, options: ConvertOptions) -> None:
-    """Raises UsageError or TargetExists where the output would replace what is read, or what is no checkpoint."""
-    others = (options.load.config, options.save.base, *(Path(each.place) for each in options.adapters))
+    """Raises UsageError or TargetExists if the output would replace an input, or something that isn't a checkpoint."""
+    others = (
+        options.load.config,
+        options.save.base,
+        *(Path(each.place) for each in options.adapters),
+    )
     refuse_loss(save_dir, place, others, RECORD_NAME)
 
 
 def _convert(
     load_dir: str | Path,
     save_dir: str | Path,
-    saver: str,
+    saver: Saver,
     options: ConvertOptions,
     advance: Callable[[int], None],
     ranks: Ranks,
     planned: Callable[[Report], None],
     complete: list[str],
 ) -> Report:
-    """complete: where save_dir is entered when the output is there, whatever happens then."""
+    """Convert. complete: receives save_dir as soon as the output is in place, even if an error follows."""
     started = time.monotonic()
     refuse_place(save_dir)
     staging = Staging(Path(save_dir), overwrite=options.overwrite, member=ranks.rank)
@@ -93,42 +122,67 @@ def _convert(
     _require_kept(place, save_dir, options)
     opened = OpenedFiles()
     with opened:
-        source, report = prepare(load_dir, save_dir, saver, options, ranks.size, place)
-    lossy = sorted(options.save.allow_lossy)  # with it tensors are finished that are an error without
-    asked = [options.dtype, lossy, options.adapters, options.all_extra(), _revision(place, source.header, options)]
+        found = input_at(load_dir, place, options.loader, options.load)
+        source, report = prepare(found, save_dir, saver, options, ranks.size)
+    # Part of the digest: with --allow-lossy, tensors are converted that would be errors without it.
+    lossy = sorted(options.save.allow_lossy)
+    asked = [
+        options.dtype,
+        lossy,
+        options.adapters,
+        options.all_extra(),
+        _revision(place, source.header, options),
+    ]
     ranks.agree("source", _digest(asked, opened.listing()))
-    ranks.agree("options", repr((saver, staging.target, options)))
-    # What agreed ranks may each have a copy of, a run that is resumed has to find untouched.
-    identity = _digest(asked, opened.listing(), opened.inode_changes())
+    ranks.agree("options", repr((saver.name, staging.target, options)))
+    identity = _identity(saver.name, options, opened, _revision(place, source.header, options))
     if not options.resume and not ranks.rank:
         staging.require_space(report.nbytes)
     planned(report)
     shares = share_out(report.plan, source.header.manifest, ranks.size)
     try:
         with opened:
-            digests = _transfer(source, shares[ranks.rank], staging, identity, options, ranks.counting(advance), ranks)
+            digests = _transfer(
+                source,
+                shares[ranks.rank],
+                staging,
+                identity,
+                options,
+                ranks.counting(advance),
+                ranks,
+            )
         opened.require_as_stored(_left_to(ranks, opened))
         if ranks.rank:
-            staging.finish()  # rank 0 does when it commits
+            staging.finish()  # rank 0 does this in commit()
         gathered = _gather(ranks, shares, digests)
-        fingerprint = combine({key: gathered[key] for key in gathered if key in report.header.manifest})
+        fingerprint = combine(
+            {key: gathered[key] for key in gathered if key in report.header.manifest}
+        )
         if not ranks.rank:
             report.check.compare(fingerprint)
         if options.verify:
             hashed = frozenset(shares[ranks.rank].hashed)
-            verify_fingerprint(staging.data, saver, report, fingerprint, hashed, workers_of(options))
+            verify_fingerprint(
+                staging.data, saver, report, fingerprint, hashed, workers_of(options)
+            )
             ranks.gather("")
         if ranks.rank:
             staging.keep()
         else:
             record = staging.file(RECORD_NAME, report.record_bytes)
             written = record_json(
-                str(load_dir), saver, report.header, report.plan, fingerprint, report.adapters, options.save.quantize
+                found.given,
+                saver.name,
+                report.header,
+                report.plan,
+                fingerprint,
+                report.adapters,
+                options.save.quantize,
             )
             record.write(0, written)
             staging.commit()
     except BaseException as error:
-        # An interrupted run is worth keeping only for somebody who said that they'd resume it.
+        # Keep an interrupted run only for a user who passed --resume.
         interrupted = ranks.fail(error)
         if options.resume and interrupted:
             staging.keep()
@@ -138,19 +192,21 @@ def _convert(
     finally:
         if staging.committed:
             complete.append(str(save_dir))
-    return replace(report, seconds=time.monotonic() - started, fingerprint=fingerprint, verified=options.verify)
+    return replace(
+        report, seconds=time.monotonic() - started, fingerprint=fingerprint, verified=options.verify
+    )
 
 
 def _transfer(
     source: Source,
     share: Share,
     staging: Staging,
-    identity: str,
+    identity: Mapping[str, str],
     options: ConvertOptions,
     advance: Callable[[int], None],
     ranks: Ranks,
 ) -> dict[Key, str]:
-    """Write one share; returns the fingerprints of the tensors that it hashes."""
+    """Write one share. Returns the fingerprints of the tensors that this share hashes."""
     workers = workers_of(options)
     with ranks.first_goes_first():
         transfer = Transfer(
@@ -158,8 +214,10 @@ def _transfer(
             block_bytes=block_bytes(options.max_memory, workers), advance=advance,
         )  # fmt: skip
     stream = Stream(options.max_memory // 2)
-    # In a copy of the context, so that files which a source opens no sooner than here are noted too.
-    sender = threading.Thread(target=copy_context().run, args=(_send, source, stream), name="loader", daemon=True)
+    # Run in a copy of the context, so that files which the source opens only now are recorded too.
+    sender = threading.Thread(
+        target=copy_context().run, args=(_send, source, stream), name="loader", daemon=True
+    )
     sender.start()
     digests = transfer.run(stream, workers)
     sender.join()
@@ -167,27 +225,36 @@ def _transfer(
 
 
 def _left_to(ranks: Ranks, opened: OpenedFiles) -> set[Entry] | None:
-    """Zip entries that no rank has read all of, and this one is the first to have read a part of; None: all, of one rank alone."""
+    """Zip entries whose checksum this rank has to compare; None if there is only one rank, which compares all.
+
+    These are entries that no rank has read completely, and that this rank is the first to have read in part.
+    """
     if ranks.size == 1:
         return None
     begun, compared = opened.begun_entries(), opened.compared_entries()
-    gathered = ranks.gather(json.dumps([[_placed(entry) for entry in entries] for entries in (begun, compared)]))
+    gathered = ranks.gather(
+        json.dumps([[_placed(entry) for entry in entries] for entries in (begun, compared)])
+    )
     found = [json.loads(text) for text in gathered]
     done = {name for _, theirs in found for name in theirs}
     first: dict[str, int] = {}
     for rank, (theirs, _) in enumerate(found):
         for name in theirs:
             first.setdefault(name, rank)
-    return {entry for entry in begun if _placed(entry) not in done and first[_placed(entry)] == ranks.rank}
+    return {
+        entry
+        for entry in begun
+        if _placed(entry) not in done and first[_placed(entry)] == ranks.rank
+    }
 
 
 def _placed(entry: Entry) -> str:
-    """The same for all ranks, which may have mounted the source at different places."""
+    """A name of the entry that is equal on all ranks, even if they mounted the source at different paths."""
     return f"{'/'.join(Path(entry.path).parts[-3:])}:{entry.start}"
 
 
 def _gather(ranks: Ranks, shares: Sequence[Share], digests: Mapping[Key, str]) -> dict[Key, str]:
-    """The fingerprints of all tensors, in the manifest's order of each share; waits for all ranks."""
+    """The fingerprints of all tensors, share by share, each share in the manifest's order. Waits for all ranks."""
     gathered = ranks.gather("".join(digests[key] for key in shares[ranks.rank].hashed))
     return {
         key: text[64 * index : 64 * (index + 1)]
@@ -197,7 +264,7 @@ def _gather(ranks: Ranks, shares: Sequence[Share], digests: Mapping[Key, str]) -
 
 
 def _send(source: Source, stream: Stream) -> None:
-    """The loader's side of the stream."""
+    """The loader's side of the stream: sends the header, all tensors, and the end marker."""
     try:
         stream.put_header(source.header)
         count = 0
@@ -212,23 +279,68 @@ def _send(source: Source, stream: Stream) -> None:
 
 
 def verify_fingerprint(
-    path: Path, saver: str, report: Report, expected: Fingerprint, keys: Collection[Key], workers: int
+    path: Path,
+    saver: Saver,
+    report: Report,
+    expected: Fingerprint,
+    keys: Collection[Key],
+    workers: int,
 ) -> None:
-    """Read tensors of a finished output back. Raises ModelsDiffer unless they are what was streamed."""
-    read_back = getattr(registry.saver(saver), "read_back", None)
-    completed = bool(report.plan.from_base)  # by more tensors of the original, and everything beside a language model
+    """Read tensors of a finished output back. Raises ModelsDiffer unless they equal the streamed tensors.
+
+    keys: the tensors to compare.
+    """
+    # --base adds tensors of the original, and all parts of a multimodal model beside its language model.
+    completed = bool(report.plan.from_base)
     source: Source
-    if read_back is not None:
-        source = as_streamed(path, read_back(path), report.header, report.plan)
+    if saver.read_back is not None:
+        source = as_streamed(path, saver.read_back(path), report.header, report.plan)
     else:
-        alone = not any(key.name.startswith(BESIDE) for key in expected.tensors)
-        _, source = open_source(path, options=LoadOptions(text_only=completed and alone and sees_or_hears(path)))
+        is_alone = not any(key.name.startswith(BESIDE) for key in expected.tensors)
+        is_inside_original = completed and is_alone and is_multimodal(path)
+        source = open_source(find_input(path), LoadOptions(text_only=is_inside_original))
     held = source.header.manifest.keys()
     if held != expected.tensors.keys() and not (completed and held >= expected.tensors.keys()):
         raise ModelsDiffer(f"{path}: reads back with other tensors than were written")
     for key, digest in fingerprint_source(source, workers, only=keys).tensors.items():
         if expected.tensors[key] != digest:
-            raise ModelsDiffer(f"{key}: reads back differently from what was written; is the disk faulty?")
+            raise ModelsDiffer(
+                f"{key}: reads back differently from what was written; is the disk faulty?"
+            )
+
+
+def _identity(
+    saver: str, options: ConvertOptions, opened: OpenedFiles, revision: list[str]
+) -> dict[str, str]:
+    """Values that must be equal for a run to resume another run's work, together with the plan.
+
+    The keys are names for messages.
+    """
+    # Ranks may each read a copy of a file, but a resumed run must find the files themselves untouched.
+    states = zip(opened.listing(), opened.inode_changes(), strict=True)
+    files = {path: _digest(size, written, changed) for (path, size, written), changed in states}
+    return {
+        "megaconv": __version__,
+        "--saver": saver,
+        "--dtype": str(options.dtype),
+        "--allow-lossy": ", ".join(sorted(options.save.allow_lossy)) or "none",
+        "--adapter": ", ".join(f"{each.place}:{each.weight}" for each in options.adapters)
+        or "none",
+        "--option": ", ".join(
+            f"{key}={value}" for key, value in sorted(options.all_extra().items())
+        )
+        or "none",
+        "the source's revision": _digest(revision),
+        **(
+            files
+            if len(files) <= _NAMED_FILES
+            else {"the source's files": _digest(sorted(files.items()))}
+        ),
+    }
+
+
+_NAMED_FILES = 256
+"""The largest number of source files that are compared one by one, so that a message can name the changed one."""
 
 
 def _digest(*what: Any) -> str:
@@ -236,14 +348,16 @@ def _digest(*what: Any) -> str:
 
 
 def _revision(place: Place, header: Header, options: ConvertOptions) -> list[str]:
-    """What the loader of a URI says about it, whose files nobody here can look at.
+    """The revision that a URI's loader reports. megaconv can't look at the files of a URI itself.
 
-    Raises UsageError where a run of a URI is to be resumed of which nobody knows whether it has changed.
+    Raises UsageError if a run is to be resumed and the loader reports no revision.
     """
     if isinstance(place, Path):
         return []
     if options.resume and header.revision is None:
-        raise UsageError(f"--resume: the loader of {place} can't detect whether it has changed since; leave it out")
+        raise UsageError(
+            f"--resume: the loader of {place} can't detect whether it has changed since; leave it out"
+        )
     return [place, header.revision or ""]
 
 
@@ -253,11 +367,17 @@ def fingerprint(
     workers: int = 0,
     advance: Callable[[int], None] | None = None,
     loader: str | None = None,
+    expect: Callable[[int], None] = lambda total: None,
 ) -> Fingerprint:
-    """The fingerprint of any checkpoint; reads all of it. loader: None: the one that recognises it."""
+    """The fingerprint of any checkpoint.
+
+    Reads all of it. loader: a loader's name; None: the loader that recognises the input. expect: called once with the
+    number of bytes to read.
+    """
     opened = OpenedFiles()
     with opened:
-        _, source = open_source(path, loader, options)
+        source = open_source(find_input(path, loader, options), options)
+        expect(source.header.nbytes)
         found = fingerprint_source(source, workers or default_workers(writing=False), advance)
     opened.require_as_stored()
     return found

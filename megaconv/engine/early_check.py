@@ -1,7 +1,6 @@
-"""Sizes that a model can't be sharded to, refused before its tensors are looked up: these may be tens of thousands."""
+"""Refuses parallel sizes that a model can't have before its tensors, maybe tens of thousands, are looked up."""
 
 from pathlib import Path
-from typing import Any
 
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY
 from megaconv.errors import CheckpointError
@@ -9,21 +8,26 @@ from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig
 from megaconv.options import LoadOptions, SaveOptions
+from megaconv.saver import Saver
 
 
-def refuse_sizes(saver: Any, place: Path | str, load: LoadOptions, save: SaveOptions) -> None:
-    """Asks a saver that has `refuse` about the model that a config.json beside the input describes, where there is one.
+def refuse_sizes(saver: Saver, place: Path | str, load: LoadOptions, save: SaveOptions) -> None:
+    """Let the saver's `refuse`, if it has one, check the parallel sizes of the model in a config.json beside the input.
 
-    Whatever is wrong with that file, who opens the input says better. Raises LayoutError.
+    A damaged config.json is ignored here: the loader reports it with a better message. Raises LayoutError.
     """
-    refuse = getattr(saver, "refuse", None)
-    directories = [load.config, *([] if isinstance(place, str) else [place, place / SIDECAR_DIRECTORY])]
-    found = next((path for path in directories if path is not None and (path / CONFIG_NAME).is_file()), None)
-    if refuse is None or found is None:
+    directories = [
+        load.config,
+        *([] if isinstance(place, str) else [place, place / SIDECAR_DIRECTORY]),
+    ]
+    found = next(
+        (path for path in directories if path is not None and (path / CONFIG_NAME).is_file()), None
+    )
+    if saver.refuse is None or found is None:
         return
     config = _described(found, text_only=load.text_only)
     if config is not None:
-        refuse(config, save, has_layout=found != place)
+        saver.refuse(config, save, has_layout=found != place)
 
 
 def _described(directory: Path, *, text_only: bool) -> ModelConfig | None:

@@ -1,8 +1,8 @@
-"""Fingerprints: hashes of a model that depend on nothing but its tensors.
+"""Fingerprints: hashes of a model that depend only on its tensors.
 
-A tensor's fingerprint is BLAKE3 over its dtype, its shape and its bytes (row-major, little-endian); the model's is BLAKE3
-over the sorted list of names and tensor fingerprints, one for the weights and one for the optimizer's slots. Naming,
-fusion, padding, sharding and format leave no trace in them.
+A tensor's fingerprint is BLAKE3 over its dtype, its shape and its bytes (row-major, little-endian). The model's
+fingerprint is BLAKE3 over the sorted list of names and tensor fingerprints: one hash for the weights, one for the
+optimizer's slots. Naming, fusion, padding, sharding and format don't change the hashes.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,24 +14,30 @@ from blake3 import blake3
 from formats.lazy_numpy import np
 from formats.tensor import ITEMSIZE, Bytes, LazyTensor, byte_count, row_blocks
 from megaconv.engine.plan import BLOCK_BYTES
-from megaconv.engine.shifted import ShiftedHasher
 from megaconv.model.ir import WEIGHT, Key, Source, TensorInfo, shift_of
 from megaconv.threads import thread_pool
+from megaconv.values.shifted import ShiftedHasher
 
 
 def tensor_hasher(tensor: LazyTensor) -> Any:
-    """A BLAKE3 (or what is used like one) that has seen dtype and shape and waits for the bytes."""
-    read: TensorInfo | LazyTensor = getattr(tensor, "read", tensor)  # as readers get it, where it is stored otherwise
+    """A BLAKE3 hasher (or a compatible object) that has hashed dtype and shape and expects the tensor's bytes."""
+    # Shape and dtype after dequantization, if it is quantized.
+    read: TensorInfo | LazyTensor = getattr(tensor, "read", tensor)
     shape, shift, dtype = ",".join(map(str, read.shape)), shift_of(tensor), read.dtype
     plain = blake3(f"{dtype}\0{shape}\0".encode())
     if not shift:
         return plain
-    return ShiftedHasher(plain, blake3(f"{tensor.dtype}{shift:+d}\0{shape}\0".encode()), tensor.dtype, shift)
+    return ShiftedHasher(
+        plain, blake3(f"{tensor.dtype}{shift:+d}\0{shape}\0".encode()), tensor.dtype, shift
+    )
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of a whole model. Two models are the same if and only if `weights` are equal (and `optimizer`, where both have one)."""
+    """The fingerprint of a whole model.
+
+    Two models are the same if and only if `weights` are equal (and `optimizer`, if both have one).
+    """
 
     weights: str
     optimizer: str | None
@@ -41,7 +47,11 @@ class Fingerprint:
 def combine(tensors: Mapping[Key, str]) -> Fingerprint:
     def over(keys: list[Key]) -> str:
         return str(
-            blake3("".join(f"{key.name}\0{key.slot}\0{tensors[key]}\n" for key in sorted(keys)).encode()).hexdigest()
+            blake3(
+                "".join(
+                    f"{key.name}\0{key.slot}\0{tensors[key]}\n" for key in sorted(keys)
+                ).encode()
+            ).hexdigest()
         )
 
     weights = [key for key in tensors if key.slot == WEIGHT]
@@ -50,7 +60,7 @@ def combine(tensors: Mapping[Key, str]) -> Fingerprint:
 
 
 def fingerprint_tensor(tensor: LazyTensor, advance: Callable[[int], None] | None = None) -> str:
-    """Hex BLAKE3 of one tensor, read in blocks."""
+    """Hexadecimal BLAKE3 of one tensor, which is read in blocks."""
     hasher = tensor_hasher(tensor)
     for block in read_blocks(tensor):
         hasher.update(block.reshape(-1))
@@ -60,7 +70,7 @@ def fingerprint_tensor(tensor: LazyTensor, advance: Callable[[int], None] | None
 
 
 def read_blocks(tensor: LazyTensor) -> Iterator[Bytes]:
-    """A tensor's bytes in row-major order, block by block; a block is only valid until the next one."""
+    """A tensor's bytes in row-major order, block by block. A block is only valid until the next one."""
     itemsize = ITEMSIZE[tensor.dtype]
     buffer = np.empty(min(BLOCK_BYTES, byte_count(tensor.shape, tensor.dtype)), np.uint8)
     for box in row_blocks(tensor.shape, tensor.dtype, BLOCK_BYTES):
@@ -75,9 +85,10 @@ def fingerprint_source(
     advance: Callable[[int], None] | None = None,
     only: Collection[Key] | None = None,
 ) -> Fingerprint:
-    """Reads every tensor once, or those of them that are asked for."""
+    """The fingerprint of a source. Reads every tensor once, or only the tensors in `only`."""
     with thread_pool(workers) as pool:
         items = [(key, tensor) for key, tensor in source.tensors() if only is None or key in only]
-        items.sort(key=lambda item: -byte_count(item[1].shape, item[1].dtype))  # or a large one may be left for the end
+        # Largest first: a large tensor at the end would leave all threads but one without work.
+        items.sort(key=lambda item: -byte_count(item[1].shape, item[1].dtype))
         digests = pool.map(lambda item: fingerprint_tensor(item[1], advance), items)
         return combine({key: digest for (key, _), digest in zip(items, digests, strict=True)})

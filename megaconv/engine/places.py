@@ -1,4 +1,4 @@
-"""Where a canonical tensor's bytes lie: native names, files, offsets, and which rank holds which slice."""
+"""The places of a canonical tensor's bytes: native names, files, offsets, and the ranks that hold its slices."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from formats.chunked import ChunkedTensor
 from formats.tensor import Box, FileTensor, LazyTensor, StridedTensor, matrix_shape
-from megaconv.engine.assembled import Assembled, Part
+from megaconv.model.assembled import Assembled, Part
 
 
 class Place(NamedTuple):
@@ -14,13 +14,13 @@ class Place(NamedTuple):
 
     native: str
     where: str
-    """The rank or file that holds it, as the checkpoint calls it; empty where there is one file alone."""
+    """The rank or file that holds it, as the checkpoint names it; empty if there is only one file."""
     files: tuple[tuple[str, int | None], ...]
-    """(file, byte at which the native tensor, or a chunk of it, begins; None where nobody knows)."""
+    """(file, offset of the native tensor or of a chunk of it in bytes; None if the offset isn't known)."""
     box: Box
-    """In the canonical tensor, seen as a matrix."""
+    """The rectangle in the canonical tensor, which is viewed as a matrix."""
     copy: bool
-    """Whether it is there again: another rank's replica, or a second name."""
+    """True if it is a further copy: another rank's replica, or a tied tensor's second name."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 def places(tensor: LazyTensor) -> list[Place]:
-    """In the order of the tensor's rows. Looks into the files' own directories, at no tensor."""
+    """The places of a tensor in the order of its rows. Reads the files' directories, but no tensor."""
     if not isinstance(tensor, Assembled):
         rows, cols = matrix_shape(tuple(tensor.shape))
         return [Place("", "", tuple(_files(tensor)), Box(0, rows, 0, cols), copy=False)]
@@ -49,7 +49,7 @@ def _place(part: Part, *, copy: bool) -> Place:
 
 
 def _joined(found: list[Place]) -> Iterator[Place]:
-    """One place for all rectangles of one native tensor that follow each other."""
+    """The places with adjacent rectangles of one native tensor merged into one place."""
     last: Place | None = None
     for place in found:
         follows = (
@@ -74,14 +74,16 @@ def _files(source: object) -> Iterator[tuple[str, int | None]]:
     elif isinstance(source, ChunkedTensor):
         for chunk in source.chunks:
             yield from _files(chunk.stored.tensor())
-    else:  # a tensor that is computed of another: reshaped, cast, of quantized values
+    else:  # a tensor computed from another one: reshaped, cast, dequantized
         inner = getattr(source, "source", None) or getattr(source, "values", None)
         if inner is not None:
             yield from _files(inner)
 
 
-def relative(files: tuple[tuple[str, int | None], ...], root: Path) -> tuple[tuple[str, int | None], ...]:
-    """Names as seen from the checkpoint's directory."""
+def relative(
+    files: tuple[tuple[str, int | None], ...], root: Path
+) -> tuple[tuple[str, int | None], ...]:
+    """The same files with names relative to the checkpoint's directory."""
     return tuple((_below(file, root), offset) for file, offset in files)
 
 

@@ -1,4 +1,4 @@
-"""What a saver decides before the first tensor arrives: every output file, and where in it each canonical tensor goes."""
+"""A saver's plan, made before the first tensor arrives: all output files, and each canonical tensor's place in them."""
 
 import hashlib
 import json
@@ -8,33 +8,37 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from formats.output import FileLayout
-from formats.tensor import Box
+from formats.tensor import ITEMSIZE, Box, matrix_shape
 from megaconv.errors import NotExpressible
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.natives import NativeTensor, Region
 from megaconv.model.training import MASTER
 
 MAX_WORKERS = 8
-BLOCK_BYTES = 2 << 20
-"""Tensors are moved in blocks of this size: large enough for the disk, small enough for the caches (benchmarks/convert.py)."""
+BLOCK_BYTES = 1 << 20
+"""Bytes of the blocks in which tensors are moved.
+
+The size is large enough for the disk and small enough for the caches (benchmarks/convert.py). Blocks of 2 MiB took half
+more of the kernel's time, because Linux then looks for 2 MiB of contiguous memory in its page cache for each block.
+"""
 
 
 class Placement(NamedTuple):
-    """Rectangles of one canonical tensor and the native tensor that they are written into."""
+    """Rectangles of one canonical tensor, and the native tensor that they are written into."""
 
     file: str
     record: str
     row_bytes: int
-    """Of the native tensor."""
+    """Bytes of one row of the native tensor."""
     regions: Sequence[Region]
     offset: int = 0
-    """Bytes in the record before the native tensor, which may be one of several there."""
+    """Offset of the native tensor in the record, in bytes. A record may hold several native tensors."""
     shift: int = 0
-    """What is added to the tensor's values, as they are in the stream."""
+    """The number that is added to the values of the stream's tensor."""
 
 
 def native_dtype(header: Header, native: NativeTensor, slot: str = WEIGHT) -> str:
-    """Of a native tensor that is to be written. Raises NotExpressible where its parts are of several."""
+    """The dtype of a native tensor to be written. Raises NotExpressible if its parts have different dtypes."""
     dtypes = {header.manifest[Key(name, slot)].dtype for name in native.parts}
     if len(dtypes) > 1:
         raise NotExpressible(
@@ -44,69 +48,103 @@ def native_dtype(header: Header, native: NativeTensor, slot: str = WEIGHT) -> st
 
 
 def native_shift(header: Header, shift: int, key: Key) -> int:
-    """What has to be added to a tensor of the stream for a native one with this shift; to moments of an optimizer nothing."""
+    """The number to add to a stream's tensor for a native tensor with this shift; 0 for an optimizer's moments."""
     return shift - header.shifts.get(key, 0) if key.slot in (WEIGHT, MASTER) else 0
 
 
 def needed_boxes(placements: Sequence[Placement]) -> list[Box]:
-    """Rectangles in row order, without overlap, that hold all of a canonical tensor that these placements need.
+    """Rectangles in row order, without overlap, that hold all elements of a tensor that these placements need.
 
-    Their rows are exactly those needed; their columns reach from the first to the last that any row needs.
+    The rows are exactly the needed ones. The columns reach from the first to the last column that any row needs.
     """
     boxes = sorted(region.box for placement in placements for region in placement.regions)
-    col0, col1 = min((box.col0 for box in boxes), default=0), max((box.col1 for box in boxes), default=0)
+    first_col = min((box.col0 for box in boxes), default=0)
+    end_col = max((box.col1 for box in boxes), default=0)
     needed: list[Box] = []
-    for box in boxes:
-        row0 = box.row0
+    for row0, row1, _, _ in boxes:
         if needed and row0 <= needed[-1].row1:
-            row0, row1, *_ = needed.pop()
-            box = box._replace(row1=max(row1, box.row1))
-        needed.append(Box(row0, box.row1, col0, col1))
+            before = needed.pop()
+            row0, row1 = before.row0, max(before.row1, row1)
+        needed.append(Box(row0, row1, first_col, end_col))
     return needed
+
+
+def add_placements(
+    placements: dict[Key, list[Placement]],
+    header: Header,
+    native: NativeTensor,
+    file: str,
+    record: str,
+) -> None:
+    """Add the place of each part of a native tensor, which is a whole record of a file."""
+    _, cols = matrix_shape(native.shape)
+    row_bytes = cols * ITEMSIZE[native_dtype(header, native)]
+    for name, regions in native.parts.items():
+        placements.setdefault(Key(name), []).append(Placement(file, record, row_bytes, regions))
 
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """A complete output. Whatever in its files is no canonical tensor and no zero padding is part of their layouts."""
+    """A complete output.
+
+    The layout of a file contains every byte that is neither a canonical tensor nor zero padding.
+    """
 
     files: Mapping[str, FileLayout]
-    """By path below the target."""
+    """File layouts by path below the target."""
     placements: Mapping[Key, Sequence[Placement]]
     zeros: Sequence[tuple[str, str, int, int]] = ()
-    """(file, record, offset in the record, bytes) that stay zero."""
+    """(file, record, offset in the record, bytes) of the stretches that stay zero."""
     notices: Sequence[str] = ()
-    """What a user should know about the output: what was left out, and what to do about it."""
+    """Notices for the user: for example, what was left out, and what to do about it."""
     from_base: Sequence[str] = ()
     """Tensors and files that are copied from the original (`--base`)."""
 
     @property
     def nbytes(self) -> int:
-        """Of all files together."""
+        """The size of all files together in bytes."""
         return sum(layout.size for layout in self.files.values())
 
-    def identity(self, source: str) -> str:
-        """Equal for two runs whose finished tensors are interchangeable."""
+    def identity(self) -> dict[str, str]:
+        """Digests that are equal for two runs with interchangeable finished tensors, if their sources are equal.
+
+        The keys are names for messages.
+        """
         files = {
             name: [layout.size, {key: list(record) for key, record in layout.records.items()}]
             for name, layout in self.files.items()
         }
         places = {
-            f"{key.name}/{key.slot}": [[p.file, p.record, p.offset, p.shift, list(p.regions)] for p in placements]
+            f"{key.name}/{key.slot}": [
+                [p.file, p.record, p.offset, p.shift, list(p.regions)] for p in placements
+            ]
             for key, placements in self.placements.items()
         }
-        return hashlib.sha256(json.dumps([source, files, places], sort_keys=True).encode()).hexdigest()
+        return {
+            "the number of output files": f"{len(self.files):,}",
+            "the size of the output": f"{self.nbytes:,} bytes",
+            "the layout of the output": hashlib.sha256(
+                json.dumps([files, places], sort_keys=True, default=repr).encode()
+            ).hexdigest(),
+        }
 
 
 def default_workers(*, writing: bool) -> int:
-    """One thread a processor, and where files are written one more, since one or another always waits for the disk."""
+    """The default number of threads: one per processor, and one more for writing.
+
+    When writing, some thread always waits for the disk.
+    """
     return min(MAX_WORKERS, (os.cpu_count() or 1) + writing)
 
 
 def block_bytes(max_memory: int, workers: int) -> int:
-    """The largest block with which `workers` threads, each with one block, one gathered copy and one to cast, keep the budget."""
+    """The largest block size in bytes that keeps the memory budget.
+
+    Each of the `workers` threads holds one block, one gathered copy, and blocks for a cast.
+    """
     return max(4096, min(BLOCK_BYTES, max_memory // (4 * workers)))
 
 
 def memory_needed(max_memory: int, workers: int) -> int:
-    """Bytes of buffers that a conversion will hold at most."""
+    """The largest number of bytes of buffers that a conversion holds."""
     return 4 * workers * block_bytes(max_memory, workers)

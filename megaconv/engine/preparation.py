@@ -1,97 +1,86 @@
-"""What a conversion is asked for, what is known of it before the first byte is written, and how its source is opened."""
+"""Prepares a conversion: its report before the first byte is written, and its opened source."""
 
 import resource
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from formats.rank_files import is_version
 from formats.tensor import ITEMSIZE, LazyTensor
 from megaconv import registry
-from megaconv.engine.cast import CastSource, dtype_name
 from megaconv.engine.completeness import completeness_notices, missing_parts
+from megaconv.engine.coverage import require_complete
 from megaconv.engine.early_check import refuse_sizes
 from megaconv.engine.fingerprints import Fingerprint, combine
-from megaconv.engine.fp8_blocks import Rounding
 from megaconv.engine.plan import OutputPlan, default_workers, memory_needed
-from megaconv.engine.record import RECORD_NAME, SourceCheck, check_source, record_json
-from megaconv.engine.shifted import PlainSource
-from megaconv.engine.sidecars import code_left_out
-from megaconv.engine.stored_forms import StoredSource
+from megaconv.engine.provenance import earlier_adapters, other_bases, refuse_again
+from megaconv.engine.record import RECORD_NAME, record_json
+from megaconv.engine.sidecars import SIDECAR_DIRECTORY, code_left_out
+from megaconv.engine.source_check import SourceCheck, check_source
 from megaconv.engine.stream import as_lazy
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.whole_model import named
-from megaconv.hub import Place, nothing_at, resolve
+from megaconv.hub import nothing_at
+from megaconv.input import Input
+from megaconv.loader import Loader
 from megaconv.model.ir import Header, Key, Source, main_dtype
-from megaconv.options import LOSSES, AdapterChoice, LoadOptions, SaveOptions, refuse_unused
+from megaconv.options import (
+    DIST_FILES,
+    LOSSES,
+    ConvertOptions,
+    LoadOptions,
+    SaveOptions,
+    refuse_unused,
+)
+from megaconv.saver import Saver
+from megaconv.values.cast import CastSource, dtype_name
+from megaconv.values.fp8_blocks import Rounding
+from megaconv.values.shifted import PlainSource
+from megaconv.values.stored_forms import StoredSource
 
 if TYPE_CHECKING:
-    from megaconv.engine.adapters.merging import MergedSource
+    from megaconv.adapters.merging import MergedSource
 
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
-BESIDE = "--text-only: left out is what lies beside the language model: {}; --base ORIGINAL puts this back into an hf output of it"
-CODE_LEFT_OUT = "code is never copied: {}; put it beside the output yourself if it is needed and you trust it"
-
-
-@dataclass(frozen=True)
-class ConvertOptions:
-    """Everything about a conversion that concerns neither loader nor saver alone."""
-
-    loader: str | None = None
-    """None: detected from the files."""
-    load: LoadOptions = field(default_factory=LoadOptions)
-    save: SaveOptions = field(default_factory=SaveOptions)
-    dtype: str | None = None
-    optimizer: bool | None = None
-    """Whether the optimizer's state goes along; None: where source and output can both hold it."""
-    max_memory: int = 256 << 20
-    """Bytes that buffers may take."""
-    workers: int = 0
-    """0: as many as there are processors and one more, up to 8."""
-    verify: bool = False
-    resume: bool = False
-    overwrite: bool = False
-    check_source: bool = True
-    """Whether a source that has a megaconv.json has to be what that says."""
-    adapters: tuple[AdapterChoice, ...] = ()
-    """Merged into the weights, in this order."""
-    extra: Mapping[str, str] = field(default_factory=dict)
-    """Options of the loader's and the saver's own (`--option`); each gets those that it knows."""
-
-    def all_extra(self) -> dict[str, str]:
-        """Wherever they were given."""
-        return {**self.load.extra, **self.save.extra, **self.extra}
+BESIDE = (
+    "--text-only: these tensors were not converted: {}; --saver hf --base ORIGINAL puts them back"
+)
+CODE_LEFT_OUT = "code is never copied: {}; if you need and trust it, copy it to the output yourself"
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What a conversion did, or, planned only, would do."""
+    """The result of a conversion; for a planned conversion, the expected result."""
 
     header: Header
     plan: OutputPlan
     target: Path
     memory: int
     record_bytes: int
-    """Size of megaconv.json, which no plan contains since its fingerprints are known last."""
+    """Size of megaconv.json. No plan contains this file, because its fingerprints are known last."""
     parameters: int
-    """Of the model: `header` is of what is stored, which may be blocks of bytes."""
+    """Number of parameters of the model. `header` describes the stored tensors, which may be blocks of bytes."""
     seconds: float = 0.0
     fingerprint: Fingerprint | None = None
     verified: bool = False
     code: tuple[str, ...] = ()
-    """Python files that lie beside the source."""
+    """Python files in the source's directory."""
     missing: tuple[str, ...] = ()
-    """What an output of transformers' lacks (`engine/completeness.py`): `tokenizer`, `generation_config.json`, `eos_token_id`."""
+    """Parts that a transformers output lacks (`engine/completeness.py`).
+
+    Any of `tokenizer`, `generation_config.json`, `eos_token_id`.
+    """
     check: SourceCheck = field(default_factory=SourceCheck, repr=False)
-    """What the source's own record says."""
+    """The comparison with the source's own record."""
     adapters: tuple[Mapping[str, Any], ...] = ()
-    """Those that were merged into the weights, as megaconv.json says it."""
+    """Adapters in the weights, merged by this conversion or an earlier one, as in megaconv.json."""
     merging: tuple[str, ...] = ()
-    """The same for people."""
+    """Lines for people about the adapters that this conversion merges."""
     rounding: Rounding | None = None
-    """By how much quantized weights are off, where there are any: those that this run read, when it was resumed."""
+    """The rounding error of quantized weights, if there are any. A resumed run counts only the weights that it read."""
 
     def __repr__(self) -> str:
         size = f"{self.parameters:,} parameters, {self.nbytes:,} bytes in {len(self.files)} files"
@@ -100,18 +89,26 @@ class Report:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What a user should know about the output."""
+        """Notices for the user about the output."""
         left_out = self.header.has_optimizer and not self.header.carries_optimizer
         code = (CODE_LEFT_OUT.format(", ".join(self.code)),) if self.code else ()
         optimizer = (LEFT_OUT,) if left_out else ()
         named = ", ".join(f"{name} ({count} tensors)" for name, count in self.header.beside.items())
         beside = (BESIDE.format(named),) if named else ()
         incomplete = completeness_notices(self.header, self.missing)
-        return (*beside, *incomplete, *self.merging, *optimizer, *self.check.notices, *code, *self.plan.notices)
+        return (
+            *beside,
+            *incomplete,
+            *self.merging,
+            *optimizer,
+            *self.check.notices,
+            *code,
+            *self.plan.notices,
+        )
 
     @property
     def files(self) -> dict[str, int]:
-        """Every file of the output, by path below the target, with its size."""
+        """Size of every file of the output, by path below the target."""
         return {name: layout.size for name, layout in sorted(self.plan.files.items())} | {
             RECORD_NAME: self.record_bytes
         }
@@ -141,42 +138,67 @@ class Report:
         }
 
 
-def open_source(place: str | Path, loader: str | None = None, options: LoadOptions | None = None) -> tuple[str, Source]:
-    """(loader name, source) of any input. loader: None: the one that recognises it. Raises CheckpointError."""
+def open_source(found: Input, options: LoadOptions | None = None) -> Source:
+    """The source of an input. Raises CheckpointError."""
     raise_file_limit()
-    options = options or LoadOptions()
-    _require_description(options.config)
-    path = resolve(place, metadata_only=options.metadata_only)
-    name, found = registry.choose(path, loader, options.config)
-    if options.text_only and not getattr(found, "HAS_TEXT_ONLY", False):
-        raise UsageError(f"--text-only: {path}: --loader {name} reads language models alone; leave it out")
-    registry.share_options(options.extra, {f"loader {name}": found})
-    return name, LazySource(found.open(path, options))
+    loader, options = found.loader, options or LoadOptions()
+    options = replace(options, config=description_of(options.config))
+    if options.text_only and not loader.has_text_only:
+        raise UsageError(
+            f"--text-only: {found.place}: --loader {loader.name} reads language models alone; leave it out"
+        )
+    registry.share_options(options.extra, {f"loader {loader.name}": loader})
+    source = loader.open(found.place, options)
+    _require_heads(source.header, found, options.num_attention_heads)
+    return LazySource(source)
 
 
-def _require_description(config: Path | None) -> None:
-    """Raises UsageError for a --config that isn't a model's Hugging Face directory."""
-    if config is not None and not config.exists():
+def _require_heads(header: Header, found: Input, heads: int | None) -> None:
+    """Raises UsageError if --num-attention-heads contradicts the model."""
+    actual = header.config.attention.heads
+    if heads not in (None, actual):
+        raise UsageError(
+            f"--num-attention-heads {heads}: {found.given} has {actual} attention heads; leave it out"
+        )
+
+
+def description_of(config: Path | None) -> Path | None:
+    """The directory of the config.json that --config means. For a Megatron run or an iteration it is the run's `hf/`.
+
+    Raises UsageError if there is none.
+    """
+    if config is None:
+        return None
+    if not config.exists():
         raise UsageError(f"--config {nothing_at(config)}", code="no-such-input")
-    if config is not None and not (config / CONFIG_NAME).is_file():
-        raise UsageError(f"--config {config}: has no {CONFIG_NAME}; expected a model's Hugging Face directory")
+    of_run = config.parent if is_version(config.name) else config
+    for directory in (config, of_run / SIDECAR_DIRECTORY):
+        if (directory / CONFIG_NAME).is_file():
+            return directory
+    raise UsageError(
+        f"--config {config}: has no {CONFIG_NAME}, nor a {SIDECAR_DIRECTORY}/ with one; expected a model's Hugging Face directory "
+        "or a Megatron run"
+    )
 
 
-def open_input(load_dir: str | Path, saver: str, options: ConvertOptions) -> tuple[Source, Mapping[str, str]]:
-    """(the source as a conversion reads it, the options of the saver's own). Raises CheckpointError."""
+def open_input(
+    found: Input, saver: Saver, options: ConvertOptions
+) -> tuple[Source, Mapping[str, str]]:
+    """(the source as a conversion reads it, the saver's own options). Raises CheckpointError."""
     load = load_options(saver, options)
-    place = resolve(load_dir, metadata_only=load.metadata_only)
-    name, found = registry.choose(place, options.loader, load.config)
-    _require_description(load.config)
-    refuse_sizes(registry.saver(saver), place, load, options.save)
-    takers = {f"loader {name}": found, f"saver {saver}": registry.saver(saver)}
+    load = replace(load, config=description_of(load.config))
+    refuse_sizes(saver, found.place, load, options.save)
+    takers: dict[str, Loader | Saver] = {
+        f"loader {found.loader.name}": found.loader,
+        f"saver {saver.name}": saver,
+    }
     read, written = registry.share_options(options.all_extra(), takers)
-    return open_source(place, name, replace(load, extra=read))[1], written
+    return open_source(found, replace(load, extra=read)), written
 
 
 @dataclass(frozen=True)
 class LazySource:
-    """A source whose plain arrays, which a plugin may hand over, are lazy tensors too."""
+    """A source whose tensors are all lazy. A plugin may supply plain arrays; this wraps them."""
 
     source: Source
 
@@ -190,162 +212,247 @@ class LazySource:
 
 
 def prepare(
-    load_dir: str | Path,
-    save_dir: str | Path,
-    saver: str,
-    options: ConvertOptions,
-    processes: int = 1,
-    place: Place | None = None,
+    found: Input, save_dir: str | Path, saver: Saver, options: ConvertOptions, processes: int = 1
 ) -> tuple[Source, Report]:
-    """Everything that can be known, and go wrong, before the first byte is written.
+    """The source and the planned report: all work, and all errors, that can come before the first byte is written.
 
-    processes: that will write it together, each with files of its own. place: what `resolve` made of load_dir, where that was
-    asked already.
+    processes: the number of processes that write together, each its own files.
     """
-    place = resolve(load_dir) if place is None else place
-    for word in options.save.allow_lossy:
+    _refuse_options(saver, options.save)
+    opened, extra = open_input(found, saver, options)
+    _refuse_source(opened.header, found, saver, options)
+    files = options.save.files or max(DIST_FILES, processes)
+    save = replace(options.save, files=files, extra=extra)
+    streamed = _streamed(opened, saver, options, save, processes)
+    header = streamed.source.header
+    check = _checked(found, opened, header, streamed.altered, options)
+    plan = saver.plan(header, save)
+    require_complete(plan, header.manifest)
+    return streamed.source, _report(found, Path(save_dir), saver, options, streamed, plan, check)
+
+
+def _refuse_options(saver: Saver, save: SaveOptions) -> None:
+    """Raises UsageError for unknown losses, and for options that the saver doesn't use."""
+    for word in save.allow_lossy:
         if word not in LOSSES:
-            raise UsageError(f"--allow-lossy {word!r} is not known; losses that can be allowed are {', '.join(LOSSES)}")
-    uses = getattr(registry.saver(saver), "uses", None)
-    if uses is not None:
-        refuse_unused(saver, uses(options.save), options.save)
-    source, extra = open_input(place, saver, options)
-    written = source.header.manifest
-    if source.header.adapter is not None:
-        _refuse_as_adapter(load_dir, saver, options)
-        source = _fitted(source, saver, replace(options.save, extra=extra))
-    _refuse_whole(source.header, saver, options)
-    if options.optimizer and not source.header.carries_optimizer:
-        raise UsageError(
-            f"--optimizer: {load_dir} holds no optimizer state; leave it out to convert the weights alone",
-            code="no-optimizer",
-        )
-    if options.save.distributed_optimizer is not None and not source.header.carries_optimizer:
-        raise UsageError(
-            "--use-distributed-optimizer: chooses nothing, since no optimizer state is converted; leave it out",
-            code="no-optimizer",
-        )
-    source, merged = _changed(source, options)
-    files = options.save.files or workers_of(options) * processes
-    rounds = "out_norm" in options.save.allow_lossy
-    if rounds or not getattr(registry.saver(saver), "HOLDS_SHIFTED", False):
-        source = PlainSource(source, exact=not rounds)
-    parameters = source.header.parameters
-    source, stored = _stored(source, saver, options, processes)
-    header = stored.read_header if stored is not None and stored.is_quantized else source.header
-    check = SourceCheck()
-    if options.check_source:
-        overridden = options.load.config is not None or options.load.true_vocab_size is not None
-        altered = (merged.changed if merged else frozenset()) | getattr(source, "changed", frozenset())
-        check = check_source(place, written, source.header.manifest, other_shapes=overridden, altered=altered)
-    plan = registry.saver(saver).plan(source.header, replace(options.save, files=files, extra=extra))
-    memory = memory_needed(options.max_memory, workers_of(options))
-    blank = combine(dict.fromkeys(header.manifest, "0" * 64))
-    adapters = tuple(each.to_json() for each in merged.merged) if merged else ()
-    size = len(record_json(str(load_dir), saver, header, plan, blank, adapters, options.save.quantize))
-    described = options.load.config or place
-    code = () if isinstance(described, str) else code_left_out(described)
-    missing = missing_parts(source.header, plan) if options.save.base is None else ()
-    report = Report(
-        header, plan, Path(save_dir), memory, size, parameters,
-        code=code, missing=missing, check=check, adapters=adapters,
-    )  # fmt: skip
-    errors = stored.errors if stored is not None and stored.is_quantized else None
-    return source, replace(report, merging=merged.notices if merged else (), rounding=errors)
+            raise UsageError(
+                f"--allow-lossy {word!r} is not known; losses that can be allowed are {', '.join(LOSSES)}"
+            )
+    if saver.uses is not None:
+        refuse_unused(saver.name, saver.uses(save), save)
 
 
-def _refuse_as_adapter(load_dir: str | Path, saver: str, options: ConvertOptions) -> None:
-    """Raises NotExpressible for an output that holds whole models, UsageError for options of these."""
-    if not getattr(registry.saver(saver), "HOLDS_ADAPTER", False):
+def _refuse_source(header: Header, found: Input, saver: Saver, options: ConvertOptions) -> None:
+    """Raises NotExpressible or UsageError for a source that the saver or an option doesn't fit."""
+    if header.adapter is not None:
+        _refuse_as_adapter(found, saver, options)
+    _refuse_whole(header, saver, options)
+    if header.carries_optimizer:
+        return
+    if options.optimizer:
+        raise UsageError(
+            f"--optimizer: {found.given} holds no optimizer state; leave it out to convert the weights alone",
+            code="no-optimizer",
+        )
+    if options.save.distributed_optimizer is not None:
+        raise UsageError(
+            "--use-distributed-optimizer: has no effect, because no optimizer state is converted; leave it out",
+            code="no-optimizer",
+        )
+
+
+def _refuse_as_adapter(found: Input, saver: Saver, options: ConvertOptions) -> None:
+    """Raises NotExpressible if the saver writes only whole models, UsageError for options that need a whole model."""
+    if not saver.holds_adapter:
         raise NotExpressible(
-            f"{load_dir}: is an adapter, and --saver {saver} writes whole models; --saver peft and --saver core --ckpt-format torch_dist "
-            "translate it, and megaconv merge BASE ADAPTER merges one of peft's into its base"
+            f"{found.given}: is an adapter, and --saver {saver.name} writes whole models; --saver peft and --saver core --ckpt-format "
+            "torch_dist translate it, and megaconv merge BASE ADAPTER merges one of peft's into its base"
         )
     if options.adapters:
         raise UsageError(
-            f"--adapter: {load_dir} is an adapter itself; give the base it is to be merged into as --load-dir"
+            f"--adapter: {found.given} is an adapter itself; give the base it is to be merged into as --load-dir"
         )
 
 
-def _fitted(adapter: Source, saver: str, options: SaveOptions) -> Source:
-    """An adapter in the modules that its output's software has, where its saver says which (`fit_adapter`)."""
-    fit = getattr(registry.saver(saver), "fit_adapter", None)
-    if fit is None:
-        return adapter
-    found: Source = fit(adapter, options)
-    return found
-
-
-def _refuse_whole(header: Header, saver: str, options: ConvertOptions) -> None:
-    """Raises UsageError for what only a language model by itself can be converted to, or with."""
-    whole, hf = header.config.whole, header.layout is None
+def _refuse_whole(header: Header, saver: Saver, options: ConvertOptions) -> None:
+    """Raises UsageError for a whole multimodal model if the saver or an option needs its language model alone."""
+    whole, is_hf = header.config.whole, header.layout is None
     if whole is None:
         return
     name = named(whole.config)
-    alone = "; --text-only converts the language model in it" if hf else ""
-    if not getattr(registry.saver(saver), "HOLDS_WHOLE", False):
-        raise UsageError(f"--saver {saver}: can't hold {name}, which sees or hears, as a whole{alone}")
+    alone = "; --text-only converts the language model in it" if is_hf else ""
+    if not saver.holds_whole:
+        raise UsageError(f"--saver {saver.name}: can't store the multimodal model {name}{alone}")
     if options.save.base is not None:
         raise UsageError(f"--base: the source holds all of {name}; leave it out")
     for option, given in (("--adapter", options.adapters), ("--quantize", options.save.quantize)):
         if given:
-            raise UsageError(f"{option}: is not supported for {name}, which sees or hears, as a whole{alone}")
+            raise UsageError(f"{option}: is not supported for the multimodal model {name}{alone}")
+
+
+class _Streamed(NamedTuple):
+    """The source as its tensors pass the stream, and the parts of it that change values."""
+
+    source: Source
+    parameters: int
+    merged: "MergedSource | None"
+    stored: StoredSource | None
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.stored is not None and self.stored.is_quantized
+
+    @property
+    def read_header(self) -> Header:
+        """The header for readers of the output."""
+        if self.stored is not None and self.stored.is_quantized:
+            return self.stored.read_header
+        return self.source.header
+
+    @property
+    def altered(self) -> frozenset[Key]:
+        """The tensors whose values differ from the source's."""
+        merged = self.merged.changed if self.merged is not None else frozenset()
+        stored = self.stored.changed if self.stored is not None else frozenset()
+        return merged | stored
+
+
+def _streamed(
+    source: Source, saver: Saver, options: ConvertOptions, save: SaveOptions, processes: int
+) -> _Streamed:
+    """The source as the output stores it: fitted, merged, cast, canonical, in the saver's forms. Each only if needed."""
+    if source.header.adapter is not None and saver.fit_adapter is not None:
+        source = saver.fit_adapter(source, save)
+    source, merged = _changed(source, options)
+    may_round = "out_norm" in save.allow_lossy
+    if may_round or not saver.holds_shifted:
+        source = PlainSource(source, exact=not may_round)
+    parameters = source.header.parameters
+    source, stored = _stored(source, saver, options, save, processes)
+    return _Streamed(source, parameters, merged, stored)
+
+
+def _checked(
+    found: Input, opened: Source, streamed: Header, altered: frozenset[Key], options: ConvertOptions
+) -> SourceCheck:
+    """The comparison of the source with its own record, unless the user has switched it off."""
+    if not options.check_source:
+        return SourceCheck()
+    is_overridden = options.load.config is not None or options.load.true_vocab_size is not None
+    return check_source(
+        found.place, opened, streamed.manifest, other_shapes=is_overridden, altered=altered
+    )
+
+
+def _report(
+    found: Input, save_dir: Path, saver: Saver, options: ConvertOptions, streamed: _Streamed, plan: OutputPlan,
+    check: SourceCheck,
+) -> Report:  # fmt: skip
+    header = streamed.read_header
+    adapters, merging = _adapters(found, streamed.merged, header, check)
+    blank = combine(dict.fromkeys(header.manifest, "0" * 64))
+    record = record_json(
+        found.given, saver.name, header, plan, blank, adapters, options.save.quantize
+    )
+    described = description_of(options.load.config) or found.place
+    has_base = options.save.base is not None
+    return Report(
+        header=header,
+        plan=plan,
+        target=save_dir,
+        memory=memory_needed(options.max_memory, workers_of(options)),
+        record_bytes=len(record),
+        parameters=streamed.parameters,
+        code=() if isinstance(described, str) else code_left_out(described),
+        missing=() if has_base else missing_parts(streamed.source.header, plan),
+        check=check,
+        adapters=adapters,
+        merging=merging,
+        rounding=streamed.stored.errors
+        if streamed.stored is not None and streamed.is_quantized
+        else None,
+    )
+
+
+def _adapters(
+    found: Input, merged: "MergedSource | None", header: Header, check: SourceCheck
+) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:
+    """(all adapters in the weights, notices about those that this conversion merges). Raises UsageError."""
+    earlier = earlier_adapters(check.record)
+    if merged is None:
+        return earlier, ()
+    added = [each.to_json() for each in merged.merged]
+    refuse_again(found.given, earlier, added)
+    warnings = other_bases(merged.merged, found.given, found.place, header.config.hf, check.record)
+    return (*earlier, *added), (*merged.notices, *warnings)
 
 
 def _changed(source: Source, options: ConvertOptions) -> tuple[Source, "MergedSource | None"]:
-    """(the source with its adapters merged, in the dtype asked for; its part that merges, if there is any).
+    """(the source with its adapters merged, in the requested dtype; the part of it that merges, or None).
 
-    Adapters are merged in the wider of the two dtypes: nothing is rounded that is to be added to.
+    Adapters are merged in the wider of the two dtypes, so that nothing is rounded before the addition.
     """
     cast = None if options.dtype is None else dtype_name(options.dtype)
     overflow = "overflow" in options.save.allow_lossy
     if not options.adapters:
         return (source if cast is None else CastSource(source, cast, overflow)), None
     widens = cast is not None and ITEMSIZE[cast] > ITEMSIZE[main_dtype(source.header.manifest)]
-    from megaconv.engine.adapters.merging import merge
+    from megaconv.adapters.merging import merge
 
-    merged = merge(CastSource(source, cast, overflow) if cast and widens else source, options.adapters)
+    merged = merge(
+        CastSource(source, cast, overflow) if cast and widens else source, options.adapters
+    )
     return (CastSource(merged, cast, overflow) if cast and not widens else merged), merged
 
 
-def _stored(source: Source, saver: str, options: ConvertOptions, processes: int) -> tuple[Source, StoredSource | None]:
-    """(as the output stores it; the same where its saver says how, by `forms`)."""
-    found = registry.saver(saver)
-    forms = getattr(found, "forms", None)
-    if forms is None:
+def _stored(
+    source: Source, saver: Saver, options: ConvertOptions, save: SaveOptions, processes: int
+) -> tuple[Source, StoredSource | None]:
+    """(the source as the output stores it, the StoredSource among its parts or None). The saver's `forms` decides."""
+    if saver.forms is None:
         return source, None
-    if options.verify and not (getattr(found, "READS_BACK", False) or hasattr(found, "read_back")):
+    if options.verify and not saver.reads_back and saver.read_back is None:
         raise UsageError(
-            f"--verify: --saver {saver} stores other values than are read from its outputs, and has no way to read them as stored; "
+            f"--verify: --saver {saver.name} stores other values than are read from its outputs, and has no way to read them as stored; "
             "leave it out"
         )
-    if options.save.quantize and processes > 1:
-        raise UsageError("--quantize: one process has to see all weights, to say how far they are off; start only one")
-    takes = {key: value for key, value in options.all_extra().items() if key in registry.options_of(found)}
-    save = replace(options.save, extra=takes)
-    asked = forms(source.header, save)
-    if not asked:
+    if save.quantize and processes > 1:
+        raise UsageError(
+            "--quantize: one process must read all weights to measure the rounding error; start only one process"
+        )
+    forms = saver.forms(source.header, save)
+    if not forms:
         return source, None
-    stored = StoredSource(source, asked, overflow="overflow" in options.save.allow_lossy)
+    stored = StoredSource(source, forms, overflow="overflow" in save.allow_lossy)
     return stored, stored
 
 
-def load_options(saver: str, options: ConvertOptions) -> LoadOptions:
-    """How the source is read. Raises UsageError where the optimizer is asked for and the output can't hold it."""
-    can_hold = getattr(registry.saver(saver), "HOLDS_OPTIMIZER", False)
+def load_options(saver: Saver, options: ConvertOptions) -> LoadOptions:
+    """The options for reading the source.
+
+    Raises UsageError if --optimizer is given and the output can't hold its state.
+    """
+    can_hold = saver.holds_optimizer
     if options.optimizer and (not can_hold or options.save.release):
-        what = "a release checkpoint" if can_hold else f"--saver {saver}"
+        what = "a release checkpoint" if can_hold else f"--saver {saver.name}"
         raise UsageError(
             f"--optimizer: {what} can't hold optimizer state; leave it out to convert the weights alone",
             code="no-optimizer",
         )
     if options.optimizer and options.adapters:
-        raise UsageError("--optimizer: its state no longer goes with weights that --adapter changes; leave it out")
-    wanted = can_hold and options.optimizer is not False and not options.save.release and not options.adapters
+        raise UsageError(
+            "--optimizer: the optimizer state would not match the merged weights; leave out --optimizer or --adapter"
+        )
+    is_wanted = (
+        can_hold
+        and options.optimizer is not False
+        and not options.save.release
+        and not options.adapters
+    )
     dtype = None if options.dtype is None else dtype_name(options.dtype)
     if dtype == "float16":
-        dtype = "float32"  # of what is quantized: what is too large for float16 is found when it is cast from there
-    return replace(options.load, optimizer=wanted, dtype=dtype)
+        dtype = "float32"  # Cast quantized weights via float32, so that a value too large for float16 is detected.
+    return replace(options.load, optimizer=is_wanted, dtype=dtype)
 
 
 def workers_of(options: ConvertOptions) -> int:
@@ -353,7 +460,10 @@ def workers_of(options: ConvertOptions) -> int:
 
 
 def raise_file_limit() -> None:
-    """Large layouts have more rank files than the usual soft limit of open files."""
+    """Raise the soft limit of open files to the hard limit.
+
+    Large layouts have more rank files than the usual soft limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:

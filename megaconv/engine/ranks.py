@@ -1,12 +1,13 @@
-"""The processes that torchrun or srun has started for one conversion: they agree on it, watch each other and end together.
+"""The processes that torchrun or srun starts for one conversion. They agree on it, watch each other and end together.
 
-    store       what ranks send each other: digests, and who was the first to fail (that of torch.distributed's rendezvous)
-    gloo        the watch: twice a second rank 0 asks every other rank how it does; a process that is killed drops its
+    store       the ranks' messages: digests, and who failed first (the store of torch.distributed's rendezvous)
+    gloo        the watch: twice a second rank 0 asks every other rank for its state; a process that is killed drops its
                 connection, which is noticed at once
     the store's connection (store_watch.py)     drops when the process that started the ranks is killed
 
-Whatever ends one rank ends all: those who learn of it send themselves SIGTERM, which takes the way of every interrupted
-conversion. The first to fail reports its cause, the others report nothing. Torch is imported only where there are ranks.
+If one rank ends, all ranks end: a rank that learns of it sends itself SIGTERM, and ends as any interrupted conversion
+does. The first rank to fail reports the cause; the others report nothing. Torch is imported only if there are several
+ranks.
 """
 
 import logging
@@ -23,21 +24,21 @@ from typing import Any
 from formats.signals import ENDING
 from megaconv.engine.store_watch import StoreWatch, silence
 from megaconv.errors import CheckpointError, Interrupted, UsageError, is_interruption
-from megaconv.torch_extra import require_torch
+from megaconv.extras import require_torch
 
 JOIN_SECONDS = 60
-"""How long ranks wait for each other at the beginning, and how long one may be silent later."""
+"""Seconds that ranks wait for each other at the beginning, and that a rank may be silent later."""
 _ROUND_SECONDS = 0.5
 _POLL_SECONDS = 0.03
 _PATIENCE_SECONDS = 2.0
-"""How long an interrupted rank waits for another one's end to be noticed, which may be behind it."""
+"""Seconds that an interrupted rank waits for news of another rank's end, which may have caused the interruption."""
 _EXIT_SECONDS = 3.0
-"""How long rank 0 waits for the others to have ended before it."""
+"""Seconds that rank 0 waits for the other ranks to end before it."""
 _WORKING, _DONE, _ENDED = range(3)
 
 
 class Ranks:
-    """A conversion by one process. Each method does for several what its name says, and here nothing."""
+    """A conversion by one process. With several processes, `Joined` overrides these methods, which do nothing here."""
 
     rank, size = 0, 1
 
@@ -45,27 +46,33 @@ class Ranks:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        """All ranks have come here without an error, or this raises on all of them."""
+        """Wait until all ranks arrive here without an error. If one has failed, this raises on all ranks."""
 
     def agree(self, what: str, value: str) -> None:
-        """Raises UsageError unless all ranks have the same."""
+        """Raises UsageError unless all ranks pass the same value."""
 
     def first_goes_first(self) -> AbstractContextManager[None]:
-        """A block that other ranks enter when rank 0 has left it."""
+        """A context manager for a block that other ranks enter after rank 0 has left it."""
         return nullcontext()
 
     def gather(self, text: str) -> list[str]:
-        """Every rank's text, by rank; waits for all of them."""
+        """Every rank's text, ordered by rank. Waits for all ranks."""
         return [text]
 
     def counting(self, advance: Callable[[int], None]) -> Callable[[int], None]:
-        """A function to be called with the bytes that this rank has moved, so that rank 0's advance gets those of all."""
+        """A function for the bytes that this rank has moved.
+
+        Through it, rank 0's `advance` gets the bytes of all ranks.
+        """
         return advance
 
     def fail(self, error: BaseException) -> bool:
-        """End the others because of this error. Whether it was an interruption, here or elsewhere, that ended the first."""
+        """End the other ranks because of this error. Returns True if the first rank to end was interrupted."""
         return is_interruption(error)
 
 
@@ -73,20 +80,24 @@ ALONE = Ranks()
 
 
 def started_ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
-    """The ranks that torchrun has started, or srun where MASTER_ADDR says how rank 0 is reached; else ALONE."""
+    """The ranks that torchrun has started, or srun if MASTER_ADDR gives the address of rank 0; otherwise ALONE."""
     for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
         words = environment.get(rank, ""), environment.get(size, "")
-        if "MASTER_ADDR" in environment and all(word.isdigit() for word in words) and int(words[1]) > 1:
+        if (
+            "MASTER_ADDR" in environment
+            and all(word.isdigit() for word in words)
+            and int(words[1]) > 1
+        ):
             address = f"{environment['MASTER_ADDR']}:{environment.get('MASTER_PORT', '29500')}"
             return Joined(int(words[0]), int(words[1]), address)
     return ALONE
 
 
 class Joined(Ranks):
-    """One of several ranks. A context manager for the main thread, whose signals it takes when it fails."""
+    """One of several ranks. A context manager for the main thread, which gets the signals when a rank fails."""
 
     def __init__(self, rank: int, size: int, address: str) -> None:
-        """address: host:port of rank 0."""
+        """Prepare this rank. address: host:port of rank 0."""
         self.rank, self.size, self._address = rank, size, address
         self._state, self._moved, self._gathered = _WORKING, 0, 0
         self._lost: int | None = None
@@ -94,7 +105,7 @@ class Joined(Ranks):
         self._without_store = False
         self._first: str | None = None
         self._reports = False
-        """Whether this rank was the first to end, and has to say why."""
+        """True if this rank was the first to end and has to report the cause."""
         self._advance: Callable[[int], None] = lambda count: None
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._watch = threading.Thread(
@@ -106,17 +117,20 @@ class Joined(Ranks):
             self._join()
         except Interrupted:
             if self.rank:
-                raise SystemExit(1) from None  # rank 0 says so
+                raise SystemExit(1) from None  # rank 0 reports it
             raise
         if self.rank:
-            logging.disable(logging.WARNING)  # all ranks plan the same, and rank 0 says what there is to say
+            logging.disable(
+                logging.WARNING
+            )  # all ranks make the same plan, and rank 0 prints its warnings
         self._watch.start()
         self._store_watch = StoreWatch(self._address, self._lose_store)
         return self
 
     def _join(self) -> None:
-        """Raises CheckpointError when the others don't come."""
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it prints pages when a rank dies; we say it in a line
+        """Connect to the other ranks. Raises CheckpointError if they don't come."""
+        # torch prints pages when a rank dies; megaconv prints one line.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         require_torch("a conversion by several processes")
         from torch._C._distributed_c10d import PrefixStore
         from torch.distributed import init_process_group
@@ -125,9 +139,11 @@ class Joined(Ranks):
         wait, place = timedelta(seconds=JOIN_SECONDS), (self.rank, self.size)
         try:
             store = next(rendezvous(f"tcp://{self._address}", *place, timeout=wait))[0]
-            # torchrun keeps one store for all of its attempts, and what an earlier one said in it is not for this one.
+            # torchrun keeps one store for all of its attempts. The prefix hides the messages of earlier attempts.
             self._store: Any = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-            init_process_group("gloo", store=self._store, rank=place[0], world_size=place[1], timeout=wait)
+            init_process_group(
+                "gloo", store=self._store, rank=place[0], world_size=place[1], timeout=wait
+            )
         except (RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise CheckpointError(
@@ -136,7 +152,10 @@ class Joined(Ranks):
             ) from error
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None:
             try:
@@ -159,7 +178,7 @@ class Joined(Ranks):
         raise error
 
     def _finish(self) -> None:
-        """Wait for the others. Raises Interrupted if one of them fails after all."""
+        """Wait for the other ranks. Raises Interrupted if one of them still fails."""
         from torch import distributed
 
         self._state = _DONE
@@ -170,7 +189,7 @@ class Joined(Ranks):
             raise Interrupted
         distributed.destroy_process_group()
 
-    # What ranks send each other.
+    # Messages between ranks.
 
     def agree(self, what: str, value: str) -> None:
         logging.disable(logging.NOTSET)
@@ -195,17 +214,20 @@ class Joined(Ranks):
         return [self._wait_for(f"gather/{self._gathered}/{rank}") for rank in range(self.size)]
 
     def _wait_for(self, name: str) -> str:
-        """What another rank has set or will set. Ends by SIGTERM's exception when that can't happen any more."""
+        """The value that another rank has set or will set.
+
+        Raises Interrupted if the other rank can't set it any more.
+        """
         while True:
             try:
                 if self._store.check([name]):
                     return str(self._store.get(name).decode())
-            except RuntimeError:  # without a store the watch will soon say why
+            except RuntimeError:  # the store is gone: the watch will soon report why
                 if self._state == _ENDED:
                     raise Interrupted from None
             time.sleep(_POLL_SECONDS)
 
-    # Failing.
+    # Failures.
 
     def fail(self, error: BaseException) -> bool:
         for number in ENDING:
@@ -221,23 +243,34 @@ class Joined(Ranks):
         return first.startswith("interrupted")
 
     def _claim(self, how: str) -> str:
-        """How the first rank ended, and which that is: this one, if no other has said so before."""
+        """The kind of end of the first rank (interrupted, failed) and its number.
+
+        Claims to be the first if no other rank has.
+        """
         with self._lock:
             if self._first is None:
                 mine = f"{how} {self.rank}"
                 try:
                     self._first = str(self._store.compare_set("end", "", mine).decode())
-                except RuntimeError:  # the store has gone: rank 0 reports, or rank 1 if rank 0 has gone with it
+                except (
+                    RuntimeError
+                ):  # the store is gone: rank 0 reports, or rank 1 if rank 0 is gone too
                     reporter = 1 if self._lost == 0 else 0
                     self._first = mine if self.rank == reporter else f"interrupted {reporter}"
                 self._reports = self._first == mine
             return self._first
 
     def _wait_for_others(self) -> None:
-        """Rank 0 may carry the store, and removes the staging directory, into which nobody should write any more."""
+        """Let rank 0 wait for the others.
+
+        Rank 0 may run the store, and it removes the staging directory that others write into.
+        """
         until = time.monotonic() + _EXIT_SECONDS
         with suppress(RuntimeError):
-            while self._store.add("left", 0) < self.size - 1 - (self._lost is not None) and time.monotonic() < until:
+            while (
+                self._store.add("left", 0) < self.size - 1 - (self._lost is not None)
+                and time.monotonic() < until
+            ):
                 time.sleep(_POLL_SECONDS)
 
     def _leave(self) -> None:
@@ -246,7 +279,7 @@ class Joined(Ranks):
             self._store.add("left", self.rank > 0)
         self._watch.join(_PATIENCE_SECONDS)
 
-    # The watch, in a thread of its own.
+    # The watch, in its own thread.
 
     def counting(self, advance: Callable[[int], None]) -> Callable[[int], None]:
         self._advance = advance
@@ -257,7 +290,7 @@ class Joined(Ranks):
             self._moved += count
 
     def _watch_ranks(self) -> None:
-        """Rank 0 asks all others in turn, with what it knows: that the work goes on, is done, or has ended."""
+        """Rank 0's watch: asks all other ranks in turn, and tells them the state: working, done, or ended."""
         known, shown = _WORKING, 0
         while known == _WORKING:
             self._wake.wait(_ROUND_SECONDS)
@@ -285,7 +318,7 @@ class Joined(Ranks):
         self._set_known(known)
 
     def _answer(self) -> None:
-        """Another rank answers as long as rank 0 asks."""
+        """The watch of another rank: answers as long as rank 0 asks."""
         known = _WORKING
         while known == _WORKING:
             try:
@@ -302,7 +335,7 @@ class Joined(Ranks):
         self._set_known(_ENDED)
 
     def _set_known(self, known: int) -> None:
-        """Wake the main thread, whatever it waits for."""
+        """Record the state. If a rank has ended, wake the main thread with SIGTERM, whatever it waits for."""
         if known == _ENDED and self._state != _ENDED:
             self._state = _ENDED
             os.kill(os.getpid(), signal.SIGTERM)

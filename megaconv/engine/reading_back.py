@@ -1,18 +1,36 @@
-"""A finished output's tensors as they were streamed, put together again from what its files hold: for `--verify` of outputs that no
-loader gives like that, GGUF's blocks and float32 norms, and adapters without the model that they are for."""
+"""Assembles the tensors of a finished output as they were streamed, for `--verify` and `verify`.
+
+This serves outputs that no loader reads in that form: GGUF's blocks and float32 norms, and adapters without their
+model.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from formats.tensor import ITEMSIZE, LazyTensor, byte_count, reshaped
-from megaconv.engine.assembled import Assembled, Part
 from megaconv.engine.plan import OutputPlan, Placement
 from megaconv.errors import ModelsDiffer
+from megaconv.model.assembled import Assembled, Part
 from megaconv.model.ir import Header, Key, OpenedSource
 
 
-def as_streamed(path: Path, natives: Mapping[str, LazyTensor], header: Header, plan: OutputPlan) -> OpenedSource:
-    """natives: all that lies at path, by record, in the dtypes of the stream. Raises ModelsDiffer for one that isn't as planned."""
+class Stored(NamedTuple):
+    """An output with the values that were written, if readers get other values."""
+
+    source: OpenedSource
+    descriptions: Mapping[str, bytes]
+    """Descriptions of the model by file: the content of weight files beside their tensors."""
+
+
+def as_streamed(
+    path: Path, natives: Mapping[str, LazyTensor], header: Header, plan: OutputPlan
+) -> OpenedSource:
+    """The streamed tensors, assembled from the native tensors of an output.
+
+    natives: all tensors at path, by record, in the dtypes of the stream. Raises ModelsDiffer for one that differs from
+    the plan.
+    """
     found = dict[Key, LazyTensor]()
     for key, info in header.manifest.items():
         parts = list[Part]()
@@ -24,8 +42,12 @@ def as_streamed(path: Path, natives: Mapping[str, LazyTensor], header: Header, p
     return OpenedSource(header, found)
 
 
-def _as_matrix(path: Path, place: Placement, native: LazyTensor | None, dtype: str, size: int) -> LazyTensor:
-    """In the rows that regions count."""
+def _as_matrix(
+    path: Path, place: Placement, native: LazyTensor | None, dtype: str, size: int
+) -> LazyTensor:
+    """The native tensor as a matrix with the rows that regions count."""
     if native is None or native.dtype != dtype or byte_count(native.shape, dtype) != size:
-        raise ModelsDiffer(f"{path}: {place.record} reads back otherwise than it was written; is the disk faulty?")
+        raise ModelsDiffer(
+            f"{path}: {place.record} reads back differently from what was written; is the disk faulty?"
+        )
     return reshaped(native, (size // place.row_bytes, place.row_bytes // ITEMSIZE[dtype]))

@@ -1,7 +1,8 @@
-"""Shares a planned output out: whole files, and the hash of each tensor, to the ranks of a conversion on several machines.
+"""Divides a planned output among the ranks of a conversion on several machines: files, and the hash of each tensor.
 
-Files stay in the plan's order, which is that of the model, so that the shards of one tensor mostly fall to one rank
-and is read once. A fingerprint needs all of a tensor: it falls to one rank, which reads the rest of that tensor too.
+Files stay in the plan's order, which is the order of the model. The shards of one tensor then mostly belong to one
+rank, which reads the tensor once. A fingerprint needs the whole tensor: one rank computes it, and reads the rest of the
+tensor too.
 """
 
 from bisect import bisect_left
@@ -11,73 +12,96 @@ from dataclasses import dataclass
 from formats.output import FileLayout
 from formats.tensor import ITEMSIZE
 from megaconv.engine.plan import OutputPlan, Placement, needed_boxes
-from megaconv.errors import TensorMismatch
 from megaconv.model.ir import Key, TensorInfo
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank does."""
+    """The work of one rank."""
 
     plan: OutputPlan
-    """Its files, and what goes into them."""
+    """The plan of its files."""
     hashed: tuple[Key, ...]
-    """Tensors whose fingerprints it makes, in the manifest's order."""
+    """The tensors whose fingerprints the rank computes, in the manifest's order."""
 
 
 def share_out(plan: OutputPlan, manifest: Mapping[Key, TensorInfo], ranks: int) -> list[Share]:
-    """One share a rank, the same wherever it is computed. Every file is in one of them, and every tensor's hash too.
-
-    Raises TensorMismatch when the plan has no place for a tensor.
-    """
-    for key in manifest:
-        if not plan.placements.get(key):
-            raise TensorMismatch(f"{key}: the output has no place for it; please report this")
+    """One share per rank, equal on every machine. Every file and every tensor's hash belongs to exactly one share."""
     if ranks == 1:
         return [Share(plan, tuple(manifest))]
     owners = _owners(plan.files, ranks)
-    plans = [_part(plan, {name for name in plan.files if owners[name] == rank}) for rank in range(ranks)]
+    plans = [
+        _part(plan, {name for name in plan.files if owners[name] == rank}) for rank in range(ranks)
+    ]
     hashers = _hashers(plans, manifest)
-    return [Share(part, tuple(key for key in manifest if hashers[key] == rank)) for rank, part in enumerate(plans)]
+    return [
+        Share(part, tuple(key for key in manifest if hashers[key] == rank))
+        for rank, part in enumerate(plans)
+    ]
 
 
 def _owners(files: Mapping[str, FileLayout], ranks: int) -> dict[str, int]:
-    """The rank of each file. Each has a run of files, and the longest of these runs is as short as it can be."""
+    """The rank of each file. A rank has consecutive files; the largest share is as small as possible."""
+    sizes = {name: layout.size for name, layout in files.items()}
+    least, most = max(sizes.values()), sum(sizes.values())
 
-    def runs(capacity: int) -> dict[str, int]:
-        owners, rank, filled = {}, 0, 0
-        for name, layout in files.items():
-            if filled and filled + layout.size > capacity:
-                rank, filled = rank + 1, 0
-            owners[name] = rank
-            filled += layout.size
-        return owners
+    def suffices(capacity: int) -> bool:
+        return max(_filled_up(sizes, capacity).values()) < ranks
 
-    sizes = [layout.size for layout in files.values()]
-    capacities = range(max(sizes), sum(sizes) + 1)
-    return runs(capacities[bisect_left(capacities, True, key=lambda capacity: max(runs(capacity).values()) < ranks)])
+    # Bisect for the smallest capacity with which the files need no more ranks than there are.
+    capacity = least + bisect_left(range(least, most + 1), True, key=suffices)
+    return _filled_up(sizes, capacity)
+
+
+def _filled_up(sizes: Mapping[str, int], capacity: int) -> dict[str, int]:
+    """The rank of each file if each rank takes files in order until the next one exceeds its capacity in bytes."""
+    owners: dict[str, int] = {}
+    rank = filled = 0
+    for name, size in sizes.items():
+        if filled and filled + size > capacity:
+            rank += 1
+            filled = 0
+        owners[name] = rank
+        filled += size
+    return owners
 
 
 def _part(plan: OutputPlan, names: set[str]) -> OutputPlan:
-    """These files of a plan."""
-    mine = {key: [place for place in places if place.file in names] for key, places in plan.placements.items()}
-    return OutputPlan(
-        {name: layout for name, layout in plan.files.items() if name in names},
-        {key: places for key, places in mine.items() if places},
-        [zero for zero in plan.zeros if zero[0] in names],
-    )
+    """The plan restricted to these files."""
+    placements: dict[Key, list[Placement]] = {}
+    for key, places in plan.placements.items():
+        mine = [place for place in places if place.file in names]
+        if mine:
+            placements[key] = mine
+    files = {name: layout for name, layout in plan.files.items() if name in names}
+    zeros = [zero for zero in plan.zeros if zero[0] in names]
+    return OutputPlan(files, placements, zeros)
 
 
 def _hashers(plans: Sequence[OutputPlan], manifest: Mapping[Key, TensorInfo]) -> dict[Key, int]:
-    """The rank that makes each tensor's fingerprint: of those with little to do the one that reads most of it anyway."""
-    needed = [{key: _bytes(places, manifest[key].dtype) for key, places in plan.placements.items()} for plan in plans]
+    """The rank that computes each tensor's fingerprint.
+
+    It is the rank that would then have the least to read; a rank that needs the tensor anyway reads only the rest of
+    it.
+    """
+    needed = [_needed_bytes(plan, manifest) for plan in plans]
     load = [sum(needs.values()) for needs in needed]
-    hashers = {}
+    hashers: dict[Key, int] = {}
     for key in sorted(manifest, key=lambda key: -manifest[key].nbytes):
-        loads = [load[rank] + manifest[key].nbytes - needs.get(key, 0) for rank, needs in enumerate(needed)]
-        rank = loads.index(min(loads))
-        load[rank], hashers[key] = loads[rank], rank
+        nbytes = manifest[key].nbytes
+        loads = [
+            before + nbytes - needs.get(key, 0) for before, needs in zip(load, needed, strict=True)
+        ]
+        least = min(loads)
+        rank = loads.index(least)
+        hashers[key] = rank
+        load[rank] = least
     return hashers
+
+
+def _needed_bytes(plan: OutputPlan, manifest: Mapping[Key, TensorInfo]) -> dict[Key, int]:
+    """The bytes of each tensor that a plan needs."""
+    return {key: _bytes(places, manifest[key].dtype) for key, places in plan.placements.items()}
 
 
 def _bytes(places: Sequence[Placement], dtype: str) -> int:

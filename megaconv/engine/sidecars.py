@@ -1,4 +1,4 @@
-"""The small files that make a model usable and travel along unread: tokenizer, processors, generation settings, chat template, licence."""
+"""The small files that are copied unchanged: tokenizer, processors, generation settings, chat template, licence."""
 
 import logging
 import os
@@ -15,44 +15,54 @@ from formats.regular_files import read_small
 _log = logging.getLogger("megaconv")
 
 SIDECAR_DIRECTORY = "hf"
-"""Where our Megatron outputs keep them, with config.json, beside the tracker file."""
+"""The directory with these files and config.json in megaconv's Megatron outputs, beside the tracker file."""
 
 CHAT_TEMPLATES = "additional_chat_templates"
-"""Where transformers keeps further chat templates, one level below the others."""
+"""The directory in which transformers keeps further chat templates."""
 
 _PATTERNS = (
-    # Tokenizers: of the tokenizers library and of transformers, SentencePiece, tiktoken, byte-pair and word-piece vocabularies.
+    # Tokenizers: of the tokenizers library and of transformers, SentencePiece, tiktoken, byte-pair and word-piece
+    # vocabularies.
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*.json", "vocab.txt", "vocab.bpe", "encoder.json", "merges.txt",
     "spiece*.model", "sentencepiece*.model", "*.spm", "spm*.model", "*bpe*.model", "*.tiktoken", "tiktoken.model", "tekken.json",
     "bpe.codes", "dict.txt", "normalizer.json", "audio_tokenizer_config.json",
-    # What comes before a model, and after it: images, sound, several inputs, text that is generated.
+    # Pre- and postprocessing: images, audio, several inputs, generated text.
     "preprocessor_config.json", "processor_config.json", "image_processor*.json", "video_preprocessor_config.json",
     "feature_extractor*.json", "generation_config.json", "chat_template*",
 )  # fmt: skip
-"""In lower case, as names are compared."""
+"""Patterns in lower case, because names are compared in lower case."""
 _TERMS = (
     "license*", "licence*", "*license*.txt", "*license*.md", "notice*", "use_policy*", "usage_policy*", "copying*",
 )  # fmt: skip
-"""What a model may be used for."""
+"""Patterns of files with the terms of use of a model."""
 _NEVER = (
     ".py", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".npy", ".index.json",
 )  # fmt: skip
-"""Ends of names of code, which nobody should run unread, and of weights."""
+"""Suffixes of weights, and of code, which nobody should run unread."""
 
 
 def find_sidecars(directory: Path) -> dict[str, Path]:
-    """By path below the directory. Code (*.py) and weights are never taken; a file that is too large is named in a warning."""
+    """The sidecars by path below the directory.
+
+    Code (*.py) and weights are never included. A warning names a file that is too large.
+    """
     if not directory.is_dir():
         return {}
-    found = [path for path in sorted(directory.iterdir()) if is_sidecar(path.name) and path.is_file()]
+    found = [
+        path for path in sorted(directory.iterdir()) if is_sidecar(path.name) and path.is_file()
+    ]
     if (directory / CHAT_TEMPLATES).is_dir():
-        found += (path for path in sorted((directory / CHAT_TEMPLATES).glob("*.jinja")) if path.is_file())
+        found += (
+            path for path in sorted((directory / CHAT_TEMPLATES).glob("*.jinja")) if path.is_file()
+        )
     return {str(path.relative_to(directory)): path for path in found if _is_small(path)}
 
 
 def is_sidecar(name: str) -> bool:
     lower = name.lower()
-    return not lower.endswith(_NEVER) and any(fnmatchcase(lower, pattern) for pattern in (*_PATTERNS, *_TERMS))
+    return not lower.endswith(_NEVER) and any(
+        fnmatchcase(lower, pattern) for pattern in (*_PATTERNS, *_TERMS)
+    )
 
 
 def _is_small(path: Path) -> bool:
@@ -80,8 +90,11 @@ def copies(files: Mapping[str, Path]) -> dict[str, PlainFile]:
 
 
 def read_sidecar(path: Path) -> bytes:
-    """Raises UnsafeContent for a link that leads out of its directory: what it leads to may be nobody's to pass on;
-    CorruptCheckpoint for a file that was never fetched, which would leave the output without its tokenizer unsaid."""
+    """The content of a sidecar.
+
+    Raises UnsafeContent for a link that leads out of the directory: its target may be private. Raises CorruptCheckpoint
+    for a file that was never downloaded: without the error, the output would silently lack its tokenizer.
+    """
     elsewhere = leads_out(path)
     if elsewhere is not None:
         raise UnsafeContent(
@@ -91,17 +104,17 @@ def read_sidecar(path: Path) -> bytes:
     instead = mistaken(content[:SEEN_BYTES])
     if instead and not any(
         fnmatchcase(path.name.lower(), pattern) for pattern in _TERMS
-    ):  # a licence may well be a page
+    ):  # a licence may be a web page
         raise CorruptCheckpoint(f"{path}: {instead}")
     return content
 
 
 def leads_out(path: Path) -> Path | None:
-    """Where a link leads that leaves its directory; None for other files, and in the Hub's own cache."""
+    """The target of a link that leads out of its directory; None otherwise, and for links in the Hub's cache."""
     real, directory = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent))
-    return None if directory in real.parents or _is_of_hub(real) else real
+    return None if directory in (real, *real.parents) or _is_of_hub(real) else real
 
 
 def _is_of_hub(path: Path) -> bool:
-    """Whether a file lies in the Hub's own cache, models--ORG--NAME/blobs, to which all of its snapshots link."""
+    """True if a file lies in the Hub's own cache, models--ORG--NAME/blobs, to which its snapshots link."""
     return path.parent.name == "blobs" and path.parent.parent.name.startswith("models--")

@@ -1,7 +1,7 @@
-"""Ends ranks that nobody looks after any more: whether the store of their rendezvous can still be reached.
+"""Ends orphaned ranks: watches whether the store of their rendezvous can still be reached.
 
-torchrun keeps the store in its own process. Ranks talk to each other directly: without this they would go on for ever, or
-wait for ever for what another one can't put into the store, when torchrun is killed without a chance to end them.
+torchrun runs the store in its own process. If torchrun is killed, it can't end its ranks. The ranks talk to each other
+directly, so without this watch they would continue, or wait for a value that no rank can put into the store any more.
 """
 
 import socket
@@ -12,11 +12,11 @@ from collections.abc import Callable
 SILENT_SECONDS = 10.0
 _TICK_SECONDS = 0.5
 _KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
-"""Seconds, seconds, probes: a machine that is gone closes no connection."""
+"""Seconds, seconds, probes. Keep-alive is needed because a machine that is gone closes no connection."""
 
 
 def silence(address: str) -> str:
-    """What an error says."""
+    """The error message for a lost store."""
     return (
         f"the store of the rendezvous at {address} couldn't be reached for {SILENT_SECONDS:g} seconds; "
         "was the process that started the ranks killed?"
@@ -24,10 +24,13 @@ def silence(address: str) -> str:
 
 
 class StoreWatch:
-    """A thread that holds a connection to the store, over which nothing is ever sent."""
+    """A thread that holds a connection to the store, and never sends anything over it."""
 
     def __init__(self, address: str, lost: Callable[[], None]) -> None:
-        """address: host:port. lost: called in that thread, once, when there was no connection for SILENT_SECONDS."""
+        """Start the thread.
+
+        address: host:port. lost: called once in that thread, after SILENT_SECONDS without a connection.
+        """
         host, _, port = address.rpartition(":")
         self._address, self._lost = (host, int(port)), lost
         self._over = threading.Event()
@@ -48,11 +51,11 @@ class StoreWatch:
             self._over.wait(_TICK_SECONDS)
 
     def _connect(self) -> bool:
-        """Whether there was a connection; returns when it is closed, from this side too."""
+        """Connect, and wait until either side closes the connection. Returns True if there was a connection."""
         try:
             with socket.create_connection(self._address, _TICK_SECONDS) as connection:
                 if connection.getsockname() == connection.getpeername():
-                    return False  # a port of this machine that nobody listens at can meet itself
+                    return False  # a connection to an unused port of this machine can connect to itself
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for name, value in _KEEPALIVE.items():
                     if hasattr(socket, name):

@@ -1,7 +1,7 @@
 """The bounded queue between a loader and a saver: a header, then every tensor once, then an end marker with the count.
 
-What travels is lazy, so a full queue costs next to nothing; a plain array from a plugin counts with its bytes until it
-has been taken. The two sides run concurrently, and whatever ends one side ends the other with the first cause.
+Tensors in the queue are lazy, so a full queue needs little memory. A plain array from a plugin counts with its bytes
+until it is taken. Both sides run concurrently. If one side ends, the other side ends with the first cause.
 """
 
 import threading
@@ -16,11 +16,11 @@ from megaconv.model.check import Ledger
 from megaconv.model.ir import Header, Key
 
 MAX_WAITING = 64
-"""Lazy tensors that may wait in the queue."""
+"""The largest number of lazy tensors in the queue."""
 
 
 class ArrayTensor:
-    """A tensor that is in memory already: what a plugin may hand over instead of a lazy one."""
+    """A tensor in memory, which a plugin may supply instead of a lazy one."""
 
     def __init__(self, array: "np.ndarray[Any, Any]", shape: Shape, dtype: str) -> None:
         self.shape, self.dtype = shape, dtype
@@ -35,7 +35,7 @@ class ArrayTensor:
 
 
 def as_lazy(tensor: Any) -> LazyTensor:
-    """A numpy array or a torch tensor as a lazy tensor; lazy ones pass unchanged."""
+    """A numpy array or a torch tensor as a lazy tensor. A lazy tensor is returned unchanged."""
     if hasattr(tensor, "read_into"):
         return tensor  # type: ignore[no-any-return]
     if isinstance(tensor, np.ndarray):
@@ -53,13 +53,13 @@ def as_lazy(tensor: Any) -> LazyTensor:
 
 
 class Stream:
-    """One loader thread puts, any number of saver threads take."""
+    """The queue. One loader thread puts tensors, any number of saver threads take them."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
         self._held_bytes = 0
         self._waiting: list[tuple[int, int, Key, LazyTensor]] = []
-        """A heap: the largest first, of one size in the order in which they came. (-bytes, number, key, tensor)"""
+        """A heap of (-bytes, number, key, tensor): the largest tensor first, equal sizes in the order of arrival."""
         self._count = 0
         self._changed = threading.Condition()
         self._header: Header | None = None
@@ -76,7 +76,10 @@ class Stream:
             self._changed.notify_all()
 
     def put(self, key: Key, tensor: Any) -> None:
-        """Hand one tensor over; waits while the queue is full. Raises TensorMismatch when the manifest says otherwise."""
+        """Put one tensor. Waits while the queue is full.
+
+        Raises TensorMismatch if the tensor contradicts the manifest.
+        """
         lazy = as_lazy(tensor)
         size = getattr(lazy, "nbytes", 0)
         with self._changed:
@@ -96,7 +99,7 @@ class Stream:
         )
 
     def end(self, count: int) -> None:
-        """The end marker. Raises TensorMismatch when tensors of the manifest are missing."""
+        """Put the end marker. Raises TensorMismatch if tensors of the manifest are missing."""
         with self._changed:
             self._raise_if_failed()
             if self._ledger is None:
@@ -108,7 +111,7 @@ class Stream:
     # The saver's side.
 
     def header(self) -> Header:
-        """Waits for the header."""
+        """The header. Waits until the loader has put it."""
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or self._header is not None)
             self._raise_if_failed()
@@ -116,14 +119,16 @@ class Stream:
             return self._header
 
     def __iter__(self) -> Iterator[tuple[Key, LazyTensor]]:
-        """Shares tensors out among all threads that iterate; ends after the last one of the manifest.
+        """Distribute tensors among all threads that iterate. Ends after the last tensor of the manifest.
 
-        The largest of those waiting goes first: were it the last (the head of a language model), one thread would be
-        left at work with it at the end.
+        The largest waiting tensor comes first. If it came last (the head of a language model), one thread would work
+        alone at the end.
         """
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._error is not None or self._waiting or self._ended)
+                self._changed.wait_for(
+                    lambda: self._error is not None or self._waiting or self._ended
+                )
                 self._raise_if_failed()
                 if not self._waiting:
                     return
@@ -139,7 +144,7 @@ class Stream:
     # Either side.
 
     def fail(self, error: BaseException) -> None:
-        """End both sides; only the first cause is kept."""
+        """End both sides with an error. Only the first error is kept."""
         with self._changed:
             if self._error is None and not isinstance(error, Cancelled):
                 self._error = error

@@ -1,4 +1,4 @@
-"""Model families, one small file each: a table of tensors and the way from and to Hugging Face's configuration."""
+"""Model families, one small file each: a table of tensors, and the conversion from and to Hugging Face's configuration."""
 
 import pkgutil
 from collections.abc import Callable, Collection, Mapping
@@ -12,8 +12,9 @@ from typing import Any
 from megaconv import plugins
 from megaconv.errors import CheckpointError, UnknownFamily, UsageError
 from megaconv.families.parts.hf_config import as_file, load_config, quant_method, updated
-from megaconv.families.parts.keys import CONFIG_NAME, Keys, read_keys, write_keys
+from megaconv.families.parts.keys import CONFIG_NAME, Keys, by_own_names, read_keys, write_keys
 from megaconv.families.parts.language_model import inner_config
+from megaconv.families.parts.unsupported import UNSUPPORTED
 from megaconv.families.parts.whole_model import named, whole_config_json
 from megaconv.model.beside import Whole
 from megaconv.model.ceilings import require_countable
@@ -23,156 +24,106 @@ from megaconv.model.fields import NOT_COMPUTED, changed, require_kept
 from megaconv.model.table import Row
 
 SHOWN_BY_TENSORS = ("tie_embeddings", "mtp_layers")
-"""Fields that a larger model's config.json may say otherwise: whether there is a head, and layers beyond the last, its files show."""
+"""Fields in which a multimodal model's config.json may differ. Its files show whether there is a head, and whether
+there are layers after the last one."""
 
 PROOFS = {
-    "megatron-core": "the real megatron-core computes transformers' logits from what is written",
-    "custom module": "the same, with modules of the test's own for what megatron-core has none of",
+    "megatron-core": "the real megatron-core computes transformers' logits from the output",
+    "custom module": "the same, with the test's own modules for parts that megatron-core lacks",
     "names": "names, shapes and bytes; megatron-core has no model that computes the same",
 }
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a file in this folder defines, as FAMILY."""
+    """A model family, which a file in this folder defines as FAMILY."""
 
     name: str
     architectures: tuple[str, ...]
-    """transformers' class names: `LlamaForCausalLM`."""
+    """Class names of transformers, such as `LlamaForCausalLM`."""
     model_type: str
     rows: tuple[Row, ...]
     keys: tuple[Keys, ...]
-    """The keys of its config.json, and the fields of a model's description that they give."""
+    """The keys of the family's config.json, with the fields of the model's description that they give."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that are the same in all its models, whatever config.json says."""
+    """Fields that are the same in all models of the family, whatever config.json says."""
     only: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys that compute something, each with the one value that is known; written as they are."""
+    """Keys that change the computation but have only one supported value. They are written with that value."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Second names of keys (`hidden_size`) -> the keys (`n_embd`), as in the attribute_map of transformers' class."""
     ignored: tuple[str, ...] = ()
-    """Regular expressions of native names that hold nothing of the model."""
+    """Regular expressions of native names that hold no part of the model."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Regular expressions of native names that are of the model and aren't converted -> what they are."""
+    """Regular expressions of native names that belong to the model but aren't converted -> their description."""
     features: tuple[str, ...] = ()
-    """What every model of the family has, of that which others may have: `qk_norm`."""
+    """Optional features that every model of the family has, such as `qk_norm`."""
     prefix: str = ""
-    """In front of all Hugging Face names but the head's; files saved from the bare model lack it."""
+    """Prefix of all Hugging Face names except the head's. Files saved from the bare model lack it."""
     older: Mapping[str, str] = field(default_factory=dict)
-    """How Hugging Face names end in older files -> how they end now."""
+    """Endings of Hugging Face names in older files -> the current endings."""
     complete: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
-    """What a config.json leaves open and only the names of the tensors beside it show."""
+    """A function that adds to a configuration what only the names of its tensors show."""
     recognized: str | None = None
-    """Features (see ModelConfig.has) by which a model that only Megatron's arguments describe is known to be one of these;
-    None where these don't distinguish it from another family that computes the same."""
+    """Features (see ModelConfig.has) that identify the family if only Megatron's arguments describe a model. None if
+    they don't distinguish it from another family with the same computation."""
     beyond_core: tuple[str, ...] = ()
-    """Fields that Megatron has no argument for and that don't follow from others: without the argument that Megatron-Bridge's
-    provider has for them, a config.json has to give them."""
+    """Fields without a Megatron argument that don't follow from other fields. Megatron-Bridge's provider may give them;
+    otherwise a config.json has to."""
     assumed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: {}
-    """Fields that Megatron has no argument for and that follow from others, in all models of the family."""
+    """Fields without a Megatron argument that follow from other fields in all models of the family."""
     other_types: tuple[str, ...] = ()
-    """Further values of model_type under which files say that they are of this architecture: `kimi_k2`."""
+    """Further values of model_type for this architecture, such as `kimi_k2`."""
     proven: str = "megatron-core"
-    """What shows that models come out right, one of PROOFS."""
+    """The evidence that models are converted correctly: one of PROOFS."""
     notices: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()
-    """What a user should know of such a model where Megatron is on either side: in what it computes otherwise than transformers."""
+    """A function that returns notices for the user, if Megatron is on either side of a conversion. They report where
+    Megatron's computation of the model differs from transformers' computation."""
 
     def read_hf(self, raw: Mapping[str, Any]) -> ModelConfig:
-        """The model of a config.json. Raises CorruptCheckpoint, NotExpressible or UnknownFamily for what isn't known."""
+        """The model of a config.json. Raises CorruptCheckpoint, NotExpressible or UnknownFamily for unsupported values."""
         quant_method(raw, CONFIG_NAME)
-        return read_keys(self.name, self.keys, self.fixed, self.only, raw)
+        found = read_keys(
+            self.name, self.keys, self.fixed, self.only, by_own_names(raw, self.aliases)
+        )
+        return replace(found, hf=dict(raw))
 
     def write_hf(self, config: ModelConfig) -> dict[str, Any]:
-        """A config.json that transformers 4 and 5 both understand. Raises NotExpressible, naming it, for a field that it can't keep."""
-        return write_keys(self.keys, self.fixed, self.only, config, self.architectures[0], self.model_type)
+        """A config.json for transformers 4 and 5. Raises NotExpressible, which names the field, for a field that it
+        can't represent."""
+        return write_keys(
+            self.keys, self.fixed, self.only, config, self.architectures[0], self.model_type
+        )
 
     def config_json(self, config: ModelConfig) -> bytes:
-        """The config.json to ship: the model's own where it is known. Raises NotExpressible, as write_hf."""
+        """The config.json of the output: the model's own if it is known, with the necessary changes. Raises
+        NotExpressible like write_hf."""
         if config.whole is not None:
             return self._whole_config_json(config)
         now = self.write_hf(config)
         if config.hf is None:
             return as_file(now)
-        # Layers for multi-token prediction are listed in many a config.json whose files don't hold them.
+        # Many a config.json lists MTP layers that its files don't hold.
         before = changed(self.read_hf(config.hf), {"mtp_layers": config.mtp_layers})
-        return as_file(updated(config.hf, self.write_hf(before), now))
+        return as_file(updated(config.hf, self.write_hf(before), now, self.aliases))
 
     def _whole_config_json(self, config: ModelConfig) -> bytes:
-        """Of a model that sees or hears: its own. Raises NotExpressible where the language model is no longer what that describes."""
+        """The own config.json of a multimodal model. Raises NotExpressible if it no longer describes the language
+        model."""
         assert config.whole is not None
         raw = config.whole.config
         original = self.read_hf(_text_only(raw, CONFIG_NAME))
-        require_kept(config, original, f"the {CONFIG_NAME} of {named(raw)}", but=(*NOT_COMPUTED, *SHOWN_BY_TENSORS))
+        require_kept(
+            config,
+            original,
+            f"the {CONFIG_NAME} of {named(raw)}",
+            but=(*NOT_COMPUTED, *SHOWN_BY_TENSORS),
+        )
         return whole_config_json(raw, config.dtype)
-
-
-REFUSED = {
-    **dict.fromkeys(
-        ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
-        "of Gemma 3, only models like Gemma3ForCausalLM are supported, and not Gemma 3n",
-    ),
-    "PaliGemmaForConditionalGeneration": "its language model attends to a prompt in both directions, Megatron core's backwards alone",
-    **dict.fromkeys(
-        (
-            *("GPTNeoXForCausalLM", "GPTJForCausalLM", "PhiForCausalLM", "FalconForCausalLM", "CodeGenForCausalLM"),
-            *("CohereForCausalLM", "Cohere2ForCausalLM"),
-        ),
-        "its attention and its MLP work side by side on the same input, for which Megatron core has no layer",
-    ),
-    **dict.fromkeys(
-        ("BloomForCausalLM", "MptForCausalLM", "MPTForCausalLM"),
-        "it knows positions by ALiBi, biases on attention scores that Megatron core doesn't have",
-    ),
-    **dict.fromkeys(
-        ("GraniteForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", "GraniteMoeHybridForCausalLM"),
-        "it multiplies what each layer adds by a number of its own, for which Megatron core has no place",
-    ),
-    **dict.fromkeys(
-        ("PhimoeForCausalLM", "PhiMoEForCausalLM"),
-        "its router chooses experts by sparsemixer, which Megatron core doesn't have",
-    ),
-    "ApertusForCausalLM": "its activation (xIELU) has numbers that are learned, for which Megatron core has no module",
-    "LongcatFlashForCausalLM": "its layers have two attentions, two MLPs and experts that compute nothing, for which Megatron core "
-    "has no layer",
-    **dict.fromkeys(
-        ("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"),
-        "it norms q and k after they rotate, Megatron core before",
-    ),
-    **dict.fromkeys(
-        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-        "its full layers have heads of another size than those with a window, keys as values, and a factor each",
-    ),
-    "DeepseekV4ForCausalLM": "it has several residual streams, which are mixed (hyper-connections), and attention to compressed tokens",
-    "MiMoV2FlashForCausalLM": "its layers with a window have other numbers of key/value heads than the others",
-    **dict.fromkeys(
-        ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
-        "its layers with a window have other numbers of heads than the others, and each layer a base of rope of its own",
-    ),
-    "FalconH1ForCausalLM": "its layers have attention and a Mamba 2 side by side on the same input",
-    "DeciLMForCausalLM": "its layers differ in the widths of their MLPs, and some have no attention",
-    **dict.fromkeys(
-        ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration"),
-        "most of its layers have Kimi Delta Attention, which has other projections than a gated delta net",
-    ),
-    "MiniMaxM3SparseForConditionalGeneration": "it attends to blocks of tokens that an indexer of its own kind chooses",
-    "Ernie4_5_VLMoeForConditionalGeneration": "its layers have experts for images beside those for text, of another width",
-    **dict.fromkeys(
-        (
-            "Qwen2_5OmniForConditionalGeneration",
-            "Qwen3OmniMoeForConditionalGeneration",
-            "Qwen3ASRForConditionalGeneration",
-        ),
-        "its language model lies in a `thinker` beside towers for sound (and one that talks), of which no names in Megatron are known",
-    ),
-    **dict.fromkeys(
-        ("NemotronH_Nano_VL_V2", "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3"),
-        "its tower (RADIO) is in no transformers release; its language model, a Nemotron-H, has no text_config",
-    ),
-    "Qwen3_5ForTokenClassification": "it has a head for classes of tokens, not for the next one",
-}
-"""Known architectures without a family, with the reason."""
 
 
 @cache
 def families() -> dict[str, Family]:
-    """Our own by name."""
+    """megaconv's own families, by name."""
     found = {}
     for module in sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.ispkg):
         family: Family = import_module(f"{__name__}.{module}").FAMILY
@@ -181,13 +132,12 @@ def families() -> dict[str, Family]:
 
 
 def all_families() -> dict[str, Family]:
-    """Ours, and those of other packages, by name."""
-    others = plugins.usable("families", tuple(families()))
-    return families() | {name: found.FAMILY for name, found in others.items()}
+    """megaconv's own families and those of other packages, by name."""
+    return families() | dict(plugins.usable("families", tuple(families())))
 
 
 def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
-    """The family of a config.json. Raises UnknownFamily listing what is known."""
+    """The family of a config.json. Raises UnknownFamily, which lists the supported families."""
     found, architectures = _family_of(config), config.get("architectures") or []
     if found is not None:
         return found
@@ -195,8 +145,8 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
     inside = _family_inside(config)
     if inside is not None:
         raise UnknownFamily(
-            f"{source}: {', '.join(map(str, architectures))} sees or hears; as a whole it is converted between Hugging Face directories "
-            f"and Megatron core, the language model in it ({inside.architectures[0]}) from the former with --text-only"
+            f"{source}: {', '.join(map(str, architectures))} is a multimodal model; it is converted between Hugging Face directories and "
+            f"Megatron core only. --text-only converts its language model ({inside.architectures[0]}) to every format"
         )
     asked = ", ".join(map(str, architectures)) or config.get("model_type") or "no architecture"
     near = _nearest(asked)
@@ -207,9 +157,14 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
 
 
 def _nearest(asked: str) -> str:
-    """The supported architectures whose names are most like one that isn't, which may be a misspelling."""
-    # By what stands before ForCausalLM, which nearly all have.
-    known = {name.partition("For")[0]: name for family in all_families().values() for name in family.architectures}
+    """Text for a message: the supported architectures with names similar to an unsupported one, which may be a
+    misspelling."""
+    # Compare the part before ForCausalLM, which nearly all names have.
+    known = {
+        name.partition("For")[0]: name
+        for family in all_families().values()
+        for name in family.architectures
+    }
     found = [known[near] for near in get_close_matches(asked.partition("For")[0], known, n=3)]
     return f" (names like it that are: {', '.join(found)})" if found else ""
 
@@ -222,7 +177,10 @@ def _family_of(config: Mapping[str, Any]) -> Family | None:
             return bool(set(architectures) & set(family.architectures))
         return config.get("model_type") in (family.model_type, *family.other_types)
 
-    for known_families in (families, all_families):  # looking for other packages only where ours don't fit
+    for known_families in (
+        families,
+        all_families,
+    ):  # search other packages only if none of our families fits
         for family in known_families().values():
             if fits(family):
                 return family
@@ -231,36 +189,47 @@ def _family_of(config: Mapping[str, Any]) -> Family | None:
 
 def _refuse_known(architectures: Collection[Any], source: str) -> None:
     for architecture in map(str, architectures):
-        if architecture in REFUSED:
-            raise UnknownFamily(f"{source}: {architecture} can't be converted: {REFUSED[architecture]}")
+        if architecture in UNSUPPORTED:
+            raise UnknownFamily(
+                f"{source}: {architecture} can't be converted: {UNSUPPORTED[architecture]}"
+            )
 
 
 def _family_inside(raw: Mapping[str, Any]) -> Family | None:
-    """That of the language model in a model which is none itself; None where there is none, or not one of ours."""
+    """The family of the language model inside a multimodal model; None if there is none, or if its family is not
+    supported."""
     inside = inner_config(raw)
     kind = None if inside is None else inside["model_type"]
     if kind is None:
         return None
-    return next((each for each in all_families().values() if kind in (each.model_type, *each.other_types)), None)
+    return next(
+        (each for each in all_families().values() if kind in (each.model_type, *each.other_types)),
+        None,
+    )
 
 
-def sees_or_hears(directory: Path) -> bool:
-    """Whether a Hugging Face directory's model is none of the families', and the language model in it is."""
+def is_multimodal(directory: Path) -> bool:
+    """True if a Hugging Face directory holds a multimodal model with a supported language model inside."""
     path = directory / CONFIG_NAME
     if not path.is_file():
         return False
     raw = load_config(path)
     with well_formed(str(path)):
-        return _sees_or_hears(raw)
+        return _is_multimodal(raw)
 
 
-def _sees_or_hears(raw: Mapping[str, Any]) -> bool:
-    refused = any(str(architecture) in REFUSED for architecture in raw.get("architectures") or [])
+def _is_multimodal(raw: Mapping[str, Any]) -> bool:
+    refused = any(
+        str(architecture) in UNSUPPORTED for architecture in raw.get("architectures") or []
+    )
     return not refused and _family_of(raw) is None and _family_inside(raw) is not None
 
 
 def _text_only(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The config.json that the language model would have by itself. Raises UsageError where there is none inside, UnknownFamily."""
+    """The config.json of the language model as a standalone model.
+
+    Raises UnknownFamily, and UsageError if there is no language model inside.
+    """
     _refuse_known(raw.get("architectures") or [], source)
     inside, family = inner_config(raw), _family_inside(raw)
     named = ", ".join(map(str, raw.get("architectures") or [])) or raw.get("model_type")
@@ -275,39 +244,45 @@ def _text_only(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     return inside | {"architectures": [family.architectures[0]]}
 
 
-def read_config(path: Path, *, text_only: bool = False, whole: bool = False) -> tuple[Family, ModelConfig]:
-    """The model that a config.json describes. Raises CorruptCheckpoint for values that can't be, UnknownFamily.
+def read_config(
+    path: Path, *, text_only: bool = False, whole: bool = False
+) -> tuple[Family, ModelConfig]:
+    """The family and the model of a config.json. Raises CorruptCheckpoint for impossible values, and UnknownFamily.
 
-    text_only: of one that sees or hears the language model inside. Raises UsageError where there is none.
-    whole: the same as a part of the larger model, which otherwise is refused.
+    text_only: take the language model inside a multimodal model. Raises UsageError if there is none.
+    whole: take it as a part of the multimodal model, which is refused otherwise.
     """
     raw = load_config(path)
     require_countable(raw, str(path))
     try:
         with well_formed(str(path)):
-            larger = Whole(raw) if whole and not text_only and _sees_or_hears(raw) else None
+            larger = Whole(raw) if whole and not text_only and _is_multimodal(raw) else None
             raw = _text_only(raw, str(path)) if text_only or larger else raw
             found = family_of_hf(raw, str(path))
             return found, replace(found.read_hf(raw), whole=larger)
-    except CheckpointError as error:  # families know the file by its name alone
+    except CheckpointError as error:  # families know the file only by its name
         if str(error).startswith(f"{CONFIG_NAME}: "):
             error.args = (f"{path}{str(error).removeprefix(CONFIG_NAME)}",)
         raise
 
 
 def family(name: str) -> Family:
-    """One of ours, or of another package's. Raises UnknownFamily."""
+    """A family of this package or of another package. Raises UnknownFamily."""
     found = families().get(name) or all_families().get(name)
     if found is None:
-        raise UnknownFamily(f"model family {name!r} is not known; known: {', '.join(all_families())}")
+        raise UnknownFamily(
+            f"model family {name!r} is not known; known: {', '.join(all_families())}"
+        )
     return found
 
 
 def recognize(config: ModelConfig) -> Family:
-    """The family of a model whose configuration doesn't say it. Raises UnknownFamily where none fits, or more than one."""
-    for known in (families, all_families):  # another package's only where none of ours fits
+    """The family of a model whose configuration doesn't name it. Raises UnknownFamily unless exactly one family fits."""
+    for known in (families, all_families):  # families of other packages only if none of ours fits
         found = [
-            family for family in known().values() if family.recognized is not None and config.has(family.recognized)
+            family
+            for family in known().values()
+            if family.recognized is not None and config.has(family.recognized)
         ]
         if found:
             break
@@ -329,7 +304,7 @@ def recognize(config: ModelConfig) -> Family:
 
 
 def _unlike(config: ModelConfig, family: Family) -> list[str]:
-    """What a model would need to have, or to lack, to be recognized as one of a family's."""
+    """The features that a model would need, or would have to lack, to be recognized as a model of the family."""
     return [
         f"the model has {name[1:]}" if name.startswith("!") else f"the model has no {name}"
         for name in (family.recognized or "").split()

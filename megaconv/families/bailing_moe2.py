@@ -1,13 +1,24 @@
-"""Ling 2.0 (and Ring): GLM-4.5's experts and norms on q and k under other names, q, k and v in one tensor. In no transformers release."""
+"""Ling 2.0 and Ring: GLM-4.5's experts and q/k norms under other names, with q, k and v in one tensor.
+
+No release of transformers contains this architecture.
+"""
 
 from megaconv.families import Family
-from megaconv.families.glm4_moe import ROUTER_BIAS, SIGMOID, UNPREDICTING
-from megaconv.families.llama import IGNORED
-from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys, partial_rotation, rope
-from megaconv.families.parts.decoder_rows import in_core, respelled
-from megaconv.families.parts.expert_keys import first_dense, routed_experts, shared_experts, sigmoid_routing
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys
+from megaconv.families.parts.decoder_rows import ROPE_FREQUENCIES
+from megaconv.families.parts.deepseek_experts import (
+    MIXTURE_ROWS,
+    ROUTER_BIAS,
+    SIGMOID_ROUTER,
+    first_dense,
+    routed_experts,
+    shared_experts,
+    sigmoid_routing,
+)
 from megaconv.families.parts.keys import count, flags
 from megaconv.families.parts.mtp import with_mtp, without_missing
+from megaconv.families.parts.rope import partial_rotation, rope
+from megaconv.families.parts.row_changes import in_core, respelled
 from megaconv.model.table import Fused, Spelling
 
 _ATTENTION = "model.layers.{l}.attention."
@@ -20,8 +31,8 @@ _NAMES: dict[str, dict[str, Spelling]] = {
     ROUTER_BIAS.canonical: {"hf": "model.layers.{l}.mlp.gate.expert_bias"},
 }
 _MTP_NAMES = {"mtp.{l}.final_norm.weight": {"hf": "model.layers.{l}.final_layernorm.weight"}}
-PLAIN = in_core(respelled(UNPREDICTING, _NAMES))
-"""Without layers for multi-token prediction."""
+PLAIN = in_core(respelled(MIXTURE_ROWS, _NAMES))
+"""The table without layers for multi-token prediction (MTP)."""
 ROWS = respelled(with_mtp(PLAIN, hf_copies=False), _MTP_NAMES)
 ONLY = {**SILU, "use_bias": False, "moe_router_enable_expert_bias": True}
 _KEYS = (
@@ -39,7 +50,8 @@ _KEYS = (
 )  # fmt: skip
 
 FAMILY = Family(
-    "bailing_moe2", ("BailingMoeV2ForCausalLM",), "bailing_moe_v2", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID},
-    only={**ONLY, "score_function": "sigmoid"}, ignored=IGNORED, complete=without_missing, recognized=None, proven="names",
+    "bailing_moe2", ("BailingMoeV2ForCausalLM",), "bailing_moe_v2", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID_ROUTER},
+    only={**ONLY, "score_function": "sigmoid"}, ignored=ROPE_FREQUENCIES, complete=without_missing, recognized=None, proven="names",
 )  # fmt: skip
-"""Not recognized: Megatron's arguments are a GLM 4.5's. Defaults and names: Megatron-Bridge's copy of the class, at 067f987df03b."""
+"""`recognized` is None, since Megatron's arguments don't distinguish this family from GLM 4.5. Defaults and names come
+from Megatron-Bridge's copy of the class, at 067f987df03b."""

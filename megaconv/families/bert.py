@@ -1,14 +1,15 @@
-"""BERT: Megatron's own (each norm before its sublayer, MegatronBert in transformers), and the original.
+"""BERT in two forms: Megatron's (each norm before its sublayer, MegatronBert in transformers), and the original.
 
-The original BERT norms the sum of a sublayer and what it was given. That is Megatron's legacy model that continues with what its
-norms give (apply_residual_connection_post_layernorm): a layer's first norm is then the one that ends the layer before it,
-that of layer 0 the embedding's, and the one that ends the last layer is the final norm.
+The original BERT normalizes the sum of a sublayer's input and output. In Megatron, this is the legacy model with
+apply_residual_connection_post_layernorm, which continues with the norms' outputs. The first norm of a layer is then the
+norm that ends the layer before. The first norm of layer 0 is the embedding's norm, and the norm that ends the last
+layer is the final norm.
 
     Megatron     input_norm 0           input_norm 1 .. L-1             final_norm
     Bert         embeddings.LayerNorm   layer.0 .. L-2 output.LayerNorm   layer.L-1 output.LayerNorm
 
-A BERT that was finetuned for a task has, in the place of the heads of pretraining, one on its pooled first token: for classes
-(Megatron's MNLI and QQP), or for a score of each choice (RACE).
+A BERT that was finetuned for a task has one head on its pooled first token instead of the heads of pretraining. The
+head predicts classes (Megatron's MNLI and QQP), or a score for each choice (RACE).
 """
 
 from collections.abc import Collection, Mapping
@@ -16,9 +17,22 @@ from dataclasses import replace
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families import Family
-from megaconv.families.gpt2 import BIASED, LEARNED, whole_heads
-from megaconv.families.parts.decoder_keys import model_keys
-from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, choice, need_size, number, size
+from megaconv.families.parts.decoder_keys import (
+    ALL_BIASES,
+    LEARNED_POSITIONS,
+    model_keys,
+    multi_head,
+)
+from megaconv.families.parts.keys import (
+    CONFIG_NAME,
+    Fields,
+    Keys,
+    Raw,
+    choice,
+    need_size,
+    number,
+    size,
+)
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.table import Copied, Fused, Row
@@ -110,8 +124,10 @@ LAYERS = (
 )  # fmt: skip
 
 
-def _linear(name: str, rows: str, when: str | None, hf: str, core: str, legacy: str) -> tuple[Row, ...]:
-    """A linear layer of the last stage, which every tensor rank holds whole."""
+def _linear(
+    name: str, rows: str, when: str | None, hf: str, core: str, legacy: str
+) -> tuple[Row, ...]:
+    """The rows of a linear layer of the last stage. Every tensor-parallel rank holds the whole layer."""
     return tuple(
         Row(f"{name}.{word}", (shape,), stage="last", when=when, hf=f"{hf}.{word}", core=f"{core}.{word}", legacy=f"{legacy}.{word}")
         for word, shape in (("weight", f"{rows} hidden"), ("bias", rows))
@@ -143,9 +159,14 @@ HEADS = (
 
 ROWS = (*EMBEDDINGS, *LAYERS, *HEADS)
 IGNORED = (r"bert\.embeddings\.position_ids",)
-"""Older files keep the numbers from 0 on."""
+"""Older files store the position numbers 0, 1, 2 ..."""
 
-_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
 _PRETRAINING, _MASKED, _CLASSES, _CHOICES = (
     "ForPreTraining",
     "ForMaskedLM",
@@ -156,7 +177,7 @@ _MODELS = (_PRETRAINING, _MASKED, _CLASSES, _CHOICES)
 _ORIGINAL = tuple("Bert" + model for model in _MODELS)
 _MEGATRON = tuple("MegatronBert" + model for model in _MODELS)
 _CLASSES_UNASKED = 2
-"""Classes of a model whose config.json says nothing of them."""
+"""Number of classes of a model whose config.json doesn't give it."""
 
 
 def _read_activation(raw: Raw) -> Fields:
@@ -185,12 +206,14 @@ def _read_architecture(raw: Raw) -> Fields:
 
 
 def _classes(raw: Raw) -> int:
-    """As transformers counts them."""
+    """The number of classes, as transformers counts them."""
     names = raw.get("id2label")
     if names is None:
         return need_size(raw, "num_labels", _CLASSES_UNASKED)
     if not isinstance(names, Mapping) or not names:
-        raise CorruptCheckpoint(f"{CONFIG_NAME}: id2label should have a name for each class, found {names!r:.100}")
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: id2label should have a name for each class, found {names!r:.100}"
+        )
     return len(names)
 
 
@@ -214,10 +237,12 @@ def _architecture(config: ModelConfig) -> str:
 
 
 def _read_task(raw: Raw) -> Fields:
-    """A head for a task has no transform, and there is no matrix of words that could be the embedding."""
+    """The fields of a task head: it has no transform, and no vocabulary matrix that could be tied to the embedding."""
     found = _read_architecture(raw)
     return (
-        {"head.activation": "", "tie_embeddings": False} if found.get("head.classes") or found["head.choices"] else {}
+        {"head.activation": "", "tie_embeddings": False}
+        if found.get("head.classes") or found["head.choices"]
+        else {}
     )
 
 
@@ -245,26 +270,31 @@ _KEYS = (
     size("num_hidden_layers", "layers.count"),
     size("intermediate_size", "mlp.ffn"),
     size("max_position_embeddings", "max_positions", 512),
-    whole_heads("num_attention_heads", "hidden_size"),
+    multi_head("num_attention_heads", "hidden_size"),
     number("layer_norm_eps", "norm.epsilon", 1e-12),
     Keys(("hidden_act",), _read_activation, _write_activation),
-    Keys(("type_vocab_size",), lambda raw: {"token_types": raw.get("type_vocab_size", 2)}, _write_token_types),
+    Keys(
+        ("type_vocab_size",),
+        lambda raw: {"token_types": raw.get("type_vocab_size", 2)},
+        _write_token_types,
+    ),
     Keys(("architectures", "model_type"), _read_architecture, _write_architecture),
     *model_keys(tied=True, tokens=(None, None, 0)),
-    Keys((), _read_task, _write_task),  # of id2label, which is harmless in every other model
+    Keys((), _read_task, _write_task),  # reads id2label, which has no effect in any other model
 )
 _ONLY = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
 
 
 def complete(config: ModelConfig, names: Collection[str]) -> ModelConfig:
-    """Files of a masked language model may still hold the pooler and the head that it was trained with."""
+    """Set the heads by the tensors: files of a masked language model may still hold the pooler and the head of its
+    training."""
     has_head = "cls.seq_relationship.weight" in names
     found = changed(config, {"head.binary": has_head})
     return replace(found, hf={**(config.hf or {}), "architectures": [_architecture(found)]})
 
 
 FAMILY = Family(
-    "bert", (*_MEGATRON, *_ORIGINAL), "megatron-bert", ROWS, keys=_KEYS, fixed=LEARNED | BIASED, only=_ONLY, ignored=IGNORED,
+    "bert", (*_MEGATRON, *_ORIGINAL), "megatron-bert", ROWS, keys=_KEYS, fixed=LEARNED_POSITIONS | ALL_BIASES, only=_ONLY, ignored=IGNORED,
     prefix="bert.", older={".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}, complete=complete,
     recognized="learned norm_bias !gated !encoder both_ways !mixture",
 )  # fmt: skip

@@ -1,17 +1,28 @@
-"""DeepSeek V2 Lite and others that choose experts by softmax scores without groups: V3's latent attention, no router bias."""
+"""DeepSeek V2 Lite and other models that select experts by softmax scores without groups.
+
+They have V3's latent attention and no router bias.
+"""
 
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
-from megaconv.families.deepseek_v3 import LATENT_ATTENTION, LATENT_HEADS, one_epsilon
-from megaconv.families.glm4_moe import SHARED
-from megaconv.families.llama import EMBEDDING, HEAD, IGNORED, MLP
-from megaconv.families.mixtral import MOE_NORM
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys
-from megaconv.families.parts.expert_keys import first_dense, routed_experts, shared_experts
+from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD, MLP, ROPE_FREQUENCIES
+from megaconv.families.parts.deepseek_experts import (
+    DEEPSEEK_SHARED,
+    first_dense,
+    routed_experts,
+    shared_experts,
+)
+from megaconv.families.parts.experts import MOE_NORM, QWEN_EXPERTS
 from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, number
-from megaconv.families.qwen2_moe import QWEN_EXPERTS
+from megaconv.families.parts.latent_attention import (
+    LATENT_ATTENTION,
+    LATENT_HEADS,
+    LATENT_NORMS,
+    one_epsilon,
+)
 
-ROWS = (EMBEDDING, *LATENT_ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *SHARED, *HEAD)
+ROWS = (EMBEDDING, *LATENT_ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *DEEPSEEK_SHARED, *HEAD)
 
 
 def _no_groups(raw: Raw) -> Fields:
@@ -47,6 +58,7 @@ _ONLY = {
 
 FAMILY = Family(
     "deepseek_v2", ("DeepseekV2ForCausalLM",), "deepseek_v2", ROWS, keys=_KEYS,
-    fixed=LLAMA_LIKE | {"experts.renormalize": False}, only=_ONLY, ignored=IGNORED, features=("mla",),
+    fixed={**LLAMA_LIKE, **LATENT_NORMS, "experts.renormalize": False}, only=_ONLY, ignored=ROPE_FREQUENCIES, features=("mla",),
     recognized="mla mixture !sigmoid_router !router_bias !indexer", notices=one_epsilon,
+    aliases={"num_experts": "n_routed_experts"},
 )  # fmt: skip

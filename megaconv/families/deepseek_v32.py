@@ -1,19 +1,22 @@
 """DeepSeek V3.2: DeepSeek V3 with an indexer in each layer; FP8 as shipped."""
 
 from megaconv.families import Family
-from megaconv.families.deepseek_v3 import LATENT_HEADS
-from megaconv.families.glm4_moe import ROUTER_BIAS, SHARED, SIGMOID
-from megaconv.families.llama import EMBEDDING, HEAD, IGNORED, MLP
-from megaconv.families.mixtral import MOE_NORM
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys
-from megaconv.families.parts.expert_keys import mlp_layer_types, routed_experts, shared_experts, sigmoid_routing
+from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD, ROPE_FREQUENCIES
+from megaconv.families.parts.deepseek_experts import (
+    DEEPSEEK_MLPS,
+    SIGMOID_ROUTER,
+    mlp_layer_types,
+    routed_experts,
+    shared_experts,
+    sigmoid_routing,
+)
 from megaconv.families.parts.indexer import indexer_keys, sparse_attention, sparse_notices
 from megaconv.families.parts.keys import count
+from megaconv.families.parts.latent_attention import LATENT_HEADS, LATENT_NORMS
 from megaconv.families.parts.mtp import with_mtp, without_missing
-from megaconv.families.qwen2_moe import QWEN_EXPERTS
 
-EXPERTS = (MOE_NORM, *MLP, *QWEN_EXPERTS, ROUTER_BIAS, *SHARED)
-ROWS = with_mtp((EMBEDDING, *sparse_attention(halves=True), *EXPERTS, *HEAD))
+ROWS = with_mtp((EMBEDDING, *sparse_attention(halves=True), *DEEPSEEK_MLPS, *HEAD))
 EXPERT_KEYS = (
     *routed_experts(count=256, width=2048),
     shared_experts(count=1, width=2048),
@@ -37,7 +40,8 @@ ONLY = {
 }
 
 FAMILY = Family(
-    "deepseek_v32", ("DeepseekV32ForCausalLM",), "deepseek_v32", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID}, only=ONLY,
-    ignored=IGNORED, features=("mla", "q_latent", "indexer"), complete=without_missing,
-    recognized="mla mixture sigmoid_router router_bias indexer !interleaved_indexer", notices=sparse_notices,
+    "deepseek_v32", ("DeepseekV32ForCausalLM",), "deepseek_v32", ROWS, keys=_KEYS,
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, **LATENT_NORMS}, only=ONLY, ignored=ROPE_FREQUENCIES, features=("mla", "q_latent", "indexer"),
+    complete=without_missing, recognized="mla mixture sigmoid_router router_bias indexer !interleaved_indexer",
+    notices=sparse_notices, aliases={"num_local_experts": "n_routed_experts"},
 )  # fmt: skip

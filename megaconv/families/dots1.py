@@ -1,31 +1,39 @@
-"""dots.llm1: GLM-4.5's experts and norms on q and k; windows on the last layers where max_window_layers says so."""
+"""dots.llm1: GLM-4.5's experts and q/k norms. max_window_layers may give the last layers a window."""
 
 from megaconv.families import Family
-from megaconv.families.glm4_moe import SIGMOID, UNPREDICTING
-from megaconv.families.llama import IGNORED
-from megaconv.families.parts.decoder_keys import (
-    LLAMA_LIKE,
-    SILU,
-    decoder_keys,
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys
+from megaconv.families.parts.decoder_rows import ROPE_FREQUENCIES
+from megaconv.families.parts.deepseek_experts import (
+    MIXTURE_ROWS,
+    SIGMOID_ROUTER,
+    first_dense,
+    routed_experts,
+    shared_experts,
+    sigmoid_routing,
+)
+from megaconv.families.parts.keys import Fields, Keys, Raw
+from megaconv.families.parts.row_changes import in_core
+from megaconv.families.parts.windows import (
     layer_types,
     windowed_layers,
+    windows_at_the_end,
     windows_on,
 )
-from megaconv.families.parts.decoder_rows import in_core
-from megaconv.families.parts.expert_keys import first_dense, routed_experts, shared_experts, sigmoid_routing
-from megaconv.families.parts.keys import Fields, Keys, Raw, need_size
 from megaconv.model.config import ModelConfig
 
 
 def _read_windows(raw: Raw) -> Fields:
-    first, layers = raw.get("max_window_layers", 62) or 0, need_size(raw, "num_hidden_layers")
-    kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    return windows_on(raw, windowed_layers(raw, kinds), raw.get("sliding_window", 4096) or None)
+    windowed = windowed_layers(raw, windows_at_the_end(raw, 62))
+    return windows_on(raw, windowed, raw.get("sliding_window", 4096) or None)
 
 
 def _write_windows(config: ModelConfig) -> Raw:
     first = min(config.layers_with("window"), default=config.layer_count)
-    return {"sliding_window": config.window, "max_window_layers": first, "layer_types": layer_types(config)}
+    return {
+        "sliding_window": config.window,
+        "max_window_layers": first,
+        "layer_types": layer_types(config),
+    }
 
 
 _KEYS = (
@@ -38,8 +46,9 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "dots1", ("Dots1ForCausalLM",), "dots1", in_core(UNPREDICTING), keys=_KEYS,
-    fixed={**LLAMA_LIKE, **SIGMOID, "attention.qk_norm": True}, only={**SILU, "attention_bias": False}, ignored=IGNORED,
+    "dots1", ("Dots1ForCausalLM",), "dots1", in_core(MIXTURE_ROWS), keys=_KEYS,
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, "attention.qk_norm": True}, only={**SILU, "attention_bias": False}, ignored=ROPE_FREQUENCIES,
     features=("qk_norm",), recognized=None,
+    aliases={"num_local_experts": "n_routed_experts"},
 )  # fmt: skip
-"""Not recognized: Megatron's arguments are a GLM 4.5's."""
+"""`recognized` is None, since Megatron's arguments don't distinguish this family from GLM 4.5."""

@@ -1,42 +1,63 @@
-"""EXAONE 4: Llama with norms after its sublayers instead of before them, and norms of q and k; where some layers have a window,
-the others don't rotate. Megatron core has no modules for norms after sublayers; Megatron-Bridge's EXAONE 4 has.
+"""EXAONE 4: Llama with norms after its sublayers instead of before them, and norms of q and k.
+
+If some layers have a window, the other layers don't rotate. Megatron core has no modules for norms after sublayers;
+Megatron-Bridge's EXAONE 4 has them.
 """
 
 from typing import Any
 
 from megaconv.families import Family
-from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED, MLP
-from megaconv.families.parts.decoder_keys import LLAMA_LIKE, PLAIN, SILU, decoder_keys, layer_types, windows_by_layer
-from megaconv.families.parts.decoder_rows import in_core
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, PLAIN, SILU, decoder_keys
+from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP, ROPE_FREQUENCIES
 from megaconv.families.parts.keys import Fields, Keys, Raw, need_size
 from megaconv.families.parts.norm_places import norms_at
+from megaconv.families.parts.row_changes import in_core
+from megaconv.families.parts.windows import layer_types, windows_by_layer
 from megaconv.model.config import ModelConfig
 
-_LAYER = norms_at(ATTENTION, MLP, before=None, after=("post_attention_layernorm", "post_feedforward_layernorm"))
+_LAYER = norms_at(
+    ATTENTION, MLP, before=None, after=("post_attention_layernorm", "post_feedforward_layernorm")
+)
 ROWS = in_core((EMBEDDING, *_LAYER, *HEAD))
 
 _PATTERN = "sliding_window_pattern"
+_TYPES = {"L": "sliding_attention", "G": "full_attention"}
+"""Letter of a layer -> its layer type."""
 _WINDOWS = windows_by_layer(4096, full_every=4, pattern=(_PATTERN,))
 
 
 def _read_layers(raw: Raw) -> Fields:
-    """sliding_window_pattern may be letters of layers, which repeat; the last layer then is a G whatever they say."""
-    said, letters, layers = dict(raw), raw.get(_PATTERN), need_size(raw, "num_hidden_layers")
-    if isinstance(letters, str) and letters and not letters.strip("LG"):
-        del said[_PATTERN]
-        kinds = [
-            ("full" if letters[at % len(letters)] == "G" else "sliding") + "_attention" for at in range(layers - 1)
-        ]
-        said["layer_types"] = raw.get("layer_types") or [*kinds, "full_attention"]
-    if not said.get("sliding_window", 4096):
+    """The windows and rotation of the layers.
+
+    sliding_window_pattern may be a repeating string of layer letters. The last layer is then a G, whatever the string
+    says.
+    """
+    layers = need_size(raw, "num_hidden_layers")
+    if not raw.get("sliding_window", 4096):
         return {"layers.window": None, "layers.rotates": True}
-    windows: Any = _WINDOWS.read(said)["layers.window"]
+    windows: Any = _WINDOWS.read(_without_letters(raw, layers))["layers.window"]
     each = windows if isinstance(windows, tuple) else (windows,) * layers
-    return {"layers.window": windows, "layers.rotates": tuple(window is not None for window in each)}
+    return {
+        "layers.window": windows,
+        "layers.rotates": tuple(window is not None for window in each),
+    }
+
+
+def _without_letters(raw: Raw, layers: int) -> Raw:
+    """The keys with layer_types in place of layer letters."""
+    letters = raw.get(_PATTERN)
+    if not isinstance(letters, str) or not letters or letters.strip("LG"):
+        return raw
+    repeated = [letters[layer % len(letters)] for layer in range(layers - 1)]
+    types = [_TYPES[letter] for letter in (*repeated, "G")]
+    others = {key: value for key, value in raw.items() if key != _PATTERN}
+    return {**others, "layer_types": raw.get("layer_types") or types}
 
 
 def _write_layers(config: ModelConfig) -> Raw:
-    without = 4096 if config.has("skips_rope") else None  # any size says that the layers without a window don't rotate
+    without = (
+        4096 if config.has("skips_rope") else None
+    )  # any size says that the layers without a window don't rotate
     return {"sliding_window": config.window or without, "layer_types": layer_types(config)}
 
 
@@ -47,7 +68,7 @@ _KEYS = (
 _PLAIN = PLAIN.replace(" !skips_rope", "").replace("pre_norm", "output_norm")
 
 FAMILY = Family(
-    "exaone4", ("Exaone4ForCausalLM",), "exaone4", ROWS, keys=_KEYS, only=SILU, ignored=IGNORED,
+    "exaone4", ("Exaone4ForCausalLM",), "exaone4", ROWS, keys=_KEYS, only=SILU, ignored=ROPE_FREQUENCIES,
     fixed={**LLAMA_LIKE, "attention.qk_norm": True, "norm.place": "after"},
     features=("qk_norm",), recognized=f"{_PLAIN} qk_norm !wide_qk_norm",
     proven="custom module",

@@ -1,18 +1,26 @@
-"""Gemma 3 (the models for text alone): Gemma 2's norms, norms of q and k, five layers of six with a window and a base of rope
-of their own; no caps. Megatron core has no modules for these norms and two bases; Megatron-Bridge's Gemma 3 has.
+"""Gemma 3, text-only models: Gemma 2's norms, norms of q and k, and no caps.
+
+Five of six layers have a window and a rope base of their own. Megatron core has no modules for these norms and two
+bases; Megatron-Bridge's Gemma 3 has them.
 """
 
 from megaconv.families import Family
 from megaconv.families.gemma2 import GEMMA_2, GEMMA_LIKE, ROWS, SANDWICHED
-from megaconv.families.llama import IGNORED
-from megaconv.families.parts.decoder_keys import decoder_keys, windows_by_layer
+from megaconv.families.parts.decoder_keys import decoder_keys
+from megaconv.families.parts.decoder_rows import ROPE_FREQUENCIES
 from megaconv.families.parts.layer_ropes import layer_ropes
+from megaconv.families.parts.windows import windows_by_layer
 
 _PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
-"""How many layers there are for each one without a window, where layer_types doesn't say it."""
+"""Keys that give the number of layers for each layer without a window, if layer_types is missing."""
 _KEYS = (
     *decoder_keys(
-        positions=131072, kv_heads=4, head_dim=256, rotation=layer_ropes(1e6, 1e4), tokens=(2, 1, 0), tied=True
+        positions=131072,
+        kv_heads=4,
+        head_dim=256,
+        rotation=layer_ropes(1e6, 1e4),
+        tokens=(2, 1, 0),
+        tied=True,
     ),
     *SANDWICHED,
     windows_by_layer(4096, full_every=6, pattern=_PATTERN),
@@ -20,7 +28,7 @@ _KEYS = (
 
 FAMILY = Family(
     "gemma3_text", ("Gemma3ForCausalLM",), "gemma3_text", ROWS, keys=_KEYS, fixed={**GEMMA_2, "attention.qk_norm": True},
-    only={"attn_logit_softcapping": None, "final_logit_softcapping": None}, ignored=IGNORED,
+    only={"attn_logit_softcapping": None, "final_logit_softcapping": None}, ignored=ROPE_FREQUENCIES,
     features=("zero_centered", "qk_norm"), recognized=f"{GEMMA_LIKE} qk_norm", beyond_core=("positions.local_theta",),
     assumed=lambda fields: {"embedding_scale": fields["hidden"] ** 0.5},
     proven="custom module",

@@ -1,14 +1,16 @@
-"""GLM-4 9B (GlmForCausalLM, and GLM-Edge): half of each head rotates, neighbour with neighbour; gate and up are one tensor."""
+"""GLM-4 9B (GlmForCausalLM) and GLM-Edge: rope on pairs of neighbours in half of each head; gate and up are one tensor."""
 
 from megaconv.families import Family
-from megaconv.families.llama import IGNORED
-from megaconv.families.llama import ROWS as LLAMA_ROWS
-from megaconv.families.parts.decoder_keys import LLAMA_LIKE, PLAIN, SILU, decoder_keys, partial_rotation
-from megaconv.families.parts.decoder_rows import in_core, respelled
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, PLAIN, SILU, decoder_keys
+from megaconv.families.parts.decoder_rows import LLAMA_ROWS, ROPE_FREQUENCIES
 from megaconv.families.parts.keys import flags
+from megaconv.families.parts.rope import partial_rotation
+from megaconv.families.parts.row_changes import in_core, respelled
 from megaconv.model.table import Fused
 
-GATE_UP = {"layers.{l}.mlp.{gate|up}.weight": {"hf": Fused("model.layers.{l}.mlp.gate_up_proj.weight")}}
+GATE_UP = {
+    "layers.{l}.mlp.{gate|up}.weight": {"hf": Fused("model.layers.{l}.mlp.gate_up_proj.weight")}
+}
 ROWS = in_core(respelled(LLAMA_ROWS, GATE_UP))
 
 GLM_KEYS = (
@@ -21,5 +23,5 @@ GLM_KEYS = (
 
 FAMILY = Family(
     "glm", ("GlmForCausalLM",), "glm", ROWS, keys=GLM_KEYS, fixed=LLAMA_LIKE | {"positions.interleaved": True}, only=SILU,
-    ignored=IGNORED, recognized=f"{PLAIN.replace('!interleaved', 'interleaved')} qkv_alone",
+    ignored=ROPE_FREQUENCIES, recognized=f"{PLAIN.replace('!interleaved', 'interleaved')} qkv_alone",
 )  # fmt: skip

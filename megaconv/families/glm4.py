@@ -1,14 +1,15 @@
-"""GLM-4-0414 (9B, 32B): GLM-4 with norms after its sublayers too.
+"""GLM-4-0414 (9B, 32B): GLM-4 with norms also after its sublayers.
 
-Megatron core has no modules for norms after sublayers, nor has Megatron-Bridge this family; names are those that it has for others.
+Megatron core has no modules for norms after sublayers, and Megatron-Bridge doesn't have this family. The names are
+those that Megatron-Bridge uses for other families.
 """
 
 from megaconv.families import Family
 from megaconv.families.glm import GATE_UP, GLM_KEYS
-from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED, MLP
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, PLAIN, SILU
-from megaconv.families.parts.decoder_rows import in_core, respelled
+from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP, ROPE_FREQUENCIES
 from megaconv.families.parts.norm_places import norms_at
+from megaconv.families.parts.row_changes import in_core, respelled
 
 _LAYER = norms_at(
     ATTENTION, MLP,
@@ -18,7 +19,7 @@ ROWS = in_core(respelled((EMBEDDING, *_LAYER, *HEAD), GATE_UP))
 
 FAMILY = Family(
     "glm4", ("Glm4ForCausalLM",), "glm4", ROWS, keys=GLM_KEYS,
-    fixed={**LLAMA_LIKE, "positions.interleaved": True, "norm.place": "both"}, only=SILU, ignored=IGNORED,
+    fixed={**LLAMA_LIKE, "positions.interleaved": True, "norm.place": "both"}, only=SILU, ignored=ROPE_FREQUENCIES,
     recognized=PLAIN.replace("!interleaved", "interleaved").replace("pre_norm", "sandwich_norm !qk_norm"),
     proven="custom module",
 )  # fmt: skip

@@ -1,12 +1,18 @@
 """GLM-4.7-Flash: DeepSeek V3's latent attention and experts without groups."""
 
 from megaconv.families import Family
-from megaconv.families.deepseek_v3 import ROWS, latent_heads, one_epsilon
-from megaconv.families.glm4_moe import SIGMOID
-from megaconv.families.llama import IGNORED
+from megaconv.families.deepseek_v3 import ROWS
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys
-from megaconv.families.parts.expert_keys import mlp_layer_types, routed_experts, shared_experts, sigmoid_routing
+from megaconv.families.parts.decoder_rows import ROPE_FREQUENCIES
+from megaconv.families.parts.deepseek_experts import (
+    SIGMOID_ROUTER,
+    mlp_layer_types,
+    routed_experts,
+    shared_experts,
+    sigmoid_routing,
+)
 from megaconv.families.parts.keys import count
+from megaconv.families.parts.latent_attention import LATENT_NORMS, latent_heads, one_epsilon
 from megaconv.families.parts.mtp import without_missing
 
 _KEYS = (
@@ -20,8 +26,9 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "glm4_moe_lite", ("Glm4MoeLiteForCausalLM",), "glm4_moe_lite", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID},
-    only={"attention_bias": False, "rope_interleave": True, **SILU}, ignored=IGNORED, features=("mla", "q_latent"),
+    "glm4_moe_lite", ("Glm4MoeLiteForCausalLM",), "glm4_moe_lite", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, **LATENT_NORMS},
+    only={"attention_bias": False, "rope_interleave": True, **SILU}, ignored=ROPE_FREQUENCIES, features=("mla", "q_latent"),
     complete=without_missing, recognized=None, notices=one_epsilon,
+    aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
 )  # fmt: skip
-"""Not recognized: Megatron's arguments are a DeepSeek V3's, whose class computes the same."""
+"""`recognized` is None, since Megatron's arguments are those of DeepSeek V3, whose class computes the same."""

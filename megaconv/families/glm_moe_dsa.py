@@ -1,26 +1,29 @@
-"""GLM-5: DeepSeek V3.2 with another epsilon, no groups of experts, and indexers whose elements rotate with their neighbours.
+"""GLM-5: DeepSeek V3.2 with another epsilon, no expert groups, and indexers with rope on pairs of neighbouring
+elements.
 
-GLM-5.2, in which layers share what one of them has chosen, is refused.
+GLM-5.2, in which layers share the positions that one of them selected, is refused.
 """
 
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
-from megaconv.families.deepseek_v3 import latent_heads
-from megaconv.families.deepseek_v32 import EXPERT_KEYS, EXPERTS, ONLY
-from megaconv.families.glm4_moe import SIGMOID
-from megaconv.families.llama import EMBEDDING, HEAD, IGNORED
+from megaconv.families.deepseek_v32 import EXPERT_KEYS, ONLY
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, body_keys
-from megaconv.families.parts.expert_keys import sigmoid_routing
+from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD, ROPE_FREQUENCIES
+from megaconv.families.parts.deepseek_experts import DEEPSEEK_MLPS, SIGMOID_ROUTER, sigmoid_routing
 from megaconv.families.parts.indexer import indexer_keys, sparse_attention, sparse_notices
 from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw
+from megaconv.families.parts.latent_attention import LATENT_NORMS, latent_heads
 from megaconv.families.parts.mtp import with_mtp, without_missing
 
-ROWS = with_mtp((EMBEDDING, *sparse_attention(halves=False), *EXPERTS, *HEAD))
+ROWS = with_mtp((EMBEDDING, *sparse_attention(halves=False), *DEEPSEEK_MLPS, *HEAD))
 _FULL = {"full", "F"}
 
 
 def _read_sharing(raw: Raw) -> Fields:
-    """Layer by layer in indexer_types or index_topk_pattern; without either, one of index_topk_freq layers has an indexer."""
+    """Refuse shared indexers, which indexer_types or index_topk_pattern give for each layer.
+
+    Without either key, one of index_topk_freq layers has an indexer.
+    """
     kinds = raw.get("indexer_types") or raw.get("index_topk_pattern") or ()
     if not set(kinds) <= _FULL or (not kinds and (raw.get("index_topk_freq") or 1) > 1):
         raise NotExpressible(
@@ -42,8 +45,9 @@ _KEYS = (
 _PAIRS = {"indexer.interleaved": True}
 
 FAMILY = Family(
-    "glm_moe_dsa", ("GlmMoeDsaForCausalLM",), "glm_moe_dsa", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID, **_PAIRS},
-    only={**ONLY, "indexer_rope_interleave": True}, ignored=IGNORED, features=("mla", "q_latent", "indexer"),
-    complete=without_missing, recognized="mla mixture sigmoid_router router_bias indexer interleaved_indexer",
-    assumed=lambda fields: _PAIRS, notices=sparse_notices,
+    "glm_moe_dsa", ("GlmMoeDsaForCausalLM",), "glm_moe_dsa", ROWS, keys=_KEYS,
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, **LATENT_NORMS, **_PAIRS}, only={**ONLY, "indexer_rope_interleave": True},
+    ignored=ROPE_FREQUENCIES, features=("mla", "q_latent", "indexer"), complete=without_missing,
+    recognized="mla mixture sigmoid_router router_bias indexer interleaved_indexer", assumed=lambda fields: _PAIRS,
+    notices=sparse_notices, aliases={"num_local_experts": "n_routed_experts"},
 )  # fmt: skip

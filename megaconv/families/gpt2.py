@@ -1,9 +1,13 @@
 """GPT-2: learned positions, LayerNorm, biases everywhere, weights stored as [in, out], head tied to the embedding."""
 
-from megaconv.errors import CorruptCheckpoint
 from megaconv.families import Family
-from megaconv.families.parts.decoder_keys import model_keys
-from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, choice, need_size, number, other_names, size
+from megaconv.families.parts.decoder_keys import (
+    ALL_BIASES,
+    LEARNED_POSITIONS,
+    model_keys,
+    multi_head,
+)
+from megaconv.families.parts.keys import Keys, Raw, choice, need_size, number, size
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Copied, Fused, Row, Transposed
 
@@ -75,51 +79,47 @@ ROWS = (
         legacy="language_model.output_layer.weight"),
 )  # fmt: skip
 IGNORED = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
-"""Older files keep the causal mask."""
+"""Older files store the causal mask."""
 
-_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-
-
-def whole_heads(key: str, hidden_key: str) -> Keys:
-    """Heads that share the hidden size out, with keys and values of their own."""
-
-    def read(raw: Raw) -> Fields:
-        hidden, heads = need_size(raw, hidden_key), need_size(raw, key)
-        if hidden % heads:
-            raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} {heads} doesn't divide {hidden_key} {hidden}")
-        return {"attention.heads": heads, "attention.kv_heads": heads, "attention.head_dim": hidden // heads}
-
-    return Keys((key,), read, lambda config: {key: config.attention.heads})
+_ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
 
 
 def _write_width(config: ModelConfig) -> Raw:
     return {"n_inner": None if config.mlp.ffn == 4 * config.hidden else config.mlp.ffn}
 
 
-_OTHER_NAMES = {
+_ALIASES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }
-"""What transformers takes for the same keys."""
-
 _KEYS = (
-    other_names(_OTHER_NAMES),
     size("n_embd", "hidden"),
     size("n_layer", "layers.count"),
     size("n_positions", "max_positions", 1024),
-    whole_heads("n_head", "n_embd"),
-    Keys(("n_inner",), lambda raw: {"mlp.ffn": raw.get("n_inner") or 4 * need_size(raw, "n_embd")}, _write_width),
+    multi_head("n_head", "n_embd"),
+    Keys(
+        ("n_inner",),
+        lambda raw: {"mlp.ffn": raw.get("n_inner") or 4 * need_size(raw, "n_embd")},
+        _write_width,
+    ),
     number("layer_norm_epsilon", "norm.epsilon", 1e-5),
     choice("activation_function", "mlp.activation", _ACTIVATIONS, "gelu_new"),
     *model_keys(tied=True, tokens=(50256, 50256, None)),
 )
-LEARNED = {"positions.kind": "learned", "norm.kind": "LayerNorm", "mlp.gated": False}
-BIASED = {"attention.qkv_bias": True, "attention.o_bias": True, "mlp.bias": True}
-_ONLY = {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True, "add_cross_attention": False}
+_ONLY = {
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "add_cross_attention": False,
+}
 
 FAMILY = Family(
-    "gpt2", ("GPT2LMHeadModel",), "gpt2", ROWS, keys=_KEYS, fixed=LEARNED | BIASED, only=_ONLY, ignored=IGNORED,
-    prefix="transformer.", recognized="learned norm_bias !gated !encoder !both_ways !mixture",
+    "gpt2", ("GPT2LMHeadModel",), "gpt2", ROWS, keys=_KEYS, fixed=LEARNED_POSITIONS | ALL_BIASES, only=_ONLY, aliases=_ALIASES,
+    ignored=IGNORED, prefix="transformer.", recognized="learned norm_bias !gated !encoder !both_ways !mixture",
 )  # fmt: skip

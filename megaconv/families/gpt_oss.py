@@ -1,22 +1,20 @@
-"""GPT-OSS: experts with biases whose gate and up rows alternate, attention sinks, windows on every other layer; MXFP4 as shipped.
+"""GPT-OSS: experts with biases and alternating gate and up rows, attention sinks, windows on every other layer; MXFP4
+as shipped.
 
-An expert's gate and up stay one canonical tensor, with rows g0 u0 g1 u1 ... as Hugging Face's files have them: as plain
-weights the transpose of each expert, as MXFP4 (`hf+stacked`, see megaconv/engine/quantized.py) the rows. Megatron has [gate; up].
-A sink is Megatron's learnable softmax offset.
+An expert's gate and up stay one canonical tensor with rows g0 u0 g1 u1 ..., as in Hugging Face's files. Plain weights
+store each expert transposed; MXFP4 (`hf+stacked`, see megaconv/values/quantized.py) stores the rows. Megatron stores
+[gate; up]. A sink is Megatron's learnable softmax offset.
 """
 
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
-from megaconv.families.llama import ATTENTION, EMBEDDING, HEAD, IGNORED
-from megaconv.families.mixtral import EXPERTS_WIDTH, MOE_NORM
-from megaconv.families.parts.decoder_keys import (
-    LLAMA_LIKE,
-    SILU,
-    decoder_keys,
-    rope,
-    windows_by_layer,
-)
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys
+from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, ROPE_FREQUENCIES
+from megaconv.families.parts.experts import EXPERTS_WIDTH, MOE_NORM
 from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, flags, number, size
+from megaconv.families.parts.rope import rope
+from megaconv.families.parts.row_changes import in_core
+from megaconv.families.parts.windows import windows_by_layer
 from megaconv.model.table import Halves, Row, Stacked, StackedTransposed
 
 _HF = "model.layers.{l}."
@@ -53,8 +51,7 @@ _OWN = (
         core=_LOCAL_EXPERT + "linear_fc2.bias",
         core_grouped=_CORE_EXPERTS + "linear_fc2.bias{e}"),
 )  # fmt: skip
-_SHARED = (EMBEDDING, *ATTENTION, MOE_NORM, *HEAD)
-ROWS = (*(row.without("legacy", "meta") for row in _SHARED), *_OWN)
+ROWS = (*in_core((EMBEDDING, *ATTENTION, MOE_NORM, *HEAD)), *_OWN)
 
 _YARN = {
     "rope_type": "yarn",
@@ -64,24 +61,28 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""What the class takes rope for where config.json doesn't mention it."""
+"""The default rope scaling of the class, for a config.json without any."""
 
 
 def _read_alpha(raw: Raw) -> Fields:
     if raw.get("swiglu_alpha", 1.702) != 1.702:
-        raise NotExpressible(f"{CONFIG_NAME}: swiglu_alpha {raw['swiglu_alpha']!r} is not supported, only 1.702 is")
+        raise NotExpressible(
+            f"{CONFIG_NAME}: swiglu_alpha {raw['swiglu_alpha']!r} is not supported, only 1.702 is"
+        )
     return {}
 
 
 _KEYS = (
-    *decoder_keys(positions=131072, kv_heads=8, head_dim=64, epsilon=1e-5, rotation=rope(150000.0, _YARN)),
+    *decoder_keys(
+        positions=131072, kv_heads=8, head_dim=64, epsilon=1e-5, rotation=rope(150000.0, _YARN)
+    ),
     flags("attention_bias", ("attention.qkv_bias", "attention.o_bias"), default=True),
     windows_by_layer(128, full_every=2),
     size("num_local_experts", "experts.count", 128),
     size("num_experts_per_tok", "experts.per_token", 4),
     EXPERTS_WIDTH,
     number("swiglu_limit", "mlp.clamp", 7.0),
-    # What Megatron's quick gelu has; older transformers don't know the key.
+    # Megatron's quick gelu has a fixed alpha; older transformers don't know the key.
     Keys(("swiglu_alpha",), _read_alpha, lambda config: {}),
 )
 _GPT_OSS = {
@@ -94,5 +95,6 @@ _GPT_OSS = {
 
 FAMILY = Family(
     "gpt_oss", ("GptOssForCausalLM",), "gpt_oss", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | _GPT_OSS, only=SILU,
-    ignored=IGNORED, recognized="rope !norm_bias gated quick_gelu clamped sinks mlp_bias mixture !mla !zero_centered",
+    ignored=ROPE_FREQUENCIES, recognized="rope !norm_bias gated quick_gelu clamped sinks mlp_bias mixture !mla !zero_centered",
+    aliases={"num_experts": "num_local_experts"},
 )  # fmt: skip

@@ -1,16 +1,27 @@
-"""Llama 4, text alone: one expert a token, of which the router scales the input, and a shared one; layers that don't rotate.
+"""Llama 4, text only: one routed expert per token, whose input the router scales, and a shared expert. Some layers
+don't rotate.
 
-q and k of layers that rotate are divided by the root of the mean of their squares where `use_qk_norm` says so (Scout).
-`intermediate_size` is the width of an expert, `intermediate_size_mlp` that of a dense layer.
+If `use_qk_norm` is true (Scout), q and k of rotating layers are divided by the root mean square of their elements.
+`intermediate_size` is the width of an expert, and `intermediate_size_mlp` the width of a dense layer.
 """
 
-from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.errors import NotExpressible
 from megaconv.families import Family
-from megaconv.families.llama import ATTENTION, BIASES, EMBEDDING, HEAD, IGNORED, MLP
-from megaconv.families.mixtral import MOE_NORM, expert_rows, shared_expert_rows
-from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys, rope
-from megaconv.families.parts.decoder_rows import in_core
-from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, flags, need_size, size
+from megaconv.families.parts.decoder_keys import ATTENTION_BIASES, LLAMA_LIKE, SILU, decoder_keys
+from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP, ROPE_FREQUENCIES
+from megaconv.families.parts.experts import MOE_NORM, expert_rows, shared_expert_rows
+from megaconv.families.parts.keys import (
+    CONFIG_NAME,
+    Fields,
+    Keys,
+    Raw,
+    flags,
+    need_size,
+    require_each_layer,
+    size,
+)
+from megaconv.families.parts.rope import rope, rotating_layers
+from megaconv.families.parts.row_changes import in_core
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
 from megaconv.model.table import Row, Spelling, StackedTransposed
@@ -30,7 +41,8 @@ _NAMES: dict[str, Spelling] = {
 
 
 def _spelled(row: Row) -> Row:
-    """All experts of a layer are one tensor in every file, so that there is no other spelling of them."""
+    """The row with its Hugging Face name. All experts of a layer are one tensor in every file, so there is no other
+    spelling."""
     name = _NAMES.get(row.canonical)
     return row if name is None else row.renamed(hf=name, hf_stacked=name)
 
@@ -51,7 +63,10 @@ def _write_widths(config: ModelConfig) -> Raw:
 
 
 def _read_experts(raw: Raw) -> Fields:
-    layers, step = need_size(raw, "num_hidden_layers"), need_size(raw, "interleave_moe_layer_step", 1)
+    layers, step = (
+        need_size(raw, "num_hidden_layers"),
+        need_size(raw, "interleave_moe_layer_step", 1),
+    )
     chosen = raw.get("moe_layers")
     chosen = range(step - 1, layers, step) if chosen is None else chosen
     return {"layers.mlp": per_layer(chosen, layers, "experts", "dense")}
@@ -61,47 +76,65 @@ def _write_experts(config: ModelConfig) -> Raw:
     return {"moe_layers": list(config.layers_with("moe")), "interleave_moe_layer_step": 1}
 
 
-_ATTENDS = {1: "chunked_attention", 0: "full_attention"}
+_ATTENDS = {True: "chunked_attention", False: "full_attention"}
+"""True if a layer rotates -> its layer type."""
 
 
 def _read_rotation(raw: Raw) -> Fields:
-    """no_rope_layers has a 1 for a layer that rotates. Those attend to chunks of the sequence, the others to all of it."""
-    layers, step = need_size(raw, "num_hidden_layers"), need_size(raw, "no_rope_layer_interval", 4)
-    rotates = raw.get("no_rope_layers") or [int((layer + 1) % step > 0) for layer in range(layers)]
-    if len(rotates) != layers:
-        raise CorruptCheckpoint(f"{CONFIG_NAME}: no_rope_layers lists {len(rotates)} layers, the model has {layers}")
-    kinds = [_ATTENDS[int(bool(word))] for word in rotates]
+    """The layers that rotate: no_rope_layers has a 1 for each. They attend to chunks of the sequence, the others to all
+    of it."""
+    layers = need_size(raw, "num_hidden_layers")
+    given = rotating_layers(raw)
+    require_each_layer("no_rope_layers", given, layers)
+    rotates = [bool(word) for word in given]
+    kinds = [_ATTENDS[layer_rotates] for layer_rotates in rotates]
     if raw.get("layer_types") not in (None, kinds):
         raise NotExpressible(
             f"{CONFIG_NAME}: layer_types should have chunked_attention for the layers that rotate by no_rope_layers, "
             "full_attention for all others"
         )
-    return {"layers.rotates": tuple(bool(word) for word in rotates)}
+    return {"layers.rotates": tuple(rotates)}
 
 
 def _write_rotation(config: ModelConfig) -> Raw:
-    rotates = [int(kind.rotates) for kind in config.layers]
-    return {"no_rope_layers": rotates, "layer_types": [_ATTENDS[word] for word in rotates]}
+    return {
+        "no_rope_layers": [int(kind.rotates) for kind in config.layers],
+        "layer_types": [_ATTENDS[kind.rotates] for kind in config.layers],
+    }
 
 
 def _read_temperature(raw: Raw) -> Fields:
     if not raw.get("attn_temperature_tuning", True):
-        raise NotExpressible(f"{CONFIG_NAME}: attn_temperature_tuning should be true in this architecture")
+        raise NotExpressible(
+            f"{CONFIG_NAME}: attn_temperature_tuning should be true in this architecture"
+        )
     return {}
 
 
 _KEYS = (
     *decoder_keys(
-        positions=131072, kv_heads=8, head_dim=128, ffn=8192, epsilon=1e-5, rotation=rope(5e5), tokens=(1, 2, None)
+        positions=131072,
+        kv_heads=8,
+        head_dim=128,
+        ffn=8192,
+        epsilon=1e-5,
+        rotation=rope(5e5),
+        tokens=(1, 2, None),
     ),
     Keys(("intermediate_size", "intermediate_size_mlp"), _read_widths, _write_widths),
     size("num_local_experts", "experts.count", 16),
     size("num_experts_per_tok", "experts.per_token", 1),
     Keys(("moe_layers", "interleave_moe_layer_step"), _read_experts, _write_experts),
-    Keys(("no_rope_layers", "no_rope_layer_interval", "layer_types"), _read_rotation, _write_rotation),
-    Keys(("attn_temperature_tuning",), _read_temperature, lambda config: {"attn_temperature_tuning": True}),
+    Keys(
+        ("no_rope_layers", "no_rope_layer_interval", "layer_types"), _read_rotation, _write_rotation
+    ),
+    Keys(
+        ("attn_temperature_tuning",),
+        _read_temperature,
+        lambda config: {"attn_temperature_tuning": True},
+    ),
     flags("use_qk_norm", ("attention.qk_l2_norm",), default=True),
-    BIASES,
+    ATTENTION_BIASES,
 )
 _CHUNK = 8192
 _ONLY = {**SILU, "attention_chunk_size": _CHUNK, "floor_scale": _CHUNK, "attn_scale": 0.1}
@@ -129,8 +162,9 @@ def _notices(config: ModelConfig) -> tuple[str, ...]:
 
 
 FAMILY = Family(
-    "llama4", ("Llama4ForCausalLM",), "llama4_text", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | _FIXED, only=_ONLY, ignored=IGNORED,
+    "llama4", ("Llama4ForCausalLM",), "llama4_text", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | _FIXED, only=_ONLY, ignored=ROPE_FREQUENCIES,
     recognized="rope interleaved pre_norm !norm_bias silu gated !zero_centered !mla mixture sigmoid_router probs_on_input",
     notices=_notices, proven="custom module",
 )  # fmt: skip
-"""The custom module is IdentityOp, where there are norms of q and k; models without (Maverick) are all megatron-core's own."""
+"""The custom module is IdentityOp, in the place of q and k norms. Models without such norms (Maverick) need only
+megatron-core's own modules."""

@@ -1,10 +1,14 @@
-"""MiMo 7B: Qwen 2, and a layer for multi-token prediction under names of its own. In no transformers release."""
+"""MiMo 7B: Qwen 2 plus a layer for multi-token prediction (MTP) under names of its own.
+
+No release of transformers contains this architecture.
+"""
 
 from megaconv.families import Family
-from megaconv.families.llama import IGNORED, ROWS
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys
+from megaconv.families.parts.decoder_rows import LLAMA_ROWS, ROPE_FREQUENCIES
 from megaconv.families.parts.mtp import OwnLayer
-from megaconv.families.qwen2 import QWEN_WINDOWS
+from megaconv.families.parts.row_changes import in_core
+from megaconv.families.parts.windows import QWEN_WINDOWS
 from megaconv.model.table import SecondHalfFirst
 
 _MTP = "model.mtp_layers.0."
@@ -17,12 +21,13 @@ _OWN = OwnLayer(
     },
     "num_nextn_predict_layers",
 )
-"""It joins the hidden state's half before the embedding's, Megatron the other way round."""
+"""The layer joins the hidden state's half before the embedding's half; Megatron uses the other order."""
 
 FAMILY = Family(
-    "mimo", ("MiMoForCausalLM",), "mimo", _OWN.rows(tuple(row.without("legacy", "meta") for row in ROWS)),
+    "mimo", ("MiMoForCausalLM",), "mimo", _OWN.rows(in_core(LLAMA_ROWS)),
     keys=(*decoder_keys(positions=32768, kv_heads=32), QWEN_WINDOWS, _OWN.keys),
-    fixed=LLAMA_LIKE | {"attention.qkv_bias": True}, only={**SILU, "attention_bias": True}, ignored=IGNORED, complete=_OWN.complete,
-    features=("qkv_bias",), proven="names",
+    fixed=LLAMA_LIKE | {"attention.qkv_bias": True}, only={**SILU, "attention_bias": True}, ignored=ROPE_FREQUENCIES,
+    complete=_OWN.complete, features=("qkv_bias",), proven="names",
 )  # fmt: skip
-"""Not recognized: Megatron's arguments are a Qwen 2's. Defaults are those of Qwen 2's class, names Megatron-Bridge's at 067f987df03b."""
+"""`recognized` is None, since Megatron's arguments don't distinguish this family from Qwen 2. Defaults are those of
+Qwen 2's class, and names those of Megatron-Bridge at 067f987df03b."""

@@ -1,11 +1,12 @@
 """Mistral: Llama's tensors, and a sliding window."""
 
 from megaconv.families import Family
-from megaconv.families.llama import IGNORED, ROWS
-from megaconv.families.parts.decoder_keys import LLAMA_LIKE, PLAIN, SILU, decoder_keys, window
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, PLAIN, SILU, decoder_keys
+from megaconv.families.parts.decoder_rows import LLAMA_ROWS, ROPE_FREQUENCIES
+from megaconv.families.parts.windows import window
 
 FAMILY = Family(
-    "mistral", ("MistralForCausalLM",), "mistral", ROWS,
+    "mistral", ("MistralForCausalLM",), "mistral", LLAMA_ROWS,
     keys=(*decoder_keys(positions=131072, kv_heads=8, tokens=(1, 2, None)), window(4096)),
-    fixed=LLAMA_LIKE, only=SILU, ignored=IGNORED, recognized=f"{PLAIN} !qkv_bias !o_bias !qk_norm only_windows",
+    fixed=LLAMA_LIKE, only=SILU, ignored=ROPE_FREQUENCIES, recognized=f"{PLAIN} !qkv_bias !o_bias !qk_norm only_windows",
 )  # fmt: skip

@@ -1,11 +1,11 @@
-"""Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano and Super: layers of Mamba 2, attention, MLPs and experts, each of which is one alone."""
+"""Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano and Super. Each layer is one of Mamba 2, attention, an MLP, or experts."""
+
+from dataclasses import replace
 
 from megaconv.families import Family
-from megaconv.families.glm4_moe import SIGMOID
-from megaconv.families.llama import EMBEDDING, HEAD
 from megaconv.families.parts.decoder_keys import SQUARED_RELU, model_keys
-from megaconv.families.parts.decoder_rows import in_core
-from megaconv.families.parts.expert_keys import routed_experts, sigmoid_routing
+from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD
+from megaconv.families.parts.deepseek_experts import SIGMOID_ROUTER, routed_experts, sigmoid_routing
 from megaconv.families.parts.keys import Keys, size
 from megaconv.families.parts.mamba import (
     HEADS,
@@ -18,7 +18,8 @@ from megaconv.families.parts.mamba import (
     of_experts,
 )
 from megaconv.families.parts.mtp import MTP_LEFT_OUT
-from megaconv.model.table import Fused, Row, Stacked
+from megaconv.families.parts.row_changes import in_core
+from megaconv.model.table import Copied, Fused, Row, Stacked
 
 _NORM = "backbone.layers.{l}.norm."
 _HF = "backbone.layers.{l}.mixer."
@@ -60,7 +61,7 @@ _EXPERTS = (
     Row("layers.{l}.mlp.router.bias", ("experts",), when="moe",
         hf=_HF + "gate.e_score_correction_bias",
         core=_CORE + "mlp.router.expert_bias"),
-    # Every rank holds the whole of both: Transformer Engine's linear layers, core has no others for it.
+    # Every rank holds both whole: they are Transformer Engine's linear layers, and core has no others here.
     Row("layers.{l}.mlp.latent.down.weight", ("expert_latent hidden",), when="moe expert_latent",
         hf=_HF + "fc1_latent_proj.weight",
         core=_CORE + "mlp.fc1_latent_proj.weight"),
@@ -84,8 +85,14 @@ _EXPERTS = (
         hf=_HF + "shared_experts.down_proj.weight",
         core=_CORE + "mlp.shared_experts.linear_fc2.weight"),
 )  # fmt: skip
+_TIED_HEAD = Copied(
+    "head", {"hf": ("lm_head.weight",), "core": ("output_layer.weight",)}, untied=("hf",)
+)
+"""transformers' NemotronHForCausalLM reads the head from the file although tie_word_embeddings is true. Without the
+tensor, it starts with a random head."""
+_EMBEDDING = replace(EMBEDDING.renamed(hf="backbone.embeddings.weight"), copies=(_TIED_HEAD,))
 ROWS = in_core((
-    EMBEDDING.renamed(hf="backbone.embeddings.weight"), *mamba_rows(_NORM, _HF), *_ATTENTION, *_MLP, *_EXPERTS,
+    _EMBEDDING, *mamba_rows(_NORM, _HF), *_ATTENTION, *_MLP, *_EXPERTS,
     HEAD[0].renamed(hf="backbone.norm_f.weight", core="decoder.final_norm.weight"), HEAD[1],
 ))  # fmt: skip
 
@@ -108,7 +115,7 @@ _KEYS = (
             size("moe_shared_expert_intermediate_size", "experts.shared_ffn", 7688),
             *sigmoid_routing(scale=1.0, groups=1, group_topk=1),
             _LATENT,
-            Keys((), lambda raw: SIGMOID, lambda config: {}),
+            Keys((), lambda raw: SIGMOID_ROUTER, lambda config: {}),
         ),
     ),
     TIME_STEP_LIMIT,
@@ -118,11 +125,17 @@ _KEYS = (
 _FIXED = {**SQUARED_RELU, "positions.kind": "none", "norm.kind": "RMSNorm", "norm.epsilon": 1e-5}
 _ONLY = {
     **MAMBA_ONLY,
-    **{"mlp_hidden_act": "relu2", "sliding_window": None, "mlp_bias": False, "attention_bias": False},
+    **{
+        "mlp_hidden_act": "relu2",
+        "sliding_window": None,
+        "mlp_bias": False,
+        "attention_bias": False,
+    },
     "n_shared_experts": 1,
 }
 
 FAMILY = Family(
     "nemotron_h", ("NemotronHForCausalLM",), "nemotron_h", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY, left_out=MTP_LEFT_OUT,
     recognized="mamba_layers !rope !learned !norm_bias !zero_centered relu2 plain", proven="custom module", notices=limited_time_steps,
+    aliases={"num_local_experts": "n_routed_experts"},
 )  # fmt: skip

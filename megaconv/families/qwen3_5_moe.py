@@ -1,16 +1,18 @@
-"""Qwen 3.5 MoE, text alone: Qwen 3.5's mixers, and Qwen3-Next's experts in every layer.
+"""Qwen 3.5 MoE, text only: Qwen 3.5's mixers, and Qwen3-Next's experts in every layer.
 
-Megatron's arguments don't distinguish it from a Qwen3-Next.
+Megatron's arguments don't distinguish it from Qwen3-Next.
 """
 
 from megaconv.families import Family
-from megaconv.families.llama import HEAD, IGNORED
+from megaconv.families.parts.decoder_rows import HEAD, ROPE_FREQUENCIES
 from megaconv.families.parts.delta_net import HYBRID, HYBRID_FEATURES, HYBRID_ONLY, hybrid_keys
+from megaconv.families.parts.experts import MOE_NORM, QWEN_EXPERTS, QWEN_SHARED
 from megaconv.families.parts.keys import follows, need_size, size
 from megaconv.families.parts.mtp import OF_QWEN
+from megaconv.families.parts.row_changes import in_core
 from megaconv.families.qwen3_5 import MIXERS
-from megaconv.families.qwen3_next import EXPERTS
 
+_ROWS = (*MIXERS, MOE_NORM, *QWEN_EXPERTS, *QWEN_SHARED, *HEAD)
 _WIDTH = 512
 _KEYS = (
     *(declared for declared in hybrid_keys(kv_heads=2) if declared.names != ("intermediate_size",)),
@@ -25,7 +27,6 @@ _ALL_EXPERTS = {"layers.mlp": "experts", "experts.shared_gate": True, "experts.r
 
 FAMILY = Family(
     "qwen3_5_moe", ("Qwen3_5MoeForCausalLM",), "qwen3_5_moe_text",
-    OF_QWEN.rows(tuple(row.without("legacy", "meta") for row in (*MIXERS, *EXPERTS, *HEAD))),
-    keys=_KEYS, fixed=HYBRID | _ALL_EXPERTS, only=HYBRID_ONLY, ignored=IGNORED, complete=OF_QWEN.complete, features=HYBRID_FEATURES,
-    recognized=None,
+    OF_QWEN.rows(in_core(_ROWS)), keys=_KEYS, fixed=HYBRID | _ALL_EXPERTS, only=HYBRID_ONLY, ignored=ROPE_FREQUENCIES,
+    complete=OF_QWEN.complete, features=HYBRID_FEATURES, recognized=None,
 )  # fmt: skip

@@ -1,37 +1,60 @@
-"""Sarvam's models with experts and latent attention (105B): DeepSeek V3's tensors, q made directly. In no transformers release."""
+"""Sarvam's models with experts and latent attention (105B): DeepSeek V3's tensors, with queries computed directly.
+
+No release of transformers contains this architecture.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from megaconv.families import Family
-from megaconv.families.deepseek_v3 import UNPREDICTING, latent_heads
-from megaconv.families.glm4_moe import SIGMOID
-from megaconv.families.llama import IGNORED
-from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys, rope
-from megaconv.families.parts.decoder_rows import in_core
-from megaconv.families.parts.expert_keys import first_dense, routed_experts, shared_experts, sigmoid_routing
+from megaconv.families.deepseek_v3 import WITHOUT_MTP
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys
+from megaconv.families.parts.decoder_rows import ROPE_FREQUENCIES
+from megaconv.families.parts.deepseek_experts import (
+    SIGMOID_ROUTER,
+    first_dense,
+    routed_experts,
+    shared_experts,
+    sigmoid_routing,
+)
 from megaconv.families.parts.keys import Fields, Keys, Raw
+from megaconv.families.parts.latent_attention import latent_heads
+from megaconv.families.parts.rope import rope
+from megaconv.families.parts.row_changes import in_core
 from megaconv.model.config import ModelConfig
 
 _OWN_WORD = "deepseek_yarn"
 _USUAL = {
-    **{"rope_type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    **{
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
     "original_max_position_embeddings": 4096,
 }
-"""What the class takes rope for where config.json doesn't mention it."""
+"""The default rope scaling of the class, for a config.json without any."""
 _ROPE = rope(10000.0, _USUAL)
 
 
 def _renamed(scaling: Any, old: str, new: str) -> Any:
     if not isinstance(scaling, Mapping):
         return scaling
-    return {key: new if key in ("type", "rope_type") and value == old else value for key, value in scaling.items()}
+    return {
+        key: new if key in ("type", "rope_type") and value == old else value
+        for key, value in scaling.items()
+    }
 
 
 def _read(raw: Raw) -> Fields:
     scaled = ("rope_scaling", "rope_parameters")
     return _ROPE.read(
-        {key: _renamed(value, _OWN_WORD, "yarn") if key in scaled else value for key, value in raw.items()}
+        {
+            key: _renamed(value, _OWN_WORD, "yarn") if key in scaled else value
+            for key, value in raw.items()
+        }
     )
 
 
@@ -40,7 +63,9 @@ def _write(config: ModelConfig) -> Raw:
 
 
 _KEYS = (
-    *body_keys(positions=4096, ffn=16384, rotation=Keys(_ROPE.names, _read, _write), tokens=(None, 1, 0)),
+    *body_keys(
+        positions=4096, ffn=16384, rotation=Keys(_ROPE.names, _read, _write), tokens=(None, 1, 0)
+    ),
     latent_heads(kv_rank=512, q_rank=0, rope=64, nope=128, v=128),
     Keys(("q_head_dim",), lambda raw: {}, lambda config: {"q_head_dim": config.attention.head_dim}),
     *routed_experts(count=128, width=2048, count_key="num_experts"),
@@ -57,8 +82,9 @@ _ONLY = {
 }
 
 FAMILY = Family(
-    "sarvam_mla", ("SarvamMLAForCausalLM",), "sarvam_mla", in_core(UNPREDICTING), keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID},
-    only=_ONLY, ignored=IGNORED, features=("mla",), recognized=None, proven="names",
+    "sarvam_mla", ("SarvamMLAForCausalLM",), "sarvam_mla", in_core(WITHOUT_MTP), keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID_ROUTER},
+    only=_ONLY, ignored=ROPE_FREQUENCIES, features=("mla",), recognized=None, proven="names",
 )  # fmt: skip
-"""Not recognized: Megatron's arguments are a DeepSeek V3's. Names: Megatron-Bridge at 067f987df03b; defaults: sarvam_mla.py among vLLM's
-configuration classes, which has those of the class that its files come with."""
+"""`recognized` is None, since Megatron's arguments don't distinguish this family from DeepSeek V3. Names come from
+Megatron-Bridge at 067f987df03b. Defaults come from sarvam_mla.py, a configuration class of vLLM with the same defaults
+as the class in the model's files."""

@@ -1,11 +1,19 @@
-"""Sarvam's models with experts and plain attention: tensors named as Ling 2.0's. In no transformers release."""
+"""Sarvam's models with experts and plain attention: tensors with Ling 2.0's names.
+
+No release of transformers contains this architecture.
+"""
 
 from megaconv.families import Family
 from megaconv.families.bailing_moe2 import ONLY, PLAIN
-from megaconv.families.glm4_moe import SIGMOID
-from megaconv.families.llama import IGNORED
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, decoder_keys
-from megaconv.families.parts.expert_keys import first_dense, routed_experts, shared_experts, sigmoid_routing
+from megaconv.families.parts.decoder_rows import ROPE_FREQUENCIES
+from megaconv.families.parts.deepseek_experts import (
+    SIGMOID_ROUTER,
+    first_dense,
+    routed_experts,
+    shared_experts,
+    sigmoid_routing,
+)
 from megaconv.families.parts.keys import flags
 
 _KEYS = (
@@ -19,8 +27,8 @@ _KEYS = (
 )  # fmt: skip
 
 FAMILY = Family(
-    "sarvam_moe", ("SarvamMoEForCausalLM",), "sarvam_moe", PLAIN, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID}, only=ONLY,
-    ignored=IGNORED, recognized=None, proven="names",
+    "sarvam_moe", ("SarvamMoEForCausalLM",), "sarvam_moe", PLAIN, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID_ROUTER}, only=ONLY,
+    ignored=ROPE_FREQUENCIES, recognized=None, proven="names",
 )  # fmt: skip
-"""Not recognized: Megatron's arguments are a GLM 4.5's. Names: Megatron-Bridge at 067f987df03b; defaults: configuration_sarvam_moe.py,
-the class that its files come with."""
+"""`recognized` is None, since Megatron's arguments don't distinguish this family from GLM 4.5. Names come from
+Megatron-Bridge at 067f987df03b. Defaults come from configuration_sarvam_moe.py, the class in the model's files."""

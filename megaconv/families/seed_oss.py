@@ -1,11 +1,10 @@
 """Seed-OSS: Llama with biases on q, k and v, and a head size of its own."""
 
 from megaconv.families import Family
-from megaconv.families.llama import IGNORED
-from megaconv.families.llama import ROWS as LLAMA_ROWS
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys
-from megaconv.families.parts.decoder_rows import in_core
+from megaconv.families.parts.decoder_rows import LLAMA_ROWS, ROPE_FREQUENCIES
 from megaconv.families.parts.keys import flags
+from megaconv.families.parts.row_changes import in_core
 
 _KEYS = (
     *decoder_keys(positions=524288, kv_heads=8, head_dim=128, tokens=(0, 2, 1)),
@@ -16,6 +15,6 @@ _KEYS = (
 
 FAMILY = Family(
     "seed_oss", ("SeedOssForCausalLM",), "seed_oss", in_core(LLAMA_ROWS), keys=_KEYS, fixed=LLAMA_LIKE, only=SILU,
-    ignored=IGNORED, recognized=None,
+    ignored=ROPE_FREQUENCIES, recognized=None,
 )  # fmt: skip
-"""Not recognized: Megatron's arguments are a Qwen 2's."""
+"""`recognized` is None, since Megatron's arguments don't distinguish this family from Qwen 2."""

@@ -1,12 +1,18 @@
 """Solar Open: GLM-4.5's experts in every layer."""
 
 from megaconv.families import Family
-from megaconv.families.glm4_moe import SIGMOID, UNPREDICTING
-from megaconv.families.llama import IGNORED
-from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys, partial_rotation, rope
-from megaconv.families.parts.decoder_rows import in_core
-from megaconv.families.parts.expert_keys import routed_experts, shared_experts, sigmoid_routing
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys
+from megaconv.families.parts.decoder_rows import ROPE_FREQUENCIES
+from megaconv.families.parts.deepseek_experts import (
+    MIXTURE_ROWS,
+    SIGMOID_ROUTER,
+    routed_experts,
+    shared_experts,
+    sigmoid_routing,
+)
 from megaconv.families.parts.keys import flags
+from megaconv.families.parts.rope import partial_rotation, rope
+from megaconv.families.parts.row_changes import in_core
 
 _KEYS = (
     *decoder_keys(
@@ -19,7 +25,8 @@ _KEYS = (
 )  # fmt: skip
 
 FAMILY = Family(
-    "solar_open", ("SolarOpenForCausalLM",), "solar_open", in_core(UNPREDICTING), keys=_KEYS,
-    fixed={**LLAMA_LIKE, **SIGMOID, "layers.mlp": "experts"}, only=SILU, ignored=IGNORED, recognized=None,
+    "solar_open", ("SolarOpenForCausalLM",), "solar_open", in_core(MIXTURE_ROWS), keys=_KEYS,
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, "layers.mlp": "experts"}, only=SILU, ignored=ROPE_FREQUENCIES, recognized=None,
+    aliases={"num_local_experts": "n_routed_experts"},
 )  # fmt: skip
-"""Not recognized: Megatron's arguments are a GLM 4.5's."""
+"""`recognized` is None, since Megatron's arguments don't distinguish this family from GLM 4.5."""

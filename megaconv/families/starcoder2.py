@@ -1,11 +1,12 @@
-"""StarCoder 2: rotary positions, grouped queries and windows on GPT-2's layers: LayerNorm, biases everywhere, gelu without a gate."""
+"""StarCoder 2: GPT-2's layers (LayerNorm, biases everywhere, gelu without a gate) with rope, grouped queries and
+windows."""
 
 from megaconv.families import Family
-from megaconv.families.llama import IGNORED
-from megaconv.families.llama import ROWS as LLAMA_ROWS
-from megaconv.families.parts.decoder_keys import DENSE, LAYER_NORM, decoder_keys, window
-from megaconv.families.parts.decoder_rows import in_core, respelled, with_norm_biases, without_gate
+from megaconv.families.parts.decoder_keys import DENSE, LAYER_NORM, decoder_keys
+from megaconv.families.parts.decoder_rows import LLAMA_ROWS, ROPE_FREQUENCIES
 from megaconv.families.parts.keys import flags
+from megaconv.families.parts.row_changes import in_core, respelled, with_norm_biases, without_gate
+from megaconv.families.parts.windows import window
 
 _NAMES = {
     f"layers.{{l}}.mlp.{ours}.{kind}": {"hf": f"model.layers.{{l}}.mlp.{theirs}.{kind}"}
@@ -14,7 +15,12 @@ _NAMES = {
 }
 _KEYS = (
     *decoder_keys(
-        positions=4096, kv_heads=2, epsilon=1e-5, epsilon_key="norm_epsilon", tied=True, tokens=(50256, 50256, None)
+        positions=4096,
+        kv_heads=2,
+        epsilon=1e-5,
+        epsilon_key="norm_epsilon",
+        tied=True,
+        tokens=(50256, 50256, None),
     ),
     window(None),
     flags("use_bias", ("attention.qkv_bias", "attention.o_bias", "mlp.bias"), default=True),
@@ -24,5 +30,5 @@ FAMILY = Family(
     "starcoder2", ("Starcoder2ForCausalLM",), "starcoder2",
     in_core(respelled(with_norm_biases(without_gate(LLAMA_ROWS)), _NAMES)), keys=_KEYS,
     fixed=LAYER_NORM | {"mlp.activation": "gelu_tanh", "mlp.gated": False}, only={"hidden_act": "gelu_pytorch_tanh"},
-    ignored=IGNORED, recognized=f"{DENSE} norm_bias gelu_tanh plain",
+    ignored=ROPE_FREQUENCIES, recognized=f"{DENSE} norm_bias gelu_tanh plain",
 )  # fmt: skip

@@ -1,8 +1,8 @@
-"""T5: an encoder, and a decoder that attends to it. Megatron's is another function than transformers' of the same name.
+"""T5: an encoder, and a decoder that attends to it. Megatron's T5 computes another function than transformers' T5.
 
-Megatron divides attention scores by the square root of the head size, and has biases, LayerNorm and learned positions unless
-configured otherwise; T5ForConditionalGeneration has none of these. Both are read and written, each with its own keys: what one has
-and the other hasn't is refused.
+Megatron divides attention scores by the square root of the head size. Unless configured otherwise, it has biases,
+LayerNorm and learned positions. T5ForConditionalGeneration has none of these. megaconv reads and writes both, each with
+its own keys, and refuses features that the other side lacks.
 """
 
 from megaconv.errors import NotExpressible, UnknownFamily
@@ -18,8 +18,10 @@ _HEADS = "heads*head_dim"
 _STAGE = {"encoder": "encoder", "decoder": "layer"}
 
 
-def _norm(stack: str, name: str, hf: str, core: str, core_local: str, legacy: str) -> tuple[Row, ...]:
-    """A norm in front of a sublayer, with a bias where it is a LayerNorm."""
+def _norm(
+    stack: str, name: str, hf: str, core: str, core_local: str, legacy: str
+) -> tuple[Row, ...]:
+    """The rows of a norm before a sublayer. A LayerNorm also has a bias."""
     layer = f"{stack}.layers.{{l}}."
     return tuple(
         Row(f"{layer}{name}.{word}", ("hidden",), stage=_STAGE[stack], when=when,
@@ -32,7 +34,7 @@ def _norm(stack: str, name: str, hf: str, core: str, core_local: str, legacy: st
 
 
 def _attention(stack: str) -> tuple[Row, ...]:
-    """Of a stack's layers to themselves."""
+    """The rows of self-attention in a stack's layers."""
     layer, stage = f"{stack}.layers.{{l}}.", _STAGE[stack]
     hf, core, legacy = (
         f"{stack}.block.{{l}}.layer.0.SelfAttention.",
@@ -50,14 +52,22 @@ def _attention(stack: str) -> tuple[Row, ...]:
             core=Fused(core + "linear_qkv.bias", groups="kv_heads"),
             legacy=Fused(legacy + "query_key_value.bias", groups="kv_heads")),
         Row(layer + "attn.o.weight", (f"hidden {_HEADS}",), tp=1, stage=stage,
-            hf=hf + "o.weight", core=core + "linear_proj.weight", legacy=legacy + "dense.weight"),
+            hf=hf + "o.weight",
+            core=core + "linear_proj.weight",
+            legacy=legacy + "dense.weight"),
         Row(layer + "attn.o.bias", ("hidden",), stage=stage, when="o_bias",
-            hf=hf + "o.bias", core=core + "linear_proj.bias", legacy=legacy + "dense.bias"),
+            hf=hf + "o.bias",
+            core=core + "linear_proj.bias",
+            legacy=legacy + "dense.bias"),
     )  # fmt: skip
 
 
 def _mlp(stack: str, part: int, norm: str) -> tuple[Row, ...]:
-    """part: which of a layer's parts Hugging Face has it as; norm: what the norm before it was called before core."""
+    """The rows of an MLP.
+
+    part: number of the MLP among the parts of a layer in Hugging Face's names. norm: name of the norm before it in
+    Megatron's models before core.
+    """
     layer, stage = f"{stack}.layers.{{l}}.", _STAGE[stack]
     hf, core, legacy = (
         f"{stack}.block.{{l}}.layer.{part}.DenseReluDense.",
@@ -67,22 +77,35 @@ def _mlp(stack: str, part: int, norm: str) -> tuple[Row, ...]:
     return (
         *_norm(stack, "mlp_norm", str(part), "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm", norm),
         Row(layer + "mlp.up.weight", ("ffn hidden",), tp=0, stage=stage, when="plain",
-            hf=hf + "wi.weight", core=core + "fc1.weight", legacy=legacy + "h_to_4h.weight"),
+            hf=hf + "wi.weight",
+            core=core + "fc1.weight",
+            legacy=legacy + "h_to_4h.weight"),
         Row(layer + "mlp.up.bias", ("ffn",), tp=0, stage=stage, when="plain mlp_bias",
-            hf=hf + "wi.bias", core=core + "fc1.bias", legacy=legacy + "h_to_4h.bias"),
+            hf=hf + "wi.bias",
+            core=core + "fc1.bias",
+            legacy=legacy + "h_to_4h.bias"),
         Row(layer + "mlp.{gate|up}.weight", ("ffn hidden",) * 2, tp=0, stage=stage, when="gated",
-            hf=hf + "{wi_0|wi_1}.weight", core=Fused(core + "fc1.weight"), legacy=Fused(legacy + "h_to_4h.weight")),
+            hf=hf + "{wi_0|wi_1}.weight",
+            core=Fused(core + "fc1.weight"),
+            legacy=Fused(legacy + "h_to_4h.weight")),
         Row(layer + "mlp.{gate|up}.bias", ("ffn",) * 2, tp=0, stage=stage, when="gated mlp_bias",
-            hf=hf + "{wi_0|wi_1}.bias", core=Fused(core + "fc1.bias"), legacy=Fused(legacy + "h_to_4h.bias")),
+            hf=hf + "{wi_0|wi_1}.bias",
+            core=Fused(core + "fc1.bias"),
+            legacy=Fused(legacy + "h_to_4h.bias")),
         Row(layer + "mlp.down.weight", ("hidden ffn",), tp=1, stage=stage,
-            hf=hf + "wo.weight", core=core + "fc2.weight", legacy=legacy + "4h_to_h.weight"),
+            hf=hf + "wo.weight",
+            core=core + "fc2.weight",
+            legacy=legacy + "4h_to_h.weight"),
         Row(layer + "mlp.down.bias", ("hidden",), stage=stage, when="mlp_bias",
-            hf=hf + "wo.bias", core=core + "fc2.bias", legacy=legacy + "4h_to_h.bias"),
+            hf=hf + "wo.bias",
+            core=core + "fc2.bias",
+            legacy=legacy + "4h_to_h.bias"),
     )  # fmt: skip
 
 
 def _relative_bias(stack: str, stage: str) -> Row:
-    """What a stack adds to its attention scores by distance; on stages of its own each stack computes with its own on every one."""
+    """The bias that a stack adds to its attention scores by distance. If the stacks have separate stages, every stage
+    has a copy."""
     return Row(
         f"{stack}.relative_bias.weight", ("relative_buckets heads",), stage=stage, when="relative", copies=(Copied("stacks"),),
         hf=f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
@@ -91,11 +114,13 @@ def _relative_bias(stack: str, stage: str) -> Row:
 
 
 def _final_norm(stack: str, stage: str) -> tuple[Row, ...]:
-    """The norm after a stack."""
+    """The rows of the norm after a stack."""
     hf, core = f"{stack}.final_layer_norm.", f"{stack}.final_layernorm."
     return tuple(
         Row(f"{stack}.final_norm.{word}", ("hidden",), stage=stage, when=when,
-            hf=hf + word, core=core + word, legacy=f"language_model.{stack}.final_norm.{word}")
+            hf=hf + word,
+            core=core + word,
+            legacy=f"language_model.{stack}.final_norm.{word}")
         for word, when in (("weight", "final_norm"), ("bias", "final_norm norm_bias"))
     )  # fmt: skip
 
@@ -105,7 +130,7 @@ _LEGACY = "language_model." + _DECODER
 _HF_CROSS = "decoder.block.{l}.layer.1."
 
 _CORE_HEAD = ("lm_head.output_layer.weight", "output_layer.weight")
-"""One tensor, named twice."""
+"""Two names of one tensor."""
 
 EMBEDDINGS = (
     Row("embed.weight", ("vocab hidden",), tp=0, stage="first", padded_vocab=True,
@@ -177,7 +202,7 @@ ROWS = (
     *HEAD,
 )
 IGNORED = (r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",)
-"""The first files had one more table, which nothing uses."""
+"""An additional table in the first files, which is unused."""
 
 _ACTIVATIONS = {
     "relu": ("relu", False),
@@ -185,7 +210,7 @@ _ACTIVATIONS = {
     "gated-gelu": ("gelu_tanh", True),
     "gated-silu": ("silu", True),
 }
-"""feed_forward_proj -> (activation, whether it is a gate)."""
+"""feed_forward_proj -> (activation, True if there is a gate)."""
 
 
 def _read_activation(raw: Raw) -> Fields:
@@ -219,16 +244,23 @@ def _unscaled(config: ModelConfig) -> Raw:
 
 def _read_layers(raw: Raw) -> Fields:
     encoder = need_size(raw, "num_layers")
-    return {"encoder.layers": encoder, "layers.count": need_size(raw, "num_decoder_layers", encoder)}
+    return {
+        "encoder.layers": encoder,
+        "layers.count": need_size(raw, "num_decoder_layers", encoder),
+    }
 
 
 def _read_heads(raw: Raw) -> Fields:
     heads = need_size(raw, "num_heads")
-    return {"attention.heads": heads, "attention.kv_heads": heads, "attention.head_dim": need_size(raw, "d_kv")}
+    return {
+        "attention.heads": heads,
+        "attention.kv_heads": heads,
+        "attention.head_dim": need_size(raw, "d_kv"),
+    }
 
 
 def _scaled_outputs(raw: Raw) -> Fields:
-    """Whether the head is tied decides it, says the class, whatever the key is."""
+    """Check that outputs are scaled exactly if the head is tied. The class decides it so, whatever the key says."""
     tied = raw.get("tie_word_embeddings", True)
     if raw.get("scale_decoder_outputs", tied) != tied:
         raise UnknownFamily(
@@ -248,7 +280,10 @@ _KEYS = (
     Keys(
         ("num_layers", "num_decoder_layers"),
         _read_layers,
-        lambda config: {"num_layers": config.encoder.layers, "num_decoder_layers": config.layer_count},
+        lambda config: {
+            "num_layers": config.encoder.layers,
+            "num_decoder_layers": config.layer_count,
+        },
     ),
     Keys(
         ("num_heads", "d_kv"),
@@ -258,13 +293,20 @@ _KEYS = (
     number("layer_norm_epsilon", "norm.epsilon", 1e-6),
     size("relative_attention_num_buckets", "positions.buckets", 32),
     size("relative_attention_max_distance", "positions.max_distance", 128),
-    Keys(("feed_forward_proj", "dense_act_fn", "is_gated_act"), _read_activation, _write_activation),
+    Keys(
+        ("feed_forward_proj", "dense_act_fn", "is_gated_act"), _read_activation, _write_activation
+    ),
     *model_keys(tied=True, tokens=(None, 1, 0)),
     Keys(("scale_decoder_outputs",), _scaled_outputs, lambda config: {}),
-    Keys(("decoder_start_token_id",), lambda raw: {}, lambda config: {"decoder_start_token_id": config.pad_token_id}),
+    Keys(
+        ("decoder_start_token_id",),
+        lambda raw: {},
+        lambda config: {"decoder_start_token_id": config.pad_token_id},
+    ),
 )
 
 FAMILY = Family(
     "t5", ("T5ForConditionalGeneration",), "t5", ROWS, keys=_KEYS, fixed=_T5, only={"is_encoder_decoder": True, "is_decoder": False},
     ignored=IGNORED, recognized="encoder",
+    aliases={"hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "head_dim": "d_kv"},
 )  # fmt: skip

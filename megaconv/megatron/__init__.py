@@ -1,1 +1,1 @@
-"""Megatron's own shapes: arguments, names, layouts, optimizer; read and planned for `torch`, `torch_dist` and `zarr` alike."""
+"""Megatron's arguments, names, layouts and optimizer state, for `torch`, `torch_dist` and `zarr` alike."""

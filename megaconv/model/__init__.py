@@ -1,1 +1,1 @@
-"""The description of a model, its table of tensors, its layout over ranks."""
+"""Describes a model: its configuration, its table of tensors, and its layout over ranks."""

@@ -1,15 +1,15 @@
-"""A low-rank adapter in the place of a model: which weights of the model it changes, and with which matrices.
+"""The description of a low-rank adapter: which weights of the model it changes, and with which matrices.
 
-Its tensors are canonical ones too. One matrix may serve several weights: A of what the writer had fused, both of what all
-experts of a layer share.
+The adapter's tensors have canonical names too. One matrix may serve several weights. If the writer fused several
+weights, they share one A. If a writer shares an adapter among all experts of a layer, they share both A and B.
 
     layers.0.attn.q.lora_a                      [rank, in]      of one weight
-    layers.0.attn.{q|k|v}.lora_a                [rank, in]      of three
+    layers.0.attn.{q|k|v}.lora_a                [rank, in]      of three weights
     layers.0.attn.q.lora_b                      [out, rank]
-    layers.0.attn.q.lora_length                 [out]           of DoRA: the length that each row of the changed weight has
+    layers.0.attn.q.lora_length                 [out]           DoRA only: the length of each row of the changed weight
     layers.0.mlp.experts.*.{gate|up}.lora_a     [rank, in]      of all experts
 
-What is added to a weight is (B @ A) * alpha / rank.
+The adapter adds (B @ A) * alpha / rank to a weight.
 """
 
 import re
@@ -22,40 +22,40 @@ _ANY_EXPERT = ".experts.*."
 
 
 class LowRank(NamedTuple):
-    """What is added to one weight."""
+    """The low-rank update of one weight."""
 
     a: str
-    """Canonical name of its A."""
+    """Canonical name of the A matrix."""
     b: str
     rank: int
     alpha: float
     length: str = ""
-    """Of DoRA's magnitudes; empty where the adapter is LoRA."""
+    """Canonical name of DoRA's magnitudes; empty if the adapter is LoRA."""
 
     @property
     def tensors(self) -> Iterator[str]:
-        """Their canonical names."""
+        """The canonical names of the adapter's tensors for this weight."""
         yield from (name for name in (self.a, self.b, self.length) if name)
 
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """What a header says of an adapter beside its tensors."""
+    """The part of a header that describes an adapter, apart from its tensors."""
 
     weights: Mapping[str, LowRank]
-    """By the canonical name of the weight that is changed."""
+    """Canonical name of a changed weight -> its low-rank update."""
     base: str = ""
-    """What it was trained on, for people; empty where nobody says it."""
+    """The name of the base model, for people; empty if the adapter doesn't name it."""
     dropout: float = 0.0
 
     @property
     def is_dora(self) -> bool:
-        """Whether any weight has DoRA's magnitudes."""
+        """True if any weight has DoRA's magnitudes."""
         return any(low.length for low in self.weights.values())
 
 
 def a_name(weights: Sequence[str]) -> str:
-    """Of the A that serves these weights, which are of one module."""
+    """The canonical name of the A matrix that serves these weights. All of them belong to one module."""
     stem, _, _ = weights[0].removesuffix(".weight").rpartition(".")
     words = [name.removesuffix(".weight").removeprefix(f"{stem}.") for name in weights]
     return f"{stem}.{words[0] if len(words) == 1 else '{' + '|'.join(words) + '}'}.lora_a"
@@ -74,12 +74,12 @@ def is_of_expert(weight: str) -> bool:
 
 
 def of_any_expert(weight: str) -> str:
-    """The name that stands for the same weight of all experts of its layer."""
+    """The name that stands for this weight in all experts of its layer."""
     return _EXPERT.sub(_ANY_EXPERT, weight)
 
 
 def of_each_expert(weight: str, experts: int) -> Iterator[str]:
-    """The weights that a name stands for: itself, if it doesn't stand for all experts'."""
+    """Yield the weights that a name stands for: one for each expert, or the name itself if it stands for one weight."""
     if _ANY_EXPERT not in weight:
         yield weight
         return

@@ -1,76 +1,83 @@
-"""A model that sees or hears: a language model, and beside it a tower and a projector.
+"""The parts of a multimodal model outside its language model: vision or audio encoders and projectors.
 
-    beside.visual.blocks.0.attn.qkv.weight      canonical: BESIDE and the name that it has in Megatron
+    beside.visual.blocks.0.attn.qkv.weight      canonical: BESIDE and Megatron's name
 
-Most towers are copied as they are: no table lists their tensors. Names and shapes are read off the source, and every one becomes a
-row of the first pipeline stage that tensor parallelism doesn't shard. Those that Megatron has of its own layers have a table
-(families/parts/towers.py).
+Most of these parts are copied unchanged, and no table lists their tensors. megaconv reads their names and shapes from
+the source. Each tensor becomes a row of the first pipeline stage, and tensor parallelism doesn't shard it. Encoders
+that Megatron builds of its own layers have a table (families/parts/towers.py).
 """
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from formats.tensor import Shape
-
-if TYPE_CHECKING:
-    from megaconv.model.table import Row
+from megaconv.model.rows import Row
 
 BESIDE = "beside."
-"""Before the names of these tensors, in every naming scheme, for as long as megaconv has them."""
+"""Prefix of these tensors' names in every naming scheme, as long as megaconv holds them."""
 
 TOWER = "vision_model."
-"""How names of a tower begin that Megatron has of its own layers."""
+"""Prefix of the names of an encoder that Megatron builds of its own layers."""
 
 
 class Beside(NamedTuple):
-    """One tensor beside the language model."""
+    """One tensor outside the language model."""
 
     name: str
-    """In Megatron."""
+    """The tensor's name in Megatron."""
     hf: str
     shape: Shape
-    """In Megatron."""
+    """The tensor's shape in Megatron."""
     transposed: bool = False
-    """Whether transformers has it the other way round."""
+    """True if transformers stores the transposed tensor."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """The model that a language model is a part of."""
+    """The multimodal model that a language model is a part of."""
 
     config: Mapping[str, Any]
-    """Its config.json, unchanged."""
+    """The multimodal model's config.json, unchanged."""
     begin: str = ""
-    """How names of the language model's tensors begin in a model by itself ..."""
+    """Prefix of the language model's tensor names in the standalone language model."""
     inside: str = ""
-    """... and here."""
+    """Prefix of the same names inside the multimodal model."""
     experts: tuple[str, ...] = ()
-    """How its experts are stored there: variants of the naming scheme `hf`."""
+    """Form of the experts in the multimodal model: variants of the naming scheme `hf`."""
     renamed: tuple[tuple[str, str], ...] = ()
-    """(beginning of a name in transformers' files, the same in Megatron's) of what lies beside."""
+    """(prefix in transformers' files, the same prefix in Megatron) for tensors outside the language model."""
     tensors: tuple[Beside, ...] = ()
-    """What is copied."""
-    tower: tuple["Row", ...] = ()
-    """The table of a tower that Megatron has of its own layers; empty where it is copied."""
+    """The tensors that are copied unchanged."""
+    tower: tuple[Row, ...] = ()
+    """The table of an encoder that Megatron builds of its own layers; empty if the encoder is copied unchanged."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Those that its shapes are written in."""
+    """The sizes that the shapes of this table are written in."""
 
     def hf_name(self, name: str) -> str:
-        """What transformers' files call a tensor. name: as in a model by itself, or behind BESIDE."""
+        """The name of a tensor in transformers' files.
+
+        name: the tensor's name in the standalone language model, or its name with the prefix BESIDE.
+        """
         if name.startswith(BESIDE):
             return name.removeprefix(BESIDE)
         return self.inside + name[len(self.begin) :] if name.startswith(self.begin) else name
 
     def builds(self, name: str) -> bool:
-        """Whether a tensor is of a tower that Megatron has of its own layers. name: in Megatron, behind BESIDE."""
+        """True if a tensor belongs to an encoder that Megatron builds of its own layers.
+
+        name: the tensor's Megatron name with the prefix BESIDE.
+        """
         return bool(self.tower) and name.startswith(BESIDE + TOWER)
 
     def parts(self) -> dict[str, int]:
-        """What lies beside, by the first word of its names -> how many tensors."""
+        """Count the tensors outside the language model: first word of their names -> number of tensors."""
         copied = Counter(each.name.partition(".")[0] for each in self.tensors)
-        counts = {"tower": self.sizes.get("tower_layers", 0), "deepstack": self.sizes.get("tower_deepstack", 0)}
+        counts = {
+            "tower": self.sizes.get("tower_layers", 0),
+            "deepstack": self.sizes.get("tower_deepstack", 0),
+        }
         for row in self.tower:
             word = row.canonical.removeprefix(BESIDE).partition(".")[0]
             each = len(row.shapes) if "|" in row.names["core"][0].name else 1

@@ -1,7 +1,7 @@
-"""How large the numbers may be by which a file describes a model, before anything of that size is counted out or made.
+"""Limits of the numbers that describe a model. Loaders check them before they count or allocate anything of that size.
 
-Each is far beyond every model and run that is known, and small enough that going through all of it takes no time. What a
-file itself may have is in formats/ceilings.py.
+Each limit is at least four times the value of every known model and run (tests/formats/test_ceilings.py). Each is also
+small enough that a loop over all of it takes no time. The limits of a file itself are in formats/ceilings.py.
 """
 
 import re
@@ -11,21 +11,24 @@ from typing import Any
 from megaconv.errors import CorruptCheckpoint
 
 LAYERS = 2_000
-"""The deepest models that are published whole have some 130; a thousand have been tried."""
+"""Layers of a model. The deepest published models have some 130 layers; researchers have tried a thousand."""
 EXPERTS = 65_536
-"""Of one layer: published models have up to some 2,000 (a Switch Transformer)."""
-ALL_EXPERTS = 100_000
-"""Layers times experts: DeepSeek-V3 has 15,000, models of a trillion parameters have some 25,000."""
+"""Experts of one layer. Published models have up to some 2,000 (a Switch Transformer)."""
+ALL_EXPERTS = 250_000
+"""Layers times experts. DeepSeek-V3 has 15,616, Qwen3.5-397B 30,720. A hybrid's layers without experts count as well:
+up to 56,000."""
 WIDTH = 1 << 24
-"""Hidden sizes, widths of MLPs, heads and their elements: published models have up to some 60,000."""
+"""Hidden sizes, widths of MLPs, and heads and their elements. Published models have up to some 60,000."""
 VOCABULARY = 1 << 28
-"""The largest vocabularies have a million tokens."""
+"""Tokens of a vocabulary. The largest vocabularies have a million tokens."""
 POSITIONS = 1 << 40
-"""Published models have up to ten million."""
+"""Positions. Published models have up to ten million."""
 RANKS = 65_536
-"""Along one kind of parallelism: the largest runs have some ten thousand devices in all."""
+"""Ranks along one kind of parallelism. The largest runs have some ten thousand devices in all."""
 ITERATION = 10**12
-"""The longest runs have some ten million."""
+"""Iterations of a run. The longest runs have some ten million."""
+OPERATIONS = 1e40
+"""Floating-point operations of a whole run. The largest runs take some 10^26."""
 
 _FIELDS = {
     "layers.count": LAYERS, "encoder.layers": LAYERS, "mtp_layers": LAYERS, "experts.count": EXPERTS,
@@ -37,19 +40,27 @@ _FIELDS = {
     "mamba.groups": WIDTH, "mamba.state": WIDTH, "token_types": WIDTH, "vocab": VOCABULARY, "max_positions": POSITIONS,
     "positions.buckets": WIDTH, "head.classes": WIDTH, "positions.max_distance": POSITIONS, "layers.window": POSITIONS,
 }  # fmt: skip
-"""By the dotted names of a configuration."""
+"""Dotted name of a configuration's field -> its limit."""
 
-_COUNTS = re.compile(r".*layer.*|first_k_dense_replace|decoder_sparse_step")
-"""Keys by which config.json counts layers: num_hidden_layers, n_layer, max_window_layers."""
+_COUNTS = re.compile(r"(?!.*(size|dim|theta)).*layer.*|first_k_dense_replace|decoder_sparse_step")
+"""Keys by which config.json counts layers: num_hidden_layers, n_layer, max_window_layers. Other keys give a size that
+each layer has, such as vocab_size_per_layer_input of Gemma 3n, which is 262,144."""
 
 
 def require_possible(values: Mapping[str, Any]) -> None:
-    """values: fields of a configuration by dotted name. Raises CorruptCheckpoint for one that no model has."""
+    """Raise CorruptCheckpoint for a field that is larger than in any model.
+
+    values: fields of a configuration, by dotted name.
+    """
     for name, ceiling in _FIELDS.items():
         value = values.get(name)
         if type(value) is int and value > ceiling:
-            raise CorruptCheckpoint(f"the model's {name} should be at most {ceiling:,}, found {_short(value)}")
-    layers, predicting, experts = (values.get(name) for name in ("layers.count", "mtp_layers", "experts.count"))
+            raise CorruptCheckpoint(
+                f"the model's {name} should be at most {ceiling:,}, found {_short(value)}"
+            )
+    layers, predicting, experts = (
+        values.get(name) for name in ("layers.count", "mtp_layers", "experts.count")
+    )
     layers = layers + predicting if type(layers) is int and type(predicting) is int else layers
     if type(layers) is int and type(experts) is int and layers * experts > ALL_EXPERTS:
         what = f"{layers:,} layers of {experts:,} experts"
@@ -57,15 +68,19 @@ def require_possible(values: Mapping[str, Any]) -> None:
 
 
 def require_countable(config: Mapping[str, Any], where: str) -> None:
-    """config: a config.json, before anything is made of it. Raises CorruptCheckpoint, naming where and the key, for more layers than
-    any model has."""
+    """Raise CorruptCheckpoint if a config.json counts more layers than any model has.
+
+    config: the content of a config.json, before anything is built from it. where: names the file in the message.
+    """
     for key, value in config.items():
         if isinstance(value, Mapping):
             require_countable(value, where)
         elif _COUNTS.fullmatch(key):
             number = len(value) if isinstance(value, list) else value
             if type(number) in (int, float) and not -LAYERS <= number <= LAYERS:
-                raise CorruptCheckpoint(f"{where}: {key} should be at most {LAYERS:,}, found {_short(number)}")
+                raise CorruptCheckpoint(
+                    f"{where}: {key} should be at most {LAYERS:,}, found {_short(number)}"
+                )
 
 
 def _short(number: float) -> str:

@@ -1,4 +1,5 @@
-"""The ledger of a stream: every tensor of the manifest passes exactly once, in the shape and dtype that it declares."""
+"""The ledger of a stream: checks that every tensor of the manifest passes exactly once, in its declared shape and
+dtype."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,18 +9,21 @@ from megaconv.errors import CorruptCheckpoint, TensorMismatch
 from megaconv.model.ir import Key, TensorInfo
 
 _LISTED = 8
-"""Names that an error message spells out."""
+"""Number of names that an error message lists."""
 
 
 def listing(names: Collection[object]) -> str:
-    """`a, b, c and 5 more`."""
+    """The names as text for a message: `a, b, c and 5 more`."""
     shown = [str(name) for name in list(names)[:_LISTED]]
     rest = len(names) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
 
 
 class Ledger:
-    """Entries are made by the sending side; what doesn't fit raises TensorMismatch naming the tensor."""
+    """The record of the tensors that the sending side has sent.
+
+    It raises TensorMismatch, with the tensor's name, for a tensor that doesn't fit the manifest.
+    """
 
     def __init__(self, manifest: Mapping[Key, TensorInfo]) -> None:
         self._manifest = manifest
@@ -41,31 +45,39 @@ class Ledger:
     def close(self, count: int) -> None:
         missing = [key for key in self._manifest if key not in self._seen]
         if missing:
-            raise TensorMismatch(f"the loader ended without {len(missing)} tensors of its manifest: {listing(missing)}")
+            raise TensorMismatch(
+                f"the loader ended without {len(missing)} tensors of its manifest: {listing(missing)}"
+            )
         if count != len(self._manifest):
-            raise TensorMismatch(f"the loader says that it sent {count} tensors, {len(self._manifest)} came")
+            raise TensorMismatch(
+                f"the loader reports {count} sent tensors, but {len(self._manifest)} arrived"
+            )
 
 
 @contextmanager
 def well_formed(where: str) -> Iterator[None]:
-    """Metadata with values of a wrong kind raise CorruptCheckpoint, whatever they lead to."""
+    """Turn the errors of metadata with values of a wrong kind into CorruptCheckpoint."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CorruptCheckpoint(f"{where}: has a value of a wrong kind ({type(error).__name__}: {error})") from error
+        raise CorruptCheckpoint(
+            f"{where}: has a value of a wrong kind ({type(error).__name__}: {error})"
+        ) from error
 
 
 def same_names(expected: Collection[str], found: Collection[str], where: str) -> None:
-    """Raise TensorMismatch, naming names, unless two sets of native tensor names are equal."""
+    """Raise TensorMismatch, with the names, unless two sets of native tensor names are equal."""
     wanted, held = set(expected), set(found)
     missing = [name for name in expected if name not in held]
     unknown = [name for name in found if name not in wanted]
     if missing:
         extra = f"; it has unknown ones: {listing(unknown)}" if unknown else ""
         raise TensorMismatch(
-            f"{where}: {len(missing)} tensors are missing: {listing(missing)}{extra}", code="missing-tensor"
+            f"{where}: {len(missing)} tensors are missing: {listing(missing)}{extra}",
+            code="missing-tensor",
         )
     if unknown:
         raise TensorMismatch(
-            f"{where}: {len(unknown)} tensors are unknown in this model: {listing(unknown)}", code="unknown-tensor"
+            f"{where}: {len(unknown)} tensors are unknown in this model: {listing(unknown)}",
+            code="unknown-tensor",
         )

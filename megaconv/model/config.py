@@ -1,7 +1,8 @@
-"""What a model is: everything that any target format has to write, grouped by subject.
+"""The configuration of a model, grouped by subject: everything that any target format has to write.
 
-Every value has a dotted name (`attention.heads`, `layers.window`), under which loaders collect what they find, families
-say what their config.json can represent, and messages name what a target can't. `fields.py` translates.
+Every value has a dotted name (`attention.heads`, `layers.window`). Loaders collect the values that they find under
+these names, and families list the names that their config.json can represent. Error messages name the fields that a
+target can't represent. `fields.py` translates between dotted names and objects.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,11 +31,11 @@ from megaconv.model.subjects import (
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model. Sizes are those of the whole model, before any sharding or padding."""
+    """One model. Its sizes are those of the whole model, before sharding and padding."""
 
     family: str
     layers: tuple[LayerKind, ...]
-    """Of the decoder, or of the only stack, from the first on."""
+    """Layers of the decoder, or of the only stack, in order."""
     hidden: int
     vocab: int
     max_positions: int
@@ -53,26 +54,30 @@ class ModelConfig:
     embedding_scale: float | None = None
     """A factor on the embedding's output."""
     token_types: int = 0
-    """Kinds of segments that have an embedding."""
+    """Number of segment types that have an embedding."""
     mtp_layers: int = 0
-    """Layers after the last that predict further tokens."""
+    """Number of multi-token prediction (MTP) layers, which follow the last layer."""
     dtype: str = "bfloat16"
-    """What most of the weights are stored in: read off the tensors."""
+    """Dtype of most of the weights, read from the tensors."""
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
     hf: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
-    """The model's own config.json, unchanged, where it is known."""
+    """The model's own config.json, unchanged; None if it is not known."""
     whole: Whole | None = field(default=None, compare=False, repr=False)
-    """The model that it is a part of, which is converted with it; None where it is all there is."""
-    _features: dict[int, frozenset[str]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """The multimodal model that contains this model and is converted with it; None for a plain language model."""
+    _features: dict[int, frozenset[str]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
-        """Raises CorruptCheckpoint for values that no model has."""
+        """Raise CorruptCheckpoint for values that no model has."""
         for name, size in SIZES.items():
             value = size.of(self)
             if type(value) is not int or value < size.least:
-                raise CorruptCheckpoint(f"the model's {name} should be a positive number, found {value!r}")
+                raise CorruptCheckpoint(
+                    f"the model's {name} should be a positive number, found {value!r}"
+                )
         if not self.layers:
             raise CorruptCheckpoint("the model's layers should be a positive number, found 0")
         for name in ("norm.epsilon", "positions.theta", "positions.rotary_percent"):
@@ -84,20 +89,30 @@ class ModelConfig:
             what = f"{experts.per_token} of {experts.count} experts of width {experts.ffn}"
             raise CorruptCheckpoint(f"the model can't have {what} for each token")
         if latent.kv_rank and not (0 < latent.rope_dim < self.attention.head_dim and latent.v_dim):
-            what = (
-                f"heads of {self.attention.head_dim}, {latent.rope_dim} of them rotating, and values of {latent.v_dim}"
-            )
+            what = f"heads of {self.attention.head_dim}, {latent.rope_dim} of them rotating, and values of {latent.v_dim}"
             raise CorruptCheckpoint(f"the model's latent attention can't have {what}")
         indexer = self.indexer
-        if indexer.heads and not (latent.q_rank and indexer.head_dim >= latent.rope_dim > 0 and indexer.topk > 0):
-            what = f"{indexer.heads} heads of {indexer.head_dim} that choose {indexer.topk} positions"
-            raise CorruptCheckpoint(f"the model's indexer can't have {what} where {latent.rope_dim} elements rotate")
+        if indexer.heads and not (
+            latent.q_rank and indexer.head_dim >= latent.rope_dim > 0 and indexer.topk > 0
+        ):
+            what = (
+                f"{indexer.heads} heads of {indexer.head_dim} that choose {indexer.topk} positions"
+            )
+            raise CorruptCheckpoint(
+                f"the model's indexer can't have {what} where {latent.rope_dim} elements rotate"
+            )
         self._check_linear()
         self._check_mamba()
 
     def _check_linear(self) -> None:
         linear = self.linear
-        sizes = (linear.key_heads, linear.value_heads, linear.key_dim, linear.value_dim, linear.conv)
+        sizes = (
+            linear.key_heads,
+            linear.value_heads,
+            linear.key_dim,
+            linear.value_dim,
+            linear.conv,
+        )
         if any(kind.mixer == "linear" for kind in self.layers) and (
             not all(sizes) or linear.value_heads % linear.key_heads
         ):
@@ -109,7 +124,9 @@ class ModelConfig:
     def _check_mamba(self) -> None:
         mamba = self.mamba
         sizes = (mamba.heads, mamba.head_dim, mamba.groups, mamba.state)
-        if any(kind.mixer == "mamba" for kind in self.layers) and (not all(sizes) or mamba.heads % mamba.groups):
+        if any(kind.mixer == "mamba" for kind in self.layers) and (
+            not all(sizes) or mamba.heads % mamba.groups
+        ):
             what = f"{mamba.heads} heads of {mamba.head_dim} in {mamba.groups} groups, and a state of {mamba.state}"
             raise CorruptCheckpoint(f"the model's Mamba layers can't have {what}")
 
@@ -119,7 +136,7 @@ class ModelConfig:
 
     @property
     def window(self) -> int | None:
-        """Of the layers that have one; None where none has."""
+        """Attention window of the layers that have one; None if no layer has one."""
         return next((kind.window for kind in self.layers if kind.window is not None), None)
 
     def layers_with(self, features: str) -> tuple[int, ...]:
@@ -127,9 +144,10 @@ class ModelConfig:
         return tuple(layer for layer in range(self.layer_count) if self.has(features, layer))
 
     def has(self, features: str, layer: int = 0) -> bool:
-        """Whether a layer has all of these features (`moe !shared_ffn`), any of FEATURES; behind `!` one that it hasn't.
+        """True if a layer has all of these features, such as `moe !shared_ffn`.
 
-        layer: may be beyond the last, whose kind then counts. Raises KeyError for a feature that there is not.
+        features: names of FEATURES, separated by spaces. The prefix `!` means that the layer must not have the feature.
+        layer: a number after the last layer stands for the last layer's kind. Raises KeyError for an unknown feature.
         """
         found = self._features.get(layer)
         if found is None:
@@ -140,7 +158,7 @@ class ModelConfig:
         return wanted <= found and unwanted.isdisjoint(found)
 
     def sizes(self) -> dict[str, int]:
-        """The sizes that shapes are written in."""
+        """The sizes that shapes are written in, by name."""
         rope_dim = self.latent.rope_dim
         derived = {
             "nope_dim": self.attention.head_dim - rope_dim,
@@ -152,7 +170,7 @@ class ModelConfig:
 
 
 class Size(NamedTuple):
-    """A size that shapes are written in."""
+    """A size that shapes are written in: the field that holds it, and its smallest valid value."""
 
     field: str
     least: int = 0
@@ -193,17 +211,17 @@ SIZES: Mapping[str, Size] = {
     "mamba_groups": Size("mamba.groups"),
     "mamba_state": Size("mamba.state"),
 }
-"""Name in shapes -> the size."""
+"""Name of a size in shapes -> the size."""
 
 
 def _of_task(config: ModelConfig) -> bool:
-    """Whether a head for a task stands in the place of one for words."""
+    """True if the model has a head for a task (classification or multiple choice) instead of a language-model head."""
     return bool(config.head.classes or config.head.choices) and not config.head.activation
 
 
 Holds = Callable[[ModelConfig, LayerKind, int], bool]
 FEATURES: Mapping[str, Holds] = {
-    # of the model
+    # Features of the whole model.
     "untied": lambda config, kind, layer: not config.tie_embeddings and not _of_task(config),
     "rope": lambda config, kind, layer: config.positions.kind == "rope",
     "interleaved": lambda config, kind, layer: config.positions.interleaved,
@@ -220,9 +238,13 @@ FEATURES: Mapping[str, Holds] = {
     "qkv_bias": lambda config, kind, layer: config.attention.qkv_bias,
     "o_bias": lambda config, kind, layer: config.attention.o_bias,
     "qk_norm": lambda config, kind, layer: config.attention.qk_norm,
-    "wide_qk_norm": lambda config, kind, layer: config.attention.qk_norm and config.attention.qk_norm_width == "all",
+    "wide_qk_norm": lambda config, kind, layer: (
+        config.attention.qk_norm and config.attention.qk_norm_width == "all"
+    ),
     "qk_l2_norm": lambda config, kind, layer: config.attention.qk_l2_norm,
-    "qkv_alone": lambda config, kind, layer: config.attention.qkv_bias and not config.attention.o_bias,
+    "qkv_alone": lambda config, kind, layer: (
+        config.attention.qkv_bias and not config.attention.o_bias
+    ),
     "scaled_scores": lambda config, kind, layer: config.attention.scale is not None,
     "capped_scores": lambda config, kind, layer: config.attention.score_cap is not None,
     "capped_logits": lambda config, kind, layer: config.head.logit_cap is not None,
@@ -230,8 +252,12 @@ FEATURES: Mapping[str, Holds] = {
     "two_ropes": lambda config, kind, layer: config.positions.local_theta is not None,
     "sinks": lambda config, kind, layer: config.attention.sinks,
     "output_gate": lambda config, kind, layer: config.attention.output_gate,
-    "linear_layers": lambda config, kind, layer: any(each.mixer == "linear" for each in config.layers),
-    "mamba_layers": lambda config, kind, layer: any(each.mixer == "mamba" for each in config.layers),
+    "linear_layers": lambda config, kind, layer: any(
+        each.mixer == "linear" for each in config.layers
+    ),
+    "mamba_layers": lambda config, kind, layer: any(
+        each.mixer == "mamba" for each in config.layers
+    ),
     "mlp_bias": lambda config, kind, layer: config.mlp.bias,
     "gated": lambda config, kind, layer: config.mlp.gated,
     "plain": lambda config, kind, layer: not config.mlp.gated,
@@ -257,29 +283,37 @@ FEATURES: Mapping[str, Holds] = {
     "binary_head": lambda config, kind, layer: config.head.binary,
     "classification_head": lambda config, kind, layer: config.head.classes > 0,
     "multichoice_head": lambda config, kind, layer: config.head.choices,
-    "pooler": lambda config, kind, layer: config.head.binary or bool(config.head.classes or config.head.choices),
-    "both_ways": lambda config, kind, layer: bool(config.head.activation or config.head.classes or config.head.choices),
+    "pooler": lambda config, kind, layer: (
+        config.head.binary or bool(config.head.classes or config.head.choices)
+    ),
+    "both_ways": lambda config, kind, layer: bool(
+        config.head.activation or config.head.classes or config.head.choices
+    ),
     "head_bias": lambda config, kind, layer: config.head.bias,
     "transform": lambda config, kind, layer: bool(config.head.activation),
     "windows": lambda config, kind, layer: config.window is not None,
     "tower": lambda config, kind, layer: config.whole is not None and bool(config.whole.tower),
-    "only_windows": lambda config, kind, layer: all(each.window is not None for each in config.layers),
-    # of a layer
+    "only_windows": lambda config, kind, layer: all(
+        each.window is not None for each in config.layers
+    ),
+    # Features of one layer.
     "attention": lambda config, kind, layer: kind.mixer == "attention",
     "linear": lambda config, kind, layer: kind.mixer == "linear",
     "mamba": lambda config, kind, layer: kind.mixer == "mamba",
     "moe": lambda config, kind, layer: config.experts.count > 0 and kind.mlp == "experts",
-    "dense": lambda config, kind, layer: kind.mlp != "none" and not (config.experts.count and kind.mlp == "experts"),
+    "dense": lambda config, kind, layer: (
+        kind.mlp != "none" and not (config.experts.count and kind.mlp == "experts")
+    ),
     "window": lambda config, kind, layer: kind.window is not None,
     "first_layer": lambda config, kind, layer: layer == 0,
     "later_layer": lambda config, kind, layer: layer > 0,
 }
-"""What a table's row, or a family, may depend on."""
+"""The features that a table's row or a family may depend on. Each function takes (config, kind, layer)."""
 
 
 @cache
 def _parsed(features: str) -> tuple[frozenset[str], frozenset[str]]:
-    """(wanted, unwanted) features of `moe !shared_ffn`."""
+    """(wanted, unwanted) features of a text such as `moe !shared_ffn`."""
     names = features.split()
     for name in names:
         FEATURES[name.removeprefix("!")]
@@ -288,7 +322,8 @@ def _parsed(features: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def value_of(config: ModelConfig, name: str) -> Any:
-    """The value of a dotted field; `layers.window` is one value where all layers agree, else a tuple with one for each."""
+    """The value of a dotted field. A field such as `layers.window` is one value if all layers agree, else a tuple with
+    one for each."""
     subject, _, inner = name.rpartition(".")
     if subject == "layers":
         if inner == "count":

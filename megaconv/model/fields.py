@@ -1,4 +1,4 @@
-"""A model's configuration by dotted field: split, put together, and compared with what came back from another description."""
+"""A model's configuration by dotted field: splits, rebuilds and compares configurations."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -49,14 +49,29 @@ def _dotted() -> Iterator[str]:
 
 
 FIELDS = tuple(_dotted())
-"""The dotted names of everything that describes a model, but its family."""
+"""The dotted names of everything that describes a model, except its family."""
 
 NOT_COMPUTED = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id")
-"""Fields that don't change what a model computes from its weights."""
+"""Fields that don't change the model's computation."""
 
 STRUCTURE = (
-    *("layers.count", "layers.mixer", "layers.mlp", "hidden", "mlp.ffn", "mlp.bias", "tie_embeddings", "token_types"),
-    *("attention.heads", "attention.kv_heads", "attention.head_dim", "attention.qkv_bias", "attention.o_bias"),
+    *(
+        "layers.count",
+        "layers.mixer",
+        "layers.mlp",
+        "hidden",
+        "mlp.ffn",
+        "mlp.bias",
+        "tie_embeddings",
+        "token_types",
+    ),
+    *(
+        "attention.heads",
+        "attention.kv_heads",
+        "attention.head_dim",
+        "attention.qkv_bias",
+        "attention.o_bias",
+    ),
     *(
         "attention.qk_norm",
         "attention.qk_norm_width",
@@ -67,27 +82,44 @@ STRUCTURE = (
         "experts.router_bias",
         "experts.latent",
     ),
-    *("encoder.layers", "norm.final", "head.binary", "head.classes", "head.choices", "positions.buckets"),
+    *(
+        "encoder.layers",
+        "norm.final",
+        "head.binary",
+        "head.classes",
+        "head.choices",
+        "positions.buckets",
+    ),
     *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),
     *("indexer.heads", "indexer.head_dim"),
-    *("linear.key_heads", "linear.value_heads", "linear.key_dim", "linear.value_dim", "linear.conv"),
+    *(
+        "linear.key_heads",
+        "linear.value_heads",
+        "linear.key_dim",
+        "linear.value_dim",
+        "linear.conv",
+    ),
     *("mamba.heads", "mamba.head_dim", "mamba.groups", "mamba.state"),
 )
-"""What decides names and shapes: two descriptions of one checkpoint have to agree on these."""
+"""Fields that decide the names and shapes of tensors. Two descriptions of one checkpoint have to agree on these."""
 
 
 def fields_of(config: ModelConfig) -> dict[str, Any]:
-    """Everything that describes a model, by dotted name."""
+    """All fields that describe a model, by dotted name."""
     return {name: value_of(config, name) for name in FIELDS}
 
 
 def from_fields(
-    family: str, values: Mapping[str, Any], hf: Mapping[str, Any] | None = None, whole: Whole | None = None
+    family: str,
+    values: Mapping[str, Any],
+    hf: Mapping[str, Any] | None = None,
+    whole: Whole | None = None,
 ) -> ModelConfig:
-    """A model from its fields by dotted name; those that are left out have their defaults.
+    """Build a model from its fields by dotted name. Missing fields have their defaults.
 
-    `layers.count` says how many layers there are, and each other field of layers is one value for all, or one for each.
-    Raises CorruptCheckpoint for values that no model has, TypeError for fields that there are not or that are missing.
+    `layers.count` is the number of layers. Each other field of layers is one value for all layers, or a tuple with one
+    for each. Raises CorruptCheckpoint for values that no model has, and TypeError for unknown fields and for missing
+    fields without a default.
     """
     unknown = values.keys() - set(FIELDS)
     if unknown:
@@ -102,7 +134,9 @@ def from_fields(
         elif not subject:
             flat[inner] = value
     subjects = {subject: kind(**grouped[subject]) for subject, kind in _SUBJECTS.items()}
-    return ModelConfig(family=family, layers=_layers(values), hf=hf, whole=whole, **flat, **subjects)
+    return ModelConfig(
+        family=family, layers=_layers(values), hf=hf, whole=whole, **flat, **subjects
+    )
 
 
 def _layers(values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
@@ -112,9 +146,16 @@ def _layers(values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
     columns = {name: values[f"layers.{name}"] for name in _OF_LAYERS if f"layers.{name}" in values}
     for name, column in columns.items():
         if isinstance(column, tuple) and len(column) != count:
-            raise CorruptCheckpoint(f"the model has {count} layers, and layers.{name} is about {len(column)}")
+            raise CorruptCheckpoint(
+                f"the model has {count} layers, and layers.{name} is about {len(column)}"
+            )
     return tuple(
-        LayerKind(**{name: column[layer] if isinstance(column, tuple) else column for name, column in columns.items()})
+        LayerKind(
+            **{
+                name: column[layer] if isinstance(column, tuple) else column
+                for name, column in columns.items()
+            }
+        )
         for layer in range(count)
     )
 
@@ -125,88 +166,140 @@ def changed(config: ModelConfig, values: Mapping[str, Any]) -> ModelConfig:
 
 
 def per_layer(layers: Iterable[int], count: int, inside: Any, outside: Any) -> Any:
-    """A field of layers: one value for the numbered layers and another for the rest."""
+    """A field of layers that has one value in the listed layers and another value in the rest."""
     chosen = set(layers)
     return one_or_each(tuple(inside if layer in chosen else outside for layer in range(count)))
 
 
 def one_or_each(values: tuple[Any, ...]) -> Any:
-    """A field of layers: one value where all layers have it, else each layer's."""
+    """A field of layers: one value if all layers have the same, else the tuple of values."""
     return values[0] if len(set(values)) == 1 else values
 
 
 def meaning_of(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a model that count, each in one form: without those that have no effect beside others.
+    """The fields of a model that have an effect, each in one normal form.
 
-    One group of experts is none, and a factor of 1 on their weights too; the width of dense layers counts where there are any.
+    A field is left out if another field makes it meaningless. One group of experts counts as no groups, and a factor of
+    1 on the experts' weights counts as no factor. The width of dense layers counts only if there are dense layers.
     """
     values = fields_of(config)
     values["positions.scaling"] = _full_scaling(config)
-    without_effect = set[str]()
-    if not config.has("rope"):
-        without_effect |= {"positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent"}
-        without_effect |= {"positions.interleaved", "layers.rotates"}
-    if not config.attention.qk_norm:
-        without_effect.add("attention.qk_norm_width")
-    if config.window is None or (
-        config.positions.local_theta == config.positions.theta and not config.positions.scaling
-    ):
-        without_effect.add("positions.local_theta")
-    if not config.has("linear_layers"):
-        without_effect |= {name for name in FIELDS if name.startswith("linear.")}
-    if not config.has("mamba_layers"):
-        without_effect |= {name for name in FIELDS if name.startswith("mamba.")}
-    if not config.indexer.heads:
-        without_effect |= {name for name in FIELDS if name.startswith("indexer.") and name != "indexer.heads"}
     if not config.experts.count:
-        without_effect |= {name for name in FIELDS if name.startswith("experts.") and name != "experts.count"}
-        values["layers.mlp"] = one_or_each(tuple("none" if kind.mlp == "none" else "dense" for kind in config.layers))
-    if config.experts.count and not config.layers_with("dense"):
-        without_effect.add("mlp.ffn")
-    if values["experts.groups"] == 1:
-        without_effect |= {"experts.groups", "experts.group_topk"}
-    if values["experts.scale"] == 1:
-        without_effect.add("experts.scale")
-    empty: dict[str, Any] = dict.fromkeys(without_effect & {"experts.groups", "experts.group_topk", "experts.scale"})
-    return {name: value for name, value in values.items() if name not in without_effect} | empty
+        values["layers.mlp"] = one_or_each(
+            tuple("none" if kind.mlp == "none" else "dense" for kind in config.layers)
+        )
+    without_effect = {*_without_effect(config)}
+    # A value that equals its absence becomes None.
+    for name in _NONE_IF_ONE & without_effect:
+        values[name] = None
+    return {
+        name: value for name, value in values.items() if name not in without_effect - _NONE_IF_ONE
+    }
+
+
+_NONE_IF_ONE = frozenset({"experts.groups", "experts.group_topk", "experts.scale"})
+"""Fields that mean the same with 1 as without a value."""
+
+
+def _without_effect(config: ModelConfig) -> Iterator[str]:
+    """The names of the fields that have no effect on the model, because of the values of other fields."""
+    experts, positions = config.experts, config.positions
+    # Each library uses its own value and ignores the configuration. The families' notices say so.
+    yield "latent.norm_epsilon"
+    if not config.has("rope"):
+        yield from _OF_ROPE
+    if not config.attention.qk_norm:
+        yield "attention.qk_norm_width"
+    has_one_theta = positions.local_theta == positions.theta and not positions.scaling
+    if config.window is None or has_one_theta:
+        yield "positions.local_theta"
+    if not config.has("linear_layers"):
+        yield from _fields_below("linear.")
+    if not config.has("mamba_layers"):
+        yield from _fields_below("mamba.")
+    if not config.indexer.heads:
+        yield from (name for name in _fields_below("indexer.") if name != "indexer.heads")
+    if not experts.count:
+        yield from (name for name in _fields_below("experts.") if name != "experts.count")
+    elif not config.layers_with("dense"):
+        yield "mlp.ffn"
+    if experts.groups == 1:
+        yield from ("experts.groups", "experts.group_topk")
+    if experts.scale == 1:
+        yield "experts.scale"
+
+
+_OF_ROPE = (
+    "positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent", "positions.interleaved",
+    "layers.rotates",
+)  # fmt: skip
+
+
+def _fields_below(prefix: str) -> Iterator[str]:
+    return (name for name in FIELDS if name.startswith(prefix))
 
 
 def _full_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    """Rope scaling with what transformers and Megatron take a missing key for; both take one mscale without the other for none."""
+    """Rope scaling with the values that transformers and Megatron assume for missing keys. Both ignore one mscale
+    without the other."""
     if config.positions.scaling is None:
         return None
     given = {name: value for name, value in config.positions.scaling.items() if value is not None}
     if given["rope_type"] != "yarn":
         return given
     original = 4096 if config.latent.kv_rank else config.max_positions
-    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": original, "truncate": True}
+    usual = {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": original,
+        "truncate": True,
+    }
     if not (given.get("mscale") and given.get("mscale_all_dim")):
         given = {name: value for name, value in given.items() if not name.startswith("mscale")}
     return usual | given
 
 
 def config_differences(left: ModelConfig, right: ModelConfig) -> list[tuple[str, Any, Any]]:
-    """(field, left value, right value) wherever two configurations mean different models; None: has no such field."""
-    ours, theirs = {"family": left.family} | meaning_of(left), {"family": right.family} | meaning_of(right)
+    """(field, left value, right value) for each field that differs in meaning. None: the model has no such field."""
+    ours, theirs = (
+        {"family": left.family} | meaning_of(left),
+        {"family": right.family} | meaning_of(right),
+    )
     names = dict.fromkeys((*ours, *theirs))
-    return [(name, ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)]
+    return [
+        (name, ours.get(name), theirs.get(name))
+        for name in names
+        if ours.get(name) != theirs.get(name)
+    ]
 
 
-def lost_fields(config: ModelConfig, back: ModelConfig, *, but: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Field -> (value, what it came back as) of all that another description doesn't keep; but: may differ."""
+def lost_fields(
+    config: ModelConfig, back: ModelConfig, *, but: Iterable[str] = ()
+) -> dict[str, tuple[Any, Any]]:
+    """Field -> (value, value after the round trip) for each field that another description doesn't keep.
+
+    but: fields that may differ.
+    """
     skipped = {"family", *but}
-    return {name: (ours, theirs) for name, ours, theirs in config_differences(config, back) if name not in skipped}
+    return {
+        name: (ours, theirs)
+        for name, ours, theirs in config_differences(config, back)
+        if name not in skipped
+    }
 
 
-def require_kept(config: ModelConfig, back: ModelConfig, where: str, *, but: Iterable[str] = ()) -> None:
-    """Raises NotExpressible, naming them, for fields that came back otherwise from another description.
+def require_kept(
+    config: ModelConfig, back: ModelConfig, where: str, *, but: Iterable[str] = ()
+) -> None:
+    """Raise NotExpressible, with the fields' names, if another description doesn't keep all fields.
 
-    where: what can't represent them. but: fields that may differ.
+    back: the configuration after the round trip. where: names the description that can't represent them. but: fields
+    that may differ.
     """
     lost = lost_fields(config, back, but=but)
     if not lost:
         return
-    # A field without effect there follows from another one, which is the one to name.
+    # A field without effect there follows from another field. The message names that other field.
     kept_fields = meaning_of(back)
     names = [name for name in lost if name in kept_fields] or list(lost)
     value, kept = lost[names[0]]

@@ -1,7 +1,8 @@
-"""The intermediate representation: what a loader says about a model before, and what it hands over while, it streams.
+"""The intermediate representation: a header that describes a model, and a stream of canonical tensors.
 
-Canonical tensors are a model's parameters in their smallest meaningful pieces (q, k and v separate, gate and up separate),
-whole, unpadded, [out, in]. A slot says what a tensor is of its parameter: the weight itself, or optimizer state.
+Canonical tensors are a model's parameters in their smallest meaningful pieces: q, k and v are separate, and so are gate
+and up. They are whole, unpadded and [out, in]. A slot says what a tensor is to its parameter: the weight itself, or
+optimizer state.
 """
 
 from collections import Counter
@@ -22,7 +23,7 @@ WEIGHT = "weight"
 
 
 class Key(NamedTuple):
-    """Names one tensor of a model: `layers.3.attn.q.weight`, slot `weight`."""
+    """The name of one tensor of a model, such as `layers.3.attn.q.weight`, and its slot, such as `weight`."""
 
     name: str
     slot: str = WEIGHT
@@ -32,73 +33,79 @@ class Key(NamedTuple):
 
 
 def is_trained(name: str, manifest: Container[Key]) -> bool:
-    """Whether there is an optimizer's state of this tensor."""
+    """True if the manifest holds optimizer state of this tensor."""
     return any(Key(name, kind[0]) in manifest for kind in (ADAM, SGD))
 
 
 class TensorInfo(NamedTuple):
-    """One line of the manifest."""
+    """One line of the manifest: a tensor's shape and dtype."""
 
     shape: Shape
     dtype: str
 
     @property
     def nbytes(self) -> int:
-        """What it takes when it is stored."""
+        """Size of the stored tensor in bytes."""
         return byte_count(self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
 class Header:
-    """Sent before the first tensor, so that a saver can lay out all its files."""
+    """Everything that is known before the first tensor. It is sent first, so that a saver can lay out all its files."""
 
     config: ModelConfig
     manifest: Mapping[Key, TensorInfo]
     """Every tensor that will follow, in model order."""
     layout: Layout | None = None
-    """How the source is sharded; None where it isn't."""
+    """Sharding of the source; None if it is not sharded."""
     training: TrainingState = field(default_factory=TrainingState)
     files: Mapping[str, Path] = field(default_factory=dict)
-    """Small files that travel along unread: tokenizer, generation configuration. By file name."""
+    """File name -> path of small files that are copied unread, such as the tokenizer and the generation configuration.
+    """
     named_tokenizer: str = ""
-    """The path or Hub name that Megatron's arguments have for the tokenizer, where nothing else of the original is known."""
+    """The path or Hub name of the tokenizer in Megatron's arguments, if no other part of the original tokenizer is
+    known."""
     vocab_divisor: int | None = None
-    """What the source pads its vocabulary to a multiple of (times tensor-parallel size); None where it doesn't."""
+    """The source pads its vocabulary to a multiple of this number times the tensor-parallel size; None if it doesn't
+    pad."""
     source: str = ""
-    """Format and naming, for people: `core (torch, transformer_engine)`."""
+    """Format and naming scheme, for people: `core (torch, transformer_engine)`."""
     padded_vocab: int | None = None
-    """Rows of the source's embedding as stored, where they are more than the vocabulary."""
+    """Rows of the source's embedding as stored, if they are more than the vocabulary; else None."""
     has_optimizer: bool = False
-    """Whether optimizer state lies beside the weights."""
+    """True if the source has optimizer state."""
     shifts: Mapping[Key, int] = field(default_factory=dict)
-    """What the source has added to the values of a tensor; nothing to those that aren't listed. See engine/shifted.py."""
+    """The number that the source has added to a tensor's values. Tensors that are not listed have none. See
+    values/shifted.py."""
     has_weights: bool = True
-    """Whether the tensors of the manifest are there; else it is what a configuration alone describes."""
+    """True if the source holds the tensors of the manifest. False if the manifest follows from a configuration alone.
+    """
     beside: Mapping[str, int] = field(default_factory=dict)
-    """What lies beside the language model and was left out (`vision_tower`) -> how many tensors."""
+    """First word of the names of left-out multimodal tensors, such as `vision_tower` -> number of tensors."""
     adapter: AdapterInfo | None = None
-    """Set where the tensors are those of an adapter, and not the model's own: `config` is that of the model it is for."""
+    """Set if the tensors are those of an adapter. `config` then describes the adapter's base model."""
     revision: str | None = None
-    """Of a source that isn't files: changes whenever its content does. None: nobody knows, and a run of it can't be resumed."""
+    """The version of a source that has no files; it changes whenever the content does. If it is None, a run can't be
+    resumed."""
 
     @property
     def carries_optimizer(self) -> bool:
-        """Whether the optimizer's tensors are in the manifest too."""
+        """True if the manifest holds optimizer tensors."""
         return any(key.slot != WEIGHT for key in self.manifest)
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors together."""
+        """Size of all tensors in bytes."""
         return sum(count * info.nbytes for info, count in Counter(self.manifest.values()).items())
 
     @property
     def parameters(self) -> int:
-        """How many numbers the weights are, without optimizer state."""
+        """Number of elements of all weights, without optimizer state."""
         return sum(count * prod(info.shape) for info, count in self.weight_kinds.items())
 
     @cached_property
     def weight_kinds(self) -> Counter[TensorInfo]:
-        """`weight_kinds` of the manifest, counted once."""
+        """The result of `weight_kinds` for the manifest, computed once."""
         return weight_kinds(self.manifest)
 
 
@@ -108,12 +115,12 @@ def describe(tensors: Mapping[Key, LazyTensor]) -> dict[Key, TensorInfo]:
 
 
 def shift_of(tensor: LazyTensor) -> int:
-    """What its source has added to the canonical values: of a lazy tensor that says so, in `shift`."""
+    """The number that the source has added to the canonical values: the tensor's attribute `shift`, or 0."""
     return int(getattr(tensor, "shift", 0))
 
 
 def main_dtype(manifest: Mapping[Key, TensorInfo]) -> str:
-    """The dtype that most of the bytes of the weights have."""
+    """The dtype with the most bytes among the weights."""
     totals: Counter[str] = Counter()
     for info, count in weight_kinds(manifest).items():
         totals[info.dtype] += count * info.nbytes
@@ -121,30 +128,30 @@ def main_dtype(manifest: Mapping[Key, TensorInfo]) -> str:
 
 
 def weight_kinds(manifest: Mapping[Key, TensorInfo]) -> Counter[TensorInfo]:
-    """How many weights there are of each shape and dtype: few, however many tensors a model has."""
+    """Count the weights of each shape and dtype. A model has few such kinds, however many tensors it has."""
     return Counter(info for key, info in manifest.items() if key.slot == WEIGHT)
 
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """A header and its lazy tensors: all that our own loaders need to return."""
+    """A header and its lazy tensors: the source that megaconv's own loaders return."""
 
     header: Header
     by_key: Mapping[Key, LazyTensor]
-    """In the order of the manifest."""
+    """Lazy tensors in the order of the manifest."""
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
         yield from self.by_key.items()
 
 
 class Source(Protocol):
-    """An opened checkpoint: its metadata has been read and checked, none of its tensors."""
+    """An opened checkpoint: its metadata has been read and checked, none of its tensors has been read."""
 
     @property
     def header(self) -> Header:
-        """What is known before the first tensor is read."""
+        """Everything that is known before the first tensor is read."""
         ...
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
-        """Every tensor of the manifest, once, in its order."""
+        """Yield every tensor of the manifest once, in its order."""
         ...

@@ -1,4 +1,4 @@
-"""Which rank holds what: pure arithmetic on sizes, as Megatron core does it."""
+"""The layout of a model: the layers of each rank, by arithmetic on sizes with the same results as Megatron core."""
 
 import re
 from collections.abc import Iterator
@@ -10,36 +10,40 @@ from megaconv.model.ceilings import LAYERS, RANKS
 
 
 class Chunk(NamedTuple):
-    """A run of layers that one pipeline rank holds: one of its `vpp` virtual stages."""
+    """A range of layers that one pipeline rank holds: one of its `vpp` virtual stages."""
 
     pp_rank: int
     vpp_rank: int
     first_layer: int
     layers: int
     is_first: bool
-    """Holds the embedding."""
+    """True if the chunk holds the embedding."""
     is_last: bool
-    """Holds the final norm and the head."""
+    """True if the chunk holds the final norm and the head."""
     encoder: range | None = None
-    """Which layers of an encoder that has stages of its own, none on its decoder's. None: it has not, and all lie with is_first."""
+    """Encoder layers of this chunk, if the encoder has pipeline stages of its own. None otherwise: the chunk
+    with is_first holds all encoder layers."""
     ends_encoder: bool = False
     starts_decoder: bool = False
-    """Whether it is the last of the encoder's own stages, or the first after them."""
+    """ends_encoder: this is the last of the encoder's own stages. starts_decoder: this is the first stage after them.
+    """
 
     @property
     def embeds(self) -> bool:
-        """Whether it holds an embedding: a decoder separate from its encoder has one again."""
+        """True if the chunk holds an embedding. If encoder and decoder are on separate stages, the decoder has a copy
+        of it."""
         return self.is_first or self.starts_decoder
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes and the layers of each virtual stage.
+    """Parallel sizes, and the layers of each virtual stage.
 
-    stage_layers counts layers stage by stage in the order of the model: stage s lives on pipeline rank s % pp as its
-    virtual stage s // pp. The embedding sits on the first stage, the head on the last.
-    encoder_stage_layers counts those of an encoder where it has the first stages to itself, which then have no others; a decoder
-    has the rest. Empty where an encoder lies with its whole decoder on a single stage, or there is none.
+    stage_layers: the number of layers of each stage, in model order. Stage s is on pipeline rank s % pp, as its virtual
+    stage s // pp. The embedding is on the first stage, the head on the last.
+    encoder_stage_layers: the number of encoder layers of each of the encoder's own stages, which come first and hold no
+    decoder layers. The decoder has the other stages. It is empty if there is no encoder, or if the encoder is on the
+    same single stage as the whole decoder.
     """
 
     tp: int = 1
@@ -52,24 +56,35 @@ class Layout:
 
     @property
     def split_rank(self) -> int:
-        """The first pipeline rank of a decoder whose encoder has the ranks before; 0 where it has none to itself."""
+        """The first pipeline rank of the decoder if the encoder has stages of its own, else 0."""
         return len(self.encoder_stage_layers)
 
     def chunks(self) -> Iterator[Chunk]:
-        """All chunks in the order of the model."""
+        """Yield all chunks in model order."""
         first, stages = 0, self.pp * self.vpp
         for stage, layers in enumerate(self.stage_layers):
-            chunk = Chunk(stage % self.pp, stage // self.pp, first, layers, stage == 0, stage == stages - 1)
+            chunk = Chunk(
+                stage % self.pp, stage // self.pp, first, layers, stage == 0, stage == stages - 1
+            )
             yield self._with_encoder(chunk) if self.encoder_stage_layers else chunk
             first += layers
 
     def _with_encoder(self, chunk: Chunk) -> Chunk:
         rank, split = chunk.pp_rank, self.split_rank
-        start, stop = sum(self.encoder_stage_layers[:rank]), sum(self.encoder_stage_layers[: rank + 1])
-        return chunk._replace(encoder=range(start, stop), ends_encoder=rank == split - 1, starts_decoder=rank == split)
+        start, stop = (
+            sum(self.encoder_stage_layers[:rank]),
+            sum(self.encoder_stage_layers[: rank + 1]),
+        )
+        return chunk._replace(
+            encoder=range(start, stop), ends_encoder=rank == split - 1, starts_decoder=rank == split
+        )
 
     def __str__(self) -> str:
-        sizes = [f"{name.upper()} {size}" for name, size in self.sizes().items() if size > 1 or name in ("tp", "pp")]
+        sizes = [
+            f"{name.upper()} {size}"
+            for name, size in self.sizes().items()
+            if size > 1 or name in ("tp", "pp")
+        ]
         layers = "+".join(map(str, self.stage_layers[self.split_rank :]))
         if self.encoder_stage_layers:
             return f"{', '.join(sizes)} (encoder {'+'.join(map(str, self.encoder_stage_layers))}, decoder {layers})"
@@ -82,30 +97,30 @@ class Layout:
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """How layers are shared out over pipeline stages, in any of Megatron's ways. At most one of them."""
+    """A way to divide layers over pipeline stages. At most one of Megatron's ways may be given."""
 
     layers: tuple[int, ...] | None = None
     """Layers per stage, one number for each of the pp * vpp stages."""
     first: int | None = None
     last: int | None = None
-    """Layers on the first / last pipeline rank; the rest is shared out evenly."""
+    """Layers on the first or last pipeline rank. The other ranks share the rest evenly."""
     account_for_embedding: bool = False
     account_for_loss: bool = False
-    """Count the embedding / the head as a layer when sharing out."""
+    """Count the embedding or the head as one layer."""
     pattern: str | None = None
     """Megatron's pipeline_model_parallel_layout string, such as `Et*3|(tt|)*2,tL`."""
     split_rank: int | None = None
-    """Of a model with an encoder and a decoder: how many stages, the first ones, are the encoder's."""
+    """Number of encoder stages of a model with an encoder and a decoder. The encoder has the first stages."""
 
     def stages(self) -> int | None:
-        """How many stages are listed; None where only a rule is given."""
+        """Number of listed stages; None if only a rule is given."""
         if self.layers is not None:
             return len(self.layers)
         return len(parse_pattern(self.pattern)) if self.pattern is not None else None
 
 
 def divide(total: int, parts: int, what: str, over: str) -> int:
-    """total / parts. Raises LayoutError naming the dimension, its value and the rank count."""
+    """total / parts. Raises LayoutError, which names the dimension, its value and the number of ranks."""
     if parts < 1 or total % parts:
         raise LayoutError(
             f"{what} = {total} can't be divided over {over} = {parts}; choose a size that divides {total}",
@@ -115,52 +130,59 @@ def divide(total: int, parts: int, what: str, over: str) -> int:
 
 
 def split_layers(layers: int, pp: int, vpp: int, split: LayerSplit) -> tuple[int, ...]:
-    """Layers of each of the pp * vpp stages in model order. Raises LayoutError when they don't add up."""
+    """Layers of each of the pp * vpp stages, in model order. Raises LayoutError if they don't add up."""
     for name, size in (("pipeline", pp), ("virtual pipeline", vpp)):
         if not 1 <= size <= RANKS:
-            raise LayoutError(f"{name} parallel size is {size}; it has to be 1 or more, and at most {RANKS:,}")
+            raise LayoutError(
+                f"{name} parallel size is {size}; it has to be 1 or more, and at most {RANKS:,}"
+            )
     if vpp > 1 and pp == 1:
         raise LayoutError("virtual pipeline stages need a pipeline parallel size of 2 or more")
-    ways = [
-        split.layers,
-        split.pattern,
-        split.first is not None or split.last is not None,
-        split.account_for_embedding or split.account_for_loss,
-    ]
-    if sum(bool(way) for way in ways) > 1:
+    by_ends = split.first is not None or split.last is not None
+    by_accounting = split.account_for_embedding or split.account_for_loss
+    ways = [bool(split.layers), bool(split.pattern), by_ends, by_accounting]
+    if sum(ways) > 1:
         raise LayoutError(
             "give one layer split: a list of layers, first/last layers, a layout string, or the account-for options"
         )
     if split.layers is not None:
         return _explicit(layers, pp, vpp, split.layers)
     if split.pattern is not None:
-        stages = parse_pattern(split.pattern)
-        return _explicit(layers, pp, vpp, stages)
-    if split.first is not None or split.last is not None:
+        return _explicit(layers, pp, vpp, parse_pattern(split.pattern))
+    if by_ends:
         return _first_last(layers, pp, vpp, split.first, split.last)
+    return _even(layers, pp * vpp, split)
+
+
+def _even(layers: int, stages: int, split: LayerSplit) -> tuple[int, ...]:
     counted = layers + split.account_for_embedding + split.account_for_loss
-    each = divide(
-        counted,
-        pp * vpp,
-        "layers" if counted == layers else f"layers (with embedding and loss counted, {layers} +)",
-        "pp x vpp",
+    what = (
+        "layers" if counted == layers else f"layers (with embedding and loss counted, {layers} +)"
     )
-    stages_list = [each] * (pp * vpp)
-    stages_list[0] -= split.account_for_embedding
-    stages_list[-1] -= split.account_for_loss
-    return tuple(stages_list)
+    found = [divide(counted, stages, what, "pp x vpp")] * stages
+    # The embedding and the loss each take the place of one layer on their stage.
+    found[0] -= split.account_for_embedding
+    found[-1] -= split.account_for_loss
+    return tuple(found)
 
 
-def split_stacks(encoder: int, decoder: int, pp: int, split_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(encoder_stage_layers, stage_layers) of a Layout whose first split_rank stages are the encoder's. Raises LayoutError."""
+def split_stacks(
+    encoder: int, decoder: int, pp: int, split_rank: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(encoder_stage_layers, stage_layers) of a Layout in which the first split_rank stages are the encoder's. Raises
+    LayoutError."""
     if not 0 < split_rank < pp:
         raise LayoutError(
-            f"pipeline split rank = {split_rank} with pp = {pp}: the encoder has the stages before it, the decoder the others, "
-            "so that it has to be 1 or more, and less than pp"
+            f"pipeline split rank = {split_rank} with pp = {pp}: the encoder has the stages before it, the decoder the others; "
+            "expected 1 or more, and less than pp"
         )
     stages = pp - split_rank
-    ours = divide(encoder, split_rank, "layers of the encoder", "pipeline stages before the split rank")
-    theirs = divide(decoder, stages, "layers of the decoder", "pipeline stages from the split rank on")
+    ours = divide(
+        encoder, split_rank, "layers of the encoder", "pipeline stages before the split rank"
+    )
+    theirs = divide(
+        decoder, stages, "layers of the decoder", "pipeline stages from the split rank on"
+    )
     return (ours,) * split_rank, (0,) * split_rank + (theirs,) * stages
 
 
@@ -176,47 +198,68 @@ def _explicit(layers: int, pp: int, vpp: int, stages: tuple[int, ...]) -> tuple[
     return stages
 
 
-def _first_last(layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> tuple[int, ...]:
+def _first_last(
+    layers: int, pp: int, vpp: int, first: int | None, last: int | None
+) -> tuple[int, ...]:
     others = pp - (first is not None) - (last is not None)
     rest = layers - (first or 0) - (last or 0)
     if others < 0 or rest < 0 or (others == 0 and rest):
         raise LayoutError(
             f"first and last stages of {first} and {last} layers leave {rest} of {layers} layers for {others} other ranks"
         )
-    middle = divide(rest, others, "layers between first and last stage", "remaining pipeline ranks") if others else 0
+    middle = 0
+    if others:
+        middle = divide(
+            rest, others, "layers between first and last stage", "remaining pipeline ranks"
+        )
     ranks = [middle] * pp
     if first is not None:
         ranks[0] = first
     if last is not None:
         ranks[-1] = last
-    per_chunk = [divide(count, vpp, f"layers of pipeline rank {rank}", "vpp") for rank, count in enumerate(ranks)]
+    # Stage s is on rank s % pp, so the numbers of the ranks repeat once per virtual stage.
+    per_chunk = [
+        divide(count, vpp, f"layers of pipeline rank {rank}", "vpp")
+        for rank, count in enumerate(ranks)
+    ]
     return tuple(per_chunk * vpp)
 
 
 def uneven_splits(layers: int, pp: int, vpp: int) -> list[str]:
-    """Options of `megaconv convert` that share out layers which pp x vpp doesn't divide, with splits that are nearly even.
+    """Options of `megaconv convert` that divide the layers nearly evenly if pp x vpp doesn't divide their number.
 
-    Empty where there are fewer layers than stages.
+    The list is empty if there are fewer layers than stages.
     """
     each, more = divmod(layers, pp * vpp)
     if pp < 2 or not each:
         return []
-    # Where Megatron has a rule that fits, with as many layers on the last rank, which has the head too, as on others, or fewer.
-    fitting = [
-        last
-        for last in range(vpp, layers // pp + 1, vpp)
-        if (layers - last) % (pp - 1) == 0 and (layers - last) // (pp - 1) % vpp == 0
-    ]
-    rule = [f"--decoder-last-pipeline-num-layers {fitting[-1]}"] if fitting else []
+    found = []
+    last = _last_by_rule(layers, pp, vpp)
+    if last is not None:
+        found.append(f"--decoder-last-pipeline-num-layers {last}")
     listed = [each + 1] * more + [each] * (pp * vpp - more)
-    return [*rule, f"--layer-split {','.join(map(str, listed))}"]
+    found.append(f"--layer-split {','.join(map(str, listed))}")
+    return found
+
+
+def _last_by_rule(layers: int, pp: int, vpp: int) -> int | None:
+    """The largest number of layers on the last rank by which Megatron's rule fits; None if it doesn't fit.
+
+    The last rank has no more layers than the others, because it also has the head.
+    """
+    fitting = None
+    for last in range(vpp, layers // pp + 1, vpp):
+        others, odd = divmod(layers - last, pp - 1)
+        if not odd and others % vpp == 0:
+            fitting = last
+    return fitting
 
 
 def parse_pattern(pattern: str) -> tuple[int, ...]:
     """Layers per stage of a pipeline_model_parallel_layout string (megatron-core 0.13 and newer).
 
-    `|` separates stages, `E` is the embedding, `t` a decoder layer, `m` an MTP layer, `L` the head; `x*3`
-    and `(xy)*3` repeat; commas are for the eye. Raises LayoutError.
+    `|` separates stages. `E` is the embedding, `t` a decoder layer, `m` an MTP layer, `L` the head. `x*3` and `(xy)*3`
+    repeat. Commas have no meaning. Raises LayoutError.
     """
     text = re.sub(r"\(([^()]*)\)\*(\d+)", _repeated, pattern[:_LONGEST_PATTERN].replace(",", ""))
     text = re.sub(r"([^*()\d])\*(\d+)", _repeated, text[:_LONGEST_PATTERN])
@@ -229,7 +272,8 @@ def parse_pattern(pattern: str) -> tuple[int, ...]:
 
 
 _LONGEST_PATTERN = 2 * (LAYERS + RANKS)
-"""Of a layout string, written out or not: every layer and every stage is one character. A longer one isn't whole then, and refused."""
+"""Maximum length of a layout string, as given and expanded: every layer and every stage is one character. A longer
+string is truncated here and then refused."""
 
 
 def _repeated(match: re.Match[str]) -> str:
@@ -237,7 +281,7 @@ def _repeated(match: re.Match[str]) -> str:
 
 
 def split_arguments(layout: Layout) -> dict[str, Any]:
-    """The Megatron arguments that lead to this layout's stage_layers, those of a decoder with stages of its own."""
+    """The Megatron arguments that lead to this layout's stage_layers. Stages of a separate encoder are left out."""
     stages, layers = layout.stage_layers[layout.split_rank :], sum(layout.stage_layers)
     arguments: dict[str, Any] = {
         "decoder_first_pipeline_num_layers": None,
@@ -250,7 +294,9 @@ def split_arguments(layout: Layout) -> dict[str, Any]:
     if len(set(stages)) == 1:
         arguments["num_layers_per_virtual_pipeline_stage"] = stages[0] if layout.vpp > 1 else None
         return arguments
-    if layout.vpp == 1 and 0 not in stages:  # Megatron wants a layer on each end and in the middle
+    if (
+        layout.vpp == 1 and 0 not in stages
+    ):  # Megatron requires a layer on each end and in the middle
         for first, last in ((stages[0], None), (None, stages[-1]), (stages[0], stages[-1])):
             try:
                 same = _first_last(layers, layout.pp, 1, first, last) == stages
@@ -266,6 +312,6 @@ def split_arguments(layout: Layout) -> dict[str, Any]:
 
 
 def padded_vocab(vocab: int, divisor: int, tp: int) -> int:
-    """Rows that Megatron gives the embedding: the next multiple of divisor * tp."""
+    """Number of embedding rows in Megatron: the next multiple of divisor * tp."""
     multiple = divisor * tp
     return -(-vocab // multiple) * multiple

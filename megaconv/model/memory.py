@@ -1,12 +1,13 @@
-"""Bytes that a parameter takes while it is trained: Megatron's table, the one place where it stands.
+"""Bytes per parameter in training. This is megaconv's only copy of Megatron's table.
 
                                         optimizer on every rank     distributed over d data-parallel ranks
     fp16 parameters, fp16 gradients     20                          4 + 16 / d
     bf16 parameters, fp32 gradients     18                          6 + 12 / d
     fp32 parameters, fp32 gradients     16                          8 +  8 / d
 
-Weight, gradient, fp32 master and two moments of Adam; activations come on top. An optimizer with one tensor of state (momentum)
-has 4 bytes less of what is shared. Source: docs/user-guide/features/dist_optimizer.md of Megatron-LM, core 0.19.
+The numbers cover the weight, the gradient, the fp32 master weight and Adam's two moments. Activations are not included.
+An optimizer with one state tensor (momentum) needs 4 bytes less in the shared part. Source:
+docs/user-guide/features/dist_optimizer.md of Megatron-LM, core 0.19.
 """
 
 from typing import NamedTuple
@@ -18,27 +19,30 @@ class Kept(NamedTuple):
     """Bytes of one parameter."""
 
     on_every_rank: int
-    """Weight and gradient, and what a distributed optimizer doesn't share out."""
+    """Bytes on every rank: weight, gradient, and state that a distributed optimizer doesn't shard."""
     shared: int
-    """What data-parallel ranks with a distributed optimizer have a share of."""
+    """Bytes that a distributed optimizer shards over the data-parallel ranks."""
 
 
 BYTES_PER_PARAMETER = {"float16": Kept(4, 16), "bfloat16": Kept(6, 12), "float32": Kept(8, 8)}
-"""By the dtype of the parameters; with Adam."""
+"""Dtype of the parameters -> bytes of one parameter, with Adam."""
 MOMENTS = 2
-"""Of Adam: tensors that it keeps beside the master, in float32."""
+"""State tensors of Adam in float32, without the master weight."""
 FLOAT32 = 4
 
 
 def bytes_per_parameter(
     dtype: str, data_parallel: float, *, distributed_optimizer: bool, states: int = MOMENTS
 ) -> float:
-    """data_parallel: ranks that hold the same parameters, and share them evenly. states: float32 tensors of optimizer state.
+    """Bytes of one parameter on one rank.
 
-    Raises UsageError for a dtype that nothing is trained in.
+    data_parallel: number of ranks that hold the same parameters and share them evenly. states: number of float32 state
+    tensors. Raises UsageError for a dtype that training doesn't support.
     """
     if dtype not in BYTES_PER_PARAMETER:
-        raise UsageError(f"{dtype}: nothing is trained in it; choose one of {', '.join(BYTES_PER_PARAMETER)}")
+        raise UsageError(
+            f"{dtype}: nothing is trained in it; choose one of {', '.join(BYTES_PER_PARAMETER)}"
+        )
     kept = BYTES_PER_PARAMETER[dtype]
     shared = kept.shared - (MOMENTS - states) * FLOAT32
     return kept.on_every_rank + shared / (data_parallel if distributed_optimizer else 1)

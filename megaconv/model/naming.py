@@ -1,46 +1,56 @@
-"""Naming schemes: how a checkpoint calls its tensors, and the keys under which a table's rows spell them.
+"""Naming schemes: how a checkpoint names its tensors, and the keys under which a table's rows spell these names.
 
     Naming("core", ("grouped",))    looks for a spelling under core_grouped, then under core
 
-hf        transformers' names. `stacked`: all experts of a layer in one tensor, as transformers 5 holds them in memory, and
-          writes them when its option says not to keep the older form; `stacked_transposed`: each expert in it transposed;
-          `mtp_stacked`: those of a layer for multi-token prediction, whatever the others are (Qwen 3.6).
-core      Megatron core with Transformer Engine's layers. `local`: with Megatron's own; `local_keys`: these under the names
-          that the others have, as distributed checkpoints call them. Experts are modules of their own;
-          `grouped`: one tensor an expert in a grouped layer of Transformer Engine; `legacy_grouped`: all of a rank's in one.
-          `rope_last`: indexers as core 0.16 to 0.18 has them (families/parts/indexer.py).
-legacy    Megatron's models before core, their nested dictionaries flattened to names with dots.
-meta      Meta's own files and Mistral's. Llama 1 and 2 shard the embedding along another axis than the head; `rows` is
-          Llama 3, where both are sharded by rows.
-gguf      llama.cpp's; spelled for all families at once, in families/parts/gguf_names.py.
+hf        transformers' names. `stacked`: all experts of a layer in one tensor. transformers 5 holds them so in
+          memory, and writes them so if its option says not to keep the older form. `stacked_transposed`: the same,
+          with each expert transposed. `mtp_stacked`: only the experts of multi-token prediction (MTP) layers are in
+          one tensor (Qwen 3.6).
+core      Megatron core with Transformer Engine's layers; each expert is a module of its own. `local`: Megatron's own
+          layers. `local_keys`: Megatron's own layers under Transformer Engine's names, as in distributed checkpoints.
+          `grouped`: one tensor per expert in a grouped layer of Transformer Engine. `legacy_grouped`: one tensor for
+          all experts of a rank. `rope_last`: indexers as in core 0.16 to 0.18 (families/parts/indexer.py).
+legacy    Megatron's models before core. Their nested dictionaries are flattened to names with dots.
+meta      Meta's and Mistral's own files. Llama 1 and 2 shard the embedding and the head along different axes.
+          `rows`: Llama 3, which shards both by rows.
+gguf      llama.cpp's names, listed once for all families in gguf/names.py.
 """
 
 from dataclasses import dataclass
 
 KEYS = (
     *("hf", "hf_stacked", "hf_stacked_transposed", "hf_mtp_stacked"),
-    *("core", "core_local", "core_local_keys", "core_grouped", "core_legacy_grouped", "core_rope_last"),
+    *(
+        "core",
+        "core_local",
+        "core_local_keys",
+        "core_grouped",
+        "core_legacy_grouped",
+        "core_rope_last",
+    ),
     *("legacy", "meta", "meta_rows", "gguf"),
 )
-"""What a row may spell its tensors under. A new naming scheme is a new key here."""
+"""Keys under which a row may spell its tensors. A new naming scheme is a new key here."""
 
 
 @dataclass(frozen=True)
 class Naming:
-    """A scheme of names, and where it departs from the scheme's usual ones."""
+    """A naming scheme, with its variants."""
 
     scheme: str
     variants: tuple[str, ...] = ()
-    """The most specific first: where a row spells several, the first one holds."""
+    """Variants, the most specific first. If a row has several spellings, the first variant counts."""
 
     def __post_init__(self) -> None:
         unknown = [key for key in self.keys if key not in KEYS]
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is not a key of a naming scheme; known: {', '.join(KEYS)}")
+            raise ValueError(
+                f"{unknown[0]!r} is not a key of a naming scheme; known: {', '.join(KEYS)}"
+            )
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Where to look for a row's spelling, in this order."""
+        """The keys of a row's spelling, in the order in which they are tried."""
         return (*(f"{self.scheme}_{variant}" for variant in self.variants), self.scheme)
 
     def __str__(self) -> str:
@@ -64,29 +74,41 @@ GGUF = Naming("gguf")
 
 NAMINGS = (
     *(HF, HF_STACKED, HF_STACKED_TRANSPOSED),
-    *(CORE, CORE_LOCAL, CORE_GROUPED, CORE_LEGACY_GROUPED, CORE_LOCAL_LEGACY_GROUPED, CORE_ROPE_LAST),
+    *(
+        CORE,
+        CORE_LOCAL,
+        CORE_GROUPED,
+        CORE_LEGACY_GROUPED,
+        CORE_LOCAL_LEGACY_GROUPED,
+        CORE_ROPE_LAST,
+    ),
     *(LEGACY, META, META_ROWS),
 )
-"""All that are in use."""
+"""All naming schemes that are in use."""
 
 TRANSFORMER_IMPLS = ("transformer_engine", "local")
-"""Megatron's --transformer-impl: whose layers a core model is built of."""
+"""Megatron's --transformer-impl: the library whose layers a core model is built of."""
 
 
 def core_naming(transformer_impl: str, experts: str = "", *, rope_last: bool = False) -> Naming:
-    """Of a Megatron core model. experts: how they are stored, `grouped`, `legacy_grouped`, or each as a module of its own."""
+    """The naming scheme of a Megatron core model.
+
+    experts: how experts are stored: `grouped`, `legacy_grouped`, or empty for one module per expert.
+    """
     if transformer_impl not in TRANSFORMER_IMPLS:
-        raise ValueError(f"transformer_impl {transformer_impl!r} is not one of {', '.join(TRANSFORMER_IMPLS)}")
+        raise ValueError(
+            f"transformer_impl {transformer_impl!r} is not one of {', '.join(TRANSFORMER_IMPLS)}"
+        )
     local = transformer_impl == "local"
     found = Naming("core", (*([experts] if experts else []), *(["local"] if local else [])))
     return with_rope_last(found) if rope_last else found
 
 
 def with_mtp_stacked(naming: Naming) -> Naming:
-    """The same where experts of a layer for multi-token prediction are in one tensor."""
+    """The same naming scheme, with the experts of each MTP layer in one tensor."""
     return Naming(naming.scheme, ("mtp_stacked", *naming.variants))
 
 
 def with_rope_last(naming: Naming) -> Naming:
-    """The same of a checkpoint whose indexers are those of core 0.16 to 0.18."""
+    """The same naming scheme, for a checkpoint with the indexers of core 0.16 to 0.18."""
     return Naming(naming.scheme, (*naming.variants, "rope_last"))

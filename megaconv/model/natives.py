@@ -1,7 +1,7 @@
-"""What ranks hold: native tensors, worked out from a family's table as rectangles of canonical ones.
+"""The native tensors of each rank, computed from a family's table as rectangles of canonical tensors.
 
-A row is worked out once for all ranks, layers and experts where it is the same (`joined.py`); here names are filled in, and
-second copies are added.
+A row is computed once for all ranks, layers and experts that share the result (`pieces.py` and `spellings/`). This module fills in the
+names and adds second copies.
 """
 
 from collections.abc import Iterator
@@ -10,12 +10,13 @@ from functools import cached_property
 
 from megaconv.errors import NotExpressible
 from megaconv.model.config import ModelConfig
-from megaconv.model.joined import Rank, Template, of_expert, templates
 from megaconv.model.layout import Chunk, Layout, divide
 from megaconv.model.naming import Naming
+from megaconv.model.pieces import Template, of_expert
+from megaconv.model.rank import RANKS, Rank
 from megaconv.model.regions import Copy, NativeTensor, Region
-from megaconv.model.sharding import RANKS, rank_sizes
-from megaconv.model.table import Row, Separate, Stacked, StackedTransposed, layers_of, with_beside
+from megaconv.model.sharding import rank_sizes
+from megaconv.model.table import Row, Separate, layers_of, with_beside
 
 __all__ = ["Copy", "NativeTensor", "RankTensors", "Region", "native_tensors"]
 
@@ -24,8 +25,8 @@ __all__ = ["Copy", "NativeTensor", "RankTensors", "Region", "native_tensors"]
 class RankTensors:
     """The native tensors of all ranks of a layout.
 
-    Layers in names count from 0 in each chunk, and experts from 0 on each expert-parallel rank, as Megatron has it. Second
-    copies of tensors are there too (`copy`), also those that such a checkpoint needn't have.
+    Layer numbers in names start at 0 in each chunk, and expert numbers start at 0 on each expert-parallel rank, as in
+    Megatron. Second copies of tensors are included (`copy`), even those that a checkpoint may lack.
     """
 
     rows: tuple[Row, ...]
@@ -33,40 +34,47 @@ class RankTensors:
     naming: Naming
     layout: Layout
     vocab_rows: int
-    """Of the whole vocabulary, padding included."""
+    """Embedding rows of the whole vocabulary, including padding."""
     _templates: dict[tuple[Row, int, int, int], tuple[Template, ...]] = field(default_factory=dict)
 
-    def of(self, tp_rank: int, chunk: Chunk, ep_rank: int = 0, etp_rank: int | None = None) -> Iterator[NativeTensor]:
-        """What one rank holds of one chunk. etp_rank: None for that of Megatron's ranks where etp divides tp.
+    def of(
+        self, tp_rank: int, chunk: Chunk, ep_rank: int = 0, etp_rank: int | None = None
+    ) -> Iterator[NativeTensor]:
+        """Yield the native tensors that one rank holds of one chunk.
 
-        Raises LayoutError for what can't be sharded, NotExpressible for what the naming scheme has no name for.
+        etp_rank: None for the rank that Megatron uses where etp divides tp. Raises LayoutError if a tensor can't be
+        sharded, and NotExpressible if the naming scheme has no name for a tensor.
         """
         whole, sizes = self._sizes
         etp_rank = tp_rank % self.layout.etp if etp_rank is None else etp_rank
-        chunk_natives = _ChunkTensors(self, Rank(self.layout, whole, sizes, tp_rank, ep_rank, etp_rank), chunk)
+        chunk_natives = _ChunkTensors(
+            self, Rank(self.layout, whole, sizes, tp_rank, ep_rank, etp_rank), chunk
+        )
         yield from chunk_natives.all()
 
     @cached_property
     def _sizes(self) -> tuple[dict[str, int], dict[str, int]]:
-        """(of the whole model, its vocabulary padded; of a rank)."""
+        """(sizes of the whole model with the padded vocabulary, sizes of one rank)."""
         whole = self.config.sizes()
         what = "vocabulary" if self.vocab_rows == whole["vocab"] else "padded vocabulary"
         divide(self.vocab_rows, self.layout.tp, what, RANKS["tp"])
-        # Megatron core alone lets tensor ranks share key/value heads.
+        # Only Megatron core lets tensor-parallel ranks share key/value heads.
         sizes = rank_sizes(self.config, self.layout, shares_heads=self.naming.scheme == "core")
         return whole | {"vocab": self.vocab_rows}, sizes
 
     def templates(self, row: Row, rank: Rank) -> tuple[Template, ...]:
-        """Raises NotExpressible where the naming scheme has no name for a row."""
+        """The templates of a row on a rank. Raises NotExpressible if the naming scheme has no name for the row."""
         spelled = row.spelling(self.naming)
         if not spelled:
             what = row.when or "this tensor"
-            raise NotExpressible(f"{row.canonical}: {what} can't be represented in the naming scheme {self.naming}")
-        # Expert ranks differ in more than names only where all experts of a rank are in one tensor.
-        stacked = any(isinstance(one, (Stacked, StackedTransposed)) for one in spelled)
+            raise NotExpressible(
+                f"{row.canonical}: {what} can't be represented in the naming scheme {self.naming}"
+            )
+        # Expert ranks differ only in names, unless one tensor holds all experts of a rank.
+        stacked = any(spelling.holds_all_experts for spelling in spelled)
         key = row, rank.tp_rank, rank.ep_rank if stacked else 0, rank.etp_rank
         if key not in self._templates:
-            self._templates[key] = tuple(templates(row, spelled, rank))
+            self._templates[key] = tuple(row.templates(spelled, rank))
         return self._templates[key]
 
 
@@ -81,7 +89,7 @@ def native_tensors(
     ep_rank: int = 0,
     etp_rank: int | None = None,
 ) -> Iterator[NativeTensor]:
-    """What a single rank holds of one chunk, as RankTensors.of."""
+    """Yield the native tensors that a single rank holds of one chunk, as RankTensors.of does."""
     ranks = RankTensors(with_beside(rows, config), config, naming, layout, vocab_rows)
     return ranks.of(tp_rank, chunk, ep_rank, etp_rank)
 
@@ -112,7 +120,7 @@ class _ChunkTensors:
             yield from self._mtp()
 
     def _natives(self, row: Row, local_layer: int, layer: int) -> Iterator[NativeTensor]:
-        """Those of one layer of a row."""
+        """Yield the native tensors of one layer of a row."""
         found = self.shared.templates(row, self.rank)
         natives = [template.of(local_layer, layer) for template in found]
         if found[0].each_expert:
@@ -122,60 +130,97 @@ class _ChunkTensors:
             yield from natives
 
     def _copy(self, row: Row, name: str | None, copy: Copy, number: int = 0) -> NativeTensor:
-        """A second copy of a row's tensor. name: its own if None. number: of the layer in its name."""
+        """A second copy of a row's tensor.
+
+        name: the copy's name; None for the tensor's own name. number: the layer number in the name.
+        """
         spelled = row.spelling(self.shared.naming) if name is None else (Separate(name),)
-        (template,) = templates(row, spelled, self.rank)
+        (template,) = row.templates(spelled, self.rank)
         return template.of(number, 0)._replace(copy=copy)
 
     def _names(self, row: Row, place: str) -> Iterator[str]:
-        """What second copies at a place are called."""
+        """The names of a row's second copies at a place."""
         scheme = self.shared.naming.scheme
         return (name for copied in row.copied_with(place) for name in copied.names.get(scheme, ()))
 
     def _second_names(self, row: Row) -> Iterator[NativeTensor]:
-        """Megatron writes a tensor under all its names, Hugging Face once."""
+        """Yield the copies under a tensor's second names. Megatron writes a tensor under all its names, Hugging Face
+        only under one."""
         copy = Copy(written=self.shared.naming.scheme != "hf")
         return (self._copy(row, name, copy) for name in self._names(row, "itself"))
 
     def _tied(self, row: Row) -> Iterator[NativeTensor]:
-        """A tied head: Megatron has it again where the embedding is on another stage, Meta always, Hugging Face never."""
+        """Yield the copies of a tied head.
+
+        Megatron stores the head again if the embedding is on another stage. Hugging Face stores it only for a class
+        that doesn't tie it.
+        """
         scheme = self.shared.naming.scheme
-        # The stage of MTP layers has the embedding too, and computes its head with that.
-        used = not (self.shared.config.mtp_layers and scheme == "core" and not self.chunk.embeds)
-        copy = Copy(written=scheme == "meta" or (scheme != "hf" and not self.chunk.embeds), used=used)
+        elsewhere = not self.chunk.embeds
+        # The stage of the MTP layers also holds the embedding, and computes its head with that copy.
+        unused = elsewhere and scheme == "core" and self.shared.config.mtp_layers > 0
+        untied = any(scheme in copied.untied for copied in row.copied_with("head"))
+        copy = Copy(written=untied or (elsewhere and scheme != "hf"), used=not unused)
         return (self._copy(row, name, copy) for name in self._names(row, "head"))
 
     def _mtp(self) -> Iterator[NativeTensor]:
-        """MTP layers: Megatron counts them for themselves, Hugging Face after all others."""
-        config, copy = self.shared.config, Copy(written=True)
+        """Yield the tensors of MTP layers. Megatron counts these layers from 0, Hugging Face counts them after all
+        other layers."""
+        config = self.shared.config
+        first = config.layer_count if self.shared.naming.scheme == "hf" else 0
         for layer in range(config.mtp_layers):
-            local = config.layer_count + layer if self.shared.naming.scheme == "hf" else layer
+            local = first + layer
             for row in self.shared.rows:
                 if row.stage == "mtp" and row.exists(config, config.layer_count - 1):
                     yield from self._natives(row, local, layer)
-            for row in (row for row in self.shared.rows if row.copies and row.exists(config, 0)):
-                for name in self._names(row, "mtp"):
-                    # One for each such layer, or one for all where the tensor itself is on another stage.
-                    if "{l}" in name or (layer == 0 and not self.chunk.is_first):
-                        yield self._copy(row, name, copy, local)
+            for row in self._copied_rows():
+                yield from self._mtp_copies(row, local, layer)
+
+    def _mtp_copies(self, row: Row, local_layer: int, layer: int) -> Iterator[NativeTensor]:
+        """Yield the copies of a tensor with an MTP layer: one for each MTP layer, or one for all of them if the tensor
+        itself is on another stage."""
+        with_first = layer == 0 and not self.chunk.is_first
+        for name in self._names(row, "mtp"):
+            if "{l}" in name or with_first:
+                yield self._copy(row, name, Copy(written=True), local_layer)
 
     def _separate_stacks(self) -> Iterator[NativeTensor]:
-        """What a chunk holds again because an encoder and its decoder are on stages of their own."""
-        config, chunk = self.shared.config, self.chunk
-        # Core gives the encoder's last stage a head as well, which it never computes with.
-        has_unused_head = chunk.ends_encoder and self.shared.naming.scheme == "core"
-        for row in (row for row in self.shared.rows if row.copies and row.exists(config, 0)):
+        """Yield the copies that a chunk holds because encoder and decoder are on separate stages."""
+        ties_unused_head = (
+            self._has_unused_head and self.shared.config.tie_embeddings and not self.chunk.embeds
+        )
+        for row in self._copied_rows():
             names = (None, *self._names(row, "itself"))
-            if chunk.starts_decoder and any(row.copied_with("decoder")):
-                yield from (self._copy(row, name, Copy(written=True)) for name in names)
-            if has_unused_head and any(row.copied_with("encoder_end")):
-                yield from (self._copy(row, name, Copy(written=True, used=False)) for name in names)
-            # On every stage but the one that the row is listed for: the encoder's end, or the model's.
-            own_stage = chunk.ends_encoder if row.stage == "between" else chunk.is_last
-            if any(row.copied_with("stacks")) and not own_stage:
-                used = bool(chunk.encoder) == (row.stage == "between")  # each stack computes with its own
-                copy = Copy(written=True, used=used, must_equal=used)
-                yield from (self._copy(row, name, copy) for name in names)
-            if has_unused_head and config.tie_embeddings and not chunk.embeds:
+            for copy in self._stack_copies(row):
+                for name in names:
+                    yield self._copy(row, name, copy)
+            if ties_unused_head:
                 unused = Copy(written=True, used=False)
-                yield from (self._copy(row, name, unused) for name in self._names(row, "head"))
+                for head in self._names(row, "head"):
+                    yield self._copy(row, head, unused)
+
+    def _stack_copies(self, row: Row) -> Iterator[Copy]:
+        """Yield the kinds of copies of a row's tensor that this chunk holds."""
+        if self.chunk.starts_decoder and row.has_copies("decoder"):
+            yield Copy(written=True)
+        if self._has_unused_head and row.has_copies("encoder_end"):
+            yield Copy(written=True, used=False)
+        if row.has_copies("stacks") and not self._is_own_stage(row):
+            of_encoder = bool(self.chunk.encoder)
+            used = of_encoder == (row.stage == "between")  # each stack uses its own copy
+            yield Copy(written=True, used=used, must_equal=used)
+
+    @property
+    def _has_unused_head(self) -> bool:
+        """True if the chunk is the encoder's last stage in core, which also gets a head and never uses it."""
+        return self.chunk.ends_encoder and self.shared.naming.scheme == "core"
+
+    def _is_own_stage(self, row: Row) -> bool:
+        """True if the tensor itself is here: at the encoder's end or at the model's end. Other stages have copies."""
+        return self.chunk.ends_encoder if row.stage == "between" else self.chunk.is_last
+
+    def _copied_rows(self) -> Iterator[Row]:
+        """Yield the rows whose tensors may have second copies."""
+        for row in self.shared.rows:
+            if row.copies and row.exists(self.shared.config, 0):
+                yield row

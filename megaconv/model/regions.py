@@ -1,64 +1,148 @@
-"""Native tensors as rectangles of canonical ones: what `natives.py` makes of a table, and all that loaders and savers need of it."""
+"""Native tensors as rectangles of canonical tensors. `natives.py` builds them from a table; loaders and savers need
+nothing else.
 
-from collections.abc import Mapping
-from typing import NamedTuple
+A region is a rectangle of a canonical tensor, and its place in a native tensor. Its order says how the native tensor
+stores the rectangle's elements. Each order is a class that reads and writes blocks of a region.
+"""
 
-from formats.tensor import Box, Shape
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+from formats.tensor import Box, Bytes, LazyTensor, Shape
+
+
+class NativeOutput(Protocol):
+    """A native tensor that is being written."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        ...
+
+    def write(self, box: Box, rows: Bytes) -> None:
+        """Write a rectangle of the native tensor. rows: [box.rows, box.cols * itemsize], each row contiguous."""
+        ...
+
+    def scratch(self, box: Box) -> Bytes:
+        """A buffer for a rectangle of the native tensor. The next call returns the same memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of a region's elements in a native tensor. This class keeps the order of the canonical tensor.
+
+    A subclass is another order. Its `read` and `write` are inverses of each other, for any block of the region.
+    """
+
+    transposed: ClassVar[bool] = False
+    """True if rows of the canonical tensor are columns of the native tensor."""
+
+    @property
+    def together(self) -> int:
+        """Number of consecutive rows that change places among each other. A region has a multiple of it."""
+        return 1
+
+    def read(self, region: "Region", wanted: Box, native: LazyTensor, out: Bytes) -> None:
+        """Read a rectangle of the canonical tensor from a native tensor. wanted: a rectangle inside region.box."""
+        native.read_into(region.in_native(wanted), out)
+
+    def write(self, region: "Region", wanted: Box, native: NativeOutput, rows: Bytes) -> None:
+        """Write a rectangle of the canonical tensor to a native tensor. rows: its elements, in canonical order."""
+        native.write(region.in_native(wanted), rows)
+
+    def filled(self, region: "Region") -> Iterator[Box]:
+        """Yield the rectangles of the native tensor that a region fills."""
+        yield region.in_native(region.box)
+
+
+PLAIN = Order()
+
+
+@dataclass(frozen=True)
+class Repeated(Order):
+    """A single row that is stored several times, as padding of a vocabulary. Reading returns the first copy."""
+
+    times: int
+
+    def write(self, region: "Region", wanted: Box, native: NativeOutput, rows: Bytes) -> None:
+        row0, _, col0, col1 = region.in_native(wanted)
+        for row in range(row0, row0 + self.times):
+            native.write(Box(row, row + 1, col0, col1), rows)
+
+    def filled(self, region: "Region") -> Iterator[Box]:
+        first = region.in_native(region.box)
+        yield first._replace(row1=first.row0 + self.times)
 
 
 class Region(NamedTuple):
-    """A rectangle of a canonical tensor, and where in the native one its first element lies.
+    """A rectangle of a canonical tensor, and the place of its first element in the native tensor.
 
-    Untransposed rectangles are as wide as the native tensor. transposed: the rectangle's rows are native columns.
-    pairs > 0: rows come in heads of that many, from a head's first row on; the native tensor has row i of a head's first
-    half and row i of its second one after the other (Meta's rotary order).
-    halves: the rectangle's rows alternate between the two halves of as many native rows, its first row in the first half.
-    row_step: the distance between its rows in the native tensor; more than 1 only in old files, which are read and not written.
-    repeat > 1: the rectangle is a single row that is stored that many times (vocabulary padding).
+    Rectangles that are not transposed are as wide as the native tensor.
     """
 
     box: Box
     row: int
     col: int = 0
-    transposed: bool = False
-    pairs: int = 0
-    halves: bool = False
-    row_step: int = 1
-    repeat: int = 1
+    order: Order = PLAIN
+
+    @property
+    def transposed(self) -> bool:
+        """True if rows of the canonical tensor are columns of the native tensor."""
+        return self.order.transposed
+
+    def in_native(self, wanted: Box) -> Box:
+        """The rectangle of the native tensor that holds a rectangle of the canonical tensor in plain order."""
+        down, right = self.row - self.box.row0, self.col - self.box.col0
+        return Box(wanted.row0 + down, wanted.row1 + down, wanted.col0 + right, wanted.col1 + right)
 
 
 class Copy(NamedTuple):
-    """A native tensor that holds again what another one of the same checkpoint holds. A source may lack it."""
+    """A native tensor with the same content as another tensor of the same checkpoint. A source may lack it."""
 
     written: bool
-    """Whether such a checkpoint has it by rights, so that savers write it."""
+    """True if such a checkpoint should contain the copy. Savers then write it."""
     used: bool = True
-    """Whether the model computes with it: what an unused copy holds means nothing."""
+    """True if the model uses the copy. The content of an unused copy means nothing."""
     must_equal: bool = False
-    """Whether it is trained for itself: with other values it is another model."""
+    """True if the copy is trained separately. A copy with other values then is another model."""
 
 
 class NativeTensor(NamedTuple):
-    """One tensor of a checkpoint file: which canonical tensors' rectangles it is made of."""
+    """One tensor of a checkpoint file, and the rectangles of canonical tensors that it consists of."""
 
     name: str
     parts: Mapping[str, tuple[Region, ...]]
-    """By canonical name."""
+    """Canonical name -> the rectangles of that tensor."""
     shape: Shape
     replicated: bool = False
-    """Every tensor-parallel rank holds the same copy."""
+    """True if every tensor-parallel rank holds the same tensor."""
     tp: int | None = None
-    """The axis that tensor parallelism shards, or expert tensor parallelism; None where it shards none."""
+    """The axis that tensor parallelism or expert tensor parallelism shards; None if the axis is not sharded."""
     groups: int | None = None
-    """Of a tensor joined by groups: how many the whole one has. A rank has some of them, or where there are more ranks an
-    even share of the rows."""
+    """Number of groups of the whole tensor, if it is joined by groups. A rank holds some of the groups. If there are
+    more ranks than groups, it holds an even share of the rows."""
     copy: Copy | None = None
-    """Set if it is a second copy."""
+    """Set if the tensor is a second copy."""
     of_experts: bool = False
-    """Held by one expert-parallel rank, where others hold other experts."""
+    """True if the tensor belongs to experts: one expert-parallel rank holds it, and other ranks hold other experts."""
     padding_rows: int = 0
     """Rows at the end that belong to no canonical tensor."""
     view: tuple[int, int] | None = None
-    """The matrix that regions count rows and columns in, where it is not that of the shape."""
+    """Shape of the matrix in which regions count rows and columns, if it differs from that of `shape`."""
     shift: int = 0
-    """What was added to the canonical elements."""
+    """The number that was added to the canonical elements."""
+
+    def only_region(self) -> tuple[str, Region]:
+        """(name, region) of a tensor that consists of one region."""
+        ((name, (region,)),) = self.parts.items()
+        return name, region
+
+    def in_order(self, order: Order) -> "NativeTensor":
+        """The same regions with their elements in another order."""
+        parts = {
+            name: tuple(region._replace(order=order) for region in regions)
+            for name, regions in self.parts.items()
+        }
+        return self._replace(parts=parts)

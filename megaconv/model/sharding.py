@@ -1,22 +1,23 @@
-"""The sizes of a model that parallelism shards, and what a rank has of them."""
+"""The sizes of a model that parallelism shards, and each rank's share of them."""
 
 from typing import NamedTuple
 
 from megaconv.errors import LayoutError
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout, divide
+from megaconv.model.rank import RANKS
 
 
 class Sharded(NamedTuple):
-    """A size that a kind of parallelism divides."""
+    """A size that one kind of parallelism divides."""
 
     size: str
     over: str
-    """`tp` (tensor), `etp` (expert tensor) or `ep` (expert parallelism)."""
+    """The kind of parallelism: `tp` (tensor), `etp` (expert tensor) or `ep` (expert)."""
     when: str | None = None
-    """The feature that some layer has to have for any tensor to be of this size."""
+    """A feature. A tensor of this size exists only if some layer has the feature."""
     share: str | None = None
-    """What a rank's share is called where shapes need the whole size too."""
+    """Name of a rank's share, if shapes also need the whole size."""
 
 
 SHARDED = (
@@ -34,21 +35,16 @@ SHARDED = (
     Sharded("moe_ffn", "etp", when="moe"),
     Sharded("experts", "ep", when="moe", share="local_experts"),
 )
-"""A new size that parallelism shards is a new line here."""
-
-RANKS = {
-    "tp": "tensor parallel size (tp)",
-    "etp": "expert tensor parallel size (etp)",
-    "ep": "expert parallel size (ep)",
-}
-"""For messages."""
+"""All sharded sizes. A new size that parallelism shards is a new line here."""
 
 
-def rank_sizes(config: ModelConfig, layout: Layout, *, shares_heads: bool = False) -> dict[str, int]:
-    """The sizes of one rank's share. Raises LayoutError for what can't be sharded.
+def rank_sizes(
+    config: ModelConfig, layout: Layout, *, shares_heads: bool = False
+) -> dict[str, int]:
+    """The sizes of one rank's share. Raises LayoutError if a size can't be sharded.
 
-    shares_heads: whether several tensor ranks may share a key/value head, as Megatron core's do where there are more ranks
-    than such heads; each then attends with one.
+    shares_heads: True if several tensor-parallel ranks may share a key/value head. Megatron core allows that if there
+    are more ranks than key/value heads; each rank then uses one head.
     """
     whole, parallel = config.sizes(), layout.sizes()
     sizes = dict(whole)
@@ -67,13 +63,17 @@ def rank_sizes(config: ModelConfig, layout: Layout, *, shares_heads: bool = Fals
 
 
 def _shared_head(kv_heads: int, tp: int, *, allowed: bool, gated: bool) -> int:
-    """Source: TransformerConfig.__post_init__ and Attention of megatron-core 0.16.1; 0.15.3 refuses such a model."""
+    """The key/value heads of one rank if there are more ranks than heads: always 1. Raises LayoutError if they can't be
+    shared.
+
+    Source: TransformerConfig.__post_init__ and Attention of megatron-core 0.16.1. Core 0.15.3 refuses such a model.
+    """
     found = f"kv_heads = {kv_heads} can't be divided over {RANKS['tp']} = {tp}; choose a size that divides {kv_heads}"
     if not allowed:
         raise LayoutError(
             f"{found} (only Megatron core from 0.16 on lets tensor ranks share a key/value head, and not where k is normed over all heads)"
         )
-    if gated:  # it takes each rank its part of q, not of the gate
+    if gated:  # core splits q for each rank, but not the gate
         raise LayoutError(
             f"{found} (Megatron core 0.16.1 can't share a key/value head where attention's output is gated)"
         )

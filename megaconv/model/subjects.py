@@ -1,22 +1,26 @@
-"""The subjects of a model's description (config.py): attention, MLP, experts, positions …, each with what decides its function."""
+"""The subjects of a model's description (config.py): attention, MLP, experts, positions and others.
+
+Each field decides what the model computes.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What one layer of the decoder (or of the only stack) is made of."""
+    """The parts of one layer of the decoder, or of the only stack."""
 
     mixer: str = "attention"
-    """What mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (a Mamba 2), or `none` in a layer that is an MLP alone."""
+    """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), or `none` in a layer
+    that is only an MLP."""
     mlp: str = "dense"
-    """`dense`, `experts`, or `none` in a layer that is a mixer alone."""
+    """`dense`, `experts`, or `none` in a layer that is only a mixer."""
     window: int | None = None
-    """Number of positions that a token attends to, itself included; None for all."""
+    """Number of positions that a token attends to, including itself; None for all."""
     rotates: bool = True
-    """Whether rope, where the model has it, rotates q and k of this layer."""
+    """True if rope rotates q and k of this layer. Without rope in the model it has no effect."""
 
 
 @dataclass(frozen=True)
@@ -27,91 +31,104 @@ class Attention:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
-    """Whether q and k are normed before they rotate."""
+    """True if q and k are normalized before rope rotates them."""
     qk_norm_width: str = "head"
-    """What one such norm is over: each `head` alone, or `all` heads of a projection at once."""
+    """The extent of one q or k norm: each `head` separately, or `all` heads of a projection together."""
     qk_l2_norm: bool = False
-    """Whether q and k of layers that rotate are divided by the root of the mean of their squares: a norm without weights."""
+    """True if q and k of rotating layers are divided by the root mean square of their elements: a norm without weights.
+    """
     sinks: bool = False
-    """Whether each head has a logit of its own in the softmax of attention, which takes weight and gives no value."""
+    """True if each head has an attention sink: a logit in the softmax that takes weight and adds no value."""
     scale: float | None = None
-    """A factor on attention scores; None: one over the square root of head_dim."""
+    """A factor on attention scores; None for 1 / sqrt(head_dim)."""
     score_cap: float | None = None
-    """Scores are squeezed between plus and minus this by tanh; None: they aren't."""
+    """A tanh limits scores to the range between minus and plus this value; None: no limit."""
     output_gate: bool = False
-    """Whether a sigmoid of a further projection, as wide as q, scales what attention gives."""
+    """True if the sigmoid of another projection, as wide as q, scales the output of attention."""
 
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """Of layers whose mixer is `linear`: gated delta nets (arXiv 2412.06464); all 0 in models without."""
+    """The layers with mixer `linear`: gated delta nets (arXiv 2412.06464). All sizes are 0 in models without such
+    layers."""
 
     key_heads: int = 0
-    """Of q as of k; each serves as many value heads."""
+    """Number of key heads, and of q heads. Each serves the same number of value heads."""
     value_heads: int = 0
     key_dim: int = 0
     """Elements of one key head."""
     value_dim: int = 0
     conv: int = 0
-    """Positions that the convolution over q, k and v sees, the token's own included."""
+    """Width of the convolution over q, k and v in positions, including the token's own."""
 
 
 @dataclass(frozen=True)
 class Mamba:
-    """Of layers whose mixer is `mamba`: Mamba 2 (arXiv 2405.21060), with a convolution over 4 positions; all 0 in models without."""
+    """The layers with mixer `mamba`: Mamba 2 (arXiv 2405.21060), with a convolution over 4 positions. All sizes are 0
+    in models without such layers."""
 
     heads: int = 0
     head_dim: int = 0
     groups: int = 0
-    """Of heads, each of which has one B and one C."""
+    """Number of groups of heads. Each group has one B and one C."""
     state: int = 0
-    """Elements of B and of C."""
+    """Elements of B, and of C."""
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); all 0 without."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). All sizes are 0 in models without it."""
 
     kv_rank: int = 0
-    """Width of the latent vector that keys and values are made of."""
+    """Width of the latent vector from which keys and values are computed."""
     q_rank: int = 0
-    """Width of the one that queries are made of; 0 where they are made directly."""
+    """Width of the latent vector from which queries are computed; 0 if queries are computed directly."""
     rope_dim: int = 0
-    """The part of head_dim that rotates: its last elements, in pairs, one for all heads of keys."""
+    """Rotating elements of head_dim: its last elements, in pairs. All heads share the rotating part of the keys."""
     v_dim: int = 0
-    """Elements of a head's values."""
+    """Elements of one head's values."""
+    norm_epsilon: float | None = field(default=None, compare=False)
+    """Epsilon of the norms of latent vectors; None for the epsilon of all other norms.
+
+    Configurations are compared without it, since each library uses its own value and ignores the configuration.
+    transformers uses LATENT_EPSILON. Megatron and llama.cpp use the epsilon of all other norms. The families' notices
+    report the difference.
+    """
 
 
 @dataclass(frozen=True)
 class Indexer:
-    """Of latent attention, which then is sparse: it chooses the positions that a token attends to (DeepSeek V3.2); all 0 without."""
+    """The indexer of sparse latent attention (DeepSeek V3.2): it selects the positions that a token attends to. All
+    sizes are 0 in models without it."""
 
     heads: int = 0
     head_dim: int = 0
-    """Of which `latent.rope_dim` elements rotate."""
+    """Elements of one head, of which `latent.rope_dim` rotate."""
     topk: int = 0
-    """Positions that are chosen for each token."""
+    """Number of positions selected for each token."""
     interleaved: bool = False
-    """Whether an element rotates with its neighbour, and not with the one half of those that rotate further."""
+    """True if an element rotates with its neighbour. False if it rotates with the element half of the rotating part
+    further on."""
 
 
 @dataclass(frozen=True)
 class Positions:
-    """How a model knows a token's position."""
+    """The encoding of token positions."""
 
     kind: str = "rope"
     """`rope`, `learned` (a table of max_positions rows), `relative` (biases on attention scores) or `none`."""
     theta: float = 10000.0
     local_theta: float | None = None
-    """Of layers with a window, where they have a base of their own; `scaling` is then of the other layers alone."""
+    """Rope base of the layers with a window, if they have their own. `scaling` then applies only to the other layers.
+    """
     scaling: Mapping[str, Any] | None = None
-    """As Hugging Face spells it, with `rope_type`; None when positions are not scaled."""
+    """Rope scaling in Hugging Face's form, with `rope_type`; None if positions are not scaled."""
     rotary_percent: float = 1.0
-    """The part of a head, from its first element on, that rotates."""
+    """The share of a head's elements that rotates, from the first element on."""
     interleaved: bool = False
-    """Whether an element rotates with its neighbour, and not with the one half a head further."""
+    """True if an element rotates with its neighbour. False if it rotates with the element half a head further on."""
     buckets: int = 0
-    """Distances that relative positions distinguish, the largest of which is max_distance."""
+    """Number of distances that relative positions distinguish. The largest of them is max_distance."""
     max_distance: int = 0
 
 
@@ -121,80 +138,94 @@ class Norm:
     """`RMSNorm`, or `LayerNorm`, which has biases."""
     epsilon: float = 1e-5
     zero_centered: bool = False
-    """Whether a norm multiplies with its weight + 1."""
+    """True if a norm multiplies by its weight + 1."""
     place: str = "before"
-    """`before` each sublayer; `after` it, of its output before that is added; `both`; or `after_sum`: of a sublayer's output
-    and what it was given, as in the original BERT."""
+    """The place of the norms. `before`: before each sublayer. `after`: on the sublayer's output, before it is added.
+    `both`: both of these. `after_sum`: on the sum of the sublayer's input and output, as in the original BERT."""
     final: bool = True
-    """Whether one follows the last layer."""
+    """True if a norm follows the last layer."""
 
 
 @dataclass(frozen=True)
 class MLP:
-    """Of dense layers; activation, gate and clamp are those of experts too."""
+    """The MLP of dense layers. Its activation, gate and clamp also apply to experts."""
 
     ffn: int
     activation: str = "silu"
-    """`silu`, `relu`, `relu2` (its square), `gelu` (exact), `gelu_tanh` (its approximation) or `quick_gelu` (x * sigmoid(1.702 x))."""
+    """`silu`, `relu`, `relu2` (relu squared), `gelu` (exact), `gelu_tanh` (approximate) or `quick_gelu` (x *
+    sigmoid(1.702 x))."""
     gated: bool = True
-    """Whether the activation's output is multiplied with a second projection."""
+    """True if the activation's output is multiplied by a second projection."""
     bias: bool = False
     clamp: float | None = None
-    """The first projection is clamped to it from above, the second one from both sides; None: neither."""
+    """Upper limit of the first projection, and limit of the second projection in both directions; None: no limits."""
     offset: float = 0.0
-    """Added to the second projection."""
+    """A number that is added to the second projection."""
+
+    @property
+    def is_plain_swiglu(self) -> bool:
+        """True if the MLP computes silu(gate) * up, and nothing else."""
+        return self.gated and self.activation == "silu" and self.clamp is None and not self.offset
+
+
+RANKED_BY = 2
+"""Number of best experts by which a router ranks a group, if it selects groups first. It is the same in all model
+families of transformers."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Of layers whose MLP is a mixture of experts; count 0 for a dense model."""
+    """The mixture of experts in layers with `mlp` = `experts`. count is 0 in a dense model."""
 
     count: int = 0
     per_token: int = 0
     ffn: int = 0
     """Width of one routed expert."""
     shared_ffn: int = 0
-    """Width of the expert that every token passes; 0 without one."""
+    """Width of the shared expert, which every token passes; 0 if there is none."""
     shared_gate: bool = False
-    """Whether a gate scales the shared expert's output."""
+    """True if a gate scales the shared expert's output."""
     score: str = "softmax"
-    """What turns router logits into weights: `softmax` or `sigmoid`."""
+    """The function that turns router logits into weights: `softmax` or `sigmoid`."""
     renormalize: bool = True
-    """Whether the weights of the experts that were chosen are made to sum up to 1."""
+    """True if the weights of the selected experts are normalized to sum up to 1."""
     scale: float | None = None
-    """A factor on those weights."""
+    """A factor on the weights of the selected experts."""
     groups: int | None = None
     group_topk: int | None = None
-    """Experts are chosen from the best group_topk of `groups` groups; None without groups."""
+    """The router selects experts from the best group_topk of `groups` groups. It ranks a group by the sum of its best
+    RANKED_BY experts. None if there are no groups."""
     router_bias: bool = False
-    """Whether a bias per expert, in fp32, takes part in the choice (and not in the weights)."""
+    """True if a bias per expert, in fp32, affects the selection (but not the weights)."""
     latent: int = 0
-    """Width of what routed experts work on, a projection of the hidden states and back; 0 where these are it."""
+    """Width of the routed experts' input and output, if projections connect them to the hidden states; 0 if experts
+    work on the hidden states."""
     probs_on_input: bool = False
-    """Whether those weights scale what experts are given, and not what they give."""
+    """True if the weights scale the experts' inputs instead of their outputs."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A stack that the decoder attends to."""
+    """A stack of layers that the decoder attends to."""
 
     layers: int = 0
-    """0 where there is one stack."""
+    """Number of encoder layers; 0 if there is only one stack."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What follows the last layer, besides a matrix."""
+    """The parts after the last layer, apart from the output matrix."""
 
     bias: bool = False
-    """Whether a head that may lack it has a bias per word."""
+    """True if the head has a bias per token of the vocabulary. It matters only for heads that may lack one."""
     activation: str = ""
-    """Of the transform before a masked-language-model head, with the values of `mlp.activation`; empty without one."""
+    """Activation of the transform before a masked-language-model head, with the values of `mlp.activation`; empty if
+    there is no transform."""
     binary: bool = False
-    """Whether a pooler and a head say if two segments follow each other."""
+    """True if a pooler and a head predict whether the second segment follows the first."""
     classes: int = 0
-    """That a head tells apart by the pooled first token (classification); 0 without one."""
+    """Number of classes of a head on the pooled first token (classification); 0 if there is none."""
     choices: bool = False
-    """Whether a head gives the pooled first token of each of several choices a score (multiple choice)."""
+    """True if a head scores the pooled first token of each of several choices (multiple choice)."""
     logit_cap: float | None = None
-    """Logits are squeezed between plus and minus this by tanh; None: they aren't."""
+    """A tanh limits logits to the range between minus and plus this value; None: no limit."""

@@ -1,11 +1,11 @@
-"""Where in its training a model was: all that a run needs to go on, besides tensors.
+"""A model's training progress: everything that a run needs to continue, apart from tensors.
 
-The optimizer's tensors are slots of the parameters (see ir.Key), fp32, shaped like the weight:
+The optimizer's tensors are slots of the parameters (see ir.Key). They are fp32 and have the shape of the weight:
 
-    master          the fp32 copy that is trained where the weights are 16 bits wide; an fp32 weight is its own master
+    master          the fp32 copy of a 16-bit weight, which is trained; an fp32 weight is its own master
     exp_avg         first moment of Adam
-    exp_avg_sq      second moment
-    momentum_buffer momentum of SGD, which has these alone
+    exp_avg_sq      second moment of Adam
+    momentum_buffer momentum of SGD, its only state
 """
 
 from collections.abc import Mapping
@@ -17,56 +17,61 @@ EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 MOMENTUM = "momentum_buffer"
 ADAM, SGD = (EXP_AVG, EXP_AVG_SQ), (MOMENTUM,)
-"""What either keeps of every parameter."""
+"""State tensors of each parameter, for Adam and for SGD."""
 SLOTS = (MASTER, *ADAM, *SGD)
-"""The optimizer's, in the order in which a parameter's tensors are streamed, behind its weight."""
+"""The optimizer's slots, in the order in which a parameter's tensors are streamed after its weight."""
 
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """One class of parameters and its hyper-parameters."""
+    """One group of parameters, and its hyper-parameters."""
 
     wd_mult: float = 1.0
     """Factor on the weight decay: 0 for norms and biases."""
     lr_mult: float = 1.0
     decoupled_lr: bool = False
-    """Whether embedding and head have a learning rate of their own."""
+    """True if embedding and head have a learning rate of their own."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Everything else as Megatron calls it: lr, max_lr, min_lr, betas, eps, weight_decay ..."""
+    """All other settings under Megatron's names: lr, max_lr, min_lr, betas, eps, weight_decay ..."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer knows besides its tensors."""
+    """The state of an optimizer, apart from its tensors."""
 
     kind: str
-    """For people: `mixed precision`, `fp32`, `distributed` ..."""
+    """Kind of the optimizer, for people: `mixed precision`, `fp32`, `distributed` ..."""
     step: int | None = None
-    """Updates done, which Adam's bias correction counts; None where it is not known yet."""
+    """Number of updates, which Adam's bias correction needs; None if it is not known yet."""
     groups: tuple[ParamGroup, ...] = ()
     group_of: Mapping[str, int] = field(default_factory=dict, repr=False)
-    """Canonical name -> index of its group; of every parameter that is trained."""
+    """Canonical name of each trained parameter -> index of its group."""
     grad_scaler: Mapping[str, Any] | None = None
-    """scale, growth_tracker, hysteresis_tracker of fp16's dynamic loss scale; empty for a constant one."""
+    """scale, growth_tracker and hysteresis_tracker of fp16's dynamic loss scale; empty for a constant loss scale."""
+    unsupported: str | None = None
+    """The part of the state that no Megatron checkpoint can hold; None if nothing is lost."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Where in its training the model was."""
+    """The training progress of a model."""
 
     iteration: int | None = None
-    """None where the source knows none."""
+    """Number of the iteration; None if the source doesn't say it."""
     release: bool = False
-    """Whether Megatron would call it a release: loaded without regard to its iteration."""
+    """True if Megatron would call the checkpoint a release, which it loads without its iteration."""
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     optimizer: OptimizerState | None = None
-    """None where the source has none."""
-    floating_point_operations: int = 0
-    """Spent so far, as Megatron counts them for its log."""
+    """State of the optimizer; None if the source has none."""
+    floating_point_operations: float = 0
+    """Floating-point operations so far, as Megatron counts them for its log."""
     scheduler: Mapping[str, Any] | None = None
-    """Megatron's `opt_param_scheduler`: learning rate and weight decay over the samples seen. None for a value that is not known."""
+    """Megatron's `opt_param_scheduler`: learning rate and weight decay over the samples seen. A value is None if it is
+    not known."""
     rng: Mapping[tuple[int, int, int], Any] = field(default_factory=dict, repr=False)
-    """(tensor, pipeline, expert rank) -> its random-number generators, which mean nothing at another layout."""
+    """(tensor rank, pipeline rank, expert rank) -> random-number generators of the rank. They are valid only in the
+    same layout."""
     arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Megatron's arguments about optimization, where the source has them: optimizer, lr, adam_beta1 ..."""
+    """Megatron's arguments of the run that saved the source, as far as any release can load them: lr, seq_length,
+    data_path ..."""

@@ -1,1 +1,1 @@
-"""What a run starts from and what it saves."""
+"""Reading the checkpoint that a run starts from, and writing the checkpoints that a run saves."""

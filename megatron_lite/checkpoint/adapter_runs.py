@@ -1,8 +1,8 @@
-"""Checkpoints of runs that train adapters: what peft loads, and beside it what the run needs to go on.
+"""Checkpoints of runs that train adapters: the files that peft loads, and the state that the run needs to continue.
 
-iter_0000100/adapter_config.json, adapter_model.safetensors      peft's; the weights are the optimizer's float32 masters
-iter_0000100/optimizer.safetensors                               `exp_avg.<name>` …, whole matrices, each expert's by itself
-iter_0000100/trainer_state.json                                  progress, and the base that they belong to
+iter_0000100/adapter_config.json, adapter_model.safetensors      peft's files; the weights are the optimizer's float32 masters
+iter_0000100/optimizer.safetensors                               `exp_avg.<name>` …, whole matrices, one per expert
+iter_0000100/trainer_state.json                                  progress, precision, and the base model of the adapters
 """
 
 import json
@@ -18,6 +18,7 @@ from formats.regular_files import read_json
 from formats.tensor import LazyTensor
 from megaconv.errors import UsageError
 from megaconv.hub import resolve
+from megaconv.local_paths import local_path
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Key
 from megatron_lite.checkpoint.adapters import gather_adapters, init_adapters, load_adapters
@@ -34,24 +35,28 @@ OPTIMIZER, STATE = "optimizer.safetensors", "trainer_state.json"
 
 @dataclass(frozen=True)
 class AdapterStart:
-    """What a run that trains adapters starts from beside its base."""
+    """The adapters that a run starts from. The base model is loaded separately."""
 
     options: LoRA
     tensors: Mapping[Key, LazyTensor] | None
-    """None: fresh ones."""
+    """Adapter weights and optimizer state by key; None: new adapters are initialized."""
     progress: Progress = Progress()  # noqa: RUF009  # frozen
     place: Path | None = None
     base: str | None = None
-    """As the run that is continued called it."""
+    """The path of the base model, as the continued run spelled it."""
+    dtype: str | None = None
+    """The compute dtype of the continued run, or None if its state does not record one."""
 
 
 def find_adapters(settings: Settings, config: ModelConfig) -> AdapterStart | None:
-    """None for a run that trains all weights. Raises CheckpointError."""
+    """Return the adapters to start from, or None for a run that trains all weights. Raises CheckpointError."""
     lora, saving = settings.lora, settings.checkpointing
     if not lora.wanted:
         given = [name for name in vars(lora) if name in settings.given]
         if given:
-            raise UsageError(f"--{given[0].replace('_', '-')} goes with --lora-rank (or --lora-load)")
+            raise UsageError(
+                f"--{given[0].replace('_', '-')} requires --lora-rank (or --lora-load)"
+            )
         return None
     if saving.save and saving.resume and has_checkpoint(Path(saving.save)):
         version = rank_files.find_version(Path(saving.save))
@@ -60,34 +65,52 @@ def find_adapters(settings: Settings, config: ModelConfig) -> AdapterStart | Non
     if lora.lora_load is None:
         assert lora.lora_rank is not None
         alpha = 2.0 * lora.lora_rank if lora.lora_alpha is None else lora.lora_alpha
-        return AdapterStart(LoRA(lora.lora_rank, alpha, lora.lora_targets, lora.lora_dropout, lora.lora_rslora), None)
-    place = Path(resolve(lora.lora_load))
+        return AdapterStart(
+            LoRA(lora.lora_rank, alpha, lora.lora_targets, lora.lora_dropout, lora.lora_rslora),
+            None,
+        )
+    place = local_path(resolve(lora.lora_load))
     options, tensors = _read(settings, place, config)
-    return AdapterStart(options, {Key(name): tensor for name, tensor in tensors.items()}, place=place)
+    return AdapterStart(
+        options, {Key(name): tensor for name, tensor in tensors.items()}, place=place
+    )
 
 
-def _read(settings: Settings, place: Path, config: ModelConfig) -> tuple[LoRA, Mapping[str, LazyTensor]]:
-    """Raises UsageError for a flag that contradicts the adapter."""
+def _read(
+    settings: Settings, place: Path, config: ModelConfig
+) -> tuple[LoRA, Mapping[str, LazyTensor]]:
+    """Read the adapter at `place` and apply the flags. Raises UsageError for a flag that contradicts the adapter."""
     found, lora = read_adapter(place, config), settings.lora
-    stated = {"lora_rank": found.options.rank, "lora_alpha": found.options.alpha, "lora_rslora": found.options.rslora}
+    stated = {
+        "lora_rank": found.options.rank,
+        "lora_alpha": found.options.alpha,
+        "lora_rslora": found.options.rslora,
+    }
     for name, value in stated.items():
         if name in settings.given and getattr(lora, name) != value:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(lora, name)} contradicts the adapter {place}, which has {value}; leave the flag out"
             )
     options = found.options
-    return LoRA(options.rank, options.alpha, options.targets, lora.lora_dropout, options.rslora), found.tensors
+    return LoRA(
+        options.rank, options.alpha, options.targets, lora.lora_dropout, options.rslora
+    ), found.tensors
 
 
 def _continued(settings: Settings, version: Path, config: ModelConfig) -> AdapterStart:
     if not (version / STATE).is_file():
-        raise UsageError(f"--resume: {version} is no checkpoint of adapters; without --lora-rank its run goes on")
+        raise UsageError(
+            f"--resume: {version} is not a checkpoint of adapters; leave --lora-rank out to continue its run"
+        )
     options, weights = _read(settings, version, config)
     state = read_json(version / STATE, CONFIG_BYTES)
     try:
         progress, base = Progress(**state["progress"]), str(state["base"])
+        dtype = None if state.get("dtype") is None else str(state["dtype"])
     except (TypeError, KeyError) as error:
-        raise CorruptCheckpoint(f"{version / STATE}: is not the state of a run ({error})") from error
+        raise CorruptCheckpoint(
+            f"{version / STATE}: is not the state of a run ({error})"
+        ) from error
     tensors: dict[Key, LazyTensor] = {Key(name): tensor for name, tensor in weights.items()}
     if (version / OPTIMIZER).is_file() and not settings.checkpointing.no_load_optim:
         for stored, tensor in safetensors.read(version / OPTIMIZER).items():
@@ -95,11 +118,11 @@ def _continued(settings: Settings, version: Path, config: ModelConfig) -> Adapte
             tensors[Key(name, slot)] = tensor
     else:
         progress = Progress(**{**asdict(progress), "engine": None})
-    return AdapterStart(options, tensors, progress, version, base)
+    return AdapterStart(options, tensors, progress, version, base, dtype)
 
 
 def start_adapters(engine: Engine, start: AdapterStart, seed: int) -> None:
-    """Collective. Raises TensorMismatch."""
+    """Load or initialize the adapters of an engine. Collective. Raises TensorMismatch."""
     if start.tensors is None:
         init_adapters(engine, seed)
         return
@@ -108,8 +131,10 @@ def start_adapters(engine: Engine, start: AdapterStart, seed: int) -> None:
         engine.load_state(start.progress.engine)
 
 
-def adapter_snapshot(engine: Engine, progress: Progress, base: str, *, with_optimizer: bool) -> Snapshot:
-    """Of the whole model on rank 0. Collective."""
+def adapter_snapshot(
+    engine: Engine, progress: Progress, base: str, *, with_optimizer: bool
+) -> Snapshot:
+    """Return the snapshot of a run's adapters: the whole model on rank 0, empty on other ranks. Collective."""
     options = engine.options.lora
     assert options is not None
     found = gather_adapters(engine)
@@ -117,9 +142,15 @@ def adapter_snapshot(engine: Engine, progress: Progress, base: str, *, with_opti
         return Snapshot(progress.iteration, {})
     weights = {key.name: tensor for key, tensor in found.items() if key.slot == WEIGHT}
     files = adapter_files(weights, engine.config, options, base)
-    state: dict[str, Any] = {"base": base, "progress": asdict(progress)}
+    state: dict[str, Any] = {
+        "base": base,
+        "dtype": engine.options.dtype,
+        "progress": asdict(progress),
+    }
     files[STATE] = (json.dumps(state, indent=2) + "\n").encode()
     if with_optimizer:
-        kept = {f"{key.slot}.{key.name}": tensor for key, tensor in found.items() if key.slot != WEIGHT}
+        kept = {
+            f"{key.slot}.{key.name}": tensor for key, tensor in found.items() if key.slot != WEIGHT
+        }
         files[OPTIMIZER] = safetensors_bytes(kept)
     return Snapshot(progress.iteration, {}, files=files)

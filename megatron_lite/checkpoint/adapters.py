@@ -1,4 +1,4 @@
-"""Adapters into an engine and out of it: whole matrices by name, from or for the shares of all ranks."""
+"""Adapters are loaded into an engine and gathered from it: whole matrices by name, whatever shards the ranks hold."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A matrix in memory."""
+    """A LazyTensor over a matrix that is already in memory."""
 
     values: Tensor
-    """float32 [rows, cols]"""
+    """float32 [rows, cols]."""
     dtype: str = "float32"
 
     @property
@@ -37,26 +37,35 @@ class HeldTensor:
 
 
 def load_adapters(engine: Engine, tensors: Mapping[Key, LazyTensor]) -> None:
-    """By the names of ParameterInfo.native.parts: weights in float32, and the optimizer's state where there is any.
+    """Fill an engine's adapters, and the optimizer's state where `tensors` holds any. Weights are float32.
 
-    Raises TensorMismatch for matrices that are missing, left over, or of another shape.
+    The keys are the names in ParameterInfo.native.parts.
+    Raises TensorMismatch for a matrix that is missing, unknown, or of another shape.
     """
     weights = {key.name: tensor for key, tensor in tensors.items() if key.slot == WEIGHT}
     wanted: set[str] = set()
     for module, infos in zip(engine.chunks, engine.adapters, strict=True):
         for info in infos:
             for name, regions in info.native.parts.items():
-                _check(name, weights, max(region.box.row1 for region in regions), max(r.box.col1 for r in regions))
+                _check(
+                    name,
+                    weights,
+                    max(region.box.row1 for region in regions),
+                    max(r.box.col1 for r in regions),
+                )
             wanted |= info.native.parts.keys()
             fill(module.get_parameter(info.name).detach(), info.native, weights)
     if engine.grid.world == 1 and (left := weights.keys() - wanted):
-        raise TensorMismatch(f"{min(left)} is the adapter of no matrix that has one here; see --lora-targets")
+        raise TensorMismatch(
+            f"{min(left)} is the adapter of no matrix that has one here; see --lora-targets"
+        )
     if engine.optimizer is None:
         return
     for owned in engine.optimizer.ranges():
         for slot, flat in owned.tensors.items():
             found = {
-                name: tensors.get(Key(name, WEIGHT if slot == MASTER else slot)) for name in owned.info.native.parts
+                name: tensors.get(Key(name, WEIGHT if slot == MASTER else slot))
+                for name in owned.info.native.parts
             }
             if any(found.values()):
                 flat.copy_(read_range(owned.info.native, slot, found, owned.start, owned.end))
@@ -68,11 +77,16 @@ def _check(name: str, tensors: Mapping[str, LazyTensor], rows: int, cols: int) -
         raise TensorMismatch(f"{name} is missing in the adapter")
     have_rows, have_cols = tensors[name].shape
     if have_rows < rows or have_cols < cols:
-        raise TensorMismatch(f"{name} has shape {list(tensors[name].shape)}, the model needs {rows} x {cols} or more")
+        raise TensorMismatch(
+            f"{name} has shape {list(tensors[name].shape)}, the model needs {rows} x {cols} or more"
+        )
 
 
 def init_adapters(engine: Engine, seed: int) -> None:
-    """B is 0, so that nothing changes at first; A random with the variance of peft's, the same at every layout."""
+    """Initialize adapters: B is zero, so the model is unchanged at first. A is random, with the variance that peft uses.
+
+    The values are the same for every layout.
+    """
     widths: dict[str, int] = {}
     for infos in engine.adapters:
         for info in infos:
@@ -85,13 +99,16 @@ def init_adapters(engine: Engine, seed: int) -> None:
             for name, regions in info.native.parts.items():
                 random = name.endswith("lora_A.weight")
                 rows = max(region.box.row1 for region in regions)
+                # peft's kaiming_uniform_(a=sqrt(5)) has the variance 1 / (3 · width).
                 std = (3 * widths[name]) ** -0.5 if random else 0.0
-                tensors[Key(name)] = RandomTensor((rows, widths[name]), 0.0, std, mix(seed, *name.encode()))
+                tensors[Key(name)] = RandomTensor(
+                    (rows, widths[name]), 0.0, std, mix(seed, *name.encode())
+                )
     load_adapters(engine, tensors)
 
 
 def _agree(engine: Engine, widths: dict[str, int]) -> None:
-    """A rank knows its own columns of a matrix; the whole has as many as the last one says."""
+    """Raise each width to its maximum over all ranks. A rank knows only the columns of its own shard. Collective."""
     if engine.grid.world > 1:
         everyones: list[dict[str, int]] = [{} for _ in range(engine.grid.world)]
         dist.all_gather_object(everyones, widths, group=engine.grid.group("world"))
@@ -101,7 +118,7 @@ def _agree(engine: Engine, widths: dict[str, int]) -> None:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A run of elements of a rank's flattened matrix."""
+    """A range of elements of one rank's flattened matrix."""
 
     native: NativeTensor
     slot: str
@@ -111,7 +128,7 @@ class _Piece:
 
 
 def gather_adapters(engine: Engine) -> dict[Key, Tensor]:
-    """Weights as float32 masters, and the optimizer's state, whole; on rank 0, empty on others. Collective."""
+    """Return the adapters' float32 master weights and optimizer state as whole matrices on rank 0, {} elsewhere. Collective."""
     assert engine.optimizer is not None
     engine.finish()
     pieces: list[_Piece] = []
@@ -124,7 +141,9 @@ def gather_adapters(engine: Engine) -> dict[Key, Tensor]:
     if engine.grid.world > 1:
         everyones = [None] * engine.grid.world
         rank = dist.get_rank()
-        dist.gather_object(pieces, everyones if rank == 0 else None, group=engine.grid.group("world"))
+        dist.gather_object(
+            pieces, everyones if rank == 0 else None, group=engine.grid.group("world")
+        )
         if rank:
             return {}
     return _joined([piece for each in everyones if each for piece in each])
@@ -136,7 +155,10 @@ def _joined(pieces: list[_Piece]) -> dict[Key, Tensor]:
         for name, regions in piece.native.parts.items():
             rows, cols = shapes.get(Key(name, piece.slot), (0, 0))
             boxes = [region.box for region in regions]
-            shapes[Key(name, piece.slot)] = max(rows, *(b.row1 for b in boxes)), max(cols, *(b.col1 for b in boxes))
+            shapes[Key(name, piece.slot)] = (
+                max(rows, *(b.row1 for b in boxes)),
+                max(cols, *(b.col1 for b in boxes)),
+            )
     found = {key: torch.zeros(shape) for key, shape in shapes.items()}
     for piece in pieces:
         _, cols = matrix_shape(piece.native.shape)
@@ -146,7 +168,7 @@ def _joined(pieces: list[_Piece]) -> dict[Key, Tensor]:
                 places = elements[region.row : region.row + region.box.rows] - piece.start
                 here = (places >= 0) & (places < len(piece.values))
                 box = region.box
-                found[Key(name, piece.slot)][box.row0 : box.row1, box.col0 : box.col1][here] = piece.values[
-                    places[here]
-                ]
+                found[Key(name, piece.slot)][box.row0 : box.row1, box.col0 : box.col1][here] = (
+                    piece.values[places[here]]
+                )
     return found

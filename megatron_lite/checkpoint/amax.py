@@ -1,6 +1,7 @@
-"""The histories by which FP8's delayed scaling finds its scales (parallel/fp8.py), in a checkpoint: by matrix, of all stages.
+"""FP8 amax histories in a checkpoint, by matrix, over all pipeline stages.
 
-Other recipes look at the numbers that they scale, and have nothing to keep.
+Delayed scaling computes its scales from these histories (products/fp8.py). Other recipes compute scales from the
+current values and keep no state.
 """
 
 import re
@@ -14,16 +15,19 @@ from formats.errors import CorruptCheckpoint
 from formats.tensor import Box, LazyTensor
 from megatron_lite.checkpoint.weights import read
 from megatron_lite.engine import Engine
-from megatron_lite.models.fp8 import delayed_products
-from megatron_lite.parallel.fp8 import ROLES, DelayedProduct
+from megatron_lite.products.fp8 import ROLES, DelayedProduct
+from megatron_lite.products.selection import delayed_products
 
 AMAX = "amax"
-"""Their key beside what Engine.state() gives."""
+"""The key under which the histories are stored, next to the keys of Engine.state()."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 def histories(engine: Engine) -> dict[str, Tensor]:
-    """float32 [roles, steps], in main memory, by matrix with layers counted over the whole model. Collective over the stages."""
+    """Return float32 [roles, steps] in main memory by matrix name. Collective over the pipeline stages.
+
+    Layer numbers in the names count over the whole model.
+    """
     fp8, group = engine.options.fp8, engine.grid.column
     if fp8 is None or fp8.recipe != "delayed":
         return {}
@@ -36,7 +40,10 @@ def histories(engine: Engine) -> dict[str, Tensor]:
 
 
 def restore(engine: Engine, found: Mapping[str, Any]) -> None:
-    """found: as histories() gave them, lazy. A matrix that isn't among them begins anew. Raises CorruptCheckpoint."""
+    """Restore the histories that histories() returned; `found` holds them as lazy tensors.
+
+    A matrix that is missing from `found` starts with an empty history. Raises CorruptCheckpoint.
+    """
     for name, product in _named(engine):
         if name in found:
             product.load_state(_read(name, found[name]).to(engine.grid.device))
@@ -54,4 +61,13 @@ def _read(name: str, tensor: LazyTensor) -> Tensor:
 def _named(engine: Engine) -> Iterator[tuple[str, DelayedProduct]]:
     for module, chunk in zip(engine.chunks, engine.grid.chunks(), strict=True):
         for name, product in delayed_products(module):
-            yield _LAYER.sub(lambda layer: f"decoder.layers.{int(layer[1]) + chunk.first_layer}.", name), product  # noqa: B023  # used at once
+            yield _with_layer(name, chunk.first_layer), product
+
+
+def _with_layer(name: str, first_layer: int) -> str:
+    """Return a name with the layer's number in the model instead of that in its chunk."""
+
+    def numbered(layer: re.Match[str]) -> str:
+        return f"decoder.layers.{int(layer[1]) + first_layer}."
+
+    return _LAYER.sub(numbered, name)

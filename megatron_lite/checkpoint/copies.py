@@ -1,33 +1,33 @@
-"""Copies in main memory of what is saved while training goes on, in buffers that the next save uses again."""
+"""Copies of the saved tensors in main memory, so that training continues during a save. The next save reuses the buffers."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_CUDA: Any = torch.cuda  # whose classes have no types
+_CUDA: Any = torch.cuda  # its classes have no type hints
 
 
 class Copies:
-    """Of one save at a time.
+    """The copies of one save at a time.
 
-    From a GPU they are made by the GPU, into pinned memory, between what it had to do before and the next step: nobody waits for
-    them but whoever writes them.
+    The GPU copies its tensors into pinned memory, after the work that is already queued and before the next step. Only
+    the thread that writes the checkpoint waits for the copies.
     """
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
-        """In the order in which a save asks for them, which is the same every time."""
+        """The buffers in the order in which a save requests them; every save uses the same order."""
         self._used = 0
         self._made: Any = None
-        """An event of the GPU's, after the last."""
+        """A CUDA event recorded after the last copy."""
 
     def begin(self) -> None:
-        """A new save; the one before has been written."""
+        """Start a new save. The previous save must be written already."""
         self._used, self._made = 0, None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """What will be the tensor's copy."""
+        """Return the buffer for the tensor's copy. The buffer is filled after wait()."""
         pinned = tensor.is_cuda
         if self._used == len(self._buffers):
             self._buffers.append(_buffer(tensor, pinned=pinned))
@@ -38,13 +38,13 @@ class Copies:
         return buffer.copy_(tensor.detach(), non_blocking=pinned)
 
     def end(self) -> None:
-        """All are asked for."""
+        """Mark that all copies of this save are requested."""
         if any(buffer.is_pinned() for buffer in self._buffers[: self._used]):
             self._made = _CUDA.Event()
             self._made.record()
 
     def wait(self) -> None:
-        """Until they are what they copy; in any thread."""
+        """Wait until all copies are complete. May be called from any thread."""
         if self._made is not None:
             self._made.synchronize()
 

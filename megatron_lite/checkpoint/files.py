@@ -1,9 +1,9 @@
-"""Writes one iteration of a `torch_dist` checkpoint through PyTorch's DCP: each rank its own blocks, rank 0 the index.
+"""Writes one iteration of a `torch_dist` checkpoint through PyTorch's DCP. Each rank writes its own blocks, rank 0 the index.
 
-.metadata            the index: keys, global shapes, blocks, where each lies
-__{rank}_0.distcp    blocks, each a torch file of its own
-common.pt            what isn't sharded: args, scheduler, parameter groups
-metadata.json        says what this is; written last
+.metadata            the index: keys, global shapes, blocks, and the place of each block
+__{rank}_0.distcp    blocks, each a complete torch file
+common.pt            the values that are not sharded: args, scheduler, parameter groups
+metadata.json        names the format; written last
 """
 
 import io
@@ -47,11 +47,15 @@ MARK = {
 
 
 def write_blocks(
-    directory: Path, shards: Sequence[Shard], objects: Mapping[str, bytes], group: ProcessGroup | None
+    directory: Path,
+    shards: Sequence[Shard],
+    objects: Mapping[str, bytes],
+    group: ProcessGroup | None,
 ) -> None:
-    """Collective over the group (None: a single process). objects: torch files by key, each on one rank alone.
+    """Write the shards and objects of all ranks to `directory`. All data is on disk when the function returns.
 
-    Everything is on disk when it returns. Raises DCP's CheckpointException on all ranks when one fails.
+    Collective over the group (None: a single process). objects: torch files by key; each key is on one rank only.
+    Raises DCP's CheckpointException on all ranks when one rank fails.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -62,7 +66,7 @@ def write_blocks(
 
 
 def write_common(directory: Path, common: Mapping[str, Any]) -> None:
-    """On one rank, after write_blocks."""
+    """Write common.pt and metadata.json. Call it on one rank, after write_blocks."""
     content = io.BytesIO()
     torch.save(dict(common), content)
     write_file(directory / "common.pt", content.getvalue())
@@ -70,7 +74,7 @@ def write_common(directory: Path, common: Mapping[str, Any]) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """And bring it to disk."""
+    """Write a file and flush it to disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -78,14 +82,14 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 class _Writer(FileSystemWriter):
-    """Without the ids and paths that DCP would write into the index, so that equal states give equal files."""
+    """DCP's writer without the ids and paths that it adds to the index: equal states give equal files."""
 
     def storage_meta(self) -> StorageMeta | None:
         return None
 
 
 class _Planner(SavePlanner):
-    """Plain tensors that know their place; no DTensor, nothing is flattened."""
+    """Plans plain tensors with known offsets. There are no DTensors, and nothing is flattened."""
 
     def __init__(self, shards: Sequence[Shard], objects: Mapping[str, bytes]) -> None:
         self._shards = {(shard.key, torch.Size(shard.offset)): shard for shard in shards}
@@ -95,9 +99,10 @@ class _Planner(SavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Everything was handed over before."""
+        """Do nothing: __init__ received all shards and objects."""
 
     def create_local_plan(self) -> SavePlan:
+        """Plan this rank's blocks and objects."""
         tensors = [_tensor_item(shard) for shard in self._shards.values()]
         others = [
             WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, BytesIOWriteData(len(content)))
@@ -106,6 +111,7 @@ class _Planner(SavePlanner):
         return SavePlan(tensors + others)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Combine the ranks' plans into the index."""
         plans, metadata = create_default_global_save_plan(all_plans)
         return plans, replace(metadata, planner_data=None)
 
@@ -113,6 +119,7 @@ class _Planner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return the data of one planned item."""
         index = write_item.index
         if index.offset is None:
             return io.BytesIO(self._objects[index.fqn])
@@ -122,12 +129,14 @@ class _Planner(SavePlanner):
 def _tensor_item(shard: Shard) -> WriteItem:
     offset, tensor = torch.Size(shard.offset), shard.tensor
     chunk = ChunkStorageMetadata(offset, tensor.size())
-    data = TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), torch.Size(shard.global_shape))
+    data = TensorWriteData(
+        chunk, TensorProperties(dtype=tensor.dtype), torch.Size(shard.global_shape)
+    )
     return WriteItem(MetadataIndex(shard.key, offset), WriteItemType.SHARD, tensor_data=data)
 
 
 def empty_object() -> bytes:
-    """The torch file of what Megatron core expects for a module without FP8 state."""
+    """Return the torch file that Megatron core expects for a module without FP8 state."""
     content = io.BytesIO()
     torch.save([None], content)
     return content.getvalue()

@@ -1,7 +1,9 @@
-"""An adapter as a directory that peft loads and megaconv merges, and back into the matrices that are trained here.
+"""Writes adapters as a directory that peft loads and megaconv merges, and reads such a directory back for training.
 
-All experts of a layer are one parameter in transformers, whose adapter peft stacks: A [experts · r, in], an expert's rows one
-after another; B [out, r · experts], of which expert e has columns e, e + experts, e + 2 · experts …
+All experts of a layer are one parameter in transformers, and peft stacks their adapters:
+
+- A [experts · r, in]: the rows of expert 0, then of expert 1, …
+- B [out, r · experts]: expert e has the columns e, e + experts, e + 2 · experts …
 """
 
 import io
@@ -17,8 +19,8 @@ from torch import Tensor
 
 from formats.safetensors import SafetensorsLayout
 from formats.tensor import LazyTensor, read_tensor
-from megaconv.engine.adapters.peft_files import CONFIG, open_adapter
-from megaconv.engine.adapters.targets import weights_of
+from megaconv.adapters.peft_files import CONFIG, open_adapter
+from megaconv.adapters.targets import weights_of
 from megaconv.errors import NotExpressible
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
@@ -30,34 +32,52 @@ WEIGHTS = "adapter_model.safetensors"
 _A, _B = "lora_A.weight", "lora_B.weight"
 
 
-def adapter_files(tensors: Mapping[str, Tensor], config: ModelConfig, options: LoRA, base: str) -> dict[str, bytes]:
-    """Contents by name. tensors: whole, float32, by the names of Module.name and the ends above."""
+def adapter_files(
+    tensors: Mapping[str, Tensor], config: ModelConfig, options: LoRA, base: str
+) -> dict[str, bytes]:
+    """Return the contents of the adapter's files by file name.
+
+    tensors: whole float32 matrices; a key is Module.name with `.lora_A.weight` or `.lora_B.weight` appended.
+    """
     named = {where.module.name: where.module for where in modules_of(config).values()}
     modules = [module for name, module in named.items() if f"{name}.{_A}" in tensors]
-    stored = {f"base_model.model.{name}": tensor for name, tensor in _stacked(modules, tensors).items()}
+    stored = {
+        f"base_model.model.{name}": tensor for name, tensor in _stacked(modules, tensors).items()
+    }
     described = json.dumps(_described(modules, options, base), indent=2, sort_keys=True) + "\n"
     return {CONFIG: described.encode(), WEIGHTS: safetensors_bytes(stored)}
 
 
 def _stacked(modules: Sequence[Module], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    stacks: defaultdict[str, defaultdict[str, list[Module]]] = defaultdict(lambda: defaultdict(list))
+    stacks: defaultdict[str, defaultdict[str, list[Module]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for module in modules:
         if module.parameter is None:
             found |= {f"{module.path}.{end}": tensors[f"{module.name}.{end}"] for end in (_A, _B)}
         else:
             stacks[module.path][module.parameter].append(module)
     for path, parameters in stacks.items():
-        for wrapped, experts in enumerate(reversed(parameters.values())):  # peft wraps the last parameter outermost
+        for wrapped, experts in enumerate(
+            reversed(parameters.values())
+        ):  # the last one is peft's outermost wrapper
             place = path + ".base_layer" * wrapped
             ordered = sorted(experts, key=lambda module: module.expert or 0)
-            found[f"{place}.{_A}"] = torch.cat([tensors[f"{module.name}.{_A}"] for module in ordered])
-            found[f"{place}.{_B}"] = torch.stack([tensors[f"{module.name}.{_B}"] for module in ordered], -1).flatten(1)
+            found[f"{place}.{_A}"] = torch.cat(
+                [tensors[f"{module.name}.{_A}"] for module in ordered]
+            )
+            found[f"{place}.{_B}"] = torch.stack(
+                [tensors[f"{module.name}.{_B}"] for module in ordered], -1
+            ).flatten(1)
     return found
 
 
 def _described(modules: Sequence[Module], options: LoRA, base: str) -> dict[str, Any]:
-    """adapter_config.json. Modules by two words, since one may be two modules' (GPT-2's c_proj)."""
+    """Return the content of adapter_config.json.
+
+    A module is listed by the last two words of its path: one word is ambiguous (GPT-2 has two modules named c_proj).
+    """
     linear = [module for module in modules if module.parameter is None]
     parameters = [module for module in modules if module.parameter is not None]
     return {
@@ -74,8 +94,10 @@ def _last_two(path: str) -> str:
 
 
 def safetensors_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """A file of float32 tensors."""
-    layout = SafetensorsLayout({name: (tuple(tensor.shape), "float32") for name, tensor in tensors.items()})
+    """Return the content of a safetensors file with float32 tensors."""
+    layout = SafetensorsLayout(
+        {name: (tuple(tensor.shape), "float32") for name, tensor in tensors.items()}
+    )
     content = io.BytesIO()
     for offset, data in layout.headers({}):
         content.seek(offset)
@@ -88,18 +110,24 @@ def safetensors_bytes(tensors: Mapping[str, Tensor]) -> bytes:
 
 @dataclass(frozen=True)
 class ReadAdapter:
+    """An adapter read from a peft directory."""
+
     options: LoRA
     tensors: Mapping[str, LazyTensor]
-    """Whole, by the names that load_adapters takes."""
+    """Whole matrices by the names that load_adapters uses."""
 
 
 def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
-    """Raises CheckpointError for what is no adapter of this model; NotExpressible for one that can't be trained on here."""
+    """Read a peft adapter for training.
+
+    Raises CheckpointError if the directory holds no adapter of this model. Raises NotExpressible if the trainer can't
+    train it.
+    """
     adapter = open_adapter(directory)
     described = adapter.config
     refused = [
-        (described.dora, "DoRA"), (adapter.replaced, "whole tensors of its own"), (described.ranks, "ranks of its own for some modules"),
-        (described.alphas, "an alpha of its own for some modules"), (any(m.bias for m in adapter.modules), "biases"),
+        (described.dora, "DoRA"), (adapter.replaced, "whole tensors"), (described.ranks, "other ranks for some modules"),
+        (described.alphas, "another alpha for some modules"), (any(m.bias for m in adapter.modules), "biases"),
         (any(m.embedding for m in adapter.modules), "an adapter of the embedding"),
     ]  # fmt: skip
     for wrong, what in refused:
@@ -115,15 +143,22 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
     targets: set[str] = set()
     for module, native in weights_of(adapter, family(config.family), config):
         path, _, last = native.name.rpartition(".")
-        own = sorted(by_name[path, None if last == "weight" else last], key=lambda found: found.expert or 0)
+        own = sorted(
+            by_name[path, None if last == "weight" else last], key=lambda found: found.expert or 0
+        )
         if not own:
-            raise NotExpressible(f"{directory}: has an adapter of {native.name}, which can't be trained here")
+            raise NotExpressible(
+                f"{directory}: has an adapter of {native.name}, which can't be trained here"
+            )
         targets.add(_last_two(path) if last == "weight" else f"{_last_two(path)}.{last}")
         a, b = _floats(module.a), _floats(module.b)
         for number, each in enumerate(own):
             tensors[f"{each.name}.{_A}"] = HeldTensor(a.chunk(len(own))[number])
             tensors[f"{each.name}.{_B}"] = HeldTensor(b[:, number :: len(own)])
-    return ReadAdapter(LoRA(described.rank, described.alpha, tuple(sorted(targets)), rslora=described.rslora), tensors)
+    return ReadAdapter(
+        LoRA(described.rank, described.alpha, tuple(sorted(targets)), rslora=described.rslora),
+        tensors,
+    )
 
 
 def _floats(tensor: LazyTensor) -> Tensor:

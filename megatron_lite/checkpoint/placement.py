@@ -1,9 +1,15 @@
-"""Where a rank's tensors lie in the whole model: the keys, offsets and global shapes of Megatron core's `torch_dist` checkpoints.
+"""Places a rank's tensors in the whole model: keys, offsets and global shapes of Megatron core's `torch_dist` checkpoints.
 
-All of it follows from the family's table: a rank's tensor and the same tensor of a single rank are made of rectangles of
-the same canonical tensors, and where both hold a rectangle is what places one in the other. Layers of all stages lie under
-one key, stacked along a leading axis, where they are all alike, and under keys of their own where they differ; the experts of all
-ranks are stacked behind it; norms have Transformer Engine's names (megatron/core/dist_checkpointing).
+The family's table determines the placement. A rank's tensor consists of rectangles of canonical tensors. The same
+tensor of a single-rank model consists of rectangles of the same canonical tensors. A rectangle that both contain gives
+the offset of one in the other.
+
+- If all layers have the same structure, the layers of all stages are stacked along a leading axis under one key.
+- If layers differ, each layer has keys of its own.
+- Experts of all ranks are stacked along the next axis.
+- Norms have Transformer Engine's names.
+
+Source: megatron/core/dist_checkpointing.
 """
 
 import re
@@ -26,12 +32,15 @@ _LAYER = re.compile(r"((decoder|encoder)\.layers)\.(\d+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)(\..*)")
 
 _LOCAL = (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
-"""The norm before experts: Transformer Engine's key, and that of local layers, which have no such matrix."""
+"""The norm before experts: Transformer Engine's key, and the key in local layers.
+
+The latter names a matrix (linear_fc1) that layers with experts don't have.
+"""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Rows of a rank's tensor that lie one after another in the whole tensor too."""
+    """Rows of a rank's tensor that are also contiguous in the whole tensor."""
 
     row: int
     rows: int
@@ -41,14 +50,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Place:
-    """Of one tensor of a rank."""
+    """The place of one rank's tensor in the whole tensor."""
 
     key: str
     stacked: tuple[tuple[int, int], ...]
-    """(its number, of how many) along each leading axis: of layers, and of experts; in the whole model."""
+    """(index, size) of each leading axis over the whole model: layers first, then experts."""
     local: Shape
     whole: Shape
-    """Without those axes."""
+    """The shape without the leading axes."""
     runs: tuple[Run, ...]
     native: NativeTensor
 
@@ -59,13 +68,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Shard:
-    """A block of a checkpoint's tensor."""
+    """A block of one tensor in a checkpoint."""
 
     key: str
     offset: Shape
     global_shape: Shape
     tensor: Tensor
-    """In the checkpoint's number of axes."""
+    """The block; it has as many axes as the checkpoint's tensor."""
 
 
 def places(
@@ -80,64 +89,91 @@ def places(
     *,
     local: bool = False,
 ) -> dict[str, Place]:
-    """By the name that a rank's tensor has in its chunk. vocab_rows: with padding. naming: of the model's parameters.
+    """Return the place of each tensor of a rank's chunk, by the tensor's name in that chunk.
 
-    local: with the keys that local layers have for norms.
+    vocab_rows: the vocabulary with padding. naming: the naming scheme of the model's parameters.
+    local: use the norm keys of Megatron's local layers.
     """
     padded = changed(config, {"vocab": vocab_rows})  # padding rows are placed like any others
-    rows, single = family(config.family).rows, replace(layout, tp=1, etp=1, ep=1)
-    # Local layers of latent attention have keys of their own names; all others Transformer Engine's, but for one.
+    rows = family(config.family).rows
+    # Local layers of latent attention are saved under their own names.
+    # Other local layers have Transformer Engine's names, except for _LOCAL.
     latent = config.latent.kv_rank > 0
     keys = CORE_LOCAL if local and latent else CORE
-    named, keyed = (
-        list(native_tensors(rows, padded, spelled, layout, tp_rank, chunk, vocab_rows, ep_rank, etp_rank))
-        for spelled in (naming, keys)
-    )
-    whole = {native.name: native for native in native_tensors(rows, padded, keys, single, 0, chunk, vocab_rows)}
-    first = ep_rank * (config.experts.count // layout.ep)
+    at_rank = layout, tp_rank, chunk, vocab_rows, ep_rank, etp_rank
+    named = native_tensors(rows, padded, naming, *at_rank)
+    keyed = native_tensors(rows, padded, keys, *at_rank)
+    # The whole tensors are those of the same model on a single rank.
+    single = replace(layout, tp=1, etp=1, ep=1)
+    whole = {
+        native.name: native
+        for native in native_tensors(rows, padded, keys, single, 0, chunk, vocab_rows)
+    }
+    # The number of this rank's first expert in the whole model.
+    first_expert = ep_rank * (config.experts.count // layout.ep)
     found = {}
     for native, other in zip(named, keyed, strict=True):
-        expert = _EXPERT.fullmatch(other.name)
-        entire = whole[_numbered(other.name, first)]
-        key, stacked = _key(other.name.replace(*_LOCAL) if local and not latent else other.name, config, chunk)
-        if expert is not None:
-            stacked = (*stacked, (first + int(expert[2]), config.experts.count))
-        runs = tuple(_runs(native, entire))
+        entire = whole[_numbered(other.name, first_expert)]
+        spelled = other.name.replace(*_LOCAL) if local and not latent else other.name
+        key, of_layer = _key(spelled, config, chunk)
         found[native.name] = Place(
-            key,
-            stacked,
-            native.shape,
-            entire.shape,
-            runs,
-            native,
+            key=key,
+            stacked=(*of_layer, *_expert_axis(other.name, config, first_expert)),
+            local=native.shape,
+            whole=entire.shape,
+            runs=tuple(_runs(native, entire)),
+            native=native,
         )
     return found
 
 
+def _expert_axis(name: str, config: ModelConfig, first_expert: int) -> tuple[tuple[int, int], ...]:
+    """Return ((expert, experts),) for an expert's tensor, else (). first_expert: the first one of this rank."""
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return ()
+    return ((first_expert + int(match[2]), config.experts.count),)
+
+
 def _key(name: str, config: ModelConfig, chunk: Chunk) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """(without the number of an expert, and without the layer's where layers are stacked; then the layer's, of how many)."""
+    """Return (checkpoint key, leading axes).
+
+    The key has no expert number, and no layer number if layers are stacked. The leading axes are then ((layer,
+    layers),).
+    """
     match = _LAYER.fullmatch(name)
     if match is None:
-        return _EXPERT.sub(r"\1.experts\3", name), ()
-    first, layers = layers_before(match[2], config, chunk)
-    layer, inner = first + int(match[3]), _EXPERT.sub(r"\1.experts\3", match[4])
-    return (match[1] + inner, ((layer, layers),)) if stacks_layers(config) else (f"{match[1]}.{layer}{inner}", ())
+        return _without_number(name), ()
+    layers_of, stack, number, inner = match.groups()
+    first, layers = layers_before(stack, config, chunk)
+    layer = first + int(number)
+    inner = _without_number(inner)
+    if stacks_layers(config):
+        return layers_of + inner, ((layer, layers),)
+    return f"{layers_of}.{layer}{inner}", ()
+
+
+def _without_number(name: str) -> str:
+    """Return the name without the expert's number."""
+    return _EXPERT.sub(r"\1.experts\3", name)
 
 
 def layers_before(stack: str, config: ModelConfig, chunk: Chunk) -> tuple[int, int]:
-    """(layers of a stack before those of a chunk, layers of the stack). stack: `encoder` or `decoder`, as names have it."""
+    """Return (number of layers of a stack before the chunk, number of layers of the stack). stack: `encoder` or `decoder`."""
     if stack == "encoder" and config.encoder.layers:
         return encoder_layers(config, chunk).start, config.encoder.layers
     return chunk.first_layer, config.layer_count
 
 
 def _numbered(name: str, first: int) -> str:
-    """With the number that an expert has in the whole model."""
-    return _EXPERT.sub(lambda found: f"{found[1]}.local_experts.{first + int(found[2])}{found[3]}", name)
+    """Return the name with the expert's number in the whole model."""
+    return _EXPERT.sub(
+        lambda found: f"{found[1]}.local_experts.{first + int(found[2])}{found[3]}", name
+    )
 
 
 def _runs(native: NativeTensor, whole: NativeTensor) -> Iterator[Run]:
-    """Neighbours are joined: an interleaved qkv is one run, [gate; up] are two."""
+    """Yield the contiguous runs. Adjacent runs are joined: an interleaved qkv is one run, [gate; up] are two."""
     pieces = sorted(
         (
             Run(region.row, region.box.rows, *_place_in(region, whole.parts[name]))
@@ -157,39 +193,60 @@ def _runs(native: NativeTensor, whole: NativeTensor) -> Iterator[Run]:
 
 
 def _place_in(region: Region, candidates: tuple[Region, ...]) -> tuple[int, int]:
-    """(row, column) in the whole tensor of a region's first element."""
+    """Return (row, column) in the whole tensor of the region's first element."""
     for whole in candidates:
         if whole.box.row0 <= region.box.row0 < whole.box.row1:
-            return whole.row + region.box.row0 - whole.box.row0, whole.col + region.box.col0 - whole.box.col0
+            return (
+                whole.row + region.box.row0 - whole.box.row0,
+                whole.col + region.box.col0 - whole.box.col0,
+            )
     raise AssertionError("a rank's rectangle lies in no rectangle of the whole tensor")
 
 
 def shards(place: Place, tensor: Tensor) -> Iterator[Shard]:
-    """A rank's whole tensor, split into the checkpoint's blocks."""
+    """Split a rank's whole tensor into the checkpoint's blocks."""
     return flat_shards(place, place.key, tensor.reshape(-1), 0, tensor.numel())
 
 
 def flat_shards(place: Place, key: str, flat: Tensor, start: int, end: int) -> Iterator[Shard]:
-    """Elements start..end of a rank's flattened tensor as blocks: views of flat [end - start], which starts at `start`."""
+    """Split elements start..end of a rank's flattened tensor into blocks. The blocks are views of `flat` [end - start]."""
     _, cols = matrix_shape(place.local)
-    for first, last, col0, col1 in _rectangles(start, end, cols):
+    for row0, row1, col0, col1 in _rectangles(start, end, cols):
         for run in place.runs:
-            row0, row1 = max(first, run.row), min(last, run.row + run.rows)
-            if row0 >= row1:
+            first, last = max(row0, run.row), min(row1, run.row + run.rows)
+            if first >= last:
                 continue
-            at = row0 * cols + col0 - start
-            block = flat[at : at + (row1 - row0) * (col1 - col0)]  # rows are whole, or there is only one
-            offset: Shape = (run.whole_row + row0 - run.row, run.whole_col + col0)
-            shape: Shape = (row1 - row0, col1 - col0)
-            if len(place.whole) == 1:
-                offset, shape = offset[:1], shape[:1]
-            offset = (*(number for number, _ in place.stacked), *offset)
-            shape = (*(1 for _ in place.stacked), *shape)
-            yield Shard(key, offset, place.global_shape, block.view(shape))
+            rows, columns = last - first, col1 - col0
+            at = first * cols + col0 - start
+            block = flat[at : at + rows * columns]  # contiguous: whole rows, or a single row
+            whole_row = run.whole_row + first - run.row
+            whole_col = run.whole_col + col0
+            yield _shard(place, key, block, (whole_row, whole_col), (rows, columns))
+
+
+def _shard(
+    place: Place, key: str, block: Tensor, corner: tuple[int, int], size: tuple[int, int]
+) -> Shard:
+    """Return a block of the whole tensor. corner: row and column of its first element. size: rows and columns."""
+    stacked = tuple(number for number, _ in place.stacked)
+    offset = (*stacked, *_with_axes(place.whole, *corner, fill=0))
+    shape = (*(1 for _ in stacked), *_with_axes(place.whole, *size, fill=1))
+    return Shard(key, offset, place.global_shape, block.view(shape))
+
+
+def _with_axes(whole: Shape, row: int, col: int, *, fill: int) -> Shape:
+    """Return a row and a column with as many axes as `whole`: a vector has no columns, a convolution [channels, 1, width]."""
+    if len(whole) == 1:
+        return (row,)
+    between = whole[1:-1]
+    assert all(size == 1 for size in between), (
+        "rows of a tensor with more axes are not contiguous blocks"
+    )
+    return (row, *(fill for _ in between), col)
 
 
 def _rectangles(start: int, end: int, cols: int) -> Iterator[tuple[int, int, int, int]]:
-    """(row0, row1, col0, col1) of a run of a matrix's elements: the end of a row, whole rows, the start of a row."""
+    """Yield (row0, row1, col0, col1) for a range of a matrix's elements: the end of a row, whole rows, the start of a row."""
     while start < end:
         row, col = divmod(start, cols)
         if col or end - start < cols:

@@ -1,7 +1,8 @@
-"""Streams a rank's file of a `torch` checkpoint: tensors come block by block from the ranks that hold them, straight into the file.
+"""Streams one rank's file of a `torch` checkpoint: blocks of tensors arrive from the ranks that hold them and go into the file.
 
-The file is laid out before its first tensor is there (formats/torch_zip.py). The ranks that share an optimizer go through the same
-tensors in the same order, and each sends what it has to those that write it: nobody holds more than a block beside its own part.
+The layout of the file is planned before the first tensor arrives (formats/torch_zip.py). The ranks that share an
+optimizer visit the same tensors in the same order. Each rank sends its parts to the writing ranks. No rank holds more
+than one block in addition to its own parts.
 """
 
 import os
@@ -20,58 +21,72 @@ from formats.tensor import ITEMSIZE, Bytes
 from megatron_lite.parallel import comm
 
 BLOCK_BYTES = 16 << 20
-"""What is passed on and written at one time."""
+"""Size of one block that is sent and written."""
 
 
 class Part(NamedTuple):
-    """A run of a flattened tensor's elements."""
+    """A range of elements of a flattened tensor."""
 
     rank: int
-    """Of all ranks the one that has them."""
+    """The global rank that holds the range."""
     start: int
     end: int
     values: Tensor | None
-    """[end - start] on that rank, on any device; None on others."""
+    """[end - start] on that rank, on any device; None on other ranks."""
 
 
 @dataclass(frozen=True)
 class SharedTensor:
-    """Of the files of one or more ranks. These list it, and all that have a part of it, in the same order among others."""
+    """A tensor that one or more ranks write to their files.
+
+    All ranks that write it or hold a part of it list it, in the same order relative to other tensors.
+    """
 
     placeholder: Placeholder
-    """In the content of a file."""
+    """Stands for the tensor in the content of the file."""
     parts: tuple[Part, ...]
-    """In order, without gaps."""
+    """Ordered and without gaps."""
     writers: tuple[int, ...]
-    """The ranks whose files hold it."""
+    """The ranks whose files contain the tensor."""
 
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.placeholder.dtype]
 
     def blocks(self) -> Iterator[Part]:
-        """The parts in pieces of BLOCK_BYTES."""
+        """Yield the parts in pieces of at most BLOCK_BYTES."""
         most = BLOCK_BYTES // self.itemsize
         for rank, first, last, values in self.parts:
             for start in range(first, last, most):
                 end = min(start + most, last)
-                yield Part(rank, start, end, None if values is None else values[start - first : end - first])
+                yield Part(
+                    rank,
+                    start,
+                    end,
+                    None if values is None else values[start - first : end - first],
+                )
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """What a rank writes, and what it has of others' files."""
+    """The file that a rank writes, and the tensors of which it holds parts for other ranks' files."""
 
     path: str | None
-    """Below the iteration; None on a rank that writes none."""
+    """Path relative to the iteration's directory; None on a rank that writes no file."""
     content: Any
-    """What torch_zip.plan lays out, with a Placeholder for each tensor."""
+    """The content for torch_zip.plan, with a Placeholder for each tensor."""
     tensors: tuple[SharedTensor, ...]
 
+    @property
+    def size(self) -> int:
+        """Size of the file in bytes; 0 on a rank that writes no file."""
+        return 0 if self.path is None else torch_zip.plan(self.content, Path(self.path).stem).size
+
     def copied(self, copy: Callable[[Tensor], Tensor]) -> "RankFile":
-        """With copies of the values that are here."""
+        """Return the same file with `copy` applied to the values that this rank holds."""
         tensors = (
-            replace(tensor, parts=tuple(_copied(part, copy) for part in tensor.parts)) for tensor in self.tensors
+            replace(tensor, parts=tuple(_copied(part, copy) for part in tensor.parts))
+            for tensor in self.tensors
         )
         return replace(self, tensors=tuple(tensors))
 
@@ -81,9 +96,10 @@ def _copied(part: Part, copy: Callable[[Tensor], Tensor]) -> Part:
 
 
 def write(directory: Path, file: RankFile, rank: int, group: comm.Group) -> None:
-    """Everything is on disk when it returns. Collective over the ranks that list the same tensors. Raises OSError.
+    """Write this rank's file and send the parts that other ranks write. All data is on disk when the function returns.
 
-    rank: this one. group: of all ranks, on gloo; None in a single process.
+    Collective over the ranks that list the same tensors. Raises OSError.
+    rank: this rank. group: all ranks, on gloo; None in a single process.
     """
     arriving = _arriving(file, rank, group)
     if file.path is None:
@@ -106,18 +122,24 @@ def write(directory: Path, file: RankFile, rank: int, group: comm.Group) -> None
         os.fsync(out.fileno())
 
 
-def _arriving(file: RankFile, rank: int, group: comm.Group) -> Iterator[tuple[SharedTensor, int, Bytes]]:
-    """What this rank writes, tensor by tensor from the first element on: (tensor, first element, bytes that stay until the next).
+def _arriving(
+    file: RankFile, rank: int, group: comm.Group
+) -> Iterator[tuple[SharedTensor, int, Bytes]]:
+    """Yield the blocks that this rank writes: (tensor, first element, bytes). Each tensor starts at its first element.
 
-    On the way it sends what others write.
+    The bytes are valid until the next block. Between blocks, the function sends the parts that other ranks write.
     """
-    received = torch.empty(BLOCK_BYTES, dtype=torch.uint8)  # takes no memory before it is used
+    received = torch.empty(
+        BLOCK_BYTES, dtype=torch.uint8
+    )  # uses no physical memory until it is written to
     for tensor in file.tensors:
         writes = rank in tensor.writers
         for block in tensor.blocks():
             if block.values is not None:
                 content = block.values.cpu().view(torch.uint8)
-                sent = [comm.send(content, other, group, 0) for other in tensor.writers if other != rank]
+                sent = [
+                    comm.send(content, other, group, 0) for other in tensor.writers if other != rank
+                ]
                 if writes:
                     yield tensor, block.start, content.numpy()
                 for work in sent:

@@ -1,102 +1,140 @@
-"""What a rank file of a `torch` checkpoint holds, as Megatron's own: a model, its optimizer, and what isn't a tensor.
+"""Builds the content of a `torch` checkpoint's rank file in Megatron's form: model, optimizer, and values that are not tensors.
 
-The optimizer is whole in it, also where ranks share it: the file's tensors then have parts on all of them (rank_file.py).
+The file contains the whole optimizer state. If ranks share the optimizer, several ranks hold parts of its tensors
+(rank_file.py).
 """
 
-from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from formats import rank_files
-from formats.pickle_records import TorchDtype
-from formats.pickle_writer import Constant, Placeholder
+from formats.pickle_writer import Placeholder
 from megaconv.families import family
-from megaconv.megatron.arguments.param_groups import Class, class_of, is_expert
 from megaconv.megatron.states.names import core_order, extra_states
 from megaconv.model.layout import Chunk, padded_vocab
 from megaconv.model.naming import core_naming
-from megaconv.model.natives import native_tensors
+from megaconv.model.natives import NativeTensor, native_tensors
+from megaconv.model.training import MASTER
+from megatron_lite.checkpoint.plain_values import dtype_name, plain
 from megatron_lite.checkpoint.rank_file import Part, RankFile, SharedTensor
+from megatron_lite.checkpoint.rank_optimizer import Name, Slots, optimizers
 from megatron_lite.checkpoint.snapshot import NAMING, Snapshot
 from megatron_lite.engine import Engine
+from megatron_lite.optimizer.ranges import FlatRange, Share
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.mesh import expert_mesh
-from megatron_lite.parallel.zero import STATE, FlatRange, Share, kind_of
+from megatron_lite.parallel.parameters import ParameterInfo
 
-Name = tuple[int, str]
-"""(chunk, name in the file)."""
-Slots = Mapping[Name, Mapping[str, SharedTensor]]
-"""Optimizer state by parameter and slot."""
+T = TypeVar("T")
 
 
-def rank_snapshot(engine: Engine, common: Mapping[str, Any], *, with_optimizer: bool, impl: str) -> Snapshot:
-    """Of `torch`. impl: whose modules are listed, transformer_engine or local.
+def rank_snapshot(
+    engine: Engine, common: Mapping[str, Any], *, with_optimizer: bool, impl: str
+) -> Snapshot:
+    """Return this rank's part of a `torch` checkpoint.
 
-    As in Megatron those ranks write that are the first of all that hold the same experts.
+    impl: the module names in the file, `transformer_engine` or `local`. As in Megatron, a rank writes a file if it is
+    the first of the ranks that hold the same experts.
     """
     engine.finish()
-    grid, mixture = engine.grid, engine.config.experts.count > 0
+    grid = engine.grid
+    mixture = engine.config.experts.count > 0
     renamed = [_listed(engine, chunk, impl) for chunk in grid.chunks()]
     slots = _slots(engine, renamed) if with_optimizer else {}
-    states = [tensor for of_parameter in slots.values() for tensor in of_parameter.values()]
+    tensors: list[SharedTensor] = []
+    for of_parameter in slots.values():
+        tensors += of_parameter.values()
     if not _writes(grid, grid.rank, mixture=mixture):
-        return Snapshot(common["iteration"], common, rank_file=RankFile(None, None, tuple(states)))
+        nothing = RankFile(None, None, tuple(tensors))
+        return Snapshot(common["iteration"], common, rank_file=nothing)
     order = core_order(family(engine.config.family).rows, core_naming(impl))
-    models = [
-        OrderedDict(sorted(of_chunk.items(), key=lambda entry: order(entry[0])))
-        for of_chunk in _weights(engine, renamed)
-    ]
+    models = [_sorted(of_chunk, order) for of_chunk in _weights(engine, renamed)]
     state = {name: plain(value) for name, value in common.items()}
+    state["args"].rank = grid.rank
     if slots:
-        listed = [(chunk, name) for chunk, model in enumerate(models) for name in model if (chunk, name) in slots]
-        state["optimizer"] = _optimizers(state["optimizer"], listed, models, slots, apart=grid.layout.ep > 1)
+        state["optimizer"] = _optimizer(state["optimizer"], models, slots, apart=grid.layout.ep > 1)
     for chunk, model in enumerate(models):
-        entries: dict[str, Any] = {name: tensor.placeholder for name, tensor in model.items()}
-        entries |= dict.fromkeys(extra_states(model), None)
         key = "model" if len(models) == 1 else f"model{chunk}"
-        state[key] = OrderedDict(sorted(entries.items(), key=lambda entry: order(entry[0])))
-    ep_rank = grid.rank_along("ep") if mixture else 0
-    directory = rank_files.rank_directory(grid.tp_rank, grid.pp_rank, ep_rank, grid.layout.pp, grid.layout.ep)
+        state[key] = _sorted(_entries(model), order)
     weights = [tensor for model in models for tensor in model.values()]
-    file = RankFile(f"{directory}/{rank_files.MODEL_FILE}", state, (*weights, *states))
+    path = f"{_directory(grid, mixture=mixture)}/{rank_files.MODEL_FILE}"
+    file = RankFile(path, state, (*weights, *tensors))
     return Snapshot(common["iteration"], common, rank_file=file)
 
 
+def _optimizer(
+    groups: Mapping[str, Any],
+    models: list[OrderedDict[str, SharedTensor]],
+    slots: Slots,
+    *,
+    apart: bool,
+) -> Any:
+    """Return the optimizer's entry. Its parameters are in the order of the models."""
+    listed: list[Name] = []
+    for chunk, model in enumerate(models):
+        listed += [(chunk, name) for name in model if (chunk, name) in slots]
+    return optimizers(groups, listed, models, slots, apart=apart)
+
+
+def _entries(model: Mapping[str, SharedTensor]) -> dict[str, Any]:
+    """Return the content of one chunk: its tensors, and the extra states, which are empty."""
+    tensors = {name: tensor.placeholder for name, tensor in model.items()}
+    return {**tensors, **dict.fromkeys(extra_states(model), None)}
+
+
+def _sorted(entries: Mapping[str, T], order: Callable[[str], Any]) -> OrderedDict[str, T]:
+    """Return the entries in the order of their names."""
+    names = sorted(entries, key=order)
+    return OrderedDict((name, entries[name]) for name in names)
+
+
+def _directory(grid: Grid, *, mixture: bool) -> str:
+    """Return the name of this rank's directory."""
+    ep_rank = grid.rank_along("ep") if mixture else 0
+    return rank_files.rank_directory(
+        grid.tp_rank, grid.pp_rank, ep_rank, grid.layout.pp, grid.layout.ep
+    )
+
+
 class Listed(NamedTuple):
-    """How a file calls a parameter."""
+    """The names of a parameter in a file."""
 
     name: str
     unused: tuple[str, ...]
-    """As what it is listed again, with optimizer state: a tied head beside MTP layers, which Megatron never computes with."""
+    """More names of the same parameter, with optimizer state: a tied head next to MTP layers, which Megatron never uses."""
 
 
 def _listed(engine: Engine, chunk: Chunk, impl: str) -> dict[str, Listed]:
-    """By the engine's names."""
+    """Return the names in the file by the engine's parameter names."""
     config, grid = engine.config, engine.grid
-    vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, grid.layout.tp)
-    at = grid.experts_place() if config.experts.count else (0, 0)
-    ours, theirs = (
-        list(
-            native_tensors(
-                family(config.family).rows, config, naming, grid.layout, grid.tp_rank, chunk, vocab_rows, *at
-            )
-        )
-        for naming in (NAMING, core_naming(impl))
-    )
-    unused = [native for native in theirs if native.copy is not None and native.copy.written and not native.copy.used]
-    return {
-        our.name: Listed(their.name, tuple(native.name for native in unused if native.parts == our.parts))
-        for our, their in zip(ours, theirs, strict=True)
-    }
+    tp = grid.layout.tp
+    vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, tp)
+    expert_place = grid.experts_place() if config.experts.count else (0, 0)
+    rows = family(config.family).rows
+    at_rank = grid.layout, grid.tp_rank, chunk, vocab_rows, *expert_place
+    ours = native_tensors(rows, config, NAMING, *at_rank)
+    theirs = list(native_tensors(rows, config, core_naming(impl), *at_rank))
+    unused = [native for native in theirs if _is_unused(native)]
+    found = {}
+    for our, their in zip(ours, theirs, strict=True):
+        second = tuple(native.name for native in unused if native.parts == our.parts)
+        found[our.name] = Listed(their.name, second)
+    return found
+
+
+def _is_unused(native: NativeTensor) -> bool:
+    """Return whether Megatron writes the tensor but never computes with it."""
+    copy = native.copy
+    return copy is not None and copy.written and not copy.used
 
 
 def _writes(grid: Grid, rank: int, *, mixture: bool) -> bool:
-    """Whether this one of all ranks has a file."""
+    """Return whether the given rank writes a file."""
     if mixture:
         return not expert_mesh(grid.layout, grid.dp, grid.cp).place(rank)["edp"]
     place = grid.mesh.place(rank)
@@ -104,124 +142,69 @@ def _writes(grid: Grid, rank: int, *, mixture: bool) -> bool:
 
 
 def _weights(engine: Engine, renamed: list[dict[str, Listed]]) -> list[dict[str, SharedTensor]]:
-    """Of each chunk by name; whole on this rank."""
+    """Return the weights of each chunk by name in the file. Each weight is whole on this rank."""
     models: list[dict[str, SharedTensor]] = [{} for _ in renamed]
-    second_names = {(info.chunk, info.name): info.second_names for infos in engine.infos for info in infos}
-    for chunk, name, tensor in engine.parameters():
-        names = [renamed[chunk][each].name for each in (name, *second_names[chunk, name])]
-        for each in (*names, *renamed[chunk][name].unused):
-            placeholder = Placeholder(f"{chunk} {each}", tuple(tensor.shape), _dtype(tensor.dtype))
-            whole = Part(engine.grid.rank, 0, tensor.numel(), tensor.detach().view(-1))
-            models[chunk][each] = SharedTensor(placeholder, (whole,), (engine.grid.rank,))
+    rank = engine.grid.rank
+    infos = (info for of_chunk in engine.infos for info in of_chunk)
+    for info, (chunk, name, tensor) in zip(infos, engine.parameters(), strict=True):
+        named = renamed[chunk]
+        names = [named[each].name for each in (name, *info.second_names)]
+        for each in (*names, *named[name].unused):
+            models[chunk][each] = _whole(f"{chunk} {each}", tensor, rank)
     return models
 
 
-def _slots(engine: Engine, renamed: list[dict[str, Listed]]) -> dict[Name, dict[str, SharedTensor]]:
-    """In the same order on all ranks that share the optimizer of any of these parameters, also on one that owns nothing.
+def _whole(key: str, tensor: Tensor, rank: int) -> SharedTensor:
+    """Return a tensor that this rank holds and writes."""
+    placeholder = Placeholder(key, tuple(tensor.shape), dtype_name(tensor.dtype))
+    part = Part(rank, 0, tensor.numel(), tensor.detach().view(-1))
+    return SharedTensor(placeholder, parts=(part,), writers=(rank,))
 
-    Of an optimizer that isn't shared those that this rank writes.
+
+def _slots(engine: Engine, renamed: list[dict[str, Listed]]) -> dict[Name, dict[str, SharedTensor]]:
+    """Return the optimizer state of all parameters.
+
+    The order is the same on all ranks that share the optimizer of any of these parameters, also on a rank that owns no
+    range. If the optimizer is not shared, only writing ranks return entries.
     """
-    optimizer, grid, mixture = engine.optimizer, engine.grid, engine.config.experts.count > 0
+    optimizer, grid = engine.optimizer, engine.grid
+    mixture = engine.config.experts.count > 0
     assert optimizer is not None
     if not optimizer.distributed and not _writes(grid, grid.rank, mixture=mixture):
         return {}
     own = {(owned.chunk, owned.name): owned for owned in optimizer.ranges()}
-    masters = () if engine.dtype == torch.float32 else ("master",)  # in fp32 the weights themselves
     found: dict[Name, dict[str, SharedTensor]] = {}
     for info, shares in optimizer.shares():
-        group = grid.group(info.reduced_over) if optimizer.distributed else None
-        ranks = [grid.rank] if group is None else dist.get_process_group_ranks(group)
+        ranks = _sharing(grid, info) if optimizer.distributed else [grid.rank]
         writers = tuple(rank for rank in ranks if _writes(grid, rank, mixture=mixture))
         owned = own.get((info.chunk, info.name))
+        # An fp32 weight is its own master.
+        masters = () if engine.dtype_of(info) == torch.float32 else (MASTER,)
+        parts = {
+            slot: tuple(_part(share, ranks, grid.rank, slot, owned) for share in shares)
+            for slot in (*masters, *optimizer.algorithm.of(info).state)
+        }
         listed = renamed[info.chunk][info.name]
         for name in (listed.name, *listed.unused):
-            found[info.chunk, name] = {
-                slot: SharedTensor(
-                    Placeholder(f"{info.chunk} {slot} {name}", info.native.shape, "float32"),
-                    tuple(_part(share, ranks, grid.rank, slot, owned) for share in shares), writers,
-                )
-                for slot in (*masters, *STATE[kind_of(info, optimizer.options.kind)])
-            }  # fmt: skip
+            of_parameter = found[info.chunk, name] = {}
+            for slot, of_slot in parts.items():
+                key = f"{info.chunk} {slot} {name}"
+                placeholder = Placeholder(key, info.native.shape, "float32")
+                of_parameter[slot] = SharedTensor(placeholder, of_slot, writers)
     return found
 
 
+def _sharing(grid: Grid, info: ParameterInfo) -> list[int]:
+    """Return the ranks that share the optimizer state of a parameter."""
+    group = grid.group(info.reduced_over)
+    return [grid.rank] if group is None else dist.get_process_group_ranks(group)
+
+
 def _part(share: Share, ranks: list[int], rank: int, slot: str, owned: FlatRange | None) -> Part:
-    """ranks: that share the optimizer. rank: this one, which owns this range, if any."""
-    has = ranks[share.rank]
-    return Part(has, share.start, share.end, owned.tensors[slot].detach() if has == rank and owned else None)
+    """Return one rank's range of a state tensor. ranks: the ranks that share the optimizer. rank: this rank.
 
-
-def plain(value: Any) -> Any:
-    """What a torch file's writer takes: small tensors with their bytes, dtypes by name."""
-    if isinstance(value, Tensor):
-        content = value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return Constant(tuple(value.shape), _dtype(value.dtype), content)
-    if isinstance(value, torch.dtype):
-        return TorchDtype(_dtype(value))
-    if isinstance(value, Namespace):
-        return Namespace(**plain(vars(value)))
-    if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(plain, value))
-    return value
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _optimizers(
-    groups: Mapping[str, Any],
-    listed: list[Name],
-    models: list[OrderedDict[str, SharedTensor]],
-    slots: Slots,
-    *,
-    apart: bool,
-) -> Any:
-    """One, or with expert parallelism (apart) a list of two: experts have one of their own."""
-    if not apart:
-        return _optimizer_state(groups, listed, models, slots)
-    dense, experts = ([key for key in listed if is_expert(key[1]) == of_experts] for of_experts in (False, True))
-    theirs = [{**group, "is_expert_parallel": True} for group in groups["optimizer"]["param_groups"]]
-    of_experts = {**groups, "optimizer": {**groups["optimizer"], "param_groups": theirs}}
-    return [
-        _optimizer_state(groups, dense, models, slots),
-        _optimizer_state(of_experts, experts, models, slots),
-    ]
-
-
-def _optimizer_state(
-    groups: Mapping[str, Any],
-    listed: list[Name],
-    models: list[OrderedDict[str, SharedTensor]],
-    slots: Slots,
-) -> dict[str, Any]:
-    """Megatron's Float16OptimizerWithFloat16Params, or its FP32Optimizer, whose masters are the weights themselves.
-
-    groups: common_state's optimizer. listed: parameters in the order of the model.
+    owned: this rank's range of the parameter, or None.
     """
-    by_class = {
-        Class(group["wd_mult"] != 0, not group["default_config"]): (group, list[Name]())
-        for group in groups["optimizer"]["param_groups"]
-    }
-    decoupled = any(each.decoupled for each in by_class)
-    for chunk, name in listed:
-        its_class = class_of(name, models[chunk][name].placeholder.shape, decoupled=decoupled)
-        by_class[its_class][1].append((chunk, name))
-    used = [(group, keys) for group, keys in by_class.values() if keys]
-    by_group = [keys for _, keys in used]
-    numbers = {key: number for number, key in enumerate(key for group in by_group for key in group)}
-    param_groups = [{**group, "params": [numbers[key] for key in keys]} for group, keys in used]
-    counter = {"step": plain(torch.tensor(float(param_groups[0]["step"])))}
-    state = {
-        numbers[key]: {slot: tensor.placeholder for slot, tensor in slots[key].items() if slot != "master"}
-        | (counter if "exp_avg" in slots[key] else {})
-        for keys in by_group
-        for key in keys
-    }
-    inner = {"state": state, "param_groups": param_groups}
-    if all(models[chunk][name].placeholder.dtype == "float32" for chunk, name in listed):
-        return inner
-    masters = [[slots[key]["master"].placeholder for key in keys] for keys in by_group]
-    return {**groups, "optimizer": inner, "fp32_from_fp16_params": masters}
+    holder = ranks[share.rank]
+    values = owned.tensors[slot].detach() if holder == rank and owned else None
+    return Part(holder, share.start, share.end, values)

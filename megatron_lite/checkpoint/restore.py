@@ -1,6 +1,6 @@
-"""Where a run starts: from nothing, from the weights of any checkpoint that megaconv reads, or where another run stopped.
+"""Finds the start of a run: random weights, the weights of any checkpoint that megaconv reads, or a stopped run.
 
-Every rank reads its own rectangles of canonical tensors, so that the layout of the checkpoint doesn't matter.
+Every rank reads its own rectangles of canonical tensors. The layout of the checkpoint is therefore irrelevant.
 """
 
 import os
@@ -16,25 +16,30 @@ from formats.tensor import LazyTensor, matrix_shape
 from megaconv.engine.preparation import open_source
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.families.parts.whole_model import named
+from megaconv.input import find_input
+from megaconv.local_paths import local_path
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key, Source
 from megaconv.model.natives import NativeTensor
-from megaconv.options import LoadOptions
+from megaconv.model.training import ADAM, SGD
 from megatron_lite.checkpoint import amax
 from megatron_lite.checkpoint.saver import has_checkpoint
-from megatron_lite.checkpoint.state import Progress, read_arguments, read_common, read_dropouts, read_progress
+from megatron_lite.checkpoint.state import (
+    Progress,
+    read_arguments,
+    read_common,
+    read_dropouts,
+    read_progress,
+)
 from megatron_lite.checkpoint.weights import load_weights, read_rows
 from megatron_lite.engine import Engine
-from megatron_lite.parallel.zero import STATE
+from megatron_lite.models.trainable import refuse_two_widths, refuse_whole
 from megatron_lite.settings.config import Settings
-
-_STATES = frozenset(slot for slots in STATE.values() for slot in slots)
 
 
 @dataclass(frozen=True)
 class Start:
-    """A checkpoint, opened; its tensors are read later."""
+    """An opened checkpoint. Its tensors are read later."""
 
     path: str
     header: Header
@@ -42,11 +47,11 @@ class Start:
     dropouts: Mapping[str, float]
     progress: Progress
     with_optimizer: bool
-    """Whether its optimizer state is there, and wanted."""
+    """True if the checkpoint has optimizer state and the run loads it."""
     files: Mapping[str, Path] = field(default_factory=dict)
-    """Tokenizer and the like."""
+    """Files of the tokenizer and the like, by name."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Megatron's of the run that is continued; empty for one that begins."""
+    """Megatron's args of the run that continues; empty for a new run."""
 
     @property
     def config(self) -> ModelConfig:
@@ -54,7 +59,7 @@ class Start:
 
 
 def find_start(settings: Settings, *, finetune: bool) -> Start | None:
-    """None to start from random weights. Reads metadata only. Raises CheckpointError."""
+    """Return the checkpoint to start from, or None for random weights. Reads metadata only. Raises CheckpointError."""
     settings = _continued_task(settings)
     saving = settings.checkpointing
     weights_alone = finetune or saving.finetune or settings.lora.wanted
@@ -64,10 +69,7 @@ def find_start(settings: Settings, *, finetune: bool) -> Start | None:
     if settings.lora.wanted:
         _check_base(settings, saved)
     if saving.load is None:
-        if saved is not None:
-            raise UsageError(
-                f"--save {saved} holds the checkpoint of another run: --resume continues it, another directory keeps it"
-            )
+        _check_unused(saved)
         if finetune:
             raise UsageError(
                 "finetune needs --load (of a --task also --pretrained-checkpoint): the checkpoint to start from"
@@ -80,62 +82,77 @@ def find_start(settings: Settings, *, finetune: bool) -> Start | None:
                 "another --save starts one from its weights"
             )
         if not weights_alone and saved is None and not (Path(saving.load) / CONFIG_NAME).is_file():
-            return None  # as Megatron-LM's scripts expect of the first of several jobs
+            return None  # Megatron-LM's scripts start the first of several jobs like this
+    elif not saving.resume:
+        _check_unused(saved)
     return _open(saving.load, settings, continued=not weights_alone)
 
 
 def _continued_task(settings: Settings) -> Settings:
-    """Megatron's tasks continue the run of --load, and start from --pretrained-checkpoint where there is none."""
+    """Apply --pretrained-checkpoint as Megatron's tasks do.
+
+    If --load holds a run, the task continues it. If not, the task starts from --pretrained-checkpoint.
+    """
     saving, pretrained = settings.checkpointing, settings.tasks.pretrained_checkpoint
     if pretrained is None:
         return settings
-    if saving.load is not None and has_checkpoint(Path(saving.load)):
+    if saving.load is not None and has_checkpoint(local_path(saving.load)):
         if saving.save is None or os.path.realpath(saving.load) != os.path.realpath(saving.save):
             raise UsageError(
-                f"--load {saving.load} holds a run to continue, beside --pretrained-checkpoint: give the same --save, or --load alone"
+                f"--load {saving.load} holds a run to continue, and --pretrained-checkpoint starts a new run: "
+                "pass --load alone, or the same --save"
             )
         return replace(settings, checkpointing=replace(saving, resume=True))
     return replace(settings, checkpointing=replace(saving, load=pretrained))
 
 
 def find_reference(settings: Settings) -> Start:
-    """The weights of --load, whatever --save holds. Raises CheckpointError."""
+    """Open the weights of --load, whatever --save holds. Raises CheckpointError."""
     assert settings.checkpointing.load is not None
     return _open(settings.checkpointing.load, settings, continued=False)
 
 
 def _check_base(settings: Settings, saved: Path | None) -> None:
-    """Of a run that trains adapters. Raises UsageError."""
+    """Check --load and --save of a run that trains adapters. Raises UsageError."""
     saving = settings.checkpointing
     if saving.load is None:
-        raise UsageError("--lora-rank needs --load: the model that adapters are trained beside, also with --resume")
-    if saved is not None and not saving.resume:
+        raise UsageError(
+            "--lora-rank needs --load: the base model of the adapters, also with --resume"
+        )
+    if not saving.resume:
+        _check_unused(saved)
+
+
+def _check_unused(saved: Path | None) -> None:
+    """Raise UsageError if `saved` is a directory: --save would overwrite another run. None: nothing is saved there."""
+    if saved is not None:
         raise UsageError(
             f"--save {saved} holds the checkpoint of another run: --resume continues it, another directory keeps it"
         )
 
 
 def open_language_model(place: str) -> Source:
-    """A checkpoint of any format. Raises CheckpointError; NotExpressible for a model that has more beside its language model."""
-    _, source = open_source(place, None, LoadOptions())
+    """Open a checkpoint of any format. Raises CheckpointError; NotExpressible for a model with more than a language model."""
+    source = open_source(find_input(place))
     refuse_whole(source.header.config, place)
+    if source.header.layout is None:
+        refuse_two_widths(source.header.config, place)
     return source
 
 
-def refuse_whole(config: ModelConfig, place: str) -> None:
-    """Raises NotExpressible for a model that has more beside its language model. place: where it was read."""
-    if config.whole is not None:
-        raise NotExpressible(
-            f"{place}: {named(config.whole.config)} sees or hears, and there is code for language models alone; take the one in it: "
-            f"megaconv convert {place} LANGUAGE_MODEL --saver hf --text-only"
-        )
-
-
 def open_weights(place: str) -> Start:
-    """A checkpoint's weights alone. Raises as open_language_model."""
+    """Open the weights of a checkpoint, without optimizer state. Raises the errors of open_language_model."""
     source = open_language_model(place)
     tensors = {key: tensor for key, tensor in source.tensors() if key.slot == WEIGHT}
-    return Start(place, source.header, tensors, {}, Progress(), with_optimizer=False, files=source.header.files)
+    return Start(
+        place,
+        source.header,
+        tensors,
+        {},
+        Progress(),
+        with_optimizer=False,
+        files=source.header.files,
+    )
 
 
 def _open(place: str, settings: Settings, *, continued: bool) -> Start:
@@ -144,7 +161,10 @@ def _open(place: str, settings: Settings, *, continued: bool) -> Start:
     common = read_common(Path(place)) if Path(place).is_dir() else None
     dropouts = read_dropouts(common, source.header.config.hf)
     progress = read_progress(common, source.header.training) if continued else Progress()
-    with_optimizer = continued and source.header.has_optimizer and not settings.checkpointing.no_load_optim
+    in_training = continued and not source.header.training.release
+    with_optimizer = (
+        in_training and source.header.has_optimizer and not settings.checkpointing.no_load_optim
+    )
     if with_optimizer and all(key.slot == WEIGHT for key in tensors):
         raise NotExpressible(
             f"{place}: its optimizer state has a form that can't be read; --no-load-optim starts a fresh one"
@@ -152,11 +172,20 @@ def _open(place: str, settings: Settings, *, continued: bool) -> Start:
     if not with_optimizer:
         progress = replace(progress, engine=None)
     arguments = read_arguments(common) if continued else {}
-    return Start(place, source.header, tensors, dropouts, progress, with_optimizer, source.header.files, arguments)
+    return Start(
+        place,
+        source.header,
+        tensors,
+        dropouts,
+        progress,
+        with_optimizer,
+        source.header.files,
+        arguments,
+    )
 
 
 def load(engine: Engine, start: Start) -> None:
-    """Weights, and the optimizer's state where it is wanted. Raises TensorMismatch."""
+    """Load the weights, and the optimizer state if the start has one. Raises TensorMismatch."""
     weights = {key.name: tensor for key, tensor in start.tensors.items() if key.slot == WEIGHT}
     load_weights(engine, weights)
     if engine.optimizer is None or not start.with_optimizer:
@@ -177,9 +206,9 @@ def load(engine: Engine, start: Start) -> None:
 
 
 def _check_kind(names: Iterable[str], wanted: set[str], start: Start) -> None:
-    """Raises UsageError where a parameter's state in the checkpoint is another optimizer's."""
+    """Raise UsageError if a parameter's state in the checkpoint is that of another optimizer."""
     for name in names:
-        found = sorted(slot for slot in _STATES if Key(name, slot) in start.tensors)
+        found = sorted(slot for slot in (*ADAM, *SGD) if Key(name, slot) in start.tensors)
         if found and not wanted.intersection(found):
             raise UsageError(
                 f"{start.path}: the optimizer's state of {name} is {' and '.join(found)}, which another optimizer than this run's has; "
@@ -190,8 +219,9 @@ def _check_kind(names: Iterable[str], wanted: set[str], start: Start) -> None:
 def read_range(
     native: NativeTensor, slot: str, tensors: Mapping[str, LazyTensor | None], start: int, end: int
 ) -> Tensor:
-    """float32 [end - start]: elements of a rank's flattened tensor. Padding of the vocabulary is zero."""
+    """Return float32 [end - start]: a range of a rank's flattened tensor. Padding rows of the vocabulary are zero."""
     _, cols = matrix_shape(native.shape)
+    # Read the rows that contain the range.
     first, last = start // cols, -(-end // cols)
     out = torch.zeros(last - first, cols)
     for name, regions in native.parts.items():

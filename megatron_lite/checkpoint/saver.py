@@ -1,12 +1,13 @@
-"""Saves: each appears complete or not at all, and the tracker is written last.
+"""Saves checkpoints atomically: a checkpoint appears complete or not at all, and the tracker is written last.
 
-    <root>/.iter_0000010.partial/              grows here
-    <root>/iter_0000010/                       appears by one rename, after everything is on disk
+    <root>/.iter_0000010.partial/              files are written here
+    <root>/iter_0000010/                       appears by one rename, after all files are on disk
     <root>/hf/                                 config.json and tokenizer, by which megaconv knows the model
     <root>/latest_checkpointed_iteration.txt   10
 
-With `asynchronous` a thread writes a copy while training goes on: one save at a time, and its failure is raised at the
-next step. It has a process group of its own, since collectives of two threads must not meet in one.
+With `asynchronous`, a thread writes a copy while training continues. At most one save runs at a time. An error in the
+thread is raised at the next step. The thread has its own process group, because collectives of two threads must not
+meet in one group.
 """
 
 import re
@@ -33,21 +34,21 @@ _PARTIAL = re.compile(r"\.iter_\d{7,}\.(partial|replaced)")
 
 
 class SaveError(CheckpointError):
-    """A checkpoint could not be written; what was there before is untouched."""
+    """A checkpoint could not be written. Older checkpoints are unchanged."""
 
 
 @dataclass
 class Saver:
-    """Of one rank; all ranks make the same calls."""
+    """Saves the checkpoints of one rank. All ranks make the same calls."""
 
     root: Path
     format: str
     """`torch_dist`, `torch`, or `adapter`."""
     rank: int
     group: dist.ProcessGroup | None
-    """Of all ranks, on gloo, used here alone; None in a single process."""
+    """All ranks, on gloo, used only by the saver; None in a single process."""
     sidecars: Mapping[str, bytes]
-    """Files for `hf/`, by name."""
+    """Contents of the files in `hf/`, by name."""
     keep_last: int | None = None
     asynchronous: bool = False
     _copies: Copies = field(default_factory=Copies, init=False)
@@ -55,23 +56,28 @@ class Saver:
     _failure: BaseException | None = field(default=None, init=False)
 
     def save(self, snapshot: Snapshot) -> None:
-        """Raises SaveError, of an earlier save too; asynchronous: later, from check() or finish()."""
+        """Write a checkpoint. Raises SaveError, also for an error of an earlier asynchronous save.
+
+        With `asynchronous`, check() or finish() raises the error of this save.
+        """
         self.finish()
         if not self.asynchronous:
             self._write(snapshot)
             return
         copied = snapshot.copied(self._copies)
-        self._thread = threading.Thread(target=self._try_to_write, args=(copied,), name="save", daemon=True)
+        self._thread = threading.Thread(
+            target=self._try_to_write, args=(copied,), name="save", daemon=True
+        )
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what went wrong in the background, if anything did."""
+        """Raise the error of a save in the background, if there is one."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
 
     def finish(self) -> None:
-        """Wait for the save that is under way. Raises SaveError."""
+        """Wait for the save that is in progress. Raises SaveError."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -125,7 +131,9 @@ class Saver:
             write_common(staging, snapshot.common)
         sync_directory(staging)
         aside = target.with_name(f".{target.name}.replaced")
-        if target.exists():  # of a run that was killed before it wrote the tracker, or that is repeated
+        if (
+            target.exists()
+        ):  # left by a run that was killed before it wrote the tracker, or that is repeated
             target.rename(aside)
         staging.rename(target)
         sync_directory(self.root)
@@ -137,11 +145,15 @@ class Saver:
             self._prune(snapshot.iteration)
 
     def _prune(self, newest: int) -> None:
-        found = sorted(int(match[1]) for path in self.root.iterdir() if (match := _ITERATION.fullmatch(path.name)))
+        found = sorted(
+            int(match[1])
+            for path in self.root.iterdir()
+            if (match := _ITERATION.fullmatch(path.name))
+        )
         older = [number for number in found if number < newest]
         assert self.keep_last is not None
         for number in older[: max(0, len(older) + 1 - self.keep_last)]:
-            # Hidden first: a run that is killed here must not leave part of a checkpoint under the name of a whole one.
+            # Rename to a hidden name first: if the run is killed here, no partial checkpoint must keep a valid name.
             leaving = self.root / rank_files.iteration_directory(number)
             hidden = leaving.with_name(f".{leaving.name}.replaced")
             leaving.rename(hidden)
@@ -153,7 +165,7 @@ class Saver:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a small file so that there is always a whole one."""
+    """Replace a small file by a rename, so that readers always find a complete file."""
     if path.is_file() and path.read_bytes() == content:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,5 +176,5 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def has_checkpoint(root: Path) -> bool:
-    """Whether a run saved there before: the tracker is written last, and what it points at is complete."""
+    """Return whether a run has saved a complete checkpoint under `root`. The tracker proves it, because it is written last."""
     return (root / rank_files.TRACKER).is_file()

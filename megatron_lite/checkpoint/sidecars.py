@@ -1,4 +1,4 @@
-"""What lies beside a checkpoint's tensors: config.json, so that megaconv knows the family, and the tokenizer, for an export."""
+"""Collects the files that accompany a checkpoint: config.json, which names the family, and the tokenizer for an export."""
 
 import tempfile
 from collections.abc import Mapping
@@ -19,17 +19,23 @@ _OF_ANOTHER_MODEL = (
     "license*", "licence*", "*license*.txt", "*license*.md", "notice*", "use_policy*", "usage_policy*", "copying*", "generation_config*",
     "*processor*", "feature_extractor*",
 )  # fmt: skip
-"""Files that lie beside a tokenizer and say something about the model that it was made for."""
+"""Files that are often stored with a tokenizer but describe the model that the tokenizer was made for."""
 
 
 def sidecars(
     data: Data, tokenizer: Tokenizer, config: ModelConfig, beside_start: Mapping[str, Path] | None
 ) -> dict[str, bytes]:
-    """By name. beside_start: the files of the checkpoint that the run starts from; a tokenizer that was given wins over its."""
+    """Return the contents of the files by name.
+
+    beside_start: the files of the checkpoint that the run starts from. A tokenizer from the flags replaces the
+    checkpoint's.
+    """
     files = {name: read_sidecar(path) for name, path in (beside_start or {}).items()}
     given = tokenizer_files(data, tokenizer)
     if given:
-        files = {name: content for name, content in files.items() if _says_something_else(name)} | given
+        files = {
+            name: content for name, content in files.items() if _says_something_else(name)
+        } | given
     if data.chat_template is not None:
         files[CHAT_TEMPLATE] = read_sidecar(Path(data.chat_template))
     try:
@@ -39,7 +45,7 @@ def sidecars(
 
 
 def tokenizer_files(data: Data, tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Of the tokenizer that the flags name, whichever way; empty where they name none."""
+    """Return the files of the tokenizer that the flags name, or {} if no flag names one."""
     if data.vocab_file:
         name = "vocab.json" if data.merge_file else "vocab.txt"
         merges = {"merges.txt": read_sidecar(Path(data.merge_file))} if data.merge_file else {}
@@ -53,12 +59,20 @@ def tokenizer_files(data: Data, tokenizer: Tokenizer) -> dict[str, bytes]:
         return {place.name if place.suffix == ".json" else "tokenizer.model": read_sidecar(place)}
     if place.is_dir():
         found = find_sidecars(place)
-        return {name: read_sidecar(path) for name, path in found.items() if not _says_something_else(name)}
+        return {
+            name: read_sidecar(path)
+            for name, path in found.items()
+            if not _says_something_else(name)
+        }
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return {}
-    with tempfile.TemporaryDirectory() as directory:  # of the Hub
+    with tempfile.TemporaryDirectory() as directory:  # the tokenizer came from the Hub
         tokenizer.save(directory)
-        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
+        return {
+            path.name: path.read_bytes()
+            for path in sorted(Path(directory).iterdir())
+            if path.is_file()
+        }
 
 
 def _says_something_else(name: str) -> bool:

@@ -1,6 +1,6 @@
-"""What a checkpoint says beside its tensors: Megatron's args, scheduler, parameter groups; written, and read back.
+"""Writes and reads the parts of a checkpoint that are not tensors: Megatron's args, scheduler and parameter groups.
 
-Reading goes through the restricted reader of torch files, so that checkpoints from elsewhere can't run anything.
+The restricted reader of torch files reads them, so a checkpoint from elsewhere can't execute code.
 """
 
 from argparse import Namespace
@@ -11,37 +11,40 @@ from typing import Any
 
 from formats import rank_files, torch_zip
 from formats.errors import CorruptCheckpoint
+from megaconv.megatron.arguments.latent import latent_norm_argument
 from megaconv.megatron.arguments.param_groups import write_group, write_order
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout, padded_vocab
 from megaconv.model.training import ParamGroup, TrainingState
+from megatron_lite.optimizer.algorithms import algorithm
 from megatron_lite.settings.config import Settings
+from megatron_lite.settings.run_options import optimizer_options
 from megatron_lite.settings.sizes import Sizes
 
 Rates = tuple[float, float, float | None]
-"""Learning rate, weight decay, and the rate of embedding and head where they have one of their own."""
+"""Learning rate, weight decay, and the learning rate of embedding and head if they have a separate one."""
 
 OURS = "megatron_lite"
-"""The key of what only we need, to go on with the same bits."""
+"""The key of values that only this trainer needs, to continue bit by bit."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come."""
+    """The progress of a run."""
 
     iteration: int = 0
     consumed_samples: int = 0
     scheduled_samples: int = 0
-    """Those of steps that weren't skipped: where the learning rate is."""
+    """Samples of the steps that were not skipped. They determine the learning rate."""
     consumed_valid_samples: int = 0
     flops: float = 0.0
     engine: Mapping[str, Any] | None = None
-    """As Engine.state() gives it: updates done, loss scale; in a checkpoint besides FP8's histories (amax.py). None: a fresh optimizer."""
+    """Engine.state(): number of updates and loss scale. In a checkpoint also FP8 histories (amax.py). None: a new optimizer."""
 
     @property
     def updates(self) -> int:
-        """The optimizer's step."""
+        """Number of updates by the optimizer."""
         return int(self.engine["optimizer"].get("steps", 0)) if self.engine else 0
 
 
@@ -49,33 +52,41 @@ def common_state(
     settings: Settings, config: ModelConfig, sizes: Sizes, dropouts: Mapping[str, float], progress: Progress,
     scheduler: Mapping[str, Any], rates: Rates, *, with_optimizer: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """The keys of common.pt, and of every rank file but for its tensors. rates: those of now."""
+    """Return the content of common.pt, which every rank file contains too. rates: the current rates."""
     import torch
 
     divisor, layout = settings.model.make_vocab_size_divisible_by, sizes.layout
-    if layout.split_rank:  # distributed checkpoints have no stages, and a T5 of Megatron's that reads them has one
+    if layout.split_rank:  # torch_dist has no stages, and Megatron's T5 that reads it has one stage
         layout = Layout(layout.tp, stage_layers=(config.layer_count,))
     arguments = _plain_settings(settings) | to_arguments(
         config, layout, TrainingState(progress.iteration), transformer_impl=settings.checkpointing.transformer_impl,
         grouped_experts=False, vocab_divisor=divisor, padded_vocab=padded_vocab(config.vocab, divisor, sizes.layout.tp),
         allow_lossy=True,
     )  # fmt: skip
-    arguments |= dict(dropouts) | {
-        "params_dtype": getattr(torch, arguments["params_dtype"]),
-        "consumed_train_samples": progress.consumed_samples,
-        "consumed_valid_samples": progress.consumed_valid_samples,
-        "skipped_train_samples": progress.consumed_samples - progress.scheduled_samples,
-        "data_parallel_size": sizes.dp,
-        "context_parallel_size": sizes.cp,
-        "world_size": sizes.dp * sizes.cp * sizes.layout.tp * sizes.layout.pp,
-        "sequence_parallel": settings.parallel.sequence_parallel,
-        "seq_length": sizes.seq,
-        **({"encoder_seq_length": sizes.seq, "decoder_seq_length": sizes.decoder_seq} if sizes.decoder_seq else {}),
-        "ckpt_format": settings.checkpointing.ckpt_format,
-        "global_batch_size": sizes.batch.full,
-        "no_save_optim": True if not with_optimizer else None,
-        "no_save_rng": True,  # there is no generator whose state would matter: dropout follows from seed and step
-    }
+    arguments |= (
+        dict(dropouts)
+        | latent_norm_argument(config)
+        | {
+            "params_dtype": getattr(torch, arguments["params_dtype"]),
+            "consumed_train_samples": progress.consumed_samples,
+            "consumed_valid_samples": progress.consumed_valid_samples,
+            "skipped_train_samples": progress.consumed_samples - progress.scheduled_samples,
+            "data_parallel_size": sizes.dp,
+            "context_parallel_size": sizes.cp,
+            "world_size": sizes.dp * sizes.cp * sizes.layout.tp * sizes.layout.pp,
+            "sequence_parallel": settings.parallel.sequence_parallel,
+            "seq_length": sizes.seq,
+            **(
+                {"encoder_seq_length": sizes.seq, "decoder_seq_length": sizes.decoder_seq}
+                if sizes.decoder_seq
+                else {}
+            ),
+            "ckpt_format": settings.checkpointing.ckpt_format,
+            "global_batch_size": sizes.batch.full,
+            "no_save_optim": True if not with_optimizer else None,
+            "no_save_rng": True,  # there is no generator state: seed and step determine dropout
+        }
+    )
     state: dict[str, Any] = {
         "args": Namespace(**arguments),
         "checkpoint_version": 3.0,
@@ -93,7 +104,7 @@ def common_state(
 
 
 def _plain_settings(settings: Settings) -> dict[str, Any]:
-    """Flags, as Megatron's args would hold them."""
+    """Return the flags, in the form of Megatron's args."""
     from megatron_lite.settings.config import subjects
 
     return {
@@ -104,41 +115,55 @@ def _plain_settings(settings: Settings) -> dict[str, Any]:
 
 
 def param_groups(settings: Settings, progress: Progress, rates: Rates) -> list[dict[str, Any]]:
-    """Those that Megatron has: with weight decay, without (norms and biases), and of embedding and head alone."""
+    """Return Megatron's parameter groups: with weight decay, without it (norms and biases), and for embedding and head.
+
+    The last group exists only if embedding and head have a separate learning rate.
+    """
     lr, decay, decoupled_lr = rates
     chosen = settings.optimizer
-    own: dict[str, Any] = {
-        "bias_correction": True, "betas": (chosen.adam_beta1, chosen.adam_beta2), "eps": chosen.adam_eps
-    }  # fmt: skip
-    if chosen.kind == "muon":
-        own |= {"momentum": chosen.muon_momentum, "nesterov": chosen.muon_use_nesterov}
-    if chosen.kind == "sgd":
-        own = {"momentum": chosen.sgd_momentum, "dampening": 0.0, "nesterov": False}
+    options = optimizer_options(settings)
+    own: dict[str, Any] = dict(algorithm(options).recorded(options))
     own |= {"max_lr": chosen.lr, "min_lr": chosen.min_lr, "lr": lr}
     groups = [
-        ParamGroup(wd_mult, 1.0, decoupled_lr=False, settings={**own, "weight_decay": decay * wd_mult})
+        ParamGroup(
+            wd_mult, 1.0, decoupled_lr=False, settings={**own, "weight_decay": decay * wd_mult}
+        )
         for wd_mult in (1.0, 0.0)
     ]
     if decoupled_lr is not None:
         lowest = chosen.min_lr if chosen.decoupled_min_lr is None else chosen.decoupled_min_lr
-        own |= {"max_lr": chosen.decoupled_lr, "min_lr": lowest, "lr": decoupled_lr, "weight_decay": decay}
+        own |= {
+            "max_lr": chosen.decoupled_lr,
+            "min_lr": lowest,
+            "lr": decoupled_lr,
+            "weight_decay": decay,
+        }
         groups.append(ParamGroup(1.0, 1.0, decoupled_lr=True, settings=own))
-    return [write_group(groups[index], expert=False, step=progress.updates) for index in write_order(groups)]
+    return [
+        write_group(groups[index], expert=False, step=progress.updates)
+        for index in write_order(groups)
+    ]
 
 
 def _grad_scaler(config: ModelConfig, progress: Progress) -> dict[str, Any]:
-    """fp16's loss scale, as Megatron's dynamic scaler writes it."""
+    """Return fp16's loss scale as Megatron's dynamic scaler writes it; {} for other dtypes."""
     if config.dtype != "float16" or progress.engine is None:
         return {}
     import torch
 
     scaler = progress.engine["scaler"]
-    trackers = {"growth_tracker": scaler["good_steps"], "hysteresis_tracker": scaler["overflows_left"]}
+    trackers = {
+        "growth_tracker": scaler["good_steps"],
+        "hysteresis_tracker": scaler["overflows_left"],
+    }
     return {"grad_scaler": {"scale": torch.tensor([float(scaler["scale"])]), **trackers}}
 
 
 def read_common(path: Path) -> Mapping[str, Any] | None:
-    """Of the checkpoint that `path` points at; None for one that isn't Megatron's. Raises CorruptCheckpoint."""
+    """Return the values that are not tensors of the checkpoint at `path`; None if Megatron did not write it.
+
+    Raises CorruptCheckpoint.
+    """
     version = rank_files.find_version(path)
     if version is None:
         return None
@@ -155,34 +180,52 @@ def read_common(path: Path) -> Mapping[str, Any] | None:
 
 
 def read_progress(common: Mapping[str, Any] | None, training: TrainingState) -> Progress:
-    """From our own checkpoints all of it; from others what megaconv finds."""
+    """Return the progress: complete from this trainer's checkpoints, from others the values that megaconv finds."""
     if common is not None and isinstance(common.get(OURS), dict):
         return Progress(**common[OURS])
-    iteration, consumed, optimizer = training.iteration or 0, training.consumed_train_samples, training.optimizer
+    iteration, consumed, optimizer = (
+        training.iteration or 0,
+        training.consumed_train_samples,
+        training.optimizer,
+    )
     scheduled = (training.scheduler or {}).get("num_steps", consumed)
     flops = float(training.floating_point_operations)
+    if (
+        training.release
+    ):  # a new run: as in Megatron, it starts at step 0 with a new optimizer and scheduler
+        return Progress(0, consumed, consumed, training.consumed_valid_samples, flops)
     if optimizer is None:
         return Progress(iteration, consumed, scheduled, training.consumed_valid_samples, flops)
     step = iteration if optimizer.step is None else optimizer.step
-    engine = {"step": iteration, "optimizer": {"steps": step}, "scaler": _read_grad_scaler(optimizer.grad_scaler or {})}
+    engine = {
+        "step": iteration,
+        "optimizer": {"steps": step},
+        "scaler": _read_grad_scaler(optimizer.grad_scaler or {}),
+    }
     return Progress(iteration, consumed, scheduled, training.consumed_valid_samples, flops, engine)
 
 
 def _read_grad_scaler(scaler: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's dynamic loss scale; empty where there is none, or a constant one."""
+    """Convert the state of Megatron's dynamic loss scaler. Returns {} without a scaler or with a constant scale."""
     if "scale" not in scaler:
         return {}
     left = scaler.get("hysteresis_tracker", 1)
-    return {"scale": float(scaler["scale"]), "good_steps": scaler.get("growth_tracker", 0), "overflows_left": left}
+    return {
+        "scale": float(scaler["scale"]),
+        "good_steps": scaler.get("growth_tracker", 0),
+        "overflows_left": left,
+    }
 
 
 def read_arguments(common: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Megatron's args, as far as there are any."""
+    """Return Megatron's args, or {} if there are none."""
     return vars(common["args"]) if common and isinstance(common.get("args"), Namespace) else {}
 
 
-def read_dropouts(common: Mapping[str, Any] | None, hf: Mapping[str, Any] | None) -> dict[str, float]:
-    """attention_dropout and hidden_dropout as the checkpoint has them; 0 where it says nothing."""
+def read_dropouts(
+    common: Mapping[str, Any] | None, hf: Mapping[str, Any] | None
+) -> dict[str, float]:
+    """Return attention_dropout and hidden_dropout of the checkpoint. A missing value is 0."""
     args = read_arguments(common)
     raw = dict(hf or {})
     found = {}
@@ -196,4 +239,4 @@ _DROPOUTS = {
     "attention_dropout": ("attn_pdrop", "attention_probs_dropout_prob"),
     "hidden_dropout": ("resid_pdrop", "hidden_dropout_prob"),
 }
-"""Megatron's names -> those of a config.json."""
+"""Megatron's names -> their names in a config.json."""

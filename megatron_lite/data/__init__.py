@@ -1,1 +1,1 @@
-"""Training data: Megatron's indexed files, the order in which samples are read, batches. Nothing here needs torch but the batches."""
+"""Training data: Megatron's indexed files, the order of samples, and batches. Only the batches need torch."""

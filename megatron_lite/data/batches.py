@@ -1,6 +1,6 @@
-"""Global batches by the number of samples consumed: the same samples at every layout, and nothing else to save for a resume.
+"""Global batches by the number of consumed samples. They are the same in every layout, and a resume needs no other state.
 
-Micro-batch j of data-parallel rank r holds samples consumed + (j · dp + r) · b up to b more: Megatron's `single` loader.
+Micro-batch j of data-parallel rank r holds b samples from consumed + (j · dp + r) · b on: Megatron's `single` loader.
 """
 
 import queue
@@ -20,25 +20,27 @@ if TYPE_CHECKING:
 
 
 Batch = Mapping[str, "torch.Tensor"]
-"""This rank's part of a global batch: what samples hold, by its name there, each [microbatches, micro_batch_size, ...]."""
+"""This rank's part of a global batch: the arrays of a sample by name, each [microbatches, micro_batch_size, ...]."""
 
 
 @dataclass(frozen=True)
 class GlobalBatches:
+    """The global batches of a dataset; `at` returns this rank's part of one."""
+
     dataset: Dataset
     micro_batch_size: int
     dp_rank: int
     dp_size: int
     vocab_size: int
-    """Of the tokenizer; a larger token in the data means that it was made with another one."""
+    """Vocabulary size of the tokenizer. A larger token in the data means that another tokenizer made the data."""
     tokens: Sequence[str] = ("tokens", "labels")
-    """What of a sample is tokens."""
+    """The arrays of a sample that contain tokens."""
 
     def at(self, consumed: int, global_batch_size: int) -> Batch:
-        """The batch of samples [consumed, consumed + global_batch_size).
+        """Return the batch of samples [consumed, consumed + global_batch_size).
 
-        Raises LayoutError when the ranks can't share it evenly, UsageError when the dataset ends before,
-        CorruptCheckpoint for a token that the tokenizer doesn't have.
+        Raises LayoutError if the ranks can't share it evenly, UsageError if the dataset ends before, CorruptCheckpoint
+        for a token outside the tokenizer's vocabulary.
         """
         import torch
 
@@ -52,7 +54,9 @@ class GlobalBatches:
         stacked = {}
         for name in samples[0]:
             rows = np.stack([sample[name] for sample in samples])
-            stacked[name] = rows.reshape(len(samples) // self.micro_batch_size, self.micro_batch_size, *rows.shape[1:])
+            stacked[name] = rows.reshape(
+                len(samples) // self.micro_batch_size, self.micro_batch_size, *rows.shape[1:]
+            )
         largest = max(int(stacked[name].max()) for name in self.tokens)
         if largest >= self.vocab_size:
             raise CorruptCheckpoint(
@@ -61,7 +65,7 @@ class GlobalBatches:
         return {name: torch.from_numpy(rows) for name, rows in stacked.items()}
 
     def samples_at(self, consumed: int, global_batch_size: int) -> list[int]:
-        """Numbers of this rank's samples, micro-batch by micro-batch. Raises LayoutError."""
+        """Return the numbers of this rank's samples, micro-batch by micro-batch. Raises LayoutError."""
         together = self.micro_batch_size * self.dp_size
         if global_batch_size % together:
             raise LayoutError(
@@ -76,9 +80,9 @@ class GlobalBatches:
 def prefetch(
     batches: GlobalBatches, steps: Iterable[tuple[int, int]], ahead: int = 1
 ) -> Generator[tuple[int, Batch], None, None]:
-    """(consumed, batch) for every (consumed, global batch size) of steps; a thread makes `ahead` of them in advance.
+    """Yield (consumed, batch) for every (consumed, global batch size) of steps. A thread makes `ahead` batches in advance.
 
-    An error while making a batch is raised where that batch would have been returned. Closing ends the thread.
+    An error while making a batch is raised in place of that batch. Closing the generator ends the thread.
     """
     made: queue.Queue[tuple[int, Batch] | BaseException | None] = queue.Queue(ahead)
     stopped = threading.Event()

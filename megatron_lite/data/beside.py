@@ -1,8 +1,10 @@
-"""The tokenizer that lies beside a checkpoint's weights, whichever of its files are there.
+"""The tokenizer in a checkpoint's directory, from whichever of its files exist.
 
-`tokenizer.json` says everything. SentencePiece's `tokenizer.model` divides a text by itself; which further tokens are special, and how
-chats are written, says `tokenizer_config.json`, which transformers reads. `vocab.json` and `merges.txt` don't say how a text is divided
-into words: transformers knows that of the class that one of the configurations names, and without these they are GPT-2's.
+- `tokenizer.json` is complete.
+- `tokenizer.model` (SentencePiece) splits texts. `tokenizer_config.json`, which transformers reads, adds further
+  special tokens and the chat template.
+- `vocab.json` and `merges.txt` don't define how a text is split into words. transformers takes the rule from the class
+  in one of the configurations. Without configurations, GPT-2's rule is used.
 """
 
 import re
@@ -13,19 +15,26 @@ from formats.ceilings import SIDECAR_BYTES
 from formats.errors import CorruptCheckpoint
 from formats.regular_files import read_small
 from megaconv.errors import UsageError
-from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, TokenizerOptions, build_tokenizer
+from megatron_lite.data.tokenizer import (
+    HuggingFaceTokenizer,
+    Tokenizer,
+    TokenizerOptions,
+    build_tokenizer,
+)
 
 CONFIG = "tokenizer_config.json"
-REMEDY = "--tokenizer-model gives another one; --tokenizer-type NullTokenizer is for data of token ids"
+REMEDY = (
+    "--tokenizer-model gives another one; --tokenizer-type NullTokenizer is for data of token ids"
+)
 _PROBE = "Hello world"
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 """A line of tiktoken's files: a token in base64 and its rank."""
 
 
 def tokenizer_beside(files: Mapping[str, Path]) -> Tokenizer | None:
-    """files: those beside the weights, by name. None where none of them is a tokenizer's.
+    """Return the tokenizer, or None if there are no files of one. files: the files of the directory by name.
 
-    Raises UsageError for one that can't be read here, or whose package is missing; CorruptCheckpoint for a broken one.
+    Raises UsageError for an unsupported tokenizer or a missing package, CorruptCheckpoint for broken files.
     """
     if "tokenizer.json" in files:
         return HuggingFaceTokenizer(str(files["tokenizer.json"].parent))
@@ -34,7 +43,9 @@ def tokenizer_beside(files: Mapping[str, Path]) -> Tokenizer | None:
     if "vocab.json" in files and "merges.txt" in files:
         return _byte_level(files["vocab.json"], files["merges.txt"], configured=CONFIG in files)
     if "tekken.json" in files:
-        raise UsageError(f"{files['tekken.json']}: Mistral's Tekken tokenizer can't be read; {REMEDY}")
+        raise UsageError(
+            f"{files['tekken.json']}: Mistral's Tekken tokenizer can't be read; {REMEDY}"
+        )
     return None
 
 
@@ -48,7 +59,7 @@ def _sentencepiece(path: Path, *, configured: bool) -> Tokenizer:
     if not configured:
         return own
     theirs = HuggingFaceTokenizer(str(path.parent))
-    # transformers reads some of these files as another kind of tokenizer, without a word: then SentencePiece is right.
+    # transformers silently reads some of these files as another kind of tokenizer. SentencePiece is then correct.
     return theirs if theirs.tokenize(_PROBE) == own.tokenize(_PROBE) else own
 
 
@@ -56,7 +67,9 @@ def _byte_level(vocab: Path, merges: Path, *, configured: bool) -> Tokenizer:
     if configured or (vocab.parent / "config.json").is_file():
         try:
             return HuggingFaceTokenizer(str(vocab.parent))
-        except CorruptCheckpoint:  # of a model whose class has no such files: a run that was given them
+        except CorruptCheckpoint:  # the model's class has no such files; a run was given them
             if configured:
                 raise
-    return build_tokenizer(TokenizerOptions("GPT2BPETokenizer", vocab_file=vocab, merge_file=merges))
+    return build_tokenizer(
+        TokenizerOptions("GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
+    )

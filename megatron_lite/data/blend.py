@@ -1,4 +1,4 @@
-"""Several corpora in the proportions of their weights. As megatron-core's BlendedDataset and its C++ helper do it."""
+"""Blends several corpora in proportion to their weights, like megatron-core's BlendedDataset and its C++ helper."""
 
 import math
 from array import array
@@ -22,6 +22,8 @@ class BlendIndices(NamedTuple):
 
 
 class BlendedDataset:
+    """Several datasets as one, in the order of the blend. Raises UsageError if a dataset has too few samples."""
+
     def __init__(self, datasets: Sequence[Dataset], indices: BlendIndices) -> None:
         self._datasets, self._indices = datasets, indices
         taken = np.bincount(indices.dataset, minlength=len(datasets))
@@ -39,30 +41,32 @@ class BlendedDataset:
 
 
 def normalized(weights: Sequence[float]) -> NDArray[np.float64]:
+    """Return the weights scaled to sum 1, float64."""
     values = np.array(weights, np.float64)
     return values / np.sum(values)
 
 
 def blend_by_weight(weights: NDArray[np.float64], size: int) -> BlendIndices:
-    """Each next sample comes from the corpus that lies furthest behind its share; the first one of equals.
+    """Take each next sample from the corpus that is furthest behind its share, or from the first of several such corpora.
 
-    weights: float64, of sum 1. About 1 µs a sample, more for many corpora.
+    weights: float64, sum 1. About 1 µs per sample, more for many corpora.
     """
     return _greedy(weights, size, [size] * len(weights))
 
 
 def blend_all(sizes: Sequence[int]) -> BlendIndices:
-    """Every sample of every corpus once, in proportion to their sizes as long as they last."""
+    """Take every sample of every corpus once, in proportion to the sizes as long as samples remain."""
     total = sum(sizes)
     return _greedy(np.array(sizes, np.int64) / float(total), total, sizes)
 
 
 def _greedy(weights: NDArray[np.float64], size: int, available: Sequence[int]) -> BlendIndices:
-    """Python's own floats are quicker here than numpy's for what a blend usually has: fewer than a hundred corpora."""
+    """Python floats are faster here than numpy for a typical blend of fewer than a hundred corpora."""
     shares, left = weights.tolist(), list(available)
     taken = [0.0] * len(shares)
     chosen = array("h")
     for position in range(size):
+        # As in Megatron, position 0 counts as 1.
         drawn = float(position or 1)
         behind = [share * drawn - count for share, count in zip(shares, taken)]  # noqa: B905
         corpus = behind.index(max(behind))
@@ -70,7 +74,7 @@ def _greedy(weights: NDArray[np.float64], size: int, available: Sequence[int]) -
         taken[corpus] += 1
         left[corpus] -= 1
         if not left[corpus]:
-            taken[corpus] = math.inf  # never behind again
+            taken[corpus] = math.inf  # exhausted: it is never chosen again
     dataset = np.frombuffer(chosen, np.int16) if chosen else np.empty(0, np.int16)
     sample = np.empty(size, np.int64)
     for corpus in range(len(shares)):

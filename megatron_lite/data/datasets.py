@@ -1,4 +1,4 @@
-"""From the flags about data to the datasets for training, validation and test. The flags, and what they mean, are Megatron's."""
+"""Builds the datasets for training, validation and test from the data flags, which have Megatron's names and meanings."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaconv.errors import UsageError
-from megatron_lite.data.blend import BlendedDataset, BlendIndices, blend_all, blend_by_weight, normalized
+from megatron_lite.data.blend import (
+    BlendedDataset,
+    BlendIndices,
+    blend_all,
+    blend_by_weight,
+    normalized,
+)
 from megatron_lite.data.corpora import SPLITS, Corpora, Part, parse_corpora, parse_split
 from megatron_lite.data.gpt_dataset import GPTSampling
 from megatron_lite.data.index_cache import cache_key, cached
@@ -22,26 +28,26 @@ from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.settings.learning import Data
 
 SURPLUS = 0.005
-"""Of samples that each corpus of a blend is asked for, since the blend may take a few more than its share."""
+"""Fraction of extra samples requested from each corpus of a blend, because a blend may take a few more than its share."""
 
 DEFAULT_SPLIT = "969,30,1"
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Each field is a flag of Megatron's."""
+    """Each field is one of Megatron's flags."""
 
     seq_length: int
     seed: int = 1234
     data_path: Sequence[str] = ()
-    """One prefix, several, or weights and prefixes in turns."""
+    """One prefix, several prefixes, or alternating weights and prefixes."""
     split: str | None = None
-    """Parts of `data_path` for training, validation and test; 969,30,1 unless given."""
+    """Parts of `data_path` for training, validation and test; default 969,30,1."""
     train_data_path: Sequence[str] = ()
     valid_data_path: Sequence[str] = ()
     test_data_path: Sequence[str] = ()
     finetune_data: Sequence[str] = ()
-    """Files of examples, which become datasets elsewhere (megatron_lite.data.finetuning)."""
+    """Files of finetuning examples; megatron_lite.data.finetuning builds their datasets."""
     mock_data: bool = False
     data_cache_path: Path | None = None
     reset_position_ids: bool = False
@@ -50,25 +56,28 @@ class DataOptions:
 
 
 class Sampling(Protocol):
-    """How samples of one kind are made of one corpus."""
+    """Makes samples of one kind from one corpus."""
 
     def has_any(self, corpus: IndexedDataset, part: Part) -> bool:
-        """Whether a part of it has anything to make samples of."""
+        """Return whether the part of the corpus contains any data for samples."""
         ...
 
     def dataset(self, corpus: IndexedDataset, part: Part, samples: int | None) -> Dataset | None:
-        """Of a part; None where there is nothing. samples: how many will be drawn at least; None: one epoch."""
+        """Return the dataset of the part, or None if there is no data. samples: the least number drawn; None: one epoch."""
         ...
 
 
 def build_datasets(
-    options: DataOptions, tokenizer: Tokenizer, samples: Sequence[int | None], sampling: Sampling | None = None
+    options: DataOptions,
+    tokenizer: Tokenizer,
+    samples: Sequence[int | None],
+    sampling: Sampling | None = None,
 ) -> list[Dataset | None]:
-    """The datasets for training, validation and test; None where there is nothing, or nothing is asked for.
+    """Return the datasets for training, validation and test; None for a dataset without data or without requested samples.
 
-    samples: how many will be drawn of each, at least; None: one epoch. The order of samples depends on the number.
-    sampling: None for a decoder's, which predicts the next token. Every process may call it at once.
-    Raises UsageError for contradictions, CorruptCheckpoint for files.
+    samples: the least number drawn from each; None: one epoch. The order of samples depends on this number.
+    sampling: None for a decoder, which predicts the next token. Every process may call the function at the same time.
+    Raises UsageError for contradictions, CorruptCheckpoint for bad files.
     """
     check_sources(options)
     if options.seq_length < 1:
@@ -79,12 +88,17 @@ def build_datasets(
     if options.mock_data:
         mock = MockDocuments(tokenizer.vocab_size, _eod(tokenizer))
         counted = zip(parse_split(MOCK_SPLIT), samples, strict=True)
-        return [None if part is None else next_token.dataset(mock, part, count) for part, count in counted]
+        return [
+            None if part is None else next_token.dataset(mock, part, count)
+            for part, count in counted
+        ]
     builder = _Builder(options, sampling or next_token)
     if options.data_path:
         corpora = parse_corpora(options.data_path)
         parts = parse_split(options.split or DEFAULT_SPLIT)
-        return [builder.split(corpora, part, count) for part, count in zip(parts, samples, strict=True)]
+        return [
+            builder.split(corpora, part, count) for part, count in zip(parts, samples, strict=True)
+        ]
     found: list[Dataset | None] = []
     for name, count in zip(SPLITS, samples, strict=True):
         paths: Sequence[str] = getattr(options, f"{name}_data_path")
@@ -93,35 +107,51 @@ def build_datasets(
             continue
         corpora = parse_corpora(paths, f"--{name}-data-path")
         if len(corpora.prefixes) == 1:
-            corpora = Corpora(corpora.prefixes, None)  # a single one is no blend here, weight or not
+            corpora = Corpora(
+                corpora.prefixes, None
+            )  # a single corpus is not a blend, even with a weight
         found.append(builder.split(corpora, (0.0, 1.0), count))
     return found
 
 
 def check_sources(options: DataOptions | Data) -> None:
-    """Raises UsageError unless there is one source of data."""
+    """Raise UsageError unless there is exactly one source of data."""
     separate = [name for name in SPLITS if getattr(options, f"{name}_data_path")]
-    sources = [bool(options.mock_data), bool(options.data_path), bool(options.finetune_data), bool(separate)]
+    sources = [
+        bool(options.mock_data),
+        bool(options.data_path),
+        bool(options.finetune_data),
+        bool(separate),
+    ]
     if sum(sources) != 1:
         raise UsageError(
             "give one of --data-path, --train-data-path (with --valid-data-path, --test-data-path), --finetune-data, --mock-data; "
-            + ("nothing says what to train on" if not any(sources) else "they exclude each other")
+            + ("no training data is given" if not any(sources) else "they exclude each other")
         )
     if separate and options.split is not None:
-        raise UsageError(f"--split divides --data-path; with --{separate[0]}-data-path there is nothing to divide")
+        raise UsageError(
+            f"--split divides --data-path; with --{separate[0]}-data-path there is nothing to divide"
+        )
 
 
 def _form(options: DataOptions, tokenizer: Tokenizer) -> SampleForm:
-    """A padding token that is the end token too can't be distinguished from it in the data, so nothing counts as padding then."""
+    """Return the form of samples. If the padding token is also the end token, no token counts as padding.
+
+    In the data, such a token could have either meaning.
+    """
     pad = tokenizer.pad
     resets = options.reset_position_ids, options.reset_attention_mask, options.eod_mask_loss
     eod = _eod(tokenizer) if any(resets) else tokenizer.eod
-    return SampleForm(NO_TOKEN if eod is None else eod, NO_TOKEN if pad is None or pad == eod else pad, *resets)
+    return SampleForm(
+        NO_TOKEN if eod is None else eod, NO_TOKEN if pad is None or pad == eod else pad, *resets
+    )
 
 
 def _eod(tokenizer: Tokenizer) -> int:
     if tokenizer.eod is None:
-        raise UsageError("the tokenizer has no token that ends a document, which the flags about data ask for")
+        raise UsageError(
+            "the tokenizer has no token that ends a document, which the flags about data ask for"
+        )
     return tokenizer.eod
 
 
@@ -131,23 +161,30 @@ class _Builder:
     sampling: Sampling
 
     def split(self, corpora: Corpora, part: Part | None, samples: int | None) -> Dataset | None:
+        """Return the dataset for a part of the corpora, or None if there is no data."""
         if corpora.weights is None and len(corpora.prefixes) == 1:
             return self.single(IndexedDataset(corpora.prefixes[0]), part, samples)
         return self._blend(corpora, part, samples)
 
-    def single(self, corpus: IndexedDataset, part: Part | None, samples: int | None) -> Dataset | None:
-        """Part of one corpus."""
-        return None if part is None or samples == 0 else self.sampling.dataset(corpus, part, samples)
+    def single(
+        self, corpus: IndexedDataset, part: Part | None, samples: int | None
+    ) -> Dataset | None:
+        """Return the dataset for a part of one corpus."""
+        return (
+            None if part is None or samples == 0 else self.sampling.dataset(corpus, part, samples)
+        )
 
     def _blend(self, corpora: Corpora, part: Part | None, samples: int | None) -> Dataset | None:
-        """Parts of several corpora. One that has nothing in its part leaves its weight to the others."""
+        """Return the blend of parts of several corpora. If a part is empty, the other corpora get its weight."""
         if part is None or samples == 0:
             return None
         opened = [IndexedDataset(prefix) for prefix in corpora.prefixes]
         if corpora.weights is None:
             return self._in_proportion(opened, part, samples)
         if samples is None:
-            raise UsageError("weights before the corpora need a number of samples; leave them out for one epoch of all")
+            raise UsageError(
+                "weights before the corpora need a number of samples; leave them out for one epoch of all"
+            )
         present = [
             (dataset, weight)
             for dataset, weight in zip(opened, corpora.weights, strict=True)
@@ -158,11 +195,16 @@ class _Builder:
         weights = normalized([weight for _, weight in present])
         shares = [math.ceil(samples * weight) for weight in weights.tolist()]
         asked = [math.ceil(share * (1 + SURPLUS)) for share in shares]
-        built = [self.single(dataset, part, count) for (dataset, _), count in zip(present, asked, strict=True)]
-        # Megatron normalizes twice, and the last bits decide between equals.
+        built = [
+            self.single(dataset, part, count)
+            for (dataset, _), count in zip(present, asked, strict=True)
+        ]
+        # Megatron normalizes twice, and the last bits decide ties.
         return self._blended(built, normalized(weights.tolist()), sum(shares))
 
-    def _in_proportion(self, opened: Sequence[IndexedDataset], part: Part, samples: int | None) -> Dataset | None:
+    def _in_proportion(
+        self, opened: Sequence[IndexedDataset], part: Part, samples: int | None
+    ) -> Dataset | None:
         built = [self.single(dataset, part, None) for dataset in opened]
         sizes = [len(dataset) for dataset in built if dataset]
         if not sizes:
@@ -174,7 +216,7 @@ class _Builder:
     def _blended(
         self, built: Sequence[Dataset | None], weights: NDArray[np.float64] | None, size: int
     ) -> BlendedDataset:
-        """weights: None to draw every sample once."""
+        """Return a blend of the datasets. weights: None to draw every sample once."""
         datasets = [dataset for dataset in built if dataset]
         sizes = [len(dataset) for dataset in datasets]
         key = cache_key(what="blend", weights=weights if weights is not None else sizes, size=size)

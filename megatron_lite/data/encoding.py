@@ -1,7 +1,8 @@
-"""Documents of text to the bytes of their tokens, by the rules of Megatron-LM's tools/preprocess_data.py.
+"""Encodes documents of text to the bytes of their tokens, by the rules of Megatron-LM's tools/preprocess_data.py.
 
-A text is one sequence, a list of texts or a text split into sentences one sequence each. Sequences without tokens are left out,
-documents without are kept. The end of a document belongs to its last sequence.
+A text is one sequence. A list of texts, or a text split into sentences, is one sequence per item. Sequences without
+tokens are left out; documents without tokens are kept. The end-of-document token belongs to the document's last
+sequence.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from megaconv.errors import UsageError
 from megatron_lite.data.indexed import token_dtype
 from megatron_lite.data.indexed_writer import encoded
-from megatron_lite.data.sentences import Splitter, sentence_splitter
+from megatron_lite.data.sentences import Splitter, lines_of, sentence_splitter
 from megatron_lite.data.text_files import Batch
 from megatron_lite.data.tokenizer import TokenizerOptions, build_tokenizer
 from megatron_lite.data.tokens import TokenDtype
@@ -21,45 +22,62 @@ from megatron_lite.data.tokens import TokenDtype
 
 @dataclass(frozen=True)
 class EncodingOptions:
+    """Options of the tokenization; the fields are flags of preprocess."""
+
     tokenizer: TokenizerOptions
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
     split_sentences: bool = False
     language: str = "english"
     keep_newlines: bool = False
+    presplit_sentences: bool = False
+
+    @property
+    def in_sentences(self) -> bool:
+        """True if each sequence is a sentence."""
+        return self.split_sentences or self.presplit_sentences
 
 
 class Encoded(NamedTuple):
-    """A batch, for each key: the bytes of its tokens, and the lengths of each document's sequences."""
+    """An encoded batch. For each key: the bytes of its tokens, and the lengths of each document's sequences."""
 
     data: list[bytes]
     lengths: list[list[list[int]]]
     bad: list[tuple[int, str]]
-    """(number of a record, what is wrong with it); it is in none of the datasets."""
+    """(record number, error). A bad record is in none of the datasets."""
     records: int
     size: int
 
 
 class BadRecord(Exception):
-    """What is wrong with one."""
+    """The error of one record."""
 
 
 class Encoder:
+    """Tokenizes batches of records."""
+
     def __init__(self, options: EncodingOptions) -> None:
-        """Raises UsageError and CorruptCheckpoint as build_tokenizer does."""
+        """Return the tokens of a text.
+
+        Raises BadRecord if the tokenizer refuses the text: invalid numbers, half a surrogate pair.
+        """
         self._options = options
         self._tokenizer = build_tokenizer(options.tokenizer)
         self._splitter: Splitter | None = None
         if options.split_sentences:
             self._splitter = sentence_splitter(options.language, options.keep_newlines)
+        elif options.presplit_sentences:
+            self._splitter = lines_of
         if options.append_eod and self._tokenizer.eod is None:
             raise UsageError("--append-eod: this tokenizer has no token that ends a document")
 
     @property
     def dtype(self) -> TokenDtype:
+        """Megatron's dtype for the tokenizer's vocabulary."""
         return token_dtype(self._tokenizer.vocab_size)
 
     def encode(self, batch: Batch) -> Encoded:
+        """Return the encoded batch. Bad records are listed, not raised; empty lines are skipped."""
         keys = self._options.keys
         tokens: list[list[int]] = [[] for _ in keys]
         lengths: list[list[list[int]]] = [[] for _ in keys]
@@ -80,7 +98,7 @@ class Encoder:
         return Encoded(data, lengths, bad, len(lengths[0]), batch.size)
 
     def _document(self, fields: Mapping[str, Any], key: str) -> tuple[list[int], list[int]]:
-        """(tokens, how many each sequence has)."""
+        """Return (tokens, number of tokens of each sequence)."""
         if key not in fields:
             raise BadRecord(f"has no {key!r}, only {', '.join(map(repr, fields)) or 'nothing'}")
         text = fields[key]
@@ -88,7 +106,9 @@ class Encoder:
         if not all(isinstance(sequence, str) for sequence in sequences):
             raise BadRecord(f"its {key!r} is neither text nor a list of texts")
         if self._splitter is not None:
-            sequences = [sentence for sequence in sequences for sentence in self._splitter(sequence)]
+            sequences = [
+                sentence for sequence in sequences for sentence in self._splitter(sequence)
+            ]
         ids: list[int] = []
         counts: list[int] = []
         for sequence in sequences:
@@ -102,23 +122,29 @@ class Encoder:
         return ids, counts
 
     def _tokens(self, text: str, key: str) -> list[int]:
-        """A tokenizer may refuse a text: numbers that are none, half a surrogate pair."""
+        """Return the tokens of a text. Raises BadRecord if the tokenizer refuses it: invalid numbers, half a surrogate pair."""
         try:
             found = self._tokenizer.tokenize(text)
         except (ValueError, TypeError) as error:
             raise BadRecord(f"its {key!r} can't be tokenized: {error}") from error
         wrong = (
-            [token for token in (min(found), max(found)) if not 0 <= token < self._tokenizer.vocab_size]
+            [
+                token
+                for token in (min(found), max(found))
+                if not 0 <= token < self._tokenizer.vocab_size
+            ]
             if found
             else []
         )
         if wrong:
-            raise BadRecord(f"its {key!r} has token {wrong[0]}, the vocabulary {self._tokenizer.vocab_size:,}")
+            raise BadRecord(
+                f"its {key!r} has token {wrong[0]}, the vocabulary {self._tokenizer.vocab_size:,}"
+            )
         return found
 
 
 def read_fields(record: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
-    """A line of JSON or a row, by field. Raises BadRecord."""
+    """Return a line of JSON, or a row, by field. Raises BadRecord."""
     if isinstance(record, Mapping):
         return record
     try:
@@ -132,10 +158,10 @@ def read_fields(record: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
 
 @cache
 def encoder(options: EncodingOptions) -> Encoder:
-    """One for each process."""
+    """Return the process's encoder for these options."""
     return Encoder(options)
 
 
 def encode(options: EncodingOptions, batch: Batch) -> Encoded:
-    """What a worker process is asked to do."""
+    """Encode a batch; the job of a worker process."""
     return encoder(options).encode(batch)

@@ -1,4 +1,4 @@
-"""Samples of consecutive tokens, across the bounds of documents, in Megatron's order (see `gpt_index`)."""
+"""Samples of consecutive tokens, across document boundaries, in Megatron's order (see `gpt_index`)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,15 +26,18 @@ class GPTDataset:
         return self._form.sample(self.window(index))
 
     def window(self, index: int) -> NDArray[np.int64]:
-        """int64[seq_length + 1]: the tokens of a sample and the one behind."""
+        """Return int64[seq_length + 1]: the tokens of a sample and the next token."""
         order, starts, shuffle = self._indices
         row = int(shuffle[index])
         (first, start), (last, end) = starts[row].tolist(), starts[row + 1].tolist()
         bounds = [
-            (start if entry == first else 0, end + 1 if entry == last else None) for entry in range(first, last + 1)
+            (start if entry == first else 0, end + 1 if entry == last else None)
+            for entry in range(first, last + 1)
         ]
         parts = [
-            self._documents.get(int(order[first + place]), begin, None if stop is None else stop - begin)
+            self._documents.get(
+                int(order[first + place]), begin, None if stop is None else stop - begin
+            )
             for place, (begin, stop) in enumerate(bounds)
         ]
         return np.concatenate(parts, dtype=np.int64)
@@ -42,7 +45,7 @@ class GPTDataset:
 
 @dataclass(frozen=True)
 class GPTSampling:
-    """A corpus is divided by sequences, of which data for decoders has one a document."""
+    """Samples for decoders. A corpus is split by sequences; data for decoders has one sequence per document."""
 
     form: SampleForm
     seq_length: int
@@ -50,6 +53,7 @@ class GPTSampling:
     cache: Path | None = None
 
     def has_any(self, corpus: Documents, part: Part) -> bool:
+        """See datasets.Sampling."""
         return bool(corpus.lengths[part_of(part, len(corpus.lengths))].any())
 
     def dataset(self, corpus: Documents, part: Part, samples: int | None) -> GPTDataset | None:

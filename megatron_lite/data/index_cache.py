@@ -1,7 +1,7 @@
-"""Built indices on disk, mapped by every process that needs them: one process builds, the others on its machine wait.
+"""Cache of built indices on disk. One process of a machine builds, the others wait, and all map the files.
 
 DIRECTORY/KEY/NAME.npy        a directory appears by one rename, complete
-DIRECTORY/KEY.lock            held while building; a process that dies lets go of it
+DIRECTORY/KEY.lock            held while building; it is released if the process dies
 """
 
 import contextlib
@@ -24,7 +24,7 @@ Arrays = Sequence[NDArray[Any]]
 
 
 def cache_key(**parts: object) -> str:
-    """Equal for equal parts: numbers, strings, sequences of them, and numpy arrays, which count by their contents."""
+    """Return a key that is equal for equal parts: numbers, strings, sequences, and numpy arrays by content."""
     digest = blake3.blake3()
     for name, part in sorted(parts.items()):
         if isinstance(part, np.ndarray):
@@ -35,10 +35,12 @@ def cache_key(**parts: object) -> str:
     return digest.hexdigest()[:32]
 
 
-def cached(directory: Path | None, key: str, names: Sequence[str], build: Callable[[], Arrays]) -> Arrays:
-    """What build() makes, one array for each name, as read-only maps of files. Without a directory: just built.
+def cached(
+    directory: Path | None, key: str, names: Sequence[str], build: Callable[[], Arrays]
+) -> Arrays:
+    """Return the arrays of build(), one for each name, as read-only maps of files. Without a directory, build() is called.
 
-    Raises CheckpointError when the cache can't be written, CorruptCheckpoint when it can't be read.
+    Raises CheckpointError if the cache can't be written, CorruptCheckpoint if it can't be read.
     """
     if directory is None:
         return build()
@@ -56,7 +58,9 @@ def cached(directory: Path | None, key: str, names: Sequence[str], build: Callab
     try:
         return [np.load(place / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in names]
     except (OSError, ValueError, EOFError) as error:
-        raise CorruptCheckpoint(f"{place}: a cached index is damaged ({error}); delete this directory") from error
+        raise CorruptCheckpoint(
+            f"{place}: a cached index is damaged ({error}); delete this directory"
+        ) from error
 
 
 def _store(arrays: dict[str, NDArray[Any]], place: Path) -> None:
@@ -71,7 +75,7 @@ def _store(arrays: dict[str, NDArray[Any]], place: Path) -> None:
         try:
             staging.rename(place)
         except OSError:
-            if not place.is_dir():  # else another machine was first
+            if not place.is_dir():  # another machine may have been first
                 raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -79,7 +83,7 @@ def _store(arrays: dict[str, NDArray[Any]], place: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Waits for its turn. Where a file system has no locks, processes build at the same time and the first one wins."""
+    """Hold the lock. On a file system without locks, processes build at the same time and the first one wins."""
     with path.open("w") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)

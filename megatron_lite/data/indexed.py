@@ -1,6 +1,7 @@
-"""Megatron's indexed dataset: the tokens of many sequences in one file, and an index beside it.
+"""Megatron's indexed dataset: the tokens of many sequences in one file, and an index file.
 
-    PREFIX.bin      the tokens of all sequences, one after the other, nothing else
+    PREFIX.bin      the tokens of all sequences, concatenated, nothing else
+
     PREFIX.idx      all little-endian, nothing aligned:
         0   9 bytes     "MMIDIDX", two zeros
         9   uint64      version: 1
@@ -8,11 +9,11 @@
        18   uint64      S, number of sequences
        26   uint64      D, number of entries of the document array
        34   int32[S]    tokens of each sequence
-            int64[S]    where it starts in the .bin, in bytes
+            int64[S]    start of each sequence in the .bin, in bytes
             int64[D]    0, then the number of sequences up to the end of each document
-            int8[S]     mode of each sequence: multimodal datasets only, and only the size of the file shows it
+            int8[S]     mode of each sequence: only in multimodal datasets, and only the size of the file shows it
 
-Data for GPT has one sequence a document, data for BERT and T5 one a sentence. As megatron-core 0.16 reads and writes it.
+Data for GPT has one sequence per document, data for BERT and T5 one per sentence. Format of megatron-core 0.16.
 """
 
 import glob
@@ -38,14 +39,14 @@ DTYPES: dict[int, TokenDtype] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
-"""Of tokens. 6 and 7 are floats, and 7 has 4 bytes in Megatron core and 8 in its forerunners: refused, not guessed."""
+"""Dtypes of tokens by code. Codes 6 and 7 are floats and refused: 7 has 4 bytes in Megatron core but 8 in its forerunners."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 _BLOCK = 1 << 20
 
 
 def token_dtype(vocab_size: int) -> TokenDtype:
-    """What Megatron stores tokens as: two bytes for fewer than 65500 different ones, else four."""
+    """Return Megatron's dtype for tokens: two bytes for a vocabulary below 65500, else four."""
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
@@ -58,12 +59,12 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedDataset(Documents):
-    """Sequences by number. Both files stay mapped; what `get` returns is a view of the map, read-only.
+    """Sequences by number. Both files stay mapped; `get` returns a read-only view of the map.
 
     lengths: int32[S], tokens of each sequence.
     documents: int64[D], document k is the sequences documents[k] to documents[k + 1].
     modes: int8[S] of a multimodal dataset, else None.
-    Raises CorruptCheckpoint, naming the file, for anything that can't be true.
+    Raises CorruptCheckpoint with the file's name for inconsistent content.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -76,7 +77,7 @@ class IndexedDataset(Documents):
                 )
         index = _map(path)
         self.dtype, sequences, entries = _read_header(path, index)
-        # In Python's integers, before numpy could overflow.
+        # Compute with Python's integers, which can't overflow as numpy's can.
         plain = HEADER.size + 12 * sequences + 8 * entries
         if len(index) not in (plain, plain + sequences):
             raise CorruptCheckpoint(
@@ -85,8 +86,12 @@ class IndexedDataset(Documents):
             )
         place = HEADER.size
         self.lengths: NDArray[np.int32] = np.frombuffer(index, "<i4", sequences, place)
-        self._pointers: NDArray[np.int64] = np.frombuffer(index, "<i8", sequences, place + 4 * sequences)
-        self.documents: NDArray[np.int64] = np.frombuffer(index, "<i8", entries, place + 12 * sequences)
+        self._pointers: NDArray[np.int64] = np.frombuffer(
+            index, "<i8", sequences, place + 4 * sequences
+        )
+        self.documents: NDArray[np.int64] = np.frombuffer(
+            index, "<i8", entries, place + 12 * sequences
+        )
         self.modes: NDArray[np.int8] | None = None
         if sequences and len(index) != plain:
             self.modes = np.frombuffer(index, "i1", sequences, plain)
@@ -97,31 +102,47 @@ class IndexedDataset(Documents):
         return len(self.lengths)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> Tokens:
-        """Tokens [offset, offset + length) of a sequence; to its end when length is None."""
+        """Return tokens [offset, offset + length) of a sequence; to its end if length is None."""
         available = int(self.lengths[index]) - offset
         count = available if length is None else length
         if offset < 0 or not 0 <= count <= available:
-            raise IndexError(f"sequence {index} has {self.lengths[index]} tokens; {count} from {offset} were asked for")
+            raise IndexError(
+                f"sequence {index} has {self.lengths[index]} tokens; {count} from {offset} were asked for"
+            )
         if not count:
             return np.empty(0, self.dtype)
         start = int(self._pointers[index]) + offset * self.dtype.itemsize
         return np.frombuffer(self._tokens, self.dtype, count, start)
 
     def _check(self) -> None:
-        """Every sequence lies in the .bin, every document in the index. In blocks: an index may have many gigabytes."""
+        """Check that every sequence lies in the .bin and every document in the index.
+
+        The check runs in blocks, because an index may have gigabytes.
+        """
         path, size = idx_path(self.prefix), len(self._tokens)
-        if not len(self.documents) or self.documents[0] != 0 or self.documents[-1] != len(self.lengths):
+        if (
+            not len(self.documents)
+            or self.documents[0] != 0
+            or self.documents[-1] != len(self.lengths)
+        ):
             raise CorruptCheckpoint(
                 f"{path}: its document array doesn't run from 0 to its {len(self.lengths):,} sequences; preprocess again"
             )
         for start in range(0, len(self.documents), _BLOCK):
             if np.any(np.diff(self.documents[start : start + _BLOCK + 1]) < 0):
-                raise CorruptCheckpoint(f"{path}: its document array goes backwards; preprocess again")
+                raise CorruptCheckpoint(
+                    f"{path}: its document array goes backwards; preprocess again"
+                )
         for start in range(0, len(self.lengths), _BLOCK):
             block = slice(start, start + _BLOCK)
             counts, places = self.lengths[block].astype(np.int64), self._pointers[block]
-            # No sum that could overflow: the end is compared with what is left behind the start.
-            wrong = (counts < 0) | (places < 0) | (places > size) | (counts * self.dtype.itemsize > size - places)
+            # To avoid a sum that could overflow, compare the size with the bytes after the start.
+            wrong = (
+                (counts < 0)
+                | (places < 0)
+                | (places > size)
+                | (counts * self.dtype.itemsize > size - places)
+            )
             if np.any(wrong):
                 first = start + int(np.argmax(wrong))
                 raise CorruptCheckpoint(
@@ -136,11 +157,13 @@ class IndexedDataset(Documents):
                     "or writing was interrupted"
                 )
         elif size:
-            raise CorruptCheckpoint(f"{bin_path(self.prefix)}: has {size:,} bytes, {path.name} lists none")
+            raise CorruptCheckpoint(
+                f"{bin_path(self.prefix)}: has {size:,} bytes, {path.name} lists none"
+            )
 
 
 def _meant(path: Path) -> str:
-    """Of datasets beside a missing index, those that preprocess made of its prefix: it adds the key's name and the level."""
+    """Return a hint if preprocess made datasets of this prefix: preprocess appends the key's name and the level."""
     found = sorted(path.parent.glob(f"{glob.escape(path.stem)}_*.idx"))
     return f"; is {found[0].with_suffix('')} meant?" if found else ""
 
@@ -148,7 +171,7 @@ def _meant(path: Path) -> str:
 def _map(path: Path) -> mmap.mmap | bytes:
     with path.open("rb") as file:
         if not path.stat().st_size:
-            return b""  # can't be mapped
+            return b""  # mmap refuses an empty file
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
@@ -162,5 +185,7 @@ def _read_header(path: Path, index: mmap.mmap | bytes) -> tuple[TokenDtype, int,
         raise CorruptCheckpoint(f"{path}: says version {version}; only {VERSION} is known")
     if code not in DTYPES:
         known = ", ".join(f"{known} {dtype.name}" for known, dtype in sorted(DTYPES.items()))
-        raise CorruptCheckpoint(f"{path}: its tokens have dtype code {code}; tokens have one of {known}")
+        raise CorruptCheckpoint(
+            f"{path}: its tokens have dtype code {code}; tokens have one of {known}"
+        )
     return DTYPES[code], sequences, entries

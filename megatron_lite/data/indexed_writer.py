@@ -1,6 +1,6 @@
 """Writes Megatron's indexed datasets (see `indexed`), byte for byte as megatron-core's builder does.
 
-.NAME.bin.partial     beside the target while it grows, with an exclusive lock
+.NAME.bin.partial     in the target's directory during writing, with an exclusive lock
 .NAME.idx.partial     written at the end; the index appears last, and without an index there is no dataset
 """
 
@@ -17,19 +17,29 @@ from formats.errors import TargetExists
 from formats.renames import sync_directory
 from formats.staging import StagedFile
 from megaconv.errors import UsageError
-from megatron_lite.data.indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path
+from megatron_lite.data.indexed import (
+    CODES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    IndexedDataset,
+    bin_path,
+    idx_path,
+)
 from megatron_lite.data.tokens import TokenDtype, Tokens
 
 _BUFFER_BYTES = 1 << 20
 
 
 class IndexedWriter:
-    """A context manager: the dataset appears complete when the block ends well, and not at all otherwise.
+    """A context manager that writes a dataset. The dataset appears complete if the block succeeds, and not at all if not.
 
-    Raises TargetExists when there is a dataset already and overwrite is not given, or another run is writing it.
+    Raises TargetExists if there is a dataset and overwrite is not set, or if another run is writing it.
     """
 
-    def __init__(self, prefix: str | Path, dtype: TokenDtype, *, modes: bool = False, overwrite: bool = False) -> None:
+    def __init__(
+        self, prefix: str | Path, dtype: TokenDtype, *, modes: bool = False, overwrite: bool = False
+    ) -> None:
         """modes: each sequence has a mode, as in multimodal datasets."""
         self.prefix, self.dtype, self._overwrite = str(prefix), dtype, overwrite
         self._targets = (bin_path(prefix), idx_path(prefix))
@@ -53,16 +63,25 @@ class IndexedWriter:
     def tokens(self) -> int:
         return (self._written + len(self._buffer)) // self.dtype.itemsize
 
-    def add(self, tokens: Sequence[int] | Tokens, lengths: Sequence[int], modes: Sequence[int] | None = None) -> None:
-        """One document: its tokens, and how many of them each of its sequences has.
+    def add(
+        self,
+        tokens: Sequence[int] | Tokens,
+        lengths: Sequence[int],
+        modes: Sequence[int] | None = None,
+    ) -> None:
+        """Add one document: its tokens, and the number of tokens of each sequence.
 
         Raises UsageError for a token that the dtype can't hold.
         """
         self.add_encoded(encoded(tokens, self.dtype), [lengths], modes)
 
-    def add_encoded(self, data: bytes, documents: Sequence[Sequence[int]], modes: Sequence[int] | None = None) -> None:
-        """Several documents: the bytes of all their tokens, and the lengths of each one's sequences."""
-        assert len(data) == self.dtype.itemsize * sum(map(sum, documents)), "lengths and tokens disagree"
+    def add_encoded(
+        self, data: bytes, documents: Sequence[Sequence[int]], modes: Sequence[int] | None = None
+    ) -> None:
+        """Add several documents: the bytes of all their tokens, and the lengths of each document's sequences."""
+        assert len(data) == self.dtype.itemsize * sum(map(sum, documents)), (
+            "lengths and tokens disagree"
+        )
         for lengths in documents:
             self._lengths.extend(lengths)
             self._documents.append(len(self._lengths))
@@ -71,9 +90,9 @@ class IndexedWriter:
         self._append(data)
 
     def add_dataset(self, prefix: str | Path) -> None:
-        """All documents of another dataset, as Megatron's tools/merge_datasets.py does it.
+        """Add all documents of another dataset, like Megatron's tools/merge_datasets.py.
 
-        Raises UsageError when its tokens have another dtype, or it has modes and this has none.
+        Raises UsageError if its tokens have another dtype, or if only one of the two datasets has modes.
         """
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
@@ -101,7 +120,7 @@ class IndexedWriter:
         self._buffer.clear()
 
     def commit(self) -> None:
-        """Bring both files to disk and let them appear. An index that is replaced goes before its .bin does."""
+        """Flush both files to disk and rename them to their targets. An old index is removed before its .bin is replaced."""
         self._flush()
         self._bin.sync()
         self._write_index()
@@ -118,7 +137,9 @@ class IndexedWriter:
         starts = np.concatenate((np.zeros(1, "<i8"), ends))[: len(lengths)]
         header = HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents))
         modes = self._modes.tobytes() if self._modes is not None else b""
-        data = b"".join((header, lengths.tobytes(), starts.tobytes(), self._documents.tobytes(), modes))
+        data = b"".join(
+            (header, lengths.tobytes(), starts.tobytes(), self._documents.tobytes(), modes)
+        )
         index = StagedFile(self._partial[1], 0, keep=False)
         try:
             index.write(0, data)
@@ -127,7 +148,7 @@ class IndexedWriter:
             index.close()
 
     def discard(self) -> None:
-        """Remove what was written; what was there before stays."""
+        """Remove the partial files. Existing datasets stay."""
         for path in self._partial:
             path.unlink(missing_ok=True)
         self._close()
@@ -135,7 +156,9 @@ class IndexedWriter:
     def _refuse_existing(self) -> None:
         for path in self._targets:
             if path.exists() and not self._overwrite:
-                raise TargetExists(f"{path}: already exists; choose another prefix, or give --overwrite to replace it")
+                raise TargetExists(
+                    f"{path}: already exists; choose another prefix, or give --overwrite to replace it"
+                )
 
     def _close(self) -> None:
         self._bin.close()
@@ -145,7 +168,10 @@ class IndexedWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is not None:
             self.discard()
@@ -158,16 +184,18 @@ class IndexedWriter:
 
 
 def encoded(tokens: Sequence[int] | Tokens, dtype: TokenDtype) -> bytes:
-    """Tokens as they lie in the file. Raises UsageError for one that the dtype can't hold."""
+    """Return the bytes of tokens in the file. Raises UsageError for a token that the dtype can't hold."""
     array_, bounds = np.asarray(tokens, dtype=np.int64), np.iinfo(dtype)
     if array_.size and (array_.min() < bounds.min or array_.max() > bounds.max):
         worst = array_.min() if array_.min() < bounds.min else array_.max()
-        raise UsageError(f"token {worst} doesn't fit {dtype.name}, which the size of the vocabulary asks for")
+        raise UsageError(
+            f"token {worst} doesn't fit {dtype.name}, which the size of the vocabulary asks for"
+        )
     return array_.astype(dtype).tobytes()
 
 
 def _locked(path: Path, target: Path) -> int:
-    """Held until the process ends or closes it: two runs never write one file."""
+    """Lock the file until the process ends or closes it, so that two runs never write one file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

@@ -1,4 +1,4 @@
-"""`--mock-data`: documents that nobody had to write: the numbers 1, 2, 3 … and an end. Those of megatron-core's mock dataset."""
+"""`--mock-data`: artificial documents, the numbers 1, 2, 3 … and an end token, equal to megatron-core's mock dataset."""
 
 import numpy as np
 
@@ -10,6 +10,8 @@ SPLIT = "1,1,1"
 
 
 class MockDocuments(Documents):
+    """Artificial documents with random lengths."""
+
     def __init__(self, vocab_size: int, eod: int) -> None:
         self._vocab_size, self._eod = vocab_size, eod
         self.lengths = np.random.default_rng(0).integers(1, LONGEST, DOCUMENTS, dtype=np.int32)

@@ -1,20 +1,25 @@
-"""`megatron_lite preprocess`: text to Megatron's indexed files, with the flags of Megatron-LM's tools/preprocess_data.py."""
+"""`megatron_lite preprocess`: converts text to Megatron's indexed files.
+
+The flags are those of Megatron-LM's tools/preprocess_data.py.
+"""
 
 import argparse
 import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any, NoReturn
 
 from megaconv.errors import CheckpointError, Interrupted, UsageError
+from megaconv.local_paths import local_path, local_word
 
 EXAMPLES = """examples:
   python -m megatron_lite preprocess --input corpus.jsonl --output-prefix corpus --append-eod \\
       --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt --workers 8
   python -m megatron_lite preprocess --input 'data/*.jsonl.zst' extra.parquet --output-prefix corpus --json-keys text title \\
       --tokenizer-type HuggingFaceTokenizer --tokenizer-model Llama-2-7b --append-eod
+  python -m megatron_lite preprocess --input books/ --output-prefix books --append-eod \\
+      --tokenizer-type HuggingFaceTokenizer --tokenizer-model Llama-2-7b
   zcat corpus.jsonl.gz | python -m megatron_lite preprocess --input - --output-prefix corpus \\
       --tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model
 
@@ -35,19 +40,30 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("text").add_argument
     add(
         "--input",
+        type=local_word,
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSON lines, .gz, .zst, parquet; patterns; - for standard input",
+        help="JSON lines, parquet, plain text (.txt, .text, .md), also .gz, .zst; directories, patterns; - for standard input",
     )
     add(
         "--json-keys",
+        "--json-key",
         nargs="+",
         default=["text"],
         metavar="KEY",
         help="fields (or columns) with text, each a dataset of its own (text)",
     )
-    add("--split-sentences", action="store_true", help="one sequence a sentence, for BERT and T5 (needs nltk)")
+    add(
+        "--split-sentences",
+        action="store_true",
+        help="one sequence a sentence, for BERT and T5 (needs nltk)",
+    )
+    add(
+        "--presplit-sentences",
+        action="store_true",
+        help="one sequence a line of the text: its lines are its sentences (needs no nltk)",
+    )
     add("--lang", default="english", help="language of the sentences (english)")
     add("--keep-newlines", action="store_true", help="white space behind a sentence stays")
     add(
@@ -57,13 +73,37 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument_group("tokens").add_argument
     add("--tokenizer-type", required=True, metavar="TYPE", help=_types())
-    add("--tokenizer-model", metavar="PATH", help="sentencepiece model, or Hugging Face directory or Hub id")
-    add("--vocab-file", type=Path, metavar="PATH", help="vocab.json of GPT-2, vocab.txt of BERT")
-    add("--merge-file", type=Path, metavar="PATH", help="merges.txt of GPT-2")
-    add("--vocab-size", type=int, metavar="N", help="of the NullTokenizer, whose text is numbers already")
-    add("--append-eod", action="store_true", help="end each document with the tokenizer's end of document")
+    add(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="sentencepiece model, or Hugging Face directory or Hub id",
+    )
+    add(
+        "--vocab-file",
+        type=local_path,
+        metavar="PATH",
+        help="vocab.json of GPT-2, vocab.txt of BERT",
+    )
+    add("--merge-file", type=local_path, metavar="PATH", help="merges.txt of GPT-2")
+    add(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="of the NullTokenizer, whose text is numbers already",
+    )
+    add(
+        "--append-eod",
+        action="store_true",
+        help="end each document with the tokenizer's end of document",
+    )
     add = parser.add_argument_group("output").add_argument
-    add("--output-prefix", required=True, metavar="PREFIX", help="path without _KEY_document.bin")
+    add(
+        "--output-prefix",
+        required=True,
+        type=local_word,
+        metavar="PREFIX",
+        help="path without _KEY_document.bin",
+    )
     add(
         "--workers",
         type=int,
@@ -72,7 +112,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="processes (all processors); the output is the same for any number",
     )
     add("--overwrite", action="store_true", help="replace datasets that exist")
-    for flag in ("--log-interval", "--dataset-impl"):  # Megatron-LM's, with nothing to choose here
+    for flag in (
+        "--log-interval",
+        "--dataset-impl",
+    ):  # Megatron-LM's flags, accepted without effect
         parser.add_argument(flag, help=argparse.SUPPRESS)
     return parser
 
@@ -88,7 +131,7 @@ def _processors() -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 0 done, 1 failed, 2 wrong usage, 3 bad input, 5 no space, 130 interrupted."""
+    """Run the command and return the exit status: 0 done, 1 failed, 2 wrong usage, 3 bad input, 5 no space, 130 interrupted."""
     handler = signal.signal(signal.SIGTERM, _interrupt)
     try:
         _run(make_parser().parse_args(arguments))
@@ -118,25 +161,41 @@ def _run(given: argparse.Namespace) -> None:
     from megatron_lite.data.tokenizer import TokenizerOptions
 
     if given.workers < 1:
-        raise UsageError(f"--workers {given.workers}: there has to be one at least")
+        raise UsageError(f"--workers {given.workers}: expected 1 or more")
+    if given.split_sentences and given.presplit_sentences:
+        raise UsageError(
+            "--split-sentences looks for sentences, --presplit-sentences takes lines as sentences; give one"
+        )
     tokenizer = TokenizerOptions(
-        given.tokenizer_type, given.tokenizer_model, given.vocab_file, given.merge_file, given.vocab_size
+        given.tokenizer_type,
+        given.tokenizer_model,
+        given.vocab_file,
+        given.merge_file,
+        given.vocab_size,
     )
     encoding = EncodingOptions(
-        tokenizer, tuple(dict.fromkeys(given.json_keys)), given.append_eod, given.split_sentences, given.lang, given.keep_newlines
+        tokenizer, tuple(dict.fromkeys(given.json_keys)), given.append_eod,
+        given.split_sentences, given.lang, given.keep_newlines, given.presplit_sentences,
     )  # fmt: skip
     options = PreprocessOptions(
-        tuple(given.input), given.output_prefix, encoding, given.workers, given.skip_bad_lines, given.overwrite
+        tuple(given.input),
+        given.output_prefix,
+        encoding,
+        given.workers,
+        given.skip_bad_lines,
+        given.overwrite,
     )
     meter = Meter()
     written = preprocess(options, meter.advance, meter.warn)
     meter.end()
     for each in written:
-        print(f"{each.prefix}: {each.documents:,} documents, {each.tokens:,} tokens of {each.dtype}")
+        print(
+            f"{each.prefix}: {each.documents:,} documents, {each.tokens:,} tokens of {each.dtype}"
+        )
 
 
 class Meter:
-    """Documents and text a second on one line of stderr, where that is a terminal; warnings everywhere."""
+    """Shows documents and text per second on one line of stderr if it is a terminal; prints warnings always."""
 
     def __init__(self) -> None:
         self._start = self._shown = time.monotonic()
@@ -151,7 +210,12 @@ class Meter:
             self._shown = now
             seconds = now - self._start
             speed = f"{self._documents / seconds:,.0f} documents/s, {self._size / seconds / 1e6:,.1f} MB/s"
-            print(f"\r\x1b[K{self._documents:,} documents, {speed}", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r\x1b[K{self._documents:,} documents, {speed}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def warn(self, message: str) -> None:
         self.end()

@@ -1,4 +1,4 @@
-"""`--split-sentences`: text to sentences, by NLTK's Punkt, as Megatron does it for BERT and T5."""
+"""Sentences for BERT and T5: found with NLTK's Punkt as in Megatron (`--split-sentences`), or the lines of a text."""
 
 from collections.abc import Callable
 
@@ -6,15 +6,15 @@ from megaconv.errors import UsageError
 from megatron_lite.data.packages import package
 
 LONGEST = 1_000_000
-"""Characters that are split at once, as in Megatron: a longer text is also split there."""
+"""Characters split at a time, as in Megatron. A longer text is also split at these places."""
 
 Splitter = Callable[[str], list[str]]
 
 
 def sentence_splitter(language: str, keep_newlines: bool) -> Splitter:
-    """keep_newlines: the white space behind a sentence stays a part of it.
+    """Return a function that splits a text. keep_newlines: the white space after a sentence stays part of it.
 
-    Raises UsageError when NLTK or its data for the language are missing.
+    Raises UsageError if NLTK or its data for the language are missing.
     """
     punkt = package("nltk.tokenize.punkt", "--split-sentences")
     try:
@@ -30,8 +30,18 @@ def sentence_splitter(language: str, keep_newlines: bool) -> Splitter:
         for start in range(0, len(text), LONGEST):
             part = text[start : start + LONGEST]
             spans = list(tokenizer.span_tokenize(part))
-            ends = [begin for begin, _ in spans[1:]] + [len(part)] if keep_newlines else [end for _, end in spans]
+            ends = (
+                [begin for begin, _ in spans[1:]] + [len(part)]
+                if keep_newlines
+                else [end for _, end in spans]
+            )
             sentences += [part[begin:end] for (begin, _), end in zip(spans, ends, strict=True)]
         return sentences
 
     return split
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines of a text that has one sentence a line (`--presplit-sentences`), without empty lines."""
+    lines = (line.strip() for line in text.split("\n"))
+    return [line for line in lines if line]

@@ -1,8 +1,8 @@
-"""Chat templates are programs that come with a model. jinja's sandbox keeps them from files and from Python; here one of
-them that doesn't come to its end is stopped.
+"""Limits the time of chat templates, which are programs that come with a model.
 
-Both hold for what a template may do by loops. One operation of its own, a power of large numbers say, can still take all time and
-memory: as with the rest of a model, take templates from people whom you trust.
+jinja's sandbox keeps a template from files and from Python. This module stops a template that does not end. Both limits
+hold for loops. A single operation, such as a power of large numbers, can still take unlimited time and memory. So take
+templates, like models, only from people whom you trust.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 RENDER_S = 10.0
-"""A template takes milliseconds."""
+"""A template usually takes milliseconds."""
 
 
 class _Stopped(Exception):
@@ -21,7 +21,7 @@ class _Stopped(Exception):
 
 
 def bounded(render: Callable[[], T], seconds: float = RENDER_S) -> T:
-    """render(). Raises TimeoutError when it takes longer; it is stopped then, on whatever thread it runs."""
+    """Return render(). If it takes longer than `seconds`, it is stopped, on any thread, and TimeoutError is raised."""
     thread, lock, done = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
 
     def stop() -> None:

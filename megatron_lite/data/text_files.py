@@ -1,13 +1,11 @@
-"""Files of text: JSON lines, plain or compressed with gzip or zstandard, and parquet; distinguished by their first bytes."""
+"""Reads text files: JSON lines, plain or compressed with gzip or zstandard, and parquet. The first bytes tell them apart."""
 
-import glob
 import gzip
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from formats.errors import CorruptCheckpoint
@@ -27,33 +25,17 @@ class Batch:
 
     source: str
     first: int
-    """Number of the first record: a line, or a row; from 1."""
+    """Number of the first record (line or row), from 1."""
     records: Sequence[bytes | Mapping[str, Any]]
     """Lines of JSON, or rows by column."""
     size: int
     """Bytes of uncompressed text."""
 
 
-def find_inputs(words: Sequence[str], flag: str = "--input") -> list[str]:
-    """Files in order, patterns spelled out and sorted. Raises UsageError for one that is not there."""
-    found: list[str] = []
-    for word in words:
-        matches = [word] if word == STDIN or Path(word).exists() else sorted(glob.glob(word, recursive=True))  # noqa: PTH207
-        if not matches:
-            raise UsageError(f"{flag} {word}: there is no such file, and no file matches it as a pattern")
-        for match in matches:
-            if Path(match).is_dir():
-                raise UsageError(f"{flag} {match}: is a directory; write {match}/*.jsonl")
-        found += matches
-    if found.count(STDIN) > 1:
-        raise UsageError(f"{flag}: standard input can be read once only")
-    return found
-
-
 def read_batches(inputs: Iterable[str], keys: Sequence[str] | None) -> Iterator[Batch]:
-    """All records, in order. keys: columns that a table has to have; None: all of its columns are read.
+    """Yield all records, in order. keys: columns that a table must have; None: read all columns.
 
-    Raises CorruptCheckpoint, naming the file, for one that can't be read to its end.
+    Raises CorruptCheckpoint with the file's name if it can't be read to its end.
     """
     for name in inputs:
         with _opened(name) as file:
@@ -65,13 +47,13 @@ def read_batches(inputs: Iterable[str], keys: Sequence[str] | None) -> Iterator[
 
 
 def read_start(name: str) -> bytes:
-    """The first piece of a file's uncompressed content; of parquet, of the file itself. Raises CorruptCheckpoint."""
+    """Return the first piece of a file's uncompressed content; of parquet, of the file itself. Raises CorruptCheckpoint."""
     with _opened(name) as file:
         return next(_chunks(name, file, file.peek(4)[:4]), b"")  # type: ignore[attr-defined]
 
 
 def read_whole(name: str) -> bytes:
-    """Uncompressed. Raises CorruptCheckpoint."""
+    """Return the uncompressed content of a file. Raises CorruptCheckpoint."""
     with _opened(name) as file:
         return b"".join(_chunks(name, file, file.peek(4)[:4]))  # type: ignore[attr-defined]
 
@@ -107,7 +89,7 @@ def _pieces(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
 
 
 def _zstd_chunks(name: str, file: BinaryIO) -> Iterator[bytes]:
-    """Frame by frame, because the reader of the package doesn't detect a file that ends inside of one."""
+    """Decompress frame by frame, because the package's reader doesn't detect a file that ends inside a frame."""
     zstandard = package("zstandard", f"{name}: reading it")
     frame, begun = zstandard.ZstdDecompressor().decompressobj(), False
     try:
@@ -148,8 +130,12 @@ def _batches(name: str, number: int, lines: list[bytes]) -> Iterator[Batch]:
 
 def _rows(name: str, file: BinaryIO, keys: Sequence[str] | None) -> Iterator[Batch]:
     if name == STDIN:
-        raise UsageError("--input -: parquet can't be read from standard input; give the file's name")
-    pyarrow, parquet = (package(module, f"{name}: reading it") for module in ("pyarrow", "pyarrow.parquet"))
+        raise UsageError(
+            "--input -: parquet can't be read from standard input; give the file's name"
+        )
+    pyarrow, parquet = (
+        package(module, f"{name}: reading it") for module in ("pyarrow", "pyarrow.parquet")
+    )
     try:
         table = parquet.ParquetFile(file, page_checksum_verification=True)
         missing = [key for key in keys or () if key not in table.schema_arrow.names]
@@ -158,7 +144,9 @@ def _rows(name: str, file: BinaryIO, keys: Sequence[str] | None) -> Iterator[Bat
                 f"{name}: has no column {', '.join(missing)}; there are {', '.join(table.schema_arrow.names)}: see --json-keys"
             )
         number = 1
-        for part in table.iter_batches(batch_size=BATCH_RECORDS, columns=None if keys is None else list(keys)):
+        for part in table.iter_batches(
+            batch_size=BATCH_RECORDS, columns=None if keys is None else list(keys)
+        ):
             yield Batch(name, number, part.to_pylist(), part.nbytes)
             number += part.num_rows
     except (pyarrow.ArrowException, OSError) as error:

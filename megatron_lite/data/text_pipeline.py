@@ -1,11 +1,11 @@
-"""Reads text, has it encoded by worker processes, and writes one indexed dataset for each key: in the order of the input."""
+"""Reads text, encodes it in worker processes, and writes one indexed dataset for each key in the order of the input."""
 
 import multiprocessing
 import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
@@ -14,26 +14,31 @@ from dataclasses import dataclass
 from formats.errors import CheckpointError, CorruptCheckpoint
 from megatron_lite.data.encoding import Encoded, EncodingOptions, encode, encoder
 from megatron_lite.data.indexed_writer import IndexedWriter
-from megatron_lite.data.text_files import Batch, find_inputs, read_batches
+from megatron_lite.data.input_files import TEXT_SUFFIXES, find_inputs, is_plain_text, read_text
+from megatron_lite.data.text_files import STDIN, Batch, read_batches
 
 QUEUED = 4
-"""Batches for each worker that wait to be encoded or written."""
+"""Batches per worker that wait to be encoded or written."""
 
 
 @dataclass(frozen=True)
 class PreprocessOptions:
+    """Options of preprocess."""
+
     inputs: tuple[str, ...]
-    """Files, patterns, or - for standard input."""
+    """Files, patterns, directories, or - for standard input."""
     output_prefix: str
     encoding: EncodingOptions
     workers: int = 1
-    """Processes; the output is the same for any number."""
+    """Number of processes. The output is the same for any number."""
     skip_bad_lines: bool = False
     overwrite: bool = False
 
 
 @dataclass(frozen=True)
 class Written:
+    """A written dataset and its size."""
+
     prefix: str
     documents: int
     sequences: int
@@ -46,36 +51,80 @@ def preprocess(
     advance: Callable[[int, int], None] = lambda documents, size: None,
     warn: Callable[[str], None] = lambda message: None,
 ) -> list[Written]:
-    """Write OUTPUT_PREFIX_KEY_document.bin and .idx for each key; `_sentence` when sentences are split.
+    """Write OUTPUT_PREFIX_KEY_document.bin and .idx for each key; `_sentence` if sentences are split.
 
-    advance: gets the documents and bytes of text that were done. warn: gets each bad line that is skipped.
-    Raises CorruptCheckpoint for a bad line, naming file and line, and for damaged files, UsageError, TargetExists;
-    nothing is left behind then.
+    advance: receives the number of encoded documents and the bytes of their text. warn: receives a message for each
+    skipped line.
+    Raises CorruptCheckpoint for a bad line, with file and line, for damaged files, and for inputs without a token;
+    UsageError, TargetExists. After an error, no partial files remain.
     """
     inputs = find_inputs(options.inputs)
-    level = "sentence" if options.encoding.split_sentences else "document"
+    level = "sentence" if options.encoding.in_sentences else "document"
     dtype = encoder(options.encoding).dtype
     with ExitStack() as stack:
         writers = [
             stack.enter_context(
-                IndexedWriter(f"{options.output_prefix}_{key}_{level}", dtype, overwrite=options.overwrite)
+                IndexedWriter(
+                    f"{options.output_prefix}_{key}_{level}", dtype, overwrite=options.overwrite
+                )
             )
             for key in options.encoding.keys
         ]
-        batches = stack.enter_context(closing(_encoded(read_batches(inputs, options.encoding.keys), options)))
+        batches = stack.enter_context(
+            closing(_encoded(_batches(inputs, options.encoding.keys), options))
+        )
+        skipped = 0
         for batch, done in batches:
             for number, what in done.bad:
                 message = f"{batch.source}:{number}: {what}"
                 if not options.skip_bad_lines:
                     raise CorruptCheckpoint(f"{message}; --skip-bad-lines leaves such lines out")
                 warn(message)
+                skipped += 1
             for writer, data, lengths in zip(writers, done.data, done.lengths, strict=True):
                 writer.add_encoded(data, lengths)
             advance(done.records, done.size)
-    return [Written(writer.prefix, writer.documents, writer.sequences, writer.tokens, dtype.name) for writer in writers]
+        _require_tokens(writers, options, skipped)
+    return [
+        Written(writer.prefix, writer.documents, writer.sequences, writer.tokens, dtype.name)
+        for writer in writers
+    ]
 
 
-def _encoded(batches: Iterable[Batch], options: PreprocessOptions) -> Generator[tuple[Batch, Encoded], None, None]:
+def _batches(inputs: Iterable[str], keys: Sequence[str]) -> Iterator[Batch]:
+    """Yield all records, in order. A plain text file is one record, with its text in the field `text`."""
+    for name in inputs:
+        if name != STDIN and is_plain_text(name):
+            text = read_text(name)
+            yield Batch(name, 1, [{"text": text}], len(text.encode()))
+        else:
+            yield from read_batches([name], keys)
+
+
+def _require_tokens(
+    writers: Sequence[IndexedWriter], options: PreprocessOptions, skipped: int
+) -> None:
+    """Raise CorruptCheckpoint for a dataset without tokens, because nothing can be trained on it."""
+    empty = [
+        key for key, writer in zip(options.encoding.keys, writers, strict=True) if not writer.tokens
+    ]
+    if not empty:
+        return
+    place, keys = ", ".join(options.inputs), ", ".join(map(repr, empty))
+    documents = writers[0].documents
+    if skipped and not documents:
+        raise CorruptCheckpoint(
+            f"{place}: all {skipped:,} records are bad, and nothing is left of them; records are JSON lines or parquet, "
+            f"plain text is read from {', '.join(TEXT_SUFFIXES)}"
+        )
+    if not documents:
+        raise CorruptCheckpoint(f"{place}: there are no records")
+    raise CorruptCheckpoint(f"{place}: none of {documents:,} documents has a token of {keys}")
+
+
+def _encoded(
+    batches: Iterable[Batch], options: PreprocessOptions
+) -> Generator[tuple[Batch, Encoded], None, None]:
     if options.workers <= 1:
         for batch in batches:
             yield batch, encode(options.encoding, batch)
@@ -104,7 +153,10 @@ def _next(waiting: deque[tuple[Batch, "Future[Encoded]"]]) -> tuple[Batch, Encod
 
 
 def _start_worker() -> None:
-    """A worker leaves interruptions to its parent, and ends when that is no more. Its own tokenizer needs no threads."""
+    """Set up a worker: it ignores interrupts, which its parent handles, and ends with its parent.
+
+    Its tokenizer needs no threads.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()

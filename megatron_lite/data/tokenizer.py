@@ -1,6 +1,6 @@
-"""Tokenizers under Megatron's names, with the token ids of megatron-core's classes.
+"""Tokenizers by Megatron's names, with the token ids of megatron-core's classes.
 
-Their packages are imported when a tokenizer is built, and only the one that it needs.
+Building a tokenizer imports only the package that it needs.
 """
 
 import json
@@ -19,20 +19,26 @@ from megatron_lite.data.packages import package
 
 SENTENCEPIECE_TYPES = ("Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
 BERT_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase")
-TYPES = ("GPT2BPETokenizer", *SENTENCEPIECE_TYPES, "HuggingFaceTokenizer", *BERT_TYPES, "NullTokenizer")
+TYPES = (
+    "GPT2BPETokenizer",
+    *SENTENCEPIECE_TYPES,
+    "HuggingFaceTokenizer",
+    *BERT_TYPES,
+    "NullTokenizer",
+)
 
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-"""That transformers reads whole."""
+"""Tokenizer files that transformers reads into memory as a whole."""
 END_OF_TEXT = "<|endoftext|>"
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 @dataclass(frozen=True)
 class TokenizerOptions:
-    """Each field is a flag of Megatron's, with `tokenizer_` before its first two there."""
+    """Each field is one of Megatron's flags; there the first two have the prefix `tokenizer_`."""
 
     type: str
     model: str | None = None
@@ -41,34 +47,40 @@ class TokenizerOptions:
     merge_file: Path | None = None
     vocab_size: int | None = None
     extra_ids: int | None = None
-    """BERT's vocabulary gets [BOS], [EOS] and so many <extra_id_N> behind its last word, where it lacks them; None: nothing.
-    Megatron always adds the two, also to the words that BERT's samples draw from."""
+    """Number of tokens <extra_id_N> appended to BERT's vocabulary, after [BOS] and [EOS], unless it has them; None: nothing.
+
+    Megatron always adds [BOS] and [EOS], also to the words that BERT's samples draw from.
+    """
 
 
 class Tokenizer(Protocol):
+    """The interface of all tokenizers."""
+
     vocab_size: int
     eod: int | None
     """Token that ends a document."""
     pad: int | None
     bos: int | None
     begin: list[int]
-    """Tokens with which its model expects a text to begin."""
+    """Tokens with which the model expects a text to begin."""
 
     def tokenize(self, text: str) -> list[int]:
-        """Without tokens at begin and end."""
+        """Return the tokens of a text, without begin and end tokens."""
         ...
 
     def detokenize(self, ids: Sequence[int]) -> str: ...
 
     def spelled(self, ids: Sequence[int]) -> str:
-        """The same with special tokens, for people."""
+        """Return the text with special tokens, for display."""
         ...
 
 
 def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
-    """Raises UsageError for a flag or package that is missing, CorruptCheckpoint for files that are no tokenizer."""
+    """Build a tokenizer. Raises UsageError for a missing flag or package, CorruptCheckpoint for files that are no tokenizer."""
     if options.type not in TYPES:
-        raise UsageError(f"--tokenizer-type {options.type} is unknown; there are {', '.join(TYPES)}")
+        raise UsageError(
+            f"--tokenizer-type {options.type} is unknown; there are {', '.join(TYPES)}"
+        )
     if options.type == "NullTokenizer":
         return NullTokenizer(_needed(options, "vocab_size"))
     if options.type == "GPT2BPETokenizer":
@@ -78,7 +90,9 @@ def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
         return _bert(_file(options, "vocab_file"), options.extra_ids, lower=lower)
     if options.type == "HuggingFaceTokenizer":
         place = str(_needed(options, "model"))
-        return HuggingFaceTokenizer(str(Path(place).parent) if place.endswith("tokenizer.json") else place)
+        return HuggingFaceTokenizer(
+            str(Path(place).parent) if place.endswith("tokenizer.json") else place
+        )
     return SentencePieceTokenizer(_file(options, "model"), begins=options.type == "Llama2Tokenizer")
 
 
@@ -93,13 +107,15 @@ def _needed(options: TokenizerOptions, field: str) -> Any:
 def _file(options: TokenizerOptions, field: str) -> Path:
     path = Path(_needed(options, field))
     if not path.is_file():
-        raise CorruptCheckpoint(f"{path}: no such file; --tokenizer-type {options.type} reads its vocabulary there")
+        raise CorruptCheckpoint(
+            f"{path}: no such file; --tokenizer-type {options.type} reads its vocabulary there"
+        )
     check_size(path, SIDECAR_BYTES)
     return path
 
 
 class NullTokenizer:
-    """Text that is numbers already, parted by single spaces; the end of a document is one more than the vocabulary."""
+    """Splits text that consists of numbers at single spaces. The end-of-document token is the number after the vocabulary."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size + 1
@@ -119,10 +135,10 @@ class NullTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model; neither begin nor end are added."""
+    """A sentencepiece model. It adds no begin and no end token."""
 
     def __init__(self, path: Path, *, begins: bool) -> None:
-        """begins: whether its model, a Llama, expects its token at the begin of a text."""
+        """begins: whether its model, a Llama, expects the begin token at the start of a text."""
         processor = package("sentencepiece", "this tokenizer").SentencePieceProcessor
         try:
             self._processor = processor(model_file=str(path))
@@ -131,7 +147,11 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.get_piece_size()
         self.eod, self.pad, self.bos = (
             number if number >= 0 else None
-            for number in (self._processor.eos_id(), self._processor.pad_id(), self._processor.bos_id())
+            for number in (
+                self._processor.eos_id(),
+                self._processor.pad_id(),
+                self._processor.bos_id(),
+            )
         )
         self.begin: list[int] = [self.bos] if begins and self.bos is not None else []
 
@@ -148,7 +168,7 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Any tokenizer that transformers can read, without running code that comes with it; `inner` is transformers' own."""
+    """Any tokenizer that transformers can read without running code from it; `inner` is transformers' tokenizer."""
 
     def __init__(self, place: str) -> None:
         transformers = package("transformers", "this tokenizer")
@@ -157,9 +177,13 @@ class HuggingFaceTokenizer:
             if os.path.lexists(path := directory / name):
                 check_size(path, SIDECAR_BYTES)
         try:
-            self.inner: Any = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        except Exception as error:  # whatever its many formats raise
-            raise CorruptCheckpoint(f"{place}: transformers can't read a tokenizer there: {error}") from error
+            self.inner: Any = transformers.AutoTokenizer.from_pretrained(
+                directory, trust_remote_code=False
+            )
+        except Exception as error:  # its many formats raise errors of many classes
+            raise CorruptCheckpoint(
+                f"{place}: transformers can't read a tokenizer there: {error}"
+            ) from error
         one = self.inner
         self.vocab_size = len(one)
         self.eod = one.sep_token_id if one.eos_token_id is None else one.eos_token_id
@@ -169,17 +193,17 @@ class HuggingFaceTokenizer:
         self.begin = first if first == [self.bos] else []
 
     def pieces(self) -> list[str]:
-        """By token."""
+        """Return the text of every token."""
         found: list[str] = self.inner.convert_ids_to_tokens(list(range(self.vocab_size)))
         return found
 
     def special(self, name: str) -> int | None:
-        """The token for `cls`, `sep`, `mask`, `pad`, `bos` or `eos`."""
+        """Return the token for `cls`, `sep`, `mask`, `pad`, `bos` or `eos`, or None."""
         number: int | None = getattr(self.inner, f"{name}_token_id", None)
         return number
 
     def save(self, directory: str) -> None:
-        """All files that make it up."""
+        """Write all of its files."""
         self.inner.save_pretrained(directory)
 
     def tokenize(self, text: str) -> list[int]:
@@ -196,7 +220,7 @@ class HuggingFaceTokenizer:
 
 
 class RustTokenizer:
-    """One of the `tokenizers` package, put together here from a vocabulary."""
+    """A tokenizer of the `tokenizers` package, built from a vocabulary."""
 
     def __init__(self, tokenizer: Any, eod: str, pad: str | None, bos: str) -> None:
         self._tokenizer = tokenizer
@@ -207,11 +231,11 @@ class RustTokenizer:
         self.begin: list[int] = []
 
     def pieces(self) -> list[str]:
-        """By token."""
+        """Return the text of every token."""
         return [self._tokenizer.id_to_token(number) for number in range(self.vocab_size)]
 
     def special(self, name: str) -> int | None:
-        """The token for `cls`, `sep`, `mask`, `pad`, `bos` or `eos`."""
+        """Return the token for `cls`, `sep`, `mask`, `pad`, `bos` or `eos`, or None."""
         number: int | None = self._tokenizer.token_to_id(f"[{name.upper()}]")
         return number
 
@@ -229,13 +253,15 @@ class RustTokenizer:
 
 
 def _gpt2(vocab_file: Path, merge_file: Path) -> RustTokenizer:
-    """GPT-2's byte-level BPE. `<|endoftext|>` in a text is that one token, as in transformers."""
+    """GPT-2's byte-level BPE. `<|endoftext|>` in a text becomes that one token, as in transformers."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     try:
         vocabulary = json.loads(vocab_file.read_text(encoding="utf-8"))
         merges = [
-            line for line in merge_file.read_text(encoding="utf-8").splitlines() if line and line[:9] != "#version:"
+            line
+            for line in merge_file.read_text(encoding="utf-8").splitlines()
+            if line and line[:9] != "#version:"
         ]
         pairs = [(first, second) for first, second in (line.split(" ") for line in merges)]
         tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
@@ -252,19 +278,28 @@ def _gpt2(vocab_file: Path, merge_file: Path) -> RustTokenizer:
 
 
 def _bert(vocab_file: Path, extra_ids: int | None, *, lower: bool) -> RustTokenizer:
-    """BERT's word pieces. lower: in lower case without accents. A document ends with [SEP]; what is added no text is split into."""
+    """BERT's word pieces. lower: lower case without accents. A document ends with [SEP].
+
+    No text is split into the added tokens.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     words = vocab_file.read_text(encoding="utf-8").splitlines()
     missing = [word for word in BERT_SPECIAL if word not in words]
     if missing:
-        raise CorruptCheckpoint(f"{vocab_file}: has no {', '.join(missing)}; it is not a BERT vocabulary")
+        raise CorruptCheckpoint(
+            f"{vocab_file}: has no {', '.join(missing)}; it is not a BERT vocabulary"
+        )
     if extra_ids is not None:
         added = ("[BOS]", "[EOS]", *(f"<extra_id_{number}>" for number in range(extra_ids)))
         words += [word for word in added if word not in words]
-    tokenizer = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
+    )
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    tokenizer.add_special_tokens([AddedToken(word, normalized=False, special=True) for word in BERT_SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(word, normalized=False, special=True) for word in BERT_SPECIAL]
+    )
     return RustTokenizer(tokenizer, "[SEP]", "[PAD]", "[CLS]")

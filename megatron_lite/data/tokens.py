@@ -1,4 +1,4 @@
-"""What a dataset draws samples from: numbered documents of tokens."""
+"""The source of samples: numbered documents of tokens."""
 
 from typing import Any, Protocol
 
@@ -11,11 +11,11 @@ TokenDtype = np.dtype[np.integer[Any]]
 
 
 class Documents(Protocol):
-    """Documents of tokens by number; of an indexed dataset, its sequences."""
+    """Documents of tokens by number; in an indexed dataset, its sequences."""
 
     lengths: NDArray[np.int32]
-    """Tokens of each."""
+    """Tokens of each document."""
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> Tokens:
-        """Tokens [offset, offset + length) of one; to its end when length is None."""
+        """Return tokens [offset, offset + length) of a document; to its end if length is None."""
         ...

@@ -1,1 +1,1 @@
-"""A model in use: what it says next, how sure it was, and everything that is built on that."""
+"""Inference: generation, scoring, chat, evaluation and a server."""

@@ -1,8 +1,9 @@
-"""A running batch: requests join when a slot is free and leave when they end, and every turn moves all the others on.
+"""A running batch: requests join when a slot is free and leave when they end. Every turn advances the others.
 
-A turn is either a part of the oldest waiting prompt, or one token of every row that has read its prompt. The two take turns,
-so that a long prompt doesn't keep the others from going on. A beam search has several slots, and its rows move on with all others.
-A request behind whose tokens the model's logits are no numbers ends with that, and the others go on.
+A turn computes either a part of the waiting prompts, oldest first, or one token of every row whose prompt is read. The
+two kinds alternate, so that a long prompt does not block the other rows. A beam search has several slots; its rows
+advance with all others. If a request's logits are NaN or infinite, the request ends with an error and the others
+continue.
 """
 
 from collections import deque
@@ -18,38 +19,40 @@ from megatron_lite.inference.sampling import PLAIN, Likelihood, Sampling, choose
 from megatron_lite.inference.slots import Feed, LanguageModel, sound
 
 PROMPT_TOKENS = 512
-"""Of prompts, read in one turn."""
+"""Largest number of prompt tokens in one turn."""
 NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
 class Request:
+    """A prompt, and how to continue it."""
+
     prompt: tuple[int, ...]
     max_tokens: int
     sampling: Sampling = PLAIN
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end a row, and are part of it."""
+    """Tokens that end a row and belong to it."""
     log_probs: int | None = None
-    """How many of the likeliest tokens are wanted beside the chosen one's log-probability; None: not even that."""
+    """Number of likeliest tokens to return, besides the chosen token's log-probability; None: no log-probabilities."""
     beams: BeamRules | None = None
-    """Searches for the likeliest rows; `sampling` and `log_probs` then say nothing."""
+    """Rules of a beam search for the likeliest rows; `sampling` and `log_probs` are then ignored."""
 
     @property
     def rows(self) -> int:
-        """Slots that it takes."""
+        """Number of slots that the request needs."""
         return 1 if self.beams is None else self.beams.width
 
 
 @dataclass(frozen=True)
 class Step:
-    """One token of one request; or its end without one: the rows that a beam search found, an error."""
+    """One token of a request, or its end without a token: the rows of a beam search, or an error."""
 
     number: int
-    """The request's, as `add` gave it."""
+    """The request's number, from `add`."""
     token: int
     likelihood: Likelihood | None
     end: str | None
-    """`stop` (one of its stop ids; all of a beam search), `length`, `error` (slots.NotFinite says which); None: there is more to come."""
+    """`stop` (a stop id, or the end of a beam search), `length`, `error` (see slots.NotFinite); None: the request continues."""
     beams: tuple[Beam, ...] = ()
 
 
@@ -58,38 +61,42 @@ class _Row:
     number: int
     request: Request
     tokens: list[int]
-    """The prompt and what came behind it."""
+    """The prompt and the generated tokens."""
     search: Search | None
     slots: tuple[int, ...] = ()
     done: int = 0
-    """Tokens that its slots have; until the prompt is read, the first of them."""
+    """Number of tokens in its slots; while the prompt is being read, in the first slot."""
 
     @property
     def waits_for(self) -> int:
-        """Tokens of the prompt that aren't read yet, but for the last feed of one."""
+        """Number of tokens of the prompt that still have to be read."""
         return len(self.tokens) - self.done
 
     def part(self, count: int) -> Feed:
-        """The next tokens of the prompt."""
+        """Return a feed with the next tokens of the prompt."""
         return Feed(self.slots[0], self.done, tuple(self.tokens[self.done : self.done + count]))
 
     def feeds(self) -> list[Feed]:
-        """The last token of all of its rows."""
+        """Return feeds with the last token of all of its rows."""
         lasts = [self.tokens] if self.search is None else self.search.rows
-        return [Feed(slot, self.done, (row[-1],)) for slot, row in zip(self.slots, lasts, strict=False)]
+        return [
+            Feed(slot, self.done, (row[-1],)) for slot, row in zip(self.slots, lasts, strict=False)
+        ]
 
 
 @dataclass
 class RunningBatch:
+    """A model's running batch of requests."""
+
     model: LanguageModel
     prompt_tokens: int = PROMPT_TOKENS
     paused: bool = False
-    """Whether those that wait for a slot go on waiting."""
+    """True while no waiting request may get a slot."""
     _waiting: deque[_Row] = field(default_factory=deque)
     _reading: list[_Row] = field(default_factory=list)
     _going: list[_Row] = field(default_factory=list)
     _free: list[int] = field(default_factory=list)
-    """A heap: the lowest first, so that rows lie side by side, and data-parallel ranks have as many of them."""
+    """A heap with the lowest slot first: rows stay adjacent, and data-parallel ranks have equal numbers of rows."""
     _numbers: int = 0
     _read_last: bool = False
 
@@ -97,19 +104,23 @@ class RunningBatch:
         self._free = list(range(self.model.slots))
 
     def add(self, request: Request) -> int:
-        """Its number. Raises UsageError for a request that no slot has room for."""
+        """Add a request and return its number. Raises UsageError if no slot has room for it."""
         check(request, self.model.length)
         if not 0 < request.rows <= len(self.model.copied):
             raise UsageError(
                 f"{request.rows} beams need as many slots, and the model has {len(self.model.copied)} for one prompt"
             )
         self._numbers += 1
-        search = None if request.beams is None else request.beams.search(request.max_tokens, request.stop_ids)
+        search = (
+            None
+            if request.beams is None
+            else request.beams.search(request.max_tokens, request.stop_ids)
+        )
         self._waiting.append(_Row(self._numbers, request, list(request.prompt), search))
         return self._numbers
 
     def cancel(self, number: int) -> None:
-        """Frees its slot; nothing happens where it has ended."""
+        """Free the request's slots. If the request has ended, nothing happens."""
         self._waiting = deque(row for row in self._waiting if row.number != number)
         for row in [*self._reading, *self._going]:
             if row.number == number:
@@ -117,15 +128,16 @@ class RunningBatch:
 
     @property
     def busy(self) -> bool:
+        """True while a request waits, is being read, or generates."""
         return bool(self._waiting or self._reading or self._going)
 
     @property
     def counts(self) -> tuple[int, int]:
-        """(requests with a slot, requests that wait for one)."""
+        """(requests with a slot, requests that wait for a slot)."""
         return len(self._reading) + len(self._going), len(self._waiting)
 
     def turn(self) -> list[Step]:
-        """What came of one turn; nothing where only a part of a prompt was read, or there is nothing to do."""
+        """Run one turn. Returns [] if only a part of a prompt was read, or if there is nothing to do."""
         while self._waiting and not self.paused and (slots := self._slots_for(self._waiting[0])):
             row = self._waiting.popleft()
             row.slots = slots
@@ -137,17 +149,19 @@ class RunningBatch:
         return self._advance(self._going) if self._going else []
 
     def _slots_for(self, row: _Row) -> tuple[int, ...]:
-        """Taken for it; none where too few are free: then those behind it wait too, or it would for ever."""
+        """Return slots for the row; () if too few are free. Later requests then wait too, or this one would wait forever."""
         if row.search is None:
             return (heappop(self._free),) if self._free else ()
-        free = [slot for slot in sorted(self._free) if slot in self.model.copied][: row.request.rows]
+        free = [slot for slot in sorted(self._free) if slot in self.model.copied][
+            : row.request.rows
+        ]
         if len(free) < row.request.rows:
             return ()
-        self._free = sorted(set(self._free) - set(free))  # sorted, a list is a heap
+        self._free = sorted(set(self._free) - set(free))  # a sorted list is a valid heap
         return tuple(free)
 
     def _read(self) -> list[Step]:
-        """So many whole prompts as fit into a turn, or a part of the oldest."""
+        """Read as many whole prompts as fit into a turn, or a part of the oldest prompt."""
         first, *others = self._reading
         feeds, budget = [(first, min(first.waits_for, self.prompt_tokens))], self.prompt_tokens
         budget -= feeds[0][1]
@@ -173,12 +187,14 @@ class RunningBatch:
         return self._taken([(row, len(feeds)) for row, feeds in fed], logits)
 
     def _taken(self, rows: Sequence[tuple[_Row, int]], logits: Tensor) -> list[Step]:
-        """What follows from the logits; rows: with how many of them each has. Nothing of a prompt that isn't read to its end."""
+        """Process the logits. rows: (row, its number of logits). A prompt that is not fully read gives no step."""
         steps, copies, good, end = [], [], sound(logits), 0
         for row, count in rows:
             own, end = slice(end, end + count), end + count
             if not all(good[own]):
-                self.model.forget(row.slots)  # or what is no number there would get into the sums of the next row
+                self.model.forget(
+                    row.slots
+                )  # NaN in the cache would get into the sums of the next row
                 self._leave(row)
                 steps.append(Step(row.number, NO_TOKEN, None, "error"))
             elif row.waits_for > 0:
@@ -186,7 +202,9 @@ class RunningBatch:
             elif row.search is None:
                 steps.append(self._take(row, logits[own][0]))
             elif sources := row.search.take(logits[own]):
-                copies.append(([row.slots[source] for source in sources], row.slots[: len(sources)]))
+                copies.append(
+                    ([row.slots[source] for source in sources], row.slots[: len(sources)])
+                )
             else:
                 self._leave(row)
                 steps.append(Step(row.number, NO_TOKEN, None, "stop", tuple(row.search.found())))
@@ -216,11 +234,11 @@ class RunningBatch:
 
 
 def check(request: Request, length: int) -> None:
-    """Raises UsageError for what no slot of so many tokens has room for."""
+    """Raise UsageError for a request that does not fit into a slot of `length` tokens."""
     if not request.prompt:
         raise UsageError("the prompt is empty, and there is no token to begin with")
     if request.max_tokens < 1:
-        raise UsageError(f"max_tokens is {request.max_tokens}; it has to be 1 or more")
+        raise UsageError(f"max_tokens is {request.max_tokens}; it must be 1 or more")
     needed = len(request.prompt) + request.max_tokens
     if needed > length:
         raise UsageError(
@@ -231,7 +249,7 @@ def check(request: Request, length: int) -> None:
 
 @dataclass
 class Answer:
-    """All that came of a request."""
+    """The whole result of a request."""
 
     tokens: list[int] = field(default_factory=list)
     likelihoods: list[Likelihood] = field(default_factory=list)
@@ -240,7 +258,7 @@ class Answer:
 
 
 def generate(model: LanguageModel, requests: Sequence[Request]) -> list[Answer]:
-    """All of them, in one running batch; in the order of the requests."""
+    """Run all requests in one running batch, and return the answers in the order of the requests."""
     batch = RunningBatch(model)
     answers = {batch.add(request): Answer() for request in requests}
     for step in steps(batch):
@@ -254,6 +272,6 @@ def generate(model: LanguageModel, requests: Sequence[Request]) -> list[Answer]:
 
 
 def steps(batch: RunningBatch) -> Iterator[Step]:
-    """Until nothing is left to do."""
+    """Yield steps until no request is left."""
     while batch.busy:
         yield from batch.turn()

@@ -1,7 +1,7 @@
-"""Beam search as transformers has it: scores, what counts as ended, and when to stop are those of its `generate`.
+"""Beam search with the rules of transformers' `generate`: scores, ended rows, and when to stop.
 
-A search has no model: it takes the logits behind its rows and says which rows there are next, so that a running batch (batching.py) can
-compute the rows of many searches together with everything else.
+A search has no model. It takes the logits of its rows and determines the next rows. So a running batch (batching.py)
+can compute the rows of many searches together with all other rows.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,32 +16,34 @@ EarlyStopping = bool | Literal["never"]
 
 @dataclass(frozen=True)
 class Beam:
-    """A row, and the sum of the log-probabilities of its generated tokens, once ended divided by their number ** penalty."""
+    """A row, and the sum of its generated tokens' log-probabilities; after its end divided by length ** penalty."""
 
     tokens: tuple[int, ...]
-    """Generated ones."""
+    """The generated tokens."""
     score: float
 
 
 class Search(Protocol):
-    """One search while it goes on."""
+    """The state of one search."""
 
     rows: list[tuple[int, ...]]
-    """The generated tokens of those that are open; at the start one without any."""
+    """The generated tokens of the open rows; at the start one row without tokens."""
 
     def take(self, logits: Tensor) -> list[int]:
-        """Which of the rows so far each of the new ones continues; none at the end. logits: float32 [rows, vocabulary]."""
+        """Return for each new row the index of the row that it continues; [] at the end. logits: float32 [rows, vocabulary]."""
         ...
 
     def found(self) -> list[Beam]:
-        """Best first, at the end."""
+        """Return the rows at the end, the best first."""
         ...
 
 
 class BeamRules(Protocol):
+    """The rules of a kind of beam search."""
+
     @property
     def width(self) -> int:
-        """The most open rows."""
+        """Largest number of open rows."""
         ...
 
     def search(self, max_tokens: int, stop_ids: Collection[int]) -> Search: ...
@@ -49,12 +51,15 @@ class BeamRules(Protocol):
 
 @dataclass(frozen=True)
 class BeamSettings:
-    """Rules of transformers: `width` ended rows are found."""
+    """transformers' rules: the search finds `width` ended rows."""
 
     width: int
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
-    """True: end with the first `width` rows that ended; False: when none can become better at its present length; `never`: at any."""
+    """True: stop after `width` ended rows. False: stop if no open row can become better at its present length.
+
+    `never`: stop if no open row can become better at any length.
+    """
 
     def search(self, max_tokens: int, stop_ids: Collection[int]) -> Search:
         return _Search(self, max_tokens, stop_ids)
@@ -68,34 +73,44 @@ class _Search:
         self._ended: list[Beam] = []
 
     def take(self, logits: Tensor) -> list[int]:
-        width, count = self._settings.width, len(self.rows[0]) + 1
+        width = self._settings.width
+        count = len(self.rows[0]) + 1
         best, beams, tokens = self._candidates(logits)
-        stops = [count == self._max_tokens or token in self._stop_ids for token in tokens]
-        for score, beam, token, stop in list(zip(best.tolist(), beams, tokens, stops, strict=True))[:width]:
-            if stop:
-                ended = Beam((*self.rows[beam], token), score / count**self._settings.length_penalty)
-                self._ended = sorted([*self._ended, ended], key=lambda beam: -beam.score)
-        self._ended = self._ended[:width]
-        going = [number for number, stop in enumerate(stops) if not stop][:width]
-        if not going or not self._can_improve(float(best[going[0]]), count):
+        scores = best.tolist()
+        going = []
+        for number, (beam, token) in enumerate(zip(beams, tokens, strict=True)):
+            if count != self._max_tokens and token not in self._stop_ids:
+                going.append(number)
+            elif number < width:  # a row that ends counts only if it is one of the best
+                self._end((*self.rows[beam], token), scores[number])
+        going = going[:width]
+        if not going or not self._can_improve(scores[going[0]], count):
             return []
         self.rows = [(*self.rows[beams[number]], tokens[number]) for number in going]
         self._scores = best[going]
         return [beams[number] for number in going]
 
+    def _end(self, row: tuple[int, ...], score: float) -> None:
+        """Keep an ended row if it is one of the best so far."""
+        ended = Beam(row, score / len(row) ** self._settings.length_penalty)
+        self._ended = sorted([*self._ended, ended], key=lambda beam: -beam.score)[
+            : self._settings.width
+        ]
+
     def found(self) -> list[Beam]:
         return self._ended
 
     def _candidates(self, logits: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """(scores, rows, tokens) of the best continuations: so many that `width` of them don't end."""
+        """Return (scores, rows, tokens) of the best continuations; enough that `width` of them don't end."""
         sums = (logits.log_softmax(-1) + self._scores.unsqueeze(1)).flatten()
+        # A row has at most len(stop_ids) continuations that end, so at least `width` of these don't.
         wanted = max(2, 1 + len(self._stop_ids)) * self._settings.width
         best = sums.topk(min(wanted, len(sums)))
         vocab = logits.shape[-1]
         return best.values, (best.indices // vocab).tolist(), (best.indices % vocab).tolist()
 
     def _can_improve(self, best: float, count: int) -> bool:
-        """Whether the best open row may still push one out. best: its score."""
+        """Return whether the best open row, with the score `best`, may still replace an ended row."""
         settings = self._settings
         if len(self._ended) < settings.width:
             return True
@@ -107,6 +122,6 @@ class _Search:
 
 
 def merged(groups: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[list[int], list[int]]:
-    """(sources, targets) of several searches as those of one copy, without what stays where it is."""
+    """Join the (sources, targets) of several searches for one copy. Rows that stay in place are left out."""
     pairs = [pair for group in groups for pair in zip(*group, strict=True) if pair[0] != pair[1]]
     return [source for source, _ in pairs], [target for _, target in pairs]

@@ -1,69 +1,130 @@
-"""Keys and values of many rows, each in a slot of memory that is taken once: what models/cache.py asks for, for rows that differ."""
+"""A cache (see models/cache.py) for many rows of different lengths. Each row has a slot in memory that is allocated once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from megatron_lite.models.mixers.declaration import Kept, PerRow, PerToken
+
 
 class SlotCache:
-    """One tensor a layer for keys and one for values, [slots, heads, length, width]; made when a layer first comes by."""
+    """The parts that each layer's mixer declares, for all slots: [slots, heads, length, width] or [slots, ...]."""
 
-    def __init__(self, slots: int, length: int) -> None:
+    def __init__(
+        self,
+        declared: Mapping[int, Sequence[Kept]],
+        slots: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """declared: the parts of a row's cache, by layer. dtype: of the model."""
         self.slots, self.length = slots, length
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._growing: dict[int, list[Tensor]] = {}
+        self._states: dict[int, list[Tensor]] = {}
+        for layer, parts in declared.items():
+            growing = [part for part in parts if isinstance(part, PerToken)]
+            states = [part for part in parts if isinstance(part, PerRow)]
+            self._growing[layer] = [
+                torch.zeros(slots, part.heads, length, part.width, dtype=dtype, device=device)
+                for part in growing
+            ]
+            self._states[layer] = [
+                torch.zeros(
+                    slots,
+                    *part.shape,
+                    dtype=torch.float32 if part.in_float32 else dtype,
+                    device=device,
+                )
+                for part in states
+            ]
         self._rows: slice | Tensor = slice(0)
         """The slots of the next pass."""
         self._new: tuple[slice, slice] | tuple[Tensor, Tensor] = slice(0), slice(0)
-        """Where its tokens go: places and slots, of slots side by side that start alike, or of each token, [tokens, rows]."""
+        """The places of the new tokens, as (positions, slots).
+
+        Adjacent slots with equal starts: two slices. Other slots: index tensors [tokens, rows].
+        """
         self._end = 0
 
-    def select(self, slots: Sequence[int], starts: Sequence[int], tokens: int, device: torch.device) -> Tensor:
-        """The slots of the next pass, in the order of its rows, each of which has its next `tokens` tokens at its own start.
+    def select(
+        self, slots: Sequence[int], starts: Sequence[int], tokens: int, device: torch.device
+    ) -> Tensor:
+        """Select the slots of the next pass, in the order of its rows. Each row has its next `tokens` tokens at its own start.
 
-        The positions of these, int64 [rows or 1, tokens]: one row where all start alike.
+        Returns the positions of these tokens, int64 [rows or 1, tokens]; one row if all starts are equal.
+        Raises ValueError if a slot has no room for them.
         """
-        first, alike = slots[0], len(set(starts)) == 1
-        side_by_side = all(slot == first + number for number, slot in enumerate(slots))
-        rows = torch.tensor(slots, device=device)
-        positions = torch.tensor(starts[:1] if alike else starts, device=device).unsqueeze(1)
-        positions = positions + torch.arange(tokens, device=device)
         self._end = max(starts) + tokens
-        # Slots side by side need no copy when they are read; others do, of what they have so far.
-        self._rows = slice(first, first + len(slots)) if side_by_side else rows
+        if self._end > self.length:
+            raise ValueError(f"{self._end} tokens don't fit into a cache of {self.length}")
+        new_rows = [slot for slot, start in zip(slots, starts, strict=True) if start == 0]
+        self._begin(new_rows)
+        alike = len(set(starts)) == 1
+        firsts = torch.tensor(starts[:1] if alike else starts, device=device)
+        positions = firsts.unsqueeze(1) + torch.arange(tokens, device=device)
+        self._choose(slots, positions, alike=alike)
+        return positions
+
+    def _choose(self, slots: Sequence[int], positions: Tensor, *, alike: bool) -> None:
+        """Set the places that the next pass reads and writes. alike: whether all rows have the same positions."""
+        rows = torch.tensor(slots, device=positions.device)
+        # Adjacent slots are read as a view. Other slots are copied, up to their present end.
+        self._rows = slice(slots[0], slots[0] + len(slots)) if _adjacent(slots) else rows
         if alike and isinstance(self._rows, slice):
+            tokens = positions.shape[1]
             self._new = slice(self._end - tokens, self._end), self._rows
         else:
             self._new = positions.t().expand(-1, len(slots)), rows
-        return positions
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As models/cache.py says; k, v: of the rows that were selected."""
-        if layer not in self._kept:
-            self._kept[layer] = self._room(k), self._room(v)
-        keys, values = (self._put(whole, new) for whole, new in zip(self._kept[layer], (k, v), strict=True))
-        return keys, values
+    def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """See Cache.append. new: of the selected rows."""
+        return tuple(
+            self._put(whole, part) for whole, part in zip(self._growing[layer], new, strict=True)
+        )
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        """See Cache.states: of the selected rows."""
+        return tuple(whole[self._rows] for whole in self._states[layer])
+
+    def keep(self, layer: int, *states: Tensor) -> None:
+        """See Cache.keep: of the selected rows."""
+        for whole, state in zip(self._states[layer], states, strict=True):
+            whole[self._rows] = state
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], used: int) -> None:
-        """Every target gets the first `used` tokens that its source had before any of them changed."""
-        for kept in self._kept.values():
-            for whole in kept:
-                whole[list(targets), :, :used] = whole[list(sources), :, :used]
+        """Copy the first `used` tokens of every source to its target. Sources are read before any target changes."""
+        for whole in _all(self._growing):
+            whole[list(targets), :, :used] = whole[list(sources), :, :used]
+        for whole in _all(self._states):
+            whole[list(targets)] = whole[list(sources)]
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Zeros in their place: what is masked counts for nothing only if it is a number."""
-        for kept in self._kept.values():
-            for whole in kept:
-                whole[list(slots)] = 0
+        """Set the slots to zero. If a masked key were NaN, it would still change the result."""
+        for whole in (*_all(self._growing), *_all(self._states)):
+            whole[list(slots)] = 0
 
     def bytes(self) -> int:
-        return sum(whole.nbytes for kept in self._kept.values() for whole in kept)
+        """Return the memory of the cache."""
+        return sum(whole.nbytes for whole in (*_all(self._growing), *_all(self._states)))
 
-    def _room(self, new: Tensor) -> Tensor:
-        _, _, heads, width = new.shape
-        return new.new_zeros(self.slots, heads, self.length, width)
+    def _begin(self, slots: Sequence[int]) -> None:
+        """Set the states of slots in which a row begins to zero. Parts that grow are written before they are read."""
+        if slots:
+            for whole in _all(self._states):
+                whole[list(slots)] = 0
 
     def _put(self, whole: Tensor, new: Tensor) -> Tensor:
-        """new [tokens, rows, heads, width] into their slots -> all of these rows, [end, rows, heads, width]."""
+        """Store `new` [tokens, rows, heads, width] in the slots. Returns the selected rows, [end, rows, heads, width]."""
         whole.permute(2, 0, 1, 3)[self._new] = new
         return whole[self._rows, :, : self._end].permute(2, 0, 1, 3)
+
+
+def _adjacent(slots: Sequence[int]) -> bool:
+    return list(slots) == list(range(slots[0], slots[0] + len(slots)))
+
+
+def _all(kept: Mapping[int, Sequence[Tensor]]) -> Iterator[Tensor]:
+    for of_layer in kept.values():
+        yield from of_layer

@@ -1,4 +1,4 @@
-"""`megatron-lite chat`: a conversation on the terminal, in the form that the tokenizer's own template gives it."""
+"""`megatron-lite chat`: a conversation on the terminal, with the tokenizer's chat template."""
 
 import argparse
 import signal
@@ -10,37 +10,25 @@ from typing import Any
 
 from megaconv.errors import UsageError
 from megatron_lite.inference.batching import Request, RunningBatch, steps
-from megatron_lite.inference.generating import add_sampling, sampling_of
-from megatron_lite.inference.opening import Opened, Parser, command, make_parser, run
+from megatron_lite.inference.commands.chat import HELP
+from megatron_lite.inference.generating import sampling_of
+from megatron_lite.inference.opening import Opened, run
 from megatron_lite.inference.prompts import encode_chat
 from megatron_lite.inference.slots import NotFinite
 from megatron_lite.inference.text import TextStream, say
 
-EXAMPLES = """  megatron-lite chat --load Llama-3.2-1B-Instruct --temperature 0.7
-  echo "What is a torus?" | megatron-lite chat --load tuned --system "Answer in one sentence." """
 
-HELP = "A line is a message; /new begins another conversation, Ctrl-C ends an answer, /quit or the end of the input the program."
-
-
-def parser() -> Parser:
-    made = make_parser("chat", f"Talk with a model. {HELP}", EXAMPLES)
-    made.add_argument("--system", metavar="TEXT", help="a message of the system in front of all others")
-    add_sampling(made, max_new_tokens=512)
-    return made
-
-
-def main(words: list[str]) -> int:
-    return command(parser(), words, _main)
-
-
-def _main(given: argparse.Namespace) -> None:
+def main(given: argparse.Namespace) -> None:
+    """Run the command. Raises UsageError."""
     sampling_of(given)  # raises before anything is loaded
     run(given, lambda opened: _use(opened, given))
 
 
 def _use(opened: Opened, given: argparse.Namespace) -> None:
     begin = [{"role": "system", "content": given.system}] if given.system else []
-    encode_chat(opened.tokenizer, [*begin, {"role": "user", "content": "?"}])  # raises where nobody can chat
+    encode_chat(
+        opened.tokenizer, [*begin, {"role": "user", "content": "?"}]
+    )  # raises if there is no usable chat template
     messages = list(begin)
     if sys.stdin.isatty():
         print(HELP, file=sys.stderr)
@@ -59,7 +47,7 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
 
 
 def _lines(opened: Opened) -> Iterator[str]:
-    """What the user says."""
+    """Yield the user's lines."""
     shown = "> " if sys.stdin.isatty() else ""
     if shown:
         with suppress(ImportError):
@@ -71,7 +59,7 @@ def _lines(opened: Opened) -> Iterator[str]:
         except EOFError:
             return
         except KeyboardInterrupt:
-            print()  # so that the shell's prompt has a line of its own
+            print()  # so that the shell's prompt starts on a new line
             raise
         if line == "/quit":
             return
@@ -83,9 +71,15 @@ def _answer(opened: Opened, given: argparse.Namespace, messages: list[dict[str, 
     prompt = encode_chat(opened.tokenizer, messages)
     room = opened.model.length - len(prompt)
     if room < 1:
-        raise UsageError(f"the conversation has {len(prompt)} tokens; there is room for {opened.model.length}")
+        raise UsageError(
+            f"the conversation has {len(prompt)} tokens; there is room for {opened.model.length}"
+        )
     stops = frozenset() if given.ignore_eos else opened.stop_ids
-    batch, text, said = RunningBatch(opened.model), TextStream(opened.tokenizer.detokenize, given.stop), ""
+    batch, text, said = (
+        RunningBatch(opened.model),
+        TextStream(opened.tokenizer.detokenize, given.stop),
+        "",
+    )
     number = batch.add(Request(prompt, min(given.max_new_tokens, room), sampling_of(given), stops))
     with _interruptible(opened) as interrupted:
         for step in steps(batch):
@@ -103,7 +97,10 @@ def _answer(opened: Opened, given: argparse.Namespace, messages: list[dict[str, 
 
 @contextmanager
 def _interruptible(opened: Opened) -> Iterator[Event]:
-    """An event that Ctrl-C sets meanwhile, once. Of several processes it ends all: their launcher sees to that."""
+    """Yield an event that the first Ctrl-C sets; a second one interrupts.
+
+    With several processes Ctrl-C ends all of them, because their launcher passes it on.
+    """
     interrupted = Event()
 
     def once(*_: object) -> None:

@@ -1,6 +1,6 @@
-"""Generation as Megatron's own text generation server has it: one random stream and one step for a whole batch of prompts.
+"""Generation with the rules of Megatron's text generation server: one random stream and one step for a whole batch of prompts.
 
-What a prompt gets depends on the prompts beside it; everything else here generates otherwise (batching.py). Source of the meaning:
+The result for a prompt depends on the other prompts of the batch, unlike in batching.py. Source of the rules:
 megatron/inference/text_generation (generation.py, sampling.py, beam_utils.py) of Megatron core 0.9.0.
 """
 
@@ -15,24 +15,24 @@ from megatron_lite.inference.sampling import keep_top_k, keep_top_p
 from megatron_lite.inference.slots import Feed, LanguageModel, NotFinite, require_finite, sound
 
 NEVER = -1e10
-"""The logit of a token that must not come."""
+"""The logit of a forbidden token."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """Ids of the tokens that Megatron's options speak of; it knows GPT-2's alone."""
+    """Ids of the tokens that Megatron's options name. Megatron has only GPT-2's ids."""
 
     eod: int
     colon: int | None = None
     after_colon: int | None = None
-    """The tokenizer's newline, which can be prevented behind a colon."""
+    """The tokenizer's newline, which an option forbids after a colon."""
     newline: int = 198
     double_newline: int = 628
 
 
 @dataclass(frozen=True)
 class MegatronSettings:
-    """By the names of its requests."""
+    """Options by the names of Megatron's requests."""
 
     tokens_to_generate: int = 64
     top_k: int = 0
@@ -50,18 +50,20 @@ class MegatronSettings:
 
 @dataclass(frozen=True)
 class Generated:
+    """The continued prompts."""
+
     tokens: Tensor
-    """int64 [prompts, length]: prompts, and what came behind them until the last of them ended."""
+    """int64 [prompts, length]: prompts and generated tokens, until the last row ended."""
     lengths: list[int]
-    """Up to the token that ended a row, included."""
+    """Length of each row, up to and including the token that ended it."""
     log_probs: Tensor
-    """float32 [prompts, length - 1], of the raw logits."""
+    """float32 [prompts, length - 1], from the raw logits."""
 
 
 def generate(
     model: LanguageModel, prompts: Sequence[Sequence[int]], settings: MegatronSettings, words: Words
 ) -> Generated:
-    """Takes a slot for each prompt. Raises NotFinite."""
+    """Generate. Each prompt takes a slot. Raises NotFinite."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     first, last = int(lengths.min()), int(lengths.max()) + settings.tokens_to_generate
     tokens = torch.full((len(prompts), last), words.eod)
@@ -80,7 +82,10 @@ def generate(
     for place in range(first, last):
         start = 0 if place == first else place - 1
         logits = model.extend(
-            [Feed(row, start, tuple(tokens[row, start:place].tolist())) for row in range(len(tokens))]
+            [
+                Feed(row, start, tuple(tokens[row, start:place].tolist()))
+                for row in range(len(tokens))
+            ]
         )
         if not all(sound(logits)):
             raise NotFinite
@@ -101,8 +106,10 @@ def generate(
     return Generated(tokens[:, :length], ends.clamp(max=length).tolist(), torch.cat(log_probs, 1))
 
 
-def _sample(logits: Tensor, settings: MegatronSettings, top_p: float, generator: torch.Generator) -> Tensor:
-    """int64 [rows]"""
+def _sample(
+    logits: Tensor, settings: MegatronSettings, top_p: float, generator: torch.Generator
+) -> Tensor:
+    """Return the chosen tokens, int64 [rows]."""
     if settings.top_k == 1:
         return logits.argmax(-1)
     logits = logits / settings.temperature
@@ -114,9 +121,11 @@ def _sample(logits: Tensor, settings: MegatronSettings, top_p: float, generator:
 
 
 def _stops(chosen: Tensor, before: Tensor, settings: MegatronSettings, words: Words) -> Tensor:
-    """bool [rows]. One way of ending replaces the others."""
+    """Return bool [rows]: True where a row ends. One end condition replaces the others."""
     if settings.stop_on_double_eol:
-        return (chosen == words.double_newline) | ((chosen == words.newline) & (before == words.newline))
+        return (chosen == words.double_newline) | (
+            (chosen == words.newline) & (before == words.newline)
+        )
     if settings.stop_on_eol:
         return (chosen == words.double_newline) | (chosen == words.newline)
     return chosen == words.eod
@@ -124,13 +133,13 @@ def _stops(chosen: Tensor, before: Tensor, settings: MegatronSettings, words: Wo
 
 @dataclass(frozen=True)
 class MegatronBeams:
-    """Megatron's rules of beam search, for a running batch (beams.py has those of transformers, which differ)."""
+    """Megatron's rules of beam search, for a running batch. transformers' rules in beams.py differ."""
 
     width: int
     stop_token: int
     length_penalty: float
     eod: int
-    """Fills up rows that have ended, and stands for the stop token too."""
+    """Pads ended rows, and replaces the stop token."""
 
     def search(self, max_tokens: int, stop_ids: Collection[int]) -> Search:
         return _Search(self, max_tokens)
@@ -149,14 +158,21 @@ class _Search:
         best = sums.sort(descending=True)
         vocab, going = logits.shape[-1], []
         for rank in range(min(2 * rules.width, len(sums))):
-            beam, token, score = int(best.indices[rank]) // vocab, int(best.indices[rank]) % vocab, best.values[rank]
+            beam, token, score = (
+                int(best.indices[rank]) // vocab,
+                int(best.indices[rank]) % vocab,
+                best.values[rank],
+            )
             if token != rules.stop_token:
                 going.append((beam, token, score))
             elif rank < rules.width:
                 self._close(self.rows[beam], float(score), count)
             if len(going) == rules.width:
                 break
-        if len(self._kept) == rules.width and self._worst() >= float(best.values[0]) / count**rules.length_penalty:
+        if (
+            len(self._kept) == rules.width
+            and self._worst() >= float(best.values[0]) / count**rules.length_penalty
+        ):
             return []
         self.rows = [(*self.rows[beam], token) for beam, token, _ in going]
         self._scores = torch.stack([score for _, _, score in going])
@@ -175,6 +191,8 @@ class _Search:
     def _close(self, row: tuple[int, ...], total: float, count: int) -> None:
         score = total / count**self._rules.length_penalty
         if len(self._kept) < self._rules.width or score > self._worst():
-            self._kept.append(Beam((*row, *[self._rules.eod] * (self._max_tokens - len(row))), score))
+            self._kept.append(
+                Beam((*row, *[self._rules.eod] * (self._max_tokens - len(row))), score)
+            )
             if len(self._kept) > self._rules.width:
                 self._kept.remove(min(self._kept, key=lambda found: found.score))

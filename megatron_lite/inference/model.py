@@ -1,8 +1,8 @@
-"""A model at any layout as generation asks for it: rank 0 decides on every turn, all ranks compute it.
+"""A model in any layout for generation: rank 0 decides each turn, and all ranks compute it.
 
-A turn is a few numbers that rank 0 sends to all others: which slots get which tokens. Logits come back from the last stage.
-Data-parallel ranks share the rows: slot s is the (s // dp)th of replica s % dp. Where experts lie on several of them, all make
-the same number of passes, some with a row that nobody asked for.
+For a turn, rank 0 broadcasts a few numbers: the slots and their tokens. The last stage returns the logits.
+Data-parallel ranks share the rows: slot s is slot s // dp of replica s % dp. If experts are spread over several
+replicas, all make the same number of passes, some with a dummy row.
 """
 
 import threading
@@ -16,22 +16,25 @@ from torch import Tensor
 from megaconv.errors import LayoutError
 from megatron_lite.engine import Engine
 from megatron_lite.inference.cache import SlotCache
-from megatron_lite.inference.slots import Feed, Scored, judge
+from megatron_lite.inference.slots import Feed, Scored, judge, require_known
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.network import Network
+from megatron_lite.models.mixers.declaration import PerRow
+from megatron_lite.models.network_interface import Network
 from megatron_lite.parallel import comm
 
 _HEAD = 256
-"""Numbers of a turn that are sent at once; the rest, of a long prompt say, follows."""
+"""Numbers of a turn sent in the first broadcast. A second broadcast sends the rest, for example of a long prompt."""
 IDLE_S = 20.0
-"""How long other ranks wait for a turn before they hear that there is none."""
+"""Seconds that other ranks wait for a turn until rank 0 sends an idle turn."""
 SCORED_TOKENS = 8192
-"""Of rows that are scored in one pass, padding included."""
+"""Largest number of tokens scored in one pass, padding included."""
 _BLOCK = 512
-"""Tokens whose logits exist at one time."""
+"""Tokens whose logits exist at a time."""
 
 
 class Turn(IntEnum):
+    """The kinds of turns; the first number of each turn."""
+
     END = 0
     EXTEND = 1
     COPY = 2
@@ -41,12 +44,12 @@ class Turn(IntEnum):
 
 
 class EngineModel:
-    """A LanguageModel (slots.py) on rank 0, where `close` has to be called at the end. Other ranks call `follow`, nothing else."""
+    """A LanguageModel (slots.py) on rank 0, which must call `close` at the end. Other ranks only call `follow`."""
 
     def __init__(self, engine: Engine, slots: int, length: int) -> None:
-        """Collective. Takes the memory of all slots. slots: of each data-parallel rank.
+        """Allocate the memory of all slots. Collective. slots: of each data-parallel rank.
 
-        Raises LayoutError for context parallelism, which shares out the tokens of a row.
+        Raises LayoutError for context parallelism, which divides the tokens of a row.
         """
         if engine.grid.cp > 1:
             raise LayoutError(
@@ -56,25 +59,52 @@ class EngineModel:
         self.grid, self.vocab = engine.grid, engine.config.vocab
         self.copied = range(0, self.slots, self.grid.dp)
         self._joint = self.grid.layout.ep > 1 and self.grid.dp > 1
-        """Whether passes of data-parallel ranks need each other."""
-        self.cache = SlotCache(slots + self._joint, length)
+        """True if data-parallel ranks must make their passes together."""
         self._idle = Feed(slots, 0, (0,))
         self._used = [0] * self.slots
+        parts = [
+            part for layer in range(engine.config.layer_count) for part in engine.cache_of(layer)
+        ]
+        self._recurrent = any(isinstance(part, PerRow) for part in parts)
+        """True if any stage keeps states, which every token changes, also a token of padding."""
         with torch.inference_mode():
-            self._pass([Feed(0, 0, (0,))])  # makes the cache
+            self.cache = self._make_cache(slots + self._joint)
 
-    # What rank 0 calls.
+    def _make_cache(self, slots: int) -> SlotCache:
+        """Allocate the cache of this rank's layers."""
+        chunks = self.grid.chunks()
+        layers = [
+            layer
+            for chunk in chunks
+            for layer in range(chunk.first_layer, chunk.first_layer + chunk.layers)
+        ]
+        declared = {layer: self.engine.cache_of(layer) for layer in layers}
+        return SlotCache(declared, slots, self.length, self.engine.dtype, self.grid.device)
+
+    # Called on rank 0.
 
     def extend(self, feeds: Sequence[Feed]) -> Tensor:
+        """See LanguageModel.extend.
+
+        Like `score`, it raises UsageError for a token outside the vocabulary before any rank computes.
+        """
+        for feed in feeds:
+            require_known(feed.tokens, self.vocab)
+            assert not self._recurrent or feed.start in (0, self._used[feed.slot]), (
+                "a state can't drop its last tokens"
+            )
         words = [len(feeds)]
         for feed in feeds:
             words += [feed.slot, feed.start, len(feed.tokens)]
             self._used[feed.slot] = feed.start + len(feed.tokens)
-        found = self._take([Turn.EXTEND, *words, *(token for feed in feeds for token in feed.tokens)])
-        assert found is not None, "rank 0 gets what all ranks computed"
+        found = self._take(
+            [Turn.EXTEND, *words, *(token for feed in feeds for token in feed.tokens)]
+        )
+        assert found is not None, "rank 0 collects the results of all ranks"
         return found
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See LanguageModel.copy."""
         used = [self._used[source] for source in sources]
         if list(sources) != list(targets):
             self._take([Turn.COPY, max(used), *sources, *targets])
@@ -82,24 +112,35 @@ class EngineModel:
             self._used[target] = length
 
     def forget(self, slots: Sequence[int]) -> None:
+        """See LanguageModel.forget."""
         self._take([Turn.FORGET, *slots])
 
     def score(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[Scored]:
+        """See LanguageModel.score."""
+        for row in rows:
+            require_known(row, self.vocab)
         lengths = [len(row) for row in rows]
-        found = self._take([Turn.SCORE, top, len(rows), *lengths, *(token for row in rows for token in row)])
-        assert found is not None, "rank 0 gets what all ranks computed"
+        found = self._take(
+            [Turn.SCORE, top, len(rows), *lengths, *(token for row in rows for token in row)]
+        )
+        assert found is not None, "rank 0 collects the results of all ranks"
         return [
-            Scored(part[:, 0].float(), part[:, 1] > 0, part[:, 2 : 2 + top].long(), part[:, 2 + top :].float())
+            Scored(
+                part[:, 0].float(),
+                part[:, 1] > 0,
+                part[:, 2 : 2 + top].long(),
+                part[:, 2 + top :].float(),
+            )
             for part in torch.split(found, [max(length - 1, 0) for length in lengths])
         ]
 
     def idle(self) -> None:
-        """So that other ranks don't give up waiting for a turn."""
+        """Send an idle turn, so that other ranks don't time out."""
         self._take([Turn.IDLE])
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """While rank 0 waits for something else, a user say, for however long; nothing else may be asked of the model meanwhile."""
+        """Keep other ranks waiting while rank 0 waits for something else, such as a user. Don't use the model meanwhile."""
         if self.grid.world == 1:
             yield
             return
@@ -118,13 +159,13 @@ class EngineModel:
             thread.join()
 
     def close(self) -> None:
-        """The end for all ranks."""
+        """End all ranks."""
         self._take([Turn.END])
 
-    # What the other ranks call.
+    # Called on the other ranks.
 
     def follow(self) -> None:
-        """Computes what rank 0 decides, until it closes."""
+        """Compute the turns of rank 0 until it closes."""
         while (words := self._receive())[0] != Turn.END:
             self._do(words)
 
@@ -154,7 +195,7 @@ class EngineModel:
         return words[:count]
 
     def _do(self, words: list[int]) -> Tensor | None:
-        """Collective: the same on every rank."""
+        """Compute a turn. Collective: the same turn on every rank."""
         turn, rest = words[0], words[1:]
         with torch.inference_mode():
             if turn == Turn.EXTEND:
@@ -165,23 +206,41 @@ class EngineModel:
                 return self._score(rows, top)
             if turn == Turn.COPY:
                 used = rest[0]
-                if self.grid.dp_rank == 0:  # on which all slots of `copied` are
-                    sources, targets = ([slot // self.grid.dp for slot in part] for part in _halves(rest[1:]))
+                if self.grid.dp_rank == 0:  # this replica holds all slots of `copied`
+                    sources, targets = (
+                        [slot // self.grid.dp for slot in part] for part in _halves(rest[1:])
+                    )
                     self.cache.copy(sources, targets, used)
             if turn == Turn.FORGET:
-                self.cache.forget([slot // self.grid.dp for slot in rest if slot % self.grid.dp == self.grid.dp_rank])
+                self.cache.forget(
+                    [
+                        slot // self.grid.dp
+                        for slot in rest
+                        if slot % self.grid.dp == self.grid.dp_rank
+                    ]
+                )
         return None
 
     def _extend(self, feeds: list[Feed]) -> Tensor:
-        """float32 [feeds, vocabulary]; on rank 0 at least."""
+        """Return float32 [feeds, vocabulary]; valid at least on rank 0."""
         dp = self.grid.dp
-        shares = [[number for number, feed in enumerate(feeds) if feed.slot % dp == replica] for replica in range(dp)]
-        groups = [list(_fitting([feeds[number] for number in share], self.length)) for share in shares]
+        shares = [
+            [number for number, feed in enumerate(feeds) if feed.slot % dp == replica]
+            for replica in range(dp)
+        ]
+        groups = [
+            list(
+                _fitting([feeds[number] for number in share], self.length, pads=not self._recurrent)
+            )
+            for share in shares
+        ]
+        # Slot s of the model is slot s // dp of replica s % dp.
         mine = [Feed(feed.slot // dp, feed.start, feed.tokens) for feed in feeds]
         own = shares[self.grid.dp_rank]
         numbers = [[own[place] for place in group] for group in groups[self.grid.dp_rank]]
         made = [self._pass([mine[number] for number in group]) for group in numbers]
         for _ in self._others(groups):
+            # A dummy pass: other replicas need this replica's experts.
             self._pass([self._idle])
         if len(own) == len(feeds) and len(made) == 1:
             return self._to_first(made[0])
@@ -191,32 +250,45 @@ class EngineModel:
         return self._to_first(found)
 
     def _others(self, passes: Sequence[Sequence[object]]) -> range:
-        """How many passes this rank makes for others alone; passes: of all data-parallel ranks."""
+        """Return a range with one entry per dummy pass of this rank. passes: of all data-parallel ranks."""
         most = max(map(len, passes)) if self._joint else 0
         return range(len(passes[self.grid.dp_rank]), most)
 
     def _pass(self, feeds: Sequence[Feed]) -> Tensor:
-        """float32 [feeds, vocabulary] on the last stage, zeros on others: logits behind the last token of each."""
-        device, counts = self.grid.device, [len(feed.tokens) for feed in feeds]
+        """Return the logits after the last token of each feed.
+
+        float32 [feeds, vocabulary] on the last stage, zeros on others.
+        """
+        device = self.grid.device
         tokens = _padded([feed.tokens for feed in feeds]).to(device)
-        slots, starts = [feed.slot for feed in feeds], [feed.start for feed in feeds]
+        slots = [feed.slot for feed in feeds]
+        starts = [feed.start for feed in feeds]
         positions = self.cache.select(slots, starts, tokens.shape[1], device)
         last = self.engine.last_stage(Microbatch(tokens, tokens, positions=positions), self.cache)
         if last is None:
             return torch.zeros(len(feeds), self.vocab, device=device)
         chunk, hidden = last
-        picked = hidden[torch.tensor(counts, device=device) - 1, torch.arange(len(feeds), device=device)]
+        # Only the last token of each feed needs logits.
+        last_tokens = torch.tensor([len(feed.tokens) - 1 for feed in feeds], device=device)
+        rows = torch.arange(len(feeds), device=device)
+        picked = hidden[last_tokens, rows]
         return chunk.logits((picked.unsqueeze(0),))[:, 0].contiguous()
 
     def _score(self, rows: list[list[int]], top: int) -> Tensor:
-        """float64 [tokens, 2 + 2 top]: of all rows one after the other, as score takes it apart."""
+        """Return float64 [tokens, 2 + 2 top] of all rows, concatenated; `score` splits it."""
         dp = self.grid.dp
-        found = [torch.zeros(max(len(row) - 1, 0), 2 + 2 * top, dtype=torch.float64) for row in rows]
+        found = [
+            torch.zeros(max(len(row) - 1, 0), 2 + 2 * top, dtype=torch.float64) for row in rows
+        ]
         shares = [range(replica, len(rows), dp) for replica in range(dp)]
-        groups = [list(_batches([len(rows[number]) - 1 for number in share], SCORED_TOKENS)) for share in shares]
+        groups = [
+            list(_batches([len(rows[number]) - 1 for number in share], SCORED_TOKENS))
+            for share in shares
+        ]
         own = shares[self.grid.dp_rank]
         for group in groups[self.grid.dp_rank]:
             numbers = [own[place] for place in group]
+            # No logits after a row's last token are needed.
             tokens = _padded([rows[number][:-1] for number in numbers]).to(self.grid.device)
             last = self.engine.last_stage(Microbatch(tokens, tokens))
             for place, number in enumerate(numbers):
@@ -227,17 +299,31 @@ class EngineModel:
             self.engine.last_stage(Microbatch(nothing, nothing))
         return self._to_first(torch.cat(found).to(self.grid.device))
 
-    def _judge(self, chunk: Network, hidden: Tensor, place: int, row: list[int], into: Tensor) -> None:
-        """One row of a batch, so many tokens at a time that their logits have room."""
+    def _judge(
+        self, chunk: Network, hidden: Tensor, place: int, row: list[int], into: Tensor
+    ) -> None:
+        """Score one row of a batch, in blocks of tokens whose logits fit into memory."""
         tokens = torch.tensor(row[1:], device=hidden.device)
         for first in range(0, len(tokens), _BLOCK):
             part = slice(first, min(first + _BLOCK, len(tokens)))
-            found = judge(chunk.logits((hidden[part, place : place + 1],))[0], tokens[part], len(into[0]) // 2 - 1)
-            columns = (found.log_probs.unsqueeze(1), found.greedy.unsqueeze(1), found.top_ids, found.top_log_probs)
+            found = judge(
+                chunk.logits((hidden[part, place : place + 1],))[0],
+                tokens[part],
+                len(into[0]) // 2 - 1,
+            )
+            columns = (
+                found.log_probs.unsqueeze(1),
+                found.greedy.unsqueeze(1),
+                found.top_ids,
+                found.top_log_probs,
+            )
             into[part] = torch.cat([column.double() for column in columns], 1).cpu()
 
     def _to_first(self, made: Tensor) -> Tensor:
-        """What the last stages of all replicas have, zeros where another has it, on rank 0 too; on the CPU."""
+        """Return the result of the replicas' last stages, on rank 0 too and on the CPU.
+
+        made: zeros for the rows of other replicas.
+        """
         grid = self.grid
         if grid.dp > 1:
             gives = grid.pp_rank == grid.layout.pp - 1 and grid.tp_rank == 0
@@ -258,7 +344,9 @@ def _feeds(words: list[int]) -> list[Feed]:
     count = words[0]
     slots, starts, counts = (words[1 + which : 1 + 3 * count : 3] for which in range(3))
     rows = _split(words[1 + 3 * count :], counts)
-    return [Feed(slot, start, tuple(row)) for slot, start, row in zip(slots, starts, rows, strict=True)]
+    return [
+        Feed(slot, start, tuple(row)) for slot, start, row in zip(slots, starts, rows, strict=True)
+    ]
 
 
 def _split(words: list[int], counts: Sequence[int]) -> list[list[int]]:
@@ -267,20 +355,24 @@ def _split(words: list[int], counts: Sequence[int]) -> list[list[int]]:
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """int64 [rows, longest]; padding lies behind all else, where nothing looks at it.
+    """Return int64 [rows, longest]. Padding is at the end, where causal attention does not reach it.
 
-    It repeats a row's own last token: another one's numbers, if they are none, would be in the row's sums.
+    Padding repeats the row's own last token. Another token's values, if they are NaN, would get into the row's sums.
     """
     longest = max(len(row) for row in rows)
     return torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows])
 
 
-def _fitting(feeds: Sequence[Feed], length: int) -> Iterator[list[int]]:
-    """Numbers of feeds that go through the model together: all, where padding has room in every slot; else those of one size."""
+def _fitting(feeds: Sequence[Feed], length: int, *, pads: bool) -> Iterator[list[int]]:
+    """Yield the numbers of feeds that can be computed together.
+
+    These are all feeds if every slot has room for the padding, else the feeds of one length.
+    pads: whether the cache ignores padding.
+    """
     if not feeds:
         return
     longest = max(len(feed.tokens) for feed in feeds)
-    if all(feed.start + longest <= length for feed in feeds):
+    if pads and all(feed.start + longest <= length for feed in feeds):
         yield list(range(len(feeds)))
         return
     for size in sorted({len(feed.tokens) for feed in feeds}):
@@ -288,7 +380,7 @@ def _fitting(feeds: Sequence[Feed], length: int) -> Iterator[list[int]]:
 
 
 def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Numbers of rows, of like length side by side, so many at a time that padded they have at most so many tokens."""
+    """Yield groups of row numbers of similar length, with at most `most` tokens including padding."""
     group: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda number: lengths[number]):
         if group and (len(group) + 1) * lengths[number] > most:

@@ -1,4 +1,4 @@
-"""Text and conversations as tokens that a model expects, and the tokens at which it means to end."""
+"""Converts texts and conversations to tokens, and finds the tokens with which a model ends a text."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,33 +10,50 @@ from formats.regular_files import read_json
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megatron_lite.data.templates import bounded
-from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron_lite.data.tokenizer import HuggingFaceTokenizer, NullTokenizer, Tokenizer
 
 GENERATION = "generation_config.json"
 
 
 def encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """With the token that begins a text, where the model expects one. Raises UsageError for what has no tokens."""
+    """Return the tokens of a text, with the begin token if the model expects one. Raises UsageError like tokens_of."""
+    return (*tokenizer.begin, *tokens_of(tokenizer, text))
+
+
+def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens of a text, without begin and end tokens. Raises UsageError for a text that can't be tokenized."""
     try:
-        return (*tokenizer.begin, *tokenizer.tokenize(text))
-    except ValueError as error:  # of the NullTokenizer
-        raise UsageError(f"the prompt {text[:60]!r} is no row of token ids, and the model has no tokenizer") from error
+        return tokenizer.tokenize(text)
+    except (ValueError, TypeError) as error:
+        if isinstance(tokenizer, NullTokenizer):
+            raise UsageError(
+                f"the text {text[:60]!r} is no row of token ids with single spaces between them, and the NullTokenizer reads "
+                "nothing else; --tokenizer-model gives another tokenizer"
+            ) from error
+        raise UsageError(f"the text {text[:60]!r} can't be tokenized: {error}") from error
 
 
 def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-    """As the tokenizer's own template says, up to where the assistant begins. Raises UsageError where there is none, or it refuses."""
+    """Return the tokens of a conversation by the tokenizer's template, up to the start of the assistant's answer.
+
+    Raises UsageError if there is no template, or if it refuses the conversation.
+    """
     if not isinstance(tokenizer, HuggingFaceTokenizer) or not tokenizer.inner.chat_template:
-        raise UsageError("the tokenizer has no chat template: the model was not made to chat; take `generate`")
+        raise UsageError(
+            "the tokenizer has no chat template: the model was not made to chat; take `generate`"
+        )
     try:
         said = [dict(message) for message in messages]
         ids = bounded(lambda: tokenizer.inner.apply_chat_template(said, add_generation_prompt=True))
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates raise errors of any class
         raise UsageError(f"the chat template refuses this conversation: {error}") from error
     return tuple(ids["input_ids"] if isinstance(ids, Mapping) else ids)
 
 
-def stop_ids(config: ModelConfig, tokenizer: Tokenizer, files: Mapping[str, Path]) -> frozenset[int]:
-    """Of the model's configuration, of the one for generation beside it, and of the tokenizer."""
+def stop_ids(
+    config: ModelConfig, tokenizer: Tokenizer, files: Mapping[str, Path]
+) -> frozenset[int]:
+    """Return the stop tokens of the model's config, of its generation config, and of the tokenizer."""
     found = set(eos_of_generation(files))
     for ids in (config.eos_token_id, tokenizer.eod):
         if ids is not None:
@@ -45,7 +62,7 @@ def stop_ids(config: ModelConfig, tokenizer: Tokenizer, files: Mapping[str, Path
 
 
 def eos_of_generation(files: Mapping[str, Path]) -> list[int]:
-    """Of the generation_config.json among a checkpoint's files. Raises CorruptCheckpoint."""
+    """Return the stop tokens of the checkpoint's generation_config.json. Raises CorruptCheckpoint."""
     path = files.get(GENERATION)
     if path is None:
         return []
@@ -57,5 +74,7 @@ def eos_of_generation(files: Mapping[str, Path]) -> list[int]:
         return []
     several = ids if isinstance(ids, list) else [ids]
     if not all(type(token) is int for token in several):
-        raise CorruptCheckpoint(f"{path}: eos_token_id should be a token's id, or a list of them, found {ids!r:.60}")
+        raise CorruptCheckpoint(
+            f"{path}: eos_token_id should be a token's id, or a list of them, found {ids!r:.60}"
+        )
     return several

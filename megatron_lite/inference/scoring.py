@@ -1,4 +1,4 @@
-"""`megatron-lite score`: log-probabilities of given tokens, at any layout; what trainers by reinforcement ask a model for."""
+"""`megatron-lite score`: log-probabilities of given tokens, in any layout; for example for reinforcement learning."""
 
 import argparse
 import json
@@ -8,34 +8,21 @@ from typing import Any
 
 from megaconv.errors import UsageError
 from megatron_lite.inference.generating import open_output
-from megatron_lite.inference.opening import Opened, Parser, command, make_parser, run
-from megatron_lite.inference.prompts import encode
+from megatron_lite.inference.opening import Opened, run
+from megatron_lite.inference.prompts import encode, tokens_of
 from megatron_lite.inference.slots import NotFinite, Scored
 
-EXAMPLES = """  megatron-lite score --load Llama-2-7b --input rows.jsonl --output scores.jsonl
-  torchrun --nproc-per-node 2 -m megatron_lite score --load ckpt --tp 2 --input rows.jsonl --top 5"""
-
 ROWS = 64
-"""That are read and scored together."""
+"""Number of rows that are read and scored together."""
 
 
-def parser() -> Parser:
-    made = make_parser("score", "Log-probabilities of given tokens, each given those before it in its row.", EXAMPLES)
-    made.add_argument(
-        "--input", required=True, metavar="FILE",
-        help='JSON lines of {"tokens": [...]}, {"text": ...} or {"prompt": ..., "completion": ...}: of these the completion counts',
-    )  # fmt: skip
-    made.add_argument("--output", default="-", metavar="FILE", help="JSON lines, in the same order (standard output)")
-    made.add_argument("--top", type=int, default=0, metavar="N", help="also the N likeliest tokens at each place")
-    return made
-
-
-def main(words: list[str]) -> int:
-    return command(parser(), words, lambda given: run(given, lambda opened: _use(opened, given)))
+def main(given: argparse.Namespace) -> None:
+    """Run the command. Raises UsageError."""
+    run(given, lambda opened: _use(opened, given))
 
 
 def _use(opened: Opened, given: argparse.Namespace) -> None:
-    """Raises NotFinite in the end where one of the rows came to that."""
+    """Score the rows. Raises NotFinite at the end if a row had NaN or infinite logits."""
     failed = False
     with open_output(given.output) as file:
         for rows in _groups(_read(opened, given.input)):
@@ -49,16 +36,20 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
 
 
 def _line(tokens: list[int], first: int, found: Scored, top: int) -> dict[str, Any]:
-    """first: the first token that counts."""
+    """Return the output line of a row. first: index of the first token that counts."""
     log_probs = found.log_probs[first - 1 :]
-    if not bool(log_probs.isfinite().all()):  # which JSON has no numbers for
+    if not bool(log_probs.isfinite().all()):  # JSON can't represent NaN and infinity
         return {"tokens": tokens[first:], "error": str(NotFinite())}
     line: dict[str, Any] = {
         "tokens": tokens[first:], "log_probs": log_probs.tolist(),
         "sum": float(log_probs.double().sum()), "greedy": bool(found.greedy[first - 1 :].all()),
     }  # fmt: skip
     if top:
-        pairs = zip(found.top_ids[first - 1 :].tolist(), found.top_log_probs[first - 1 :].tolist(), strict=True)
+        pairs = zip(
+            found.top_ids[first - 1 :].tolist(),
+            found.top_log_probs[first - 1 :].tolist(),
+            strict=True,
+        )
         line["top_log_probs"] = [list(map(list, zip(*pair, strict=True))) for pair in pairs]
     return line
 
@@ -75,7 +66,7 @@ def _groups(rows: Iterator[tuple[list[int], int]]) -> Iterator[list[tuple[list[i
 
 
 def _read(opened: Opened, path: str) -> Iterator[tuple[list[int], int]]:
-    """(tokens, the first of them that counts: the one before it is given). Raises UsageError with the line."""
+    """Yield (tokens, index of the first token that counts). Raises UsageError with the line."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -98,7 +89,9 @@ def _read(opened: Opened, path: str) -> Iterator[tuple[list[int], int]]:
             )
         wrong = [token for token in tokens if not 0 <= token < opened.config.vocab]
         if wrong:
-            raise UsageError(f"{path}, line {number}: token {wrong[0]} is none of the model's {opened.config.vocab}")
+            raise UsageError(
+                f"{path}, line {number}: token {wrong[0]} is outside the model's vocabulary of {opened.config.vocab}"
+            )
         yield tokens, first
 
 
@@ -112,7 +105,7 @@ def _row(opened: Opened, record: Any, where: str) -> tuple[list[int], int]:
         prompt, completion = record.get("prompt"), record.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
             before = encode(opened.tokenizer, prompt)
-            return [*before, *opened.tokenizer.tokenize(completion)], max(len(before), 1)
+            return [*before, *tokens_of(opened.tokenizer, completion)], max(len(before), 1)
     raise UsageError(
         f'{where}: expected {{"tokens": [...]}}, {{"text": ...}} or {{"prompt": ..., "completion": ...}}, found {str(record)[:60]!r}'
     )

@@ -1,75 +1,89 @@
-"""What generation asks of a model: rows of tokens that grow, each in a slot. How logits come about is the model's."""
+"""The interface of generation to a model: growing rows of tokens, each in a slot."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megaconv.errors import CheckpointError
+from megaconv.errors import CheckpointError, UsageError
 
 
 @dataclass(frozen=True)
 class Feed:
-    """Tokens behind those that a slot has already."""
+    """Tokens to append to a slot."""
 
     slot: int
     start: int
-    """How many tokens of the slot are kept; 0 begins a new row."""
+    """Number of the slot's tokens to keep; 0 begins a new row."""
     tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Of each token of a row behind its first one, given those before it. Log-probabilities are of the raw logits."""
+    """Scores of each token of a row except the first, given the tokens before it. Log-probabilities are from the raw logits."""
 
     log_probs: Tensor
-    """float32 [tokens - 1]"""
+    """float32 [tokens - 1]."""
     greedy: Tensor
-    """bool [tokens - 1]: whether the token is the likeliest."""
+    """bool [tokens - 1]: True if the token is the likeliest."""
     top_ids: Tensor
     """int64 [tokens - 1, n]: the likeliest tokens."""
     top_log_probs: Tensor
-    """float32 [tokens - 1, n]"""
+    """float32 [tokens - 1, n]: their log-probabilities."""
 
 
 class NotFinite(CheckpointError):
-    """Logits that are NaN or infinite: no token follows from them."""
+    """The logits are NaN or infinite, so no token can be chosen."""
 
     def __init__(self) -> None:
         super().__init__(
-            "the model's logits are NaN or infinite here, so that no token follows: its weights are damaged, or too large for "
-            "what it is computed in (--dtype fp32)"
+            "the model's logits are NaN or infinite, so no token can be chosen: its weights are damaged, or too large for the "
+            "dtype of the computation (try --dtype fp32)"
         )
 
 
 def sound(logits: Tensor) -> list[bool]:
-    """Of each row of [rows, vocabulary], whether a token follows from it."""
-    found: list[bool] = logits.amax(-1).isfinite().tolist()  # which is NaN, or infinite, if one of them is
+    """Return for each row of [rows, vocabulary] whether a token can be chosen."""
+    found: list[bool] = (
+        logits.amax(-1).isfinite().tolist()
+    )  # the maximum is NaN or infinite if any logit is
     return found
 
 
 def require_finite(scored: Scored) -> Scored:
-    """Raises NotFinite."""
+    """Return the scores. Raises NotFinite if a log-probability is NaN or infinite."""
     if not bool(scored.log_probs.isfinite().all()):
         raise NotFinite
     return scored
 
 
+def require_known(tokens: Collection[int], vocab: int) -> None:
+    """Raise UsageError for a token outside the vocabulary."""
+    for token in (min(tokens, default=0), max(tokens, default=0)):
+        if not 0 <= token < vocab:
+            raise UsageError(f"token {token} is outside the model's vocabulary of {vocab:,}")
+
+
 class LanguageModel(Protocol):
+    """A model as generation and scoring use it."""
+
     @property
     def slots(self) -> int:
-        """How many rows it has room for."""
+        """Number of rows that the model has room for."""
         ...
 
     @property
     def length(self) -> int:
-        """The longest row."""
+        """Length of the longest row."""
         ...
 
     def extend(self, feeds: Sequence[Feed]) -> Tensor:
-        """Logits behind the last token of each, float32 [feeds, vocabulary] on the CPU. Each feed has a slot of its own."""
+        """Return the logits after the last token of each feed, float32 [feeds, vocabulary] on the CPU.
+
+        The feeds have distinct slots.
+        """
         ...
 
     @property
@@ -78,24 +92,24 @@ class LanguageModel(Protocol):
         ...
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Every target gets the row that its source had before any of them changed. All are of `copied`."""
+        """Copy every source's row to its target. Sources are read before any target changes. All slots are in `copied`."""
         ...
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Leaves nothing of their rows."""
+        """Erase the rows of these slots."""
         ...
 
     def score(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[Scored]:
-        """top: how many of the likeliest tokens come along. Touches no slot."""
+        """Score rows. top: number of likeliest tokens to return. It changes no slot."""
         ...
 
 
 AllLogits = Callable[[Sequence[Sequence[int]]], list[Tensor]]
-"""Rows of tokens -> for each the logits behind all of them, float32 [tokens, vocabulary]."""
+"""Rows of tokens -> for each row the logits after all of its tokens, float32 [tokens, vocabulary]."""
 
 
 class Recomputed:
-    """A model without a cache: whole rows are computed each time."""
+    """A model without a cache: it computes whole rows each time."""
 
     def __init__(self, logits: AllLogits, slots: int, length: int) -> None:
         self.slots, self.length, self._logits = slots, length, logits
@@ -105,7 +119,9 @@ class Recomputed:
     def extend(self, feeds: Sequence[Feed]) -> Tensor:
         for feed in feeds:
             self._rows[feed.slot] = [*self._rows[feed.slot][: feed.start], *feed.tokens]
-        return torch.stack([logits[-1] for logits in self._logits([self._rows[feed.slot] for feed in feeds])])
+        return torch.stack(
+            [logits[-1] for logits in self._logits([self._rows[feed.slot] for feed in feeds])]
+        )
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         rows = [list(self._rows[source]) for source in sources]
@@ -118,12 +134,13 @@ class Recomputed:
 
     def score(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[Scored]:
         return [
-            judge(logits[:-1], torch.tensor(row[1:]), top) for row, logits in zip(rows, self._logits(rows), strict=True)
+            judge(logits[:-1], torch.tensor(row[1:]), top)
+            for row, logits in zip(rows, self._logits(rows), strict=True)
         ]
 
 
 def judge(logits: Tensor, tokens: Tensor, top: int) -> Scored:
-    """logits float32 [tokens, vocabulary], of which each row predicts one of the tokens."""
+    """Return the scores of tokens. logits float32 [tokens, vocabulary]: each row predicts one token."""
     log_probs = logits.log_softmax(-1)
     best = log_probs.topk(max(top, 1), -1)
     picked = log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)

@@ -1,4 +1,4 @@
-"""Tokens that come one by one as text: characters of several tokens, and words at which to stop."""
+"""Converts a stream of tokens to text: handles characters that span several tokens, and stop words."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -6,38 +6,45 @@ from collections.abc import Callable, Sequence
 Detokenize = Callable[[Sequence[int]], str]
 
 _UNFINISHED = "�"
-"""What decoders make of bytes that don't end a character yet."""
+"""The character that decoders produce for an incomplete character."""
 
 
 def say(text: str) -> None:
-    """Print a part of an answer at once. A model may write anything: on a terminal what would steer it is shown instead."""
+    """Print a part of an answer at once. On a terminal, control characters of the model's text are escaped."""
     if sys.stdout.isatty():
-        text = "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        text = "".join(
+            c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode()
+            for c in text
+        )
     print(text, end="", flush=True)
 
 
 class TextStream:
-    """The text of one row as far as it is certain; what may become a stop word, or half a character, is held back."""
+    """The text of one row as far as it is final. Text that may become a stop word, and partial characters, are held back."""
 
     def __init__(self, detokenize: Detokenize, stop: Sequence[str] = ()) -> None:
         self._detokenize, self._stop = detokenize, tuple(word for word in stop if word)
         self._ids: list[int] = []
         self._before = self._read = 0
-        """Ids from _before on are decoded together, since what one becomes depends on its neighbours; those below _read have been given."""
+        """Ids from _before on are decoded together, because the text of an id depends on its neighbours.
+
+        The text of ids below _read is returned already.
+        """
         self._held = ""
         self.stopped = False
-        """Whether a stop word came; nothing follows then."""
+        """True after a stop word. No text follows."""
 
     def add(self, token: int) -> str:
-        """What is certain now and wasn't before."""
+        """Add a token and return the text that has become final."""
         self._ids.append(token)
         return self._check(self._decode(finish=False), finish=False)
 
     def finish(self) -> str:
-        """What was held back, at the end of the row."""
+        """End the row and return the text that was held back."""
         return self._check(self._decode(finish=True), finish=True)
 
     def _decode(self, *, finish: bool) -> str:
+        # Decode with and without the new ids. The difference is the new text.
         given = self._detokenize(self._ids[self._before : self._read])
         whole = self._detokenize(self._ids[self._before :])
         if not finish and (len(whole) <= len(given) or whole.endswith(_UNFINISHED)):
@@ -59,5 +66,12 @@ class TextStream:
 
 
 def _overlap(text: str, word: str) -> int:
-    """The longest end of the text with which the word begins."""
-    return next((size for size in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:size])), 0)
+    """Return the length of the longest suffix of the text that is a prefix of the word."""
+    return next(
+        (
+            size
+            for size in range(min(len(word) - 1, len(text)), 0, -1)
+            if text.endswith(word[:size])
+        ),
+        0,
+    )

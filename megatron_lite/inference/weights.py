@@ -1,7 +1,9 @@
-"""A model's weights as transformers names them, one tensor after the other, whatever the layout: for whoever serves what is trained.
+"""Exports a model's weights under transformers' names, one tensor after the other, in any layout.
 
-for name, tensor in hugging_face_tensors(engine):      # on every rank: a collective
-    ...
+For example for a server that serves the model during training:
+
+    for name, tensor in hugging_face_tensors(engine):      # on every rank: a collective
+        ...
 """
 
 from collections.abc import Iterator
@@ -18,14 +20,15 @@ from megaconv.model.natives import NativeTensor, Region, native_tensors
 from megaconv.model.table import canonical_shapes
 from megatron_lite.engine import Engine
 from megatron_lite.parallel import comm
-from megatron_lite.parallel.kinds import Kind
+from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.parameters import ParameterInfo
 
 
 def hugging_face_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor in the model's dtype and on its device), in the order of the layers. Collective: all ranks get all of them.
+    """Yield (name, whole tensor in the model's dtype and on its device), in the order of the layers.
 
-    One tensor exists at a time, so that there has to be room for the largest alone. The weights may not change meanwhile.
+    Collective: all ranks get all tensors. Only one tensor exists at a time, so memory has to suffice for the largest
+    one. The weights must not change during the iteration.
     """
     engine.finish()
     config = engine.config
@@ -35,7 +38,9 @@ def hugging_face_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     shapes = canonical_shapes(rows, config)
     for native in native_tensors(rows, config, HF, whole, 0, chunk, config.vocab):
         if native.copy is None:
-            pieces = {name: _gathered(engine, shapes[name], held.get(name, [])) for name in native.parts}
+            pieces = {
+                name: _gathered(engine, shapes[name], held.get(name, [])) for name in native.parts
+            }
             yield native.name, _assembled(native, pieces)
 
 
@@ -48,19 +53,21 @@ class _Held:
 
 
 def _held(engine: Engine) -> dict[str, list[_Held]]:
-    """By canonical tensor: what this rank has of it, as the one rank to give it."""
+    """Return the parts of canonical tensors that this rank contributes. Each part has exactly one contributing rank."""
     found: dict[str, list[_Held]] = {}
     for module, infos in zip(engine.chunks, engine.infos, strict=True):
         for info in infos:
             if _gives(engine, info):
-                parameter = module.get_parameter(info.name).detach().view(matrix_shape(info.native.shape))
+                parameter = (
+                    module.get_parameter(info.name).detach().view(matrix_shape(info.native.shape))
+                )
                 for name, regions in info.native.parts.items():
                     found.setdefault(name, []).append(_Held(parameter, regions))
     return found
 
 
 def _gives(engine: Engine, info: ParameterInfo) -> bool:
-    """Whether of all ranks that have the same this one is the first."""
+    """Return whether this rank is the first of all ranks that hold the parameter."""
     if info.kind is Kind.EXPERT:
         return engine.grid.rank_along("edp") == 0
     first = engine.grid.tp_rank == 0 or not info.replicated
@@ -68,12 +75,14 @@ def _gives(engine: Engine, info: ParameterInfo) -> bool:
 
 
 def _gathered(engine: Engine, shape: Shape, held: list[_Held]) -> Tensor:
-    """A canonical tensor as a matrix: each rank fills in what it gives, and the sum of bytes, all others being 0, is the whole."""
+    """Return a canonical tensor as a matrix. Each rank fills in its parts; others are 0, so the sum of bytes is the whole."""
     matrix = torch.zeros(matrix_shape(shape), dtype=engine.dtype, device=engine.grid.device)
     for part in held:
         for region in part.regions:
             box = region.box
-            matrix[box.row0 : box.row1, box.col0 : box.col1] = part.parameter[region.row : region.row + box.rows]
+            matrix[box.row0 : box.row1, box.col0 : box.col1] = part.parameter[
+                region.row : region.row + box.rows
+            ]
     comm.all_reduce(matrix.view(torch.uint8), engine.grid.group("world"))
     return matrix
 

@@ -1,4 +1,7 @@
-"""--manual-gc: Python's garbage is collected on all ranks at the same step; else each pauses when it likes, and the others wait for it."""
+"""--manual-gc: all ranks collect Python's garbage at the same step.
+
+Without it, each rank pauses at a different time and the other ranks wait for it.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -8,25 +11,26 @@ from megatron_lite.settings.config import Training
 
 
 class Garbage:
-    """Nothing happens unless --manual-gc was given."""
+    """Does nothing unless --manual-gc is given."""
 
     def __init__(self, training: Training) -> None:
         self._manual, self._interval = training.manual_gc, training.manual_gc_interval
         self._around_evaluations = training.manual_gc and not training.no_manual_gc_eval
 
     def start(self) -> None:
-        """From now on it is collected at set times alone."""
+        """Disable automatic collection. From now on only this class collects."""
         if self._manual:
             gc.disable()
             gc.collect()
 
     def after(self, iteration: int) -> None:
+        """Collect if it is due after this iteration."""
         if self._manual and self._interval and iteration % self._interval == 0:
             gc.collect()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Before and after; of what falls due in between, the youngest generation is the cheaper part."""
+        """Collect before and after an evaluation. Afterwards only the youngest generation is collected, which is cheaper."""
         if self._around_evaluations:
             gc.collect()
         yield
@@ -34,5 +38,6 @@ class Garbage:
             gc.collect(generation=0)
 
     def end(self) -> None:
+        """Enable automatic collection again."""
         if self._manual:
             gc.enable()

@@ -1,8 +1,8 @@
-"""What a run reports: a line per logged step, the same figures as JSON lines, TensorBoard events or a W&B run.
+"""The output of a run: a line per logged step, and the same figures as JSON lines, TensorBoard events or a W&B run.
 
-MFU is counted as published: a token costs 6 N + 12 L h s operations (N weights that are multiplied, which leaves tables
-that are looked up out; L layers, h = heads x head size, s tokens of a sequence; attention not halved for its mask), and
-what is recomputed doesn't count.
+MFU follows the published definition: a token costs 6 N + 12 L h s operations. N is the number of weights in products,
+without lookup tables; L layers; h = heads x head size; s tokens of a sequence. Attention is not halved for its mask,
+and recomputation doesn't count. Each mixer declares its operations besides products with weights: for attention 12 h s.
 """
 
 import json
@@ -16,50 +16,87 @@ from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import canonical_shapes
-from megatron_lite.models.preference import FIGURES
+from megatron_lite.models.mixers.table import mixer_of
 from megatron_lite.settings.config import Logging
 
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "B200": 2250.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0}
-"""Dense bf16 operations per second, by a word of the device's name (NVIDIA's data sheets)."""
+PEAK_TFLOPS = {
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "H800 PCIe": 756.0,
+    "H800": 989.0,
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "MI300X": 1307.0,
+}
+"""Dense bf16 operations per second, in units of 1e12, by words in the device's name. The first entry that fits counts.
+
+A name without PCIe or NVL is an SXM module. Sources: the data sheets of NVIDIA H100, H200 and L40S Tensor Core GPUs,
+A100, DGX B200 and GB200 NVL72 (half of the figure with sparsity), and AMD's data sheet of Instinct MI300X.
+"""
 
 
-def flops_per_token(config: ModelConfig, seq: int, decoder_seq: int = 0, *, frozen: bool = False) -> float:
-    """Forward and backward. frozen: weights have no gradients (4 N for 6 N); adapters beside them aren't counted.
+def flops_per_token(
+    config: ModelConfig, seq: int, decoder_seq: int = 0, *, frozen: bool = False
+) -> float:
+    """Return the operations per token, forward and backward.
 
-    decoder_seq: of a T5, for each of whose encoder's tokens the decoder's share is counted along.
+    frozen: weights have no gradients (4 N instead of 6 N); adapters are not counted.
+    decoder_seq: for T5. Each token of the encoder then includes the decoder's share.
     """
     if config.encoder.layers:
         return _of_two_stacks(config, seq, decoder_seq)
-    looked_up = {"positions.weight", "token_types.weight"} | (set() if config.tie_embeddings else {"embed.weight"})
+    looked_up = {"positions.weight", "token_types.weight"} | (
+        set() if config.tie_embeddings else {"embed.weight"}
+    )
     weights, used = 0.0, config.experts.per_token / max(config.experts.count, 1)
     for name, shape in canonical_shapes(family(config.family).rows, config).items():
         if len(shape) == 2 and name not in looked_up:
-            times = used if ".mlp.experts." in name else 1.0 + config.mtp_layers if name == "head.weight" else 1.0
+            # A token uses per_token of all experts, and the head once more for each further predicted token.
+            times = (
+                used
+                if ".mlp.experts." in name
+                else 1.0 + config.mtp_layers
+                if name == "head.weight"
+                else 1.0
+            )
             weights += shape[0] * shape[1] * times
-    layers = config.layer_count + config.mtp_layers
-    attention = 12.0 * layers * config.attention.heads * config.attention.head_dim * seq
-    return (4.0 if frozen else 6.0) * weights + attention
+    kinds = (*config.layers, *([config.layers[-1]] * config.mtp_layers))
+    mixers = [mixer_of(config, kind) for kind in kinds]
+    mixed = sum(mixer.operations(config, seq) for mixer in mixers if mixer is not None)
+    return (4.0 if frozen else 6.0) * weights + mixed
 
 
 def _of_two_stacks(config: ModelConfig, seq: int, decoder_seq: int) -> float:
     work, width = 0.0, config.attention.heads * config.attention.head_dim
     for name, shape in canonical_shapes(family(config.family).rows, config).items():
-        looked_up = name == "positions.weight" or (name == "embed.weight" and not config.tie_embeddings)
+        looked_up = name == "positions.weight" or (
+            name == "embed.weight" and not config.tie_embeddings
+        )
         if len(shape) == 2 and not looked_up:
-            of_source = name.startswith("encoder.") or name.endswith((".cross.k.weight", ".cross.v.weight"))
+            of_source = name.startswith("encoder.") or name.endswith(
+                (".cross.k.weight", ".cross.v.weight")
+            )
             work += 6.0 * shape[0] * shape[1] * (seq if of_source else decoder_seq)
-    pairs = config.encoder.layers * seq * seq + config.layer_count * decoder_seq * (decoder_seq + seq)
+    pairs = config.encoder.layers * seq * seq + config.layer_count * decoder_seq * (
+        decoder_seq + seq
+    )
     return (work + 12.0 * width * pairs) / seq
 
 
 @dataclass
 class Meter:
-    """Turns steps into the figures of a log line."""
+    """Computes the figures of a log line from the steps."""
 
     flops: float
-    """Per token."""
+    """Operations per token."""
     devices: int
-    """Or processes, on CPUs."""
+    """Number of GPUs, or of processes on CPUs."""
     peak_tflops: float | None
     total_samples: int
     tokens: int = 0
@@ -68,15 +105,19 @@ class Meter:
     started: float = field(default_factory=time.perf_counter)
 
     def add(self, samples: int, tokens: int) -> None:
-        """A step is done. tokens: all of its sequences', whether they count in the loss or not."""
-        self.steps, self.samples, self.tokens = self.steps + 1, self.samples + samples, self.tokens + tokens
+        """Count a step. tokens: of all its sequences, whether or not they count in the loss."""
+        self.steps, self.samples, self.tokens = (
+            self.steps + 1,
+            self.samples + samples,
+            self.tokens + tokens,
+        )
 
     def restart(self) -> None:
-        """Leave out what isn't training: a save, an evaluation."""
+        """Restart the measurement, to exclude time that is not training: a save, an evaluation."""
         self.started, self.tokens, self.steps, self.samples = time.perf_counter(), 0, 0, 0
 
     def read(self, consumed: int) -> dict[str, float | None]:
-        """Figures since the last restart, and restarts."""
+        """Return the figures since the last restart, and restart."""
         seconds = max(time.perf_counter() - self.started, 1e-9)
         per_device = self.tokens / seconds / self.devices
         tflops = per_device * self.flops / 1e12
@@ -93,40 +134,35 @@ class Meter:
 
 
 def peak_tflops(device_name: str | None) -> float | None:
-    """None where the device is a CPU, or not known."""
+    """Return the device's peak rate, or None for a CPU or an unknown device."""
     return next((peak for word, peak in PEAK_TFLOPS.items() if word in (device_name or "")), None)
 
 
-def line(figures: Mapping[str, Any], total: int | None) -> str:
-    """For people."""
+def line(figures: Mapping[str, Any], further: str, total: int | None) -> str:
+    """Return the log line. further: the part after the loss, from Objective.shown."""
     step = f"step {figures['iteration']:>6}" + (f"/{total}" if total else "")
-    mfu = f" ({figures['mfu']:.1%} MFU)" if figures["mfu"] else ""
-    extra = f" | loss scale {figures['loss_scale']:g}" if figures.get("loss_scale", 1.0) != 1.0 else ""
-    return (
-        f"{step} | samples {figures['consumed_samples']} | loss {figures['loss']:.5f}{further(figures.get('others', {}))} | "
-        f"lr {figures['learning_rate']:.3e} | grad norm {figures['grad_norm']:.3f}{extra} | {figures['step_seconds'] * 1e3:.0f} ms | "
-        f"{figures['tokens_per_second']:,.0f} tokens/s/{figures['device']} | {figures['tflops']:.2f} TFLOP/s{mfu} | "
-        f"{figures['memory_bytes'] / 2**30:.2f} GiB | {duration(figures['seconds_left'])} left"
-        + (f" | {figures['skipped']} skipped" if figures.get("skipped") else "")
-        + (f" | {figures['empty']} without labels" if figures.get("empty") else "")
-    )
-
-
-def further(others: Mapping[str, float]) -> str:
-    """What is told of a step beside its loss."""
-    return rewards(others) or "".join(f" | {name.replace('_', ' ')} {value:.5f}" for name, value in others.items())
-
-
-def rewards(figures: Mapping[str, Any]) -> str:
-    """Of pairs of answers; empty for any other run."""
-    if "reward_accuracy" not in figures:
-        return ""
-    chosen, rejected, margin, accuracy = (figures[name] for name in FIGURES)
-    return f" | rewards {chosen:.4f} chosen, {rejected:.4f} rejected, margin {margin:.4f}, accuracy {accuracy:.1%}"
+    scale, mfu = figures["loss_scale"], figures["mfu"]
+    speed = f"{figures['tflops']:.2f} TFLOP/s"
+    parts = [
+        step,
+        f"samples {figures['consumed_samples']}",
+        f"loss {figures['loss']:.5f}{further}",
+        f"lr {figures['learning_rate']:.3e}",
+        f"grad norm {figures['grad_norm']:.3f}",
+        f"loss scale {scale:g}" if scale != 1.0 else "",
+        f"{figures['step_seconds'] * 1e3:.0f} ms",
+        f"{figures['tokens_per_second']:,.0f} tokens/s/{figures['device']}",
+        f"{speed} ({mfu:.1%} MFU)" if mfu else speed,
+        f"{figures['memory_bytes'] / 2**30:.2f} GiB",
+        f"{duration(figures['seconds_left'])} left",
+        f"{figures['skipped']} skipped" if figures["skipped"] else "",
+        f"{figures['empty']} without labels" if figures["empty"] else "",
+    ]
+    return " | ".join(part for part in parts if part)
 
 
 def duration(seconds: float) -> str:
-    """`1:02:03`."""
+    """Format seconds as `1:02:03`."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
@@ -134,11 +170,11 @@ def duration(seconds: float) -> str:
 METRICS = (
     "iteration", "consumed_samples", "loss", "grad_norm", "learning_rate", "tokens_per_second", "tflops", "mfu", "memory_bytes",
 )  # fmt: skip
-"""Keys of a line of the metrics file; floats are unrounded."""
+"""Keys of a line in the metrics file; floats are not rounded."""
 
 
 class Sink(Protocol):
-    """Where figures go."""
+    """A destination of figures."""
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None: ...
 
@@ -146,7 +182,7 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """One JSON object per logged step, appended, so that a run that was continued goes on in the same file."""
+    """One JSON object per logged step, appended, so that a continued run writes to the same file."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,13 +197,15 @@ class MetricsFile:
 
 
 class TensorBoard:
-    """Raises UsageError where it isn't installed."""
+    """TensorBoard events. Raises UsageError if tensorboard is not installed."""
 
     def __init__(self, directory: str) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UsageError("--tensorboard-dir needs the package tensorboard: pip install tensorboard") from error
+            raise UsageError(
+                "--tensorboard-dir needs the package tensorboard: pip install tensorboard"
+            ) from error
         self._writer: Any = SummaryWriter(directory)
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
@@ -180,24 +218,28 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Raises UsageError where it isn't installed."""
+    """A W&B run. Raises UsageError if wandb is not installed."""
 
     def __init__(self, project: str, name: str | None, settings: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ImportError as error:
-            raise UsageError("--wandb-project needs the package wandb: pip install wandb") from error
+            raise UsageError(
+                "--wandb-project needs the package wandb: pip install wandb"
+            ) from error
         self._run: Any = wandb.init(project=project, name=name, config=dict(settings))
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
-        self._run.log({name: value for name, value in figures.items() if value is not None}, step=step)
+        self._run.log(
+            {name: value for name, value in figures.items() if value is not None}, step=step
+        )
 
     def close(self) -> None:
         self._run.finish()
 
 
 def open_sinks(logging: Logging, settings: Mapping[str, Any]) -> list[Sink]:
-    """On the rank that logs. Raises UsageError for a package that is missing or a file that can't be written."""
+    """Open the sinks on the rank that logs. Raises UsageError for a missing package or a file that can't be written."""
     sinks: list[Sink] = []
     try:
         if logging.metrics_file:

@@ -7,15 +7,17 @@ from megaconv.errors import UsageError
 
 
 def check_installed() -> None:
-    """Before the run rather than after it. Raises UsageError."""
+    """Check for matplotlib before the run, not after it. Raises UsageError."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise UsageError("--plot needs the package matplotlib: pip install matplotlib") from error
 
 
-def draw(path: Path, train: Sequence[tuple[int, float]], valid: Sequence[tuple[int, float]]) -> None:
-    """train, valid: (step, loss) pairs."""
+def draw(
+    path: Path, train: Sequence[tuple[int, float]], valid: Sequence[tuple[int, float]]
+) -> None:
+    """Write the plot to `path`. train, valid: (step, loss) pairs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""--profile: some steps of chosen ranks, as marks for nsys or as a trace that PyTorch writes; steps are counted as Megatron counts them."""
+"""--profile: profiles some steps of chosen ranks, as marks for nsys or as a trace of PyTorch. Steps count as in Megatron."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,13 +9,15 @@ import torch
 from megaconv.errors import UsageError
 from megatron_lite.settings.config import Logging
 
-_CUDA: Any = torch.cuda  # whose functions have no types
+_CUDA: Any = torch.cuda  # its functions have no type hints
 _PROFILER: Any = torch.autograd.profiler
 DIRECTORY = "profile"
-"""Of traces, below --tensorboard-dir or --save."""
+"""Directory of traces, below --tensorboard-dir or --save."""
 
 
 class Recorder(Protocol):
+    """Records steps between start and stop."""
+
     def start(self) -> None: ...
 
     def stop(self) -> None: ...
@@ -41,7 +43,7 @@ class Trace:
 
 
 class Marks:
-    """For `nsys profile --capture-range=cudaProfilerApi`, which listens from start to stop."""
+    """Marks for `nsys profile --capture-range=cudaProfilerApi`, which records from start to stop."""
 
     def __init__(self) -> None:
         self._open = ExitStack()
@@ -57,15 +59,15 @@ class Marks:
 
 
 class Profile:
-    """Of one rank; after(0) comes before the first step of a run from its start."""
+    """The profile of one rank. Call after(0) before the first step of a new run."""
 
     def __init__(self, first: int, last: int, recorder: Recorder | None) -> None:
-        """Steps first + 1 to last, counted from 1. recorder None: this rank has none."""
+        """Profile steps first + 1 to last, counted from 1. recorder None: this rank is not profiled."""
         self._first, self._last, self._recorder = first, last, recorder
         self._started = False
 
     def after(self, iteration: int) -> None:
-        """So many steps are done."""
+        """Report the number of completed steps."""
         if self._recorder is None:
             return
         if not self._started and self._first <= iteration < self._last:
@@ -75,21 +77,25 @@ class Profile:
             self.end()
 
     def end(self) -> None:
-        """Also of a run that ends before the last of its steps."""
+        """Stop recording, also if the run ends before the last profiled step."""
         if self._started and self._recorder is not None:
             self._recorder.stop()
             self._recorder = None
 
 
 def make_profile(logging: Logging, save: str | None, rank: int, device: torch.device) -> Profile:
-    """Raises UsageError, on every rank alike, for marks where there is no GPU."""
+    """Return this rank's profile. Raises UsageError, on every rank alike, for nsys marks without a GPU."""
     first, last = logging.profile_step_start, logging.profile_step_end
     if logging.profile and not logging.use_pytorch_profiler and device.type != "cuda":
-        raise UsageError("--profile marks steps of a GPU for nsys; on a CPU it needs --use-pytorch-profiler")
+        raise UsageError(
+            "--profile marks steps of a GPU for nsys; on a CPU it needs --use-pytorch-profiler"
+        )
     recorder: Recorder | None = None
     if logging.profile and rank in logging.profile_ranks:
         recorder = Marks()
         if logging.use_pytorch_profiler:
             name = f"rank-{rank}.steps-{first + 1}-{last}.json"
-            recorder = Trace(Path(logging.tensorboard_dir or save or ".") / DIRECTORY / name, device)
+            recorder = Trace(
+                Path(logging.tensorboard_dir or save or ".") / DIRECTORY / name, device
+            )
     return Profile(first, last, recorder)

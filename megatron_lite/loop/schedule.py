@@ -1,7 +1,7 @@
-"""What changes while a run goes on: learning rate and weight decay, as functions of the samples seen.
+"""Schedules of a run: learning rate and weight decay, as functions of the number of samples.
 
-Formulas and conventions are Megatron-LM's (megatron/core/optimizer_param_scheduler.py): a step is made with the values at the samples
-that came before it, and a step that was skipped doesn't count.
+Formulas and conventions are Megatron-LM's (megatron/core/optimizer_param_scheduler.py). A step uses the values for the
+samples before it, and a skipped step doesn't count.
 """
 
 from dataclasses import dataclass, replace
@@ -21,13 +21,14 @@ class LearningRate:
     initial: float
     warmup: int
     decay: int
-    """Where the lowest rate is reached, warm-up included."""
+    """The sample at which the lowest rate is reached, warm-up included."""
     style: str
     wsd_style: str = "exponential"
     wsd_decay: int = 0
     """Length of the last phase of WSD."""
 
     def at(self, samples: int) -> float:
+        """Return the learning rate after so many samples."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.initial + (self.highest - self.initial) * samples / self.warmup
         if self.style == "constant":
@@ -35,11 +36,13 @@ class LearningRate:
         if samples > self.decay:
             return self.lowest
         if self.style == "inverse-square-root":
-            return max(self.lowest, self.highest * sqrt(max(self.warmup, 1)) / sqrt(max(samples, 1)))
+            return max(
+                self.lowest, self.highest * sqrt(max(self.warmup, 1)) / sqrt(max(samples, 1))
+            )
         return self.lowest + self._height(samples) * (self.highest - self.lowest)
 
     def _height(self, samples: int) -> float:
-        """1 at the highest rate, 0 at the lowest."""
+        """Return 1 at the highest rate, 0 at the lowest."""
         if self.style == "WSD":
             begun = samples - (self.decay - self.wsd_decay)
             if begun <= 0:
@@ -49,12 +52,16 @@ class LearningRate:
             part, style = (samples - self.warmup) / (self.decay - self.warmup), self.style
         if style == "exponential":
             return float(2.0 * 0.5**part - 1.0)
-        return {"linear": 1.0 - part, "cosine": 0.5 * (cos(pi * part) + 1.0), "minus_sqrt": 1.0 - sqrt(part)}[style]
+        return {
+            "linear": 1.0 - part,
+            "cosine": 0.5 * (cos(pi * part) + 1.0),
+            "minus_sqrt": 1.0 - sqrt(part),
+        }[style]
 
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """Grows from `start` to `end` over so many samples."""
+    """Weight decay that grows from `start` to `end` over `samples`."""
 
     start: float
     end: float
@@ -62,6 +69,7 @@ class WeightDecay:
     style: str
 
     def at(self, samples: int) -> float:
+        """Return the weight decay after so many samples."""
         if self.style == "constant" or samples > self.samples:
             return self.end
         part = samples / self.samples
@@ -71,29 +79,30 @@ class WeightDecay:
 
 
 class Rates(NamedTuple):
-    """Of one step."""
+    """The rates of one step."""
 
     lr: float
     weight_decay: float
     decoupled_lr: float | None
-    """Of the embedding and the head; None: lr."""
+    """The rate of embedding and head; None: lr."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Of a run."""
+    """The schedules of a run."""
 
     rate: LearningRate
     decay: WeightDecay
     decoupled: LearningRate | None = None
-    """Of the embedding and the head, where they have one of their own."""
+    """The schedule of embedding and head, if they have a separate learning rate."""
 
     def at(self, samples: int) -> Rates:
+        """Return the rates of the step after so many samples."""
         decoupled = None if self.decoupled is None else self.decoupled.at(samples)
         return Rates(self.rate.at(samples), self.decay.at(samples), decoupled)
 
     def state(self, samples: int) -> dict[str, Any]:
-        """As Megatron's OptimizerParamScheduler writes it into checkpoints."""
+        """Return the state in the form of Megatron's OptimizerParamScheduler in checkpoints."""
         rate, decay = self.rate, self.decay
         return {
             "max_lr": rate.highest, "lr_warmup_steps": rate.warmup, "num_steps": samples, "lr_decay_style": rate.style,
@@ -103,13 +112,18 @@ class Schedule:
 
 
 def make_schedule(optimizer: Optimizer, training: Training, batch: int, samples: int) -> Schedule:
-    """batch: the full global batch size. samples: of the whole run. Raises UsageError."""
+    """Return the schedule. batch: the full global batch size. samples: of the whole run. Raises UsageError."""
     rate = learning_rate(optimizer, training, batch)
-    return Schedule(rate, weight_decay(optimizer, samples), decoupled_learning_rate(optimizer, rate))
+    return Schedule(
+        rate, weight_decay(optimizer, samples), decoupled_learning_rate(optimizer, rate)
+    )
 
 
 def decoupled_learning_rate(optimizer: Optimizer, rate: LearningRate) -> LearningRate | None:
-    """rate: of all others, whose form it has. Raises UsageError for a lowest rate that is above it, or stands alone."""
+    """Return the schedule of embedding and head, or None. rate: the schedule of all other parameters, whose form it has.
+
+    Raises UsageError if the lowest rate is above the highest, or if only the lowest is given.
+    """
     highest, lowest = optimizer.decoupled_lr, optimizer.decoupled_min_lr
     if highest is None:
         if lowest is not None:
@@ -123,7 +137,7 @@ def decoupled_learning_rate(optimizer: Optimizer, rate: LearningRate) -> Learnin
 
 
 def learning_rate(optimizer: Optimizer, training: Training, batch: int) -> LearningRate:
-    """batch: the full global batch size. Raises UsageError for lengths that contradict each other."""
+    """Return the learning rate. batch: the full global batch size. Raises UsageError for lengths that contradict each other."""
     if optimizer.lr is None or not 0 <= optimizer.min_lr <= optimizer.lr:
         raise UsageError(
             "--lr is missing"
@@ -135,7 +149,10 @@ def learning_rate(optimizer: Optimizer, training: Training, batch: int) -> Learn
         warmup, last = optimizer.lr_warmup_samples, optimizer.lr_wsd_decay_samples or 0
     else:
         decay = (optimizer.lr_decay_iters or training.train_iters or 0) * batch
-        warmup, last = optimizer.lr_warmup_iters * batch, (optimizer.lr_wsd_decay_iters or 0) * batch
+        warmup, last = (
+            optimizer.lr_warmup_iters * batch,
+            (optimizer.lr_wsd_decay_iters or 0) * batch,
+        )
     if optimizer.lr_warmup_fraction is not None:
         warmup = int(optimizer.lr_warmup_fraction * decay)
     if warmup and warmup >= decay:
@@ -153,7 +170,7 @@ def learning_rate(optimizer: Optimizer, training: Training, batch: int) -> Learn
 
 
 def weight_decay(optimizer: Optimizer, samples: int) -> WeightDecay:
-    """samples: of the whole run. Raises UsageError for a ramp without its two ends."""
+    """Return the weight decay. samples: of the whole run. Raises UsageError if an end of the ramp is missing."""
     if optimizer.weight_decay_incr_style == "constant":
         if optimizer.start_weight_decay is not None or optimizer.end_weight_decay is not None:
             raise UsageError(

@@ -1,31 +1,40 @@
-"""One process's run from its start to its end, and what becomes of an error."""
+"""One process's run from its start to its end, including errors."""
 
-from megatron_lite.loop import launch
-from megatron_lite.loop.failure import report
-from megatron_lite.loop.launch import Place
+from megatron_lite.loop import run_directory
 from megatron_lite.loop.prepare import prepare
+from megatron_lite.loop.stop import INTERRUPTED_STATUS
 from megatron_lite.loop.train import train
+from megatron_lite.processes import launch
+from megatron_lite.processes.failure import report, report_interrupt
+from megatron_lite.processes.launch import Place
 from megatron_lite.settings.config import Settings
 
 
 def run(settings: Settings, *, finetune: bool) -> None:
-    """Returns after a run that went well; ends the process otherwise."""
+    """Run. It returns after success; on an error it ends the process."""
     place: Place | None = None
     try:
-        place = launch.start(settings.parallel, deterministic=settings.training.deterministic_mode, steps=True)
-        train(prepare(settings, place, finetune=finetune))
+        place = launch.start(
+            settings.parallel, deterministic=settings.training.deterministic_mode, steps=True
+        )
+        with run_directory.held(settings, place):
+            train(prepare(settings, place, finetune=finetune))
         launch.end(place)
-    except KeyboardInterrupt:
-        launch.leave(130)
+    except KeyboardInterrupt:  # loop/stop.py handles Ctrl-C in later phases
+        report_interrupt()
+        launch.leave(INTERRUPTED_STATUS)
     except Exception as error:
         launch.leave(report(error, _where(settings, place), place.store if place else None))
 
 
 def _where(settings: Settings, place: Place | None) -> str:
-    """`rank 3 (tp 1 pp 1 dp 0)`, for as far as it is known."""
+    """Return the known part of `rank 3 (tp 1 pp 1 dp 0)`."""
     if place is None or place.world == 1:
         return f"rank {launch.rank()}"
-    tp, pp = settings.parallel.tensor_model_parallel_size, settings.parallel.pipeline_model_parallel_size
+    tp, pp = (
+        settings.parallel.tensor_model_parallel_size,
+        settings.parallel.pipeline_model_parallel_size,
+    )
     cp = settings.parallel.context_parallel_size
     dp = max(1, place.world // (tp * cp * pp))
     context = f" cp {place.rank // tp % cp}" if cp > 1 else ""

@@ -1,147 +1,79 @@
-"""The training loop: data, step, log, evaluation, save, and every way in which a run can end."""
+"""The training loop: data, step, log, evaluation, save, and all reasons for a run to end."""
 
 import math
 import resource
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean as mean
 from typing import Any
 
 import torch
 
-from formats import rank_files
-from megaconv.model.config import ModelConfig
-from megatron_lite.checkpoint import amax
-from megatron_lite.checkpoint.adapter_runs import adapter_snapshot
-from megatron_lite.checkpoint.rank_state import rank_snapshot
-from megatron_lite.checkpoint.saver import Saver
-from megatron_lite.checkpoint.snapshot import Snapshot, dist_snapshot
-from megatron_lite.checkpoint.state import Progress, common_state
-from megatron_lite.data.batches import GlobalBatches, prefetch
+from megatron_lite.checkpoint.state import Progress
+from megatron_lite.data.batches import prefetch
 from megatron_lite.data.samples import Dataset
-from megatron_lite.engine import Engine, StepReport
+from megatron_lite.engine import StepReport
 from megatron_lite.loop import plot
-from megatron_lite.loop.failure import TrainingError
 from megatron_lite.loop.garbage import Garbage
-from megatron_lite.loop.launch import Place, Stop
-from megatron_lite.loop.log import METRICS, Meter, Sink, further, line
-from megatron_lite.loop.model_types import Feeder, ModelType, type_of
-from megatron_lite.loop.profiling import make_profile
-from megatron_lite.loop.schedule import Rates, Schedule
-from megatron_lite.loop.tasks import TASKS, Exam
+from megatron_lite.loop.log import METRICS, line
+from megatron_lite.loop.profiling import Profile, make_profile
+from megatron_lite.loop.run import Run
+from megatron_lite.loop.saving import check_space, save
+from megatron_lite.loop.schedule import Rates
+from megatron_lite.objectives.training_data import Exam
+from megatron_lite.processes.failure import TrainingError
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
 
 
-@dataclass
-class Run:
-    """Everything that a rank needs to train, and how far it has come."""
-
-    settings: Settings
-    config: ModelConfig
-    sizes: Sizes
-    dropouts: Mapping[str, float]
-    place: Place
-    engine: Engine
-    datasets: list[Dataset | None]
-    """For training, evaluation, test."""
-    vocab: int
-    """Of the tokenizer."""
-    schedule: Schedule
-    meter: Meter
-    saver: Saver | None
-    sinks: list[Sink]
-    stop: Stop
-    progress: Progress = field(default_factory=Progress)
-    losses: list[tuple[int, float]] = field(default_factory=list)
-    evaluations: list[tuple[int, float]] = field(default_factory=list)
-    skipped: int = 0
-    """Steps whose gradients weren't finite."""
-    empty: int = 0
-    """Steps without a label that counts, which changed nothing either."""
-    interval: list[StepReport] = field(default_factory=list)
-    """Steps since the last log line that changed something."""
-    saved: int | None = None
-    """The iteration of the last save."""
-    exam: Exam | None = None
-    """Of a run on a task."""
-    examined: int | None = None
-    """The iteration that was measured last."""
-
-    def say(self, text: str) -> None:
-        self.place.say(text)
-
-    @property
-    def kind(self) -> ModelType:
-        return type_of(self.settings, self.config)
-
-    @property
-    def scheduled(self) -> int:
-        """Samples at which learning rate and weight decay stand.
-
-        Where lengths are iterations, all of them count as if they had had the present batch: schedules go on where they were
-        though the batch has changed.
-        """
-        progress = self.progress
-        if self.settings.training.train_samples is not None:
-            return progress.scheduled_samples
-        skipped = progress.consumed_samples - progress.scheduled_samples
-        return max(0, progress.iteration * self.sizes.batch.full - skipped)
-
-    @property
-    def rows(self) -> int:
-        """Sequences of a sample."""
-        task = self.settings.tasks.task
-        return TASKS[task].rows if task is not None else 2 if self.settings.dpo.dpo else 1
-
-    @property
-    def feeder(self) -> Feeder:
-        grid = self.engine.grid
-        return Feeder(self.kind, self.settings, grid.device, grid.dp, grid.dp_rank)
-
-    def batches(self, dataset: Dataset) -> GlobalBatches:
-        grid = self.engine.grid
-        return GlobalBatches(
-            dataset, self.sizes.micro_batch, grid.dp_rank, grid.dp, self.vocab, self.kind.tokens
-        )  # fmt: skip
-
-
 def total_samples(settings: Settings, sizes: Sizes, progress: Progress = Progress()) -> int:  # noqa: B008  # frozen
-    """That the run will have seen at its end. Iterations are iterations, also of a run whose batch has changed meanwhile."""
+    """Return the number of samples at the end of the run. Iterations stay iterations, also after a change of the batch size."""
     training = settings.training
     left = max(0, (training.train_iters or 0) - progress.iteration)
     return training.train_samples or progress.consumed_samples + left * sizes.batch.full
 
 
 def evaluations(settings: Settings) -> int:
-    """How many there will be."""
+    """Return the number of evaluations."""
     return (settings.training.train_iters or 0) // settings.training.eval_interval + 1
 
 
 def train(run: Run) -> None:
-    """Until the end, or until something asks to stop; saves then. Raises TrainingError for a loss that is no number."""
-    train_data = run.datasets[0]
-    assert train_data is not None
-    feeder, started, why = run.feeder, time.monotonic(), None
-    limit = run.settings.training.exit_duration_in_mins
+    """Train until the end or until a request to stop, then save. Raises TrainingError if the loss is not a number."""
     garbage = Garbage(run.settings.training)
-    profile = make_profile(run.settings.logging, run.settings.checkpointing.save, run.place.rank, run.place.device)
+    profile = make_profile(
+        run.settings.logging, run.settings.checkpointing.save, run.place.rank, run.place.device
+    )
     garbage.start()
     run.meter.restart()
+    why = _all_steps(run, garbage, profile)
+    profile.end()
+    garbage.end()
+    _finish(run, why)
+
+
+def _all_steps(run: Run, garbage: Garbage, profile: Profile) -> str | None:
+    """Make the remaining steps. Return the reason to end before the last one, or None."""
+    train_data = run.datasets[0]
+    assert train_data is not None
+    feeder, started = run.feeder, time.monotonic()
     steps = list(_steps(run))
-    if not steps and run.settings.training.epochs != 0:
+    if steps:
+        check_space(run)
+    elif run.settings.training.epochs != 0:
+        progress = run.progress
         run.say(
-            f"nothing left: the run has made its {run.progress.iteration} steps, {run.progress.consumed_samples} samples"
+            f"nothing left: the run has made its {progress.iteration} steps, {progress.consumed_samples} samples"
         )
     for consumed, batch in prefetch(run.batches(train_data), iter(steps)):
         rates = run.schedule.at(run.scheduled)
-        time_is_up = run.place.rank == 0 and limit is not None and time.monotonic() - started > limit * 60
         profile.after(run.progress.iteration)
-        signals = (run.stop.requested, time_is_up)
+        signals = (run.stop.terminated, run.stop.interrupted, _time_is_up(run, started))
+        microbatches = feeder.microbatches(batch)
         report = run.engine.train_step(
-            feeder.microbatches(batch), rates.lr, rates.weight_decay, signals, rates.decoupled_lr
+            microbatches, rates.lr, rates.weight_decay, signals, rates.decoupled_lr
         )
         _check(run, report)
         _advance(run, report, run.sizes.batch.at(consumed))
@@ -154,18 +86,25 @@ def train(run: Run) -> None:
             run.saver.check()
         why = _reason_to_end(run, report)
         if why is not None:
-            break
+            return why
         _evaluate_when_due(run, garbage)
         _end_epoch_when_due(run, garbage)
         _save_when_due(run)
-    profile.end()
-    garbage.end()
-    _finish(run, why)
+    return None
+
+
+def _time_is_up(run: Run, started: float) -> bool:
+    """Return whether the time of --exit-duration-in-mins is over. Rank 0 decides."""
+    limit = run.settings.training.exit_duration_in_mins
+    return run.place.rank == 0 and limit is not None and time.monotonic() - started > limit * 60
 
 
 def _steps(run: Run) -> Iterator[tuple[int, int]]:
-    """(samples consumed before, batch size) of every step that is left."""
-    consumed, total = run.progress.consumed_samples, total_samples(run.settings, run.sizes, run.progress)
+    """Yield (samples consumed before, batch size) of every remaining step."""
+    consumed, total = (
+        run.progress.consumed_samples,
+        total_samples(run.settings, run.sizes, run.progress),
+    )
     while consumed < total:
         size = run.sizes.batch.at(consumed)
         yield consumed, size
@@ -187,7 +126,7 @@ def _check(run: Run, report: StepReport) -> None:
 
 
 def _check_replicas(run: Run) -> None:
-    """Raises TrainingError on the ranks that hold a parameter that isn't everywhere the same."""
+    """Raise TrainingError on the ranks that hold a parameter which differs between replicas."""
     interval = run.settings.training.check_weight_hash_across_dp_replicas_interval
     if interval is None or run.progress.iteration % interval:
         return
@@ -196,13 +135,13 @@ def _check_replicas(run: Run) -> None:
         first, ranks = found[0], ", ".join(map(str, found[0].ranks))
         more = f" and {len(found) - 1} more parameters" if len(found) > 1 else ""
         raise TrainingError(
-            f"step {run.progress.iteration}: {first.name}{more} of data-parallel ranks {ranks} is not what rank 0 has: "
-            "a device or a link computed something else; go on from the last checkpoint on other machines"
+            f"step {run.progress.iteration}: {first.name}{more} of data-parallel ranks {ranks} differs from rank 0: "
+            "a device or a link computed a wrong value; continue from the last checkpoint on other machines"
         )
 
 
 def _advance(run: Run, report: StepReport, size: int) -> None:
-    progress, tokens = run.progress, size * run.sizes.seq * run.rows
+    progress, tokens = run.progress, size * run.sizes.seq * run.objective.rows
     run.progress = replace(
         progress,
         iteration=progress.iteration + 1,
@@ -221,7 +160,7 @@ def _advance(run: Run, report: StepReport, size: int) -> None:
 
 
 def _log(run: Run, report: StepReport, rates: Rates, *, last: bool) -> None:
-    """Each --log-interval steps; the last one always, so that a short run says something."""
+    """Print a log line every --log-interval steps, and after the last step, so that a short run prints one."""
     due = last or run.progress.iteration % run.settings.logging.log_interval == 0
     if run.place.rank or not due:
         return
@@ -243,13 +182,13 @@ def _log(run: Run, report: StepReport, rates: Rates, *, last: bool) -> None:
     if report.largest_score is not None:
         others["max_attention_logit"] = max(each.largest_score or 0.0 for each in steps)
     run.interval.clear()
-    run.say(line(figures | {"others": others}, run.settings.training.train_iters))
+    run.say(line(figures, run.objective.shown(others), run.settings.training.train_iters))
     for sink in run.sinks:
         sink.write(run.progress.iteration, {**{name: figures[name] for name in METRICS}, **others})
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most that this process has held."""
+    """Return the peak memory of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -257,9 +196,12 @@ def memory_bytes(device: torch.device) -> int:
 
 def _reason_to_end(run: Run, report: StepReport) -> str | None:
     interval = run.settings.training.exit_interval
-    if report.signals[0]:
+    terminated, interrupted, time_is_up = report.signals
+    if terminated:
         return "SIGTERM"
-    if report.signals[1]:
+    if interrupted:
+        return "Ctrl-C"
+    if time_is_up:
         return f"--exit-duration-in-mins {run.settings.training.exit_duration_in_mins:g}"
     if interval is not None and run.progress.iteration % interval == 0:
         return f"--exit-interval {interval}"
@@ -273,7 +215,7 @@ def _evaluate_when_due(run: Run, garbage: Garbage) -> None:
 
 
 def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
-    """The means of all losses over the next --eval-iters batches."""
+    """Evaluate the means of all losses over the next --eval-iters batches."""
     iters, size = run.settings.training.eval_iters, run.sizes.batch.full
     if dataset is None or not iters:
         return
@@ -289,18 +231,27 @@ def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
     loss = means.pop("loss")
     if what == "validation":
         run.evaluations.append((step, loss))
-    perplexity = "" if run.settings.dpo.dpo or run.exam is not None else f" | perplexity {math.exp(min(loss, 700)):.3f}"
-    run.say(f"step {step:>6} | {what} loss {loss:.5f}{perplexity}{further(means)}")
-    for sink in run.sinks if run.place.rank == 0 else ():
-        others = {f"{what}_{name}": value for name, value in means.items()}
-        sink.write(step, {"iteration": step, f"{what}_loss": loss, **others})
+    perplexity = f" | perplexity {math.exp(min(loss, 700)):.3f}" if run.objective.perplexity else ""
+    others = run.objective.shown(means)
+    run.say(f"step {step:>6} | {what} loss {loss:.5f}{perplexity}{others}")
+    figures = {f"{what}_{name}": value for name, value in means.items()}
+    _write(run, {f"{what}_loss": loss, **figures})
     run.meter.restart()
 
 
+def _write(run: Run, figures: Mapping[str, float]) -> None:
+    """Write figures of an evaluation or an exam to the sinks."""
+    step = run.progress.iteration
+    for sink in run.sinks if run.place.rank == 0 else ():
+        sink.write(step, {"iteration": step, **figures})
+
+
 def _totals(run: Run, dataset: Dataset, first: int, batches: int) -> dict[str, list[float]]:
-    """Of each loss (its sum, how many count) over so many batches from sample `first` on."""
+    """Return [sum, number of labels that count] of each loss over the batches that begin at sample `first`."""
     size, totals = run.sizes.batch.full, dict[str, list[float]]()
-    for _, batch in prefetch(run.batches(dataset), ((first + number * size, size) for number in range(batches))):
+    for _, batch in prefetch(
+        run.batches(dataset), ((first + number * size, size) for number in range(batches))
+    ):
         for name, (total, count) in run.engine.evaluate(run.feeder.microbatches(batch)).items():
             sums = totals.setdefault(name, [0.0, 0.0])
             sums[0], sums[1] = sums[0] + total, sums[1] + count
@@ -308,7 +259,7 @@ def _totals(run: Run, dataset: Dataset, first: int, batches: int) -> dict[str, l
 
 
 def _end_epoch_when_due(run: Run, garbage: Garbage) -> None:
-    """As Megatron's tasks: what has been learned is measured and saved."""
+    """At the end of an epoch, measure and save, as Megatron's tasks do."""
     if run.exam is not None and run.progress.consumed_samples % run.exam.epoch_samples == 0:
         with garbage.evaluation():
             examine(run, run.exam)
@@ -316,24 +267,26 @@ def _end_epoch_when_due(run: Run, garbage: Garbage) -> None:
 
 
 def examine(run: Run, exam: Exam) -> None:
-    """How many examples of each file of --valid-data are answered right, and of all together; each counts once at every layout."""
+    """Report the number of right answers for each file of --valid-data, and for all together.
+
+    Each example counts once in every layout.
+    """
     step, size = run.progress.iteration, run.sizes.batch.full
     epoch = run.progress.consumed_samples // exam.epoch_samples if exam.epoch_samples else 0
     found = {
-        path: _totals(run, dataset, 0, len(dataset) // size)["accuracy"] for path, dataset in exam.datasets.items()
+        path: _totals(run, dataset, 0, len(dataset) // size)["accuracy"]
+        for path, dataset in exam.datasets.items()
     }
     if len(found) > 1:
         found["all of them"] = [sum(column) for column in zip(*found.values(), strict=True)]
+    accuracies = {}
     for path, (right, count) in found.items():
+        accuracies[f"accuracy {path}"] = accuracy = right / count
         run.say(
-            f"step {step:>6} | epoch {epoch} | {path}: {right:,.0f} of {count:,.0f} right | accuracy {right / count:.4%}"
+            f"step {step:>6} | epoch {epoch} | {path}: {right:,.0f} of {count:,.0f} right | accuracy {accuracy:.4%}"
         )
-    for sink in run.sinks if found and run.place.rank == 0 else ():
-        sink.write(
-            step,
-            {"iteration": step, "epoch": epoch}
-            | {f"accuracy {path}": right / count for path, (right, count) in found.items()},
-        )
+    if found:
+        _write(run, {"epoch": epoch, **accuracies})
     run.examined = step
     run.meter.restart()
 
@@ -342,42 +295,6 @@ def _save_when_due(run: Run) -> None:
     interval = run.settings.checkpointing.save_interval
     if interval is not None and run.progress.iteration % interval == 0:
         save(run)
-
-
-def save(run: Run) -> None:
-    """Unless this iteration is saved already."""
-    if run.saver is None or run.saved == run.progress.iteration:
-        return
-    begun = time.perf_counter()
-    saving, progress = run.settings.checkpointing, run.progress
-    if run.engine.options.lora is not None:
-        where = (
-            f"{saving.save}/{rank_files.iteration_directory(progress.iteration)}"  # what peft and megaconv merge take
-        )
-        taken = adapter_snapshot(run.engine, progress, str(saving.load), with_optimizer=not saving.no_save_optim)
-    else:
-        where, taken = str(saving.save), _snapshot(run)
-    run.saver.save(taken)
-    run.saved = progress.iteration
-    ways = " (being written while training goes on)" if saving.async_save else ""
-    run.say(f"step {progress.iteration:>6} | saved to {where} in {time.perf_counter() - begun:.2f} s{ways}")
-    run.meter.restart()
-
-
-def _snapshot(run: Run) -> Snapshot:
-    """Of all weights."""
-    saving, progress = run.settings.checkpointing, run.progress
-    samples = run.scheduled
-    with_optimizer = not saving.no_save_optim
-    largest = amax.histories(run.engine)
-    if largest and progress.engine is not None:
-        progress = replace(progress, engine={**progress.engine, amax.AMAX: largest})
-    common = common_state(
-        run.settings, run.config, run.sizes, run.dropouts, progress, run.schedule.state(samples), run.schedule.at(samples),
-        with_optimizer=with_optimizer,
-    )  # fmt: skip
-    take = dist_snapshot if saving.ckpt_format == "torch_dist" else rank_snapshot
-    return take(run.engine, common, with_optimizer=with_optimizer, impl=saving.transformer_impl)
 
 
 def _finish(run: Run, why: str | None) -> None:

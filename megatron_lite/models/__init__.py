@@ -1,1 +1,1 @@
-"""What is computed: layers, attention, positions, loss."""
+"""The computation of models: layers, attention, positions and loss."""

@@ -1,12 +1,15 @@
-"""Attention to keys of other ranks: block by block, put together by the logarithms of the sums of exponentials.
+"""Attention to keys of other ranks, block by block. The blocks' outputs are combined by their log-sum-exp.
 
-With o, l of one block of keys (its output, log sum exp) and o', l' of another:  L = log(e^l + e^l'),  O = o e^(l-L) + o' e^(l'-L).
-Given the final O and L, the backward pass of each block alone is exact. Blocks are small calls of PyTorch's own flash attention.
+Let o, l be the output and the log-sum-exp of one block of keys, and o', l' those of another block. Then
+
+    L = log(e^l + e^l'),    O = o e^(l-L) + o' e^(l'-L)
+
+With the final O and L, the backward pass of each single block is exact. Each block is a small call of PyTorch's flash
+attention.
 """
 
 from collections.abc import Iterator
-from functools import partial
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,32 +17,66 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megaconv.errors import UsageError
+from megatron_lite.models.masks import block_mask
 from megatron_lite.models.passes import Packed
 from megatron_lite.models.scores import raise_to
 from megatron_lite.parallel.context import ContextGroup, Gathering, Ring
 
 WALKS: dict[str, type[Ring] | type[Gathering]] = {"p2p": Ring, "all_gather": Gathering}
-"""How keys and values come here, by Megatron's words for it."""
+"""The methods to get keys and values of other ranks, by Megatron's names."""
+
+
+Seen = tuple[int, int] | None
+"""(first query's position minus the first key's, window), or None for a block without a window."""
 
 
 class Block(NamedTuple):
-    """Queries of this rank that see keys of one rank."""
+    """A range of this rank's queries and the range of one rank's keys that they attend to."""
 
     rows: slice
-    """Of the batch."""
+    """Rows of the batch."""
     queries: slice
     keys: slice
-    """Places among the tokens of their ranks."""
+    """Indices among the tokens that the ranks hold."""
     causal: bool
-    """Queries and keys are the same tokens, and each sees itself and those before; else all see all."""
+    """True: queries and keys are the same tokens, and each query attends to itself and earlier keys. False: to all keys."""
     ahead: int | None = None
-    """Of a window that doesn't cover all of that: how many places the first query is ahead of the first key."""
+    """Set if a sliding window hides some of these keys: the first query's position minus the first key's."""
+
+    def queries_of(self, x: Tensor) -> Tensor:
+        """Return the view of x [tokens, batch, ...] with this block's queries."""
+        return x[self.queries, self.rows]
+
+    def keys_of(self, x: Tensor) -> Tensor:
+        """Return the view of x [tokens, batch, ...] with this block's keys."""
+        return x[self.keys, self.rows]
+
+    def seen(self, window: int | None) -> Seen:
+        return None if self.ahead is None or window is None else (self.ahead, window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """The ranks that attend to each other's keys, and the options of their attention."""
+
+    ranks: ContextGroup
+    """ranks.how is a key of WALKS."""
+    packed: Packed | None
+    scale: float | None
+    window: int | None
+
+    def walk(self, keys_values: Tensor) -> Ring | Gathering:
+        return WALKS[self.ranks.how](keys_values, self.ranks)
+
+    def blocks(self, source: int, tokens: int) -> Iterator[Block]:
+        """Yield the blocks with the keys of rank `source`. tokens: of each rank."""
+        return blocks_of(self.ranks, source, tokens // 2, self.packed, self.window)
 
 
 def blocks_of(
     ranks: ContextGroup, source: int, half: int, packed: Packed | None, window: int | None = None
 ) -> Iterator[Block]:
-    """What this rank's queries see of the keys of another, or of its own. half: tokens of one block of the cut."""
+    """Yield the blocks of this rank's queries and the keys of rank `source`. half: tokens of one of the 2n sequence blocks."""
     everything = slice(None)
     if window is not None:
         blocks = (
@@ -52,10 +89,9 @@ def blocks_of(
             if seen is not None:
                 yield seen
     elif packed is not None:
-        for row, lengths in enumerate(packed.lengths):
-            ends = list(accumulate(lengths))
-            for start, end in zip([0, *ends], ends, strict=False):
-                yield from _of_document(ranks, source, half, slice(row, row + 1), start, end)
+        for document in packed.documents():
+            _, rows = document.place
+            yield from _of_document(ranks, source, half, rows, document.start, document.end)
     elif source == ranks.rank:
         yield Block(everything, everything, everything, True)
     elif source < ranks.rank:
@@ -64,34 +100,48 @@ def blocks_of(
         yield Block(everything, slice(half, 2 * half), everything, False)
 
 
-def _of_document(ranks: ContextGroup, source: int, half: int, rows: slice, start: int, end: int) -> Iterator[Block]:
-    """Of the tokens [start, end) of some rows, which see nothing but each other."""
+def _of_document(
+    ranks: ContextGroup, source: int, half: int, rows: slice, start: int, end: int
+) -> Iterator[Block]:
+    """Yield the blocks for the document of tokens [start, end) of some rows. Documents don't attend to each other."""
     for here, block in enumerate(ranks.blocks(ranks.rank)):
         for there, other in enumerate(ranks.blocks(source)):
-            queries, keys = _part(block, here, half, start, end), _part(other, there, half, start, end)
+            queries, keys = (
+                _part(block, here, half, start, end),
+                _part(other, there, half, start, end),
+            )
             if other <= block and queries is not None and keys is not None:
                 yield Block(rows, queries, keys, other == block)
 
 
 def _within(block: Block, ranks: ContextGroup, source: int, half: int, window: int) -> Block | None:
-    """What is left of a block that lies in one block of the cut on either side; every query that stays sees a key."""
-    (first_q, last_q), (first_k, last_k) = (
-        (ranks.position(rank, part.start, half), ranks.position(rank, part.stop - 1, half))
-        for rank, part in ((ranks.rank, block.queries), (source, block.keys))
-    )
-    skipped = max(0, first_q - window + 1 - first_k)  # keys that are too old for all queries
-    beyond = max(0, last_q - (last_k + window - 1))  # queries that are too late for all keys
+    """Return the part of a block inside the window, or None. Every remaining query attends to at least one key.
+
+    The block lies within one sequence block on either side.
+    """
+    first_q, last_q = _positions(block.queries, ranks, ranks.rank, half)
+    first_k, last_k = _positions(block.keys, ranks, source, half)
+    skipped = max(0, first_q - window + 1 - first_k)  # keys before the window of all queries
+    beyond = max(0, last_q - (last_k + window - 1))  # queries whose window is after all keys
     queries = slice(block.queries.start, block.queries.stop - beyond)
     keys = slice(block.keys.start + skipped, block.keys.stop)
     if queries.start >= queries.stop or keys.start >= keys.stop:
         return None
     first_k, last_q = first_k + skipped, last_q - beyond
     covered = last_q - first_k < window
-    return Block(block.rows, queries, keys, block.causal, None if covered else first_q - first_k)
+    return block._replace(queries=queries, keys=keys, ahead=None if covered else first_q - first_k)
+
+
+def _positions(part: slice, ranks: ContextGroup, rank: int, half: int) -> tuple[int, int]:
+    """Return the positions in the sequence of the first and the last token of a rank's slice."""
+    return ranks.position(rank, part.start, half), ranks.position(rank, part.stop - 1, half)
 
 
 def _part(block: int, place: int, half: int, start: int, end: int) -> slice | None:
-    """Where tokens [start, end) are that lie in a block of the cut, which a rank has at this of its two places."""
+    """Return the indices on a rank of the tokens [start, end) in a sequence block, or None.
+
+    block: the sequence block; the rank holds it at `place`, 0 or 1.
+    """
     first, last = max(start, block * half), min(end, (block + 1) * half)
     shift = (place - block) * half
     return slice(first + shift, last + shift) if first < last else None
@@ -109,11 +159,17 @@ def attend_across(
     window: int | None = None,
     largest: Tensor | None = None,
 ) -> Tensor:
-    """As attention.attend has them, of this rank's tokens -> like q, of v's width. ranks.how is a word of WALKS."""
+    """Return attention's output for this rank's tokens: shape of q, with v's width.
+
+    The arguments are those of attention.attend. ranks.how is a key of WALKS.
+    """
     width = v.shape[-1]
     if width < k.shape[-1]:
-        v = F.pad(v, (0, k.shape[-1] - width))  # so that keys and values travel as one
-    out: Tensor = _Across.apply(q, k, v, sinks, scale, ranks, packed, window, largest)  # type: ignore[no-untyped-call]
+        v = F.pad(
+            v, (0, k.shape[-1] - width)
+        )  # one width, so that keys and values are sent as one tensor
+    exchange = Exchange(ranks=ranks, packed=packed, scale=scale, window=window)
+    out: Tensor = _Across.apply(q, k, v, sinks, exchange, largest)  # type: ignore[no-untyped-call]
     return out[..., :width]
 
 
@@ -125,66 +181,84 @@ class _Across(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        scale: float | None,
-        ranks: ContextGroup,
-        packed: Packed | None,
-        window: int | None,
+        exchange: Exchange,
         largest: Tensor | None,
     ) -> Tensor:
         keys_values = torch.stack((k, v))
-        length, batch, heads, _ = q.shape
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros(q.shape, dtype=wide, device=q.device)
-        logs = torch.full((length, batch, heads), -torch.inf, dtype=wide, device=q.device)
-        for source, (keys, values) in WALKS[ranks.how](keys_values, ranks).walk():
-            for rows, of_q, of_k, causal, ahead in blocks_of(ranks, source, length // 2, packed, window):
-                seen = None if ahead is None or window is None else (ahead, window)
-                part, log = _attended(q[of_q, rows], keys[of_k, rows], values[of_k, rows], scale, seen, causal=causal)
-                _merge(out[of_q, rows], logs[of_q, rows], part, log)
+        out, logs = _nothing_yet(q)
+        for source, (keys, values) in exchange.walk(keys_values).walk():
+            for block in exchange.blocks(source, len(q)):
+                queries, own_keys, own_values = (
+                    block.queries_of(q),
+                    block.keys_of(keys),
+                    block.keys_of(values),
+                )
+                seen = block.seen(exchange.window)
+                part, log = _attended(
+                    queries, own_keys, own_values, exchange.scale, seen, causal=block.causal
+                )
+                _merge(block.queries_of(out), block.queries_of(logs), part, log)
                 if largest is not None:
+                    causal = (0, None) if block.causal else None
                     raise_to(
-                        largest, q[of_q, rows], keys[of_k, rows], scale, (0, None) if causal and seen is None else seen
+                        largest, queries, own_keys, exchange.scale, causal if seen is None else seen
                     )
-        if sinks is not None:  # a key of value 0
+        if sinks is not None:  # a sink is a key with value 0
             _merge(out, logs, torch.zeros_like(out), sinks.expand_as(logs))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, keys_values, out, logs, sinks)
-        ctx.scale, ctx.ranks, ctx.packed, ctx.window = scale, ranks, packed, window
+        ctx.exchange = exchange
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, keys_values, out, logs, sinks = ctx.saved_tensors
+        exchange: Exchange = ctx.exchange
         dq = torch.zeros_like(q, dtype=torch.float32)
-        walk = WALKS[ctx.ranks.how](keys_values, ctx.ranks)
+        walk = exchange.walk(keys_values)
         for source, (keys, values), (dk, dv) in walk.walk_back():
-            for rows, of_q, of_k, causal, ahead in blocks_of(ctx.ranks, source, len(q) // 2, ctx.packed, ctx.window):
-                at_q, at_k, seen = (of_q, rows), (of_k, rows), None if ahead is None else (ahead, ctx.window)
-                back = partial(
-                    _gradients, grad[at_q], q[at_q], keys[at_k], values[at_k], out[at_q], logs[at_q], ctx.scale, seen
+            for block in exchange.blocks(source, len(q)):
+                more_q, more_k, more_v = _gradients(
+                    block.queries_of(grad),
+                    block.queries_of(q),
+                    block.keys_of(keys),
+                    block.keys_of(values),
+                    block.queries_of(out),
+                    block.queries_of(logs),
+                    exchange.scale,
+                    block.seen(exchange.window),
+                    causal=block.causal,
                 )
-                for whole, part in zip((dq[at_q], dk[at_k], dv[at_k]), back(causal=causal), strict=True):
-                    whole += part
+                block.queries_of(dq).add_(more_q)
+                block.keys_of(dk).add_(more_k)
+                block.keys_of(dv).add_(more_v)
         dk, dv = walk.gradient.to(q.dtype)
         dsinks = None if sinks is None else _gradient_of_sinks(sinks, logs, grad, out)
-        return dq.to(q.dtype), dk, dv, dsinks, None, None, None, None, None
+        return dq.to(q.dtype), dk, dv, dsinks, None, None
+
+
+def _nothing_yet(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp [length, batch, heads] before the first block, in float32 or wider."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros(q.shape, dtype=wide, device=q.device)
+    return out, torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
 
 
 def _gradient_of_sinks(sinks: Tensor, logs: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-    """Of a score that takes its part of the softmax and gives nothing for it."""
+    """Return the gradient of sinks: scores that take a part of the softmax and contribute no value."""
     along = (grad.to(logs.dtype) * out).sum(-1)
     return -((sinks - logs).exp() * along).sum((0, 1)).to(sinks.dtype)
 
 
 def _merge(out: Tensor, logs: Tensor, part: Tensor, log: Tensor) -> None:
-    """In place."""
+    """Merge the output and log-sum-exp of a block into `out` and `logs`, in place."""
     both = torch.logaddexp(logs, log)
     out.mul_((logs - both).exp_().unsqueeze(-1)).add_(part * (log - both).exp_().unsqueeze(-1))
     logs.copy_(both)
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[length, batch, heads, ...] -> [batch, heads, length, ...], and back with _length_first."""
+    """[length, batch, heads, ...] -> [batch, heads, length, ...]; the inverse is _length_first."""
     return x.movedim(0, 2)
 
 
@@ -192,22 +266,19 @@ def _length_first(x: Tensor) -> Tensor:
     return x.movedim(2, 0)
 
 
-Seen = tuple[int, int] | None
-"""(places that the first query is ahead of the first key, window); None: all, or where it is causal all up to itself."""
-
-
 def _visible(q: Tensor, k: Tensor, seen: Seen) -> Tensor | None:
-    """Of q's dtype [queries, keys]: 0 where a query sees a key, else -inf."""
+    """Return [queries, keys] of q's dtype: 0 where a query attends to a key, else -inf."""
     if seen is None:
         return None
     ahead, window = seen
-    back = torch.arange(len(q), device=q.device).unsqueeze(1) + ahead - torch.arange(len(k), device=q.device)
-    hidden = (back < 0) | (back >= window)
-    return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+    hidden = ~block_mask(len(q), len(k), ahead, window, q.device)
+    return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(
+        hidden, -torch.inf
+    )
 
 
 def _window_size(q: Tensor, k: Tensor, seen: Seen) -> dict[str, int]:
-    """As flash attention's kernels count, from the last query and the last key."""
+    """Return the window as flash attention's kernels define it: relative to the last query and the last key."""
     if seen is None:
         return {}
     ahead, window = seen
@@ -218,13 +289,22 @@ def _window_size(q: Tensor, k: Tensor, seen: Seen) -> dict[str, int]:
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, seen: Seen = None, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """(output [length, batch, heads, width], log sum exp [length, batch, heads]) of one block."""
+    """Return (output [length, batch, heads, width], log-sum-exp [length, batch, heads]) of one block."""
     causal = causal and seen is None
     if q.is_cuda:
         _check_dtype(q)
         batch_first = (x.transpose(0, 1) for x in (q, k, v))
         out, logs, *_ = torch.ops.aten._flash_attention_forward(
-            *batch_first, None, None, len(q), len(k), 0.0, causal, False, scale=scale, **_window_size(q, k, seen)
+            *batch_first,
+            None,
+            None,
+            len(q),
+            len(k),
+            0.0,
+            causal,
+            False,
+            scale=scale,
+            **_window_size(q, k, seen),
         )
         return out.transpose(0, 1), _length_first(logs)
     out, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -245,11 +325,13 @@ def _gradients(
     *,
     causal: bool,
 ) -> tuple[Tensor, ...]:
-    """Of q, k, v of one block, given what all blocks together made."""
+    """Return the gradients of q, k, v of one block. out, logs: the final values over all blocks."""
     causal = causal and seen is None
     if q.is_cuda:
         tensors = [x.transpose(0, 1).contiguous() for x in (grad, q, k, v, out)]
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, of which there is none
+        state = torch.zeros(
+            2, dtype=torch.uint64, device=q.device
+        )  # the kernel's dropout state; dropout is 0
         found = torch.ops.aten._flash_attention_backward(
             *tensors,
             _heads_first(logs).contiguous(),
@@ -267,7 +349,12 @@ def _gradients(
         return tuple(x.transpose(0, 1) for x in found)
     tensors = [_heads_first(x) for x in (grad, q, k, v, out)]
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *tensors, _heads_first(logs).contiguous(), 0.0, causal, attn_mask=_visible(q, k, seen), scale=scale
+        *tensors,
+        _heads_first(logs).contiguous(),
+        0.0,
+        causal,
+        attn_mask=_visible(q, k, seen),
+        scale=scale,
     )
     return tuple(map(_length_first, found))
 

@@ -1,10 +1,9 @@
-"""Attention: PyTorch's, or flash-attn where it is installed; documents of a packed row don't see each other."""
+"""Attention by PyTorch, or by FlashAttention if it is installed. Documents of a packed row don't attend to each other."""
 
 import inspect
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,6 +12,8 @@ from torch import Tensor
 
 from megaconv.errors import UsageError
 from megatron_lite.models.across import attend_across
+from megatron_lite.models.flash import Kernel, kernel_for
+from megatron_lite.models.masks import causal_mask, narrow_mask
 from megatron_lite.models.passes import Packed, Pass
 from megatron_lite.models.scores import raise_by_rows
 from megatron_lite.parallel.context import ContextGroup, heads_for_tokens, tokens_for_heads
@@ -31,29 +32,37 @@ def attend(
     sinks: Tensor | None = None,
     largest: Tensor | None = None,
 ) -> Tensor:
-    """q [sequence, batch, heads, width], k [keys, batch, kv_heads, width], v [keys, batch, kv_heads, of v] -> like q, of v wide.
+    """Return causal attention: shape of q, with v's width.
 
-    Every kv head serves heads / kv_heads heads in a row. A token sees itself and what comes before it: of the last `window`
-    tokens, of its own document. In a pass that says which tokens are visible it sees those, before and behind. Where there are
-    more keys than queries they are a cache's: key j is that of position j.
-    scale: of scores; None: one over the root of q's width. sinks [heads]: a score that every query of a head has beside those of keys.
-    largest: float32 [heads], raised to the largest scores of keys that this rank computes; in passes of decoders without a cache.
+    q [sequence, batch, heads, width], k [keys, batch, kv_heads, width], v [keys, batch, kv_heads, v's width]. Every kv
+    head serves heads / kv_heads consecutive heads.
+
+    A token attends to itself and earlier tokens: within the last `window` tokens, and within its document. If the pass
+    has `visible`, a token attends to all visible tokens, earlier and later. If there are more keys than queries, the
+    keys are a cache, and key j has position j.
+
+    scale: of scores; None: one over the square root of q's width.
+    sinks [heads]: one more score for every query of a head, without a value.
+    largest: float32 [heads], raised to the largest scores of the keys that this rank computes. Only for decoders
+    without a cache.
     """
     if run.visible is not None:
         return sdpa(q, k, v, run.visible[:, None, None, :], dropout, scale, sinks)
     if run.context is not None:
-        return _with_others(q, k, v, run.context, run, window, dropout, backend, scale, sinks, largest)
+        return _with_others(
+            q, k, v, run.context, run, window, dropout, backend, scale, sinks, largest
+        )
     if largest is not None:
         raise_by_rows(largest, q, k, run.packed, window, scale)
     if len(k) != len(q):
         return sdpa(q, k, v, run.seen(len(k), window), dropout, scale, sinks)
-    kernel = choose(backend, q, v) if sinks is None else "sdpa"
+    kernel = choose(backend, q, v, dropout) if sinks is None else None
     if run.packed is not None:
         packed: Tensor = _packed(kernel, q, k, v, run.packed, window, dropout, scale, sinks)
         return packed
-    if kernel == "flash":
-        return flash(q, k, v, window, dropout, scale)
-    return sdpa(q, k, v, _narrow(len(q), window, q.device), dropout, scale, sinks)
+    if kernel is not None:
+        return kernel.attend(q, k, v, window, dropout, scale)
+    return sdpa(q, k, v, narrow_mask(len(q), window, q.device), dropout, scale, sinks)
 
 
 def _with_others(
@@ -69,11 +78,13 @@ def _with_others(
     sinks: Tensor | None,
     largest: Tensor | None,
 ) -> Tensor:
-    """Where other ranks have the other tokens. Dropout goes with a2a alone: sizes.py refuses it otherwise."""
+    """Attention over the context-parallel ranks. Dropout requires a2a; sizes.py refuses it with other methods."""
     near, far = ranks.over_heads, ranks.over_blocks
     if near is not None:
         q, k, v = (heads_for_tokens(x, near) for x in (q, k, v))
-        sinks, largest = (None if x is None else x.chunk(near.size)[near.rank] for x in (sinks, largest))
+        sinks, largest = (
+            None if x is None else x.chunk(near.size)[near.rank] for x in (sinks, largest)
+        )
     if far is not None:
         across: Tensor = attend_across(q, k, v, far, run.packed, scale, sinks, window, largest)
         return across if near is None else tokens_for_heads(across, near)
@@ -89,19 +100,25 @@ def _with_others(
     return tokens_for_heads(attend(q, k, v, replace(run, context=None), **how), near)
 
 
-def choose(backend: str, q: Tensor, v: Tensor) -> str:
-    """`flash` or `sdpa`. Raises UsageError where flash was asked for and can't be had."""
-    fits = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1]
-    if backend == "auto":
-        return "flash" if fits and has_flash() else "sdpa"
-    if backend == "flash" and not (fits and has_flash()):
-        raise UsageError("flash attention needs the package flash-attn, a GPU, and bf16 or fp16; take --attention auto")
-    return backend
+def choose(backend: str, q: Tensor, v: Tensor, dropout: float) -> Kernel | None:
+    """Return FlashAttention's kernel, or None for PyTorch's. Raises UsageError if flash is requested but not available."""
+    if backend == "sdpa":
+        return None
+    kernel = _flash_kernel(q, v, dropout)
+    if backend == "flash" and kernel is None:
+        raise UsageError(
+            "--attention flash needs a GPU, bf16 or fp16, and a FlashAttention for this GPU: flash-attn, "
+            "flash_attn_3 (Hopper) or flash-attn-4; dropout needs flash-attn. Take --attention auto"
+        )
+    return kernel
 
 
-@cache
-def has_flash() -> bool:
-    return find_spec("flash_attn") is not None
+def _flash_kernel(q: Tensor, v: Tensor, dropout: float) -> Kernel | None:
+    same_width = q.shape[-1] == v.shape[-1]
+    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or not same_width:
+        return None
+    kernel: Kernel | None = kernel_for(q.device, dropout=dropout > 0)
+    return kernel
 
 
 def sdpa(
@@ -113,82 +130,62 @@ def sdpa(
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch's scaled_dot_product_attention. mask: bool, what each query sees, [..., queries, keys].
+    """PyTorch's scaled_dot_product_attention. mask: bool [..., queries, keys], True where a query attends to a key.
 
-    None: all up to itself, and where there are more keys than queries all of them.
+    None: each query attends to keys up to itself, or to all keys if there are more keys than queries.
     """
-    width = v.shape[-1]
-    if width < q.shape[-1]:  # else there is no kernel but the one that keeps all scores
-        v = F.pad(v, (0, q.shape[-1] - width))
+    width, keys_width = v.shape[-1], q.shape[-1]
+    if width < keys_width:  # with unequal widths only the kernel that keeps all scores is available
+        v = F.pad(v, (0, keys_width - width))
     if sinks is not None:
-        scale = scale or q.shape[-1] ** -0.5
-        mask = _causal(len(q), len(k), q.device) if mask is None else mask
+        scale = scale or keys_width**-0.5
+        mask = causal_mask(len(q), len(k), q.device) if mask is None else mask
+        # Every query attends to the sink, which becomes key 0.
         mask = F.pad(mask, (1, 0), value=True)
+        # The kernel multiplies scores by scale, so divide the sink's score by it.
         q, k, v = with_sink(q, k, v, sinks / scale)
+    causal = mask is None and len(q) == len(k)
+    grouped = q.shape[2] != k.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    grouped, causal = q.shape[1] != k.shape[1], mask is None and q.shape[2] == k.shape[2]
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=grouped,
     )
     return out.permute(2, 0, 1, 3)[..., :width]
 
 
 def with_sink(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With one more key in front, whose product with q is `scores` [heads] and whose value is 0: a softmax with a sink by any kernel.
+    """Prepend a key with value 0 whose product with q is `scores` [heads]: a softmax with a sink for any kernel.
 
-    Heads get a further element for it, and zeros up to the next multiple of 8, which kernels on GPUs ask for.
+    Each head gets one more element for this product, and zeros up to the next multiple of 8, which GPU kernels require.
     """
+    # One element for the sink's score, and zeros up to a multiple of 8.
     more = 8 - q.shape[-1] % 8
+    # Queries contain the score and the sink's key a 1, so that their product is the score.
     marks = F.pad(scores.to(q.dtype)[:, None], (0, more - 1)).expand(*q.shape[:3], -1)
     sink = F.pad(k.new_ones(1), (k.shape[-1], more - 1)).expand(1, *k.shape[1:3], -1)
     keys = torch.cat((sink, F.pad(k, (0, more))))
-    return torch.cat((q, marks), -1), keys, F.pad(v, (0, keys.shape[-1] - v.shape[-1], 0, 0, 0, 0, 1, 0))
-
-
-def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
-    """bool [queries, keys]: what no mask at all means."""
-    if queries < keys:
-        return torch.ones(queries, keys, dtype=torch.bool, device=device)
-    return window_mask(queries, queries, device)
-
-
-def _narrow(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """None where a window is as wide as the sequence: a mask makes attention slower."""
-    return None if window is None or window >= length else window_mask(length, window, device)
-
-
-@cache
-def window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """bool [length, length]: whether a row sees a column."""
-    back = torch.arange(length, device=device).unsqueeze(1) - torch.arange(length, device=device)
-    return (back >= 0) & (back < window)
-
-
-def flash(q: Tensor, k: Tensor, v: Tensor, window: int | None, dropout: float, scale: float | None) -> Tensor:
-    """flash-attn's kernel."""
-    from flash_attn import flash_attn_func
-
-    batch_first = (x.transpose(0, 1) for x in (q, k, v))
-    back = _back(window)
-    out: Tensor = flash_attn_func(
-        *batch_first, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=back, deterministic=exact()
+    return (
+        torch.cat((q, marks), -1),
+        keys,
+        F.pad(v, (0, keys.shape[-1] - v.shape[-1], 0, 0, 0, 0, 1, 0)),
     )
-    return out.transpose(0, 1)
-
-
-def exact() -> bool:
-    """Whether kernels have to give the same bits twice (--deterministic-mode); the backward pass of flash-attn is slower so."""
-    return torch.are_deterministic_algorithms_enabled()
 
 
 def _back(window: int | None) -> tuple[int, int]:
-    """As flash-attn counts: without the token itself, and nothing after it."""
+    """Return the window as torch's kernel defines it: without the token itself, and with no later tokens."""
     return (-1 if window is None else window - 1, 0)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _packed(
-    kernel: str,
+    kernel: Kernel | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -198,19 +195,28 @@ def _packed(
     scale: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One kernel for all documents where there is one, else one call for each: quicker than one with a block mask."""
-    if kernel == "flash":
-        return _flash_packed(q, k, v, packed, window, dropout, scale)
-    fits = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] and sinks is None
+    """Attention of packed rows: one kernel for all documents if available, else one call for each document.
+
+    Separate calls are faster than one call with a block mask.
+    """
+    if kernel is not None:
+        queries, keys, values = map(_row_after_row, (q, k, v))
+        made = kernel.attend_packed(queries, keys, values, packed, window, dropout, scale)
+        return _rows_again(made, q)
+    fits = (
+        q.is_cuda
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] == v.shape[-1]
+        and sinks is None
+    )
     if fits and not dropout and has_varlen():
         return _varlen_packed(q, k, v, packed, window, scale)
     rows = []
-    for row, lengths in enumerate(packed.lengths):
-        ends = list(accumulate(lengths))
+    for documents in packed.rows():
         pieces = []
-        for start, end in zip([0, *ends], ends, strict=False):
-            part = slice(start, end), slice(row, row + 1)
-            mask = _narrow(end - start, window, q.device)
+        for document in documents:
+            mask = narrow_mask(document.length, window, q.device)
+            part = document.place
             pieces.append(sdpa(q[part], k[part], v[part], mask, dropout, scale, sinks))
         rows.append(torch.cat(pieces))
     return torch.cat(rows, 1)
@@ -218,7 +224,7 @@ def _packed(
 
 @cache
 def has_varlen() -> bool:
-    """Whether this torch has its own kernel for documents, with windows."""
+    """Return whether this torch has a kernel for packed documents with windows."""
     if find_spec("torch.nn.attention.varlen") is None:
         return False
     from torch.nn.attention.varlen import varlen_attn
@@ -232,27 +238,16 @@ def _row_after_row(x: Tensor) -> Tensor:
 
 
 def _rows_again(x: Tensor, like: Tensor) -> Tensor:
-    """The other way."""
+    """[batch * sequence, ...] -> [sequence, batch, ...]: the inverse of _row_after_row."""
     return x.view(like.shape[1], like.shape[0], *x.shape[1:]).transpose(0, 1)
 
 
-def _flash_packed(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int | None, dropout: float, scale: float | None
+def _varlen_packed(
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int | None, scale: float | None
 ) -> Tensor:
-    from flash_attn import flash_attn_varlen_func
-
-    ends, longest = packed.cu_seqlens, packed.longest
-    out: Tensor = flash_attn_varlen_func(
-        *map(_row_after_row, (q, k, v)), ends, ends, longest, longest, dropout_p=dropout, softmax_scale=scale, causal=True,
-        window_size=_back(window), deterministic=exact(),
-    )  # fmt: skip
-    return _rows_again(out, q)
-
-
-def _varlen_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int | None, scale: float | None) -> Tensor:
     from torch.nn.attention import varlen
 
-    attention: Any = varlen.varlen_attn  # whose parameters differ from one torch to the next
+    attention: Any = varlen.varlen_attn  # its parameters differ between versions of torch
     ends, longest, grouped = packed.cu_seqlens, packed.longest, q.shape[2] != k.shape[2]
     flat = map(_row_after_row, (q, k, v))
     how: Any = {"window_size": _back(window), "enable_gqa": grouped, "scale": scale}

@@ -1,4 +1,4 @@
-"""Keys and values of tokens that went through the model before, so that the next ones need not compute them again."""
+"""The interface of a cache to a mixer: what it keeps of a row's earlier tokens, so that later tokens don't compute it again."""
 
 from typing import Protocol
 
@@ -6,35 +6,18 @@ from torch import Tensor
 
 
 class Cache(Protocol):
-    """What a pass may carry. Key j is always that of position j; who asks for it sees up to its own position."""
+    """A cache for a pass. Mixers declare the parts that it keeps for each layer (mixers/declaration.py)."""
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer, with these among them, up to the last one: [keys, batch, heads, width], as k and v are.
+    def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Add tensors to the parts of a layer that grow. Returns all of each part, [tokens so far, batch, heads, width].
 
-        k, v: [new tokens, batch, heads, width] at the positions of the pass; v may be of another width. Rows may be of different
-        lengths: what lies beyond a row's last position is never looked at, but has to be finite.
+        new: one tensor for each PerToken, [new tokens, batch, heads, width], at the positions of the pass. Entry j has
+        position j; a query attends to entries up to its own position. Rows may have different lengths. Elements after a
+        row's last position are never used, but have to be finite.
         """
 
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        """Return one tensor for each PerRow of a layer: the states of the pass's rows, [batch, ...]. A row begins with zeros."""
 
-class ContiguousCache:
-    """One tensor a layer for keys and one for values, as long as the longest row may become. All rows grow alike."""
-
-    def __init__(self, length: int) -> None:
-        """length: the most tokens that a row will have."""
-        self.length = length
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self._used: dict[int, int] = {}
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Raises ValueError where there is no room. As Cache says, for positions that go on where the last ones ended."""
-        start = self._used.get(layer, 0)
-        end = start + len(k)
-        if end > self.length:
-            raise ValueError(f"{end} tokens don't fit into a cache of {self.length}")
-        if layer not in self._kept:
-            self._kept[layer] = tuple(x.new_zeros(self.length, *x.shape[1:]) for x in (k, v))  # type: ignore[assignment]
-        for whole, new in zip(self._kept[layer], (k, v), strict=True):
-            whole[start:end] = new
-        self._used[layer] = end
-        keys, values = self._kept[layer]
-        return keys[:end], values[:end]
+    def keep(self, layer: int, *states: Tensor) -> None:
+        """Replace the states of the pass's rows."""

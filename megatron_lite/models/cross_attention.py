@@ -1,21 +1,23 @@
-"""Attention of a decoder's tokens to what an encoder made of another text; its input is normed already."""
+"""Attention of a decoder's tokens to the encoder's output. Its input is already normed."""
 
 from torch import Tensor, nn
 
 from megatron_lite.models import rng
+from megatron_lite.models.build_plan import Plan
+from megatron_lite.models.mixers.self_attention import attended
 from megatron_lite.models.passes import Pass
-from megatron_lite.models.plan import Plan
-from megatron_lite.models.self_attention import attended
 from megatron_lite.parallel.tensor import ColumnLinear, RowLinear
 
 
 class CrossAttention(nn.Module):
+    """Attention of the decoder to the encoder's output."""
+
     def __init__(self, plan: Plan, layer: int) -> None:
-        """layer: of the decoder."""
+        """layer: index in the decoder."""
         super().__init__()
         config, heads = plan.config, plan.sizes["heads"]
         self.ranks, self.options = plan.ranks, plan.options
-        # Counted behind the encoder's layers, whose seed of dropout it shares.
+        # Numbered after the encoder's layers, because both use the dropout seed of the source pass.
         self.at = rng.At(config.encoder.layers + layer, rng.ATTENTION)
         self.heads, self.head_dim = heads, config.attention.head_dim
         width, bias = heads * self.head_dim, config.attention.qkv_bias
@@ -24,7 +26,7 @@ class CrossAttention(nn.Module):
         self.linear_proj = RowLinear(width, config.hidden, plan.ranks, bias=config.attention.o_bias)
 
     def forward(self, x: Tensor, memory: Tensor, source: Pass) -> Tensor:
-        """memory: what the encoder made, of the pass `source`; [its sequence (/ tp), batch, hidden]."""
+        """memory: the encoder's output for the pass `source`; [source sequence (/ tp), batch, hidden]."""
         q = self.linear_q(x).unflatten(-1, (self.heads, self.head_dim))
         k, v = self.linear_kv(memory).unflatten(-1, (self.heads, 2, self.head_dim)).unbind(-2)
         mixed = attended(q, k, v, source, self.at, self.ranks, self.options, window=None)

@@ -1,12 +1,11 @@
-"""T5: an encoder, and a decoder that attends to it; one chunk of it, with Megatron core's names.
+"""T5: an encoder, and a decoder that attends to its output; one chunk of it, with Megatron core's names.
 
-A stage has layers of the encoder or of the decoder, or all of both. What the encoder made goes on from its last stage through
-every stage of the decoder, beside the activations, and its gradient comes back the same way.
+A stage has layers of the encoder, layers of the decoder, or all layers of both. The encoder's output passes from its
+last stage through every stage of the decoder, together with the activations. Its gradient returns the same way.
 """
 
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from megaconv.model.config import ModelConfig
@@ -14,27 +13,28 @@ from megaconv.model.layout import Chunk
 from megaconv.model.table import encoder_layers
 from megatron_lite.models import rng
 from megatron_lite.models.batch import Lengths
+from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.chunk import Stack
 from megatron_lite.models.cross_attention import CrossAttention
 from megatron_lite.models.ends import Embedding, Head
 from megatron_lite.models.layer import Layer, Residual
+from megatron_lite.models.mixers.self_attention import SelfAttention
 from megatron_lite.models.mlp import MLP
-from megatron_lite.models.network import Counted, Network, mean_of_each_microbatch
+from megatron_lite.models.network_interface import Counted, Network, mean_of_each_microbatch
 from megatron_lite.models.passes import Pass
-from megatron_lite.models.plan import Plan
-from megatron_lite.models.self_attention import SelfAttention
 from megatron_lite.parallel.payload import Payload, Wires
 from megatron_lite.parallel.tensor import Norm
 
 
 class CrossLayer(Residual):
-    """Of the decoder: attention to what came before, attention to the encoder's text, MLP."""
+    """A decoder layer: self-attention, attention to the encoder's output, and an MLP."""
 
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
         self.ranks, self.dropout = plan.ranks, plan.options.hidden_dropout
         self.after_attention, self.after_cross_attention, self.after_mlp = (
-            rng.At(layer, place) for place in (rng.AFTER_ATTENTION, rng.AFTER_CROSS_ATTENTION, rng.AFTER_MLP)
+            rng.At(layer, place)
+            for place in (rng.AFTER_ATTENTION, rng.AFTER_CROSS_ATTENTION, rng.AFTER_MLP)
         )
         self.self_attention = SelfAttention(plan, layer)
         self.pre_cross_attn_layernorm = Norm(plan.config.hidden, plan.norm)
@@ -50,7 +50,7 @@ class CrossLayer(Residual):
 
 
 class LMHead(nn.Module):
-    """Under the name that core has for it."""
+    """The head, as a module of its own because of Megatron core's parameter names."""
 
     def __init__(self, plan: Plan, *, shares_embedding: bool) -> None:
         super().__init__()
@@ -58,6 +58,8 @@ class LMHead(nn.Module):
 
 
 class EncoderDecoder(Network):
+    """One virtual stage of a T5."""
+
     def __init__(self, plan: Plan, chunk: Chunk) -> None:
         super().__init__(plan, chunk)
         together = chunk.encoder is None
@@ -65,7 +67,9 @@ class EncoderDecoder(Network):
         of_encoder = [Layer(plan, layer) for layer in encoder_layers(plan.config, chunk)]
         of_decoder = [CrossLayer(plan, chunk.first_layer + local) for local in range(chunk.layers)]
         self.embedding = Embedding(plan) if chunk.embeds else None
-        self.encoder = Stack(plan, of_encoder, ends=together or chunk.ends_encoder) if of_encoder else None
+        self.encoder = (
+            Stack(plan, of_encoder, ends=together or chunk.ends_encoder) if of_encoder else None
+        )
         self.decoder = Stack(plan, of_decoder, ends=chunk.is_last) if of_decoder else None
         shares = plan.config.tie_embeddings and chunk.embeds
         self.lm_head = LMHead(plan, shares_embedding=shares) if chunk.is_last else None
@@ -83,10 +87,18 @@ class EncoderDecoder(Network):
         yield from (self.lm_head.output_layer,) if self.lm_head is not None else ()
 
     def takes(self, lengths: Lengths) -> Wires:
-        """Of the encoder its activations; of the decoder its own, and behind them what the encoder made."""
+        """Return the shapes of the stage's input.
+
+        A stage of the encoder takes the encoder's activations. A stage of the decoder takes its own activations, then
+        the encoder's output.
+        """
         if self.is_first:
             return ()
-        own = () if self.decoder is None or self.starts_decoder else (self.activations(lengths.rows, lengths.tokens),)
+        own = (
+            ()
+            if self.decoder is None or self.starts_decoder
+            else (self.activations(lengths.rows, lengths.tokens),)
+        )
         return *own, self.activations(lengths.rows, lengths.source)
 
     def gives(self, lengths: Lengths) -> Wires:
@@ -114,12 +126,18 @@ class EncoderDecoder(Network):
         return embedded
 
     def loss(self, given: Payload, run: Pass) -> tuple[Tensor, Mapping[str, Counted]]:
-        assert self.lm_head is not None
-        (hidden,) = given
-        mask = torch.ones_like(run.labels, dtype=torch.float32) if run.weights is None else run.weights
-        weights = mean_of_each_microbatch(mask)
-        total, losses = self.lm_head.output_layer(hidden, self._shared(), run.labels, weights * run.share)
+        weights = mean_of_each_microbatch(run.label_weights())
+        total, losses = self.label_losses(given, run.labels, weights * run.share)
         return total, {"loss": Counted(losses, weights)}
+
+    def label_losses(
+        self, given: Payload, labels: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert self.lm_head is not None
+        made: tuple[Tensor, Tensor] = self.lm_head.output_layer(
+            given[0], self._shared(), labels, weights
+        )
+        return made
 
     def logits(self, given: Payload) -> Tensor:
         assert self.lm_head is not None

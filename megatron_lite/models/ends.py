@@ -1,4 +1,4 @@
-"""What lies before the layers and behind them: the embedding and the head."""
+"""The modules before and after the layers: the embedding and the head."""
 
 from typing import ClassVar
 
@@ -6,39 +6,51 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.models import rng
+from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.loss import head_loss, rows_at_a_time
 from megatron_lite.models.passes import Pass
-from megatron_lite.models.plan import Plan
 from megatron_lite.parallel import comm
-from megatron_lite.parallel.kinds import Kind
-from megatron_lite.parallel.product import linear
+from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import VocabEmbedding
+from megatron_lite.products.product import linear
 
 
 class Positions(nn.Embedding):
-    """A learned vector for each; of positions, and of types of tokens."""
+    """A table of learned vectors, for positions or for token types."""
 
     kinds: ClassVar = {"weight": Kind.OF_TOKENS}
 
 
 class Embedding(nn.Module):
-    """Keys, and learned positions and token types where the model has them."""
+    """The embedding of tokens, plus learned positions and token types if the model has them."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         config = plan.config
-        self.ranks, self.dropout, self.at = plan.ranks, plan.options.hidden_dropout, rng.At(0, rng.EMBEDDING)
+        self.ranks, self.dropout, self.at = (
+            plan.ranks,
+            plan.options.hidden_dropout,
+            rng.At(0, rng.EMBEDDING),
+        )
         self.scale = config.embedding_scale
-        self.word_embeddings = VocabEmbedding(plan.vocab_rows // plan.ranks.size, config.hidden, plan.ranks)
+        self.word_embeddings = VocabEmbedding(
+            plan.vocab_rows // plan.ranks.size, config.hidden, plan.ranks
+        )
         learned = config.positions.kind == "learned"
-        self.position_embeddings = Positions(config.max_positions, config.hidden) if learned else None
-        self.tokentype_embeddings = Positions(config.token_types, config.hidden) if config.token_types else None
+        self.position_embeddings = (
+            Positions(config.max_positions, config.hidden) if learned else None
+        )
+        self.tokentype_embeddings = (
+            Positions(config.token_types, config.hidden) if config.token_types else None
+        )
 
     def forward(self, run: Pass, tokens: Tensor | None = None) -> Tensor:
-        """tokens [batch, sequence]: in place of the pass' own."""
+        """tokens [batch, sequence]: used in place of the pass's tokens."""
         x: Tensor = self.word_embeddings((run.tokens if tokens is None else tokens).t())
         if self.scale is not None:
-            x = x * torch.tensor(self.scale, dtype=x.dtype)  # rounded first, as transformers does
+            x = x * torch.tensor(
+                self.scale, dtype=x.dtype
+            )  # round the scale to the dtype first, as transformers does
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(self.ranks.own_part(run.positions))
         if self.tokentype_embeddings is not None:
@@ -51,7 +63,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The last matrix, or (weight None) the embedding's in its place; and a bias where the model has one."""
+    """The output matrix, or (weight None) the tied embedding, and a bias if the model has one."""
 
     kinds: ClassVar = {"weight": Kind.VOCABULARY, "bias": Kind.SHARDED}
 
@@ -59,14 +71,20 @@ class Head(nn.Module):
         super().__init__()
         self.plan = plan
         rows = plan.vocab_rows // plan.ranks.size
-        self.weight = None if shares_embedding else nn.Parameter(torch.empty(rows, plan.config.hidden))
+        self.weight = (
+            None if shares_embedding else nn.Parameter(torch.empty(rows, plan.config.hidden))
+        )
         has_bias = plan.config.head.bias or plan.config.has("transform")
         self.bias = nn.Parameter(torch.empty(rows)) if has_bias else None
 
-    def forward(self, hidden: Tensor, shared: Tensor | None, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """labels, weights [batch, sequence]. See head_loss; its losses come back as [batch, sequence]."""
+    def forward(
+        self, hidden: Tensor, shared: Tensor | None, labels: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return (loss, losses [batch, sequence]); see head_loss. labels, weights: [batch, sequence]."""
         plan, weight = self.plan, self._matrix(shared)
-        rows = plan.options.loss_rows or rows_at_a_time(hidden.device, weight.shape[0], plan.ranks.size)
+        rows = plan.options.loss_rows or rows_at_a_time(
+            hidden.device, weight.shape[0], plan.ranks.size
+        )
         total, losses = head_loss(
             hidden,
             weight,
@@ -80,7 +98,7 @@ class Head(nn.Module):
         return total, losses.view(labels.shape[1], labels.shape[0]).t()
 
     def logits(self, hidden: Tensor, shared: Tensor | None) -> Tensor:
-        """float32 [batch, sequence, vocabulary], the same on every tensor rank, without a gradient."""
+        """Return float32 [batch, sequence, vocabulary], the same on every tensor rank. Not differentiable."""
         ranks = self.plan.ranks
         if ranks.group and ranks.sequence:
             hidden = comm.gathered(hidden, ranks.group)

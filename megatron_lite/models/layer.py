@@ -1,28 +1,26 @@
-"""One layer: a mixer and an MLP, each of the kind that the model's description names for it."""
+"""One layer: a mixer and an MLP of the kinds that the model's description names."""
 
 from torch import Tensor, nn
 
 from megatron_lite.models import rng
-from megatron_lite.models.fp8 import use_fp8
-from megatron_lite.models.latent_attention import LatentAttention
+from megatron_lite.models.build_plan import Plan
+from megatron_lite.models.mixers.declaration import Mixer
+from megatron_lite.models.mixers.table import mixer_of
 from megatron_lite.models.mlp import MLP
 from megatron_lite.models.moe.experts import Mixture
 from megatron_lite.models.passes import Pass
-from megatron_lite.models.plan import Plan
-from megatron_lite.models.self_attention import SelfAttention
 from megatron_lite.parallel.tensor import Norm, TensorGroup
-
-MIXERS = {"attention": SelfAttention, "latent attention": LatentAttention}
-"""What a layer may have to mix tokens, by the words of megaconv.model.config.LayerKind."""
+from megatron_lite.products.selection import use_fp8
 
 
 class Residual(nn.Module):
-    """What adds to the activations, of which training drops some."""
+    """A module with residual connections, and with dropout in training."""
 
     ranks: TensorGroup
     dropout: float
 
     def drop(self, x: Tensor, run: Pass, at: rng.At) -> Tensor:
+        """Apply hidden dropout; without a seed or dropout, return x."""
         if run.seed is None or not self.dropout:
             return x
         dropped: Tensor = run.seed.drop(x, self.dropout, at, self.ranks)
@@ -30,23 +28,60 @@ class Residual(nn.Module):
 
 
 class Layer(Residual):
-    """A dense MLP and plain attention have their norms in themselves; experts all take what one norm makes, latent attention likewise."""
+    """One layer: a mixer, an MLP, or both. Experts and some mixers need a norm before them; all others contain theirs."""
+
+    input_layernorm: Norm | None
+    pre_mlp_layernorm: Norm | None
+    mlp: nn.Module | None
 
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
         self.layer, self.ranks, self.dropout = layer, plan.ranks, plan.options.hidden_dropout
-        self.after_attention, self.after_mlp = rng.At(layer, rng.AFTER_ATTENTION), rng.At(layer, rng.AFTER_MLP)
+        self.after_attention, self.after_mlp = (
+            rng.At(layer, rng.AFTER_ATTENTION),
+            rng.At(layer, rng.AFTER_MLP),
+        )
         kind = plan.kind(layer)
-        latent = plan.config.latent.kv_rank > 0
-        self.input_layernorm = Norm(plan.config.hidden, plan.norm) if latent else None
-        self.self_attention = MIXERS[("latent " if latent else "") + kind.mixer](plan, layer)
-        mixture = kind.mlp == "experts"
-        self.pre_mlp_layernorm = Norm(plan.config.hidden, plan.norm) if mixture else None
-        self.mlp = Mixture(plan, layer) if mixture else MLP(plan)
-        use_fp8(self, plan, layer)
+        self._add_mixer(plan, mixer_of(plan.config, kind))
+        self._add_mlp(plan, kind.mlp)
+        use_fp8(
+            self, plan.options.fp8, layer=layer, layers=plan.config.layer_count, tp=plan.ranks.size
+        )
+
+    def _add_mixer(self, plan: Plan, mixer: Mixer | None) -> None:
+        """Add the mixer under its own name, after the norm that it needs."""
+        self.mixer_name = None if mixer is None else mixer.place
+        self.input_layernorm = None
+        if mixer is None:
+            return
+        assert mixer.module is not None, (
+            "check_trained refuses models with mixers that can't be computed"
+        )
+        if mixer.needs_norm:
+            self.input_layernorm = Norm(plan.config.hidden, plan.norm)
+        self.add_module(mixer.place, mixer.module()(plan, self.layer))
+
+    def _add_mlp(self, plan: Plan, kind: str) -> None:
+        """Add the dense MLP, the experts after their norm, or nothing."""
+        self.pre_mlp_layernorm, self.mlp = None, None
+        if kind == "experts":
+            self.pre_mlp_layernorm = Norm(plan.config.hidden, plan.norm)
+            self.mlp = Mixture(plan, self.layer)
+        elif kind == "dense":
+            self.mlp = MLP(plan)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
-        normed = x if self.input_layernorm is None else self.input_layernorm(x)
-        x = x + self.drop(self.self_attention(normed, run), run, self.after_attention)
-        made = self.mlp(x) if self.pre_mlp_layernorm is None else self.mlp(self.pre_mlp_layernorm(x), run)
+        """x [sequence (/ tp), batch, hidden] -> the same shape."""
+        if self.mixer_name is not None:
+            normed = x if self.input_layernorm is None else self.input_layernorm(x)
+            mixed = getattr(self, self.mixer_name)(normed, run)
+            x = x + self.drop(mixed, run, self.after_attention)
+        if self.mlp is None:
+            return x
+        # torch.compile stops at experts. In a method of its own, the call would be one more compiled part.
+        made = (
+            self.mlp(x)
+            if self.pre_mlp_layernorm is None
+            else self.mlp(self.pre_mlp_layernorm(x), run)
+        )
         return x + self.drop(made, run, self.after_mlp)

@@ -1,5 +1,9 @@
-"""The head and the cross entropy in one: logits exist for a few rows at a time, and the gradient is made along with them."""
+"""The head and the cross entropy in one function.
 
+Logits exist for a few rows at a time. The gradients are computed together with the logits.
+"""
+
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,22 +15,25 @@ from megatron_lite.parallel import comm
 from megatron_lite.parallel.tensor import TensorGroup
 
 CPU_ROWS = 128
-"""Tokens whose logits stay in a CPU's caches."""
+"""Tokens whose logits fit into a CPU's caches."""
 GPU_ROWS = 256, 16384
-"""At least, at most: fewer leave a GPU idle, more gain nothing."""
+"""(minimum, maximum): fewer tokens leave a GPU idle, more gain nothing."""
 GPU_PART = 256
-"""Of a GPU's memory, the part that logits take at one time."""
+"""Logits take at most 1 / GPU_PART of a GPU's memory at a time."""
 
 
 def rows_at_a_time(device: torch.device, columns: int, ranks: int) -> int:
-    """Tokens whose logits exist together, of so many columns on each tensor rank."""
+    """Return the number of tokens whose logits exist at a time. columns: on each tensor rank."""
     if device.type == "cpu":
-        return CPU_ROWS * ranks  # each rank has fewer columns then, and a collective is dear
+        return CPU_ROWS * ranks  # each rank has fewer columns, and a collective is expensive
     return _gpu_rows(_memory(device), columns)
 
 
 def _gpu_rows(memory: int, columns: int) -> int:
-    """A multiple of the least. memory: bytes of the GPU. A logit takes 4 bytes, and its gradient in the model's dtype up to 4 more."""
+    """Return a multiple of the minimum. memory: bytes of the GPU.
+
+    A logit takes 4 bytes, and its gradient in the model's dtype up to 4 more.
+    """
     least, most = GPU_ROWS
     fitting = memory // GPU_PART // (8 * columns)
     return min(most, max(least, fitting // least * least))
@@ -47,11 +54,11 @@ def head_loss(
     rows: int,
     ranks: TensorGroup,
 ) -> tuple[Tensor, Tensor]:
-    """(sum of weights * losses, to go backward from; the losses alone, float32 [tokens], without a gradient).
+    """Return (sum of weights * losses, differentiable; the losses, float32 [tokens], not differentiable).
 
-    hidden [sequence (/ tp), batch, width]. weight [padded vocabulary / tp, width], bias [padded vocabulary / tp]. labels int64
-    [tokens] and weights float32 [tokens], tokens in the order of [sequence, batch]. vocab: columns that are no padding.
-    rows: tokens at a time.
+    hidden [sequence (/ tp), batch, width]. weight [padded vocabulary / tp, width], bias [padded vocabulary / tp].
+    labels int64 [tokens] and weights float32 [tokens], with tokens in the order of [sequence, batch].
+    vocab: number of columns without padding. rows: tokens at a time.
     """
     made: tuple[Tensor, Tensor] = _HeadLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, labels, weights, vocab, rows, ranks, torch.is_grad_enabled()
@@ -59,8 +66,77 @@ def head_loss(
     return made
 
 
+@dataclass(frozen=True)
+class _OwnColumns:
+    """This rank's columns of the head that are not padding."""
+
+    first: int
+    """Number of the first column in the vocabulary."""
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(
+        cls, weight: Tensor, bias: Tensor | None, vocab: int, ranks: TensorGroup
+    ) -> "_OwnColumns":
+        first = ranks.rank * weight.shape[0]
+        count = min(max(vocab - first, 0), weight.shape[0])
+        return cls(first, weight[:count], None if bias is None else bias[:count])
+
+    @property
+    def count(self) -> int:
+        return len(self.weight)
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Gradients of the head's input, of its weight and of its bias. Blocks of rows are added one by one."""
+
+    of_input: Tensor
+    of_weight: Tensor | None
+    """None if the weight is not trained. With several blocks it is summed in float32."""
+    of_bias: Tensor | None
+    """float32."""
+
+    @classmethod
+    def zeros(
+        cls, x: Tensor, weight: Tensor, bias: Tensor | None, *, trained: bool, one_block: bool
+    ) -> "_Gradients":
+        dtype = weight.dtype if one_block else torch.float32
+        of_weight = torch.zeros_like(weight, dtype=dtype) if trained else None
+        of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        return cls(torch.empty_like(x), of_weight, of_bias)
+
+    def add(self, part: slice, x: Tensor, of_logits: Tensor, own: _OwnColumns) -> None:
+        """Add a block. x [rows, width]; of_logits float32 [rows, own columns]."""
+        if self.of_bias is not None:
+            self.of_bias[: own.count] += of_logits.sum(0)
+        rounded = of_logits.to(own.weight.dtype)
+        torch.mm(rounded, own.weight, out=self.of_input[part])
+        if self.of_weight is None:
+            return
+        of_own = self.of_weight[: own.count]
+        if of_own.dtype == rounded.dtype:
+            of_own.addmm_(rounded.t(), x)
+        else:
+            of_own += rounded.t() @ x
+
+
+def _of_logits(softmax: Tensor, index: Tensor, held: Tensor, weights: Tensor) -> Tensor:
+    """Return the gradient of logits: softmax minus one-hot labels, both times the labels' weights.
+
+    softmax: with the weights as a factor already. Its memory is used for the result.
+    """
+    if softmax.shape[1]:
+        softmax.scatter_add_(1, index.unsqueeze(1), -(held * weights).unsqueeze(1))
+    return softmax
+
+
 class _HeadLoss(torch.autograd.Function):
-    """Softmax minus one-hot is at hand while the logits are, so both gradients are made in the forward pass."""
+    """The gradient of logits, softmax minus one-hot, is available with the logits.
+
+    So the forward pass computes the gradients of the head and of its input too.
+    """
 
     @staticmethod
     def forward(
@@ -77,49 +153,43 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         whole = comm.gathered(hidden, ranks.group) if ranks.group and ranks.sequence else hidden
         x = whole.reshape(-1, whole.shape[-1])
-        first = ranks.rank * weight.shape[0]
-        own = min(max(vocab - first, 0), weight.shape[0])
-        used = weight[:own]
+        own = _OwnColumns.of(weight, bias, vocab, ranks)
         losses = x.new_empty(len(x), dtype=torch.float32)
+        gradients = None
         if backward_follows:
-            dx = torch.empty_like(x)
-            trained = ctx.needs_input_grad[1]
-            dw = torch.zeros_like(weight, dtype=weight.dtype if len(x) <= rows else torch.float32) if trained else None
-            db = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+            trained, one_block = ctx.needs_input_grad[1], len(x) <= rows
+            gradients = _Gradients.zeros(x, weight, bias, trained=trained, one_block=one_block)
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
-            logits = F.linear(x[part], used, None if bias is None else bias[:own]).float()
-            index, held = _own_labels(labels[part], first, own)
+            logits = F.linear(x[part], own.weight, own.bias).float()
+            index, held = _own_labels(labels[part], own.first, own.count)
             losses[part], scale = _losses(logits, index, held, ranks)
-            if backward_follows:
-                grad = logits.mul_((scale * weights[part]).unsqueeze(1))
-                if own:
-                    grad.scatter_add_(1, index.unsqueeze(1), -(held * weights[part]).unsqueeze(1))
-                if db is not None:
-                    db[:own] += grad.sum(0)
-                grad = grad.to(weight.dtype)
-                torch.mm(grad, used, out=dx[part])
-                if dw is None:
-                    continue
-                if dw.dtype == grad.dtype:
-                    dw[:own].addmm_(grad.t(), x[part])
-                else:
-                    dw[:own] += grad.t() @ x[part]
-        total = torch.dot(losses, weights)
-        if backward_follows:
-            dx = dx.view_as(whole)
+            if gradients is not None:
+                weighted_softmax = logits.mul_((scale * weights[part]).unsqueeze(1))
+                of_logits = _of_logits(weighted_softmax, index, held, weights[part])
+                gradients.add(part, x[part], of_logits, own)
+        if gradients is not None:
+            of_hidden = gradients.of_input.view_as(whole)
             if ranks.group:
-                dx = _summed(dx, ranks)
-            of_weight, of_bias = (None if each is None else each.to(weight.dtype) for each in (dw, db))
-            ctx.save_for_backward(dx, of_weight, of_bias)
+                of_hidden = _summed(of_hidden, ranks)
+            ctx.save_for_backward(of_hidden, *_rounded(gradients, weight.dtype))
         ctx.mark_non_differentiable(losses)
-        return total, losses
+        return torch.dot(losses, weights), losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         dx, *others = ctx.saved_tensors
         dw, db = (None if each is None else each.mul_(grad) for each in others)
         return dx.mul_(grad), dw, db, None, None, None, None, None, None
+
+
+def _rounded(gradients: _Gradients, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of weight and bias in the model's dtype."""
+    of_weight, of_bias = gradients.of_weight, gradients.of_bias
+    return (
+        None if of_weight is None else of_weight.to(dtype),
+        None if of_bias is None else of_bias.to(dtype),
+    )
 
 
 def _summed(dx: Tensor, ranks: TensorGroup) -> Tensor:
@@ -131,28 +201,32 @@ def _summed(dx: Tensor, ranks: TensorGroup) -> Tensor:
 
 
 def _own_labels(labels: Tensor, first: int, own: int) -> tuple[Tensor, Tensor]:
-    """(column of each label, or 0; whether this rank has it)."""
+    """Return (column of each label, or 0; whether this rank has the column)."""
     local = labels - first
     held = (local >= 0) & (local < own)
     return local.masked_fill(~held, 0), held
 
 
-def _losses(logits: Tensor, index: Tensor, held: Tensor, ranks: TensorGroup) -> tuple[Tensor, Tensor]:
-    """(cross entropy over the columns of all ranks, what makes softmax of the new logits), each float32 [rows].
+def _losses(
+    logits: Tensor, index: Tensor, held: Tensor, ranks: TensorGroup
+) -> tuple[Tensor, Tensor]:
+    """Return (cross entropy over the columns of all ranks, factor that turns the new logits into a softmax): float32 [rows].
 
-    Logits become exponentials, below this rank's maximum. One collective: each rank's maximum, its sum of exponentials
-    and the label's logit.
+    The logits are replaced by exponentials relative to this rank's maximum. One collective exchanges each rank's
+    maximum, its sum of exponentials, and the label's logit.
     """
     if logits.shape[1]:
         own_largest = logits.amax(1)
         picked = logits.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill(~held, 0)
         exponentials = logits.sub_(own_largest.unsqueeze(1)).exp_().sum(1)
-    else:  # nothing but padding on this rank
+    else:  # this rank has only padding
         own_largest = logits.new_full((len(logits),), -torch.inf)
         exponentials = picked = logits.new_zeros(len(logits))
     largest = own_largest
     if ranks.group:
-        all_ranks = comm.gathered(torch.stack((own_largest, exponentials, picked)), ranks.group).view(ranks.size, 3, -1)
+        all_ranks = comm.gathered(
+            torch.stack((own_largest, exponentials, picked)), ranks.group
+        ).view(ranks.size, 3, -1)
         largest = all_ranks[:, 0].amax(0)
         exponentials = (all_ranks[:, 1] * (all_ranks[:, 0] - largest).exp()).sum(0)
         picked = all_ranks[:, 2].sum(0)

@@ -1,9 +1,9 @@
-"""Multi-token prediction (DeepSeek-V3): layers behind the last, each of which predicts one token further ahead.
+"""Multi-token prediction (DeepSeek-V3): layers after the last, each of which predicts one token further ahead.
 
-    h_d = final_norm(layer(join [norm(embedding of token t + d) ; norm(h_{d-1} of t)]))         h_0: of the decoder, behind its norm
+    h_d = final_norm(layer(join [norm(embedding of token t + d) ; norm(h_{d-1} of t)]))         h_0: the decoder's output after its norm
 
-The head is the model's own. Tokens, labels and their weights move one place to the left with every layer; at the end of a row,
-and of each document, nothing is left to predict. Source: megatron/core/transformer/multi_token_prediction.py.
+The head is the model's own. Tokens, labels and their weights shift one position to the left with every layer. At the
+end of a row and of each document there is no label. Source: megatron/core/transformer/multi_token_prediction.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,28 +13,32 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.models import recompute
+from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.layer import Layer
 from megatron_lite.models.passes import Ahead, Pass
-from megatron_lite.models.plan import Plan
-from megatron_lite.parallel.kinds import Kind
+from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import Norm, column_linear, joined_columns
 
 
 class Join(nn.Module):
-    """A matrix sharded by its output, whose parts are joined again."""
+    """A matrix sharded by its output, whose output is gathered."""
 
     kinds: ClassVar = {"weight": Kind.SHARDED}
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.ranks = plan.ranks
-        self.weight = nn.Parameter(torch.empty(plan.config.hidden // plan.ranks.size, 2 * plan.config.hidden))
+        self.weight = nn.Parameter(
+            torch.empty(plan.config.hidden // plan.ranks.size, 2 * plan.config.hidden)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return joined_columns(column_linear(x, self.weight, None, self.ranks), self.ranks)
 
 
 class PredictionLayer(nn.Module):
+    """One prediction layer."""
+
     def __init__(self, plan: Plan, depth: int) -> None:
         super().__init__()
 
@@ -46,22 +50,26 @@ class PredictionLayer(nn.Module):
         self.final_layernorm = norm()
 
     def forward(self, embedded: Tensor, hidden: Tensor, run: Pass) -> Tensor:
-        """Both [sequence (/ tp), batch, hidden], as what comes back."""
+        """embedded, hidden: both [sequence (/ tp), batch, hidden] -> the same shape."""
         joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
         made: Tensor = self.final_layernorm(self.transformer_layer(joined, run))
         return made
 
 
 class Predictions(nn.Module):
-    """All of them; on the last stage."""
+    """All prediction layers; on the last stage."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.recompute = plan.options.recompute
-        self.layers = nn.ModuleList(PredictionLayer(plan, depth) for depth in range(plan.config.mtp_layers))
+        self.layers = nn.ModuleList(
+            PredictionLayer(plan, depth) for depth in range(plan.config.mtp_layers)
+        )
 
-    def forward(self, hidden: Tensor, run: Pass, embed: Callable[[Tensor], Tensor]) -> Iterator[tuple[Tensor, Ahead]]:
-        """What goes into the head for each depth, and the labels that it has to find. embed: of tokens [batch, sequence]."""
+    def forward(
+        self, hidden: Tensor, run: Pass, embed: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[Tensor, Ahead]]:
+        """Yield (input of the head, its labels) for each depth. embed: embeds tokens [batch, sequence]."""
         for layer, ahead in zip(self.layers, run.ahead, strict=True):
             embedded = embed(ahead.tokens)
 

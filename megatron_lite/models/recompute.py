@@ -1,4 +1,4 @@
-"""What the backward pass computes again instead of keeping it: whole layers, or the cheap parts of each."""
+"""Activation recomputation: the backward pass computes whole layers again, or the cheap parts of each layer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,33 +14,42 @@ from megatron_lite.settings.options import Recompute
 
 
 def keep(make: Made, x: Tensor, use: Made) -> Tensor:
-    """use(make(x)), where autograd keeps what it likes."""
+    """use(make(x)) without recomputation: autograd decides what to keep."""
     return use(make(x))
 
 
 def make_again(make: Made, x: Tensor, use: Made) -> Tensor:
-    """use(make(x)), where `use` keeps x instead of make(x) for its backward pass. torch.compile decides by itself.
+    """use(make(x)), but `use` keeps x for its backward pass instead of make(x). torch.compile makes its own choice.
 
-    A view of all of make(x) that autograd would have kept it finds with its own strides: products may keep transposed ones.
-    What isn't contiguous is kept.
+    If autograd would keep a view of all of make(x), the recomputed tensor gets the view's strides, because products may
+    keep transposed views. A result that is not contiguous is kept.
     """
     made = make(x)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not made.is_contiguous():
         return use(made)
+    # These values identify make(x) among the tensors that autograd saves.
     address, count, dtype, version = made.data_ptr(), made.numel(), made.dtype, made._version
 
     def pack(saved: Tensor) -> Any:
         whole = saved.data_ptr() == address and saved.numel() == count and saved.dtype == dtype
-        changed = saved._version != version  # in place, which making it again wouldn't
-        return _Again(make, x.detach(), saved.shape, saved.stride()) if whole and not changed else saved
+        changed = (
+            saved._version != version
+        )  # changed in place; recomputation would not repeat the change
+        return (
+            _Again(make, x.detach(), saved.shape, saved.stride())
+            if whole and not changed
+            else saved
+        )
 
-    with saved_tensors_hooks(pack, lambda packed: packed() if isinstance(packed, _Again) else packed):
+    with saved_tensors_hooks(
+        pack, lambda packed: packed() if isinstance(packed, _Again) else packed
+    ):
         return use(made)
 
 
 @dataclass(frozen=True)
 class _Again:
-    """In place of a tensor that autograd would have kept."""
+    """Stands for a tensor that autograd would have kept."""
 
     make: Made
     x: Tensor
@@ -53,10 +62,10 @@ class _Again:
 
 
 def run_layers(layers: Sequence[nn.Module], x: Tensor, run: "Run", settings: Recompute) -> Tensor:
-    """x through all layers, some of them in groups whose inside is computed again."""
+    """Run x through all layers. The inside of some groups of layers is recomputed in the backward pass."""
     for group, again in _groups(layers, settings):
         if again and torch.is_grad_enabled():
-            # Dropout seeds itself anew each time, so no random state has to be kept.
+            # Dropout computes its seed each time, so no random state has to be kept.
             x = checkpoint(_through, group, x, run, use_reentrant=False, preserve_rng_state=False)
         else:
             x = _through(group, x, run)
@@ -72,7 +81,9 @@ def _through(layers: Sequence[nn.Module], x: Tensor, run: Run) -> Tensor:
     return x
 
 
-def _groups(layers: Sequence[nn.Module], settings: Recompute) -> Iterator[tuple[Sequence[nn.Module], bool]]:
+def _groups(
+    layers: Sequence[nn.Module], settings: Recompute
+) -> Iterator[tuple[Sequence[nn.Module], bool]]:
     if settings.granularity != "full":
         yield layers, False
     elif settings.method == "uniform":

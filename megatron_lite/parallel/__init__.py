@@ -1,1 +1,1 @@
-"""Who computes which part: the grid of ranks, communication, pipeline, optimizer."""
+"""Parallelism: the grid of ranks, communication and pipeline."""

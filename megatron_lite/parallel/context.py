@@ -1,7 +1,8 @@
-"""Context parallelism: how the tokens of a sequence are shared out over ranks, and how keys and values get from one to another.
+"""Context parallelism: divides the tokens of a sequence over ranks, and moves keys and values between the ranks.
 
-A sequence is cut into 2n blocks of which rank r has r and 2n - 1 - r, so that each rank's queries see equally many keys: Megatron's
-cut (get_batch_on_this_cp_rank). Everything that goes with tokens is cut alike.
+A sequence is divided into 2n blocks. Rank r has the blocks r and 2n - 1 - r, so each rank's queries attend to the same
+number of keys. This is Megatron's division (get_batch_on_this_cp_rank). Everything with a token axis is divided in the
+same way.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,22 +18,23 @@ from megatron_lite.parallel import comm
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that share the tokens of every sequence, and which of them this is."""
+    """The ranks that share the tokens of every sequence, and this rank among them."""
 
     group: ProcessGroup
     rank: int
     size: int
     how: str
-    """In which attention brings queries to keys: a word of settings.options.CONTEXT."""
+    """The method by which attention exchanges keys and values: one of settings.options.CONTEXT."""
     levels: "tuple[ContextGroup, ContextGroup] | None" = None
-    """Of a2a+p2p: the near ranks, which take heads for tokens, and the far ones, which have the same heads then.
+    """For a2a+p2p: (near ranks, far ranks). Near ranks exchange heads for tokens; far ranks then have the same heads.
 
-    Near ranks are neighbours, whose blocks together are two runs of blocks: those that one of the far ranks would have of as many.
+    Near ranks are neighbours. Their blocks together are two contiguous ranges of blocks. A far rank would have the same
+    two ranges if there were only the far ranks.
     """
 
     @property
     def over_heads(self) -> "ContextGroup | None":
-        """The ranks that take heads for tokens."""
+        """The ranks that exchange heads for tokens."""
         return self if self.how == "a2a" else None if self.levels is None else self.levels[0]
 
     @property
@@ -41,68 +43,73 @@ class ContextGroup:
         return None if self.how == "a2a" else self if self.levels is None else self.levels[1]
 
     def blocks(self, rank: int) -> tuple[int, int]:
-        """The two of a rank, in the order in which it has them."""
+        """Return the two blocks of a rank, in the order in which the rank holds them."""
         return rank, 2 * self.size - 1 - rank
 
     def position(self, rank: int, place: int, half: int) -> int:
-        """Of the token that a rank has at this place. half: tokens of one block."""
+        """Return the position in the sequence of the token at this place of a rank. half: tokens of one block."""
         return self.blocks(rank)[place // half] * half + place % half
 
     def own_part(self, whole: Tensor, axis: int) -> Tensor:
-        """This rank's two blocks of something that everybody has all of."""
+        """Return this rank's two blocks of a tensor that every rank holds as a whole."""
         parts = whole.chunk(2 * self.size, axis)
         return torch.cat([parts[block] for block in self.blocks(self.rank)], axis)
 
     def glue(self, parts: Tensor, axis: int) -> Tensor:
-        """parts: all ranks', stacked along a leading axis -> the whole; axis is counted without that one."""
+        """Join the parts of all ranks, stacked along a leading axis, to the whole. `axis` does not count the leading axis."""
         blocks = dict[int, Tensor]()
         for rank, part in enumerate(parts):
             blocks |= dict(zip(self.blocks(rank), part.chunk(2, axis), strict=True))
         return torch.cat([blocks[block] for block in range(2 * self.size)], axis)
 
     def whole(self, own: Tensor, axis: int) -> Tensor:
-        """From every rank's part; the same everywhere, without a gradient."""
+        """Gather the whole tensor from every rank's part. Not differentiable."""
         return self.glue(comm.gathered(own.unsqueeze(0), self.group), axis)
 
 
 class Ring:
-    """Keys and values wander from rank to rank, and their gradients after them: there are never more than two ranks' at a time."""
+    """Passes keys and values from rank to rank in a ring, and their gradients after them.
+
+    A rank never holds the keys and values of more than two ranks at a time.
+    """
 
     def __init__(self, own: Tensor, ranks: ContextGroup) -> None:
         """own: this rank's keys and values."""
         self._own, self._ranks = own, ranks
         self.gradient = own
-        """float32, of this rank's own, when walk_back has ended."""
+        """float32: the gradient of this rank's keys and values, after walk_back has ended."""
 
     def walk(self) -> Iterator[tuple[int, Tensor]]:
-        """(rank, its keys and values), this one's first. The next are on their way meanwhile."""
+        """Yield (rank, its keys and values), starting with this rank. The next ones arrive meanwhile."""
         ranks, held = self._ranks, self._own.contiguous()
         for step in range(ranks.size):
             last = step == ranks.size - 1
             coming = None if last else comm.shift(held, ranks.group)
+            # After `step` shifts, this rank holds the keys and values of the rank `step` places before it.
             yield (ranks.rank - step) % ranks.size, held
             held = held if coming is None else coming()
 
     def walk_back(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The same, with the gradient float32 to add to."""
+        """Yield (rank, its keys and values, float32 gradient). The caller adds to the gradient."""
         gradient = torch.zeros_like(self._own, dtype=torch.float32)
         coming: Callable[[], Tensor] | None = None
         for rank, held in self.walk():
             gradient = gradient if coming is None else coming()
             yield rank, held, gradient
+            # Send the gradient to the rank that gets these keys and values next.
             coming = comm.shift(gradient, self._ranks.group, tag=1)
         self.gradient = gradient if coming is None else coming()
 
 
 class Gathering:
-    """All ranks' keys and values at once; gradients are summed at the end."""
+    """Gathers the keys and values of all ranks at once. Gradients are summed at the end."""
 
     def __init__(self, own: Tensor, ranks: ContextGroup) -> None:
         self._own, self._ranks = own, ranks
         self.gradient = own
 
     def walk(self) -> Iterator[tuple[int, Tensor]]:
-        """As Ring's, in the same order."""
+        """Yield the same values as Ring.walk, in the same order."""
         ranks = self._ranks
         whole = comm.gathered(self._own.unsqueeze(0), ranks.group)
         for step in range(ranks.size):
@@ -110,7 +117,7 @@ class Gathering:
             yield rank, whole[rank]
 
     def walk_back(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """As Ring's."""
+        """Yield the same values as Ring.walk_back, in the same order."""
         whole = self._own.new_zeros(self._ranks.size, *self._own.shape, dtype=torch.float32)
         for rank, held in self.walk():
             yield rank, held, whole[rank]
@@ -118,7 +125,7 @@ class Gathering:
 
 
 class _HeadsForTokens(torch.autograd.Function):
-    """Some heads of all tokens in place of all heads of some tokens; on the way back the other way round."""
+    """Exchanges all heads of some tokens for some heads of all tokens; backward, the opposite."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: ContextGroup) -> Tensor:
@@ -142,13 +149,13 @@ class _TokensForHeads(torch.autograd.Function):
 
 
 def heads_for_tokens(x: Tensor, ranks: ContextGroup) -> Tensor:
-    """[sequence / n, batch, heads, ...] -> [sequence, batch, heads / n, ...], tokens in their order; autograd goes back."""
+    """[sequence / n, batch, heads, ...] -> [sequence, batch, heads / n, ...], with tokens in sequence order. Differentiable."""
     found: Tensor = _HeadsForTokens.apply(x, ranks)  # type: ignore[no-untyped-call]
     return found
 
 
 def tokens_for_heads(x: Tensor, ranks: ContextGroup) -> Tensor:
-    """The other way."""
+    """[sequence, batch, heads / n, ...] -> [sequence / n, batch, heads, ...]: the inverse of heads_for_tokens."""
     found: Tensor = _TokensForHeads.apply(x, ranks)  # type: ignore[no-untyped-call]
     return found
 
@@ -160,11 +167,13 @@ def _all_tokens(x: Tensor, ranks: ContextGroup) -> Tensor:
 
 def _all_heads(x: Tensor, ranks: ContextGroup) -> Tensor:
     blocks = x.chunk(2 * ranks.size, 0)
-    split = torch.stack([torch.cat([blocks[block] for block in ranks.blocks(rank)]) for rank in range(ranks.size)])
+    split = torch.stack(
+        [torch.cat([blocks[block] for block in ranks.blocks(rank)]) for rank in range(ranks.size)]
+    )
     return _exchanged(split, ranks).movedim(0, 2).flatten(2, 3)
 
 
 def _exchanged(split: Tensor, ranks: ContextGroup) -> Tensor:
-    """Of [n, ...] part i to rank i, and what they have for this one."""
+    """Send part i of [n, ...] to rank i, and return the parts that all ranks sent to this rank."""
     one_each = [1] * ranks.size
     return comm.exchange(split, ranks.group, one_each, one_each)

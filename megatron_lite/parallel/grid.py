@@ -1,10 +1,8 @@
-"""The ranks' grid and its process groups; the only file that creates groups.
-
-Which ranks they are is mesh.py's.
-"""
+"""The grid of ranks and its process groups. This is the only file that creates groups; mesh.py computes their ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -22,28 +20,33 @@ class Channel(NamedTuple):
     """One kind of message between stages."""
 
     backward: bool
-    """A gradient on its way back; else an activation on its way forward."""
+    """True: a gradient, sent backward. False: an activation, sent forward."""
     wraps: bool
-    """Between the last rank and the first, where virtual stages are interleaved."""
+    """True between the last rank and the first, which exist with interleaved virtual stages."""
 
 
 class Meeting(NamedTuple):
-    """Two neighbouring pipeline ranks that make a communicator of theirs."""
+    """Two neighbouring pipeline ranks that create a communicator."""
 
     channel: Channel
     ranks: tuple[int, int]
-    """In the pipeline: the one that sends forward, the one that receives."""
+    """Pipeline ranks: (the rank that sends in the forward direction, the rank that receives)."""
 
 
 def meetings(pp: int, vpp: int) -> list[Meeting]:
-    """All communicators between stages, in the one order in which every rank makes those that it has a part in.
+    """Return all communicators between stages, in the order in which every rank creates its own.
 
-    NCCL makes one for two ranks when the first message passes between them, and each of the two blocks until the other comes. A
-    rank that asks early for a message, as the pipeline does, would then wait for one that waits for it. Every other pair
-    comes first, so that pairs meet side by side; any order would do as long as it is the same everywhere.
+    NCCL creates a communicator when the first message passes between two ranks. Each of the two blocks until the other
+    comes. A rank that requests a message early, as the pipeline does, could then wait for a rank that waits for it.
+    Every other pair comes first, so that pairs connect in parallel. Any order is correct if it is the same on all
+    ranks.
     """
-    pairs = sorted(((rank, rank + 1) for rank in range(pp - 1)), key=lambda pair: (pair[0] % 2, pair[0]))
-    found = [Meeting(Channel(backward, False), pair) for backward in (False, True) for pair in pairs]
+    pairs = sorted(
+        ((rank, rank + 1) for rank in range(pp - 1)), key=lambda pair: (pair[0] % 2, pair[0])
+    )
+    found = [
+        Meeting(Channel(backward, False), pair) for backward in (False, True) for pair in pairs
+    ]
     if pp > 1 and vpp > 1:
         found += [Meeting(Channel(backward, True), (pp - 1, 0)) for backward in (False, True)]
     return found
@@ -51,28 +54,33 @@ def meetings(pp: int, vpp: int) -> list[Meeting]:
 
 @dataclass(frozen=True)
 class Grid:
-    """One rank's place, and the groups it is in; a group of one rank is None."""
+    """One rank's place in the grid, and its groups. A group of one rank is None."""
 
     layout: Layout
-    """Of tp, pp, vpp, ep and etp, and the layers of each stage."""
+    """The sizes tp, pp, vpp, ep and etp, and the layers of each stage."""
     dp: int
     rank: int
     device: torch.device
     groups: Mapping[str, ProcessGroup | None] = field(default_factory=dict)
-    """Of this rank, by the axis along which it reaches: `tp`, `cp`; `replicas`: cp and dp as one; for experts `etp`, `ep`, `edp`;
-    `ends`: first and last stage, and that with which a decoder begins; `stacks`: the first stages of an encoder and its decoder;
-    `world`. Missing where it would be of one rank.
+    """This rank's groups by axis. A group of one rank is missing.
+
+    - `tp`, `cp`; `replicas`: cp and dp combined
+    - `etp`, `ep`, `edp`: for experts
+    - `ends`: the first and the last stage, and the stage where a decoder begins
+    - `stacks`: the first stages of an encoder and of its decoder
+    - `world`
     """
     channels: Mapping[Channel, ProcessGroup | None] = field(default_factory=dict)
-    """The group of each kind of message between stages. On gloo one for all of them."""
+    """The group of each kind of message between stages. On gloo all kinds share one group."""
     cp: int = 1
 
     def group(self, axis: str) -> ProcessGroup | None:
+        """Return this rank's group along an axis; None for a group of one rank."""
         return self.groups.get(axis)
 
     @property
     def mesh(self) -> Mesh:
-        """Of dense parameters."""
+        """The mesh of dense parameters."""
         return dense_mesh(self.layout, self.dp, self.cp)
 
     @property
@@ -97,38 +105,38 @@ class Grid:
 
     @property
     def column(self) -> ProcessGroup | None:
-        """The stages that this rank's microbatches pass through; None where there is one."""
+        """The stages that this rank's microbatches pass through; None if there is one stage."""
         return next(iter(self.channels.values()), None)
 
     def rank_along(self, axis: str) -> int:
-        """Of this rank among those of its group."""
+        """Return this rank's index in its group along the axis."""
         if axis == "replicas":
             return self.cp_rank + self.cp * self.dp_rank
         dense = self.mesh
-        return (dense if axis in dict(dense.axes) else expert_mesh(self.layout, self.dp, self.cp)).place(self.rank)[
-            axis
-        ]
+        return (
+            dense if axis in dict(dense.axes) else expert_mesh(self.layout, self.dp, self.cp)
+        ).place(self.rank)[axis]
 
     def experts_place(self) -> tuple[int, int]:
-        """(along ep, along etp): which experts this rank has, and which part of each."""
+        """Return (ep rank, etp rank): the experts of this rank, and its part of each expert."""
         place = expert_mesh(self.layout, self.dp, self.cp).place(self.rank)
         return place["ep"], place["etp"]
 
     def is_turn(self, axis: str, number: int) -> bool:
-        """Whether of all ranks along an axis this one is to do the thing of this number, which one of them has to do."""
+        """Return whether this rank does job `number`. The jobs are distributed round-robin over the ranks along the axis."""
         return number % comm.size(self.group(axis)) == self.rank_along(axis)
 
     def chunks(self) -> list[Chunk]:
-        """This rank's virtual stages."""
+        """Return this rank's virtual stages."""
         return [chunk for chunk in self.layout.chunks() if chunk.pp_rank == self.pp_rank]
 
     def rank_of_stage(self, pp_rank: int) -> int:
-        """The global rank at this place of another stage."""
+        """Return the global rank that has this rank's place in another stage."""
         mesh = self.mesh
         return mesh.rank(mesh.place(self.rank) | {"pp": pp_rank})
 
     def close(self) -> None:
-        """Destroy all groups but the world's."""
+        """Destroy all groups except the world's."""
         made = [group for axis, group in self.groups.items() if axis != "world"]
         for group in dict.fromkeys([*made, *self.channels.values()]):
             if group is not None:
@@ -136,65 +144,109 @@ class Grid:
 
 
 def make_grid(
-    layout: Layout, dp: int, device: torch.device, *, cp: int = 1, near: int = 1, experts: bool = False
+    layout: Layout,
+    dp: int,
+    device: torch.device,
+    *,
+    cp: int = 1,
+    near: int = 1,
+    experts: bool = False,
+    timeout: timedelta | None = None,
 ) -> Grid:
-    """Collective over the default process group, which exists unless the world is one process.
+    """Create the grid and its groups. Collective over the default process group.
 
-    near: of the context ranks, how many neighbours are a group of their own, for a2a+p2p. experts: whether the model has any.
-    Raises LayoutError where tp x cp x dp x pp isn't the number of processes.
+    That group exists unless there is only one process.
+    near: number of neighbouring context ranks that form a group, for a2a+p2p. experts: whether the model has experts.
+    timeout: how long a call of each group waits for the other ranks; None: torch's default.
+    Raises LayoutError if tp x cp x dp x pp is not the number of processes.
     """
-    tp, pp = layout.tp, layout.pp
     world = dist.get_world_size() if dist.is_initialized() else 1
+    _check_world(layout, dp, cp, world)
     dense = dense_mesh(layout, dp, cp)
-    if dense.size != world:
-        names, sizes = ("tp x cp x dp x pp", (tp, cp, dp, pp)) if cp > 1 else ("tp x dp x pp", (tp, dp, pp))
-        product = " x ".join(map(str, sizes))
-        raise LayoutError(
-            f"{names} = {product} = {dense.size}, but there {'is' if world == 1 else 'are'} {counted(world, 'process', 'processes')}"
-        )
     wanted = {"tp": dense.groups("tp"), "replicas": dense.groups(*REPLICAS)}
     if experts:
-        wanted |= {axis: expert_mesh(layout, dp, cp).groups(axis) for axis in ("etp", "ep", "edp")}
+        of_experts = expert_mesh(layout, dp, cp)
+        wanted |= {axis: of_experts.groups(axis) for axis in ("etp", "ep", "edp")}
     if world == 1:
         return Grid(layout, dp, 0, device)
-    rank, columns = dist.get_rank(), dense.groups("pp")
-    if pp > 1:
-        split = layout.split_rank  # where a decoder begins it has an embedding again
-        wanted["ends"] = [sorted({column[0], column[split], column[-1]}) for column in columns]
-        if split:
-            wanted["stacks"] = [[column[0], column[split]] for column in columns]
-    made = _Groups(rank, device)
+    columns = dense.groups("pp")
+    wanted |= _holders_of_tables(columns, layout)
+    rank = dist.get_rank()
+    made = _Groups(rank, device, timeout)
     groups = {axis: made.own(ranks) for axis, ranks in wanted.items()}
-    rows = dense.groups("cp")
-    groups["cp"] = _Groups(rank, device).own(rows)  # its own, so that keys don't queue behind gradients
+    # A separate group, so that keys don't queue behind gradients.
+    groups["cp"] = _Groups(rank, device, timeout).own(dense.groups("cp"))
     if near > 1:
-        groups["cp_near"] = made.own([row[at : at + near] for row in rows for at in range(0, cp, near)])
-        groups["cp_far"] = made.own([row[at::near] for row in rows for at in range(near)])
+        groups["cp_near"] = made.own(_near(dense.groups("cp"), near))
+        groups["cp_far"] = made.own(_far(dense.groups("cp"), near))
     grid = Grid(
         layout,
         dp,
         rank,
         device,
-        {"world": dist.group.WORLD, **groups},
-        _make_channels(columns, layout, rank, device),
-        cp,
+        groups={"world": dist.group.WORLD, **groups},
+        channels=_make_channels(columns, layout, rank, device, timeout),
+        cp=cp,
     )
     _warm_up(grid)
     return grid
 
 
+def _check_world(layout: Layout, dp: int, cp: int, world: int) -> None:
+    """Raise LayoutError if the sizes don't need exactly `world` processes."""
+    needed = dense_mesh(layout, dp, cp).size
+    if needed == world:
+        return
+    context = {"cp": cp} if cp > 1 else {}
+    sizes = {"tp": layout.tp, **context, "dp": dp, "pp": layout.pp}
+    names = " x ".join(sizes)
+    product = " x ".join(map(str, sizes.values()))
+    verb = "is" if world == 1 else "are"
+    raise LayoutError(
+        f"{names} = {product} = {needed}, but there {verb} {counted(world, 'process', 'processes')}"
+    )
+
+
+def _holders_of_tables(columns: list[list[int]], layout: Layout) -> dict[str, list[list[int]]]:
+    """Return the ranks by axis that may hold copies of one table. columns: the ranks of all stages, in order."""
+    if layout.pp == 1:
+        return {}
+    split = layout.split_rank  # the stage where a decoder begins has another embedding
+    found = {"ends": [sorted({column[0], column[split], column[-1]}) for column in columns]}
+    if split:
+        found["stacks"] = [[column[0], column[split]] for column in columns]
+    return found
+
+
+def _near(rows: list[list[int]], near: int) -> list[list[int]]:
+    """Return groups of `near` neighbours in each row."""
+    return [row[start : start + near] for row in rows for start in range(0, len(row), near)]
+
+
+def _far(rows: list[list[int]], near: int) -> list[list[int]]:
+    """Return groups of the ranks with the same place among their neighbours in each row."""
+    return [row[place::near] for row in rows for place in range(near)]
+
+
 def _make_channels(
-    columns: list[list[int]], layout: Layout, rank: int, device: torch.device
+    columns: list[list[int]],
+    layout: Layout,
+    rank: int,
+    device: torch.device,
+    timeout: timedelta | None,
 ) -> dict[Channel, ProcessGroup | None]:
-    """Messages on gloo have tags. NCCL keeps the order of sends between two ranks instead, whatever they are for."""
+    """Create the groups for messages. gloo distinguishes messages by tags, so all kinds share one group.
+
+    NCCL has no tags and delivers the messages between two ranks in order, so each kind of message needs its own group.
+    """
     used = list(dict.fromkeys(meeting.channel for meeting in meetings(layout.pp, layout.vpp)))
     if device.type == "cuda":
-        return {channel: _Groups(rank, device).own(columns) for channel in used}
-    return dict.fromkeys(used, _Groups(rank, device).own(columns)) if used else {}
+        return {channel: _Groups(rank, device, timeout).own(columns) for channel in used}
+    return dict.fromkeys(used, _Groups(rank, device, timeout).own(columns)) if used else {}
 
 
 def _warm_up(grid: Grid) -> None:
-    """Make every communicator now, in one order on all ranks, not when it is first needed."""
+    """Create every communicator now, in the same order on all ranks, and not at its first use."""
     number = torch.zeros(1, device=grid.device)
     for group in dict.fromkeys(grid.groups.values()):
         comm.all_reduce(number, group)
@@ -206,24 +258,27 @@ def _warm_up(grid: Grid) -> None:
 
 
 class _Groups:
-    """Makes groups, each once: axes along which the same ranks lie share one."""
+    """Creates groups, each only once: axes with the same ranks share a group."""
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank = rank
-        # On GPUs not what the world has beside it: a mesh of sockets on gloo for every group.
+    def __init__(self, rank: int, device: torch.device, timeout: timedelta | None) -> None:
+        self._rank, self._timeout = rank, timeout
+        # On GPUs name NCCL: the world's backend would also open a mesh of gloo sockets for every group.
         self._backend = "nccl" if device.type == "cuda" else None
         self._made: dict[tuple[int, ...], ProcessGroup] = {}
 
     def own(self, groups: list[list[int]]) -> ProcessGroup | None:
-        """Of these groups the one that this rank is in. All ranks name all of them, in one order; only members have anything to do.
+        """Create the groups and return the one that contains this rank, or None.
 
-        Members alone could name theirs, but torch would call a group as it called one of the same ranks that was closed before,
-        and find that one's addresses in the store.
+        All ranks pass all groups in the same order; only members have work to do. Members alone could pass their own
+        group. But torch would give the group the name of an earlier closed group of the same ranks, and would find the
+        closed group's addresses in the store.
         """
         own = None
         for ranks in groups:
             if len(ranks) > 1:
                 if tuple(ranks) not in self._made:
-                    self._made[tuple(ranks)] = dist.new_group(ranks, backend=self._backend)
+                    self._made[tuple(ranks)] = dist.new_group(
+                        ranks, timeout=self._timeout, backend=self._backend
+                    )
                 own = self._made[tuple(ranks)] if self._rank in ranks else own
         return own

@@ -1,36 +1,43 @@
-"""What is to be known of each parameter beside its value: who else has it, whose share of its gradient this is."""
+"""Facts about each parameter: the ranks that share it, and the part of its gradient that this rank computes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import CORE
 from megaconv.model.natives import NativeTensor, native_tensors
-from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.kinds import Kind
+from megatron_lite.parallel.parameter_kinds import Declaration, Kind
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatron_lite.parallel.grid import Grid
 
 
 @dataclass(frozen=True)
 class ParameterInfo:
+    """The facts about one parameter of this rank."""
+
     chunk: int
-    """Its virtual stage on this rank."""
+    """The index of its virtual stage on this rank."""
     native: NativeTensor
-    """Its name, shape, and the rectangles of canonical tensors that it is made of."""
+    """Its name and shape, and the rectangles of canonical tensors that it consists of."""
     kind: Kind
     partial: bool
-    """The gradient of a copy is only this rank's share: the sum over the tensor ranks is the whole."""
+    """True if this rank computes only a share of the gradient. The sum over the tensor ranks is the whole gradient."""
     tied: str | None
-    """The grid's axis along which other stages have a copy: its gradient is the sum of all."""
+    """The grid axis along which other stages hold a copy. The gradient is the sum over all copies."""
     is_copy: bool
-    """One of those, but not the first."""
+    """True for every copy except the first."""
     second_names: tuple[str, ...] = ()
-    """What checkpoints call it besides."""
+    """Other names of the parameter in checkpoints."""
     frozen: bool = False
-    """It stays as it was loaded, beside adapters that are trained."""
+    """True if the parameter keeps its loaded value, because only adapters are trained."""
+    in_float32: bool = False
+    """True if the parameter is float32, whatever the model's dtype."""
 
     @property
     def name(self) -> str:
@@ -38,34 +45,34 @@ class ParameterInfo:
 
     @property
     def replicated(self) -> bool:
-        """Every tensor rank has a copy."""
+        """True if every tensor rank has a copy."""
         return self.kind.copied
 
     @property
     def trained(self) -> bool:
-        """Whether it has a gradient and an optimizer's state."""
+        """True if the parameter has a gradient and optimizer state."""
         return self.kind is not Kind.UNTRAINED and not self.frozen
 
     @property
     def reduced_over(self) -> str:
-        """The grid's axis along which other ranks have the same parameter, and gradients from other tokens."""
+        """The grid axis along which other ranks hold the same parameter, with gradients from other tokens."""
         return "edp" if self.kind is Kind.EXPERT else "replicas"
 
     @property
     def decays(self) -> bool:
-        """Weight decay is for matrices, neither for norms nor for biases."""
+        """True if weight decay applies: to matrices, but not to norms and biases."""
         return len(self.native.shape) > 1
 
     @property
     def decoupled(self) -> bool:
-        """Whether it is the embedding or the head, which may have a learning rate of their own."""
+        """True for the embedding and the head, which may have a separate learning rate."""
         return self.kind is Kind.VOCABULARY and self.decays
 
 
 def parameter_infos(
-    kinds: Mapping[str, Kind],
+    declared: Mapping[str, Declaration],
     config: ModelConfig,
-    grid: Grid,
+    grid: "Grid",
     index: int,
     chunk: Chunk,
     vocab_rows: int,
@@ -73,20 +80,25 @@ def parameter_infos(
     sequence: bool,
     frozen: bool = False,
 ) -> Iterator[ParameterInfo]:
-    """All parameters of a chunk, in the order in which a forward pass uses them.
+    """Yield all parameters of a chunk, in the order in which a forward pass uses them.
 
-    kinds: as the chunk's modules declare them. index: of the chunk on this rank. vocab_rows: of the whole vocabulary, padding
-    included. sequence: with sequence parallelism. frozen: whether none of them is trained.
+    declared: by the chunk's modules. index: of the chunk on this rank.
+    vocab_rows: rows of the whole vocabulary, padding included.
+    sequence: whether sequence parallelism is on. frozen: whether none of the parameters is trained.
     """
     at = grid.experts_place() if config.experts.count else (0, 0)
     table = family(config.family).rows
     natives = native_tensors(table, config, CORE, grid.layout, grid.tp_rank, chunk, vocab_rows, *at)
     named = trained_tensors(natives)
-    assert named.keys() == kinds.keys(), f"modules and table differ in {sorted(named.keys() ^ kinds.keys())}"
-    for name, kind in kinds.items():
+    assert named.keys() == declared.keys(), (
+        f"modules and table differ in {sorted(named.keys() ^ declared.keys())}"
+    )
+    for name, (kind, in_float32) in declared.items():
         native, *others = named[name]
-        # A tensor of an expert is somebody's own, also where the table has nothing to shard of it.
-        assert kind is Kind.EXPERT or native.replicated == kind.copied, f"{name} is declared as {kind}"
+        # An expert's tensor belongs to one expert rank, even if the table shards no axis of it.
+        assert kind is Kind.EXPERT or native.replicated == kind.copied, (
+            f"{name} is declared as {kind}"
+        )
         yield ParameterInfo(
             index,
             native,
@@ -96,28 +108,33 @@ def parameter_infos(
             is_copy=native.copy is not None,
             second_names=tuple(other.name for other in others),
             frozen=frozen,
+            in_float32=in_float32,
         )
 
 
-def adapter_info(chunk: int, native: NativeTensor, kind: Kind, tp: int, *, sequence: bool) -> ParameterInfo:
-    """Of a matrix that is no part of the model's table, but is trained beside one that is."""
+def adapter_info(
+    chunk: int, native: NativeTensor, kind: Kind, tp: int, *, sequence: bool
+) -> ParameterInfo:
+    """Return the facts about an adapter's matrix, which the model's table does not list."""
     return ParameterInfo(
         chunk, native, kind, partial=is_partial(kind, tp, sequence=sequence), tied=None, is_copy=False
     )  # fmt: skip
 
 
 def is_partial(kind: Kind, tp: int, *, sequence: bool) -> bool:
-    """Whether the gradient of a parameter of this kind is only its rank's share. sequence: with sequence parallelism."""
+    """Return whether a rank computes only a share of the gradient. sequence: whether sequence parallelism is on."""
     return tp > 1 and (kind is Kind.OF_HEADS or (kind is Kind.OF_TOKENS and sequence))
 
 
 def trained_tensors(natives: Iterable[NativeTensor]) -> dict[str, list[NativeTensor]]:
-    """By name those of a chunk that are parameters, each with those that are second names for it."""
+    """Return the tensors of a chunk that are parameters by name, each followed by its second names."""
     found: dict[str, list[NativeTensor]] = {}
     for native in natives:
         if native.copy is not None and not (native.copy.written and native.copy.used):
             continue
-        same = next((each for each in found.values() if native.copy and each[0].parts == native.parts), None)
+        same = next(
+            (each for each in found.values() if native.copy and each[0].parts == native.parts), None
+        )
         if same is None:
             found[native.name] = [native]
         else:
@@ -126,20 +143,24 @@ def trained_tensors(natives: Iterable[NativeTensor]) -> dict[str, list[NativeTen
 
 
 def tied_along(native: NativeTensor, kind: Kind, config: ModelConfig, layout: Layout) -> str | None:
-    """The grid's axis along which other stages have a copy of a parameter that is trained."""
+    """Return the grid axis along which other stages hold a trained copy of the parameter, or None."""
     if layout.pp == 1:
         return None
     if kind is Kind.VOCABULARY and at_both_ends(native, config):
         return "ends"
-    return "stacks" if layout.split_rank and native.parts.keys() & {"embed.weight", "positions.weight"} else None
+    return (
+        "stacks"
+        if layout.split_rank and native.parts.keys() & {"embed.weight", "positions.weight"}
+        else None
+    )
 
 
 def at_both_ends(native: NativeTensor, config: ModelConfig) -> bool:
-    """Whether first and last stage have a table of words: a tied one, or the embedding that predicts further tokens."""
+    """Return whether first and last stage both hold the table: tied weights, or the embedding that MTP layers use."""
     return config.tie_embeddings or (config.mtp_layers > 0 and "embed.weight" in native.parts)
 
 
-def replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put another one in the place of a parameter of this (dotted) name."""
+def replace_parameter(module: "nn.Module", name: str, parameter: "nn.Parameter") -> None:
+    """Replace the parameter of this dotted name."""
     path, _, last = name.rpartition(".")
     module.get_submodule(path).register_parameter(last, parameter)

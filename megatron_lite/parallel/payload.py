@@ -1,4 +1,4 @@
-"""What passes between two stages of a pipeline: one tensor or several, of shapes that the chunks of both sides know."""
+"""The message between two pipeline stages: one or more tensors. The chunks on both sides know their shapes."""
 
 from typing import NamedTuple
 
@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 Payload = tuple[Tensor, ...]
-"""Of one microbatch. Empty in front of the first stage; behind the last the loss alone."""
+"""The tensors of one microbatch: none before the first stage, only the loss after the last stage."""
 
 MOST_TENSORS = 8
-"""Of a payload: what tags leave room for."""
+"""Largest number of tensors in a payload, for which message tags leave room."""
 
 
 class Wire(NamedTuple):
-    """One tensor of a payload."""
+    """Shape and dtype of one tensor of a payload."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient comes back; numbers of tokens, say, have none."""
+        """True if a gradient is sent back. Integer tensors, such as token counts, have none."""
         return self.dtype.is_floating_point
 
 
@@ -28,5 +28,5 @@ Wires = tuple[Wire, ...]
 
 
 def with_gradient(wires: Wires) -> Wires:
-    """What comes back."""
+    """Return the wires whose gradients are sent back."""
     return tuple(wire for wire in wires if wire.has_gradient)

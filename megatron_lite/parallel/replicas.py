@@ -1,4 +1,4 @@
-"""Whether ranks that should hold the same weights do: a checksum of every parameter, compared among its data-parallel ranks."""
+"""Checks that data-parallel ranks hold equal weights, by a checksum of every parameter."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -11,21 +11,21 @@ from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.parameters import ParameterInfo
 
 BLOCK = 1 << 22
-"""Elements that have a checksum at one time."""
+"""Elements per part of the checksum."""
 _FACTOR = 0x9E3779B97F4A7C1
 
 
 class Differs(NamedTuple):
-    """A parameter that isn't on every rank what it is on the first."""
+    """A parameter that differs from the first rank's on some ranks."""
 
     name: str
     chunk: int
     ranks: tuple[int, ...]
-    """Counted along its data-parallel group."""
+    """Indices in the data-parallel group of the ranks that differ."""
 
 
 def differing(parameters: Iterable[tuple[ParameterInfo, Tensor]], grid: Grid) -> list[Differs]:
-    """Of this rank's parameters; the same on all ranks of a group. Collective."""
+    """Return this rank's parameters that differ; the same on all ranks of a group. Collective."""
     found = []
     by_axis: dict[str, list[tuple[ParameterInfo, Tensor]]] = {}
     for info, tensor in parameters:
@@ -45,11 +45,12 @@ def differing(parameters: Iterable[tuple[ParameterInfo, Tensor]], grid: Grid) ->
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """int64 [], of the bits and where they stand."""
+    """Return int64 []: a checksum of the bits and their positions."""
     bits = tensor.detach().reshape(-1).view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(bits), BLOCK):
         part = bits[start : start + BLOCK].long()
         places = torch.arange(start, start + len(part), device=tensor.device)
+        # Odd factors are invertible modulo 2^64, so a change of one element always changes the sum.
         total += ((part + 1) * (places * 2 + 1) * _FACTOR).sum()
     return total

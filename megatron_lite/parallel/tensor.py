@@ -1,7 +1,8 @@
-"""Tensor parallelism: matrices sharded by columns, by rows, the embedding sharded by vocabulary. Activations are [sequence, batch, width].
+"""Tensor parallelism: matrices sharded by columns or rows, and an embedding sharded by vocabulary.
 
-With sequence parallelism each tensor rank holds 1/tp of the sequence between a row-sharded matrix and the next column-sharded one:
-the all-reduce after the former becomes a reduce-scatter, and the latter gathers, in the backward pass once more.
+Activations are [sequence, batch, width]. With sequence parallelism, each tensor rank holds 1/tp of the sequence between
+a row-sharded matrix and the next column-sharded matrix. A reduce-scatter then replaces the all-reduce after the
+row-sharded matrix. The column-sharded matrix gathers its input, and gathers it again in the backward pass.
 """
 
 from collections.abc import Callable
@@ -14,38 +15,51 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel import comm
-from megatron_lite.parallel.kinds import Kind
-from megatron_lite.parallel.product import PLAIN, Product
+from megatron_lite.parallel.parameter_kinds import Kind
+from megatron_lite.products.product import PLAIN, Product
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The ranks that share each matrix, and which of them this is."""
+    """The ranks that share each matrix, and this rank among them."""
 
     group: ProcessGroup | None = None
     rank: int = 0
     size: int = 1
     sequence: bool = False
-    """Sequence parallelism."""
+    """True with sequence parallelism."""
 
     def own_part(self, x: Tensor) -> Tensor:
-        """With sequence parallelism this rank's part of the first axis, else all of it."""
+        """Return this rank's part of the first axis with sequence parallelism, else all of x."""
         return x.chunk(self.size)[self.rank] if self.sequence else x
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """x W'. The gradient of x is summed over the ranks while that of W is computed."""
+    """x W'. The gradient of x is summed over the ranks while the gradient of W is computed."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, sequence: bool, product: Product
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: ProcessGroup,
+        sequence: bool,
+        product: Product,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence, ctx.has_bias, ctx.product = group, sequence, bias is not None, product
+        ctx.group, ctx.sequence, ctx.has_bias, ctx.product = (
+            group,
+            sequence,
+            bias is not None,
+            product,
+        )
         return product.forward(comm.gathered(x, group) if sequence else x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         later = comm.overlapping()
         whole = x
@@ -71,7 +85,9 @@ class _RowLinear(torch.autograd.Function):
     """x W', summed over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: ProcessGroup, sequence: bool, product: Product) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, group: ProcessGroup, sequence: bool, product: Product
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence, ctx.product = group, sequence, product
         y = product.forward(x, weight)
@@ -101,7 +117,7 @@ def column_linear(
 
 
 class _JoinedColumns(torch.autograd.Function):
-    """What a column-sharded matrix made, as a whole; under sequence parallelism of this rank's tokens."""
+    """The whole output of a column-sharded matrix; under sequence parallelism for this rank's tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorGroup) -> Tensor:
@@ -125,7 +141,9 @@ def joined_columns(x: Tensor, ranks: TensorGroup) -> Tensor:
     return whole
 
 
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorGroup, product: Product = PLAIN) -> Tensor:
+def row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ranks: TensorGroup, product: Product = PLAIN
+) -> Tensor:
     """x [sequence, batch, in / tp], weight [out, in / tp], bias [out] -> [sequence (/ tp), batch, out]."""
     if ranks.group is None:
         return product.linear(x, weight, bias)
@@ -137,17 +155,19 @@ Made = Callable[[Tensor], Tensor]
 
 
 class NormOptions(NamedTuple):
-    """What a model's norms have in common."""
+    """The options that all norms of a model share."""
 
     epsilon: float
     with_bias: bool
-    """LayerNorm; else RMSNorm."""
+    """True for LayerNorm, False for RMSNorm."""
     zero_centered: bool = False
-    """They multiply with their weight + 1."""
+    """True if a norm multiplies with its weight + 1."""
 
     def parameters(self, width: int) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Weight and bias, with any values."""
-        return nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(width)) if self.with_bias else None
+        """Return an uninitialized weight, and a bias if there is one."""
+        return nn.Parameter(torch.empty(width)), nn.Parameter(
+            torch.empty(width)
+        ) if self.with_bias else None
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return normalize(x, weight + 1 if self.zero_centered else weight, bias, self.epsilon)
@@ -167,14 +187,14 @@ class Norm(nn.Module):
 
 
 FEW_ROWS = 16
-"""Of so many PyTorch's own norm on a CPU is quicker, since it is one call; of more ours is."""
+"""Up to this number of rows PyTorch's norm is faster on a CPU, because it is one call. _RMSNorm is faster for more rows."""
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    """LayerNorm with a bias, RMSNorm without."""
+    """LayerNorm if there is a bias, else RMSNorm."""
     if bias is not None:
         return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
-    # Whether anything goes backward doesn't matter: what is computed again has to have the same bits.
+    # The choice must not depend on grad mode: activation recomputation has to give the same bits.
     few = x.numel() <= FEW_ROWS * x.shape[-1]
     if x.is_cuda or few or torch.compiler.is_compiling():
         return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
@@ -183,7 +203,7 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) ->
 
 
 class _RMSNorm(torch.autograd.Function):
-    """On a CPU PyTorch puts it together of simpler parts, which keep two fp32 copies of x for the backward pass."""
+    """RMSNorm for a CPU, where PyTorch's norm keeps two fp32 copies of x for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -202,24 +222,35 @@ class _RMSNorm(torch.autograd.Function):
         products = grads * rows
         dweight = torch.mv(products.t(), each_inverse)
         along = torch.mv(products, wide).mul_(each_inverse.pow(3)).div_(x.shape[-1])
-        dx = (grads * wide).mul_(each_inverse.unsqueeze(-1)).addcmul_(rows, along.unsqueeze(-1), value=-1)
+        dx = (
+            (grads * wide)
+            .mul_(each_inverse.unsqueeze(-1))
+            .addcmul_(rows, along.unsqueeze(-1), value=-1)
+        )
         return dx.view_as(x).to(x.dtype), dweight.to(weight.dtype), None
 
 
 def adapted(y: Tensor, adapter: nn.Module | None, x: Tensor) -> Tensor:
-    """y, a matrix's product with x, and what its adapter adds."""
+    """Return y, the product of a matrix with x, plus the output of its adapter."""
     return y if adapter is None else y + adapter(x)
 
 
 class NormColumnLinear(nn.Module):
-    """A norm and the column-sharded matrix behind it, named as Transformer Engine's fused layer."""
+    """A norm followed by a column-sharded matrix. Parameters are named as in Transformer Engine's fused layer."""
 
     kinds: ClassVar = {
         "layer_norm_weight": Kind.OF_TOKENS, "layer_norm_bias": Kind.OF_TOKENS, "weight": Kind.SHARDED, "bias": Kind.SHARDED,
     }  # fmt: skip
 
     def __init__(
-        self, width: int, out: int, norm: NormOptions, ranks: TensorGroup, *, bias: bool, keep: "Keep"
+        self,
+        width: int,
+        out: int,
+        norm: NormOptions,
+        ranks: TensorGroup,
+        *,
+        bias: bool,
+        keep: "Keep",
     ) -> None:
         """out: this rank's rows."""
         super().__init__()
@@ -236,14 +267,16 @@ class NormColumnLinear(nn.Module):
 
         def use(normed: Tensor) -> Tensor:
             return adapted(
-                column_linear(normed, self.weight, self.bias, self.ranks, self.product), self.adapter, normed
+                column_linear(normed, self.weight, self.bias, self.ranks, self.product),
+                self.adapter,
+                normed,
             )
 
         return self.keep(norm, x, use)
 
 
 class ColumnLinear(nn.Module):
-    """A column-sharded matrix alone."""
+    """A column-sharded matrix without a norm."""
 
     kinds: ClassVar = {"weight": Kind.SHARDED, "bias": Kind.SHARDED}
 
@@ -257,16 +290,24 @@ class ColumnLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return adapted(column_linear(x, self.weight, self.bias, self.ranks, self.product), self.adapter, x)
+        return adapted(
+            column_linear(x, self.weight, self.bias, self.ranks, self.product), self.adapter, x
+        )
 
 
 class RowLinear(nn.Module):
-    """A row-sharded matrix; its bias is added once, after the sum, which may be normed then."""
+    """A row-sharded matrix. Its bias is added once, after the sum over the ranks; a norm of the sum may follow."""
 
     kinds: ClassVar = {"weight": Kind.SHARDED, "bias": Kind.OF_TOKENS}
 
     def __init__(
-        self, width: int, out: int, ranks: TensorGroup, *, bias: bool, norm_after: NormOptions | None = None
+        self,
+        width: int,
+        out: int,
+        ranks: TensorGroup,
+        *,
+        bias: bool,
+        norm_after: NormOptions | None = None,
     ) -> None:
         """width: this rank's columns."""
         super().__init__()
@@ -278,16 +319,18 @@ class RowLinear(nn.Module):
         self.post_layernorm = None if norm_after is None else Norm(out, norm_after)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = adapted(row_linear(x, self.weight, self.bias, self.ranks, self.product), self.adapter, x)
+        y = adapted(
+            row_linear(x, self.weight, self.bias, self.ranks, self.product), self.adapter, x
+        )
         return y if self.post_layernorm is None else self.post_layernorm(y)
 
 
 Keep = Callable[[Made, Tensor, Made], Tensor]
-"""keep(make, x, use) -> use(make(x)): decides whether the backward pass finds make(x) kept or makes it again."""
+"""keep(make, x, use) -> use(make(x)). It decides whether make(x) is kept for the backward pass or computed again."""
 
 
 class VocabEmbedding(nn.Module):
-    """A table sharded by rows over the ranks."""
+    """A table whose rows are sharded over the ranks."""
 
     kinds: ClassVar = {"weight": Kind.VOCABULARY}
 

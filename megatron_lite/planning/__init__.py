@@ -1,1 +1,1 @@
-"""What a run would take, before anything is started: memory of each rank, bytes between ranks, the pipeline's bubble."""
+"""Predicts the needs of a run before it starts: memory of each rank, bytes between ranks, and the pipeline bubble."""

@@ -1,4 +1,4 @@
-"""`megatron-lite plan`: what a run would take, without starting it."""
+"""`megatron-lite plan`: predicts the needs of a run without starting it."""
 
 import argparse
 import json
@@ -13,13 +13,14 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.terminal import show
-from megatron_lite.checkpoint.restore import refuse_whole
-from megatron_lite.loop.prepare import model_options, optimizer_options
+from megatron_lite.models.trainable import refuse_whole
 from megatron_lite.planning.report import Planned
 from megatron_lite.planning.stages import Described
 from megatron_lite.settings.architecture import OF_THEIR_OWN, check_against, model_from_flags
 from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.config import Settings
+from megatron_lite.settings.objective_flags import check_objective_flags
+from megatron_lite.settings.run_options import model_options, optimizer_options
 from megatron_lite.settings.sizes import work_out
 
 DESCRIPTION = """\
@@ -36,11 +37,11 @@ example:
       --sequence-parallel --use-distributed-optimizer --seq-length 8192 --global-batch-size 2048
 """
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-"""It leaves no more than a mask behind, and this trainer draws that again."""
+"""Dropout is left out: it adds only a mask to memory, and this trainer generates the mask again."""
 
 
 def main(words: list[str]) -> int:
-    """The exit status."""
+    """Run the command and return the exit status."""
     if {"-h", "--help"} & set(words):
         print(DESCRIPTION, end="")
         return 0
@@ -72,15 +73,16 @@ def _own_parser() -> argparse.ArgumentParser:
 
 
 def describe(world: int | None, words: list[str]) -> Described:
-    """words: flags of pretrain. Raises CheckpointError for what pretrain refuses too."""
+    """Return the run that flags of pretrain describe. Raises CheckpointError for flags that pretrain refuses too."""
     settings, _ = parse("pretrain", words)
     training, precision = settings.training, settings.precision
     if not (training.train_iters or training.train_samples or training.epochs):
         settings = replace(settings, training=replace(training, train_iters=1))
-    if not (precision.bf16 or precision.fp16 or precision.fp32):
+    if not precision.chosen:
         settings = replace(settings, precision=replace(precision, bf16=True))
     if settings.lora.wanted or settings.dpo.dpo:
         raise NotExpressible("adapters and --dpo can't be planned yet; leave their flags out")
+    check_objective_flags(settings)
     options = model_options(settings, NO_DROPOUT)
     config = changed(_model(settings), {"dtype": options.dtype})
     if config.family in OF_THEIR_OWN:
@@ -93,14 +95,18 @@ def describe(world: int | None, words: list[str]) -> Described:
             parallel.context_parallel_size,
         )
     )
-    return Described(config, work_out(settings, config, options, ranks), options, optimizer_options(settings))
+    return Described(
+        config, work_out(settings, config, options, ranks), options, optimizer_options(settings)
+    )
 
 
 def _model(settings: Settings) -> ModelConfig:
     load = settings.checkpointing.load
     if load is None:
         if settings.model.vocab_size is None:
-            raise UsageError("--vocab-size is missing: no tokenizer is read to plan (or --load a model)")
+            raise UsageError(
+                "--vocab-size is missing: no tokenizer is read to plan (or --load a model)"
+            )
         return model_from_flags(settings, settings.model.vocab_size)
     config = read_model(load)
     refuse_whole(config, load)
@@ -109,7 +115,7 @@ def _model(settings: Settings) -> ModelConfig:
 
 
 def read_model(load: str) -> ModelConfig:
-    """From a config.json alone where there is one, else from a checkpoint's headers."""
+    """Read a model's configuration from config.json, or from a checkpoint's headers if there is no config.json."""
     path = Path(load)
     file = path / CONFIG_NAME if path.is_dir() else path
     if file.is_file() and file.suffix == ".json":

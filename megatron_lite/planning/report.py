@@ -1,4 +1,4 @@
-"""A plan, for people and for programs."""
+"""Formats a plan as text or JSON."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,26 +10,29 @@ from megaconv.commands.units import readable
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
 from megaconv.model.table import canonical_shapes
-from megatron_lite.models.plan import make_plan
-from megatron_lite.parallel.tensor import TensorGroup
+from megatron_lite.models.trainable import check_trained
 from megatron_lite.planning.bubble import bubble
 from megatron_lite.planning.memory import Memory, stage_memory
 from megatron_lite.planning.stages import Described
 from megatron_lite.planning.traffic import Traffic, stage_traffic
 from megatron_lite.settings.wording import counted
 
-_MESSAGES = {"pp": "messages between stages", "cp": "keys, values in a ring", "cp_far": "keys, values in a ring"}
+_MESSAGES = {
+    "pp": "messages between stages",
+    "cp": "keys, values in a ring",
+    "cp_far": "keys, values in a ring",
+}
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Raises LayoutError where it is read, for a model that can't be sharded so."""
+    """The results for a described run. Its properties raise LayoutError for a model that can't be sharded in this layout."""
 
     run: Described
 
     @cached_property
     def parameters(self) -> int:
-        """Of the whole model, without padding."""
+        """Parameters of the whole model, without padding."""
         shapes = canonical_shapes(family(self.run.config.family).rows, self.run.config)
         return sum(prod(shape) for shape in shapes.values())
 
@@ -39,7 +42,7 @@ class Planned:
 
     @cached_property
     def traffic(self) -> list[list[Traffic]]:
-        """By pipeline rank."""
+        """The traffic by pipeline rank."""
         return [stage_traffic(self.run, pp_rank) for pp_rank in range(self.run.sizes.layout.pp)]
 
     @cached_property
@@ -49,16 +52,16 @@ class Planned:
 
     @cached_property
     def untrained(self) -> str | None:
-        """Why this trainer can't train it yet; None where it can."""
+        """The reason why this trainer can't train the model in this layout, or None."""
         run = self.run
-        ranks = TensorGroup(None, 0, run.sizes.layout.tp, run.sequence)
         try:
-            make_plan(run.config, run.sizes.layout, run.options, ranks)
+            check_trained(run.config, run.sizes.layout, run.options, sequence=run.sequence)
         except (NotExpressible, LayoutError) as error:
             return str(error)
         return None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the plan as an object for JSON."""
         run = self.run
         return {
             "family": run.config.family, "parameters": self.parameters, "world_size": run.world,
@@ -85,26 +88,45 @@ class Planned:
         }  # fmt: skip
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Yield the lines of the text report."""
+        yield from self._description()
+        yield from self._memory_lines()
+        yield from self._traffic_lines()
+        if self.untrained is not None:
+            yield f"this trainer can't train it so yet: {self.untrained}"
+
+    def _description(self) -> Iterator[str]:
         run = self.run
+        sizes = run.sizes
         model = f"{run.config.family}, {self.parameters:,} parameters, {run.options.dtype}"
-        context = f", CP {run.sizes.cp}" if run.sizes.cp > 1 else ""
-        yield f"{model}; {counted(run.world, 'rank')}: {run.sizes.layout}{context}, DP {run.sizes.dp}"
+        ranks = counted(run.world, "rank")
+        context = f", CP {sizes.cp}" if sizes.cp > 1 else ""
+        yield f"{model}; {ranks}: {sizes.layout}{context}, DP {sizes.dp}"
+        sequences = counted(sizes.batch.full, "sequence")
+        microbatches = counted(run.microbatches, "microbatch", "microbatches")
         yield (
-            f"a step: {counted(run.sizes.batch.full, 'sequence')} of {run.sizes.seq} tokens, "
-            f"{counted(run.microbatches, 'microbatch', 'microbatches')} of "
-            f"{run.sizes.micro_batch} on each rank; {self.bubble:.1%} of it is the pipeline's bubble"
+            f"a step: {sequences} of {sizes.seq} tokens, {microbatches} of {sizes.micro_batch} on each rank; "
+            f"{self.bubble:.1%} of it is the pipeline's bubble"
         )
+
+    def _memory_lines(self) -> Iterator[str]:
         yield f"{'stage':>5}  {'parameters a rank':>18}  {'with gradients':>14}  {'activations':>11}  {'together':>10}"
         yield f"{'':>5}  {'':>18}  {'and optimizer':>14}"
         for pp_rank, one in enumerate(self.memory):
             sizes = f"{readable(one.kept):>14}  {readable(one.activations):>11}  {readable(one.total):>10}"
             yield f"{pp_rank:>5}  {one.parameters:>18,}  {sizes}"
-        busiest = max(range(len(self.traffic)), key=lambda rank: sum(item.sent for item in self.traffic[rank]))
+
+    def _traffic_lines(self) -> Iterator[str]:
+        """Yield the traffic of the stage that sends most."""
+        sent = [sum(item.sent for item in traffic) for traffic in self.traffic]
+        busiest = sent.index(max(sent))
         if self.traffic[busiest]:
             yield f"what a rank of stage {busiest}, the busiest, hands over in a step:"
         for item in self.traffic[busiest]:
-            what = f"{item.kind} of {item.ranks} ranks" if item.kind != "send" else _MESSAGES[item.group]
-            yield f"{item.group:>8}  {what:<28} {readable(round(item.bytes)):>11}, of which it sends {readable(round(item.sent))}"
-        if self.untrained is not None:
-            yield f"this trainer can't train it so yet: {self.untrained}"
+            what = (
+                _MESSAGES[item.group]
+                if item.kind == "send"
+                else f"{item.kind} of {item.ranks} ranks"
+            )
+            handed_over, own = readable(round(item.bytes)), readable(round(item.sent))
+            yield f"{item.group:>8}  {what:<28} {handed_over:>11}, of which it sends {own}"

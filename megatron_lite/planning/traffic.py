@@ -1,7 +1,8 @@
-"""Bytes that ranks hand each other in a step, by group: every collective of this trainer, counted without a process.
+"""Bytes that ranks exchange in a step, by group: every collective of this trainer, counted without starting a process.
 
-Counted are whole tensors, as a collective takes or gives them; what a rank sends of them over its links follows from the number of
-ranks (`Traffic.sent`). A mixture's exchange counts the rows of a rank's own tokens, which leave it whichever experts they are for.
+The counts are whole tensors, as a collective receives or returns them. The bytes that a rank sends over its links
+follow from the number of ranks (`Traffic.sent`). For a mixture of experts, all rows of a rank's own tokens are counted
+as sent, whichever experts they go to.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,37 +10,45 @@ from dataclasses import dataclass
 from math import prod
 
 from megaconv.model.layout import Chunk
-from megatron_lite.parallel.buckets import fill, padded
-from megatron_lite.parallel.muon import takes
+from megatron_lite.models.mixers.table import mixer_of
+from megatron_lite.optimizer.algorithms import make_dealer
+from megatron_lite.optimizer.filling import fill, padded
 from megatron_lite.parallel.parameters import ParameterInfo
 from megatron_lite.planning.stages import Described
 
 SENT = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
-"""How often a ring sends each byte, but for a rank's own part: times (n - 1) / n."""
+"""The number of times that a ring algorithm sends each byte, before the factor (n - 1) / n for the rank's own part."""
 FLOAT32, INT64, FLOAT64 = 4, 8, 8
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one rank and step."""
+    """The traffic of one rank in a step."""
 
     group: str
-    """As parallel/grid.py has them: `tp`, `cp`, `cp_near`, `cp_far`, `replicas`,
-    `ep`, `etp`, `edp`, `ends`, `world`; `pp` for messages between stages."""
+    """A group of parallel/grid.py.
+
+    One of `tp`, `cp`, `cp_near`, `cp_far`, `replicas`, `ep`, `etp`, `edp`, `ends`, `world`. `pp` stands for messages
+    between stages.
+    """
     kind: str
-    """`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `send`."""
+    """`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, or `send`."""
     bytes: float
-    """Of whole tensors. A mean over data-parallel ranks where these have unequal parts."""
+    """Bytes of whole tensors; a mean over data-parallel ranks if their parts are unequal."""
     ranks: int
 
     @property
     def sent(self) -> float:
-        """Bytes that leave a rank."""
-        return self.bytes if self.kind == "send" else self.bytes * SENT[self.kind] * (self.ranks - 1) / self.ranks
+        """Bytes that a rank sends."""
+        return (
+            self.bytes
+            if self.kind == "send"
+            else self.bytes * SENT[self.kind] * (self.ranks - 1) / self.ranks
+        )
 
 
 def stage_traffic(run: Described, pp_rank: int) -> list[Traffic]:
-    """Of a rank of this stage, one for each group and kind."""
+    """Return the traffic of one rank of this stage, one entry for each group and kind."""
     sums: dict[tuple[str, str], float] = {}
     for group, kind, count in _all(run, pp_rank):
         if sizes(run)[group] > 1:
@@ -48,7 +57,7 @@ def stage_traffic(run: Described, pp_rank: int) -> list[Traffic]:
 
 
 def sizes(run: Described) -> dict[str, int]:
-    """Ranks of each group."""
+    """Return the number of ranks of each group."""
     layout = run.sizes.layout
     return {
         "tp": layout.tp, "cp": run.sizes.cp, "cp_near": run.options.near, "cp_far": run.sizes.cp // run.options.near,
@@ -69,7 +78,11 @@ def _all(run: Described, pp_rank: int) -> Iterator[Counted]:
             yield group, kind, count * run.microbatches
         yield from _of_gradients(run, run.parameters(index, chunk))
     yield "world", "all_reduce", (2 + 1 + 2) * FLOAT64  # losses, squares, two signals
-    routers = sum(run.config.has("moe", layer) for chunk in chunks for layer in range(chunk.first_layer, _end(chunk)))
+    routers = sum(
+        run.config.has("moe", layer)
+        for chunk in chunks
+        for layer in range(chunk.first_layer, _end(chunk))
+    )
     if run.config.experts.router_bias and run.options.balance.bias_rate and routers:
         for axis in ("tp", "replicas"):
             yield axis, "all_reduce", routers * run.config.experts.count * INT64
@@ -86,13 +99,14 @@ def _of_microbatch(run: Described, chunk: Chunk) -> Iterator[Counted]:
     if chunk.is_first:
         yield from _there_and_back(run, whole)
     else:
-        yield "pp", "send", between  # the gradient, backward
+        yield "pp", "send", between  # the gradient in the backward pass
     again = _computed_again(run, chunk)
     for layer in range(chunk.first_layer, _end(chunk)):
         yield from _of_layer(run, layer, 2 if layer in again else 1)
     if chunk.is_last:
         for _ in range(1 + run.config.mtp_layers):
             yield from _there_and_back(run, whole)
+            # The loss gathers each rank's maximum, sum of exponentials and label's logit (models/loss.py).
             yield "tp", "all_gather", 3 * FLOAT32 * tokens * run.sizes.layout.tp
         for _ in range(run.config.mtp_layers):
             yield from _of_layer(run, run.config.layer_count - 1, 1)
@@ -101,7 +115,7 @@ def _of_microbatch(run: Described, chunk: Chunk) -> Iterator[Counted]:
 
 
 def _there_and_back(run: Described, whole: int) -> Iterator[Counted]:
-    """Of the embedding's output, and of the head's input."""
+    """Yield the traffic of the embedding's output, or of the head's input."""
     if run.sequence:
         yield "tp", "reduce_scatter", whole
         yield "tp", "all_gather", whole
@@ -115,21 +129,23 @@ def _computed_again(run: Described, chunk: Chunk) -> range:
         return range(0)
     return range(
         chunk.first_layer,
-        _end(chunk) if again.method == "uniform" else min(_end(chunk), chunk.first_layer + again.layers),
+        _end(chunk)
+        if again.method == "uniform"
+        else min(_end(chunk), chunk.first_layer + again.layers),
     )
 
 
 def _of_layer(run: Described, layer: int, forward: int) -> Iterator[Counted]:
-    """forward: how often its forward pass is computed."""
+    """Yield the traffic of one layer. forward: how often its forward pass is computed."""
     config, kind = run.config, run.config.layers[layer]
-    if kind.mixer != "none":
-        if kind.mixer == "attention":
+    mixer = mixer_of(config, kind)
+    if mixer is not None:
+        if mixer.attends:
             yield from _of_other_tokens(run, forward)
-        latent = config.latent
-        into = (latent.q_rank or config.hidden) + latent.kv_rank if latent.kv_rank else config.hidden
-        yield from _of_matrices(run, into, forward)
-        if latent.kv_rank:
-            yield from _of_shared(run, latent.rope_dim, forward)
+        yield from _of_matrices(run, mixer.input_width(config), forward)
+        shared = mixer.shared_width(config)
+        if shared:
+            yield from _of_shared(run, shared, forward)
     if kind.mlp == "dense":
         yield from _of_matrices(run, config.hidden, forward)
     elif kind.mlp == "experts":
@@ -139,26 +155,35 @@ def _of_layer(run: Described, layer: int, forward: int) -> Iterator[Counted]:
 
 
 def _of_other_tokens(run: Described, forward: int) -> Iterator[Counted]:
-    """Of attention, between the context ranks; values travel as wide as keys but by a2a. Gradients of keys and values are float32 there."""
+    """Yield the traffic of attention between context ranks. Gradients of keys and values are float32.
+
+    Except with a2a, values are sent with the width of keys.
+    """
     attention, cp, tp = run.config.attention, run.sizes.cp, run.sizes.layout.tp
     how, near = run.options.context, run.options.near
     heads, kv_heads = attention.heads // tp, attention.kv_heads // tp
     keys = run.tokens * kv_heads * attention.head_dim
-    if how in ("p2p", "a2a+p2p"):  # near ranks have so many times the tokens then, and as many times fewer heads
-        group, far = ("cp", cp) if near == 1 else ("cp_far", cp // near)
-        yield group, "send", 2 * keys * (run.itemsize * (far - 1) * (forward + 1) + FLOAT32 * far)
+    passes = forward + 1
+    if how in ("p2p", "a2a+p2p"):
+        # With `near` ranks, a rank has `near` times the tokens and 1/near of the heads.
+        far = cp // near
+        keys_sent = run.itemsize * (far - 1) * passes
+        gradients_sent = FLOAT32 * far
+        yield "cp" if near == 1 else "cp_far", "send", 2 * keys * (keys_sent + gradients_sent)
     if how == "all_gather":
-        yield "cp", "all_gather", 2 * keys * run.itemsize * cp * (forward + 1)
+        yield "cp", "all_gather", 2 * keys * run.itemsize * cp * passes
         yield "cp", "reduce_scatter", 2 * keys * FLOAT32 * cp
     if how in ("a2a", "a2a+p2p"):
+        v_dim = run.config.latent.v_dim or attention.head_dim
         queries = run.tokens * heads * attention.head_dim
-        values = run.tokens * (kv_heads + heads) * (run.config.latent.v_dim or attention.head_dim)
-        exchanged = (queries + keys + values) * run.itemsize * (forward + 1)  # values: and what comes of them
+        values = run.tokens * kv_heads * v_dim
+        output = run.tokens * heads * v_dim
+        exchanged = (queries + keys + values + output) * run.itemsize * passes
         yield "cp" if near == 1 else "cp_near", "all_to_all", exchanged
 
 
 def _of_matrices(run: Described, into: int, forward: int) -> Iterator[Counted]:
-    """A matrix sharded by columns and one by rows behind it. into: width of what the first takes."""
+    """Yield the traffic of a column-sharded and the following row-sharded matrix. into: width of the first one's input."""
     each = run.tokens * run.itemsize
     taken, given = each * into, each * run.config.hidden
     if run.sequence:
@@ -169,7 +194,10 @@ def _of_matrices(run: Described, into: int, forward: int) -> Iterator[Counted]:
 
 
 def _of_shared(run: Described, width: int, forward: int) -> Iterator[Counted]:
-    """What all tensor ranks' heads use, which each makes of its own tokens: the rotating part of latent attention's keys."""
+    """Yield the traffic of the rotating part of latent attention's keys.
+
+    All tensor ranks' heads use it, and each rank computes it from its own tokens.
+    """
     each = run.tokens * run.itemsize * width
     if run.sequence:
         yield "tp", "all_gather", each * forward
@@ -179,10 +207,12 @@ def _of_shared(run: Described, width: int, forward: int) -> Iterator[Counted]:
 
 
 def _of_experts(run: Described, forward: int) -> Iterator[Counted]:
-    """Rows to experts and back, with their weights; on the way back gradients of all of these."""
+    """Yield the traffic of experts: rows to the experts and back, with their weights; backward, the gradients of all these."""
     experts, balance = run.config.experts, run.options.balance
     tokens = run.tokens // (run.sizes.layout.tp if run.sequence else 1)
-    yield from (_of_gathered if run.options.dispatcher == "allgather" else _of_exchanged)(run, tokens, forward)
+    yield from (_of_gathered if run.options.dispatcher == "allgather" else _of_exchanged)(
+        run, tokens, forward
+    )
     for kind, _ in balance.losses:
         each = run.sizes.micro_batch if kind == "seq_aux_loss" else 1
         for axis in ("tp", "cp"):
@@ -198,7 +228,10 @@ def _of_exchanged(run: Described, tokens: int, forward: int) -> Iterator[Counted
 
 
 def _of_gathered(run: Described, tokens: int, forward: int) -> Iterator[Counted]:
-    """Tokens, their weights and their experts' numbers; back come sums, and on the way back gradients of the first two."""
+    """Yield the traffic of the allgather dispatcher: tokens, their weights and expert numbers forward, and sums back.
+
+    The backward pass exchanges the gradients of tokens and weights.
+    """
     layout, chosen = run.sizes.layout, run.config.experts.per_token
     for axis, seen in (("etp", tokens * layout.etp), ("ep", tokens * layout.etp * layout.ep)):
         rows, weights = seen * run.config.hidden * run.itemsize, seen * chosen * run.itemsize
@@ -208,17 +241,19 @@ def _of_gathered(run: Described, tokens: int, forward: int) -> Iterator[Counted]
 
 def _of_gradients(run: Described, infos: Sequence[ParameterInfo]) -> Iterator[Counted]:
     trained = [info for info in infos if info.trained]
-    deals = run.optimizer.distributed and run.optimizer.kind == "muon"
-    for members, used in fill(trained, run.optimizer.bucket_elements, deals=deals):
-        axis = members[0].info.reduced_over
-        size = used if deals and takes(members[0].info) else padded(used, sizes(run)[axis])
+    dealer = make_dealer(run.optimizer)
+    for filling in fill(trained, run.optimizer.bucket_elements, dealer.deals):
+        axis, used = filling.axis, filling.elements
+        size = used if filling.whole else padded(used, sizes(run)[axis])
         if run.optimizer.distributed:
             yield axis, "reduce_scatter", size * FLOAT32
-            yield axis, "all_gather", size * run.itemsize
+            yield axis, "all_gather", size * (FLOAT32 if filling.in_float32 else run.itemsize)
         else:
             yield axis, "all_reduce", size * FLOAT32
     for info in trained:
-        own = prod(info.native.shape) / (sizes(run)[info.reduced_over] if run.optimizer.distributed else 1)
+        own = prod(info.native.shape) / (
+            sizes(run)[info.reduced_over] if run.optimizer.distributed else 1
+        )
         if info.partial:
             yield "tp", "all_reduce", own * FLOAT32
         if info.tied:

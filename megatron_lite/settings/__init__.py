@@ -1,1 +1,1 @@
-"""Every flag once, and whether they fit each other."""
+"""The definition of every flag, and checks that the flags fit each other."""

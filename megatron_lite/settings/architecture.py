@@ -16,15 +16,18 @@ from megatron_lite.settings.config import Settings, flags
 from megatron_lite.settings.model import Model
 
 FREE = ("init_method_std", "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout")
-"""Settings of a model that its checkpoint doesn't fix, or not here."""
+"""Model settings that a checkpoint does not fix, or that may differ from the checkpoint."""
 
 
 OF_THEIR_OWN = ("bert", "t5")
-"""Families that are a --model-type; all others are decoders, `gpt`."""
+"""Families with their own --model-type; all others are decoders, `gpt`."""
 
 
 def model_type(settings: Settings, config: ModelConfig | None) -> str:
-    """config: of the checkpoint that a run starts from, which no flag may contradict; None: there is none. Raises UsageError."""
+    """Return the model type. Raises UsageError if a flag contradicts the checkpoint.
+
+    config: of the checkpoint that the run starts from; None without a checkpoint.
+    """
     asked = settings.model.model_type
     if config is None:
         return asked or "gpt"
@@ -37,12 +40,17 @@ def model_type(settings: Settings, config: ModelConfig | None) -> str:
 
 
 def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
-    """vocab: the tokenizer's. Raises UsageError for sizes that are missing, UnknownFamily for a model without a table."""
+    """Return the model that the flags describe. vocab: size of the tokenizer's vocabulary.
+
+    Raises UsageError for missing sizes, UnknownFamily for a model without a table.
+    """
     settings = with_layers(settings)
     model = settings.model
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if getattr(model, name) is None:
-            raise UsageError(f"--{name.replace('_', '-')} is missing (or --load a checkpoint, which has it)")
+            raise UsageError(
+                f"--{name.replace('_', '-')} is missing (or --load a checkpoint, which has it)"
+            )
     assert model.hidden_size is not None
     assert model.num_attention_heads is not None
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
@@ -77,11 +85,13 @@ def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
         found |= _of_bert(settings)
     if kind == "t5":
         found |= _of_t5(settings)
-    return from_arguments(_as_arguments(settings, found["mlp.ffn"]), found, family=None if kind == "gpt" else kind)
+    return from_arguments(
+        _as_arguments(settings, found["mlp.ffn"]), found, family=None if kind == "gpt" else kind
+    )
 
 
 def with_layers(settings: Settings) -> Settings:
-    """With num_layers where a T5's flags say it by other names. Raises UsageError where these differ."""
+    """Return the settings with num_layers set from T5's other flags for it. Raises UsageError if these differ."""
     model = settings.model
     named = {
         name: count
@@ -90,18 +100,23 @@ def with_layers(settings: Settings) -> Settings:
     }
     if len(set(named.values())) > 1:
         said = " and ".join(f"--{name.replace('_', '-')} {count}" for name, count in named.items())
-        raise UsageError(f"{said}: Megatron core gives a T5's decoder as many layers as its encoder; give one number")
+        raise UsageError(
+            f"{said}: Megatron core gives a T5's decoder as many layers as its encoder; give one number"
+        )
     return replace(settings, model=replace(model, num_layers=next(iter(named.values()), None)))
 
 
 def _of_bert(settings: Settings) -> dict[str, Any]:
-    """Megatron has token types, pooler and binary head together, or none of them."""
+    """Return BERT's fields. Megatron has token types, pooler and binary head together, or none of them."""
     binary = not settings.model.bert_no_binary_head
     return {"head.activation": "gelu", "head.binary": binary, "token_types": 2 * binary}
 
 
 def _of_t5(settings: Settings) -> dict[str, Any]:
-    """Core's: as many layers in both stacks; local layers, without Transformer Engine, have no norms at their ends."""
+    """Return T5's fields, as in core: both stacks have the same number of layers.
+
+    Local layers, without Transformer Engine, have no norms at the ends of the stacks.
+    """
     model = settings.model
     return {
         "encoder.layers": model.num_layers, "head.bias": not model.untie_embeddings_and_output_weights,
@@ -113,12 +128,21 @@ _RUN = re.compile(r"\[([01, ]+)\](?:\*(\d+))?")
 
 
 def _with_experts(model: Model) -> list[bool]:
-    """For each layer, as --moe-layer-freq has it: a number N for every N-th from the first on, or lists of 0 and 1, `[0]*3+[1]*58`."""
+    """Return for each layer whether it has experts, from --moe-layer-freq.
+
+    The flag is a number N for every N-th layer from the first on, or lists of 0 and 1: `[0]*3+[1]*58`.
+    """
     said, layers = (model.moe_layer_freq or "1").replace(" ", "").strip("()"), model.num_layers or 0
     if said.isdigit() and int(said):
         return [layer % int(said) == 0 for layer in range(layers)]
     runs = [_RUN.fullmatch(word) for word in said.split("+")]
-    found = [one == "1" for run in runs if run for _ in range(int(run[2] or 1)) for one in run[1].split(",")]
+    found = [
+        one == "1"
+        for run in runs
+        if run
+        for _ in range(int(run[2] or 1))
+        for one in run[1].split(",")
+    ]
     if None in runs or len(found) != layers:
         raise UsageError(
             f"--moe-layer-freq {said} should be a number, or as many 0 and 1 as layers ({layers}): [0]*1+[1]*{layers - 1}"
@@ -131,13 +155,13 @@ def _have_experts(config: ModelConfig) -> list[bool]:
 
 
 def _ffn(model: Model) -> int:
-    """Megatron's: 4 x hidden; gated 8/3 x hidden, rounded down to a multiple of 64."""
+    """Return Megatron's default: 4 x hidden; gated 8/3 x hidden, rounded down to a multiple of 64."""
     assert model.hidden_size
     return int(4 * model.hidden_size * 2 / 3) // 64 * 64 if model.swiglu else 4 * model.hidden_size
 
 
 def _as_arguments(settings: Settings, ffn: int) -> Namespace:
-    """What Megatron's own args would say, as far as from_arguments asks."""
+    """Return the values of Megatron's args that from_arguments reads."""
     values: dict[str, Any] = dict(vars(settings.model))
     values["ffn_hidden_size"] = ffn
     values["bias_gelu_fusion"] = not settings.model.no_bias_gelu_fusion
@@ -146,7 +170,9 @@ def _as_arguments(settings: Settings, ffn: int) -> Namespace:
         values["rope_type"] = settings.model.rope_type or ("yarn" if scaled else "rope")
         values["q_lora_rank"] = settings.model.q_lora_rank or 0
     elif settings.model.rotary_scaling_factor != 1:
-        raise UsageError("--rotary-scaling-factor is of latent attention's yarn: it needs --multi-latent-attention")
+        raise UsageError(
+            "--rotary-scaling-factor is of latent attention's yarn: it needs --multi-latent-attention"
+        )
     training = settings.training
     values["max_position_embeddings"] = (
         settings.model.max_position_embeddings or training.seq_length or training.encoder_seq_length
@@ -154,8 +180,10 @@ def _as_arguments(settings: Settings, ffn: int) -> Namespace:
     return Namespace(**{name: value for name, value in values.items() if value is not None})
 
 
-def check_against(settings: Settings, config: ModelConfig, dropouts: Mapping[str, float], source: str) -> None:
-    """Raises UsageError for the first flag that says something else than the checkpoint at source."""
+def check_against(
+    settings: Settings, config: ModelConfig, dropouts: Mapping[str, float], source: str
+) -> None:
+    """Raise UsageError for the first flag that contradicts the checkpoint at source."""
     stated = to_arguments(
         config, Layout(stage_layers=(config.layer_count,)), TrainingState(), transformer_impl="local", grouped_experts=False,
         vocab_divisor=1, padded_vocab=config.vocab, allow_lossy=True,
@@ -164,7 +192,9 @@ def check_against(settings: Settings, config: ModelConfig, dropouts: Mapping[str
         "disable_bias_linear": not stated["add_bias_linear"],
         "no_bias_gelu_fusion": not stated["bias_gelu_fusion"],
         "num_query_groups": config.attention.kv_heads,
-        "rope_scaling_factor": (config.positions.scaling or {}).get("factor", stated["rope_scaling_factor"]),
+        "rope_scaling_factor": (config.positions.scaling or {}).get(
+            "factor", stated["rope_scaling_factor"]
+        ),
     }
     if "bert_binary_head" in stated:
         stated["bert_no_binary_head"] = not stated["bert_binary_head"]
@@ -173,7 +203,7 @@ def check_against(settings: Settings, config: ModelConfig, dropouts: Mapping[str
         if subject != "model" or (name in FREE and name not in dropouts) or name not in stated:
             continue
         if name == "vocab_size" and settings.data.tokenizer_type == "NullTokenizer":
-            continue  # it is the tokenizer's, which adds one
+            continue  # here it is the tokenizer's size; NullTokenizer adds a token
         asked = getattr(getattr(settings, subject), name)
         if name == "moe_layer_freq":
             asked, stated[name] = (

@@ -1,16 +1,18 @@
-"""From a command line and a YAML file to Settings: the flags, their help and their types are made from config.py."""
+"""Converts a command line and a YAML file to Settings. Flags, their help and their types come from config.py."""
 
 import argparse
 import difflib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import Field
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from megaconv.errors import UsageError
+from megaconv.local_paths import local_word
 from megatron_lite.settings.config import Settings, flags, make_settings, subjects
+from megatron_lite.settings.earlier_flags import REPLACED, TODAY, with_todays_flags
 
 YAML_FLAGS = ("--yaml-cfg", "--config-file")
 
@@ -18,13 +20,14 @@ ANY_NUMBER = -1
 
 WITHOUT_EFFECT = {
     "accumulate_allreduce_grads_in_fp32": 0, "attention_backend": 1, "attention_softmax_in_fp32": 0, "auto_detect_ckpt_format": 0,
-    "align_param_gather": 0, "apply_query_key_layer_scaling": 0,
+    "align_param_gather": 0, "apply_query_key_layer_scaling": 0, "cache_dir": 1,
     "calculate_per_token_loss": 0, "ckpt_assume_constant_structure": 0, "ckpt_fully_parallel_load": 0, "ckpt_fully_parallel_save": 0,
     "cross_entropy_fusion_impl": 1, "cross_entropy_loss_fusion": 0, "cuda_graph_warmup_steps": 1,
-    "ddp_average_in_collective": 0, "ddp_num_buckets": 1, "ddp_pad_buckets_for_high_nccl_busbw": 0, "defer_embedding_wgrad_compute": 0,
-    "delay_wgrad_compute": 0, "dist_ckpt_strictness": 1, "enable_cuda_graph": 0, "enable_experimental": 0,
+    "DDP_impl": 1, "ddp_average_in_collective": 0, "deep_init": 0, "ddp_num_buckets": 1, "ddp_pad_buckets_for_high_nccl_busbw": 0,
+    "defer_embedding_wgrad_compute": 0,
+    "delay_wgrad_compute": 0, "dist_ckpt_strictness": 1, "embedding_weights_in_fp32": 0, "enable_cuda_graph": 0, "enable_experimental": 0,
     "empty_unused_memory_level": 1, "exit_on_missing_checkpoint": 0, "exit_signal_handler": 0, "fp8_param_gather": 0,
-    "log_loss_scale_to_tensorboard": 0, "log_memory_to_tensorboard": 0, "log_num_zeros_in_grad": 0, "log_params_norm": 0,
+    "lazy_loader": 0, "log_loss_scale_to_tensorboard": 0, "log_memory_to_tensorboard": 0, "log_num_zeros_in_grad": 0, "log_params_norm": 0,
     "log_progress": 0, "log_straggler": 0, "log_throughput": 0, "log_timers_to_tensorboard": 0, "log_validation_ppl_to_tensorboard": 0,
     "log_world_size_to_tensorboard": 0, "microbatch_group_size_per_virtual_pipeline_stage": 1,
     "moe_enable_deepep": 0, "moe_grouped_gemm": 0, "moe_layer_recompute": 0, "moe_pad_expert_input_to_capacity": 0,
@@ -37,12 +40,13 @@ WITHOUT_EFFECT = {
     "no_rope_fusion": 0, "no_save_rng": 0,
     "num_workers": 1, "overlap_moe_expert_parallel_comm": 0, "overlap_p2p_communication_warmup_flush": 0,
     "overlap_param_gather_with_optimizer_step": 0, "overlapping_eval": 1, "override_opt_param_scheduler": 0,
-    "recompute_modules": ANY_NUMBER, "strict_lambada": 0, "te_rng_tracker": 0, "tensorboard_log_interval": 1, "tensorboard_queue_size": 1,
+    "recompute_modules": ANY_NUMBER, "resume_dataloader": 0,
+    "strict_lambada": 0, "te_rng_tracker": 0, "tensorboard_log_interval": 1, "tensorboard_queue_size": 1,
     "timing_log_level": 1, "timing_log_option": 1, "tp_comm_overlap": 0,
     "use_checkpoint_args": 0, "use_cpu_initialization": 0, "use_dist_ckpt": 0, "use_flash_attn": 0, "use_mcore_models": 0,
     "use_mp_args_from_checkpoint_args": 0, "wandb_save_dir": 1, "wgrad_deferral_limit": 1,
 }  # fmt: skip
-"""Megatron-LM's flags that have nothing to choose here -> how many values they take. They are accepted and named in the log."""
+"""Megatron-LM's flags that have no effect here -> number of their values. They are accepted and named in the log."""
 
 _YARN = "yarn with other turns than 32 and 1"
 _STATE = "gradients or optimizer state in less than fp32"
@@ -57,21 +61,20 @@ REFUSED = {
     "no_position_embedding": "a model without any positions (with --position-embedding-type rope the flag is accepted)",
     "use_precision_aware_optimizer": _STATE,
 }  # fmt: skip
-"""Flags of Megatron-LM that would change what a run does -> what there is no code for."""
+"""Megatron-LM's flags that would change a run -> the unsupported feature."""
 
 NOT_YET = {
     "dataloader_type": "single",
 }  # fmt: skip
-"""Flags of which there is one value only, so far."""
+"""Flags with only one supported value -> this value."""
 
 OTHERWISE_CALLED = {
     "--learning-rate": "--lr", "--max-steps": "--train-iters", "--num-train-epochs": "--epochs", "--max-seq-length": "--seq-length",
-    "--max-length": "--seq-length", "--batch-size": "--global-batch-size", "--output-dir": "--save", "--model": "--load",
+    "--max-length": "--seq-length", "--output-dir": "--save", "--model": "--load",
     "--model-name-or-path": "--load", "--per-device-train-batch-size": "--micro-batch-size", "--warmup-steps": "--lr-warmup-iters",
     "--beta": "--dpo-beta", "--use-rotary-position-embeddings": "--position-embedding-type rope",
-    "--recompute-activations": "--recompute-granularity selective",
 }  # fmt: skip
-"""Flags of other trainers -> Megatron-LM's for the same, which don't look alike."""
+"""Flags of other trainers -> Megatron-LM's flags with the same meaning but a different spelling."""
 
 EXAMPLES = {
     "pretrain": """examples:
@@ -93,12 +96,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(command: str, arguments: list[str]) -> tuple[Settings, list[str]]:
-    """Settings, and the flags that were accepted though they have no effect here.
+    """Return the settings, and the accepted flags that have no effect here.
 
-    The command line wins over the YAML file. Raises UsageError.
+    The command line overrides the YAML file. Raises UsageError.
     """
-    known, rest = make_parser(command).parse_known_args(_with_last_batch(arguments))
-    ignored = _take_without_effect(rest, rotates=getattr(known, "position_embedding_type", None) == "rope")
+    known, rest = make_parser(command).parse_known_args(
+        _with_last_batch(with_todays_flags(arguments))
+    )
+    ignored = _take_without_effect(
+        rest, rotates=getattr(known, "position_embedding_type", None) == "rope"
+    )
     values = vars(known)
     path = values.pop("yaml", None)
     settled = (_read_yaml(path, ignored) if path else {}) | values
@@ -106,8 +113,12 @@ def parse(command: str, arguments: list[str]) -> tuple[Settings, list[str]]:
 
 
 def _with_last_batch(words: list[str]) -> list[str]:
-    """Megatron's tasks have a --keep-last of a batch, which takes no number; ours of checkpoints does."""
-    following = [*words[1:], "--"]
+    """Rename --keep-last without a number to --keep-last-batch.
+
+    In Megatron's tasks, --keep-last refers to a batch and has no number. Here, --keep-last refers to checkpoints and
+    has one.
+    """
+    following = [*words, "--"][1:]
     return [
         "--keep-last-batch" if word == "--keep-last" and after.startswith("--") else word
         for word, after in zip(words, following, strict=True)
@@ -115,13 +126,18 @@ def _with_last_batch(words: list[str]) -> list[str]:
 
 
 def make_parser(command: str) -> argparse.ArgumentParser:
+    """Return the parser of a command, with a flag for each setting."""
     parser = _Parser(
         prog=f"megatron_lite {command}", usage=f"torchrun --nproc-per-node N -m megatron_lite {command} [FLAGS]",
         description=f"{DESCRIPTIONS[command]} Flags are Megatron-LM's.", epilog=EXAMPLES[command],
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS, allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument(
-        *YAML_FLAGS, dest="yaml", metavar="PATH", help="the same settings from a YAML file; the command line wins"
+        *YAML_FLAGS,
+        dest="yaml",
+        type=local_word,
+        metavar="PATH",
+        help="the same settings from a YAML file; the command line wins",
     )
     hints = type_hints()
     for kind in subjects().values():
@@ -140,7 +156,7 @@ DESCRIPTIONS = {
 
 @cache
 def type_hints() -> dict[str, Any]:
-    """The type of every setting, without its `| None`."""
+    """Return the type of every setting, without its `| None`."""
     found = {}
     for kind in subjects().values():
         for name, hint in get_type_hints(kind).items():
@@ -175,19 +191,19 @@ def _add(group: argparse._ArgumentGroup, name: str, item: Field[Any], hint: Any)
 
 
 def _shown(default: Any) -> str:
-    """As a command line would say it."""
+    """Return the default as it would be written on a command line."""
     if isinstance(default, tuple):
         return " ".join(map(_shown, default))
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def _element(hint: Any) -> Any:
-    """int for both int and tuple[int, ...]."""
+    """Return int for both int and tuple[int, ...]."""
     return hint if isinstance(hint, type) else get_args(hint)[0]
 
 
-def _reader(kind: type, choices: tuple[str, ...] = ()) -> Callable[[str], Any]:
-    """A word that is a choice but for its case is that choice."""
+def _reader(kind: type, choices: Collection[str] = ()) -> Callable[[str], Any]:
+    """Return the function that reads a word. A choice is accepted in any case."""
     if kind is bool:
         return _boolean
     if not choices:
@@ -203,7 +219,10 @@ def _boolean(word: str) -> bool:
 
 
 def _take_without_effect(rest: list[str], *, rotates: bool) -> list[str]:
-    """Raises UsageError for anything else, with what was probably meant. rotates: positions are rope's, of which there is no table."""
+    """Return the flags without effect. Raises UsageError for any other flag, with a suggestion.
+
+    rotates: positions are rotary, so --no-position-embedding has no effect.
+    """
     ignored, position = list[str](), 0
     choosing_nothing = WITHOUT_EFFECT | ({"no_position_embedding": 0} if rotates else {})
     while position < len(rest):
@@ -215,7 +234,11 @@ def _take_without_effect(rest: list[str], *, rotates: bool) -> list[str]:
             value = value or "".join(rest[position + 1 : position + 2])
             _require_only(name, value)
         ignored.append(word)
-        position += 1 + (0 if "=" in rest[position] else _values(choosing_nothing.get(name, 1), rest[position + 1 :]))
+        position += 1 + (
+            0
+            if "=" in rest[position]
+            else _values(choosing_nothing.get(name, 1), rest[position + 1 :])
+        )
     return ignored
 
 
@@ -233,23 +256,31 @@ def _require_only(name: str, value: object, where: str = "") -> None:
 
 
 def _refused(word: str, name: str) -> str | None:
-    return f"{word}: {REFUSED[name]} can't be had yet; leave it out" if name in REFUSED else None
+    if word in REPLACED:
+        return f"{word}: {REPLACED[word]}"
+    return (
+        f"{word}: {REFUSED[name]} is not supported yet; leave it out" if name in REFUSED else None
+    )
 
 
 def _unknown(word: str) -> str:
     if not word.startswith("-"):
         return f"{word!r} is not a flag or a flag's value; --help lists them"
+    if word in TODAY:
+        return f"unknown flag {word}; give {' '.join(TODAY[word])}"
     known = ["--" + name.replace("_", "-") for name in flags()] + list(YAML_FLAGS)
     close = (
         [OTHERWISE_CALLED[word]]
         if word in OTHERWISE_CALLED
         else difflib.get_close_matches(word, known, n=1, cutoff=0.75)
     )
-    return f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else "; --help lists all flags")
+    return f"unknown flag {word}" + (
+        f"; did you mean {close[0]}?" if close else "; --help lists all flags"
+    )
 
 
 def _read_yaml(path: str, ignored: list[str]) -> dict[str, Any]:
-    """A mapping of flags to values, with dashes or underscores; subjects may be headings over their flags."""
+    """Read a mapping of flags to values, with dashes or underscores. Subjects may be headings of their flags."""
     import yaml
 
     try:
@@ -283,7 +314,7 @@ def _flatten(document: dict[Any, Any]) -> list[tuple[Any, Any]]:
 
 
 def _convert(path: str, name: str, value: Any, hint: Any) -> Any:
-    """YAML 1.1 reads 1e-4 as text, so that every value goes through what reads flags."""
+    """Convert a YAML value with the function that reads flags, because YAML 1.1 reads 1e-4 as text."""
     choices = flags()[name][1].metadata["choices"]
     read = _reader(_element(hint), choices)
     try:
@@ -293,22 +324,34 @@ def _convert(path: str, name: str, value: Any, hint: Any) -> Any:
             words = value if isinstance(value, list) else str(value).split()
             found = [read(str(word)) for word in words]
     except (ValueError, argparse.ArgumentTypeError):
-        raise UsageError(f"{path}: {name}: expected {getattr(hint, '__name__', hint)}, found {value!r:.60}") from None
+        raise UsageError(
+            f"{path}: {name}: expected {getattr(hint, '__name__', hint)}, found {value!r:.60}"
+        ) from None
     if choices and found not in choices:
         raise UsageError(f"{path}: {name}: choose one of {', '.join(choices)}; found {value!r:.60}")
     return found
 
 
 def flag_table() -> str:
-    """All flags as Markdown, for docs/trainer-flags.md."""
+    """Return all flags as Markdown, for docs/trainer-flags.md."""
     lines = []
     for kind in subjects().values():
-        lines += ["", f"## {kind.__doc__}", "", "| flag | | default |", "|---|---|---|"]
-        for name in kind.__dataclass_fields__:
-            item = flags()[name][1]
-            words = " · ".join(f"`{word}`" for word in item.metadata["choices"])
-            text = item.metadata["help"].replace("|", "\\|") + (f" ({words})" if words else "")
-            default = "" if item.default in (None, False) else f"`{_shown(item.default)}`"
-            short = f", `{item.metadata['short']}`" if item.metadata["short"] else ""
-            lines.append(f"| `--{name.replace('_', '-')}`{short} | {text} | {default} |")
+        lines += ["", f"## {kind.__doc__}", "", "| flag | description | default |", "|---|---|---|"]
+        lines += [_table_row(name) for name in kind.__dataclass_fields__]
     return "\n".join(lines) + "\n"
+
+
+def _table_row(name: str) -> str:
+    """Return a flag's row of the table."""
+    item = flags()[name][1]
+    spelled = [f"`--{name.replace('_', '-')}`"]
+    if item.metadata["short"]:
+        spelled.append(f"`{item.metadata['short']}`")
+    text = item.metadata["help"].replace("|", "\\|")
+    choices = " · ".join(f"`{choice}`" for choice in item.metadata["choices"])
+    if choices:
+        text += f" ({choices})"
+    default = ""
+    if item.default not in (None, False):
+        default = f"`{_shown(item.default)}`"
+    return f"| {', '.join(spelled)} | {text} | {default} |"

@@ -1,4 +1,4 @@
-"""What flags a kind of model (--model-type) has no use for: refused by name, before anything is read."""
+"""Flags that a --model-type does not support. They are refused by name, before any file is read."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -20,7 +20,7 @@ OF_ENCODERS: Mapping[str, str] = {
     "qk_clip": "scores are looked at in decoders alone", "log_max_attention_logit": "scores are looked at in decoders alone",
     "lora_rank": "adapters are for decoders so far", "lora_load": "adapters are for decoders so far",
 }  # fmt: skip
-"""Flag -> why such a model has no use for it."""
+"""Flag -> the reason why such a model does not support it."""
 _ALONE: Mapping[str, Mapping[str, object]] = {
     "bert": {
         "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False, "disable_bias_linear": False,
@@ -28,34 +28,45 @@ _ALONE: Mapping[str, Mapping[str, object]] = {
     },
     "t5": {"context_parallel_size": 1, "compile": False, "fp8_format": None},
 }  # fmt: skip
-"""Flag -> the one value that there is code for, by kind."""
+"""By kind: flag -> the only supported value."""
 OF_MODEL: Mapping[str, tuple[str, ...]] = {
     "bert": ("bert_no_binary_head", *(item.name for item in fields(Tasks))),
     "t5": ("encoder_num_layers", "decoder_num_layers", "encoder_seq_length", "decoder_seq_length"),
 }
-"""Flags that describe a model of one kind."""
+"""Flags that belong to one kind of model."""
 MASKED: Mapping[str, tuple[str, ...]] = {
     "bert": ("mask_prob", "short_seq_prob"),
     "t5": ("mask_prob", "short_seq_prob", "vocab_extra_ids"),
 }
-"""Of the flags about masked samples those that a kind has."""
+"""The flags for masked samples that each kind supports."""
 
 
 def check_kind(settings: Settings, kind: str) -> None:
-    """Raises UsageError for the first flag that the kind of model has no use for. kind: as model_type finds it."""
+    """Raise UsageError for the first flag that the kind of model does not support. kind: from model_type()."""
     for name, reason in _refused(settings, kind):
-        raise UsageError(f"--{name.replace('_', '-')} has no part in a {kind}: {reason}; leave it out")
+        raise UsageError(
+            f"--{name.replace('_', '-')} has no part in a {kind}: {reason}; leave it out"
+        )
 
 
 def _refused(settings: Settings, kind: str) -> Iterator[tuple[str, str]]:
     if kind != "gpt":
-        yield from ((name, reason) for name, reason in OF_ENCODERS.items() if _asked(settings, name))
+        yield from (
+            (name, reason) for name, reason in OF_ENCODERS.items() if _asked(settings, name)
+        )
         for name, value in _ALONE[kind].items():
             if _asked(settings, name) and _value(settings, name) != value:
-                yield name, f"there is code for {value} alone" if value else "there is no code for it"
+                yield (
+                    name,
+                    f"there is code for {value} alone" if value else "there is no code for it",
+                )
     others = {name for one, names in OF_MODEL.items() if one != kind for name in names}
     others |= {item.name for item in fields(Masked)} - set(MASKED.get(kind, ()))
-    yield from ((name, "it is about another --model-type") for name in sorted(others) if _asked(settings, name))
+    yield from (
+        (name, "it is about another --model-type")
+        for name in sorted(others)
+        if _asked(settings, name)
+    )
 
 
 def _value(settings: Settings, name: str) -> object:

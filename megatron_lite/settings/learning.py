@@ -1,4 +1,7 @@
-"""Settings of what is learned, and from what: data and tokenizer, pairs, hidden words, tasks, adapters. As config.py has all others."""
+"""Settings of the training data and objective: data and tokenizer, pairs, masked words, tasks, adapters.
+
+They have the form of the settings in config.py.
+"""
 
 from dataclasses import dataclass
 
@@ -9,99 +12,164 @@ from megatron_lite.settings.flag import flag
 class Data:
     """Data"""
 
-    data_path: tuple[str, ...] | None = flag(None, "[WEIGHT] PREFIX ...: indexed data sets, blended")
-    train_data_path: tuple[str, ...] | None = flag(None, "the same, for training alone")
-    valid_data_path: tuple[str, ...] | None = flag(None, "the same, for evaluation")
-    test_data_path: tuple[str, ...] | None = flag(None, "the same, for the test at the end")
+    data_path: tuple[str, ...] | None = flag(
+        None,
+        "[WEIGHT] PREFIX ...: indexed data sets, blended; --split divides them",
+        samples=True,
+    )
+    train_data_path: tuple[str, ...] | None = flag(
+        None, "indexed data sets for training, blended", samples=True
+    )
+    valid_data_path: tuple[str, ...] | None = flag(
+        None, "indexed data sets for evaluation, blended", samples=True
+    )
+    test_data_path: tuple[str, ...] | None = flag(
+        None, "indexed data sets for the test at the end, blended", samples=True
+    )
     finetune_data: tuple[str, ...] | None = flag(
         None,
-        "files of examples: chats, instructions, prompts with completions, texts; as JSON lines, JSON arrays, parquet, plain text",
+        "files or directories of examples in JSON, parquet or plain text: chats, instructions, prompts with completions, texts",
+        samples=True,
     )
-    valid_finetune_data: tuple[str, ...] | None = flag(None, "the same, for evaluation")
+    valid_finetune_data: tuple[str, ...] | None = flag(
+        None, "files or directories of examples for evaluation"
+    )
     finetune_form: str | None = flag(
-        None, "the form of the records, where they have the fields of several",
+        None, "form of the records, if they have the fields of several forms",
         choices=("messages", "conversations", "alpaca", "prompt", "text"),
+        samples=True,
     )  # fmt: skip
-    finetune_turns: str = flag("all", "which of the assistant's turns are learned", choices=("all", "last"))
-    chat_template: str | None = flag(None, "file with a chat template (the tokenizer's own)")
-    show_sample: bool = flag(False, "print the first sample of --finetune-data, and what of it is learned")
-    split: str | None = flag(None, "parts of --data-path for training, evaluation, test: 969,30,1")
-    data_cache_path: str | None = flag(None, "where indices of samples are kept")
-    mock_data: bool = flag(False, "random tokens")
+    finetune_turns: str = flag(
+        "all", "assistant turns that are learned", choices=("all", "last"), samples=True
+    )
+    chat_template: str | None = flag(
+        None, "file with a chat template (default: the tokenizer's own)"
+    )
+    show_sample: bool = flag(
+        False, "print the first sample of --finetune-data and its learned parts"
+    )
+    split: str | None = flag(
+        None,
+        "shares of --data-path for training, evaluation and test (default: 969,30,1)",
+        samples=True,
+    )
+    data_cache_path: str | None = flag(None, "directory that keeps the indices of samples")
+    mock_data: bool = flag(False, "generated tokens instead of data", samples=True)
     tokenizer_type: str | None = flag(None, "kind of tokenizer")
-    tokenizer_model: str | None = flag(None, "the tokenizer's file or directory (the checkpoint's)")
+    tokenizer_model: str | None = flag(
+        None, "the tokenizer's file or directory (default: the checkpoint's)", remote=True
+    )
     vocab_file: str | None = flag(None, "vocabulary of a GPT-2 or BERT tokenizer")
     merge_file: str | None = flag(None, "merges of a GPT-2 tokenizer")
-    reset_position_ids: bool = flag(False, "positions begin anew with each document")
-    reset_attention_mask: bool = flag(False, "documents don't see each other")
-    eod_mask_loss: bool = flag(False, "no loss on the ends of documents")
+    reset_position_ids: bool = flag(False, "restart positions with each document", samples=True)
+    reset_attention_mask: bool = flag(
+        False, "restrict attention to a token's own document", samples=True
+    )
+    eod_mask_loss: bool = flag(
+        False, "no loss for the prediction after an end of document", samples=True
+    )
 
 
 @dataclass(frozen=True)
 class Dpo:
-    """DPO; learn from pairs of answers which of them is preferred"""
+    """DPO: learning from pairs of answers"""
 
     dpo: bool = flag(
-        False, "--finetune-data are pairs of a chosen and a rejected answer; the reference model is --load"
+        False,
+        "--finetune-data holds pairs of a chosen and a rejected answer; the reference model is --load",
+        samples=True,
     )
-    dpo_beta: float = flag(0.1, "how much the reference holds: rewards are beta x log-probabilities over its own")
-    dpo_loss: str = flag("sigmoid", "the loss of a pair", choices=("sigmoid", "hinge", "ipo"))
-    dpo_label_smoothing: float = flag(0.0, "how probable it is that a pair is the wrong way round, below 0.5")
+    dpo_beta: float = flag(
+        0.1,
+        "strength of the reference: rewards are beta x (log-probability minus the reference's)",
+        samples=True,
+    )
+    dpo_loss: str = flag(
+        "sigmoid", "loss of a pair", choices=("sigmoid", "hinge", "ipo"), samples=True
+    )
+    dpo_label_smoothing: float = flag(
+        0.0, "probability that chosen and rejected are swapped, below 0.5", samples=True
+    )
     dpo_reference_cache: str | None = flag(
         None,
-        "directory that keeps the reference's log-probabilities, for runs that go on (they are computed at each start)",
+        "directory that keeps the reference's log-probabilities for later runs (default: none; each start computes them)",
     )
 
 
 @dataclass(frozen=True)
 class Masked:
-    """Hidden words, for --model-type bert and t5 on what preprocess --split-sentences made"""
+    """Masked words, for --model-type bert and t5 on data from preprocess --split-sentences"""
 
-    mask_prob: float = flag(0.15, "part of a sample's tokens that is hidden")
-    short_seq_prob: float = flag(0.1, "of a sample that is made shorter on purpose")
+    mask_prob: float = flag(0.15, "fraction of a sample's tokens that is masked", samples=True)
+    short_seq_prob: float = flag(0.1, "probability of a shorter sample", samples=True)
     vocab_extra_ids: int = flag(
-        100, "of a T5: tokens added to a BERT vocabulary, each of which stands for a run of hidden words"
+        100,
+        "T5: sentinel tokens that are added to a BERT vocabulary, one for each masked span",
+        samples=True,
     )
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks of Megatron-LM's tasks/main.py: finetune --model-type bert on pairs of sentences, or on questions with choices"""
+    """Tasks of Megatron-LM's tasks/main.py: finetune a BERT on pairs of sentences or on multiple choice"""
 
     task: str | None = flag(
         None,
-        "what is learned; it says what the files are and gives the model its head",
+        "task to learn; it determines the form of the files and the model's head",
         choices=("MNLI", "QQP", "RACE"),
+        samples=True,
     )
     train_data: tuple[str, ...] | None = flag(
-        None, "its files (MNLI, QQP: tab-separated) or directories (RACE: of *.txt with JSON lines)"
+        None,
+        "files of the task (MNLI, QQP: tab-separated) or directories (RACE: *.txt with JSON lines)",
+        samples=True,
     )
     valid_data: tuple[str, ...] | None = flag(
-        None, "the same; after each epoch it is said how much of each is answered right"
+        None, "files or directories for evaluation; each epoch reports the accuracy of each of them"
     )
     keep_last_batch: bool = flag(
         False,
-        "an epoch's last examples, too few for a batch, make a smaller one (Megatron's --keep-last, which is taken for it too)",
+        "keep the last examples of an epoch as a smaller batch (Megatron's --keep-last without a number means this too)",
+        samples=True,
     )
     pretrained_checkpoint: str | None = flag(
-        None, "what to start from where --load is not given, or holds no checkpoint; else that run is continued"
+        None, "start of a run if --load is missing or holds no checkpoint; else the run of --load is continued",
+        remote=True,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OtherObjective:
+    """Objectives of other packages"""
+
+    objective: str | None = flag(
+        None,
+        "name of an installed package's training objective (docs/plugins.md)",
+        samples=True,
     )
 
 
 @dataclass(frozen=True)
 class Lora:
-    """LoRA; adapters are trained and saved, the model's weights stay as they are"""
+    """LoRA: training adapters of a frozen model"""
 
     lora_rank: int | None = flag(None, "train adapters of this rank")
-    lora_alpha: float | None = flag(None, "their products are multiplied with alpha / rank (2 x rank)")
+    lora_alpha: float | None = flag(
+        None, "adapters are multiplied by alpha / rank (default: 2 x rank)"
+    )
     lora_targets: tuple[str, ...] = flag(
         ("all-linear",),
-        "modules that have one, by the ends of their names: q_proj, mlp.down_proj, linear_fc1, or all-linear",
+        "adapted modules, by the ends of their names: q_proj, mlp.down_proj, linear_fc1, or all-linear",
     )
-    lora_dropout: float = flag(0.0, "dropout of what adapters see")
-    lora_rslora: bool = flag(False, "divide alpha by the rank's square root")
-    lora_load: str | None = flag(None, "adapter to go on from, as peft saves it; it says rank, alpha and modules")
+    lora_dropout: float = flag(0.0, "dropout of the input of adapters")
+    lora_rslora: bool = flag(False, "divide alpha by the square root of the rank")
+    lora_load: str | None = flag(
+        None,
+        "adapter to start from, as peft saves it; it sets rank, alpha and modules",
+        remote=True,
+    )
 
     @property
     def wanted(self) -> bool:
+        """True if the run trains adapters."""
         return self.lora_rank is not None or self.lora_load is not None

@@ -1,4 +1,4 @@
-"""Whether a run's sizes fit each other; every refusal shows the arithmetic, before anything is started."""
+"""Checks that a run's sizes fit each other. Every refusal shows the arithmetic, before anything is started."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,12 @@ from megatron_lite.settings.stacks import check_one_stack, layout_of_two_stacks
 from megatron_lite.settings.wording import counted
 
 LONGEST_UNASKED = 4096
-"""Tokens of a sequence where no flag says how many: a model for 131,072 positions is seldom meant to be trained with as many."""
+"""Default limit for the tokens of a sequence. A model with 131,072 positions is seldom trained with as many tokens."""
 
 
 @dataclass(frozen=True)
 class BatchSize:
-    """Sequences of a step, as Megatron-LM ramps them up: grows from `start` by `increment`s over `samples`, to `full`."""
+    """Sequences of a step with Megatron-LM's ramp-up: from `start` by `increment` to `full`, over `samples`."""
 
     full: int
     start: int
@@ -26,19 +26,24 @@ class BatchSize:
     samples: int = 0
 
     def at(self, samples: int) -> int:
+        """Return the batch size of the step after so many samples."""
         if self.start == self.full or samples > self.samples:
             return self.full
         each = self.samples / ((self.full - self.start) // self.increment)
         return min(self.full, self.start + int(samples / each) * self.increment)
 
     def sizes(self) -> list[int]:
-        """Every size that a run will have."""
-        return [*range(self.start, self.full, self.increment), self.full] if self.increment else [self.full]
+        """Return every batch size of the run."""
+        return (
+            [*range(self.start, self.full, self.increment), self.full]
+            if self.increment
+            else [self.full]
+        )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What follows from the flags, the model and the number of processes."""
+    """The sizes that follow from the flags, the model and the number of processes."""
 
     layout: Layout
     dp: int
@@ -47,11 +52,11 @@ class Sizes:
     seq: int
     cp: int = 1
     decoder_seq: int = 0
-    """Of a T5, whose encoder has `seq`; 0 where there is one stack."""
+    """T5: the decoder's length; the encoder's length is `seq`. 0 for a model with one stack."""
 
 
 def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, world: int) -> Sizes:
-    """Raises LayoutError or UsageError for anything that can't be."""
+    """Return the sizes. Raises LayoutError or UsageError for impossible sizes."""
     training = settings.training
     check_flags(settings)
     check_steps(training)
@@ -60,33 +65,57 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
             "--qk-clip does nothing here but shrink weights: norms of q and k come after them; leave it out"
         )
     layout = _layout(settings.parallel, config, world, options)
-    seq, micro = _sequence(training) or min(config.max_positions, LONGEST_UNASKED), training.micro_batch_size
+    seq, micro = (
+        _sequence(training) or min(config.max_positions, LONGEST_UNASKED),
+        training.micro_batch_size,
+    )
     decoder_seq = training.decoder_seq_length if config.encoder.layers else 0
     cp = settings.parallel.context_parallel_size
-    dp = check_sizes(config, layout, world, options, seq, layout.pp, cp)
+    dp = check_sizes(
+        config, layout, world=world, options=options, sequence=seq, microbatches=layout.pp, cp=cp
+    )
     batch = batch_size(training, dp)
     for size in batch.sizes():
         if size < 1 or size % (micro * dp):
             raise UsageError(
                 f"a global batch of {size} can't be divided into micro batches of {micro} on {dp} data-parallel ranks: "
-                f"it has to be a multiple of {micro} x {dp} = {micro * dp}"
+                f"it must be a multiple of {micro} x {dp} = {micro * dp}"
             )
-        check_sizes(config, layout, world, options, seq, size // (micro * dp), cp)
+        microbatches = size // (micro * dp)
+        check_sizes(
+            config,
+            layout,
+            world=world,
+            options=options,
+            sequence=seq,
+            microbatches=microbatches,
+            cp=cp,
+        )
     if decoder_seq:
         check_length(config, layout, options, decoder_seq)
-    return Sizes(layout, dp, batch, micro, seq, cp, decoder_seq)
+    return Sizes(
+        layout=layout,
+        dp=dp,
+        batch=batch,
+        micro_batch=micro,
+        seq=seq,
+        cp=cp,
+        decoder_seq=decoder_seq,
+    )
 
 
 def _sequence(training: Training) -> int | None:
-    """Raises UsageError for two lengths of one sequence."""
+    """Return the sequence length. Raises UsageError for two different lengths of the same sequence."""
     named = training.seq_length, training.encoder_seq_length
     if None not in named and named[0] != named[1]:
-        raise UsageError(f"--seq-length {named[0]} and --encoder-seq-length {named[1]} are the same length; give one")
+        raise UsageError(
+            f"--seq-length {named[0]} and --encoder-seq-length {named[1]} are the same length; give one"
+        )
     return named[0] or named[1]
 
 
 def batch_size(training: Training, dp: int) -> BatchSize:
-    """Raises UsageError for a ramp that doesn't arrive at the global batch size."""
+    """Return the batch size. Raises UsageError for a ramp-up that does not reach the global batch size."""
     full = training.global_batch_size or training.micro_batch_size * dp
     if training.rampup_batch_size is None:
         return BatchSize(full, full)
@@ -96,30 +125,35 @@ def batch_size(training: Training, dp: int) -> BatchSize:
     if start < 1 or increment < 1 or samples < 1 or start >= full or (full - start) % increment:
         raise UsageError(
             f"--rampup-batch-size {start} {increment} {samples}: {full} (the global batch) - {start} = {full - start} "
-            f"has to be a positive multiple of {increment}"
+            f"must be a positive multiple of {increment}"
         )
     if training.train_samples is None:
-        raise UsageError("--rampup-batch-size counts in samples: give --train-samples in place of --train-iters")
+        raise UsageError(
+            "--rampup-batch-size counts in samples: give --train-samples in place of --train-iters"
+        )
     return BatchSize(full, start, increment, samples)
 
 
 def check_sizes(
     config: ModelConfig,
     layout: Layout,
+    *,
     world: int,
     options: ModelOptions,
     sequence: int,
     microbatches: int,
     cp: int = 1,
 ) -> int:
-    """The data-parallel size. Raises LayoutError, with the arithmetic, for what can't be run; makes no group.
+    """Return the data-parallel size. Raises LayoutError with the arithmetic for impossible sizes. It creates no groups.
 
     sequence: tokens of one sequence. microbatches: per data-parallel rank and step.
     """
     tp, pp, vpp = layout.tp, layout.pp, layout.vpp
     model = tp * pp * cp
     if world % model:
-        names, sizes = ("tp x cp x pp", f"{tp} x {cp} x {pp}") if cp > 1 else ("tp x pp", f"{tp} x {pp}")
+        names, sizes = (
+            ("tp x cp x pp", f"{tp} x {cp} x {pp}") if cp > 1 else ("tp x pp", f"{tp} x {pp}")
+        )
         raise LayoutError(
             f"{counted(world, 'process', 'processes')} can't be divided over {names} = {sizes} = {model}; start a multiple of {model}"
         )
@@ -148,8 +182,10 @@ def check_sizes(
     return world // model
 
 
-def check_length(config: ModelConfig, layout: Layout, options: ModelOptions, sequence: int, cp: int = 1) -> None:
-    """Raises LayoutError for a sequence that can't be shared, or that the model has no positions for."""
+def check_length(
+    config: ModelConfig, layout: Layout, options: ModelOptions, sequence: int, cp: int = 1
+) -> None:
+    """Raise LayoutError for a sequence that can't be divided over ranks, or that exceeds the model's positions."""
     tp = layout.tp
     if options.sequence_parallel and sequence // cp % tp:
         raise LayoutError(
@@ -161,8 +197,10 @@ def check_length(config: ModelConfig, layout: Layout, options: ModelOptions, seq
         )
 
 
-def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, sequence: int, cp: int) -> None:
-    """Raises LayoutError for what context parallelism can't do."""
+def _check_context(
+    config: ModelConfig, layout: Layout, options: ModelOptions, sequence: int, cp: int
+) -> None:
+    """Raise LayoutError for sizes that context parallelism does not support."""
     attention, how = config.attention, options.context
     if sequence % (2 * cp):
         raise LayoutError(
@@ -177,11 +215,11 @@ def _check_context(config: ModelConfig, layout: Layout, options: ModelOptions, s
             )
     if options.attention_dropout and how != "a2a":
         raise LayoutError(
-            f"dropout of attention weights ({options.attention_dropout:g}) can't be had with --cp-comm-type {how}; take a2a, or "
+            f"dropout of attention weights ({options.attention_dropout:g}) is not supported with --cp-comm-type {how}; take a2a, or "
             "--attention-dropout 0"
         )
     if config.experts.count and options.lora is not None and options.lora.dropout:
-        raise LayoutError("dropout of experts' adapters can't be had with context parallelism")
+        raise LayoutError("dropout of experts' adapters is not supported with context parallelism")
 
 
 def _layout(parallel: Parallel, config: ModelConfig, world: int, options: ModelOptions) -> Layout:
@@ -192,10 +230,14 @@ def _layout(parallel: Parallel, config: ModelConfig, world: int, options: ModelO
         parallel.expert_tensor_parallel_size,
     )
     if min(tp, pp, cp, ep, 1 if etp is None else etp) < 1:
-        shown = f"tp = {tp}, pp = {pp}, cp = {cp}, ep = {ep}" + ("" if etp is None else f", etp = {etp}")
-        raise LayoutError(f"{shown}: parallel sizes have to be 1 or more")
+        shown = f"tp = {tp}, pp = {pp}, cp = {cp}, ep = {ep}" + (
+            "" if etp is None else f", etp = {etp}"
+        )
+        raise LayoutError(f"{shown}: parallel sizes must be 1 or more")
     if etp is not None and etp > 1 and not config.experts.count:
-        raise LayoutError(f"expert tensor parallel size (etp) is {etp}, but the model has no experts")
+        raise LayoutError(
+            f"expert tensor parallel size (etp) is {etp}, but the model has no experts"
+        )
     if config.encoder.layers:
         return layout_of_two_stacks(parallel, config)
     check_one_stack(parallel)
@@ -206,19 +248,29 @@ def _layout(parallel: Parallel, config: ModelConfig, world: int, options: ModelO
     )  # fmt: skip
     vpp = _virtual_stages(parallel, config, split)
     etp = _expert_parts(config, tp, ep, world // pp, options) if etp is None else etp
-    return Layout(tp, pp, vpp, ep, etp, stage_layers=split_layers(config.layer_count, pp, vpp, split))
+    return Layout(
+        tp, pp, vpp, ep, etp, stage_layers=split_layers(config.layer_count, pp, vpp, split)
+    )
 
 
 def _expert_parts(config: ModelConfig, tp: int, ep: int, ranks: int, options: ModelOptions) -> int:
-    """Megatron's own choice, which is tp, where it can be had on the ranks of a stage; else 1."""
+    """Return the default of etp: tp as in Megatron if it fits the ranks of a stage, else 1."""
     whole_alone = config.mlp.bias or options.lora is not None
-    fits = config.experts.count and not whole_alone and not ranks % (tp * ep) and not config.sizes()["moe_ffn"] % tp
+    fits = (
+        config.experts.count
+        and not whole_alone
+        and not ranks % (tp * ep)
+        and not config.sizes()["moe_ffn"] % tp
+    )
     return tp if fits else 1
 
 
 def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) -> int:
     pp, listed = parallel.pipeline_model_parallel_size, split.stages()
-    each, count = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
+    each, count = (
+        parallel.num_layers_per_virtual_pipeline_stage,
+        parallel.num_virtual_stages_per_pipeline_rank,
+    )
     if each is not None and count is not None:
         raise UsageError(
             "give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both"

@@ -1,4 +1,4 @@
-"""The stages of a T5, whose encoder has the first of them and whose decoder has the others, by Megatron's flags."""
+"""The pipeline stages of a T5, from Megatron's flags: first the encoder's stages, then the decoder's."""
 
 from megaconv.errors import LayoutError, UsageError
 from megaconv.model.config import ModelConfig
@@ -11,24 +11,29 @@ OF_ONE_STACK = (
     "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )  # fmt: skip
-"""Flags that say how one stack of layers is shared out."""
+"""Flags that divide a single stack of layers into stages."""
 
 
 def check_one_stack(parallel: Parallel) -> None:
-    """Raises UsageError for a flag of a model of two stacks."""
+    """Raise UsageError for a flag of a model with two stacks."""
     for name in OF_TWO_STACKS:
         if getattr(parallel, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} is for a T5, which this model is not; leave it out")
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for a T5, which this model is not; leave it out"
+            )
 
 
 def layout_of_two_stacks(parallel: Parallel, config: ModelConfig) -> Layout:
-    """Raises UsageError, LayoutError."""
+    """Return the layout of a T5. Raises UsageError, LayoutError."""
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    split, encoder = parallel.pipeline_model_parallel_split_rank, parallel.encoder_pipeline_model_parallel_size
+    split, encoder = (
+        parallel.pipeline_model_parallel_split_rank,
+        parallel.encoder_pipeline_model_parallel_size,
+    )
     for name in OF_ONE_STACK:
         if getattr(parallel, name):
             raise UsageError(
-                f"--{name.replace('_', '-')} can't be had for a T5, whose stacks are shared out evenly; leave it out"
+                f"--{name.replace('_', '-')} is not supported for a T5, whose stacks are split evenly; leave it out"
             )
     if parallel.expert_model_parallel_size > 1:
         raise LayoutError(

@@ -32,11 +32,15 @@ class Held:
     dtype = "int32"
 
     def read_into(self, box: Box, out: Bytes) -> None:
-        rows = self.array.reshape(matrix_shape(self.array.shape))[box.row0 : box.row1, box.col0 : box.col1]
+        rows = self.array.reshape(matrix_shape(self.array.shape))[
+            box.row0 : box.row1, box.col0 : box.col1
+        ]
         out[:] = np.ascontiguousarray(rows).view(np.uint8)
 
 
-def cut_up(draw: st.DrawFn, offset: Shape, shape: Shape, cuts: int = 3) -> Iterator[tuple[Shape, Shape]]:
+def cut_up(
+    draw: st.DrawFn, offset: Shape, shape: Shape, cuts: int = 3
+) -> Iterator[tuple[Shape, Shape]]:
     """A rectangle as irregular chunks: parted along one axis after another, at random."""
     axis = draw(st.integers(-1, len(shape) - 1)) if shape and cuts else -1
     if axis < 0:
@@ -73,23 +77,32 @@ def read(tensor: LazyTensor, box: Box | None = None) -> np.ndarray[Any, Any]:
 
 @settings(deadline=None)
 @given(chunked(), st.data())
-def test_any_rectangle_of_any_chunks_is_read(case: tuple[np.ndarray[Any, Any], Boxes], data: st.DataObject) -> None:
+def test_any_rectangle_of_any_chunks_is_read(
+    case: tuple[np.ndarray[Any, Any], Boxes], data: st.DataObject
+) -> None:
     array, boxes = case
     require_cover("tensor", array.shape, boxes)
     matrix = array.reshape(matrix_shape(array.shape))
     row0, col0 = (data.draw(st.integers(0, size - 1)) for size in matrix.shape)
-    row1, col1 = data.draw(st.integers(row0 + 1, matrix.shape[0])), data.draw(st.integers(col0 + 1, matrix.shape[1]))
+    row1, col1 = (
+        data.draw(st.integers(row0 + 1, matrix.shape[0])),
+        data.draw(st.integers(col0 + 1, matrix.shape[1])),
+    )
     found = read(tensor_of(array, boxes), Box(row0, row1, col0, col1))
     assert np.array_equal(found, matrix[row0:row1, col0:col1])
 
 
 @settings(deadline=None)
 @given(chunked())
-def test_taken_apart_along_its_first_axes_a_tensor_keeps_its_elements(case: tuple[np.ndarray[Any, Any], Boxes]) -> None:
+def test_taken_apart_along_its_first_axes_a_tensor_keeps_its_elements(
+    case: tuple[np.ndarray[Any, Any], Boxes],
+) -> None:
     array, boxes = case
     pairs = [(array, tensor_of(array, boxes))]
     while pairs[0][0].shape:
-        pairs = [(a, t) for whole, tensor in pairs for a, t in zip(whole, tensor.unstack(), strict=True)]
+        pairs = [
+            (a, t) for whole, tensor in pairs for a, t in zip(whole, tensor.unstack(), strict=True)
+        ]
         for expected, found in pairs:
             expected = np.asarray(expected)
             assert found.shape == expected.shape
@@ -98,7 +111,9 @@ def test_taken_apart_along_its_first_axes_a_tensor_keeps_its_elements(case: tupl
 
 @settings(deadline=None)
 @given(chunked())
-def test_a_chunk_that_is_missing_doubled_or_moved_is_noticed(case: tuple[np.ndarray[Any, Any], Boxes]) -> None:
+def test_a_chunk_that_is_missing_doubled_or_moved_is_noticed(
+    case: tuple[np.ndarray[Any, Any], Boxes],
+) -> None:
     array, boxes = case
     filled = [box for box in boxes if 0 not in box[1]]
     with pytest.raises(CorruptCheckpoint, match=r"tensor: .*missing"):
@@ -117,8 +132,14 @@ def test_chunks_that_overlap_and_leave_a_hole_of_the_same_size_are_noticed() -> 
 
 
 def test_joined_tensors_lie_one_under_the_other() -> None:
-    first, second = np.arange(6, dtype=np.int32).reshape(2, 3), np.arange(9, dtype=np.int32).reshape(3, 3)
-    both = joined(tensor_of(first, [((0, 0), (2, 3))]), tensor_of(second, [((0, 0), (1, 3)), ((1, 0), (2, 3))]))
+    first, second = (
+        np.arange(6, dtype=np.int32).reshape(2, 3),
+        np.arange(9, dtype=np.int32).reshape(3, 3),
+    )
+    both = joined(
+        tensor_of(first, [((0, 0), (2, 3))]),
+        tensor_of(second, [((0, 0), (1, 3)), ((1, 0), (2, 3))]),
+    )
     assert np.array_equal(read(both), np.concatenate([first, second]))
     with pytest.raises(CorruptCheckpoint, match="don't fit"):
         joined(tensor_of(first, [((0, 0), (2, 3))]), tensor_of(first.T, [((0, 0), (3, 2))]))
@@ -126,12 +147,19 @@ def test_joined_tensors_lie_one_under_the_other() -> None:
 
 @settings(deadline=None)
 @given(chunked(), st.data())
-def test_chunks_are_read_under_any_other_shape(case: tuple[np.ndarray[Any, Any], Boxes], data: st.DataObject) -> None:
+def test_chunks_are_read_under_any_other_shape(
+    case: tuple[np.ndarray[Any, Any], Boxes], data: st.DataObject
+) -> None:
     """As GPT-2's transposed matrices and stacked experts are, whose rows and columns are counted in a shape of their own."""
     array, boxes = case
-    cols = data.draw(st.sampled_from([size for size in range(1, array.size + 1) if array.size % size == 0]))
+    cols = data.draw(
+        st.sampled_from([size for size in range(1, array.size + 1) if array.size % size == 0])
+    )
     matrix = array.reshape(-1, cols)
     row0, col0 = (data.draw(st.integers(0, size - 1)) for size in matrix.shape)
-    row1, col1 = data.draw(st.integers(row0 + 1, len(matrix))), data.draw(st.integers(col0 + 1, cols))
+    row1, col1 = (
+        data.draw(st.integers(row0 + 1, len(matrix))),
+        data.draw(st.integers(col0 + 1, cols)),
+    )
     found = read(reshaped(tensor_of(array, boxes), matrix.shape), Box(row0, row1, col0, col1))
     assert np.array_equal(found, matrix[row0:row1, col0:col1])

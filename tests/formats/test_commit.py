@@ -77,7 +77,12 @@ def content(place: Path) -> str | None:
 def begin(target: Path, content: str, *, resume: bool) -> Staging:
     """A conversion up to its commit: what an earlier run has finished it doesn't write again."""
     output = Staging(target, overwrite=True)
-    done = [entry["done"] for entry in output.open("plan", resume=resume, sizes={"weights": 3, "inner/more": 3})]
+    done = [
+        entry["done"]
+        for entry in output.open(
+            {"plan": "a"}, resume=resume, sizes={"weights": 3, "inner/more": 3}
+        )
+    ]
     for name in ("weights", "inner/more"):
         file = output.file(name, len(content), keep=name in done)
         if name not in done:
@@ -154,14 +159,17 @@ def test_a_journal_is_gone_from_the_disk_before_what_it_vouches_for(
     fsync, root = os.fsync, partial(target)
 
     def note(descriptor: int) -> None:
-        synced.append((Path(f"/proc/self/fd/{descriptor}").readlink(), (root / "journal.jsonl").exists()))
+        synced.append(
+            (Path(f"/proc/self/fd/{descriptor}").readlink(), (root / "journal.jsonl").exists())
+        )
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", note)
     for name in ("appear", "replace"):
         call = getattr(renames, name)
         monkeypatch.setattr(
-            f"formats.staging.{name}", lambda *paths, call=call: (synced.append((target, True)), call(*paths))
+            f"formats.staging.{name}",
+            lambda *paths, call=call: (synced.append((target, True)), call(*paths)),
         )
     output.commit()
     assert synced.index((root, False)) < synced.index((target, True))
@@ -186,7 +194,7 @@ def test_what_was_moved_aside_is_put_back_by_a_run_that_may_not_replace_it_too(
     leave_between_the_renames(monkeypatch, target)
     output = Staging(target)
     with pytest.raises(TargetExists, match="already exists"):
-        output.open("plan", resume=False)
+        output.open({"plan": "a"}, resume=False)
     output.discard()
     assert f"{target}: was put back" in caplog.text
     assert content(target) == "old"
@@ -201,7 +209,7 @@ def test_what_was_moved_aside_is_kept_while_something_else_is_in_its_place(
     for _ in range(2):
         output = Staging(target, overwrite=True)
         with pytest.raises(CheckpointError, match=str(partial(target) / "replaced")):
-            output.open("plan", resume=False)
+            output.open({"plan": "a"}, resume=False)
         output.discard()
         assert (content(target), content(partial(target) / "replaced")) == ("theirs", "old")
     shutil.rmtree(target)
@@ -224,7 +232,7 @@ def test_a_replacement_that_can_not_be_undone_says_where_the_old_output_is(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", only_aside)
-        with pytest.raises(CheckpointError, match=f"{os.strerror(errno.EIO)}; .* lies at {aside}"):
+        with pytest.raises(CheckpointError, match=f"{os.strerror(errno.EIO)}; .* is at {aside}"):
             output.commit()
         output.discard()
     assert content(aside) == "old"
@@ -244,7 +252,9 @@ def test_only_what_says_that_names_can_not_be_exchanged_is_a_reason_to_rename_tw
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EIO, errno.EROFS, errno.EBUSY])
-def test_any_other_error_of_an_exchange_is_one(monkeypatch: pytest.MonkeyPatch, target: Path, code: int) -> None:
+def test_any_other_error_of_an_exchange_is_one(
+    monkeypatch: pytest.MonkeyPatch, target: Path, code: int
+) -> None:
     monkeypatch.setattr(renames, "_renameat2", unsupported(code))
     fill(target, "old")
     output = begin(target, "new", resume=False)

@@ -28,7 +28,11 @@ def feed(check: EntryCheck, pieces: list[tuple[int, int]], content: bytes = CONT
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(1, 999), unique=True, max_size=30), st.randoms(use_true_random=False), st.booleans())
+@given(
+    st.lists(st.integers(1, 999), unique=True, max_size=30),
+    st.randoms(use_true_random=False),
+    st.booleans(),
+)
 def test_an_entry_read_in_any_pieces_and_any_order_is_compared_with_the_last(
     cuts: list[int], chance: random.Random, twice: bool
 ) -> None:
@@ -37,19 +41,26 @@ def test_an_entry_read_in_any_pieces_and_any_order_is_compared_with_the_last(
     chance.shuffle(pieces)
     feed(EntryCheck(Path("x"), 100, 1000, crc32(CONTENT), set()), pieces)
     wrong = EntryCheck(Path("x"), 100, 1000, crc32(CONTENT) ^ 1, set())
-    with pytest.raises(CorruptCheckpoint, match="x: the checksum of the tensor at byte 100 is wrong"):
+    with pytest.raises(
+        CorruptCheckpoint, match="x: the checksum of the tensor at byte 100 is wrong"
+    ):
         feed(wrong, pieces)
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 1000), st.integers(0, 1000)).map(sorted).filter(lambda pair: pair[0] < pair[1]),
+        st.tuples(st.integers(0, 1000), st.integers(0, 1000))
+        .map(sorted)
+        .filter(lambda pair: pair[0] < pair[1]),
         max_size=30,
     )
 )
 def test_no_pieces_of_what_is_intact_are_ever_refused(pieces: list[list[int]]) -> None:
-    feed(EntryCheck(Path("x"), 100, 1000, crc32(CONTENT), set()), [(first, end) for first, end in pieces])
+    feed(
+        EntryCheck(Path("x"), 100, 1000, crc32(CONTENT), set()),
+        [(first, end) for first, end in pieces],
+    )
 
 
 def test_a_row_that_was_looked_at_before_does_not_matter() -> None:
@@ -80,12 +91,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(0)
     base = torch.randn(40, 16, generator=generator)
     torch.save(
-        {"a": torch.randn(64, 32, generator=generator), "upper": base[:25], "lower": base[25:], "tied": base}, path
+        {
+            "a": torch.randn(64, 32, generator=generator),
+            "upper": base[:25],
+            "lower": base[25:],
+            "tied": base,
+        },
+        path,
     )
     return path
 
 
-def test_a_storage_that_several_tensors_share_is_compared_when_all_of_it_was_read(saved: Path, tmp_path: Path) -> None:
+def test_a_storage_that_several_tensors_share_is_compared_when_all_of_it_was_read(
+    saved: Path, tmp_path: Path
+) -> None:
     value = torch_zip.read(saved)
     assert isinstance(value, dict)
     upper = value["upper"]
@@ -113,7 +132,9 @@ def test_blocks_and_columns_are_read_as_before(saved: Path) -> None:
     assert out.tobytes() == whole[:, 3:5].contiguous().numpy().tobytes()
 
 
-def test_every_flipped_bit_of_a_file_that_torch_saved_is_told_or_changes_nothing(saved: Path, tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_file_that_torch_saved_is_told_or_changes_nothing(
+    saved: Path, tmp_path: Path
+) -> None:
     def everything(path: Path) -> dict[str, bytes]:
         value = torch_zip.read(path)
         assert isinstance(value, dict)
@@ -139,7 +160,10 @@ def test_a_file_that_was_saved_without_checksums_is_read(tmp_path: Path) -> None
         torch.serialization.set_crc32_options(True)
     value = torch_zip.read(tmp_path / "x.pt")
     assert isinstance(value, dict)
-    assert value["a"].check is None or read_tensor(value["a"]).tobytes() == torch.ones(3).numpy().tobytes()
+    assert (
+        value["a"].check is None
+        or read_tensor(value["a"]).tobytes() == torch.ones(3).numpy().tobytes()
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +194,9 @@ def test_the_rest_of_what_was_read_in_part_is_read_at_the_end(
 
 @pytest.mark.parametrize("vocab", [131, 17], ids=["hardly padded", "mostly padding"])
 def test_a_damaged_vocabulary_that_is_padded_is_not_converted(vocab: int, tmp_path: Path) -> None:
-    megaconv.convert(write_llama(tmp_path / "hf", layers=1, vocab=vocab), tmp_path / "core", saver="core")
+    megaconv.convert(
+        write_llama(tmp_path / "hf", layers=1, vocab=vocab), tmp_path / "core", saver="core"
+    )
     (tmp_path / "core" / "megaconv.json").unlink()
     (file,) = (tmp_path / "core").rglob("model_optim_rng.pt")
     state = torch_zip.read(file)
@@ -186,13 +212,17 @@ def test_a_damaged_vocabulary_that_is_padded_is_not_converted(vocab: int, tmp_pa
 
 
 def test_damaged_padding_is_found_by_verify_and_fingerprint(tmp_path: Path) -> None:
-    megaconv.convert(write_llama(tmp_path / "hf", layers=1, vocab=17), tmp_path / "core", saver="core")
+    megaconv.convert(
+        write_llama(tmp_path / "hf", layers=1, vocab=17), tmp_path / "core", saver="core"
+    )
     (file,) = (tmp_path / "core").rglob("model_optim_rng.pt")
     state = torch_zip.read(file)
     assert isinstance(state, dict)
     embedding = state["model"]["embedding.word_embeddings.weight"]
     content = bytearray(file.read_bytes())
-    content[embedding.offset + embedding.shape[1] * 2 * 100] ^= 1  # of row 100, behind the vocabulary
+    content[embedding.offset + embedding.shape[1] * 2 * 100] ^= (
+        1  # of row 100, behind the vocabulary
+    )
     file.write_bytes(content)
     for command in (megaconv.verify, megaconv.fingerprint):
         with pytest.raises(CorruptCheckpoint, match="checksum"):

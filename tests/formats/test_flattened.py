@@ -32,7 +32,11 @@ def test_megatrons_flattened_optimizer_state_is_read_bit_for_bit(name: str) -> N
         }.items():
             key = f"optimizer.state.{slot}.decoder.layers.{ours}"
             tensor = tensors[key]
-            whole = unflatten(tensor, opened.metadata.flattened[key]) if key in opened.metadata.flattened else tensor
+            whole = (
+                unflatten(tensor, opened.metadata.flattened[key])
+                if key in opened.metadata.flattened
+                else tensor
+            )
             require_cover(key, whole.shape, [chunk[:2] for chunk in whole.chunks])
             for layer, found in enumerate(whole.unstack()):
                 wanted = expected[f"{slot}.model.layers.{layer}.{theirs}"]
@@ -81,7 +85,11 @@ class Held:
 @st.composite
 def cuts(draw: Draw, length: int) -> list[int]:
     """Where `length` elements are cut."""
-    return [0, *sorted(draw(st.sets(st.integers(1, max(1, length - 1)), max_size=4)) - {length}), length]
+    return [
+        0,
+        *sorted(draw(st.sets(st.integers(1, max(1, length - 1)), max_size=4)) - {length}),
+        length,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +102,11 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> InputFile:
 
 def vector(numbers: InputFile, edges: list[int]) -> ChunkedTensor:
     chunks = [
-        Chunk.whole((first,), (last - first,), Held(FileTensor(numbers, 4 * first, (last - first,), "float32")))
+        Chunk.whole(
+            (first,),
+            (last - first,),
+            Held(FileTensor(numbers, 4 * first, (last - first,), "float32")),
+        )
         for first, last in pairwise(edges)
     ]
     return ChunkedTensor((edges[-1],), "float32", chunks)

@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 
-from formats.journal import Journal
+from formats.journal import Journal, changes
 
-ENTRIES = [{"plan": "abc"}, {"n": 1, "runs": [["a/b", "w", [[0, 128, 4023233417]]]]}, {"n": 2, "name": "ä\n"}]
+ENTRIES = [
+    {"plan": "abc"},
+    {"n": 1, "runs": [["a/b", "w", [[0, 128, 4023233417]]]]},
+    {"n": 2, "name": "ä\n"},
+]
 
 
-def write(path: Path, entries: Sequence[dict[str, Any]] = ENTRIES, *, keep: bool = False) -> Journal:
+def write(
+    path: Path, entries: Sequence[dict[str, Any]] = ENTRIES, *, keep: bool = False
+) -> Journal:
     journal = Journal(path)
     journal.open(keep=keep)
     journal.append([*entries])
@@ -62,3 +68,18 @@ def test_closing_again_is_harmless(tmp_path: Path) -> None:
     journal = write(tmp_path / "journal")
     journal.close()
     assert not journal.is_open
+
+
+def test_changed_parts_of_a_plan_are_named_with_their_values() -> None:
+    assert (
+        changes({"--dtype": "bf16", "files": "3"}, {"--dtype": "None", "files": "3"})
+        == "--dtype is None, was bf16"
+    )
+    assert changes({"a.bin": 64 * "0"}, {"a.bin": 64 * "1"}) == "a.bin has changed"
+    assert changes({"a": "1"}, {"b": "1"}) == "b was not part of it; a is no longer part of it"
+    assert changes("abc", {"a": "1"}) == "another version of megaconv wrote its journal"
+    many = {str(number): "1" for number in range(9)}
+    assert (
+        changes(many, dict.fromkeys(many, "2"))
+        == "0 is 2, was 1; 1 is 2, was 1; 2 is 2, was 1; and 6 more"
+    )

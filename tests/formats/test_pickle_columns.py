@@ -52,7 +52,14 @@ def _described(value: object) -> list[Any]:
                 return "again", seen[id(part)]
             seen[id(part)] = len(seen)
         if isinstance(part, Opaque):
-            return "record", part.module, part.name, part.args, describe(part.state), describe(part.items)
+            return (
+                "record",
+                part.module,
+                part.name,
+                part.args,
+                describe(part.state),
+                describe(part.items),
+            )
         if isinstance(part, dict):
             return "dict", [(describe(key), describe(entry)) for key, entry in part.items()]
         if isinstance(part, (list, tuple)):
@@ -88,17 +95,27 @@ def _by_torch(protocol: int) -> bytes:
     offsets = [Size([n // 8, n % 8 * 40, n]) for n in range(48)]
     chunks = [ChunkStorageMetadata(offset, Size([1, 40, 300])) for offset in offsets]
     places = {
-        MetadataIndex("decoder.weight", offset, index=n or None): _StorageInfo(f"__{n % 2}_0.distcp", 3**n % 2**41, 300)
+        MetadataIndex("decoder.weight", offset, index=n or None): _StorageInfo(
+            f"__{n % 2}_0.distcp", 3**n % 2**41, 300
+        )
         for n, offset in enumerate(offsets)
     }
-    states = {MetadataIndex(f"{n}._extra_state"): _StorageInfo("__0_0.distcp", 2**31 + n, 9) for n in range(30)}
+    states = {
+        MetadataIndex(f"{n}._extra_state"): _StorageInfo("__0_0.distcp", 2**31 + n, 9)
+        for n in range(30)
+    }
     return pickle.dumps({"chunks": chunks, "places": places | states}, protocol)
 
 
 def _by_us(count: int) -> bytes:
-    chunks = tuple(StoredChunk((n, 0), (1, 300), Range("__0_0.distcp", 3**n % 2**41, 700)) for n in range(count))
+    chunks = tuple(
+        StoredChunk((n, 0), (1, 300), Range("__0_0.distcp", 3**n % 2**41, 700))
+        for n in range(count)
+    )
     objects = {f"{n}._extra_state": Range("__0_0.distcp", 2**31 + n, 9) for n in range(count)}
-    metadata = DcpMetadata({"decoder.weight": StoredTensor((count, 300), "bfloat16", chunks)}, objects)
+    metadata = DcpMetadata(
+        {"decoder.weight": StoredTensor((count, 300), "bfloat16", chunks)}, objects
+    )
     return dcp_metadata.write(metadata, nested_keys=False)
 
 
@@ -110,14 +127,22 @@ def test_records_come_out_the_same(name: str) -> None:
     assert same(TABLES[name])
 
 
-@pytest.mark.parametrize(("data", "share"), [(_by_us(1000), 0.8), (_by_torch(4), 0.5)], ids=["ours", "torch"])
-def test_most_of_a_table_is_followed_by_columns(data: bytes, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("data", "share"), [(_by_us(1000), 0.8), (_by_torch(4), 0.5)], ids=["ours", "torch"]
+)
+def test_most_of_a_table_is_followed_by_columns(
+    data: bytes, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert followed(data, monkeypatch) > share * len(data)
 
 
 INSTRUCTIONS = b"hjNKMJ\x8a)\x81}(ubst\x85\x86\x87R\x94\x8cXq0."
 edits = st.lists(
-    st.tuples(st.integers(0, 1 << 20), st.sampled_from(INSTRUCTIONS) | st.integers(0, 255), st.integers(-9, 9)),
+    st.tuples(
+        st.integers(0, 1 << 20),
+        st.sampled_from(INSTRUCTIONS) | st.integers(0, 255),
+        st.integers(-9, 9),
+    ),
     min_size=1,
     max_size=3,
 )
@@ -125,7 +150,9 @@ edits = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(TABLES)), edits)
-def test_damaged_records_give_the_same_value_or_error(name: str, edited: list[tuple[int, int, int]]) -> None:
+def test_damaged_records_give_the_same_value_or_error(
+    name: str, edited: list[tuple[int, int, int]]
+) -> None:
     """edited: a byte is put in the place of another one, and of so many more, or the last so many come once more."""
     data = bytearray(TABLES[name])
     for index, byte, removed in edited:
@@ -191,12 +218,17 @@ def test_what_is_unusual_comes_out_the_same(name: str) -> None:
 
 
 def repeated(item: bytes, count: int) -> bytes:
-    return MEMO + b"h\0" + b"".join(item.replace(b"#", b"%c" % (n % 200 + 48)) for n in range(count))
+    return (
+        MEMO + b"h\0" + b"".join(item.replace(b"#", b"%c" % (n % 200 + 48)) for n in range(count))
+    )
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(INNER, max_size=9), st.sampled_from([b"h\0", b"h\0", b"h\6"]), st.integers(2, 20), st.binary(max_size=9)
+    st.lists(INNER, max_size=9),
+    st.sampled_from([b"h\0", b"h\0", b"h\6"]),
+    st.integers(2, 20),
+    st.binary(max_size=9),
 )
 def test_instructions_in_any_order_give_the_same_value_or_error(
     inner: list[bytes], next_class: bytes, count: int, rest: bytes
@@ -204,7 +236,9 @@ def test_instructions_in_any_order_give_the_same_value_or_error(
     assert same(repeated(b")\x81" + b"".join(inner) + next_class, count) + rest + b".")
 
 
-def test_repetitions_of_a_record_that_the_memo_would_be_changed_by_are_followed_one_by_one() -> None:
+def test_repetitions_of_a_record_that_the_memo_would_be_changed_by_are_followed_one_by_one() -> (
+    None
+):
     """An entry that exists already is replaced, and the next one gets the same number again."""
     data = CLASS + b"q\0]q\x09" + b"h\0" + b")\x81\x94}\x94bh\0" * 20 + b"h\x09h\x03\x86."
     assert same(data)
@@ -221,7 +255,11 @@ def test_looking_for_repetitions_that_are_none_takes_no_longer_than_following_th
     """Records of ever other kinds, in groups of two: each pair would be an expression of its own."""
 
     def kinds(n: int) -> bytes:
-        return b")\x81}(" + b"".join(b"h\1K\1" if n >> bit & 1 else b"h\1N" for bit in range(13)) + b"ubh\0"
+        return (
+            b")\x81}("
+            + b"".join(b"h\1K\1" if n >> bit & 1 else b"h\1N" for bit in range(13))
+            + b"ubh\0"
+        )
 
     data = CLASS + b"q\0X\1\0\0\0aq\1h\0" + b"".join(kinds(n) * 2 for n in range(1 << 10)) + b"."
 

@@ -23,7 +23,16 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from formats.errors import CheckpointError, CorruptCheckpoint, UnsafeContent
 from formats.pickle_globals import UnsafeCallError
-from formats.pickle_guard import Global, NumpyArray, Opaque, StorageType, TensorRecord, TorchDtype, load, load_at
+from formats.pickle_guard import (
+    Global,
+    NumpyArray,
+    Opaque,
+    StorageType,
+    TensorRecord,
+    TorchDtype,
+    load,
+    load_at,
+)
 from formats.pickle_machine import Machine
 from formats.pickle_opcodes import HANDLERS
 from formats.pickle_run import run
@@ -35,7 +44,12 @@ scalars = st.none() | numbers | st.text() | st.binary()
 keys = st.text() | st.integers(-(2**40), 2**40) | st.tuples(st.text(), st.integers(0, 9))
 values = st.recursive(
     scalars,
-    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner) | st.frozensets(keys),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(keys, inner)
+        | st.frozensets(keys)
+    ),
     max_leaves=20,
 )
 
@@ -71,8 +85,20 @@ def test_the_types_of_plain_values_come_back() -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_containers_of_the_standard_library_become_plain_ones(protocol: int) -> None:
-    value = [OrderedDict(b=1, a=2), defaultdict(list, x=[1]), Counter("aab"), deque([1, 2], 5), bytearray(b"\x00\xff")]
-    assert read(pickle.dumps(value, protocol)) == [{"b": 1, "a": 2}, {"x": [1]}, {"a": 2, "b": 1}, [1, 2], b"\x00\xff"]
+    value = [
+        OrderedDict(b=1, a=2),
+        defaultdict(list, x=[1]),
+        Counter("aab"),
+        deque([1, 2], 5),
+        bytearray(b"\x00\xff"),
+    ]
+    assert read(pickle.dumps(value, protocol)) == [
+        {"b": 1, "a": 2},
+        {"x": [1]},
+        {"a": 2, "b": 1},
+        [1, 2],
+        b"\x00\xff",
+    ]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -83,8 +109,12 @@ def test_empty_values_come_back(protocol: int) -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_namespace_stays_a_namespace(protocol: int) -> None:
-    value = Namespace(hidden_size=32, params_dtype=torch.bfloat16, layers=[1, None], path=PurePosixPath("/a/b"))
-    expected = Namespace(hidden_size=32, params_dtype=TorchDtype("bfloat16"), layers=[1, None], path="/a/b")
+    value = Namespace(
+        hidden_size=32, params_dtype=torch.bfloat16, layers=[1, None], path=PurePosixPath("/a/b")
+    )
+    expected = Namespace(
+        hidden_size=32, params_dtype=TorchDtype("bfloat16"), layers=[1, None], path="/a/b"
+    )
     assert read(pickle.dumps(value, protocol)) == expected
 
 
@@ -104,8 +134,16 @@ def test_paths_become_strings_whatever_the_python_that_wrote_them() -> None:
 @pytest.mark.parametrize("module", ["numpy.core", "numpy._core"])
 def test_numpy_arrays_become_records_and_numbers_python_numbers(protocol: int, module: str) -> None:
     array = np.arange(6, dtype=np.uint32).reshape(2, 3)
-    value = {"a": array, "big": array.astype(">u4"), "f": np.asfortranarray(array), "n": np.float32(0.5), "b": np.True_}
-    loaded = read(_renamed(pickle.dumps(value, protocol), b"numpy._core", module.encode(), protocol))
+    value = {
+        "a": array,
+        "big": array.astype(">u4"),
+        "f": np.asfortranarray(array),
+        "n": np.float32(0.5),
+        "b": np.True_,
+    }
+    loaded = read(
+        _renamed(pickle.dumps(value, protocol), b"numpy._core", module.encode(), protocol)
+    )
     assert isinstance(loaded, dict)
     assert loaded["a"] == NumpyArray("<u4", (2, 3), array.tobytes())
     assert loaded["big"] == NumpyArray(">u4", (2, 3), array.astype(">u4").tobytes())
@@ -119,7 +157,9 @@ def _renamed(data: bytes, old: bytes, new: bytes, protocol: int) -> bytes:
     if protocol < 4:
         return data.replace(old, new)
     for file in (b".multiarray", b".numeric"):
-        data = data.replace(b"\x8c%c" % len(old + file) + old + file, b"\x8c%c" % len(new + file) + new + file)
+        data = data.replace(
+            b"\x8c%c" % len(old + file) + old + file, b"\x8c%c" % len(new + file) + new + file
+        )
     return data[:2] + data[11:]
 
 
@@ -146,14 +186,19 @@ def test_bytes_in_memory_files_stay_bytes() -> None:
 
 
 def test_enumerations_are_equal_by_class_and_value() -> None:
-    one, again, two = (read(line("megatron.core.enums", "ModelType") + b"K%c\x85R." % n) for n in (1, 1, 2))
+    one, again, two = (
+        read(line("megatron.core.enums", "ModelType") + b"K%c\x85R." % n) for n in (1, 1, 2)
+    )
     assert one == again != two
     assert {one: "x"}[again] == "x"
     assert one == Opaque("megatron.core.enums", "ModelType", (1,))
 
 
 def test_other_records_are_equal_only_to_themselves() -> None:
-    data = line("torch.distributed.checkpoint.metadata", "MetadataIndex") + b")\x81}\x8c\x03fqn\x8c\x01asb."
+    data = (
+        line("torch.distributed.checkpoint.metadata", "MetadataIndex")
+        + b")\x81}\x8c\x03fqn\x8c\x01asb."
+    )
     first, second = read(data), read(data)
     assert first != second
     assert len({first, second}) == 2
@@ -168,7 +213,9 @@ def test_signals_of_any_python_become_records() -> None:
 
 
 def test_unknown_classes_of_frameworks_become_records_and_are_not_imported() -> None:
-    data = line("megatron.no_such_module", "Recipe") + b"(K\x01tR}\x8c\x01aK\x02sbK\x05aK\x06K\x07s."
+    data = (
+        line("megatron.no_such_module", "Recipe") + b"(K\x01tR}\x8c\x01aK\x02sbK\x05aK\x06K\x07s."
+    )
     before = set(sys.modules)
     loaded = read(data)
     assert isinstance(loaded, Opaque)
@@ -196,7 +243,9 @@ def test_a_name_that_is_not_a_name_is_refused() -> None:
 
 def test_dtypes_and_storages_become_names() -> None:
     dtypes = [torch.float32, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.uint16]
-    assert read(pickle.dumps(dtypes)) == [TorchDtype(str(dtype).removeprefix("torch.")) for dtype in dtypes]
+    assert read(pickle.dumps(dtypes)) == [
+        TorchDtype(str(dtype).removeprefix("torch.")) for dtype in dtypes
+    ]
     assert read(line("torch.cuda", "HalfStorage") + b".") == StorageType("float16")
     assert read(line("torch.storage", "UntypedStorage") + b".") == StorageType("uint8")
     assert read(pickle.dumps(torch.Size((2, 3)))) == (2, 3)
@@ -225,9 +274,18 @@ def test_tensors_become_records(data: bytes, dtype: str | None) -> None:
 def test_parameters_and_tensors_with_attributes_are_their_tensors() -> None:
     tensor = line("torch._utils", "_rebuild_tensor_v2") + TENSOR_ARGS + b"\x89}tR"
     expected = TensorRecord("S", 3, (2, 4), (5, 1))
-    assert read(line("torch._utils", "_rebuild_parameter") + b"(" + tensor + b"\x89}tR.") == expected
-    assert read(line("torch._utils", "_rebuild_parameter_with_state") + b"(" + tensor + b"\x89}}tR.") == expected
-    by_type = line("torch._tensor", "_rebuild_from_type_v2") + b"(" + line("torch._utils", "_rebuild_tensor_v2")
+    assert (
+        read(line("torch._utils", "_rebuild_parameter") + b"(" + tensor + b"\x89}tR.") == expected
+    )
+    assert (
+        read(line("torch._utils", "_rebuild_parameter_with_state") + b"(" + tensor + b"\x89}}tR.")
+        == expected
+    )
+    by_type = (
+        line("torch._tensor", "_rebuild_from_type_v2")
+        + b"("
+        + line("torch._utils", "_rebuild_tensor_v2")
+    )
     assert read(by_type + line("torch", "Tensor") + TENSOR_ARGS + b"\x89}t}tR.") == expected
 
 
@@ -320,17 +378,28 @@ def test_a_pickle_that_calls_something_is_refused_and_not_executed(
     monkeypatch.chdir(str(tmp_path))
     with pytest.raises(UnsafeContent) as error:
         read(PROGRAMS[name])
-    what = "this is not a checkpoint but a program, nothing was executed"
+    what = "the file is a program, not a checkpoint; nothing was executed"
     assert str(error.value) == f"x.pt: asks to call {name}; {what}"
     assert not os.listdir(".")  # noqa: PTH208
 
 
-def test_calls_hidden_in_other_calls_are_not_executed(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_hidden_in_other_calls_are_not_executed(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(str(tmp_path))
     system = line("os", "system")
     for data in (
-        line("torch._tensor", "_rebuild_from_type_v2") + b"(" + system + b"N" + ARGUMENT + b"\x85}tR.",
-        line("copy_reg", "_reconstructor") + b"(" + system + line("__builtin__", "object") + b"NtR.",
+        line("torch._tensor", "_rebuild_from_type_v2")
+        + b"("
+        + system
+        + b"N"
+        + ARGUMENT
+        + b"\x85}tR.",
+        line("copy_reg", "_reconstructor")
+        + b"("
+        + system
+        + line("__builtin__", "object")
+        + b"NtR.",
     ):
         with pytest.raises(UnsafeContent):
             read(data)
@@ -417,7 +486,9 @@ def test_lists_that_multiply_are_refused() -> None:
 
 
 def test_a_million_references_to_a_long_list_are_refused_quickly() -> None:
-    _quickly(b"](" + b"K\x01" * 100_000 + b"eq\x000](" + b"h\x00" * 100_000 + b"e.", "nested too deeply")
+    _quickly(
+        b"](" + b"K\x01" * 100_000 + b"eq\x000](" + b"h\x00" * 100_000 + b"e.", "nested too deeply"
+    )
 
 
 def test_deep_nesting_is_refused() -> None:
@@ -453,13 +524,18 @@ def test_calls_that_copy_the_same_text_again_and_again_are_refused() -> None:
     text = b"X" + (1_000_000).to_bytes(4, "little") + b"a" * 1_000_000 + b"q\x000"
     call = line("_codecs", "encode") + b"q\x010\x8c\x06latin1q\x020("
     _quickly(text + call + b"h\x01h\x00h\x02\x86R" * 10_000 + b"t.", "multiplies")
-    _quickly(text + b"(" + line("pathlib", "PosixPath") + b"(" + b"h\x00" * 10_000 + b"tRt.", "multiplies")
+    _quickly(
+        text + b"(" + line("pathlib", "PosixPath") + b"(" + b"h\x00" * 10_000 + b"tRt.",
+        "multiplies",
+    )
 
 
 def test_keys_with_equal_hashes_are_refused() -> None:
     prime = 2**61 - 1
     numbers = [(prime * n).to_bytes(12, "little") for n in range(1, 20_000)]
-    _quickly(b"}(" + b"".join(b"\x8a\x0c" + number + b"N" for number in numbers) + b"u.", "too large")
+    _quickly(
+        b"}(" + b"".join(b"\x8a\x0c" + number + b"N" for number in numbers) + b"u.", "too large"
+    )
 
 
 VALID = pickle.dumps(
@@ -474,7 +550,9 @@ VALID = pickle.dumps(
 
 
 @settings(max_examples=600, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), min_size=1, max_size=4))
+@given(
+    st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), min_size=1, max_size=4)
+)
 def test_any_changed_byte_gives_a_value_or_our_error(changes: list[tuple[int, int]]) -> None:
     data = bytearray(VALID)
     for index, byte in changes:
@@ -485,7 +563,9 @@ def test_any_changed_byte_gives_a_value_or_our_error(changes: list[tuple[int, in
 
 CHUNKS = pickle.dumps(
     {
-        MetadataIndex(f"layer.{n}", torch.Size((n, 0)), n): _StorageInfo(f"__{n}_0.distcp", 300 * n, 2**40 + n)
+        MetadataIndex(f"layer.{n}", torch.Size((n, 0)), n): _StorageInfo(
+            f"__{n}_0.distcp", 300 * n, 2**40 + n
+        )
         for n in range(4)
     }
 )
@@ -519,7 +599,9 @@ def outcome(reader: Callable[[bytes], object], data: bytes) -> str:
     st.sampled_from([VALID, CHUNKS]),
     st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), max_size=4),
 )
-def test_the_loop_does_without_calls_what_the_handlers_do(data: bytes, changes: list[tuple[int, int]]) -> None:
+def test_the_loop_does_without_calls_what_the_handlers_do(
+    data: bytes, changes: list[tuple[int, int]]
+) -> None:
     changed = bytearray(data)
     for index, byte in changes:
         changed[index % len(changed)] = byte

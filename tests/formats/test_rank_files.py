@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 
 from formats.errors import CorruptCheckpoint
-from formats.rank_files import find_version, is_rank_files, iteration_directory, rank_directory, read
+from formats.rank_files import (
+    find_version,
+    is_rank_files,
+    iteration_directory,
+    rank_directory,
+    read,
+)
 
 
 def make(version: Path, *ranks: str) -> Path:
@@ -20,7 +26,8 @@ def track(root: Path, word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("iteration", "name"), [(0, "iter_0000000"), (5, "iter_0000005"), (12345678, "iter_12345678"), (None, "release")]
+    ("iteration", "name"),
+    [(0, "iter_0000000"), (5, "iter_0000005"), (12345678, "iter_12345678"), (None, "release")],
 )
 def test_iterations_have_seven_digits_or_more(iteration: int | None, name: str) -> None:
     assert iteration_directory(iteration) == name
@@ -88,7 +95,10 @@ def test_nothing_and_other_things_are_no_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", ["", "five", "-5", "5.0", "1e3", "²", "../iter_0000005", "5 6"])
 def test_a_tracker_of_garbage_is_refused(tmp_path: Path, word: str) -> None:
     track(tmp_path, word)
-    with pytest.raises(CorruptCheckpoint, match=r"latest_checkpointed_iteration\.txt: .*iteration number or `release`"):
+    with pytest.raises(
+        CorruptCheckpoint,
+        match=r"latest_checkpointed_iteration\.txt: .*iteration number or `release`",
+    ):
         find_version(tmp_path)
 
 
@@ -110,12 +120,19 @@ def test_a_tracker_of_binary_garbage_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("word", "expected"),
-    [("5", "says 5"), ("release", "says release"), ("9" * 300, "300 characters"), ("9" * 4000, "4000 char")],
+    [
+        ("5", "says 5"),
+        ("release", "says release"),
+        ("9" * 300, "300 characters"),
+        ("9" * 4000, "4000 char"),
+    ],
 )
 def test_a_tracker_that_points_nowhere_is_refused(tmp_path: Path, word: str, expected: str) -> None:
     make(tmp_path / "iter_0000009", "mp_rank_00")
     track(tmp_path, word)
-    with pytest.raises(CorruptCheckpoint, match=rf"latest_checkpointed_iteration\.txt: .*{expected}"):
+    with pytest.raises(
+        CorruptCheckpoint, match=rf"latest_checkpointed_iteration\.txt: .*{expected}"
+    ):
         find_version(tmp_path)
 
 
@@ -123,7 +140,13 @@ def test_a_tracker_that_points_nowhere_is_refused(tmp_path: Path, word: str, exp
 
 
 def test_ranks_are_listed_by_their_numbers(tmp_path: Path) -> None:
-    version = make(tmp_path / "iter_0000005", "mp_rank_00_000", "mp_rank_01_000", "mp_rank_00_001", "mp_rank_01_001")
+    version = make(
+        tmp_path / "iter_0000005",
+        "mp_rank_00_000",
+        "mp_rank_01_000",
+        "mp_rank_00_001",
+        "mp_rank_01_001",
+    )
     found = read(version)
     assert found.iteration == 5
     assert list(found.files) == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -162,7 +185,9 @@ def test_a_directory_in_place_of_a_rank_file_is_named(tmp_path: Path) -> None:
 
 def test_different_kinds_of_rank_directories_are_refused(tmp_path: Path) -> None:
     version = make(tmp_path / "iter_0000005", "mp_rank_00", "mp_rank_00_001")
-    with pytest.raises(CorruptCheckpoint, match="different kinds in one place: mp_rank_00, mp_rank_00_001"):
+    with pytest.raises(
+        CorruptCheckpoint, match="different kinds in one place: mp_rank_00, mp_rank_00_001"
+    ):
         read(version)
 
 

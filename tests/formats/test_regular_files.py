@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 
 from formats import dcp_metadata, rank_files, safetensors, torch_dist, torch_zip, zarr_arrays
-from formats.ceilings import CONFIG_BYTES, HEADER_BYTES, INDEX_BYTES, JSON_TEXT_BYTES, JSON_VALUES, TRACKER_BYTES
+from formats.ceilings import (
+    CONFIG_BYTES,
+    HEADER_BYTES,
+    HEADER_VALUES,
+    INDEX_BYTES,
+    JSON_DEPTH,
+    JSON_VALUE_BYTES,
+    JSON_VALUES,
+    TRACKER_BYTES,
+)
 from formats.errors import CorruptCheckpoint
 from formats.regular_files import open_regular, parse_json, read_json, read_small, regular_size
 
@@ -70,7 +79,9 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 @pytest.mark.parametrize("kind", STRANGE)
 @pytest.mark.parametrize("reader", READERS)
-def test_every_reader_refuses_what_is_no_regular_file(reader: str, kind: str, tmp_path: Path) -> None:
+def test_every_reader_refuses_what_is_no_regular_file(
+    reader: str, kind: str, tmp_path: Path
+) -> None:
     name, read = READERS[reader]
     STRANGE[kind](tmp_path / name)
     with pytest.raises(CorruptCheckpoint, match=kind):
@@ -78,7 +89,9 @@ def test_every_reader_refuses_what_is_no_regular_file(reader: str, kind: str, tm
 
 
 @pytest.mark.parametrize("kind", STRANGE)
-def test_what_is_looked_for_by_name_is_not_found_where_it_is_no_regular_file(kind: str, tmp_path: Path) -> None:
+def test_what_is_looked_for_by_name_is_not_found_where_it_is_no_regular_file(
+    kind: str, tmp_path: Path
+) -> None:
     for name in (rank_files.TRACKER, torch_dist.FORMAT_FILE, ".metadata"):
         STRANGE[kind](tmp_path / name)
     assert rank_files.find_version(tmp_path) is None
@@ -102,7 +115,9 @@ def test_a_missing_file_is_told(name: str, tmp_path: Path) -> None:
 def test_a_file_above_its_ceiling_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(9))
     assert read_small(tmp_path / "x", 9) == bytes(9)
-    with pytest.raises(CorruptCheckpoint, match="x: has 9 bytes; no file of this kind has more than 8"):
+    with pytest.raises(
+        CorruptCheckpoint, match="x: has 9 bytes; no file of this kind has more than 8"
+    ):
         read_small(tmp_path / "x", 8)
 
 
@@ -118,7 +133,11 @@ def test_a_file_that_says_it_is_empty_is_read_to_its_ceiling_only() -> None:
     [
         (rank_files.TRACKER, TRACKER_BYTES, rank_files.find_version),
         (torch_dist.FORMAT_FILE, CONFIG_BYTES, torch_dist.read_backend),
-        ("model.safetensors.index.json", INDEX_BYTES, lambda path: safetensors.read_index(path / READERS["index"][0])),
+        (
+            "model.safetensors.index.json",
+            INDEX_BYTES,
+            lambda path: safetensors.read_index(path / READERS["index"][0]),
+        ),
         ("array/.zarray", CONFIG_BYTES, zarr_arrays.open_directory),
     ],
 )
@@ -128,7 +147,9 @@ def test_every_metadata_file_has_a_ceiling(
     (tmp_path / name).parent.mkdir(exist_ok=True)
     with (tmp_path / name).open("wb") as file:
         file.truncate(ceiling + 1)
-    with pytest.raises(CorruptCheckpoint, match=f"has {ceiling + 1:,} bytes; no file of this kind has more than"):
+    with pytest.raises(
+        CorruptCheckpoint, match=f"has {ceiling + 1:,} bytes; no file of this kind has more than"
+    ):
         read(tmp_path)
 
 
@@ -142,25 +163,51 @@ def test_json_that_is_none_is_told(tmp_path: Path) -> None:
 def test_json_within_its_ceilings_is_read() -> None:
     assert parse_json(json.dumps(["é", {"a": 1}]).encode()) == ["é", {"a": 1}]
     assert len(parse_json(b"[" + b"0," * (JSON_VALUES - 2) + b"0]")) == JSON_VALUES - 1
+    deepest = b"[" * JSON_DEPTH + b"]" * JSON_DEPTH
+    assert json.dumps(parse_json(deepest)).encode() == deepest
 
 
-def test_json_of_more_values_or_wider_text_than_any_checkpoint_has_is_refused() -> None:
-    for content in (b"[" + b"0," * JSON_VALUES + b"0]", '"é'.encode() + b"x" * (JSON_TEXT_BYTES // 4) + b'"'):
+def test_json_may_have_any_number_of_values_if_it_has_bytes_for_them() -> None:
+    merges = 600_000
+    found = parse_json(b'{"merges":[' + b'["ab","c"],' * merges + b"[]]}")
+    assert len(found["merges"]) == merges + 1
+
+
+def test_json_of_brackets_alone_is_refused() -> None:
+    dense = b"[" + b"0," * (2 * JSON_VALUES * JSON_VALUE_BYTES) + b"0]"
+    for content in (dense, b"[" + b"{}," * (2 * JSON_VALUES * JSON_VALUE_BYTES) + b"0]"):
         with pytest.raises(ValueError, match="more than any checkpoint has"):
+            parse_json(content)
+
+
+def test_json_of_more_levels_than_any_checkpoint_has_is_refused() -> None:
+    lists = b"[" * (JSON_DEPTH + 1) + b"]" * (JSON_DEPTH + 1)
+    objects = b'{"a":' * (JSON_DEPTH + 1) + b"0" + b"}" * (JSON_DEPTH + 1)
+    for content in (lists, objects):
+        with pytest.raises(ValueError, match="nested more than 100 levels deep"):
             parse_json(content)
 
 
 WORST = {
     "nested lists": b"[" + b",".join([b"[" * 50 + b"]" * 50] * (HEADER_BYTES // 101)) + b"]",
     "empty objects": b"[" + b"{}," * (HEADER_BYTES // 3 - 2) + b"{}]",
-    "objects": b"[" + b'{"":0},' * ((JSON_VALUES - 3) // 3) + b"0]",
-    "short lists": b"[" + b"[[0]]," * ((JSON_VALUES - 3) // 3) + b"0]",
-    "keys": b"{" + b",".join(b'"%x":{"":0}' % number for number in range((JSON_VALUES - 3) // 4)) + b"}",
-    "texts": b"[" + b",".join('"ā%x"'.encode() % number for number in range(JSON_VALUES - 3)) + b"]",
-    "one wide text": b'["' + "𝔸".encode() + b"x" * (JSON_TEXT_BYTES // 4 - 9) + b'"]',
-    "a long shape": b'{"a":{"dtype":"U8","shape":[' + b"9000000000000000000," * 300_000 + b'1],"data_offsets":[0,0]}}',
+    "objects": b"[" + b'{"":0},' * ((HEADER_VALUES - 3) // 3) + b"0]",
+    "short lists": b"[" + b"[[0]]," * ((HEADER_VALUES - 3) // 3) + b"0]",
+    "keys": b"{"
+    + b",".join(b'"%x":{"":0}' % number for number in range((HEADER_VALUES - 3) // 4))
+    + b"}",
+    "texts": b"["
+    + b",".join('"ā%x"'.encode() % number for number in range(HEADER_VALUES - 3))
+    + b"]",
+    "one wide text": b'["' + "𝔸".encode() + b"x" * (HEADER_BYTES - 9) + b'"]',
+    "a long shape": b'{"a":{"dtype":"U8","shape":['
+    + b"9000000000000000000," * 300_000
+    + b'1],"data_offsets":[0,0]}}',
     "tensors": b"{"
-    + b",".join(b'"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % number for number in range(124_000))
+    + b",".join(
+        b'"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % number
+        for number in range(124_000)
+    )
     + b"}",
 }
 
@@ -177,8 +224,13 @@ def test_no_header_takes_half_a_gigabyte_or_ten_seconds(case: str, tmp_path: Pat
         "print(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "x.safetensors")]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OPENBLAS_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OPENBLAS_NUM_THREADS": "1",
+    }
     seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=environment, check=True
+    )
     assert int(done.stdout) < 500_000
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - seconds < 10

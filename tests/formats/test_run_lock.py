@@ -27,7 +27,9 @@ def failing(code: int) -> Callable[..., None]:
     return fail
 
 
-def first_then(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, first: Callable[[], object]) -> None:
+def first_then(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, first: Callable[[], object]
+) -> None:
     """Something happens just before the first call of a function."""
     call, calls = getattr(owner, name), []
 
@@ -89,7 +91,7 @@ def test_where_there_are_no_locks_a_run_warns_and_goes_on(
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", failing(code))
     output = Staging(tmp_path / "out")
-    output.open("plan", resume=False)
+    output.open({"plan": "a"}, resume=False)
     output.file("file", 1)
     output.commit()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -103,7 +105,7 @@ def test_where_there_are_no_locks_only_the_first_of_several_processes_removes_th
     monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
     members = [Staging(tmp_path / "out", member=member) for member in range(2)]
     for member in members:
-        member.open("plan", resume=False)
+        member.open({"plan": "a"}, resume=False)
     members[1].discard()
     assert [path.name for path in tmp_path.iterdir()] == [".out.megaconv-partial"]
     members[0].discard()
@@ -122,7 +124,7 @@ def test_an_error_leaves_no_directory_that_was_not_there(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, failing(errno.EIO))
         with pytest.raises(CheckpointError, match=os.strerror(errno.EIO)):
-            output.open("plan", resume=False)
+            output.open({"plan": "a"}, resume=False)
     output.discard()
     assert list(tmp_path.iterdir()) == before
 
@@ -138,7 +140,7 @@ def test_a_staging_directory_that_is_a_link_is_not_entered(tmp_path: Path, dangl
     (tmp_path / ".out.megaconv-partial").symlink_to("home")
     output = Staging(tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"\.out\.megaconv-partial"):
-        output.open("plan", resume=False)
+        output.open({"plan": "a"}, resume=False)
     output.discard()
     assert (tmp_path / ".out.megaconv-partial").is_symlink()
     assert (tmp_path / "home" / "precious").exists() != dangling
@@ -148,7 +150,7 @@ def test_a_staging_directory_that_is_a_link_is_not_entered(tmp_path: Path, dangl
 @pytest.mark.parametrize("resume", [True, False])
 def test_nothing_is_written_through_a_link_in_it(tmp_path: Path, name: str, resume: bool) -> None:
     before, root = Staging(tmp_path / "out"), tmp_path / ".out.megaconv-partial"
-    before.open("plan", resume=False)
+    before.open({"plan": "a"}, resume=False)
     before.file("file", 4).write(0, b"1234")
     before.record([{"n": 1}])
     before.keep()
@@ -158,9 +160,9 @@ def test_nothing_is_written_through_a_link_in_it(tmp_path: Path, name: str, resu
     output = Staging(tmp_path / "out")
     if name == "lock":
         with pytest.raises(UnsafeContent, match="is a link"):
-            output.open("plan", resume=resume)
+            output.open({"plan": "a"}, resume=resume)
         return
-    assert output.open("plan", resume=resume, sizes={"file": 4}) == []
+    assert output.open({"plan": "a"}, resume=resume, sizes={"file": 4}) == []
     output.file("file", 4).write(0, b"4321")
     output.commit()
     assert (tmp_path / "out" / "file").read_bytes() == b"4321"

@@ -50,7 +50,10 @@ def assert_broken(path: Path, *words: str) -> None:
 def test_a_file_is_read_from_its_literal_bytes(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(GOLDEN)
     tensors = safetensors.read(tmp_path / "x")
-    assert {name: (tensor.shape, tensor.dtype, read_tensor(tensor).tobytes()) for name, tensor in tensors.items()} == {
+    assert {
+        name: (tensor.shape, tensor.dtype, read_tensor(tensor).tobytes())
+        for name, tensor in tensors.items()
+    } == {
         "b": ((3,), "uint8", b"\1\2\3"),
         "a": ((1, 2), "bfloat16", b"\x80\x3f\x00\xc0"),
         "scalar": ((), "float32", b"\0\0\x80\x3f"),
@@ -58,7 +61,9 @@ def test_a_file_is_read_from_its_literal_bytes(tmp_path: Path) -> None:
 
 
 def test_a_file_is_laid_out_in_these_literal_bytes() -> None:
-    layout = SafetensorsLayout({"b": ((3,), "uint8"), "a": ((1, 2), "bfloat16"), "scalar": ((), "float32")})
+    layout = SafetensorsLayout(
+        {"b": ((3,), "uint8"), "a": ((1, 2), "bfloat16"), "scalar": ((), "float32")}
+    )
     assert list(layout.headers({})) == [(0, GOLDEN_HEADER)]
     assert layout.size == len(GOLDEN)
     assert layout.records == {"b": (208, 3), "a": (211, 4), "scalar": (215, 4)}
@@ -95,30 +100,48 @@ def random_tensor(shape: list[int], dtype: str, seed: int) -> torch.Tensor:
     values = np.random.default_rng(seed).integers(
         0, 2 if dtype == "bool" else 256, prod(shape) * kind.itemsize, np.uint8
     )
-    return torch.from_numpy(values).view(kind).reshape(shape) if values.size else torch.empty(shape, dtype=kind)
+    return (
+        torch.from_numpy(values).view(kind).reshape(shape)
+        if values.size
+        else torch.empty(shape, dtype=kind)
+    )
 
 
 tensors = st.builds(
-    random_tensor, st.lists(st.integers(0, 5), max_size=4), st.sampled_from(TORCH_DTYPES), st.integers(0, 2**32 - 1)
+    random_tensor,
+    st.lists(st.integers(0, 5), max_size=4),
+    st.sampled_from(TORCH_DTYPES),
+    st.integers(0, 2**32 - 1),
 )
-models = st.dictionaries(st.text(max_size=8).filter(lambda name: name != "__metadata__"), tensors, max_size=5)
+models = st.dictionaries(
+    st.text(max_size=8).filter(lambda name: name != "__metadata__"), tensors, max_size=5
+)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return (
+        tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        if tensor.numel()
+        else b""
+    )
 
 
 @settings(max_examples=60, deadline=None)
 @given(models, st.none() | st.dictionaries(st.text(max_size=5), st.text(max_size=5), min_size=1))
 def test_whatever_the_library_writes_is_read_bit_for_bit(
-    tmp_path_factory: pytest.TempPathFactory, model: dict[str, torch.Tensor], metadata: dict[str, str] | None
+    tmp_path_factory: pytest.TempPathFactory,
+    model: dict[str, torch.Tensor],
+    metadata: dict[str, str] | None,
 ) -> None:
     path = tmp_path_factory.mktemp("library") / "x.safetensors"
     save_file(model, path, metadata)
     found = safetensors.read(path)
     assert set(found) == set(model)
     for name, tensor in model.items():
-        assert (found[name].shape, found[name].dtype) == (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        assert (found[name].shape, found[name].dtype) == (
+            tuple(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+        )
         assert read_tensor(found[name]).tobytes() == raw(tensor)
 
 
@@ -129,7 +152,10 @@ def test_whatever_we_lay_out_the_library_reads_bit_for_bit(
 ) -> None:
     path = tmp_path_factory.mktemp("ours") / "x.safetensors"
     layout = SafetensorsLayout(
-        {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in model.items()}
+        {
+            name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in model.items()
+        }
     )
     content = bytearray(layout.size)
     for name, (offset, nbytes) in layout.records.items():
@@ -200,7 +226,9 @@ def test_a_directory_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [3, 1 << 40, 100_000_001, (1 << 64) - 1])
 def test_a_header_longer_than_the_file_is_refused(tmp_path: Path, length: int) -> None:
-    assert_broken(write(tmp_path / "x", {}, length=length), f"a header of {length} bytes", "the file has 10")
+    assert_broken(
+        write(tmp_path / "x", {}, length=length), f"a header of {length} bytes", "the file has 10"
+    )
 
 
 def test_a_header_longer_than_any_checkpoint_has_is_refused(tmp_path: Path) -> None:
@@ -216,16 +244,22 @@ def test_a_shape_with_more_axes_than_any_tensor_has_is_refused(tmp_path: Path) -
 
 
 def test_a_git_lfs_pointer_is_recognised(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4976698672\n")
+    (tmp_path / "x").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4976698672\n"
+    )
     assert_broken(tmp_path / "x", "git lfs pull")
 
 
-@pytest.mark.parametrize("header", [b"", b"{", b'{"a":}', b"\xff\xfe", b"[" * 100_000, b"{}{}", b"{}\0"])
+@pytest.mark.parametrize(
+    "header", [b"", b"{", b'{"a":}', b"\xff\xfe", b"[" * 100_000, b"{}{}", b"{}\0"]
+)
 def test_a_header_that_is_no_json_is_refused(tmp_path: Path, header: bytes) -> None:
     assert_broken(write(tmp_path / "x", header), "not a valid safetensors file")
 
 
-@pytest.mark.parametrize("header", [[], "a", 7, None, [["a", {}]], {"a": 7}, {"a": []}, {"a": None}])
+@pytest.mark.parametrize(
+    "header", [[], "a", 7, None, [["a", {}]], {"a": 7}, {"a": []}, {"a": None}]
+)
 def test_a_header_that_is_no_object_of_objects_is_refused(tmp_path: Path, header: Any) -> None:
     assert_broken(write(tmp_path / "x", header), "not a valid safetensors file")
 
@@ -240,29 +274,38 @@ def test_a_tensor_without_a_field_is_refused_and_the_field_named(tmp_path: Path,
 @pytest.mark.parametrize("dtype", ["u8", "F128", "", None, 8, ["U8"]])
 def test_an_unknown_dtype_is_named(tmp_path: Path, dtype: Any) -> None:
     assert_broken(
-        write(tmp_path / "x", entry(dtype=dtype), bytes(6)), *([f"a: dtype {dtype!r} is not known"] * (dtype != ["U8"]))
+        write(tmp_path / "x", entry(dtype=dtype), bytes(6)),
+        *([f"a: dtype {dtype!r} is not known"] * (dtype != ["U8"])),
     )
 
 
-@pytest.mark.parametrize("shape", [[-2, -3], [2, 3.0], ["2", "3"], [True, 6], [2, None], "23", 6, None, {"2": 3}])
+@pytest.mark.parametrize(
+    "shape", [[-2, -3], [2, 3.0], ["2", "3"], [True, 6], [2, None], "23", 6, None, {"2": 3}]
+)
 def test_a_shape_of_anything_but_numbers_is_refused(tmp_path: Path, shape: Any) -> None:
     assert_broken(write(tmp_path / "x", entry(shape=shape), bytes(6)))
 
 
-@pytest.mark.parametrize("offsets", [[-6, 0], [0.0, 6.0], [0, 6, 9], [6], [], None, "06", [False, 6], [0, None]])
+@pytest.mark.parametrize(
+    "offsets", [[-6, 0], [0.0, 6.0], [0, 6, 9], [6], [], None, "06", [False, 6], [0, None]]
+)
 def test_offsets_that_are_not_two_numbers_are_refused(tmp_path: Path, offsets: Any) -> None:
     assert_broken(write(tmp_path / "x", entry(data_offsets=offsets), bytes(6)))
 
 
 @pytest.mark.parametrize(
-    "changes", [{"shape": [2, 4]}, {"dtype": "F32"}, {"shape": [1 << 60, 1 << 60]}, {"data_offsets": [6, 0]}]
+    "changes",
+    [{"shape": [2, 4]}, {"dtype": "F32"}, {"shape": [1 << 60, 1 << 60]}, {"data_offsets": [6, 0]}],
 )
 def test_a_tensor_that_does_not_fill_its_bytes_is_named(tmp_path: Path, changes: Any) -> None:
     assert_broken(write(tmp_path / "x", entry(**changes), bytes(6)), "a: ", "doesn't fill")
 
 
 def test_a_tensor_beyond_the_end_is_refused(tmp_path: Path) -> None:
-    assert_broken(write(tmp_path / "x", entry(data_offsets=[1 << 62, (1 << 62) + 6]), bytes(6)), "reaches past the end")
+    assert_broken(
+        write(tmp_path / "x", entry(data_offsets=[1 << 62, (1 << 62) + 6]), bytes(6)),
+        "reaches past the end",
+    )
 
 
 def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
@@ -271,7 +314,9 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("begin", "size"), [(0, 7), (1, 7), (0, 1000)])
 def test_a_hole_in_the_file_is_refused(tmp_path: Path, begin: int, size: int) -> None:
-    assert_broken(write(tmp_path / "x", entry(data_offsets=[begin, begin + 6]), bytes(size)), "hole")
+    assert_broken(
+        write(tmp_path / "x", entry(data_offsets=[begin, begin + 6]), bytes(size)), "hole"
+    )
 
 
 @pytest.mark.parametrize("begin", [0, 3])
@@ -292,15 +337,21 @@ def test_an_index_is_written_and_read_back(tmp_path: Path) -> None:
     files = {"b": "two.safetensors", "a": "one.safetensors"}
     (tmp_path / "index.json").write_bytes(index_json(files, 12))
     assert read_index(tmp_path / "index.json") == files
-    assert json.loads((tmp_path / "index.json").read_text()) == {"metadata": {"total_size": 12}, "weight_map": files}
+    assert json.loads((tmp_path / "index.json").read_text()) == {
+        "metadata": {"total_size": 12},
+        "weight_map": files,
+    }
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", '{"weight_map": 7}', '{"weight_map": ["a"]}', "{}", "[" * 100_000]
+    "text",
+    ["", "{", "[]", "null", '{"weight_map": 7}', '{"weight_map": ["a"]}', "{}", "[" * 100_000],
 )
 def test_a_broken_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "index.json").write_text(text)
-    with pytest.raises(CorruptCheckpoint, match=r"index\.json: is not a (valid index|readable JSON file)"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"index\.json: is not a (valid index|readable JSON file)"
+    ):
         read_index(tmp_path / "index.json")
 
 

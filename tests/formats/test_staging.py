@@ -13,8 +13,7 @@ from formats.journal import Journal
 from formats.staging import StagedFile, Staging
 from megaconv.engine import transfer
 from megaconv.engine.conversion import convert
-from megaconv.engine.preparation import ConvertOptions
-from megaconv.options import SaveOptions
+from megaconv.options import ConvertOptions, SaveOptions
 from tests.models import write_llama
 from tests.runs import snapshot
 
@@ -29,16 +28,18 @@ def partial(target: Path) -> Path:
 
 
 def begin(
-    target: Path, *, resume: bool = False, plan: str = "plan", overwrite: bool = False
+    target: Path, *, resume: bool = False, plan: str = "a", overwrite: bool = False
 ) -> tuple[Staging, list[dict[str, Any]]]:
     opened = Staging(target, overwrite=overwrite)
-    return opened, opened.open(plan, resume=resume)
+    return opened, opened.open({"plan": plan}, resume=resume)
 
 
 # Files.
 
 
-def test_nothing_is_at_the_target_until_the_commit_and_nothing_but_the_target_after_it(target: Path) -> None:
+def test_nothing_is_at_the_target_until_the_commit_and_nothing_but_the_target_after_it(
+    target: Path,
+) -> None:
     output, _ = begin(target)
     file = output.file("deep/er/file", 6)
     file.write(3, b"def")
@@ -49,7 +50,9 @@ def test_nothing_is_at_the_target_until_the_commit_and_nothing_but_the_target_af
     assert (target / "deep" / "er" / "file").read_bytes() == b"abcdef"
 
 
-def test_a_file_has_its_size_from_the_beginning_and_is_zero_where_nobody_writes(target: Path) -> None:
+def test_a_file_has_its_size_from_the_beginning_and_is_zero_where_nobody_writes(
+    target: Path,
+) -> None:
     output, _ = begin(target)
     file = output.file("file", 100_000)
     assert file.path.stat().st_size == 100_000
@@ -76,7 +79,10 @@ def test_files_and_directories_have_the_usual_permissions(target: Path) -> None:
         output.commit()
     finally:
         os.umask(before)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (target, target / "a", target / "a" / "file")}
+    modes = {
+        path.name: path.stat().st_mode & 0o777
+        for path in (target, target / "a", target / "a" / "file")
+    }
     assert modes == {"out": 0o750, "a": 0o750, "file": 0o640}
 
 
@@ -101,7 +107,9 @@ class Recorder:
         self._watch(monkeypatch, Path, "rename", self._of_path)
         self._watch(monkeypatch, renames, "exchange", self._of_path)
 
-    def _watch(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, path: Callable[[Any], Path]) -> None:
+    def _watch(
+        self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, path: Callable[[Any], Path]
+    ) -> None:
         call = getattr(owner, name)
 
         def noted(first: Any, *rest: Any) -> Any:
@@ -137,7 +145,11 @@ def test_everything_is_on_disk_before_the_rename_and_the_rename_after_it(
     data = ".out.megaconv-partial/data"
     appeared = recorder.last("exchange" if overwrite else "rename", data)
     for name in files:
-        assert recorder.last("pwrite", f"{data}/{name}") < recorder.last("fsync", f"{data}/{name}") < appeared
+        assert (
+            recorder.last("pwrite", f"{data}/{name}")
+            < recorder.last("fsync", f"{data}/{name}")
+            < appeared
+        )
     for directory in (data, f"{data}/b", f"{data}/b/d"):
         assert recorder.last("fsync", directory) < appeared
     assert recorder.last("fsync", ".") > appeared
@@ -156,7 +168,14 @@ def test_tensors_are_on_disk_before_the_journal_vouches_for_them(
 
     def note_record(self: Staging, entries: list[dict[str, Any]]) -> None:
         events.append(
-            ("record", {"/".join(file.split("/")[-2:]) for entry in entries for file, _, _ in entry.get("runs", [])})
+            (
+                "record",
+                {
+                    "/".join(file.split("/")[-2:])
+                    for entry in entries
+                    for file, _, _ in entry.get("runs", [])
+                },
+            )
         )
         record(self, entries)
 
@@ -164,7 +183,12 @@ def test_tensors_are_on_disk_before_the_journal_vouches_for_them(
     monkeypatch.setattr(Staging, "record", note_record)
     monkeypatch.setattr(transfer, "JOURNAL_SECONDS", 0)
     monkeypatch.setattr(transfer.Transfer, "_write_headers", lambda self: self._record())
-    convert(write_llama(tmp_path / "model"), tmp_path / "out", "core", ConvertOptions(save=SaveOptions(tp=2, pp=2)))
+    convert(
+        write_llama(tmp_path / "model"),
+        tmp_path / "out",
+        "core",
+        ConvertOptions(save=SaveOptions(tp=2, pp=2)),
+    )
     synced: set[str] = set()
     vouched: set[str] = set()
     for kind, files in events:
@@ -180,7 +204,7 @@ def test_tensors_are_on_disk_before_the_journal_vouches_for_them(
 # Journals.
 
 
-def leave(target: Path, *entries: dict[str, Any], plan: str = "plan") -> None:
+def leave(target: Path, *entries: dict[str, Any], plan: str = "a") -> None:
     """What an interrupted run leaves."""
     output, _ = begin(target, plan=plan)
     output.file("file", 4).write(0, b"1234")
@@ -214,6 +238,38 @@ def test_what_another_plan_left_is_removed(target: Path, resume: bool) -> None:
     output.discard()
 
 
+def test_a_run_that_cannot_go_on_says_why(target: Path, caplog: pytest.LogCaptureFixture) -> None:
+    leave(target, {"n": 1}, plan="another")
+    begin(target, resume=True)[0].discard()
+    assert caplog.messages == [
+        f"{target}: starts again and discards the work of the interrupted run: plan is a, was another"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"), [("file", "its files are not"), ("journal", "its journal can't be read")]
+)
+def test_a_run_that_finds_damage_says_so(
+    target: Path, caplog: pytest.LogCaptureFixture, damage: str, reason: str
+) -> None:
+    leave(target, {"n": 1})
+    damaged = partial(target) / ("data/file" if damage == "file" else "journal.jsonl")
+    damaged.write_bytes(b"12")
+    assert Staging(target).open({"plan": "a"}, resume=True, sizes={"file": 4}) == []
+    (message,) = caplog.messages
+    assert reason in message
+
+
+def test_a_run_that_has_nothing_to_lose_says_nothing(
+    target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave(target, plan="another")
+    begin(target, resume=True)[0].discard()
+    leave(target, {"n": 1}, plan="another")
+    begin(target, resume=False)[0].discard()
+    assert caplog.messages == []
+
+
 def test_without_resume_what_the_same_plan_left_is_removed_too(target: Path) -> None:
     leave(target, {"n": 1})
     output, entries = begin(target)
@@ -235,7 +291,8 @@ def test_the_line_that_was_being_written_does_not_count(target: Path, torn: byte
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\n", b"\0\0\0\n", b"garbage\n", b"{}\n", b"7\n", b"null\n", b"[]\n", b'{"plan": 7}\n']
+    "content",
+    [b"", b"\n", b"\0\0\0\n", b"garbage\n", b"{}\n", b"7\n", b"null\n", b"[]\n", b'{"plan": 7}\n'],
 )
 def test_a_journal_of_garbage_is_as_good_as_none(target: Path, content: bytes) -> None:
     leave(target, {"n": 1})
@@ -244,7 +301,7 @@ def test_a_journal_of_garbage_is_as_good_as_none(target: Path, content: bytes) -
     assert entries == []
     assert list((partial(target) / "data").iterdir()) == []
     output.keep()
-    assert Journal(partial(target) / "journal.jsonl").read() == [{"plan": "plan"}]
+    assert Journal(partial(target) / "journal.jsonl").read() == [{"plan": {"plan": "a"}}]
 
 
 def damage_nothing(file: Path) -> None:
@@ -290,7 +347,7 @@ def test_a_second_writer_is_refused_until_the_first_one_is_done(target: Path) ->
     file = first.file("file", 4)
     second = Staging(target)
     with pytest.raises(TargetExists, match="another run"):
-        second.open("plan", resume=False)
+        second.open({"plan": "a"}, resume=False)
     second.discard()  # what a conversion does on every error
     file.write(0, b"1234")
     first.commit()
@@ -298,7 +355,9 @@ def test_a_second_writer_is_refused_until_the_first_one_is_done(target: Path) ->
 
 
 @pytest.mark.parametrize("end", [Staging.discard, Staging.keep])
-def test_after_the_end_of_the_first_writer_a_second_one_may_begin(target: Path, end: Callable[[Staging], None]) -> None:
+def test_after_the_end_of_the_first_writer_a_second_one_may_begin(
+    target: Path, end: Callable[[Staging], None]
+) -> None:
     first, _ = begin(target)
     end(first)
     second, _ = begin(target)
@@ -367,7 +426,9 @@ def test_a_target_behind_a_symlink_is_written_where_it_points(tmp_path: Path, ta
 
 def test_too_little_space_is_told_with_both_numbers(target: Path) -> None:
     Staging(target).require_space(1)
-    with pytest.raises(NotEnoughSpace, match=r"1,000,000,000,000,000,000 bytes are needed, .* has [\d,]+ free"):
+    with pytest.raises(
+        NotEnoughSpace, match=r"1,000,000,000,000,000,000 bytes are needed, .* has [\d,]+ free"
+    ):
         Staging(target / "not" / "there").require_space(10**18)
 
 

@@ -24,8 +24,12 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.integers(0), st.integers(0, 255), st.sampled_from([".metadata", "__0_0.distcp"]))
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_a_changed_byte_raises_nothing_but_our_own_errors(copied: Path, place: int, byte: int, name: str) -> None:
+@settings(
+    max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+def test_a_changed_byte_raises_nothing_but_our_own_errors(
+    copied: Path, place: int, byte: int, name: str
+) -> None:
     content = bytearray((SMALL / name).read_bytes())
     content[place % len(content)] = byte
     (copied / name).write_bytes(content)
@@ -53,8 +57,12 @@ def test_metadata_that_is_written_says_what_was_read(name: str, tmp_path: Path) 
 def test_metadata_is_made_of_names_that_torch_knows() -> None:
     """Literally: protocol 2, the classes by name, their attributes as dictionaries."""
     chunk = StoredChunk((0,), (2,), Range("__0_0.distcp", 5, 7))
-    written = dcp_metadata.write(DcpMetadata({"a": StoredTensor((2,), "bfloat16", (chunk,))}, {}), nested_keys=False)
-    assert written.startswith(b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nq\x00)\x81}(")
+    written = dcp_metadata.write(
+        DcpMetadata({"a": StoredTensor((2,), "bfloat16", (chunk,))}, {}), nested_keys=False
+    )
+    assert written.startswith(
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nq\x00)\x81}("
+    )
     for line in (
         b"ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n",
         b"ctorch.distributed.checkpoint.metadata\nChunkStorageMetadata\n",
@@ -71,7 +79,9 @@ def test_archives_lie_side_by_side_in_the_emptiest_file() -> None:
     places = [files.add_chunk("a", (3, 1000), "float32", (row, 0), (1, 1000)) for row in range(3)]
     assert [file for file, _ in places] == ["__0_0.distcp", "__1_0.distcp", "__0_0.distcp"]
     layouts = files.layouts(nested_keys=False)
-    first, second = (layouts["__0_0.distcp"].records[record] for _, record in (places[0], places[2]))
+    first, second = (
+        layouts["__0_0.distcp"].records[record] for _, record in (places[0], places[2])
+    )
     one = layouts["__1_0.distcp"].size
     assert layouts["__0_0.distcp"].size == 2 * one
     assert (second.offset - first.offset, second.nbytes) == (one, 4000)
@@ -83,7 +93,9 @@ def test_a_checkpoint_without_tensors_has_no_empty_files() -> None:
     assert sorted(files.layouts(nested_keys=False)) == [".metadata", "__0_0.distcp"]
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"shape": [2], "chunks": [1, 1], "dtype": "<f4"}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[1]", b"\xff", b'{"shape": [2], "chunks": [1, 1], "dtype": "<f4"}']
+)
 def test_a_zarr_array_that_is_none_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / ".zarray").write_bytes(content)
@@ -97,7 +109,12 @@ def test_a_zarr_array_that_is_none_is_refused(content: bytes, tmp_path: Path) ->
 def test_a_zarr_array_of_a_single_number_and_one_with_uneven_edges_are_read(tmp_path: Path) -> None:
     for name, shape, step, chunks in (
         ("scalar", (), (), {"0": b"\7"}),
-        ("edges", (3, 3), (2, 2), {"0.0": b"\0\1\3\4", "0.1": b"\2x\5x", "1.0": b"\6\7xx", "1.1": b"\10xxx"}),
+        (
+            "edges",
+            (3, 3),
+            (2, 2),
+            {"0.0": b"\0\1\3\4", "0.1": b"\2x\5x", "1.0": b"\6\7xx", "1.1": b"\10xxx"},
+        ),
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".zarray").write_bytes(zarr_arrays.array_json(shape, step, "uint8"))

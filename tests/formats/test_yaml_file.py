@@ -55,7 +55,9 @@ def test_a_tag_does_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "done").exists()
 
 
-BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
+BOMB = "a0: &a0 [x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
+)
 
 
 @pytest.mark.usefixtures("parser")

@@ -19,7 +19,11 @@ _ROOM_BYTES = 2 << 30
 def main() -> int:
     options = _options()
     wanted = {name: getattr(options, name) for name in ATTACKS if getattr(options, name)}
-    tasks = [Task(name, number) for name, count in wanted.items() for number in range(ATTACKS[name].cases(count))]
+    tasks = [
+        Task(name, number)
+        for name, count in wanted.items()
+        for number in range(ATTACKS[name].cases(count))
+    ]
     if options.repeat:
         name, _, number = options.repeat.partition(":")
         tasks = [Task(name, int(number))]
@@ -33,7 +37,9 @@ def main() -> int:
     try:
         server.warm_up()
         made = checkpoints.make(root, options.sources)
-        for result in work(tasks, root, made, seed=options.seed, jobs=options.jobs, keep=options.keep):
+        for result in work(
+            tasks, root, made, seed=options.seed, jobs=options.jobs, keep=options.keep
+        ):
             report.add(result)
     finally:
         if options.keep:
@@ -47,15 +53,23 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.trust", description="Attacks megaconv and its trainer.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.trust", description="Attacks megaconv and its trainer."
+    )
     for name, attack in ATTACKS.items():
         parser.add_argument(f"--{name}", type=int, default=0, metavar="N", help=attack.what)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes that work at once")
-    parser.add_argument("--repeat", metavar="ATTACK:NUMBER", help="one case alone, with the same --seed")
-    parser.add_argument("--keep", action="store_true", help="leave the last case's files to look at")
+    parser.add_argument(
+        "--repeat", metavar="ATTACK:NUMBER", help="one case alone, with the same --seed"
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="leave the last case's files to look at"
+    )
     parser.add_argument("--folder", type=Path, help="where to work; in memory unless said")
-    parser.add_argument("--sources", type=Path, help="where the checkpoints are kept for other runs")
+    parser.add_argument(
+        "--sources", type=Path, help="where the checkpoints are kept for other runs"
+    )
     parser.add_argument("--report", type=Path, help="a JSON file with counts and failures")
     return parser.parse_args()
 
@@ -63,7 +77,11 @@ def _options() -> argparse.Namespace:
 def _quick_place() -> str | None:
     """Main memory, where the system offers files in it: fsync costs nothing there, and kills don't test it anyway."""
     memory = Path("/dev/shm")
-    if memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > _ROOM_BYTES:
+    if (
+        memory.is_dir()
+        and os.access(memory, os.W_OK)
+        and shutil.disk_usage(memory).free > _ROOM_BYTES
+    ):
         return str(memory)
     return None
 

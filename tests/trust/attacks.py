@@ -34,9 +34,14 @@ ATTACKS = {
     "kills": Attack(kills.attack, "conversions that are killed or interrupted, and repeated"),
     "faults": Attack(faults.attack, "system calls that fail"),
     "mutations": Attack(mutations.attack, "damaged checkpoints and remains"),
+    "foreign": Attack(
+        mutations.attack_foreign, "damaged files of GGUF, NeMo, Orbax and Megatron-Bridge"
+    ),
     "pickles": Attack(hostile_pickles.attack, "hostile pickles"),
     "archives": Attack(hostile_archives.attack, "hostile archives"),
-    "files": Attack(hostile_files.attack, "special files, gigantic numbers, hostile names, precious targets"),
+    "files": Attack(
+        hostile_files.attack, "special files, gigantic numbers, hostile names, precious targets"
+    ),
     "moving": Attack(moving_sources.attack, "sources that change while they are read"),
     "fuzz": Attack(fuzz.attack, "inputs of parsers", fuzz.BATCH),
     "ranks": Attack(rank_kills.attack, "conversions by several processes of which some are killed"),

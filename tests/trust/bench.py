@@ -49,7 +49,9 @@ class Bench:
         """What a conversion that nobody disturbs makes."""
         place = self.root / f"outputs-{self.worker}" / f"{source}-to-{saver}"
         place.parent.mkdir(exist_ok=True)
-        done = server.run(*command(self.checkpoints[source].path, place, SAVERS[saver]), folder=self.root)
+        done = server.run(
+            *command(self.checkpoints[source].path, place, SAVERS[saver]), folder=self.root
+        )
         assert done.status == 0, done.err
         return Output(place, state(place))
 

@@ -4,7 +4,8 @@
     <root>/sources/other         another model of the same sizes: what an output replaces
     <root>/sources/<format>      the same model, written by megaconv, with megaconv.json
     <root>/sources/<format>-bare the same without megaconv.json
-    <root>/sources/gguf          the same, written by megaconv
+    <root>/sources/gguf          the same, written by megaconv, without a tokenizer
+    <root>/sources/gguf-words    another one, in Q8_0, with a tokenizer
     <root>/sources/nemo          another one, put together as NeMo 1 unpacks it
     <root>/sources/nemo-archive  the same in a .nemo archive
     <root>/sources/fsdp ...      other models, as verl, DeepSpeed and Orbax wrote them; nothing recorded
@@ -41,7 +42,10 @@ SAVERS = {
 
 OPTIMIZERS = {
     "core-optimizer": ("core-te-llama-optim-tp2pp1", "--saver core --tp 1"),
-    "torch_dist-optimizer": ("core-te-llama-optim-tp2pp1", "--saver core --ckpt-format torch_dist --dist-files 2"),
+    "torch_dist-optimizer": (
+        "core-te-llama-optim-tp2pp1",
+        "--saver core --ckpt-format torch_dist --dist-files 2",
+    ),
 }
 """Formats with optimizer state: (fixture that Megatron wrote, options)."""
 
@@ -76,6 +80,7 @@ NEIGHBOURS = {
 
 _LLAMA = _FIXTURES / "peft-llama-all-linear/base"
 _MIXTRAL = _FIXTURES / "peft-mixtral-experts/base"
+_QWEN = _FIXTURES / "gguf-qwen2-bpe/hf"
 _READING = {
     "orbax": f"--config {_LLAMA} --option maxtext_rope=split",
     **dict.fromkeys(("nemo", "nemo-archive", "adapter", "adapter-fused"), f"--config {_LLAMA}"),
@@ -137,22 +142,29 @@ def _make(sources: Path) -> None:
     for name, (fixture, options) in OPTIMIZERS.items():
         _convert(_FIXTURES / fixture / "checkpoint", sources / name, options)
     _convert(sources / "hf", sources / "gguf", "--saver gguf --option tokenizer=none")
-    (
-        sources / "gguf" / RECORD_NAME
-    ).unlink()  # it is of what is stored, with which nothing that is read can be compared
-    shutil.copy(sources / "hf" / "config.json", sources / "gguf")
+    _convert(_QWEN, sources / "gguf-words", "--saver gguf --option gguf_type=q8_0")
+    for name in ("gguf", "gguf-words"):
+        (sources / name / "notes.txt").write_text(
+            "so that there is another file to exchange it for"
+        )
     for name, fixture in NEIGHBOURS.items():
         shutil.copytree(_FIXTURES / fixture, sources / name)
     shutil.rmtree(sources / "gguf-experts/hf")
-    (sources / "gguf-experts/notes.txt").write_text("so that there is another file to exchange it for")
+    (sources / "gguf-experts/notes.txt").write_text(
+        "so that there is another file to exchange it for"
+    )
     for name, options in WHOLES.items():
         _convert(sources / "whole", sources / name, options)
     for name, (fixture, options) in ADAPTERS.items():
         peft = _FIXTURES / fixture
-        _convert(peft / "adapter", sources / name, f"--loader peft --config {peft / 'base'} {options}")
+        _convert(
+            peft / "adapter", sources / name, f"--loader peft --config {peft / 'base'} {options}"
+        )
     _archive(sources / "nemo", sources / "nemo-archive")
     for path in [path for path in sources.iterdir() if (path / RECORD_NAME).is_file()]:
-        shutil.copytree(path, sources / f"{path.name}-bare", ignore=shutil.ignore_patterns(RECORD_NAME))
+        shutil.copytree(
+            path, sources / f"{path.name}-bare", ignore=shutil.ignore_patterns(RECORD_NAME)
+        )
 
 
 def _archive(unpacked: Path, target: Path) -> None:
@@ -165,7 +177,15 @@ def _archive(unpacked: Path, target: Path) -> None:
 
 def _convert(source: Path, target: Path, options: str) -> None:
     done = server.run(
-        "convert", "--load-dir", source, "--save-dir", target, *options.split(), "--workers", 1, folder=target.parent
+        "convert",
+        "--load-dir",
+        source,
+        "--save-dir",
+        target,
+        *options.split(),
+        "--workers",
+        1,
+        folder=target.parent,
     )
     assert done.status == 0, done.err
 
@@ -178,8 +198,12 @@ def _make_with_torch(sources: Path) -> None:
         "legacy_bin": {"format": "legacy_bin", "shards": 2},
     }.items():  # fmt: skip
         path = write_llama(sources / name, **SIZES, **options)  # type: ignore[arg-type]
-        (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "model_max_length": 64}))
-        (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
+        (path / "tokenizer_config.json").write_text(
+            json.dumps({"bos_token": "<s>", "model_max_length": 64})
+        )
+        (path / "generation_config.json").write_text(
+            json.dumps({"bos_token_id": 1, "eos_token_id": 2})
+        )
     _write_nemo(sources / "nemo")
 
 
@@ -193,7 +217,9 @@ def _write_nemo(target: Path) -> None:
         model = torch.load(file, map_location="cpu", weights_only=False)["model"]
         rank = target / f"tp_rank_{file.parent.name.split('_')[2]}_pp_rank_000"
         rank.mkdir(parents=True)
-        torch.save({f"model.{name}": value for name, value in model.items()}, rank / "model_weights.ckpt")
+        torch.save(
+            {f"model.{name}": value for name, value in model.items()}, rank / "model_weights.ckpt"
+        )
     (target / "model_config.yaml").write_text("mcore_gpt: true\n")
     shutil.rmtree(made)
 

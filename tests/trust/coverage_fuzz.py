@@ -46,7 +46,11 @@ def main() -> None:
         with contextlib.suppress(CheckpointError):
             parse(content, work)
 
-    limits = [f"-max_total_time={options.seconds}", f"-rss_limit_mb={_MEMORY_MB}", f"-timeout={_INPUT_SECONDS}"]
+    limits = [
+        f"-max_total_time={options.seconds}",
+        f"-rss_limit_mb={_MEMORY_MB}",
+        f"-timeout={_INPUT_SECONDS}",
+    ]
     atheris.Setup([sys.argv[0], *limits, str(corpus)], one_input)
     atheris.Fuzz()
 

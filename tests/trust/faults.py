@@ -46,7 +46,12 @@ UNSUPPORTED = {
 }  # fmt: skip
 """What a file system may lack: the conversion goes well all the same."""
 
-WAYS = {"fresh": "", "overwrite": "--overwrite", "resume": "--resume", "verify": "--overwrite --verify"}
+WAYS = {
+    "fresh": "",
+    "overwrite": "--overwrite",
+    "resume": "--resume",
+    "verify": "--overwrite --verify",
+}
 _REMOVING = ("unlink", "rmdir", "list", "open", "stat")
 """Calls that tidying up is made of: where one of them fails, something may stay."""
 
@@ -121,7 +126,9 @@ def _judge_remains(fault: Fault, folder: Path, outcome: server.Outcome, what: st
 
 def _judge_repetition(folder: Path, arguments: list[object], new: object, what: str) -> None:
     """A sound system afterwards: the same command, with leave to replace what is there, makes the output."""
-    again = server.run(*arguments, *([] if "--overwrite" in arguments else ["--overwrite"]), folder=folder)
+    again = server.run(
+        *arguments, *([] if "--overwrite" in arguments else ["--overwrite"]), folder=folder
+    )
     check_conduct(again, f"{what}; then again")
     if again.status:
         raise Failure("message", f"{what}; then again: exit {again.status}: {again.err}")
@@ -137,7 +144,13 @@ def _arm(bench: Bench, fault: Fault | None) -> None:
         arm(directory, -1, ctypes.c_long(0), 0, 0)
         return
     code = SHORT if fault.error == "SHORT" else getattr(errno, fault.error)
-    arm(directory, list(KINDS).index(fault.kind), ctypes.c_long(fault.call), code, int(fault.for_good))
+    arm(
+        directory,
+        list(KINDS).index(fault.kind),
+        ctypes.c_long(fault.call),
+        code,
+        int(fault.for_good),
+    )
 
 
 @cache
@@ -153,9 +166,15 @@ def _plan(bench: Bench) -> list[Fault]:
         for way in WAYS:
             for kind, count in zip(KINDS, _counts(bench, saver, way), strict=True):
                 calls = range(1, count + 1)
-                plan += [Fault(saver, way, kind, call, error, False) for error in KINDS[kind] for call in calls]
                 plan += [
-                    Fault(saver, way, kind, call, error, True) for error in FOR_GOOD.get(kind, ()) for call in calls
+                    Fault(saver, way, kind, call, error, False)
+                    for error in KINDS[kind]
+                    for call in calls
+                ]
+                plan += [
+                    Fault(saver, way, kind, call, error, True)
+                    for error in FOR_GOOD.get(kind, ())
+                    for call in calls
                 ]
     bench.random("faults", 0).shuffle(plan)
     return plan

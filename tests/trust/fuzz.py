@@ -38,11 +38,19 @@ from formats.errors import CheckpointError
 from formats.journal import Journal
 from formats.tensor import InputFile, byte_count, read_tensor
 from formats.yaml_file import read_yaml
-from megaconv.engine.adapters import peft_files
+from megaconv.adapters import peft_files
 from megaconv.families import read_config
 from megaconv.families.parts.meta_params import load_params
 from tests.trust.bench import Bench
-from tests.trust.fuzz_inputs import any_bytes, header_bytes, json_text, pickle, safetensors_file, tar_file, torch_file
+from tests.trust.fuzz_inputs import (
+    any_bytes,
+    header_bytes,
+    json_text,
+    pickle,
+    safetensors_file,
+    tar_file,
+    torch_file,
+)
 from tests.trust.judging import MEMORY_BYTES, Failure
 
 BATCH = 1000
@@ -118,7 +126,9 @@ def _read_dtensors(content: bytes, folder: Path) -> object:
 
 def _read_adapter(content: bytes, folder: Path) -> object:
     config = peft_files.read_config(_file(content, folder / peft_files.CONFIG))
-    return [config.scale_of(f"model.layers.{layer}.self_attn.q_proj", config.rank) for layer in range(4)]
+    return [
+        config.scale_of(f"model.layers.{layer}.self_attn.q_proj", config.rank) for layer in range(4)
+    ]
 
 
 def _read_tar(content: bytes, folder: Path) -> object:
@@ -132,7 +142,9 @@ TARGETS: list[tuple[str, Maker, Parser, str, int]] = [
     (
         "zip directory",
         any_bytes,
-        lambda content, folder: stored_zip.read_directory(InputFile.open(_file(content, folder / "zip"))),
+        lambda content, folder: stored_zip.read_directory(
+            InputFile.open(_file(content, folder / "zip"))
+        ),
         "*.pt",
         2,
     ),
@@ -150,7 +162,9 @@ TARGETS: list[tuple[str, Maker, Parser, str, int]] = [
     (
         "metadata.json",
         json_text,
-        lambda content, folder: torch_dist.read_backend(_file(content, folder / "metadata.json").parent),
+        lambda content, folder: torch_dist.read_backend(
+            _file(content, folder / "metadata.json").parent
+        ),
         "metadata.json",
         1,
     ),
@@ -163,7 +177,13 @@ TARGETS: list[tuple[str, Maker, Parser, str, int]] = [
         "config.json",
         1,
     ),
-    ("YAML", any_bytes, lambda content, folder: read_yaml(_file(content, folder / "x.yaml")), "yaml", 1),
+    (
+        "YAML",
+        any_bytes,
+        lambda content, folder: read_yaml(_file(content, folder / "x.yaml")),
+        "yaml",
+        1,
+    ),
     (
         "params.json",
         json_text,
@@ -171,14 +191,22 @@ TARGETS: list[tuple[str, Maker, Parser, str, int]] = [
         "params.json",
         1,
     ),
-    ("GGUF", header_bytes, lambda content, folder: gguf_header.read(_file(content, folder / "x.gguf")), "*.gguf", 1),
+    (
+        "GGUF",
+        header_bytes,
+        lambda content, folder: gguf_header.read(_file(content, folder / "x.gguf")),
+        "*.gguf",
+        1,
+    ),
     ("tar", tar_file, _read_tar, "tar", 1),
     ("DTensors", torch_file, _read_dtensors, "model_world_size_*.pt", 1),
     ("adapter_config.json", json_text, _read_adapter, "adapter", 1),
     (
         "_METADATA",
         json_text,
-        lambda content, folder: orbax_arrays.read_tree(_file(content, folder / orbax_arrays.METADATA).parent),
+        lambda content, folder: orbax_arrays.read_tree(
+            _file(content, folder / orbax_arrays.METADATA).parent
+        ),
         orbax_arrays.METADATA,
         1,
     ),
@@ -203,7 +231,11 @@ def attack(bench: Bench, case: int) -> None:
     os.close(reported)
     os.close(place)
     if status:
-        promise = "hang" if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM else "traceback"
+        promise = (
+            "hang"
+            if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+            else "traceback"
+        )
         raise Failure(
             promise,
             f"{target[0]}, input {number} of the batch: the process ended with {os.waitstatus_to_exitcode(status)}",
@@ -225,7 +257,15 @@ def _watchdog(process: int) -> Callable[[], object]:
     return stop
 
 
-def _fuzz(target: Any, real: Sequence[bytes], bench: Bench, case: int, folder: Path, reported: int, place: int) -> None:
+def _fuzz(
+    target: Any,
+    real: Sequence[bytes],
+    bench: Bench,
+    case: int,
+    folder: Path,
+    reported: int,
+    place: int,
+) -> None:
     """Ends this process."""
     name, make, parse, _, _ = target
     failures: list[tuple[str, str]] = []
@@ -241,9 +281,13 @@ def _fuzz(target: Any, real: Sequence[bytes], bench: Bench, case: int, folder: P
         except CheckpointError:
             pass
         except _TooLongError:
-            failures.append(("hang", _described(number, content, f"{_SECONDS} seconds of the processor")))
+            failures.append(
+                ("hang", _described(number, content, f"{_SECONDS} seconds of the processor"))
+            )
         except BaseException:
-            failures.append(("traceback", _described(number, content, traceback.format_exc()[-700:])))
+            failures.append(
+                ("traceback", _described(number, content, traceback.format_exc()[-700:]))
+            )
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 > MEMORY_BYTES:
             failures.append(("memory", _described(number, content, "half a gigabyte")))
             break
@@ -289,7 +333,9 @@ def seeds(bench: Bench, pattern: str) -> list[bytes]:
     if pattern == "journal":
         journal = Journal(bench.folder / "seed.jsonl")
         journal.open(keep=False)
-        journal.append([{"plan": "plan"}, {"tensor": ["a", "weight"], "runs": [["f", "r", [[0, 2, 5]]]]}, {}])
+        journal.append(
+            [{"plan": "plan"}, {"tensor": ["a", "weight"], "runs": [["f", "r", [[0, 2, 5]]]]}, {}]
+        )
         journal.close()
         return [journal.path.read_bytes()]
     if pattern == "yaml":
@@ -297,20 +343,32 @@ def seeds(bench: Bench, pattern: str) -> list[bytes]:
             b"model: &m\n  _target_: a.b.C\n  rotary_base: 1.0e+4\n  window_size: !!python/tuple\n  - 15\n  - 0\nagain: {m: *m, t: 'x'}\n"
         ]
     if pattern == "tar":
-        return [_tar(kind) for kind in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)]
+        return [
+            _tar(kind) for kind in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
+        ]
     if pattern == "adapter":
         patterns = {
             "rank_pattern": {"q_proj": 8, r"layers\.(0|1)\..*_proj": 2},
             "alpha_pattern": {"^model.*k_proj": 2.5},
         }
-        return [json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True, **patterns}).encode()]
+        return [
+            json.dumps(
+                {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True, **patterns}
+            ).encode()
+        ]
     if pattern == "pickles":
         torch_files = [
-            data for path in sorted(bench.root.glob("sources/*-bare/**/*.pt")) for data in [path.read_bytes()]
+            data
+            for path in sorted(bench.root.glob("sources/*-bare/**/*.pt"))
+            for data in [path.read_bytes()]
         ]
         inner = [found for content in torch_files for found in _pickles(content)]
         return sorted({*inner, *seeds(bench, ".metadata")}, key=len)[:40]
-    found = {path.read_bytes() for path in sorted(bench.root.glob(f"sources/*/**/{pattern}")) if path.is_file()}
+    found = {
+        path.read_bytes()
+        for path in sorted(bench.root.glob(f"sources/*/**/{pattern}"))
+        if path.is_file()
+    }
     assert found, pattern
     return sorted(found, key=len)[:20]
 

@@ -13,7 +13,21 @@ from tests.trust.torch_containers import members, stored
 
 _INTERESTING = [
     n & (1 << 64) - 1
-    for n in (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, -1)
+    for n in (
+        0,
+        1,
+        0x7F,
+        0x80,
+        0xFF,
+        0x7FFF,
+        0xFFFF,
+        2**31 - 1,
+        2**31,
+        2**32 - 1,
+        2**63 - 1,
+        2**63,
+        -1,
+    )
 ]
 
 
@@ -64,7 +78,10 @@ def safetensors_file(seeds: Sequence[bytes], random: Random) -> bytes:
         document = json.loads(content[8 : 8 + length])
         entry = random.choice(list(document.values()))
         if "data_offsets" in entry:
-            entry[random.choice(["shape", "data_offsets"])] = [random.choice(HUGE), random.choice(HUGE)]
+            entry[random.choice(["shape", "data_offsets"])] = [
+                random.choice(HUGE),
+                random.choice(HUGE),
+            ]
         header = json.dumps(document).encode()
     return struct.pack("<Q", len(header)) + header + content[8 + length :]
 
@@ -113,14 +130,18 @@ def torch_file(seeds: Sequence[bytes], random: Random) -> bytes:
     entries = [*_members(random.choice(seeds))]
     if random.random() < 0.8:
         entries = [
-            (name, _changed_pickle(data, random) if name.endswith("data.pkl") else data) for name, data in entries
+            (name, _changed_pickle(data, random) if name.endswith("data.pkl") else data)
+            for name, data in entries
         ]
     else:
         place = random.randrange(len(entries))
         name, data = entries.pop(place)
         if random.random() < 0.6:
             entries.insert(
-                place, random.choice([(name + "x", data), (name, data[:-1]), (name.upper(), data), (name, data * 2)])
+                place,
+                random.choice(
+                    [(name + "x", data), (name, data[:-1]), (name.upper(), data), (name, data * 2)]
+                ),
             )
     return stored(entries)
 
@@ -149,11 +170,15 @@ def _changed_pickle(content: bytes, random: Random) -> bytes:
         elif action == 3:
             parts[place] = number(random.choice(HUGE))
         elif action == 4:
-            parts[place] = value(random.choice(["x", b"", 5, (), [], {}, (1, (2, 3)), "../x", True]))
+            parts[place] = value(
+                random.choice(["x", b"", 5, (), [], {}, (1, (2, 3)), "../x", True])
+            )
         elif action == 5:
             parts[place] += gadget(random)[0]
         elif action == 6:
-            parts[place] += soup(random)[0] if random.random() < 0.9 else monster(random, (100, 2000))[0]
+            parts[place] += (
+                soup(random)[0] if random.random() < 0.9 else monster(random, (100, 2000))[0]
+            )
         else:
             parts[place] = parts[other]
     return b"".join(parts)
@@ -162,7 +187,9 @@ def _changed_pickle(content: bytes, random: Random) -> bytes:
 @lru_cache(maxsize=64)
 def _instructions(content: bytes) -> tuple[bytes, ...]:
     places = [position for _, _, position in pickletools.genops(content)]
-    return tuple(content[start:end] for start, end in zip(places, [*places[1:], len(content)], strict=True))
+    return tuple(
+        content[start:end] for start, end in zip(places, [*places[1:], len(content)], strict=True)
+    )
 
 
 @lru_cache(maxsize=64)

@@ -126,7 +126,11 @@ def value(thing: object) -> bytes:
 def number(thing: int) -> bytes:
     size = thing.bit_length() // 8 + 1
     content = thing.to_bytes(size, "little", signed=True)
-    return b"\x8a" + bytes([size]) + content if size < 256 else b"\x8b" + struct.pack("<i", size) + content
+    return (
+        b"\x8a" + bytes([size]) + content
+        if size < 256
+        else b"\x8b" + struct.pack("<i", size) + content
+    )
 
 
 def _named(module: str, name: str) -> bytes:
@@ -141,14 +145,26 @@ Form = Callable[[str, str, tuple[object, ...]], bytes]
 _FORMS: list[tuple[str, Form]] = [
     ("REDUCE", lambda module, name, words: _named(module, name) + value(words) + b"R"),
     ("REDUCE", lambda module, name, words: _on_stack(module, name) + value(words) + b"R"),
-    ("INST", lambda module, name, words: b"(" + b"".join(map(value, words)) + f"i{module}\n{name}\n".encode()),
-    ("OBJ", lambda module, name, words: b"(" + _named(module, name) + b"".join(map(value, words)) + b"o"),
+    (
+        "INST",
+        lambda module, name, words: (
+            b"(" + b"".join(map(value, words)) + f"i{module}\n{name}\n".encode()
+        ),
+    ),
+    (
+        "OBJ",
+        lambda module, name, words: (
+            b"(" + _named(module, name) + b"".join(map(value, words)) + b"o"
+        ),
+    ),
     ("NEWOBJ", lambda module, name, words: _named(module, name) + value(words) + b"\x81"),
     ("NEWOBJ_EX", lambda module, name, words: _on_stack(module, name) + value(words) + b"}\x92"),
     ("BUILD", lambda module, name, words: _named(module, name) + value(words) + b"b"),
     (
         "BUILD of a call",
-        lambda module, name, words: _named(module, name) + value(words) + b"\x81" + value(words) + b"b",
+        lambda module, name, words: (
+            _named(module, name) + value(words) + b"\x81" + value(words) + b"b"
+        ),
     ),
     ("alone", lambda module, name, words: _named(module, name)),
     (
@@ -163,18 +179,30 @@ _FORMS: list[tuple[str, Form]] = [
     (
         "in an OrderedDict",
         lambda module, name, words: (
-            _named("collections", "OrderedDict") + b")R" + value("x") + _named(module, name) + value(words) + b"Rs"
+            _named("collections", "OrderedDict")
+            + b")R"
+            + value("x")
+            + _named(module, name)
+            + value(words)
+            + b"Rs"
         ),
     ),
     (
         "as items",
-        lambda module, name, words: _named(module, name) + value(words) + b"R" + value("x") + value("y") + b"s",
+        lambda module, name, words: (
+            _named(module, name) + value(words) + b"R" + value("x") + value("y") + b"s"
+        ),
     ),
-    ("as an appended", lambda module, name, words: _named(module, name) + value(words) + b"R" + value("x") + b"a"),
+    (
+        "as an appended",
+        lambda module, name, words: _named(module, name) + value(words) + b"R" + value("x") + b"a",
+    ),
 ]
 
 
-def monster(random: Random, counts: tuple[int, ...] = (100, 10_000, 1_000_000)) -> tuple[bytes, str]:
+def monster(
+    random: Random, counts: tuple[int, ...] = (100, 10_000, 1_000_000)
+) -> tuple[bytes, str]:
     """Instructions that ask for too much: depth, sizes, memo indices, parts that multiply. counts: how often they repeat."""
     count = random.choice(counts)
     big = random.choice([2**31 - 1, 2**32 - 1, 2**62])

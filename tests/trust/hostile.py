@@ -14,7 +14,9 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f\u202a-\u202e]")
 _COMMANDS = ("inspect", "convert", "convert", "fingerprint", "verify")
 
 
-def judge(bench: Bench, random: Random, what: str, *, reading: str = "", linked: bool = False) -> server.Outcome:
+def judge(
+    bench: Bench, random: Random, what: str, *, reading: str = "", linked: bool = False
+) -> server.Outcome:
     """Read `source` of the bench's folder by one command or another.
 
     reading: options without which it can't be read.
@@ -43,13 +45,18 @@ def judge(bench: Bench, random: Random, what: str, *, reading: str = "", linked:
     if SECRET in outcome.out + outcome.err or any(
         SECRET.encode() in path.read_bytes() for path in _small_files(folder / "out")
     ):
-        raise Failure("outside", f"{what}: the output, or what was said, holds what lies outside of the checkpoint")
+        raise Failure(
+            "outside",
+            f"{what}: the output, or what was said, holds what lies outside of the checkpoint",
+        )
     return outcome
 
 
 def _check_message(outcome: server.Outcome, what: str) -> None:
     if _CONTROL.search(outcome.err + outcome.out):
-        raise Failure("message", f"{what}: control characters in {outcome.err!r:.300}{outcome.out!r:.100}")
+        raise Failure(
+            "message", f"{what}: control characters in {outcome.err!r:.300}{outcome.out!r:.100}"
+        )
     errors = [line for line in outcome.err.splitlines() if not line.startswith("megaconv: warning")]
     if outcome.status not in (0, 4) and len(errors) != 1:
         raise Failure("message", f"{what}: not one line: {outcome.err!r:.400}")

@@ -45,13 +45,17 @@ def attack(bench: Bench, case: int) -> None:
 
 def _field(content: bytes, random: Random) -> tuple[bytes, str]:
     """One field of one header has another value."""
-    signature, fields = random.choice([(_CENTRAL, _FIELDS), (b"PK\3\4", _LOCAL_FIELDS), (_END, _END_FIELDS)])
+    signature, fields = random.choice(
+        [(_CENTRAL, _FIELDS), (b"PK\3\4", _LOCAL_FIELDS), (_END, _END_FIELDS)]
+    )
     places = [place for place in range(len(content)) if content.startswith(signature, place)]
     name, (offset, layout) = random.choice(list(fields.items()))
     place = random.choice(places) + offset
     (old,) = struct.unpack_from(layout, content, place)
     top = (1 << 8 * struct.calcsize(layout)) - 1
-    new = random.choice([0, 1, top, top - 1, (old + 1) & top, (old - 1) & top, old ^ 8, (old * 2) & top, 64])
+    new = random.choice(
+        [0, 1, top, top - 1, (old + 1) & top, (old - 1) & top, old ^ 8, (old * 2) & top, 64]
+    )
     return content[:place] + struct.pack(layout, new) + content[
         place + struct.calcsize(layout) :
     ], f"{name} {old} becomes {new}"
@@ -70,9 +74,13 @@ def _bomb(content: bytes, random: Random) -> tuple[bytes, str]:
     """A pickle of a gigabyte of zeros, which takes a megabyte."""
     size, squeeze, entries = 1 << 30, zlib.compressobj(9, zlib.DEFLATED, -15), members(content)
     packed = b"".join(squeeze.compress(bytes(1 << 20)) for _ in range(1 << 6)) + squeeze.flush()
-    made = bytearray(stored([(name, packed if name.endswith("data.pkl") else data) for name, data in entries]))
+    made = bytearray(
+        stored([(name, packed if name.endswith("data.pkl") else data) for name, data in entries])
+    )
     place = made.index(_CENTRAL)
-    while not made[place + 46 :].startswith(next(name for name, _ in entries if name.endswith("data.pkl")).encode()):
+    while not made[place + 46 :].startswith(
+        next(name for name, _ in entries if name.endswith("data.pkl")).encode()
+    ):
         place = made.index(_CENTRAL, place + 1)
     struct.pack_into("<H", made, place + 10, 8)
     struct.pack_into("<I", made, place + 24, size)
@@ -102,7 +110,9 @@ def _named(content: bytes, random: Random) -> tuple[bytes, str]:
         ]
     )
     place = random.randrange(len(entries) + 1)
-    return stored([*entries[:place], (name, b"\x80\x02N."), *entries[place:]]), f"a member called {name[:40]!r}"
+    return stored(
+        [*entries[:place], (name, b"\x80\x02N."), *entries[place:]]
+    ), f"a member called {name[:40]!r}"
 
 
 def _link(content: bytes, random: Random) -> tuple[bytes, str]:
@@ -120,7 +130,9 @@ def _many(content: bytes, random: Random) -> tuple[bytes, str]:
     entries = members(content)
     count = random.choice([1000, 20_000])
     root = entries[0][0].partition("/")[0]
-    return stored([*entries, *((f"{root}/data/x{number}", b"") for number in range(count))]), f"{count} members more"
+    return stored(
+        [*entries, *((f"{root}/data/x{number}", b"") for number in range(count))]
+    ), f"{count} members more"
 
 
 def _same_place(content: bytes, random: Random) -> tuple[bytes, str]:
@@ -136,13 +148,21 @@ def _same_place(content: bytes, random: Random) -> tuple[bytes, str]:
         struct.unpack_from("<H", made, end + len(entry) + 10)[0],
         struct.unpack_from("<I", made, end + len(entry) + 12)[0],
     )
-    struct.pack_into("<HHI", made, end + len(entry) + 8, entries + 1, entries + 1, size + len(entry))
+    struct.pack_into(
+        "<HHI", made, end + len(entry) + 8, entries + 1, entries + 1, size + len(entry)
+    )
     return bytes(made), "two names for one member"
 
 
 def _around(content: bytes, random: Random) -> tuple[bytes, str]:
-    more = random.choice([b"x" * 100, content, content[-22:], b"PK\5\6" + bytes(18), b"#!/bin/sh\n", b"\x80\x02N."])
-    return (more + content, "something before it") if random.random() < 0.5 else (content + more, "something behind it")
+    more = random.choice(
+        [b"x" * 100, content, content[-22:], b"PK\5\6" + bytes(18), b"#!/bin/sh\n", b"\x80\x02N."]
+    )
+    return (
+        (more + content, "something before it")
+        if random.random() < 0.5
+        else (content + more, "something behind it")
+    )
 
 
 def _cut(content: bytes, random: Random) -> tuple[bytes, str]:

@@ -30,10 +30,28 @@ def attack(bench: Bench, case: int) -> None:
     bench.fresh_folder()
     source = bench.copy(name)
     change = random.choice(
-        [_special, _special, _number, _number, _number, _header, _header, _name, _large, _tracker, _link]
+        [
+            _special,
+            _special,
+            _number,
+            _number,
+            _number,
+            _header,
+            _header,
+            _name,
+            _large,
+            _tracker,
+            _link,
+        ]
     )
     text = change(bench, source, random)
-    judge(bench, random, f"{name}: {text}", reading=bench.checkpoints[name].reading, linked=change is _link)
+    judge(
+        bench,
+        random,
+        f"{name}: {text}",
+        reading=bench.checkpoints[name].reading,
+        linked=change is _link,
+    )
 
 
 def _files(source: Path) -> list[Path]:
@@ -44,7 +62,14 @@ def _files(source: Path) -> list[Path]:
 
 
 def _special(bench: Bench, source: Path, random: Random) -> str:
-    file = random.choice([*_files(source), source / "megaconv.json", source / "config.json", source / "tokenizer.json"])
+    file = random.choice(
+        [
+            *_files(source),
+            source / "megaconv.json",
+            source / "config.json",
+            source / "tokenizer.json",
+        ]
+    )
     kind = random.choice(
         [
             "a pipe",
@@ -122,13 +147,22 @@ def _large(bench: Bench, source: Path, random: Random) -> str:
 
 def _number(bench: Bench, source: Path, random: Random) -> str:
     """One number of a JSON file is gigantic."""
-    files = [file for file in _files(source) if file.suffix in (".json", ".zarray") or file.name == ".zarray"]
+    files = [
+        file
+        for file in _files(source)
+        if file.suffix in (".json", ".zarray") or file.name == ".zarray"
+    ]
     if not files:
         return _header(bench, source, random)
     file = random.choice(files)
     document = json.loads(file.read_text())
     owners = [document, *(value for value in document.values() if isinstance(value, dict))]
-    places = [(owner, key) for owner in owners for key, value in owner.items() if isinstance(value, (int, list))]
+    places = [
+        (owner, key)
+        for owner in owners
+        for key, value in owner.items()
+        if isinstance(value, (int, list))
+    ]
     if not places:
         return _special(bench, source, random)
     owner, key = random.choice(places)
@@ -187,7 +221,9 @@ def _name(bench: Bench, source: Path, random: Random) -> str:
         "shard_*": f"shard_{number}_{number}.pt", "*.0.0": f"{number}.0.0", "model_world*": f"model_world_size_{number}_rank_{number}.pt",
         "global_step*": f"global_step{number}", "zero_pp_rank_0*": f"zero_pp_rank_{number}_mp_rank_00_optim_states.pt", "0": number,
     }  # fmt: skip
-    found = [(path, new) for pattern, new in kinds.items() for path in sorted(source.rglob(pattern))]
+    found = [
+        (path, new) for pattern, new in kinds.items() for path in sorted(source.rglob(pattern))
+    ]
     if not found:
         return _special(bench, source, random)
     path, new = random.choice(found)
@@ -259,9 +295,15 @@ def _attack_target(bench: Bench, random: Random) -> None:
     check_conduct(outcome, what)
     after = snapshot(folder)
     ours = ".new.megaconv-partial"
-    gone = sorted(name for name, content in before.items() if after.get(name) != content and not name.startswith(ours))
+    gone = sorted(
+        name
+        for name, content in before.items()
+        if after.get(name) != content and not name.startswith(ours)
+    )
     if gone:
-        raise Failure("lost", f"{what}: exit {outcome.status}, and {', '.join(gone[:4])} are gone or changed")
+        raise Failure(
+            "lost", f"{what}: exit {outcome.status}, and {', '.join(gone[:4])} are gone or changed"
+        )
     if not outcome.status and not staging:
         raise Failure("wrong", f"{what}: exit 0")
 

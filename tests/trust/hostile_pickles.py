@@ -45,7 +45,9 @@ def _fingerprint(bench: Bench, name: str) -> str:
     return server.run("fingerprint", bench.checkpoints[name].path, folder=bench.root).out.split()[0]
 
 
-def _alone(make: Callable[[Random], tuple[bytes, str]]) -> Callable[[bytes, Random], tuple[bytes, str]]:
+def _alone(
+    make: Callable[[Random], tuple[bytes, str]],
+) -> Callable[[bytes, Random], tuple[bytes, str]]:
     def maker(old: bytes, random: Random) -> tuple[bytes, str]:
         content, text = make(random)
         return b"\x80" + bytes([random.choice([_PROTOCOL, 4])]) + content + b".", text
@@ -53,7 +55,9 @@ def _alone(make: Callable[[Random], tuple[bytes, str]]) -> Callable[[bytes, Rand
     return maker
 
 
-def _hidden(make: Callable[[Random], tuple[bytes, str]]) -> Callable[[bytes, Random], tuple[bytes, str]]:
+def _hidden(
+    make: Callable[[Random], tuple[bytes, str]],
+) -> Callable[[bytes, Random], tuple[bytes, str]]:
     """Before everything else, and thrown away; or in a dictionary of which nobody asks that key."""
 
     def maker(old: bytes, random: Random) -> tuple[bytes, str]:
@@ -84,21 +88,45 @@ def _other_text(old: bytes, random: Random) -> tuple[bytes, str]:
     start, end, found = random.choice(places)
     if old[start : start + 1] == b"c":
         module, name, _ = random.choice(
-            [("torch", "float64", 0), ("torch", "HalfStorage", 0), ("os", "system", 0), ("torch", "x", 0)]
+            [
+                ("torch", "float64", 0),
+                ("torch", "HalfStorage", 0),
+                ("os", "system", 0),
+                ("torch", "x", 0),
+            ]
         )
-        return old[:start] + f"c{module}\n{name}\n".encode() + old[end:], f"{found} becomes {module}.{name}"
+        return old[:start] + f"c{module}\n{name}\n".encode() + old[
+            end:
+        ], f"{found} becomes {module}.{name}"
     word = str(found)
     new = random.choice(
-        [word[:-1], word + "x", word.upper(), "../outside/secret", "/dev/zero", "", "\n\x1b[31m", "0", "a" * 100_000]
+        [
+            word[:-1],
+            word + "x",
+            word.upper(),
+            "../outside/secret",
+            "/dev/zero",
+            "",
+            "\n\x1b[31m",
+            "0",
+            "a" * 100_000,
+        ]
     )
     return old[:start] + value(new) + old[end:], f"{word[:40]!r} becomes {new[:40]!r}"
 
 
 def _places(pickle: bytes, names: tuple[str, ...]) -> list[tuple[int, int, object]]:
     """(start, end, argument) of instructions; of as many as the pickle's first object has."""
-    found = [(position, opcode.name, argument) for opcode, argument, position in pickletools.genops(pickle)]
+    found = [
+        (position, opcode.name, argument)
+        for opcode, argument, position in pickletools.genops(pickle)
+    ]
     ends = [position for position, _, _ in found[1:]]
-    return [(start, end, argument) for (start, name, argument), end in zip(found, ends, strict=False) if name in names]
+    return [
+        (start, end, argument)
+        for (start, name, argument), end in zip(found, ends, strict=False)
+        if name in names
+    ]
 
 
 _MAKERS: list[tuple[Callable[[bytes, Random], tuple[bytes, str]], str]] = [

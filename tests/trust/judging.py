@@ -18,13 +18,25 @@ from pathlib import Path
 from tests.runs import snapshot
 from tests.trust.server import Outcome
 
-PROMISES = ("wrong", "lost", "executed", "outside", "traceback", "hang", "memory", "left", "message")
+PROMISES = (
+    "wrong",
+    "lost",
+    "executed",
+    "outside",
+    "traceback",
+    "hang",
+    "memory",
+    "left",
+    "message",
+)
 MEMORY_BYTES = 500 << 20
 
 ABSENT: Mapping[str, str] = {}
 """The snapshot of a target that isn't there, or is an empty directory."""
 
-_PYTHON = re.compile(r"Traceback|Exception ignored|Fatal Python error|please report this|Error: \[Errno|Segmentation")
+_PYTHON = re.compile(
+    r"Traceback|Exception ignored|Fatal Python error|please report this|Error: \[Errno|Segmentation"
+)
 _OURS = re.compile(r"megaconv: (error|interrupted|warning)|megatron_lite: |Usage: |usage: ")
 
 
@@ -36,7 +48,9 @@ class Failure(Exception):
         self.promise, self.text = promise, text
 
 
-def check_conduct(outcome: Outcome, what: str = "", *, killed: bool = False, answers: Collection[int] = (0,)) -> None:
+def check_conduct(
+    outcome: Outcome, what: str = "", *, killed: bool = False, answers: Collection[int] = (0,)
+) -> None:
     """What holds for every run, whatever was done to it.
 
     killed: by the case itself, so that it need not say anything.
@@ -73,7 +87,9 @@ def check_one_of(target: Path, allowed: Collection[Mapping[str, str]], what: str
         raise Failure("lost", f"{what}: nothing is at the target any more")
     nearest = min(allowed, key=lambda other: len(set(other.items()) ^ set(found.items())))
     differing = sorted({name for name, _ in set(nearest.items()) ^ set(found.items())})
-    raise Failure("wrong", f"{what}: the target is no complete output: {', '.join(differing[:5])} differ")
+    raise Failure(
+        "wrong", f"{what}: the target is no complete output: {', '.join(differing[:5])} differ"
+    )
 
 
 def check_exists_somewhere(folder: Path, states: Collection[Mapping[str, str]], what: str) -> None:

@@ -46,9 +46,9 @@ SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal
 
 _STEPS = (
     "mkdir", "rename", "replace", "link", "symlink", "unlink", "remove", "rmdir", "fsync", "fdatasync", "ftruncate", "truncate",
-    "pwrite", "posix_fallocate",
+    "pwrite",
 )  # fmt: skip
-_BULK = ("pwrite", "posix_fallocate")
+_BULK = ("pwrite", "_fallocate")
 """Steps that there are many of, and that are all alike: after all others."""
 
 
@@ -80,11 +80,15 @@ class Steps:
 
     def install(self, *, exchange: bool = True) -> None:
         """exchange: whether two names can be exchanged; else the call fails as NFS has it fail."""
-        for owner in filter(None, (os, getattr(pathlib, "_NormalAccessor", None))):  # Python 3.10 binds them there
+        for owner in filter(
+            None, (os, getattr(pathlib, "_NormalAccessor", None))
+        ):  # Python 3.10 binds them there
             for name in _STEPS:
                 if hasattr(owner, name):
                     setattr(owner, name, self._counted(name, getattr(owner, name)))
-        for module in [module for name, module in sys.modules.items() if name.startswith("formats.")]:
+        for module in [
+            module for name, module in sys.modules.items() if name.startswith("formats.")
+        ]:
             for name, value in list(vars(module).items()):
                 if isinstance(value, ctypes._CFuncPtr):  # type: ignore[attr-defined]
                     call = value if exchange or "rename" not in name else _unsupported
@@ -139,7 +143,9 @@ def attack(bench: Bench, number: int) -> None:
     what = f"{scenario}; {moment}"
     old = _put_old_output(bench, scenario, folder / "out")
     new = bench.output("hf", scenario.saver).files
-    arguments = command(bench.checkpoints["hf"].path, folder / "out", SAVERS[scenario.saver], scenario.options)
+    arguments = command(
+        bench.checkpoints["hf"].path, folder / "out", SAVERS[scenario.saver], scenario.options
+    )
     outcome = server.run(*arguments, folder=folder, prepare=_preparation(scenario, step), blow=blow)
     died = outcome.status < 0
     check_conduct(outcome, what, killed=died)
@@ -149,7 +155,9 @@ def attack(bench: Bench, number: int) -> None:
     _judge_repetition(scenario, folder, arguments, new, what)
 
 
-def _preparation(scenario: Scenario, step: int | None, reported: int | None = None) -> Callable[[], None]:
+def _preparation(
+    scenario: Scenario, step: int | None, reported: int | None = None
+) -> Callable[[], None]:
     def prepare() -> None:
         journal_every_tensor()
         Steps(step, reported).install(exchange="no exchange" not in scenario.way)
@@ -165,7 +173,9 @@ def _put_old_output(bench: Bench, scenario: Scenario, target: Path) -> Mapping[s
     return old.files
 
 
-def _judge_target(scenario: Scenario, folder: Path, old: Mapping[str, str], new: Mapping[str, str], what: str) -> None:
+def _judge_target(
+    scenario: Scenario, folder: Path, old: Mapping[str, str], new: Mapping[str, str], what: str
+) -> None:
     """Old or new. Without an exchange there is a moment at which both have other names; the next start has to end it."""
     between = "no exchange" in scenario.way and not (folder / "out").exists()
     if between:
@@ -174,7 +184,9 @@ def _judge_target(scenario: Scenario, folder: Path, old: Mapping[str, str], new:
         check_one_of(folder / "out", (old, new), what)
 
 
-def _judge_end(scenario: Scenario, folder: Path, status: int, new: Mapping[str, str], what: str) -> None:
+def _judge_end(
+    scenario: Scenario, folder: Path, status: int, new: Mapping[str, str], what: str
+) -> None:
     """Of a run that ended by itself: at exit 0 with the output; without --resume nothing else stays."""
     if status == 0:
         check_one_of(folder / "out", (new,), what)
@@ -191,7 +203,9 @@ def _judge_repetition(
     what, complete = f"{what}; then again", state(folder / "out") == new
     again = server.run(*arguments, folder=folder, prepare=_preparation(scenario, None))
     check_conduct(again, what)
-    check_one_of(folder / "out", (new,), f"{what} (exit {again.status}: {again.err.strip()[-300:]})")
+    check_one_of(
+        folder / "out", (new,), f"{what} (exit {again.status}: {again.err.strip()[-300:]})"
+    )
     if complete and not scenario.replaces:
         if again.status != 2:
             raise Failure("message", f"{what}: exit {again.status} for a target that exists")
@@ -206,7 +220,9 @@ def _steps_of(bench: Bench, scenario: Scenario) -> list[tuple[int, str]]:
     """All steps of an undisturbed run, by number and name, in this seed's order; those of the commit first."""
     folder = bench.fresh_folder()
     _put_old_output(bench, scenario, folder / "out")
-    arguments = command(bench.checkpoints["hf"].path, folder / "out", SAVERS[scenario.saver], scenario.options)
+    arguments = command(
+        bench.checkpoints["hf"].path, folder / "out", SAVERS[scenario.saver], scenario.options
+    )
     reported = os.memfd_create("steps")
     outcome = server.run(*arguments, folder=folder, prepare=_preparation(scenario, None, reported))
     assert outcome.status == 0, outcome.err
@@ -222,7 +238,9 @@ def _steps_of(bench: Bench, scenario: Scenario) -> list[tuple[int, str]]:
 def _seconds_of(bench: Bench, scenario: Scenario) -> float:
     """How long an undisturbed run takes."""
     folder = bench.fresh_folder()
-    arguments = command(bench.checkpoints["hf"].path, folder / "out", SAVERS[scenario.saver], scenario.options)
+    arguments = command(
+        bench.checkpoints["hf"].path, folder / "out", SAVERS[scenario.saver], scenario.options
+    )
     seconds = server.run(*arguments, folder=folder, prepare=_preparation(scenario, None)).seconds
     bench.fresh_folder()
     return seconds

@@ -17,7 +17,16 @@ from tests.trust.bench import Bench, command
 from tests.trust.judging import ABSENT, Failure, check_conduct, check_nothing_left, state
 
 _WAYS = ("in place", "replaced", "cut", "longer", "gone", "all replaced")
-_SOURCES = ("hf", "bin", "core-bare", "torch_dist-bare", "zarr-bare", "dcp-bare", "meta-bare", "legacy-bare")
+_SOURCES = (
+    "hf",
+    "bin",
+    "core-bare",
+    "torch_dist-bare",
+    "zarr-bare",
+    "dcp-bare",
+    "meta-bare",
+    "legacy-bare",
+)
 
 
 def attack(bench: Bench, case: int) -> None:
@@ -27,7 +36,11 @@ def attack(bench: Bench, case: int) -> None:
     before, after = _made(bench, name, None), _made(bench, name, other)
     folder = bench.fresh_folder()
     source = bench.copy(name)
-    files = [path for path in sorted(source.rglob("*")) if path.is_file() and path.suffix not in (".json", ".txt")]
+    files = [
+        path
+        for path in sorted(source.rglob("*"))
+        if path.is_file() and path.suffix not in (".json", ".txt")
+    ]
     file = random.choice(files)
     what = f"{name}: {file.relative_to(source)} {way}, before read {reads}"
 
@@ -41,7 +54,10 @@ def attack(bench: Bench, case: int) -> None:
     if outcome.status and found != ABSENT:
         raise Failure("wrong", f"{what}: exit {outcome.status}, and an output")
     if not outcome.status and found not in (before, after):
-        raise Failure("wrong", f"{what}: exit 0, and the output is neither that of the old nor that of the new source")
+        raise Failure(
+            "wrong",
+            f"{what}: exit 0, and the output is neither that of the old nor that of the new source",
+        )
     check_nothing_left(folder, ("out", "source"), what)
 
 

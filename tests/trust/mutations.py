@@ -15,8 +15,10 @@ import json
 import os
 import shutil
 import signal
+import tarfile
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from io import BytesIO
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -27,12 +29,22 @@ from megaconv.engine.record import RECORD_NAME
 from tests.trust import server
 from tests.trust.bench import Bench, command
 from tests.trust.checkpoints import SAVERS, Checkpoint
-from tests.trust.judging import ABSENT, Failure, check_conduct, check_nothing_left, check_one_of, state
+from tests.trust.foreign_fields import changed_field
+from tests.trust.judging import (
+    ABSENT,
+    Failure,
+    check_conduct,
+    check_nothing_left,
+    check_one_of,
+    state,
+)
 from tests.trust.kills import journal_every_tensor
 from tests.trust.strange_values import mutate_json
 
 _TORCH_ZIP = b"PK\3\4"
-_TEXTS = (".json", ".txt", ".zarray", "")
+FOREIGN = ("gguf", "nemo", "orbax", "bridge", "adapter")
+"""How the names of checkpoints begin that are in formats of other software."""
+_TEXTS = (".json", ".txt", ".zarray", ".yaml", "")
 """Suffixes of files whose every change may be a change of mind: configuration, tokenizer, tracker."""
 
 
@@ -53,7 +65,17 @@ def attack(bench: Bench, number: int) -> None:
         _attack_remains(bench, random)
         return
     names = list(bench.checkpoints)
-    checkpoint = bench.checkpoints[names[(number - number // 8) % len(names)]]
+    _attack_checkpoint(bench, random, bench.checkpoints[names[(number - number // 8) % len(names)]])
+
+
+def attack_foreign(bench: Bench, number: int) -> None:
+    """The checkpoints in GGUF, NeMo's, Orbax's and Bridge's formats in turn; half of the time a field of a header is changed."""
+    random = bench.random("foreign", number)
+    names = [name for name in bench.checkpoints if name.startswith(FOREIGN)]
+    _attack_checkpoint(bench, random, bench.checkpoints[names[number % len(names)]])
+
+
+def _attack_checkpoint(bench: Bench, random: Random, checkpoint: Checkpoint) -> None:
     intact = _intact(bench, checkpoint)
     bench.fresh_folder()
     source = bench.copy(checkpoint.name)
@@ -79,10 +101,15 @@ def _judge_verify(bench: Bench, checkpoint: Checkpoint, damage: Damage, intact: 
     if outcome.status == 0:
         found = _convert(bench, checkpoint.name)
         if found.status or state(bench.folder / "out") != intact.files:
-            raise Failure("wrong", f"{what}: says that all is as written (convert: exit {found.status} {found.err})")
+            raise Failure(
+                "wrong",
+                f"{what}: says that all is as written (convert: exit {found.status} {found.err})",
+            )
 
 
-def _judge_convert(bench: Bench, checkpoint: Checkpoint, damage: Damage, content: bytes, intact: Intact) -> None:
+def _judge_convert(
+    bench: Bench, checkpoint: Checkpoint, damage: Damage, content: bytes, intact: Intact
+) -> None:
     """content: what the damaged file held before."""
     what, target = f"{checkpoint.name}: {damage}; convert", bench.folder / "out"
     outcome = _convert(bench, checkpoint.name)
@@ -92,17 +119,22 @@ def _judge_convert(bench: Bench, checkpoint: Checkpoint, damage: Damage, content
         check_nothing_left(bench.folder, ("out", "source"), what)
         return
     found = state(target)
-    differing = sorted(file for file in {*found, *intact.files} if found.get(file) != intact.files.get(file))
+    differing = sorted(
+        file for file in {*found, *intact.files} if found.get(file) != intact.files.get(file)
+    )
     if not differing:
         return
     if checkpoint.recorded:
         texts = all(Path(file).suffix in _TEXTS for file in differing)
-        permitted = texts and _fingerprints(target) == intact.fingerprints and bool(outcome.err.strip())
+        permitted = (
+            texts and _fingerprints(target) == intact.fingerprints and bool(outcome.err.strip())
+        )
     else:
         permitted = unnoticeable(damage, content)
     if not permitted:
         raise Failure(
-            "wrong", f"{what}: exit 0, and {', '.join(differing)} differ; reported: {outcome.err.strip()[:200]!r}"
+            "wrong",
+            f"{what}: exit 0, and {', '.join(differing)} differ; reported: {outcome.err.strip()[:200]!r}",
         )
 
 
@@ -120,7 +152,20 @@ def unnoticeable(damage: Damage, content: bytes) -> bool:
         return True
     if damage.kind in ("truncate", "extend", "empty"):
         return False
+    if damage.kind == "flip" and content[257:262] == b"ustar":
+        return not _is_in_torch_zip(content, int(damage.text.split()[2].rstrip(",")))
     return not content.startswith(_TORCH_ZIP)
+
+
+def _is_in_torch_zip(archive: bytes, place: int) -> bool:
+    """Whether a byte of a tar archive is one of a file whose every record has a checksum."""
+    with tarfile.open(fileobj=BytesIO(archive)) as opened:
+        members = [
+            each
+            for each in opened.getmembers()
+            if each.offset_data <= place < each.offset_data + each.size
+        ]
+    return any(archive[each.offset_data :].startswith(_TORCH_ZIP) for each in members)
 
 
 # What is done to a checkpoint.
@@ -134,6 +179,10 @@ def _damage(source: Path, random: Random) -> Damage:
         changed, text = mutate_json(content, random)
         (source / file).write_bytes(changed)
         return Damage("value", file, text)
+    found = changed_field(file, content, random) if random.random() < 0.5 else None
+    if found is not None:
+        (source / file).write_bytes(found[0])
+        return Damage("field", file, found[1])
     kind, change = random.choice(_CHANGES)
     if change is not None:
         changed, text = change(content, random)
@@ -181,7 +230,9 @@ def _truncate(content: bytes, random: Random) -> tuple[bytes, str]:
 
 def _extend(content: bytes, random: Random) -> tuple[bytes, str]:
     count = random.choice([1, 8, 64, 4096])
-    return content + (random.randbytes(count) if random.random() < 0.5 else content[:count]), f"by {count} bytes"
+    return content + (
+        random.randbytes(count) if random.random() < 0.5 else content[:count]
+    ), f"by {count} bytes"
 
 
 def _empty(content: bytes, random: Random) -> tuple[bytes, str]:
@@ -197,8 +248,15 @@ def _overwrite(content: bytes, random: Random) -> tuple[bytes, str]:
 def _swap(content: bytes, random: Random) -> tuple[bytes, str]:
     (left, count), (right, _) = sorted((_stretch(content, random), _stretch(content, random)))
     count = min(count, right - left, len(content) - right)
-    parts = content[:left], content[right : right + count], content[left + count : right], content[left : left + count]
-    return b"".join((*parts, content[right + count :])), f"bytes from {left} and {right}, {count} each"
+    parts = (
+        content[:left],
+        content[right : right + count],
+        content[left + count : right],
+        content[left : left + count],
+    )
+    return b"".join(
+        (*parts, content[right + count :])
+    ), f"bytes from {left} and {right}, {count} each"
 
 
 def _stretch(content: bytes, random: Random) -> tuple[int, int]:
@@ -255,7 +313,9 @@ def _attack_remains(bench: Bench, random: Random) -> None:
     else:
         damage = _damage(staging, random)
     what = f"{saver}, resumed after {damage}"
-    arguments = command(bench.checkpoints["hf"].path, folder / "out", SAVERS[saver], "--resume --verify")
+    arguments = command(
+        bench.checkpoints["hf"].path, folder / "out", SAVERS[saver], "--resume --verify"
+    )
     outcome = server.run(*arguments, folder=folder)
     check_conduct(outcome, what)
     new = bench.output("hf", saver).files

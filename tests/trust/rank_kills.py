@@ -18,7 +18,14 @@ from formats.tensor import Box, Bytes, FileTensor
 from tests.trust import server
 from tests.trust.bench import Bench, command
 from tests.trust.checkpoints import SAVERS
-from tests.trust.judging import ABSENT, Failure, check_conduct, check_nothing_left, check_one_of, state
+from tests.trust.judging import (
+    ABSENT,
+    Failure,
+    check_conduct,
+    check_nothing_left,
+    check_one_of,
+    state,
+)
 from tests.trust.kills import WAYS, Steps, journal_every_tensor
 
 RANKS = 2
@@ -64,7 +71,9 @@ def attack(bench: Bench, case: int) -> None:
 class Launch:
     """Ranks of one conversion, below a launcher that keeps their store."""
 
-    def __init__(self, logs: Path, arguments: list[object], faults: dict[int, Callable[[], None]]) -> None:
+    def __init__(
+        self, logs: Path, arguments: list[object], faults: dict[int, Callable[[], None]]
+    ) -> None:
         self._logs, self._started = logs, time.monotonic()
         self._reading, writing = os.pipe()
         self._launcher = os.fork()
@@ -74,7 +83,9 @@ class Launch:
         os.close(writing)
         self._pids = [int(word) for word in _line(self._reading).split()]
 
-    def _launch(self, writing: int, arguments: list[object], faults: dict[int, Callable[[], None]]) -> None:
+    def _launch(
+        self, writing: int, arguments: list[object], faults: dict[int, Callable[[], None]]
+    ) -> None:
         """Becomes the launcher, and waits for its ranks. Ends this process."""
         try:
             from torch.distributed import TCPStore
@@ -93,7 +104,9 @@ class Launch:
         finally:
             os._exit(0)
 
-    def _become(self, rank: int, port: int, arguments: list[object], fault: Callable[[], None] | None) -> None:
+    def _become(
+        self, rank: int, port: int, arguments: list[object], fault: Callable[[], None] | None
+    ) -> None:
         status = 1
         os.closerange(
             3, 4096
@@ -105,7 +118,9 @@ class Launch:
             }  # fmt: skip
             for number, name in ((1, "out"), (2, "err")):
                 os.dup2(os.open(self._logs / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT), number)
-            sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+            sys.stdout, sys.stderr = (
+                os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
+            )
             sys.argv = ["megaconv", *map(str, arguments)]
             journal_every_tensor()
             _read_slowly(self._logs / f"reading-{rank}")
@@ -124,7 +139,10 @@ class Launch:
         if victim not in ("launcher", "all"):
             return
         until = time.monotonic() + SECONDS
-        while not all((self._logs / f"reading-{rank}").exists() for rank in range(RANKS)) and time.monotonic() < until:
+        while (
+            not all((self._logs / f"reading-{rank}").exists() for rank in range(RANKS))
+            and time.monotonic() < until
+        ):
             time.sleep(0.005)
         for process in [self._launcher] if victim == "launcher" else [self._launcher, *self._pids]:
             with suppress(ProcessLookupError):

@@ -32,10 +32,16 @@ class Report:
     def add(self, result: Result) -> None:
         self.cases[result.attack] += ATTACKS[result.attack].batch
         self.seconds[result.attack] += result.seconds  # type: ignore[assignment]
-        self.peak_bytes[result.attack] = max(self.peak_bytes.get(result.attack, 0), result.peak_bytes)
+        self.peak_bytes[result.attack] = max(
+            self.peak_bytes.get(result.attack, 0), result.peak_bytes
+        )
         if result.promise:
             self.failures.append(result)
-            print(f"{result.promise}: {result.text}\n  {self._again(result)}", file=sys.stderr, flush=True)
+            print(
+                f"{result.promise}: {result.text}\n  {self._again(result)}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _again(self, result: Result) -> str:
         return f"again: python -m tests.trust --seed {self.seed} --repeat {result.attack}:{result.number} --keep"
@@ -43,7 +49,14 @@ class Report:
     def markdown(self) -> str:
         """A table with a row for each attack, a column for each promise: how often it was broken."""
         broken = Counter((failure.attack, failure.promise) for failure in self.failures)
-        columns = [*PROMISES, *(["harness"] if any(failure.promise == "harness" for failure in self.failures) else [])]
+        columns = [
+            *PROMISES,
+            *(
+                ["harness"]
+                if any(failure.promise == "harness" for failure in self.failures)
+                else []
+            ),
+        ]
         lines = [
             f"| attack | cases | {' | '.join(columns)} | largest process | minutes |",
             f"|---|---|{'---|' * len(columns)}---|---|",
@@ -51,9 +64,17 @@ class Report:
         for attack, count in self.cases.items():
             cells = " | ".join(str(broken[attack, column]) for column in columns)
             size = f"{self.peak_bytes[attack] >> 20} MB" if self.peak_bytes[attack] else "-"
-            lines.append(f"| {attack} | {count:,} | {cells} | {size} | {self.seconds[attack] / 60:.1f} |")
+            lines.append(
+                f"| {attack} | {count:,} | {cells} | {size} | {self.seconds[attack] / 60:.1f} |"
+            )
         lines += [f"| {attack} | skipped: {reason} |" for attack, reason in self.skipped.items()]
-        return "\n".join([*lines, "", f"seed {self.seed}, {(time.monotonic() - self.started) / 60:.1f} minutes in all"])
+        return "\n".join(
+            [
+                *lines,
+                "",
+                f"seed {self.seed}, {(time.monotonic() - self.started) / 60:.1f} minutes in all",
+            ]
+        )
 
     def json(self) -> str:
         document = {

@@ -133,16 +133,24 @@ def _content(file: int) -> str:
 
 
 def _become(
-    arguments: list[str], folder: Path, files: list[int], prepare: Callable[[], object] | None, outside: Path | None
+    arguments: list[str],
+    folder: Path,
+    files: list[int],
+    prepare: Callable[[], object] | None,
+    outside: Path | None,
 ) -> None:
     global _watching
     status = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the command takes its signals, it dies of them
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # before the command takes its signals, it dies of them
         os.chdir(folder)
         os.dup2(files[0], 1)
         os.dup2(files[1], 2)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        sys.stdout, sys.stderr = (
+            os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
+        )
         sys.argv = ["megaconv", *arguments]
         resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -4,7 +4,23 @@ import json
 from random import Random
 from typing import Any
 
-HUGE = (10**9, 10**12, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64, 10**30, -1, -(2**63), 0, 1, 2, 3, 1 << 20)
+HUGE = (
+    10**9,
+    10**12,
+    2**31,
+    2**32 - 1,
+    2**63 - 1,
+    2**63,
+    2**64,
+    10**30,
+    -1,
+    -(2**63),
+    0,
+    1,
+    2,
+    3,
+    1 << 20,
+)
 """Sizes that no model has, and some that only another one has."""
 
 STRANGE: tuple[Any, ...] = (
@@ -46,7 +62,9 @@ def strange_value(random: Random, old: Any = None) -> Any:
     if isinstance(old, bool) or old is None or random.random() < 0.3:
         return random.choice(STRANGE)
     if isinstance(old, int):
-        return random.choice([*HUGE, old + 1, old - 1, old * 2, old // 2, -old, float(old), str(old)])
+        return random.choice(
+            [*HUGE, old + 1, old - 1, old * 2, old // 2, -old, float(old), str(old)]
+        )
     if isinstance(old, str):
         return random.choice([old[:-1], old + "x", old.upper(), *STRANGE])
     if isinstance(old, list):
@@ -60,7 +78,13 @@ def _places(document: Any) -> list[tuple[Any, Any]]:
     waiting = [document]
     while waiting:
         node = waiting.pop()
-        keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+        keys = (
+            list(node)
+            if isinstance(node, dict)
+            else range(len(node))
+            if isinstance(node, list)
+            else ()
+        )
         found += [(node, key) for key in keys]
         waiting += [node[key] for key in keys]
     return found

@@ -51,7 +51,12 @@ def test_every_kind_of_misconduct_is_seen(tmp_path: Path) -> None:
     (tmp_path / "outside" / "secret").write_text("secret")
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), json.dumps(BROKEN)]
     done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {promise: promise for promise in BROKEN}

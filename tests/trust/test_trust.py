@@ -21,7 +21,9 @@ def attack(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         words = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
         options = ["--seed", str(SEED), "--jobs", "1", "--sources", str(sources)]
         command = [sys.executable, "-m", "tests.trust", *words, *options]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == 0, done.stderr + done.stdout
         return done.stdout
 
@@ -47,11 +49,21 @@ def test_damage_to_a_checkpoint_is_noticed_or_harmless(attack: Callable[..., str
     attack(mutations=50)
 
 
-def test_hostile_checkpoints_run_nothing_and_are_refused_in_one_line(attack: Callable[..., str]) -> None:
+def test_damage_to_a_file_of_other_software_is_noticed_or_harmless(
+    attack: Callable[..., str],
+) -> None:
+    attack(foreign=40)
+
+
+def test_hostile_checkpoints_run_nothing_and_are_refused_in_one_line(
+    attack: Callable[..., str],
+) -> None:
     attack(pickles=30, archives=15, files=30)
 
 
-def test_a_source_that_changes_while_it_is_read_gives_no_mixture(attack: Callable[..., str]) -> None:
+def test_a_source_that_changes_while_it_is_read_gives_no_mixture(
+    attack: Callable[..., str],
+) -> None:
     attack(moving=40)
 
 
@@ -60,10 +72,14 @@ def test_parsers_raise_nothing_but_their_own_errors(attack: Callable[..., str]) 
 
 
 @pytest.mark.slow
-def test_ranks_of_which_some_are_killed_end_and_can_be_started_again(attack: Callable[..., str]) -> None:
+def test_ranks_of_which_some_are_killed_end_and_can_be_started_again(
+    attack: Callable[..., str],
+) -> None:
     attack(ranks=8)
 
 
 @pytest.mark.slow
-def test_training_runs_that_are_killed_while_they_save_end_with_the_same_bits(attack: Callable[..., str]) -> None:
+def test_training_runs_that_are_killed_while_they_save_end_with_the_same_bits(
+    attack: Callable[..., str],
+) -> None:
     attack(trainer=6)

@@ -24,19 +24,19 @@ class Container(NamedTuple):
 
 
 CONTAINERS = [
-    Container("core-bare", "iter_*/mp_rank_00_001/model_optim_rng.pt", "zip"),
-    Container("core-optimizer-bare", "iter_*/mp_rank_00/model_optim_rng.pt", "zip"),
-    Container("legacy-bare", "iter_*/mp_rank_01/model_optim_rng.pt", "zip"),
+    Container("core-bare", "*/mp_rank_00_001/model_optim_rng.pt", "zip"),
+    Container("core-optimizer-bare", "*/mp_rank_00/model_optim_rng.pt", "zip"),
+    Container("legacy-bare", "*/mp_rank_01/model_optim_rng.pt", "zip"),
     Container("bin", "pytorch_model.bin", "zip"),
     Container("meta-bare", "consolidated.00.pth", "zip"),
-    Container("torch_dist-bare", "iter_*/common.pt", "zip"),
-    Container("zarr-bare", "iter_*/common.pt", "zip"),
-    Container("zarr-bare", "iter_*/*/shard_*.pt", "zip"),
-    Container("torch_dist-bare", "iter_*/.metadata", "bare"),
+    Container("torch_dist-bare", "*/common.pt", "zip"),
+    Container("zarr-bare", "*/common.pt", "zip"),
+    Container("zarr-bare", "*/*/shard_*.pt", "zip"),
+    Container("torch_dist-bare", "*/.metadata", "bare"),
     Container("dcp-bare", ".metadata", "bare"),
-    Container("torch_dist-optimizer-bare", "iter_*/.metadata", "bare"),
+    Container("torch_dist-optimizer-bare", "*/.metadata", "bare"),
     Container("legacy_bin", "pytorch_model-00001*.bin", "legacy"),
-    Container("torch_dist-bare", "iter_*/*.distcp", "envelope"),
+    Container("torch_dist-bare", "*/*.distcp", "envelope"),
     Container("fsdp", "model_world_size_3_rank_1.pt", "zip"),
     Container("deepspeed", "global_step3/mp_rank_00_model_states.pt", "zip"),
     Container("deepspeed", "global_step3/*_optim_states.pt", "zip"),
@@ -85,7 +85,12 @@ def stored(entries: list[tuple[str, bytes]]) -> bytes:
 
 
 def _with_pickle(content: bytes, change: Callable[[bytes], bytes]) -> bytes:
-    return stored([(name, change(data) if name.endswith("data.pkl") else data) for name, data in members(content)])
+    return stored(
+        [
+            (name, change(data) if name.endswith("data.pkl") else data)
+            for name, data in members(content)
+        ]
+    )
 
 
 def _replace_in_envelope(file: Path, change: Callable[[bytes], bytes]) -> bool:

@@ -62,7 +62,11 @@ def attack(bench: Bench, case: int) -> None:
     again = launch(folder, run.size, run.command)
     if any(_wait(again, f"{what}; then again")):
         raise Failure("message", f"{what}; then again: {again.logs()[-600:]}")
-    found = {name: content for name, content in snapshot(folder / "ckpt").items() if not _is_remainder(name)}
+    found = {
+        name: content
+        for name, content in snapshot(folder / "ckpt").items()
+        if not _is_remainder(name)
+    }
     missing = [name for name in whole if name.startswith(_KEPT) and name not in found]
     differing = [name for name, content in found.items() if whole.get(name) != content]
     torn = [name for name in whole if name.split("/")[0] in found and name not in found]

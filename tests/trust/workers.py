@@ -39,7 +39,13 @@ class Result:
 
 
 def work(
-    tasks: Sequence[Task], root: Path, checkpoints: Mapping[str, Checkpoint], *, seed: int, jobs: int, keep: bool
+    tasks: Sequence[Task],
+    root: Path,
+    checkpoints: Mapping[str, Checkpoint],
+    *,
+    seed: int,
+    jobs: int,
+    keep: bool,
 ) -> Iterator[Result]:
     """Tasks are taken in order by whoever is free. Raises RuntimeError when a worker dies."""
     taken = get_context("fork").Value("q", 0)

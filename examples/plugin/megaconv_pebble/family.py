@@ -1,11 +1,15 @@
 """Pebble: Llama's layers and configuration, under other names."""
 
 from megaconv.families import Family
-from megaconv.families.llama import ROWS as LLAMA_ROWS
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys
+from megaconv.families.parts.decoder_rows import LLAMA_ROWS
 from megaconv.model.table import Row
 
-_NAMES = {"model.embed_tokens": "body.embed", "model.layers.": "body.blocks.", "model.norm": "body.last_norm"}
+_NAMES = {
+    "model.embed_tokens": "body.embed",
+    "model.layers.": "body.blocks.",
+    "model.norm": "body.last_norm",
+}
 
 
 def _renamed(row: Row) -> Row:
@@ -19,5 +23,11 @@ def _renamed(row: Row) -> Row:
 
 ROWS = tuple(_renamed(row) for row in LLAMA_ROWS)
 FAMILY = Family(
-    "pebble", ("PebbleForCausalLM",), "pebble", ROWS, keys=decoder_keys(positions=2048), fixed=LLAMA_LIKE, only=SILU
+    "pebble",
+    ("PebbleForCausalLM",),
+    "pebble",
+    ROWS,
+    keys=decoder_keys(positions=2048),
+    fixed=LLAMA_LIKE,
+    only=SILU,
 )

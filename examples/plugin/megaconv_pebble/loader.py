@@ -4,23 +4,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from megaconv.engine.sidecars import find_sidecars
-from megaconv.engine.weight_files import whole_model
 from megaconv.errors import UnknownFormat, UsageError
 from megaconv.families import family_of_hf
+from megaconv.huggingface.weight_files import whole_model
+from megaconv.loader import Loader
 from megaconv.model.check import well_formed
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF
 from megaconv.options import LoadOptions
 from megaconv_pebble import pebble_file
 
-DESCRIPTION = "Pebble: a model in one *.pebble file (an example of a plugin)"
-SCHEMES = ("pebble",)
-OPTIONS = {"store": "the directory that pebble://NAME is looked for in"}
-
 
 def detect(path: Path | str) -> bool:
-    """A URI of SCHEMES comes as a str; whatever it names is ours."""
-    return isinstance(path, str) or path.suffix == ".pebble" or (path.is_dir() and len(_files(path)) == 1)
+    """A URI of the record's schemes comes as a str; whatever it names is ours."""
+    return (
+        isinstance(path, str)
+        or path.suffix == ".pebble"
+        or (path.is_dir() and len(_files(path)) == 1)
+    )
 
 
 def open(path: Path | str, options: LoadOptions) -> OpenedSource:  # noqa: A001
@@ -38,7 +39,9 @@ def open(path: Path | str, options: LoadOptions) -> OpenedSource:  # noqa: A001
         files=find_sidecars(file.parent),
         source="pebble",
         # Of a path megaconv looks at the files itself, to know whether --resume may go on; of a URI it can't.
-        revision=f"{file.stat().st_size} {file.stat().st_mtime_ns}" if isinstance(path, str) else None,
+        revision=f"{file.stat().st_size} {file.stat().st_mtime_ns}"
+        if isinstance(path, str)
+        else None,
     )
     return OpenedSource(header, by_key)
 
@@ -51,7 +54,9 @@ def _find(path: Path | str, options: LoadOptions) -> Path:
     if isinstance(path, Path):
         found = _files(path) if path.is_dir() else [path]
         if len(found) != 1:
-            raise UnknownFormat(f"{path}: expected one .pebble file, found {len(found)}; give the path of one")
+            raise UnknownFormat(
+                f"{path}: expected one .pebble file, found {len(found)}; give the path of one"
+            )
         return found[0]
     if "store" not in options.extra:
         raise UsageError(f"{path}: lies in a store; give --option store=DIRECTORY")
@@ -60,3 +65,13 @@ def _find(path: Path | str, options: LoadOptions) -> Path:
     if not file.resolve().is_relative_to(store.resolve()):
         raise UsageError(f"{path}: leads out of the store {store}")
     return file
+
+
+LOADER = Loader(
+    name="pebble",
+    description="Pebble: a model in one *.pebble file (an example of a plugin)",
+    detect=detect,
+    open=open,
+    options={"store": "the directory that pebble://NAME is looked for in"},
+    schemes=("pebble",),
+)

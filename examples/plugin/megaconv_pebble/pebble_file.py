@@ -24,21 +24,31 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, FileTensor]]:
     """(configuration, lazy tensors by name). Raises CorruptCheckpoint for whatever the format forbids."""
     file = InputFile.open(path)
     if file.read(0, 8) != MAGIC:
-        raise CorruptCheckpoint(f"{path}: expected {MAGIC!r} at its beginning; it is no .pebble file")
+        raise CorruptCheckpoint(
+            f"{path}: expected {MAGIC!r} at its beginning; it is no .pebble file"
+        )
     length = int.from_bytes(file.read(8, 8), "little")
     try:
         header = json.loads(file.read(_START, length))
-        tensors = {name: _tensor(file, _START + length, entry) for name, entry in header["tensors"].items()}
+        tensors = {
+            name: _tensor(file, _START + length, entry) for name, entry in header["tensors"].items()
+        }
         return dict(header["config"]), tensors
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path}: its header is damaged ({error}); copy the file again") from error
+        raise CorruptCheckpoint(
+            f"{path}: its header is damaged ({error}); copy the file again"
+        ) from error
 
 
 def _tensor(file: InputFile, start: int, entry: Mapping[str, Any]) -> FileTensor:
     shape, offset, dtype = tuple(entry["shape"]), entry["offset"], entry["dtype"]
-    if dtype not in ITEMSIZE or not all(type(size) is int and size >= 0 for size in (*shape, offset)):
+    if dtype not in ITEMSIZE or not all(
+        type(size) is int and size >= 0 for size in (*shape, offset)
+    ):
         raise ValueError(f"a tensor {entry}")
-    return FileTensor(file, start + offset, shape, dtype)  # which checks that it ends before the file does
+    return FileTensor(
+        file, start + offset, shape, dtype
+    )  # which checks that it ends before the file does
 
 
 class PebbleLayout:
@@ -46,7 +56,9 @@ class PebbleLayout:
 
     needs_checksums = False
 
-    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, tuple[Shape, str]], alignment: int) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], tensors: Mapping[str, tuple[Shape, str]], alignment: int
+    ) -> None:
         """tensors: name -> (shape, dtype)."""
         entries, spans, position = {}, {}, 0
         for name, (shape, dtype) in tensors.items():
@@ -57,7 +69,9 @@ class PebbleLayout:
         start = _aligned(_START + len(text), alignment)
         self._header = MAGIC + (start - _START).to_bytes(8, "little") + text.ljust(start - _START)
         self.size = start + position
-        self.records = {name: Record(start + offset, nbytes) for name, (offset, nbytes) in spans.items()}
+        self.records = {
+            name: Record(start + offset, nbytes) for name, (offset, nbytes) in spans.items()
+        }
 
     def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         """Everything that is no tensor. Gaps between tensors stay zero."""

@@ -12,10 +12,8 @@ from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF
 from megaconv.model.natives import native_tensors
 from megaconv.options import SaveOptions
+from megaconv.saver import Saver
 from megaconv_pebble.pebble_file import PebbleLayout
-
-DESCRIPTION = "Pebble: a model in one *.pebble file (an example of a plugin)"
-OPTIONS = {"alignment": "bytes, to a multiple of which each tensor's place is rounded up; 64 unless said"}
 
 FILE = "model.pebble"
 
@@ -30,16 +28,22 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         if native.copy is None
     ]
     # The pieces of a fused tensor have one dtype; it is that of each.
-    dtypes = {native.name: header.manifest[Key(next(iter(native.parts)))].dtype for native in natives}
+    dtypes = {
+        native.name: header.manifest[Key(next(iter(native.parts)))].dtype for native in natives
+    }
     said = json.loads(table.config_json(config))
     shapes = {native.name: (native.shape, dtypes[native.name]) for native in natives}
-    files: dict[str, FileLayout] = {name: PlainFile(path.read_bytes()) for name, path in header.files.items()}
+    files: dict[str, FileLayout] = {
+        name: PlainFile(path.read_bytes()) for name, path in header.files.items()
+    }
     files[FILE] = PebbleLayout(said, shapes, _alignment(options))
     placements: dict[Key, list[Placement]] = {}
     for native in natives:
         row_bytes = matrix_shape(native.shape)[1] * ITEMSIZE[dtypes[native.name]]
         for name, regions in native.parts.items():
-            placements.setdefault(Key(name), []).append(Placement(FILE, native.name, row_bytes, regions))
+            placements.setdefault(Key(name), []).append(
+                Placement(FILE, native.name, row_bytes, regions)
+            )
     return OutputPlan(files, placements)
 
 
@@ -48,3 +52,13 @@ def _alignment(options: SaveOptions) -> int:
     if not said.isdecimal() or not int(said):
         raise UsageError(f"--option alignment={said}: expected a number of bytes, such as 64")
     return int(said)
+
+
+SAVER = Saver(
+    name="pebble",
+    description="Pebble: a model in one *.pebble file (an example of a plugin)",
+    plan=plan,
+    options={
+        "alignment": "bytes, to a multiple of which each tensor's place is rounded up; 64 unless said"
+    },
+)

@@ -1,4 +1,7 @@
-"""The command line: a file a command. Work is imported inside each command, so that --help answers at once."""
+"""The command line, with one file per command.
+
+A command imports its work when it runs, so that --help answers at once.
+"""
 
 import re
 from importlib import import_module
@@ -8,22 +11,36 @@ from megaconv.commands.process import run as run_process
 
 __all__ = ["app", "main"]
 
-COMMANDS = ("convert", "merge", "push", "inspect", "plan", "fingerprint", "verify", "diff", "scan", "formats", "demo")
-"""Modules here that add themselves to the application, in the order in which --help lists them."""
+COMMANDS = (
+    "convert",
+    "merge",
+    "push",
+    "inspect",
+    "plan",
+    "fingerprint",
+    "verify",
+    "diff",
+    "scan",
+    "formats",
+    "demo",
+)
+"""Modules of this package that add themselves to the application, in the order of --help."""
 
 for _name in COMMANDS:
     import_module(f"{__name__}.{_name}")
 
 _modules = {
-    command.callback.__module__.rpartition(".")[2]: command for command in app.registered_commands if command.callback
+    command.callback.__module__.rpartition(".")[2]: command
+    for command in app.registered_commands
+    if command.callback
 }
 app.registered_commands[:] = [
     _modules[name] for name in COMMANDS
-]  # a module may have imported another, which came first
+]  # the import of one module may have registered another first
 for _command in app.registered_commands:
     _command.short_help = re.split(r"(?<=\.)\s", _command.callback.__doc__ or "")[
         0
-    ]  # click would cut it at the line's end
+    ]  # click would truncate it at the end of the line
 
 
 def main() -> None:

@@ -5,13 +5,20 @@ from typing import Annotated
 
 import typer
 
-from megaconv.commands.cli.app import app
+from megaconv.commands.cli.parameters import command
+from megaconv.local_paths import local_path
 
 
-@app.command()
+@command()
 def demo(
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="Where to keep what is made; a temporary directory otherwise.")
+        Path | None,
+        typer.Option(
+            "--dir",
+            parser=local_path,
+            metavar="PATH",
+            help="Directory for the checkpoints; default: a temporary directory.",
+        ),
     ] = None,
 ) -> None:
     """Build a small Llama, convert it to Megatron and back, and prove that it is still the same model."""

@@ -1,16 +1,21 @@
 """`megaconv scan`."""
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
 
 from megaconv.commands.cli import options as opt
-from megaconv.commands.cli.app import app, print_json
+from megaconv.commands.cli.app import print_json
+from megaconv.commands.cli.parameters import command
 from megaconv.terminal import show
 
+_VERDICTS = {0: "nothing that runs code, no faults", 3: "no code was found; faults", 6: "unsafe"}
+"""By exit status."""
 
-@app.command(epilog="Example: megaconv scan Llama-2-7b && echo nothing in there runs code")
+
+@command(epilog="Example: megaconv scan Llama-2-7b && echo nothing in there runs code")
 def scan(
     path: Annotated[str, typer.Argument(help="A directory, a file, or a Hub id.", metavar="PATH")],
     quiet: opt.NoProgress = False,
@@ -19,8 +24,8 @@ def scan(
     """List what would run code, and files whose structure is damaged, without loading anything.
 
     Every class and function that a pickle names is judged: `ordinary`, `named` (not known, and not called) or `unsafe`.
-    Pickles, headers, indices and configurations are read, the values of tensors are not: `megaconv verify` compares those.
-    Exit status 0: neither; 3: faults; 6: something would run code in a program that trusts it.
+    Pickles, headers, indices and configurations are read. Values of tensors are not: `megaconv verify` compares those.
+    Exit status 0: nothing found; 3: faults; 6: something would run code in a program that trusts it.
     """
     from megaconv.commands.scanning import scan as run
 
@@ -33,16 +38,29 @@ def scan(
 
 
 def _print(found: Any) -> None:
-    for kind, findings in (("unsafe", found.code), ("fault", found.faults), ("remark", found.remarks)):
+    for kind, findings in (
+        ("unsafe", found.code),
+        ("fault", found.faults),
+        ("remark", found.remarks),
+    ):
         for each in findings:
             show(f"{kind:<8} {each.file}: {each.what}")
-    counts = Counter((each.judgement, each.file, each.name) for each in found.globals)
-    for (judgement, file, name), count in sorted(counts.items()):
-        if judgement != "ordinary":
-            times = f", {count} times" if count > 1 else ""
-            show(f"{judgement:<8} {file}: {'calls' if judgement == 'unsafe' else 'names'} {name}{times}")
-    names = Counter(each.name for each in found.globals if each.judgement == "ordinary")
-    for name, count in sorted(names.items()):
+    _print_globals(found.globals)
+    files = f"{found.files} file{'s' * (found.files != 1)}"
+    show(f"{found.path}: {files}: {_VERDICTS[found.status]}")
+
+
+def _print_globals(found: Iterable[Any]) -> None:
+    """A line for each function or class that pickles name: ordinary ones once for all files, others by file."""
+    ordinary, others = Counter[str](), Counter[tuple[str, str, str]]()
+    for each in found:
+        if each.judgement == "ordinary":
+            ordinary[each.name] += 1
+        else:
+            others[each.judgement, each.file, each.name] += 1
+    for (judgement, file, name), count in sorted(others.items()):
+        verb = "calls" if judgement == "unsafe" else "names"
+        times = f", {count} times" if count > 1 else ""
+        show(f"{judgement:<8} {file}: {verb} {name}{times}")
+    for name, count in sorted(ordinary.items()):
         show(f"ordinary {name} ({count})")
-    verdict = {0: "nothing that runs code, no faults", 3: "no code was found; faults", 6: "unsafe"}[found.status]
-    show(f"{found.path}: {found.files} file{'s' * (found.files != 1)}: {verdict}")

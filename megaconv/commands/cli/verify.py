@@ -3,31 +3,30 @@
 import typer
 
 from megaconv.commands.cli import options as opt
-from megaconv.commands.cli.app import app, print_json, stored_bytes
+from megaconv.commands.cli.app import print_json
+from megaconv.commands.cli.parameters import command
+from megaconv.options import LoadOptions
 from megaconv.terminal import show
 
 
-@app.command(epilog="Example: megaconv verify ckpt && echo as it was written")
+@command(epilog="Example: megaconv verify ckpt && echo as it was written")
 def verify(
+    *,
     path: opt.Input,
-    loader: opt.Loader = None,
-    config: opt.Config = None,
-    true_vocab_size: opt.TrueVocab = None,
-    option: opt.Option = None,
+    loader: str | None,
+    load: LoadOptions,
     quiet: opt.NoProgress = False,
     as_json: opt.Json = False,
 ) -> None:
-    """Read a checkpoint back against the fingerprints in its megaconv.json. Exit status 0: as written; 4: it differs.
+    """Compare a checkpoint with the fingerprints in its megaconv.json. Exit status 0: as written; 4: it differs.
 
     Configuration, tokenizer and other small files are compared with the hashes there.
     """
     from megaconv.commands.progress import Progress
     from megaconv.commands.verification import verify as run
-    from megaconv.options import LoadOptions
 
-    options = LoadOptions(config, true_vocab_size, extra=opt.extra(option))
-    with Progress("verifying", lambda: stored_bytes(path, loader, options), shown=not quiet) as progress:
-        found = run(path, options, advance=progress.advance, loader=loader)
+    with Progress("verifying", shown=not quiet) as progress:
+        found = run(path, load, advance=progress.advance, loader=loader, expect=progress.expect)
     if as_json:
         print_json(found.to_json())
     elif found.same:

@@ -1,1 +1,1 @@
-"""What `megaconv inspect` can show: a view a file, each for people and for programs."""
+"""The views of `megaconv inspect`, one file per view, each for people and for programs."""

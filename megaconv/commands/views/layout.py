@@ -1,4 +1,4 @@
-"""`inspect --layout`: ranks against layers as a picture, and what each rank holds of them.
+"""`inspect --layout`: a picture of ranks and layers, and the share of each rank.
 
         layers 0-15
 pp 0    E████████
@@ -18,9 +18,16 @@ from megaconv.model.layout import Layout
 from megaconv.model.rank_share import RankShare, rank_shares
 
 _WIDEST = 96
-"""Columns for layers: of deeper models one column is several."""
+"""Columns for layers. For a deeper model, one column stands for several layers."""
+_SHOWN_EXPERT_RANKS = 8
+"""Expert ranks in the line about experts. Of further ranks, the line shows the last one."""
 BLOCKS = {"dense": "█", "experts": "▓", "linear": "░"}
 PLAIN_BLOCKS = {"dense": "#", "experts": "x", "linear": "="}
+_KIND_NAMES = {
+    "dense": "a layer",
+    "experts": "a layer with experts",
+    "linear": "a layer of linear attention",
+}
 
 
 @dataclass(frozen=True)
@@ -28,13 +35,17 @@ class LayoutView:
     config: ModelConfig
     layout: Layout
     shares: list[RankShare]
-    """Of each pipeline rank."""
+    """The share of each pipeline rank."""
     itemsize: int
 
     @property
     def ranks(self) -> int:
-        """That hold the model once between them."""
-        return self.layout.tp * self.layout.pp * max(1, self.layout.ep * self.layout.etp // self.layout.tp)
+        """Number of ranks that together hold the model once."""
+        return (
+            self.layout.tp
+            * self.layout.pp
+            * max(1, self.layout.ep * self.layout.etp // self.layout.tp)
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -64,21 +75,30 @@ class LayoutView:
         }
 
     def lines(self, *, blocks: bool = True) -> Iterator[str]:
-        """For people. blocks: whether the terminal can show block characters."""
+        """Lines for people. blocks: True if the terminal can show block characters."""
         glyphs = BLOCKS if blocks else PLAIN_BLOCKS
         ranks = "rank holds" if self.ranks == 1 else "ranks hold"
         yield f"{self.layout}: {self.ranks} {ranks} the model once"
-        per_column = -(-self.config.layer_count // _WIDEST)
-        scale = f", {per_column} to a column" if per_column > 1 else ""
-        yield f"{'':<8}layers 0-{self.config.layer_count - 1}{scale}"
-        for pp_rank in range(self.layout.pp):
-            share = self.shares[pp_rank]
-            held = f"{share.parameters:,} parameters a rank, {readable(share.parameters * self.itemsize)}"
-            yield f"pp {pp_rank:<5}{self._row(pp_rank, per_column, glyphs)}  {held}"
+        yield from self._stages(glyphs)
         kinds = {self._kind(layer) for layer in range(self.config.layer_count)}
-        names = {"dense": "a layer", "experts": "a layer with experts", "linear": "a layer of linear attention"}
-        yield "E embedding, H head, " + ", ".join(f"{glyphs[kind]} {names[kind]}" for kind in names if kind in kinds)
+        legend = ["E embedding", "H head"]
+        for kind, name in _KIND_NAMES.items():
+            if kind in kinds:
+                legend.append(f"{glyphs[kind]} {name}")
+        yield ", ".join(legend)
         yield from self._shares_of_a_layer()
+
+    def _stages(self, glyphs: dict[str, str]) -> Iterator[str]:
+        """A heading, and a line for each pipeline rank."""
+        layers = self.config.layer_count
+        per_column = -(-layers // _WIDEST)
+        scale = f", {per_column} to a column" if per_column > 1 else ""
+        yield f"{'':<8}layers 0-{layers - 1}{scale}"
+        for pp_rank in range(self.layout.pp):
+            parameters = self.shares[pp_rank].parameters
+            size = readable(parameters * self.itemsize)
+            row = self._row(pp_rank, per_column, glyphs)
+            yield f"pp {pp_rank:<5}{row}  {parameters:,} parameters a rank, {size}"
 
     def _row(self, pp_rank: int, per_column: int, glyphs: dict[str, str]) -> str:
         width = -(-self.config.layer_count // per_column)
@@ -107,17 +127,20 @@ class LayoutView:
         return [range(rank * each, (rank + 1) * each) for rank in range(self.layout.ep)]
 
     def _shares_of_a_layer(self) -> Iterator[str]:
-        tp, ep, etp = self.layout.tp, self.layout.ep, self.layout.etp
+        tp, etp = self.layout.tp, self.layout.etp
         if tp > 1:
             yield f"tp: each of {tp} tensor ranks has 1/{tp} of attention, dense MLPs, embedding and head; norms are on all"
         if self.config.experts.count:
             runs = [f"ep {rank}: {held[0]}-{held[-1]}" for rank, held in enumerate(self._experts())]
-            shown = ", ".join(runs[:8]) + (f" ... ep {ep - 1}: {runs[-1].split(': ')[1]}" if len(runs) > 8 else "")
-            yield f"experts of each layer: {shown}" + (f"; each in {etp} parts (etp)" if etp > 1 else "")
+            shown = ", ".join(runs[:_SHOWN_EXPERT_RANKS])
+            if len(runs) > _SHOWN_EXPERT_RANKS:
+                shown += f" ... {runs[-1]}"
+            parts = f"; each in {etp} parts (etp)" if etp > 1 else ""
+            yield f"experts of each layer: {shown}{parts}"
 
 
 def layout_view(header: Header) -> LayoutView:
-    """Of a checkpoint's own layout; of one that isn't sharded, of a single rank. Raises LayoutError."""
+    """The view of a checkpoint's own layout, or of a single rank if it isn't sharded. Raises LayoutError."""
     config = header.config
     layout = header.layout or Layout(stage_layers=(config.layer_count,))
     rows = header.padded_vocab or config.vocab

@@ -1,4 +1,4 @@
-"""`inspect --html` and `diff --html`: a report in one file, which asks nobody for anything: no request leaves the page."""
+"""`inspect --html` and `diff --html`: a report in one file. The page sends no requests."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,21 +20,22 @@ TEMPLATE = Path(__file__).with_name("report.html")
 
 
 def report(found: Inspection | Survey, stats: Mapping[str, Statistics]) -> str:
-    """The page. stats: of the tensors, where somebody asked for them."""
+    """The page of a report. stats: statistics of the tensors, if the user asked for them."""
     rows = _rows(found, stats)
     return _page(found.path, found.lines(), rows, STATISTICS, _layout(found))
 
 
 def movement_report(a: str, b: str, left: Header, found: Diff, moved: Movement) -> str:
-    """The page about how far B has moved from A. left: of A, whose tensors are listed."""
-    of_tensor = {tensor.name: tensor for tensor in moved.tensors}
-    rows = [
-        row | ({"stats": of_tensor[row["name"]].to_json()} if row["name"] in of_tensor else {})
-        for row in _described((key.name, info.shape, info.dtype, info.nbytes) for key, info in weights_of(left))
-    ]
+    """The page that shows how far B has moved from A. left: header of A, whose tensors are listed."""
+    stats = {tensor.name: {"stats": tensor.to_json()} for tensor in moved.tensors}
+    described = _described(
+        (key.name, info.shape, info.dtype, info.nbytes) for key, info in weights_of(left)
+    )
+    rows = [row | stats.get(row["name"], {}) for row in described]
     layers = [{"name": layer.name, "stats": layer.to_json()} for layer in moved.layers()]
     configuration = [
-        ("configuration", f"{name} is {ours!r} in A, {theirs!r} in B") for name, ours, theirs in found.config
+        ("configuration", f"{name} is {ours!r} in A, {theirs!r} in B")
+        for name, ours, theirs in found.config
     ]
     different = f"{len(found.differences)} of {found.tensors} differ"
     facts = [("A", a), ("B", b), ("tensors", different), *configuration]
@@ -42,13 +43,13 @@ def movement_report(a: str, b: str, left: Header, found: Diff, moved: Movement) 
 
 
 class Numbers(NamedTuple):
-    """Which numbers of a tensor a page shows."""
+    """The numbers of a tensor that a page shows."""
 
     about: str
     measures: Mapping[str, str]
-    """Those that are plotted by layer, with what the choice calls them."""
+    """Numbers that are plotted by layer, each with its label in the selection."""
     columns: Sequence[str]
-    """Those of the table."""
+    """Numbers in the columns of the table."""
 
 
 STATISTICS = Numbers(
@@ -75,7 +76,7 @@ def _page(
     layout: dict[str, Any] | None = None,
     layers: Sequence[dict[str, Any]] = (),
 ) -> str:
-    """layers: numbers of whole layers, where there are any, by their names."""
+    """The HTML page. layers: numbers of whole layers with their names, if there are any."""
     document = {
         "path": title,
         "facts": [list(line) for line in facts],
@@ -85,7 +86,7 @@ def _page(
         "layers": list(layers),
         **numbers._asdict(),
     }
-    # A name may hold anything, also what ends a script; as an escape it is the same JSON.
+    # A name may contain anything, even the end of a script tag. As an escape, `<` is the same JSON.
     data = json.dumps(document).replace("<", "\\u003c")
     return TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", data)
 
@@ -95,17 +96,23 @@ def _layout(found: Inspection | Survey) -> dict[str, Any] | None:
         return None
     try:
         return layout.layout_view(found.header).to_json()
-    except LayoutError:  # of a run whose ranks share what our arithmetic divides
+    except LayoutError:  # a run whose ranks share tensors that this calculation divides
         return None
 
 
 def _rows(found: Inspection | Survey, stats: Mapping[str, Statistics]) -> list[dict[str, Any]]:
     if isinstance(found, Survey):
-        listed = [(tensor.name, tensor.shape, tensor.dtype, tensor.nbytes) for tensor in found.tensors]
+        listed = [
+            (tensor.name, tensor.shape, tensor.dtype, tensor.nbytes) for tensor in found.tensors
+        ]
     else:
-        listed = [(key.name, info.shape, info.dtype, info.nbytes) for key, info in weights_of(found.header)]
+        listed = [
+            (key.name, info.shape, info.dtype, info.nbytes)
+            for key, info in weights_of(found.header)
+        ]
     return [
-        row | ({"stats": stats[row["name"]].to_json()} if row["name"] in stats else {}) for row in _described(listed)
+        row | ({"stats": stats[row["name"]].to_json()} if row["name"] in stats else {})
+        for row in _described(listed)
     ]
 
 
@@ -115,13 +122,19 @@ def weights_of(header: Header) -> Iterator[tuple[Key, TensorInfo]]:
 
 def _described(listed: Iterable[tuple[str, Sequence[int], str, int]]) -> list[dict[str, Any]]:
     return [
-        {"name": name, "shape": list(shape), "dtype": dtype, "parameters": prod(shape), "bytes": nbytes}
+        {
+            "name": name,
+            "shape": list(shape),
+            "dtype": dtype,
+            "parameters": prod(shape),
+            "bytes": nbytes,
+        }
         for name, shape, dtype, nbytes in listed
     ]
 
 
 def require_place(page: Path) -> None:
-    """Before everything is read for a page that can't be written. Raises UsageError."""
+    """Check the place of a page before everything is read for it. Raises UsageError."""
     if page.is_dir():
         raise UsageError(f"--html {page}: is a directory; give the name of a file")
     if not page.parent.is_dir():

@@ -1,4 +1,4 @@
-"""The views that somebody asked `inspect` for, of a checkpoint that is known or not."""
+"""The views that the user requests from `inspect`, for a checkpoint of a known or an unknown model."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.tensor import LazyTensor
+from megaconv import registry
 from megaconv.commands.inspection import Inspection
 from megaconv.commands.progress import Progress
 from megaconv.commands.survey import Survey
@@ -14,19 +15,20 @@ from megaconv.commands.units import readable
 from megaconv.commands.views import layout, megatron_args, report, stats, tensors, tree
 from megaconv.engine.plan import default_workers
 from megaconv.engine.preparation import open_source
-from megaconv.engine.shifted import plain
 from megaconv.engine.statistics import Statistics, all_statistics
 from megaconv.errors import UsageError
 from megaconv.hub import Place
+from megaconv.input import Input
 from megaconv.model.ir import WEIGHT, Source
 from megaconv.options import LoadOptions
+from megaconv.values.shifted import plain
 
 Found = Inspection | Survey
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Which views; tensors: the glob that names have to fit."""
+    """The requested views. tensors: the glob that tensor names must match."""
 
     tree: bool = False
     tensors: str | None = None
@@ -34,49 +36,54 @@ class Asked:
     stats: bool = False
     megatron_args: bool = False
     html: Path | None = None
-    """File of the report; with `stats` it shows them too."""
+    """File of the report. With `stats`, it shows the statistics too."""
     quiet: bool = False
     """Show no progress."""
 
 
 class View(NamedTuple):
     name: str
-    """Key of the JSON document."""
+    """Key in the JSON document."""
     document: Any
     lines: Iterable[str]
     notes: Sequence[str] = ()
-    """For stderr."""
+    """Notes for stderr."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint that was looked at, and how it was asked for."""
+    """An inspected checkpoint, with the user's options."""
 
     path: str
     place: Place
-    """What `resolve` made of the path."""
+    """The resolved path."""
     found: Found
     options: LoadOptions
 
     def known(self, view: str) -> Inspection:
-        """Raises UsageError where nobody knows what model it is."""
+        """The inspection. Raises UsageError if the model isn't known."""
         if isinstance(self.found, Survey):
-            raise UsageError(f"{self.path}: --{view} needs to know what model it is: {self.found.reason}")
+            raise UsageError(
+                f"{self.path}: --{view} needs a description of the model: {self.found.reason}"
+            )
         return self.found
 
     def source(self) -> Source:
-        """Opened with its tensors. Raises CheckpointError."""
-        loader = self.known("tensors").loader
-        return open_source(self.place, loader, replace(self.options, optimizer=False, metadata_only=False))[1]
+        """The source, opened with its tensors. Raises CheckpointError."""
+        loader = registry.loader(self.known("tensors").loader)
+        found = Input(self.path, self.place, loader)
+        return open_source(found, replace(self.options, optimizer=False, metadata_only=False))
 
     def root(self) -> Path | None:
         return self.place if isinstance(self.place, Path) else None
 
 
-def views(subject: Subject, asked: Asked, *, blocks: bool = True, columns: int | None = None) -> list[View]:
-    """In a fixed order. blocks: whether the terminal can show block characters; columns: how many it has, None: no bound.
+def views(
+    subject: Subject, asked: Asked, *, blocks: bool = True, columns: int | None = None
+) -> list[View]:
+    """The requested views, in a fixed order. Raises CheckpointError.
 
-    Raises CheckpointError.
+    blocks: True if the terminal can show block characters. columns: the terminal's width; None: no limit.
     """
     if asked.html is not None:
         report.require_place(asked.html)
@@ -96,7 +103,9 @@ def sizes(found: Found) -> Mapping[str, tuple[int, int]]:
     if isinstance(found, Survey):
         return {tensor.name: (prod(tensor.shape), tensor.nbytes) for tensor in found.tensors}
     return {
-        key.name: (prod(info.shape), info.nbytes) for key, info in found.header.manifest.items() if key.slot == WEIGHT
+        key.name: (prod(info.shape), info.nbytes)
+        for key, info in found.header.manifest.items()
+        if key.slot == WEIGHT
     }
 
 
@@ -113,12 +122,16 @@ def _tensors(subject: Subject, glob: str) -> View:
         return View("tensors", document, tensors.stored_lines(subject.found.tensors, glob))
     found = tensors.of_source(subject.source(), subject.root(), glob)
     _require_some(found, glob)
-    return View("tensors", tensors.to_json(found), [line for each in found for line in each.lines()])
+    return View(
+        "tensors", tensors.to_json(found), [line for each in found for line in each.lines()]
+    )
 
 
 def _require_some(listed: Sequence[object], glob: str) -> None:
     if not listed and glob != "*":
-        raise UsageError(f"--tensors {glob!r}: fits no tensor; --tree shows the modules, --tensors alone all tensors")
+        raise UsageError(
+            f"--tensors {glob!r}: fits no tensor; --tree shows the modules, --tensors alone all tensors"
+        )
 
 
 def _layout(subject: Subject, blocks: bool) -> View:
@@ -132,9 +145,12 @@ def _stats(subject: Subject, asked: Asked, blocks: bool, columns: int | None) ->
 
 
 def statistics_of(subject: Subject, asked: Asked) -> dict[str, Statistics]:
-    """Of all weights. Reads everything."""
-    with Progress("reading", lambda: _weight_bytes(subject.found), shown=not asked.quiet) as progress:
-        return all_statistics(list(_lazy(subject)), default_workers(writing=False), progress.advance)
+    """Statistics of all weights. Reads everything."""
+    with Progress("reading", shown=not asked.quiet) as progress:
+        progress.expect(_weight_bytes(subject.found))
+        return all_statistics(
+            list(_lazy(subject)), default_workers(writing=False), progress.advance
+        )
 
 
 def _weight_bytes(found: Found) -> int:
@@ -143,14 +159,26 @@ def _weight_bytes(found: Found) -> int:
 
 def _lazy(subject: Subject) -> Iterator[tuple[str, LazyTensor]]:
     if isinstance(subject.found, Survey):
-        yield from ((tensor.name, tensor.lazy) for tensor in subject.found.tensors if tensor.lazy is not None)
+        yield from (
+            (tensor.name, tensor.lazy)
+            for tensor in subject.found.tensors
+            if tensor.lazy is not None
+        )
         return
-    yield from ((key.name, plain(key, tensor)) for key, tensor in subject.source().tensors() if key.slot == WEIGHT)
+    yield from (
+        (key.name, plain(key, tensor))
+        for key, tensor in subject.source().tensors()
+        if key.slot == WEIGHT
+    )
 
 
 def _megatron_args(subject: Subject) -> View:
-    found, notes = megatron_args.megatron_args(subject.known("megatron-args").header, subject.root())
-    return View("megatron_args", megatron_args.to_json(found, notes), megatron_args.lines(found), notes)
+    found, notes = megatron_args.megatron_args(
+        subject.known("megatron-args").header, subject.root()
+    )
+    return View(
+        "megatron_args", megatron_args.to_json(found, notes), megatron_args.lines(found), notes
+    )
 
 
 def _html(subject: Subject, asked: Asked) -> View:

@@ -1,4 +1,4 @@
-"""`inspect --stats`: what the values of every tensor are like. Reads everything."""
+"""`inspect --stats`: statistics of the values of every tensor. Reads everything."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,11 +10,15 @@ _PLAIN_BARS = " .:-=+*#@"
 _SHOWN_BINS = 16
 
 
-def lines(found: Mapping[str, Statistics], *, blocks: bool = True, columns: int | None = None) -> Iterator[str]:
-    """For people: a line for each tensor; where that is wider than so many columns, one for its name and one for its values."""
+def lines(
+    found: Mapping[str, Statistics], *, blocks: bool = True, columns: int | None = None
+) -> Iterator[str]:
+    """Lines for people: one per tensor. If that exceeds `columns`, one line for its name and one for its values."""
     width = max(map(len, found), default=0)
     heading = f"{'mean':>10} {'std':>10} {'min':>10} {'max':>10} {'zeros':>7}  histogram"
-    if columns is not None and width + 2 + len(heading) + _SHOWN_BINS - len("histogram") > columns:
+    longest_values = len(heading) - len("histogram") + _SHOWN_BINS
+    longest_line = width + 2 + longest_values
+    if columns is not None and longest_line > columns:
         yield heading
         for name, stats in found.items():
             yield name
@@ -26,7 +30,9 @@ def lines(found: Mapping[str, Statistics], *, blocks: bool = True, columns: int 
 
 
 def _values(stats: Statistics, blocks: bool) -> str:
-    numbers = " ".join(f"{value:>10.3g}" for value in (stats.mean, stats.std, stats.minimum, stats.maximum))
+    numbers = " ".join(
+        f"{value:>10.3g}" for value in (stats.mean, stats.std, stats.minimum, stats.maximum)
+    )
     zeros = f"{100 * stats.zeros / stats.elements:.1f}%" if stats.elements else "-"
     return f"{numbers} {zeros:>7}  {_bars(stats, blocks)}{_not_numbers(stats)}"
 
@@ -39,7 +45,9 @@ def _not_numbers(stats: Statistics) -> str:
 def _bars(stats: Statistics, blocks: bool) -> str:
     glyphs = _BARS if blocks else _PLAIN_BARS
     step = max(1, len(stats.histogram) // _SHOWN_BINS)
-    counts = [sum(stats.histogram[start : start + step]) for start in range(0, len(stats.histogram), step)]
+    counts = [
+        sum(stats.histogram[start : start + step]) for start in range(0, len(stats.histogram), step)
+    ]
     most = max(counts, default=0) or 1
     return "".join(glyphs[-(-count * (len(glyphs) - 1) // most)] for count in counts)
 

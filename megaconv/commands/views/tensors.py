@@ -1,4 +1,4 @@
-"""`inspect --tensors [GLOB]`: every tensor with its shape and dtype, and where its bytes lie."""
+"""`inspect --tensors [GLOB]`: every tensor with its shape and dtype, and the places of its bytes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,22 +20,37 @@ class TensorLine:
     places: tuple[Place, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {"shape": list(self.shape), "dtype": self.dtype, "places": [place.to_json() for place in self.places]}
+        return {
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "places": [place.to_json() for place in self.places],
+        }
 
     def lines(self) -> Iterator[str]:
-        """For people: the tensor, and below it each native tensor that holds some of it."""
+        """Lines for people: the tensor, and below it each native tensor that holds a part of it."""
         yield f"{self.name}  {list(self.shape)} {self.dtype}"
         rows, cols = matrix_shape(self.shape)
         for place in self.places:
-            slices = _slice("rows", place.box.row0, place.box.row1, rows) + _slice(
-                "columns", place.box.col0, place.box.col1, cols
+            box = place.box
+            slices = _slice("rows", box.row0, box.row1, rows) + _slice(
+                "columns", box.col0, box.col1, cols
             )
-            held = ", ".join(f"{file} at {offset:,}" if offset is not None else file for file, offset in place.files)
             again = " (again)" if place.copy else ""
-            rank, _, chunk = place.where.partition(" (")  # of a virtual pipeline: `... (model1)`
-            told = any(rank in file for file, _ in place.files)
-            where = (f"{chunk.rstrip(')')}: " if chunk else "") if told else f"{place.where}: " if place.where else ""
-            yield f"    {where}{place.native or self.name}{slices}{again}  {held}".rstrip()
+            native = place.native or self.name
+            files = ", ".join(_file(file, offset) for file, offset in place.files)
+            yield f"    {_where(place)}{native}{slices}{again}  {files}".rstrip()
+
+
+def _file(name: str, offset: int | None) -> str:
+    return name if offset is None else f"{name} at {offset:,}"
+
+
+def _where(place: Place) -> str:
+    """The rank and the virtual stage in front of a name; the rank only if no file's name has it."""
+    rank, _, virtual_stage = place.where.partition(" (")  # `mp_rank_00_001 (model1)`
+    names_rank = any(rank in file for file, _ in place.files)
+    shown = virtual_stage.rstrip(")") if names_rank else place.where
+    return f"{shown}: " if shown else ""
 
 
 def _slice(what: str, start: int, stop: int, whole: int) -> str:
@@ -43,9 +58,14 @@ def _slice(what: str, start: int, stop: int, whole: int) -> str:
 
 
 def of_source(source: Source, root: Path | None, glob: str) -> list[TensorLine]:
-    """The weights of an opened checkpoint whose canonical or native name fits. root: names of files begin below it."""
+    """The weights of an opened checkpoint whose canonical or native name matches.
+
+    root: file names are relative to it.
+    """
     return [
-        line for key, tensor in source.tensors() if key.slot == WEIGHT and (line := _line(key.name, tensor, root, glob))
+        line
+        for key, tensor in source.tensors()
+        if key.slot == WEIGHT and (line := _line(key.name, tensor, root, glob))
     ]
 
 
@@ -53,9 +73,11 @@ def _line(name: str, tensor: LazyTensor, root: Path | None, glob: str) -> Tensor
     found = places(tensor)
     if not fnmatchcase(name, glob) and not any(fnmatchcase(place.native, glob) for place in found):
         return None
-    # A distributed checkpoint is one rank, called by its directory, of which the files' names tell already.
+    # A distributed checkpoint has one rank with the directory's name, which the file names show already.
     found = [
-        place._replace(where="") if any(file.startswith(place.where) for file, _ in place.files) else place
+        place._replace(where="")
+        if any(file.startswith(place.where) for file, _ in place.files)
+        else place
         for place in found
     ]
     if root is not None:
@@ -64,7 +86,7 @@ def _line(name: str, tensor: LazyTensor, root: Path | None, glob: str) -> Tensor
 
 
 def stored_lines(tensors: tuple[StoredTensor, ...], glob: str) -> Iterator[str]:
-    """Of a checkpoint that nobody knows, by the names that its files have."""
+    """Lines for a checkpoint of an unknown model, with the names in its files."""
     for tensor in fitting(tensors, glob):
         at = "" if tensor.offset is None else f" at {tensor.offset:,}"
         yield f"{tensor.name}  {list(tensor.shape)} {tensor.dtype}  {tensor.file}{at}"

@@ -1,4 +1,4 @@
-"""`inspect --tree`: the modules of a model with their parameters and bytes; equal ones that are numbered are one line.
+"""`inspect --tree`: the modules of a model with their parameters and bytes. Equal numbered modules are one line.
 
 layers.0-31        6,476,271,616   12.06 GiB   96%   32 of 202,383,488 each
   attn               ...
@@ -14,7 +14,7 @@ from megaconv.commands.units import readable, share
 
 @dataclass
 class Module:
-    """A module, or several equal ones that follow each other; its sizes are those of all of them."""
+    """A module, or several equal consecutive modules. The sizes are those of all of them together."""
 
     name: str
     parameters: int = 0
@@ -33,7 +33,10 @@ class Module:
 
 
 def tree(tensors: Mapping[str, tuple[int, int]]) -> Module:
-    """The model of these tensors: name -> (elements, bytes). The last word of a name is the tensor's own, not a module's."""
+    """The module tree of these tensors: name -> (elements, bytes).
+
+    The last word of a name is the tensor's, not a module's.
+    """
     root = Module("")
     index: dict[tuple[str, ...], Module] = {(): root}
     for name, (elements, nbytes) in tensors.items():
@@ -66,7 +69,11 @@ def _folded(module: Module) -> Module:
 
 
 def _kind(module: Module) -> tuple[object, ...]:
-    return module.parameters, module.nbytes, tuple((each.name, each.copies, _kind(each)) for each in module.modules)
+    return (
+        module.parameters,
+        module.nbytes,
+        tuple((each.name, each.copies, _kind(each)) for each in module.modules),
+    )
 
 
 def _joined(equal: list[Module]) -> Module:
@@ -84,15 +91,21 @@ def _joined(equal: list[Module]) -> Module:
 
 def _times(module: Module, count: int) -> Module:
     inner = [_times(each, count) for each in module.modules]
-    return Module(module.name, module.parameters * count, module.nbytes * count, inner, module.copies)
+    return Module(
+        module.name, module.parameters * count, module.nbytes * count, inner, module.copies
+    )
 
 
 def lines(root: Module) -> Iterator[str]:
-    """For people. What has one child alone stands on its line: `layers.0-31`."""
+    """Lines for people. An only child shares its parent's line: `layers.0-31`."""
     rows = list(_rows(root, 0))
     width = max((len(label) for label, _ in rows), default=0)
     for label, module in rows:
-        each = f"   {module.copies} of {module.parameters // module.copies:,} each" if module.copies > 1 else ""
+        each = (
+            f"   {module.copies} of {module.parameters // module.copies:,} each"
+            if module.copies > 1
+            else ""
+        )
         part = share(module.nbytes, root.nbytes)
         yield f"{label:<{width}}  {module.parameters:>18,}  {readable(module.nbytes):>11}  {part:>4}{each}"
 

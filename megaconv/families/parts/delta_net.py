@@ -1,20 +1,30 @@
-"""What hybrids of gated attention and gated delta nets share: Qwen3-Next, Qwen 3.5 and those that follow them.
+"""Parts of hybrids of gated attention and gated delta nets: Qwen3-Next, Qwen 3.5 and models that follow them.
 
-    layers.{l}.linear.{q|k|v|z|b|a}   projections of a gated delta net: q, k and v pass a convolution, z gates the output, b is
-                                      how much is written (sigmoid), a, with A_log and dt_bias, how much is forgotten
-    layers.{l}.attn.gate              of attention: as wide as q, its sigmoid scales what attention gives
+    layers.{l}.linear.{q|k|v|z|b|a}   projections of a gated delta net: q, k and v pass a convolution, z gates output,
+                                      b is the amount written (sigmoid), a, with A_log and dt_bias, the amount forgotten
+    layers.{l}.attn.gate              of attention: as wide as q, its sigmoid scales the output of attention
 
-Each of the six is sharded for itself, by its heads. All norms multiply with their weight + 1, but `out_norm`, which Transformer
-Engine's layers give that habit too, so that they store its weight less 1. Source: modeling_qwen3_next.py and
-modeling_qwen3_5.py of transformers 5; gated_delta_net.py and attention.py of megatron-core 0.16.1.
+Each of the six projections is sharded separately, by its heads. All norms multiply by their weight + 1, except
+`out_norm`. Transformer Engine's layers also add 1 to the weight of `out_norm`, so they store it minus 1. Source:
+modeling_qwen3_next.py and modeling_qwen3_5.py of transformers 5; gated_delta_net.py and attention.py of megatron-core
+0.16.1.
 """
 
 from typing import Any
 
-from megaconv.errors import CorruptCheckpoint, NotExpressible
-from megaconv.families.llama import ATTENTION
-from megaconv.families.parts.decoder_keys import LLAMA_LIKE, decoder_keys, partial_rotation
-from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, need_size, size
+from megaconv.errors import NotExpressible
+from megaconv.families.parts.decoder_keys import LLAMA_LIKE, decoder_keys
+from megaconv.families.parts.decoder_rows import ATTENTION
+from megaconv.families.parts.keys import (
+    CONFIG_NAME,
+    Fields,
+    Keys,
+    Raw,
+    need_size,
+    require_each_layer,
+    size,
+)
+from megaconv.families.parts.rope import partial_rotation
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
 from megaconv.model.table import Fused, Row, Separate, Shifted, Spelling
@@ -34,7 +44,7 @@ _GATED_QKV = Row(
 
 
 def _of_attention(row: Row) -> Row:
-    """The row of a model all of whose layers have attention, in one where some have."""
+    """The row for a model in which only some layers have attention, from the row of a model in which all have it."""
     kept = row.without("legacy", "meta")
     when = f"attention {row.when or ''}".strip()
     return Row(row.canonical, row.shapes, names=kept.names, tp=row.tp, when=when)
@@ -48,7 +58,7 @@ GATED_ATTENTION = tuple(
 
 
 def linear_rows(projections: Spelling) -> tuple[Row, ...]:
-    """Of a gated delta net. projections: Hugging Face's spelling of q, k, v, z, b and a."""
+    """The rows of a gated delta net. projections: Hugging Face's spelling of q, k, v, z, b and a."""
     return (
         Row("layers.{l}.input_norm.weight", ("hidden",), when="linear",
             hf=_HF + "input_layernorm.weight",
@@ -81,27 +91,29 @@ GROUPED_PROJECTIONS: Spelling = (
     Fused(_HF + "linear_attn.in_proj_qkvz.weight", groups="linear_key_heads", members=(0, 1, 2, 3)),
     Fused(_HF + "linear_attn.in_proj_ba.weight", groups="linear_key_heads", members=(4, 5)),
 )
-"""Qwen3-Next's: each key head's rows and those of the value heads that it serves lie together."""
+"""Qwen3-Next's projections: the rows of a key head and of the value heads that it serves are stored together."""
 PROJECTIONS: Spelling = (
     Fused(_HF + "linear_attn.in_proj_qkv.weight", members=(0, 1, 2)),
     Separate(_HF + "linear_attn.in_proj_{z|b|a}.weight"),
 )
-"""Qwen 3.5's."""
+"""Qwen 3.5's projections."""
 
 _KINDS = {"linear_attention": "linear", "full_attention": "attention"}
 
 
 def _read_mixers(raw: Raw) -> Fields:
-    layers, interval = need_size(raw, "num_hidden_layers"), need_size(raw, "full_attention_interval", 4)
+    layers = need_size(raw, "num_hidden_layers")
+    interval = need_size(raw, "full_attention_interval", 4)
     kinds = raw.get("layer_types")
     if kinds is None:
         full = [layer for layer in range(layers) if (layer + 1) % interval == 0]
         return {"layers.mixer": per_layer(full, layers, "attention", "linear")}
-    others = [kind for kind in kinds if kind not in _KINDS]
-    if others:
-        raise NotExpressible(f"{CONFIG_NAME}: layer_types has {others[0]!r}, which this architecture doesn't support")
-    if len(kinds) != layers:
-        raise CorruptCheckpoint(f"{CONFIG_NAME}: layer_types lists {len(kinds)} layers, the model has {layers}")
+    for kind in kinds:
+        if kind not in _KINDS:
+            raise NotExpressible(
+                f"{CONFIG_NAME}: layer_types has {kind!r}, which this architecture doesn't support"
+            )
+    require_each_layer("layer_types", kinds, layers)
     return {"layers.mixer": tuple(_KINDS[kind] for kind in kinds)}
 
 
@@ -109,14 +121,18 @@ def _write_mixers(config: ModelConfig) -> Raw:
     words = {mixer: kind for kind, mixer in _KINDS.items()}
     others = [kind.mixer for kind in config.layers if kind.mixer not in words]
     if others:
-        raise NotExpressible(f"the model's layers.mixer has {others[0]!r}, which layer_types can't represent")
+        raise NotExpressible(
+            f"the model's layers.mixer has {others[0]!r}, which layer_types can't represent"
+        )
     return {"layer_types": [words[kind.mixer] for kind in config.layers]}
 
 
 def hybrid_keys(*, kv_heads: int) -> tuple[Keys, ...]:
-    """kv_heads: where the key is missing, as all numbers here."""
+    """The keys of a hybrid. kv_heads and all numbers here are the defaults for missing keys."""
     return (
-        *decoder_keys(positions=32768, kv_heads=kv_heads, head_dim=256, partial=partial_rotation(0.25)),
+        *decoder_keys(
+            positions=32768, kv_heads=kv_heads, head_dim=256, partial=partial_rotation(0.25)
+        ),
         Keys(("layer_types", "full_attention_interval"), _read_mixers, _write_mixers),
         size("linear_num_key_heads", "linear.key_heads", 16),
         size("linear_num_value_heads", "linear.value_heads", 32),
@@ -131,9 +147,7 @@ HYBRID: dict[str, Any] = LLAMA_LIKE | {
     "attention.qk_norm": True,
     "attention.output_gate": True,
 }
-"""What all of them have."""
+"""Fields that all these hybrids share."""
 HYBRID_ONLY: Raw = {"hidden_act": "silu", "attention_bias": False}
 HYBRID_FEATURES = ("zero_centered", "qk_norm", "output_gate")
-RECOGNIZED = (
-    "rope !norm_bias silu gated pre_norm zero_centered qk_norm output_gate !sinks !clamped !mla !encoder !transform"
-)
+RECOGNIZED = "rope !norm_bias silu gated pre_norm zero_centered qk_norm output_gate !sinks !clamped !mla !encoder !transform"

@@ -1,4 +1,4 @@
-"""A config.json as a file: read, checked for quantized weights, and written again with the model's own keys where they are known."""
+"""A config.json as a file: reads it, checks it for quantized weights, and writes it again with the model's own keys."""
 
 import json
 from collections.abc import Mapping
@@ -10,15 +10,16 @@ from formats.regular_files import read_json
 from megaconv.errors import CorruptCheckpoint, UnsupportedInput
 from megaconv.families.parts.keys import CONFIG_NAME
 
-QUANT_METHODS = ("fp8", "mxfp4", "modelopt")
-"""quant_method of config.json."""
+QUANT_METHODS = ("fp8", "mxfp4", "modelopt", "compressed-tensors")
+"""Supported values of quant_method in config.json."""
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """Raises CorruptCheckpoint when the file is not a JSON object."""
+    """The content of a config.json. Raises CorruptCheckpoint if the file is not a JSON object."""
     if not path.exists():
         raise CorruptCheckpoint(
-            f"{path}: no such file; a Hugging Face model directory has a {CONFIG_NAME}", code="missing-file"
+            f"{path}: no such file; a Hugging Face model directory has a {CONFIG_NAME}",
+            code="missing-file",
         )
     config = read_json(path, CONFIG_BYTES)
     if not isinstance(config, dict):
@@ -30,16 +31,20 @@ QUANTIZATION = "quantization_config"
 
 
 def quantization(config: Mapping[str, Any]) -> Any:
-    """What a config.json says of quantized weights: for all of a model, or (Kimi K2.5) for the language model inside; None: nothing."""
+    """The quantization_config of a config.json: of the whole model, or (Kimi K2.5) of the language model inside; None
+    if there is none."""
     inside = config.get("text_config")
-    return config.get(QUANTIZATION) or (inside.get(QUANTIZATION) if isinstance(inside, Mapping) else None)
+    return config.get(QUANTIZATION) or (
+        inside.get(QUANTIZATION) if isinstance(inside, Mapping) else None
+    )
 
 
 MODELOPT_FILE = "hf_quant_config.json"
 
 
 def with_modelopt_file(config: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
-    """A config.json with what ModelOpt's own file beside it says, where it doesn't say it itself. Raises CorruptCheckpoint."""
+    """A config.json, completed by ModelOpt's own file if it doesn't describe the quantization itself. Raises
+    CorruptCheckpoint."""
     if quantization(config) or not (directory / MODELOPT_FILE).is_file():
         return config
     found = load_config(directory / MODELOPT_FILE).get("quantization")
@@ -49,7 +54,8 @@ def with_modelopt_file(config: Mapping[str, Any], directory: Path) -> Mapping[st
 
 
 def quant_method(config: Mapping[str, Any], where: str) -> str | None:
-    """How config.json says that weights are quantized, None where they aren't. Raises UnsupportedInput for what can't be read."""
+    """The method by which the weights are quantized; None if they are not. Raises UnsupportedInput for an unsupported
+    method."""
     given = quantization(config)
     if not given:
         return None
@@ -63,29 +69,46 @@ def quant_method(config: Mapping[str, Any], where: str) -> str | None:
 
 
 _ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor")
-"""What transformers 5 says in rope_parameters instead."""
+"""Keys whose content transformers 5 stores in rope_parameters."""
 _ROPE_BESIDE = ("rope_parameters", "original_max_position_embeddings")
-"""What of the same may stand elsewhere in a file, and would contradict these where they are other than before."""
+"""Keys that hold the same content elsewhere in a file. They would contradict the keys in _ROPE after a change."""
 
 
-def updated(given: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's own config.json, key by key, with what is otherwise now.
+def updated(
+    given: Mapping[str, Any],
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    aliases: Mapping[str, str],
+) -> dict[str, Any]:
+    """A model's own config.json with the changed keys.
 
-    before, now: the file as we write it of the model that it describes, and of the one there is.
+    before: config.json as megaconv writes it for the model that `given` describes. now: the same for the current model.
+    aliases: second name -> key. A second name stays only if its value is unchanged.
     """
-    changes = {key: value for key, value in now.items() if key not in before or before[key] != value}
+    changes = {
+        key: value for key, value in now.items() if key not in before or before[key] != value
+    }
+    given = {name: value for name, value in given.items() if aliases.get(name) not in changes}
     dtype = changes.pop("torch_dtype", None)
-    merged = {**given, **changes, **({} if dtype is None else {"dtype" if "dtype" in given else "torch_dtype": dtype})}
+    merged = {
+        **given,
+        **changes,
+        **({} if dtype is None else {"dtype" if "dtype" in given else "torch_dtype": dtype}),
+    }
     merged.setdefault("architectures", now["architectures"])
-    merged.pop(QUANTIZATION, None)  # what was quantized no longer is
+    merged.pop(QUANTIZATION, None)  # the weights are no longer quantized
     if changes.keys() & set(_ROPE):
-        merged = {key: value for key, value in merged.items() if key in now or key not in _ROPE_BESIDE}
-        merged |= {key: now[key] for key in _ROPE if key in now and (key in merged or now[key] is not None)}
+        merged = {
+            key: value for key, value in merged.items() if key in now or key not in _ROPE_BESIDE
+        }
+        merged |= {
+            key: now[key] for key in _ROPE if key in now and (key in merged or now[key] is not None)
+        }
     return merged
 
 
 def as_file(config: Mapping[str, Any]) -> bytes:
     try:
         return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-    except UnicodeEncodeError:  # half a character, which JSON can spell and UTF-8 can't
+    except UnicodeEncodeError:  # an unpaired surrogate, which JSON can represent and UTF-8 can't
         return (json.dumps(config, indent=2) + "\n").encode()

@@ -1,18 +1,20 @@
-"""Sparse attention in DeepSeek's manner: an indexer, small heads of its own, chooses the positions that each token attends to.
+"""Sparse attention as in DeepSeek: an indexer with small heads of its own selects the positions that each token attends
+to.
 
     hf      model.layers.{l}.self_attn.indexer.{wq_b, wk, k_norm, weights_proj}
     core    decoder.layers.{l}.self_attention.core_attention.indexer.{linear_wq_b, linear_wk, k_norm, linear_weights_proj}
 
-Every tensor rank holds the whole indexer. An indexer's head has the elements that rotate first, in files, in transformers and in
-Megatron core from 0.19 on; core 0.16 to 0.18 has them last, as pairs of neighbours (`rope_last`). Those releases norm latent
-vectors in Transformer Engine's next linear layer; from 0.19 on both norms are modules of their own, since the indexer needs what
-they give. Source: modeling_deepseek_v32.py and modeling_glm_moe_dsa.py of transformers 5; dsa.py and
-experimental_attention_variant_module_specs.py of Megatron core, tags core_v0.16.1 to core_v0.19.0 and main at d98e8a64ddf3.
+Every tensor-parallel rank holds the whole indexer. In files, in transformers and in Megatron core from 0.19 on, the
+rotating elements of an indexer's head come first. In core 0.16 to 0.18 they come last, as pairs of neighbours
+(`rope_last`). Those releases normalize latent vectors in Transformer Engine's next linear layer. From 0.19 on, both
+norms are modules of their own, since the indexer needs their outputs. Source: modeling_deepseek_v32.py and
+modeling_glm_moe_dsa.py of transformers 5; dsa.py and experimental_attention_variant_module_specs.py of Megatron core,
+tags core_v0.16.1 to core_v0.19.0 and main at d98e8a64ddf3.
 """
 
 from megaconv.errors import NotExpressible
-from megaconv.families.deepseek_v3 import LATENT_ATTENTION, one_epsilon
 from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, size
+from megaconv.families.parts.latent_attention import LATENT_ATTENTION, one_epsilon
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import RopeLast, Row
 
@@ -32,8 +34,11 @@ def _normed_apart(row: Row) -> Row:
 
 
 def sparse_attention(*, halves: bool) -> tuple[Row, ...]:
-    """Latent attention with an indexer. halves: whether an indexer's element rotates with the one half a part further, and not
-    with its neighbour."""
+    """The rows of latent attention with an indexer.
+
+    halves: True if an element of the indexer rotates with the element half the rotating part further on. False if it
+    rotates with its neighbour.
+    """
     return (
         *(_normed_apart(row) for row in LATENT_ATTENTION if row.when != "q_direct"),
         Row("layers.{l}.attn.indexer.q.weight", ("index_heads*index_dim q_rank",),
@@ -57,12 +62,14 @@ def sparse_attention(*, halves: bool) -> tuple[Row, ...]:
 def _read_layers(raw: Raw) -> Fields:
     others = {*(raw.get("layer_types") or ())} - {"indexed_attention"}
     if others:
-        raise NotExpressible(f"{CONFIG_NAME}: layer_types has {min(others)!r}, which this architecture doesn't support")
+        raise NotExpressible(
+            f"{CONFIG_NAME}: layer_types has {min(others)!r}, which this architecture doesn't support"
+        )
     return {}
 
 
 def indexer_keys(*, heads: int) -> tuple[Keys, ...]:
-    """heads: where the key is missing."""
+    """The keys of an indexer. heads: the default for a missing key."""
     return (
         size("index_n_heads", "indexer.heads", heads),
         size("index_head_dim", "indexer.head_dim", 128),
@@ -76,7 +83,7 @@ def indexer_keys(*, heads: int) -> tuple[Keys, ...]:
 
 
 def sparse_notices(config: ModelConfig) -> tuple[str, ...]:
-    """Of such a model where Megatron is on either side."""
+    """Notices for a model with an indexer, if Megatron is on either side of a conversion."""
     return (
         *one_epsilon(config),
         "the elements of an indexer's heads are in the order of Megatron core 0.19 and later; core 0.16 to 0.18 has another one, which "

@@ -1,10 +1,12 @@
-"""A config.json as data: which of its keys give which fields of a model's description, read and written by one declaration.
+"""A config.json as data: one declaration says which keys give which fields of a model's description, for reading and
+writing.
 
     size("num_hidden_layers", "layers.count")
     flags("attention_bias", ("attention.qkv_bias", "attention.o_bias"), default=False)
 
-What such declarations can't tell, a model mustn't have: `write_keys` reads back what it wrote, and refuses by name every
-field that came back otherwise. So nothing that a model computes is ever dropped because somebody forgot to list it.
+A model must not have features that these declarations can't represent. `write_keys` reads back what it wrote, and
+refuses every field that changed, with its name. Therefore no feature of a model is ever dropped because somebody forgot
+to list it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +24,7 @@ WEIGHT_NAMES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""In the order in which transformers looks for them beside it."""
+"""Files with weights, in the order in which transformers looks for them next to config.json."""
 
 Raw = Mapping[str, Any]
 Fields = Mapping[str, Any]
@@ -30,7 +32,15 @@ Fields = Mapping[str, Any]
 HARMLESS = frozenset(
     (
         # bookkeeping
-        *("transformers_version", "architectures", "model_type", "_name_or_path", "auto_map", "dtype", "torch_dtype"),
+        *(
+            "transformers_version",
+            "architectures",
+            "model_type",
+            "_name_or_path",
+            "auto_map",
+            "dtype",
+            "torch_dtype",
+        ),
         *(
             "id2label",
             "label2id",
@@ -56,15 +66,21 @@ HARMLESS = frozenset(
             "use_bfloat16",
             "_attn_implementation",
         ),
-        # in which precision experts are summed up: Megatron rounds as it does
+        # the precision in which experts are summed up: Megatron's rounding doesn't depend on it
         "enable_moe_fp32_combine",
-        # how Mamba 2 is computed: by which kernels, in chunks of which length, in which precision its state and the residual are
-        *("use_mamba_kernels", "chunk_size", "mamba_ssm_cache_dtype", "residual_in_fp32", "moe_shared_expert_overlap"),
-        # what its initialization alone asks for, and a width that mamba_num_heads gives
+        # how Mamba 2 is computed: kernels, length of chunks, precision of the state and of the residual
+        *(
+            "use_mamba_kernels",
+            "chunk_size",
+            "mamba_ssm_cache_dtype",
+            "residual_in_fp32",
+            "moe_shared_expert_overlap",
+        ),
+        # used only by the initialization, and a width that mamba_num_heads gives
         *("time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand"),
-        # of generation: which logits are computed
+        # for generation: which logits are computed
         "num_logits_to_keep",
-        # training alone
+        # for training only
         *(
             "initializer_range",
             "initializer_factor",
@@ -75,56 +91,81 @@ HARMLESS = frozenset(
             "resid_pdrop",
             "embd_pdrop",
         ),
-        *("attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate", "classifier_dropout"),
+        *(
+            "attn_pdrop",
+            "hidden_dropout_prob",
+            "attention_probs_dropout_prob",
+            "dropout_rate",
+            "classifier_dropout",
+        ),
         *("router_aux_loss_coef", "router_jitter_noise"),
         # heads for other tasks, which no model here has
-        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+        *(
+            "summary_type",
+            "summary_use_proj",
+            "summary_activation",
+            "summary_proj_to_labels",
+            "summary_first_dropout",
+        ),
     )
 )
-"""Keys that change nothing in what a model computes from its weights and its input."""
+"""Keys that don't change the model's output for its weights and input."""
 
 
 OFF: Raw = {"is_encoder_decoder": False, "add_cross_attention": False}
-"""Keys that every configuration may have, and that only a family which says so has with another value."""
+"""Keys that every configuration may have. Only a family that declares them may have another value."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys that belong together, and the fields that they tell."""
+    """Keys that belong together, and the fields that they give."""
 
     names: tuple[str, ...]
     read: Callable[[Raw], Fields]
-    """Fields by dotted name. Raises CorruptCheckpoint for values that can't be, NotExpressible for those that aren't known."""
+    """Fields by dotted name. Raises CorruptCheckpoint for impossible values, and NotExpressible for unsupported values.
+    """
     write: Callable[[ModelConfig], Raw]
 
 
 def need_size(raw: Raw, key: str, default: int | None = None) -> int:
-    """A positive number. Raises CorruptCheckpoint."""
+    """The positive number of a key. Raises CorruptCheckpoint for anything else."""
     value = raw.get(key)
     if value is None and default is not None:
         return default
     if type(value) is not int or value < 1:
-        raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} should be a positive number, found {value!r}")
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: {key} should be a positive number, found {value!r}"
+        )
     return value
 
 
 def need_number(raw: Raw, key: str, default: float) -> float:
-    """Raises CorruptCheckpoint."""
+    """The number of a key. Raises CorruptCheckpoint for anything else."""
     value = raw.get(key, default)
     if type(value) not in (int, float):
         raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} should be a number, found {value!r}")
     return float(value)
 
 
+def require_each_layer(key: str, listed: Sequence[Any], layers: int) -> None:
+    """Raise CorruptCheckpoint unless a key has one value for each layer."""
+    if len(listed) != layers:
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: {key} lists {len(listed)} layers, the model has {layers}"
+        )
+
+
 def size(key: str, field: str, default: int | None = None) -> Keys:
-    """A positive number; default: what a missing key means, None where there has to be one."""
+    """A positive number. default: the value of a missing key; None if the key is required."""
     return Keys(
-        (key,), lambda raw: {field: need_size(raw, key, default)}, lambda config: {key: value_of(config, field)}
+        (key,),
+        lambda raw: {field: need_size(raw, key, default)},
+        lambda config: {key: value_of(config, field)},
     )
 
 
 def count(key: str, field: str, default: int = 0) -> Keys:
-    """A number that may be 0, which null means too."""
+    """A number that may be 0. null also means 0."""
 
     def read(raw: Raw) -> Fields:
         value = raw.get(key, default)
@@ -137,12 +178,14 @@ def count(key: str, field: str, default: int = 0) -> Keys:
 
 def number(key: str, field: str, default: float) -> Keys:
     return Keys(
-        (key,), lambda raw: {field: need_number(raw, key, default)}, lambda config: {key: value_of(config, field)}
+        (key,),
+        lambda raw: {field: need_number(raw, key, default)},
+        lambda config: {key: value_of(config, field)},
     )
 
 
 def maybe_number(key: str, field: str, default: float) -> Keys:
-    """A number that null says there is none of."""
+    """A number, or null for none."""
 
     def read(raw: Raw) -> Fields:
         return {field: None if raw.get(key, default) is None else need_number(raw, key, default)}
@@ -151,7 +194,7 @@ def maybe_number(key: str, field: str, default: float) -> Keys:
 
 
 def flags(key: str, fields: tuple[str, ...], *, default: bool) -> Keys:
-    """One yes or no for several fields."""
+    """One true or false for several fields."""
     return Keys(
         (key,),
         lambda raw: dict.fromkeys(fields, bool(raw.get(key, default))),
@@ -160,7 +203,7 @@ def flags(key: str, fields: tuple[str, ...], *, default: bool) -> Keys:
 
 
 def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Keys:
-    """A word for each value of a field; the first of several for one value is written."""
+    """A word for each value of a field. If several words mean one value, the first one is written."""
 
     def read(raw: Raw) -> Fields:
         word = raw.get(key, default)
@@ -183,28 +226,36 @@ def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Key
 
 
 def follows(field: str, rule: Callable[[Raw], Any]) -> Keys:
-    """A field that other keys decide, and no key of its own."""
+    """A field that follows from other keys, without a key of its own."""
     return Keys((), lambda raw: {field: rule(raw)}, lambda config: {})
 
 
-def other_names(names: Mapping[str, str]) -> Keys:
-    """Further names of keys (name -> key), which transformers lets win over these: refused where they say something else."""
+def by_own_names(raw: Raw, aliases: Mapping[str, str]) -> Raw:
+    """A config.json with each value under its main key instead of transformers' second names.
 
-    def read(raw: Raw) -> Fields:
-        for name, key in names.items():
-            if raw.get(name, raw.get(key)) != raw.get(key):
-                raise CorruptCheckpoint(
-                    f"{CONFIG_NAME}: {name} is {raw[name]!r} and {key} {raw.get(key)!r}, two names for one thing; leave {name} out"
-                )
-        return {}
-
-    return Keys(tuple(names), read, lambda config: {})
+    aliases: second name -> key. Raises CorruptCheckpoint if the two have different values.
+    """
+    if not raw.keys() & aliases.keys():
+        return raw
+    found = dict(raw)
+    for alias, key in aliases.items():
+        if alias not in found:
+            continue
+        value = found.pop(alias)
+        if key in found and found[key] != value:
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: {key} is {found[key]!r} and {alias} {value!r}, two names for one thing; leave the wrong one out "
+                f"(transformers takes {alias})"
+            )
+        found[key] = value
+    return found
 
 
 def read_keys(family: str, keys: Sequence[Keys], fixed: Fields, only: Raw, raw: Raw) -> ModelConfig:
     """The model that a config.json describes.
 
-    fixed: fields that every model of the family has. only: keys that compute something, with the one value that is known.
+    fixed: fields that every model of the family has. only: keys that change the computation, with their only supported
+    value.
     """
     for key, value in {**OFF, **only}.items():
         if raw.get(key, value) != value:
@@ -218,15 +269,23 @@ def read_keys(family: str, keys: Sequence[Keys], fixed: Fields, only: Raw, raw: 
 
 
 def write_keys(
-    keys: Sequence[Keys], fixed: Fields, only: Raw, config: ModelConfig, architecture: str, model_type: str
+    keys: Sequence[Keys],
+    fixed: Fields,
+    only: Raw,
+    config: ModelConfig,
+    architecture: str,
+    model_type: str,
 ) -> dict[str, Any]:
-    """A config.json. Raises NotExpressible, naming it, for a field that the architecture doesn't keep."""
+    """The config.json of a model. Raises NotExpressible, which names the field, for a field that the architecture can't
+    represent."""
     written: dict[str, Any] = {"architectures": [architecture], "model_type": model_type, **only}
     for each in keys:
         written |= each.write(config)
     try:
         back = read_keys(config.family, keys, fixed, only, written)
     except (CorruptCheckpoint, UnknownFamily) as error:
-        raise NotExpressible(f"the model can't be represented as {architecture}: {error}") from error
+        raise NotExpressible(
+            f"the model can't be represented as {architecture}: {error}"
+        ) from error
     require_kept(config, back, f"{architecture}'s {CONFIG_NAME}")
     return written

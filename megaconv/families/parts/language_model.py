@@ -1,9 +1,9 @@
-"""The language model inside a larger one, which sees or hears: its part of config.json, and its tensors' names.
+"""The language model inside a multimodal model: its part of config.json, and the names of its tensors.
 
     {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"model_type": "gemma3_text", ...}, "vision_config": ...}
 
-transformers builds what a text_config describes by its model_type, so that this says which of our families it is. Names of its
-tensors are those of the family's own models with something put before them.
+transformers chooses the class of the language model by the model_type of text_config, so this key also gives the
+family. The tensor names are those of the family's own models with a prefix.
 """
 
 import re
@@ -24,14 +24,14 @@ INSIDE = (
     ("model.", "model.language_model."),
     ("model.", "model.text_model."),
 )
-"""(beginning of a name, what stands there in a model that has a language model as a part)."""
+"""(prefix of a name, the same prefix inside a multimodal model)."""
 
 SAME_AS = {
     "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2",
     "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe",
 }  # fmt: skip
-"""model_type of language models with a name of their own -> that of the model that they are, as long as there is text alone: of
-the three positions that images give a token (mrope) all are then the same."""
+"""model_type of a language model with a type of its own -> model_type of the equal text model. They are equal only for
+text: then all three positions that images give a token (mrope) are the same."""
 
 _QWEN2_VL = {
     "vocab_size": 152064,
@@ -54,59 +54,82 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl_text": {**_QWEN2_VL, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen2_5_vl_text": {**_QWEN2_VL, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
 }  # fmt: skip
-"""What a text_config leaves out that says what its class has anyway (transformers 4 wrote them so), by its model_type."""
+"""model_type -> keys that its text_config may leave out. transformers 4 left out a value that equals the default of its
+class."""
 
 _ALWAYS: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
-"""What such a model computes, whatever its text_config says."""
+"""model_type -> values that the model always uses, whatever its text_config says."""
 
 _OF_IMAGES = re.compile("(image|video|vision)_")
 _MROPE = ("mrope_section", "mrope_interleaved")
-_FROM_OUTSIDE = ("torch_dtype", "dtype", QUANTIZATION, "bos_token_id", "eos_token_id", "pad_token_id")
-"""What a config.json may say for all of its parts at once."""
+_FROM_OUTSIDE = (
+    "torch_dtype",
+    "dtype",
+    QUANTIZATION,
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+"""Keys that a config.json may have for all of its parts together."""
 
 
 def inner_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a config.json says of the language model inside, with `model_type` as a model by itself has it; None where there is none.
+    """The config.json of the language model inside, with the `model_type` of the standalone model; None if there is no
+    language model inside.
 
-    Raises CorruptCheckpoint for a text_config that is no object.
+    Raises CorruptCheckpoint for a text_config that is not an object.
     """
-    inside = raw.get(TEXT)
-    if inside is None and "vision_config" in raw and "hidden_size" in raw:
-        inside = {key: value for key, value in raw.items() if not _OF_IMAGES.match(key)}  # Qwen2-VL's on the Hub
+    inside = _stated(raw)
     if inside is None:
         return None
-    if not isinstance(inside, Mapping):
-        raise CorruptCheckpoint(f"{CONFIG_NAME}: {TEXT} should be an object, found {inside!r}")
     kind = str(inside.get("model_type"))
     outside = {key: raw[key] for key in _FROM_OUTSIDE if key in raw and inside.get(key) is None}
     found = {**DEFAULTS.get(kind, {}), **inside, **outside, **_ALWAYS.get(kind, {})}
-    found["tie_word_embeddings"] = raw.get("tie_word_embeddings", inside.get("tie_word_embeddings", False))
+    inner_tie = inside.get("tie_word_embeddings", False)
+    found["tie_word_embeddings"] = raw.get("tie_word_embeddings", inner_tie)
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(found.get(key), Mapping):
             found[key] = _of_text(found[key])
-    return found | {"model_type": SAME_AS.get(kind, kind)}
+    found["model_type"] = SAME_AS.get(kind, kind)
+    return found
+
+
+def _stated(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a config.json says about the language model inside; None if there is none."""
+    inside = raw.get(TEXT)
+    if inside is None and "vision_config" in raw and "hidden_size" in raw:
+        # Qwen2-VL on the Hub has the keys of its language model beside the others.
+        return {key: value for key, value in raw.items() if not _OF_IMAGES.match(key)}
+    if inside is not None and not isinstance(inside, Mapping):
+        raise CorruptCheckpoint(f"{CONFIG_NAME}: {TEXT} should be an object, found {inside!r}")
+    return inside
 
 
 def _of_text(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A rotation without what it does with images."""
+    """A rope object without its settings for images."""
     kept = {key: value for key, value in rope.items() if key not in _MROPE}
     for key in ("type", "rope_type"):
         if kept.get(key) == "mrope":
             kept[key] = "default"
-    return None if set(kept) <= {"type", "rope_type"} and set(kept.values()) <= {"default"} else kept
+    return (
+        None if set(kept) <= {"type", "rope_type"} and set(kept.values()) <= {"default"} else kept
+    )
 
 
 def place_inside(names: Collection[str]) -> tuple[str, str]:
-    """How names of the language model's tensors begin in a model by itself, and here."""
+    """(prefix of tensor names in the standalone language model, the same prefix in these names)."""
     return next(
-        (place for place in INSIDE[1:] if any(name.startswith(place[1]) for name in names)), ("model.", "model.")
+        (place for place in INSIDE[1:] if any(name.startswith(place[1]) for name in names)),
+        ("model.", "model."),
     )
 
 
 def inner_names(names: Collection[str], rows: tuple[Row, ...]) -> dict[str, str]:
-    """Those of the language model's tensors -> what they are called in a model by itself. All others are of what is beside it.
+    """Name of each of the language model's tensors -> its name in the standalone model. All other tensors are outside
+    the language model.
 
-    rows: its table. What has names outside `model.` there (a head, layers for multi-token prediction) keeps them.
+    rows: the language model's table. Tensors whose names there don't begin with `model.` (a head, MTP layers) keep
+    their names.
     """
     begin, longer = place_inside(names)
     found = {name: begin + name[len(longer) :] for name in names if name.startswith(longer)}
@@ -116,5 +139,5 @@ def inner_names(names: Collection[str], rows: tuple[Row, ...]) -> dict[str, str]
 
 
 def put_inside(name: str, begin: str, inside: str) -> str:
-    """The way back, by one of INSIDE."""
+    """The reverse of inner_names for one name. begin, inside: one pair of INSIDE."""
     return inside + name[len(begin) :] if name.startswith(begin) else name

@@ -1,14 +1,15 @@
-"""Rope of two kinds of layers, those with a window and all others, as transformers 4 and 5 each write it.
+"""Rope of two kinds of layers, with and without a window, in the forms of transformers 4 and 5.
 
-transformers 4 writes rope_theta and rope_scaling for the others, and (Gemma 3) rope_local_base_freq for those with a window.
-transformers 5 writes one rope_parameters for each kind. We read both, and write both: neither reads the other's.
+transformers 4 writes rope_theta and rope_scaling for layers without a window, and (Gemma 3) rope_local_base_freq for
+layers with one. transformers 5 writes one rope_parameters for each kind. megaconv reads both forms and writes both,
+since neither version reads the other's.
 """
 
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
-from megaconv.families.parts.decoder_keys import read_rope
 from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, need_number
+from megaconv.families.parts.rope import read_rope
 from megaconv.model.config import ModelConfig
 
 _KINDS = ("full_attention", "sliding_attention")
@@ -19,7 +20,10 @@ Rope = tuple[float, dict[str, Any] | None]
 
 
 def layer_ropes(theta: float, local_theta: float | None = None) -> Keys:
-    """theta, local_theta: of a config.json that doesn't speak of them; None: layers with a window have no base of their own."""
+    """Rope of both kinds of layers.
+
+    theta, local_theta: the defaults for missing keys. local_theta None: layers with a window have no base of their own.
+    """
 
     def read(raw: Raw) -> Fields:
         full, windowed = _nested(raw, theta, local_theta) or _flat(raw, theta, local_theta)
@@ -40,28 +44,49 @@ def layer_ropes(theta: float, local_theta: float | None = None) -> Keys:
         }
         own = {"rope_type": "default", **(positions.scaling or {}), "rope_theta": positions.theta}
         windowed = (
-            own if positions.local_theta is None else {"rope_type": "default", "rope_theta": positions.local_theta}
+            own
+            if positions.local_theta is None
+            else {"rope_type": "default", "rope_theta": positions.local_theta}
         )
         if local_theta is not None:
-            old[_LOCAL] = positions.theta if positions.local_theta is None else positions.local_theta
+            old[_LOCAL] = (
+                positions.theta if positions.local_theta is None else positions.local_theta
+            )
         return old | {"rope_parameters": dict(zip(_KINDS, (own, windowed), strict=True))}
 
-    keys = ("rope_theta", "rope_scaling", "rope_parameters", *([] if local_theta is None else [_LOCAL]))
+    keys = (
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        *([] if local_theta is None else [_LOCAL]),
+    )
     return Keys(keys, read, write)
 
 
 def _nested(raw: Raw, theta: float, local_theta: float | None) -> tuple[Rope, Rope] | None:
-    """As transformers 5 says it; a rope_scaling beside it is of the layers without a window, and bases that it lacks may be too."""
+    """Both ropes in the form of transformers 5; None for another form.
+
+    A rope_scaling next to it belongs to the layers without a window. Missing bases may also be next to it.
+    """
     said = raw.get("rope_parameters")
     if not said:
         return None
-    if not isinstance(said, dict) or not any(isinstance(said.get(kind), dict) for kind in _KINDS):
-        raise CorruptCheckpoint(f"{CONFIG_NAME}: rope_parameters should have {' and '.join(_KINDS)}, found {said!r}")
+    _require_kinds(said)
     full, windowed = (said.get(kind) or {} for kind in _KINDS)
-    full = {**full, **(raw.get("rope_scaling") or {})}
-    beside = need_number(raw, "rope_theta", theta)
-    local = theta if local_theta is None else need_number(raw, _LOCAL, local_theta)
-    return read_rope({"rope_parameters": full}, beside), read_rope({"rope_parameters": windowed}, local)
+    scaled = {**full, **(raw.get("rope_scaling") or {})}
+    base = need_number(raw, "rope_theta", theta)
+    local_base = theta if local_theta is None else need_number(raw, _LOCAL, local_theta)
+    return (
+        read_rope({"rope_parameters": scaled}, base),
+        read_rope({"rope_parameters": windowed}, local_base),
+    )
+
+
+def _require_kinds(said: Any) -> None:
+    if not isinstance(said, dict) or not any(isinstance(said.get(kind), dict) for kind in _KINDS):
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: rope_parameters should have {' and '.join(_KINDS)}, found {said!r}"
+        )
 
 
 def _flat(raw: Raw, theta: float, local_theta: float | None) -> tuple[Rope, Rope]:

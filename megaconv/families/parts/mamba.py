@@ -1,10 +1,11 @@
-"""Mamba 2 mixers, of whichever families have them.
+"""Mamba 2 mixers, for all families that have them.
 
     layers.{l}.mamba.{z|x|B|C|dt}   projections of a token: x, B and C pass a convolution, z gates the output, dt is the time step
-    layers.{l}.mamba.{A_log|D}      how fast each head forgets, and how much of x goes by the state
+    layers.{l}.mamba.{A_log|D}      how fast each head forgets, and how much of x bypasses the state
 
-Each of the five is sharded for itself, by its heads or its groups of heads, and so are the three of the convolution. Source:
-modeling_nemotron_h.py of transformers 5; mamba_mixer.py of megatron-core 0.16.1, whose convolution is over 4 positions.
+Each of the five projections is sharded separately, by its heads or groups of heads, and so are the three parts of the
+convolution. Source: modeling_nemotron_h.py of transformers 5; mamba_mixer.py of megatron-core 0.16.1, whose convolution
+is over 4 positions.
 """
 
 from math import inf
@@ -22,7 +23,8 @@ _INNER, _STATE = "mamba_heads*mamba_head_dim", "mamba_groups*mamba_state"
 
 
 def mamba_rows(norm: str, mixer: str) -> tuple[Row, ...]:
-    """norm, mixer: what Hugging Face's names of the norm before it and of the mixer's own tensors begin with."""
+    """The rows of a mixer. norm, mixer: Hugging Face's prefixes for the norm before the mixer, and for the mixer's own
+    tensors."""
     return (
         Row("layers.{l}.mamba.{dt_bias|A_log|D}", ("mamba_heads",) * 3, tp=0, when="mamba",
             hf=mixer + "{dt_bias|A_log|D}",
@@ -43,7 +45,7 @@ def mamba_rows(norm: str, mixer: str) -> tuple[Row, ...]:
         Row("layers.{l}.mamba.out.weight", (f"hidden {_INNER}",), tp=1, when="mamba",
             hf=mixer + "out_proj.weight",
             core=_CORE + "out_proj.weight"),
-        # Last, since Megatron core makes the norm of such a layer, of its local ones, after the mixer.
+        # The norm comes last: in its local layers, Megatron core makes the norm after the mixer.
         Row("layers.{l}.input_norm.weight", ("hidden",), when="mamba",
             hf=norm + "weight",
             core=_CORE + "in_proj.layer_norm_weight",
@@ -57,10 +59,18 @@ MAMBA_SIZES: tuple[Keys, ...] = (
     size("n_groups", "mamba.groups", 8),
     size("ssm_state_size", "mamba.state", 128),
 )
-"""With transformers' own defaults."""
+"""The sizes of Mamba 2, with transformers' own defaults."""
 
-_WORDS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
-"""For a layer, as transformers 5.23 and releases before it write them; files on the Hub have symbols."""
+_WORDS = {
+    "mamba": "M",
+    "linear_attention": "M",
+    "attention": "*",
+    "full_attention": "*",
+    "mlp": "-",
+    "moe": "E",
+}
+"""Word for a layer -> symbol. transformers 5.23 and earlier releases write these words; files on the Hub have symbols.
+"""
 
 
 def _pattern(raw: Raw) -> str:
@@ -69,7 +79,9 @@ def _pattern(raw: Raw) -> str:
         return str(raw.get("hybrid_override_pattern") or "ME*-")
     others = [kind for kind in kinds if kind not in _WORDS]
     if others:
-        raise NotExpressible(f"{CONFIG_NAME}: layers_block_type has {others[0]!r}; supported: {', '.join(_WORDS)}")
+        raise NotExpressible(
+            f"{CONFIG_NAME}: layers_block_type has {others[0]!r}; supported: {', '.join(_WORDS)}"
+        )
     return "".join(_WORDS[kind] for kind in kinds)
 
 
@@ -86,11 +98,15 @@ def _write_layers(config: ModelConfig) -> Raw:
     return {"hybrid_override_pattern": pattern_of(config), "num_hidden_layers": config.layer_count}
 
 
-PATTERN = Keys(("layers_block_type", "hybrid_override_pattern", "num_hidden_layers"), _read_layers, _write_layers)
+PATTERN = Keys(
+    ("layers_block_type", "hybrid_override_pattern", "num_hidden_layers"),
+    _read_layers,
+    _write_layers,
+)
 
 
 def of_experts(declared: Keys) -> Keys:
-    """What a model without experts may say nonetheless, and doesn't mean."""
+    """Keys that apply only to models with experts. A model without experts may have them as well, without effect."""
     return Keys(
         declared.names,
         lambda raw: declared.read(raw) if "E" in _pattern(raw) else {},
@@ -105,7 +121,7 @@ def _read_heads(raw: Raw) -> Fields:
 
 _HEADS = heads(8, 128)
 _NO_LIMIT = ([0.0, inf], [0.0, {"__float__": "Infinity"}])
-"""As Python's JSON has infinity, and as transformers 5 has it."""
+"""No limit, with infinity as Python's JSON and as transformers 5 write it."""
 
 
 def _time_step_limit(raw: Raw) -> Fields:
@@ -128,7 +144,7 @@ MAMBA_ONLY: dict[str, Any] = {
     },
     **{"layer_norm_epsilon": 1e-5, "time_step_min": 0.001},
 }
-"""Megatron core's mixer has no other convolution, no biases on projections and no other epsilon of its own norm."""
+"""Megatron core's mixer has no other convolution, no biases on projections, and no epsilon of its own for its norm."""
 
 
 def limited_time_steps(config: ModelConfig) -> tuple[str, ...]:

@@ -1,22 +1,22 @@
-"""params.json: how Meta's and Mistral's own files say what a model is.
+"""params.json: the description of a model in Meta's and Mistral's own files.
 
     {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 128256, "ffn_dim_multiplier": 1.3,
      "multiple_of": 1024, "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": true}             (Meta: Llama 3.1)
     {"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8,
      "norm_eps": 1e-05, "vocab_size": 32000, "sliding_window": 4096}                                    (Mistral: 7B v0.1)
 
-A Mixtral's have `"moe": {"num_experts": 8, "num_experts_per_tok": 2}` besides. Neither has token ids, nor Meta's how
-many positions there are or how rope is scaled. What is assumed instead:
+A Mixtral also has `"moe": {"num_experts": 8, "num_experts_per_tok": 2}`. Both files lack token ids. Meta's file also
+lacks the number of positions and the scaling of rope. The assumed values are:
 
     Llama 1     2048 positions                               bos 1, eos 2
     Llama 2     4096 (with n_kv_heads, or a norm_eps of 1e-5 below dim 8192); 16384 with a rope_theta above 10000
     Llama 3     8192 (vocabulary over 100000, or rope_theta 500000); bos 128000, eos 128001
-    scaled      131072, by `llama3` scaling from 8192 with factors 1 and 4, times rope_scaling_factor: 8 unless it is
-                there, 32 where the head is tied (Llama 3.2)
-    Mistral     max_seq_len if it is there, else 32768       bos 1, eos 2
+    scaled      131072, by `llama3` scaling from 8192 with factors 1 and 4, times rope_scaling_factor; if that is
+                missing, times 8, or times 32 if the head is tied (Llama 3.2)
+    Mistral     max_seq_len if it is present, else 32768     bos 1, eos 2
 
-Sources: ModelArgs in meta-llama's llama, llama3 and llama-models; TransformerArgs in mistral-inference; the converters of
-these formats in transformers.
+Sources: ModelArgs in meta-llama's llama, llama3 and llama-models; TransformerArgs in mistral-inference; the converters
+of these formats in transformers.
 """
 
 import json
@@ -33,41 +33,51 @@ from megaconv.model.fields import NOT_COMPUTED, from_fields, require_kept
 
 PARAMS_NAME = "params.json"
 KINDS = {"meta": "Meta's", "mistral": "Mistral's"}
-"""Whose files: the value of --checkpoint-type, and for people."""
+"""Value of --checkpoint-type -> owner of the format, for people."""
 
 _UNKNOWN = {
     "quantization_args": "quantized weights", "quantization": "quantized weights", "lora_args": "LoRA weights", "lora": "LoRA weights",
     "vision_chunk_size": "an image encoder", "vision_model": "an image encoder", "vision_encoder": "an image encoder",
     "moe_args": "experts", "yarn": "yarn rope scaling", "llama_4_scaling": "scaled attention",
 }  # fmt: skip
-_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_SCALING = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 """Constants in Meta's code."""
 _PUBLISHED = ((256, None), (256, 1.5), (4096, 1.3), (1024, 1.3))
 """(multiple_of, ffn_dim_multiplier) of Llama 1 and 2; of Llama 3.2 1B; of 70B; of Llama 3 8B."""
 
 
 def load_params(path: Path) -> dict[str, Any]:
-    """Raises CorruptCheckpoint when the file is not a JSON object, UnsupportedInput for models that aren't plain decoders."""
+    """The content of params.json. Raises CorruptCheckpoint if it is not a JSON object, and UnsupportedInput unless it
+    is a plain decoder."""
     params = read_json(path, CONFIG_BYTES)
     params = params.get("model", params) if isinstance(params, dict) else params
     if not isinstance(params, dict):
         raise CorruptCheckpoint(f"{path}: expected a JSON object, found {type(params).__name__}")
     for name, what in _UNKNOWN.items():
         if params.get(name) not in (None, -1):
-            raise UnsupportedInput(f"{path}: the model has {what} ({name}), which can't be read from these files")
+            raise UnsupportedInput(
+                f"{path}: the model has {what} ({name}), which can't be read from these files"
+            )
     return params
 
 
 def kind_of(params: Mapping[str, Any]) -> str:
-    """`mistral` where the width of the MLP is given, as Meta never does; else `meta`."""
+    """`mistral` if the file gives the width of the MLP, as Meta's never does; else `meta`."""
     return "mistral" if "hidden_dim" in params else "meta"
 
 
-def read_params(params: Mapping[str, Any], kind: str, found: Mapping[str, Any], path: Path) -> ModelConfig:
-    """The model that params describe.
+def read_params(
+    params: Mapping[str, Any], kind: str, found: Mapping[str, Any], path: Path
+) -> ModelConfig:
+    """The model that params.json describes.
 
-    found: what the tensors say, as fields of the configuration: vocab, mlp.ffn, tie_embeddings. Mistral's params say ffn themselves.
-    Raises CorruptCheckpoint, naming path, for values that can't be.
+    found: fields of the configuration that the tensors show: vocab, mlp.ffn, tie_embeddings. Mistral's params contain
+    ffn themselves.
+    Raises CorruptCheckpoint, which names path, for impossible values.
     """
     try:
         config = (_read_mistral if kind == "mistral" else _read_meta)(params, found)
@@ -77,18 +87,26 @@ def read_params(params: Mapping[str, Any], kind: str, found: Mapping[str, Any], 
             )
     except (CorruptCheckpoint, TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
-        raise CorruptCheckpoint(f"{path}: is not the description of a model of {KINDS[kind]}: {what}") from error
+        raise CorruptCheckpoint(
+            f"{path}: is not the description of a model of {KINDS[kind]}: {what}"
+        ) from error
     return config
 
 
 def _read_meta(params: Mapping[str, Any], found: Mapping[str, Any]) -> ModelConfig:
-    llama3 = found["vocab"] > 100_000 or params.get("rope_theta") == 500_000 or bool(params.get("use_scaled_rope"))
+    llama3 = (
+        found["vocab"] > 100_000
+        or params.get("rope_theta") == 500_000
+        or bool(params.get("use_scaled_rope"))
+    )
     theta = params.get("rope_theta", 500_000.0 if llama3 else 10_000.0)
     scaling: dict[str, Any] | None = None
     if params.get("use_scaled_rope"):
         factor = params.get("rope_scaling_factor") or (32 if found["tie_embeddings"] else 8)
         scaling = {"rope_type": "llama3", "factor": float(factor), **_SCALING}
-        scaling["high_freq_factor"] = float(params.get("rope_high_freq_factor") or scaling["high_freq_factor"])
+        scaling["high_freq_factor"] = float(
+            params.get("rope_high_freq_factor") or scaling["high_freq_factor"]
+        )
     positions = 131_072 if scaling else 8192 if llama3 else _positions_before_3(params, theta)
     bos, eos = (128_000, 128_001) if llama3 else (1, 2)
     return from_fields(
@@ -109,14 +127,21 @@ def _read_meta(params: Mapping[str, Any], found: Mapping[str, Any]) -> ModelConf
 def _positions_before_3(params: Mapping[str, Any], theta: float) -> int:
     if theta > 10_000:
         return 16_384
-    return 4096 if "n_kv_heads" in params or (params.get("norm_eps", 0) >= 1e-5 and params["dim"] < 8192) else 2048
+    return (
+        4096
+        if "n_kv_heads" in params or (params.get("norm_eps", 0) >= 1e-5 and params["dim"] < 8192)
+        else 2048
+    )
 
 
 def _read_mistral(params: Mapping[str, Any], found: Mapping[str, Any]) -> ModelConfig:
     window, moe = params.get("sliding_window"), params.get("moe")
     experts = {}
     if moe:
-        experts = {"experts.count": moe["num_experts"], "experts.per_token": moe["num_experts_per_tok"]}
+        experts = {
+            "experts.count": moe["num_experts"],
+            "experts.per_token": moe["num_experts_per_tok"],
+        }
         experts |= {"experts.ffn": params["hidden_dim"], "layers.mlp": "experts"}
     return from_fields(
         "mixtral" if moe else "mistral",
@@ -154,31 +179,46 @@ def _per_head(params: Mapping[str, Any]) -> int:
     return dim // heads
 
 
-# The way back.
+# Writing.
 
 
 def is_llama3(config: ModelConfig) -> bool:
-    """Whether Meta's code for Llama 3 reads the model, which shards the embedding by rows as the head."""
+    """True if Meta's code for Llama 3 reads the model. That code shards the embedding by rows, like the head."""
     return config.vocab > 100_000 or config.positions.theta == 500_000 or _is_scaled_by_meta(config)
 
 
 def write_params(config: ModelConfig, kind: str, *, allow_lossy: bool) -> dict[str, Any]:
-    """params.json for a model; allow_lossy: leave out a rope scaling that can't be represented there. Raises NotExpressible."""
+    """The params.json of a model. Raises NotExpressible.
+
+    allow_lossy: leave out a rope scaling that params.json can't represent.
+    """
     if config.has("encoder") or config.has("transform"):
-        raise NotExpressible(f"the model has an encoder, which {KINDS[kind]} {PARAMS_NAME} can't represent")
+        raise NotExpressible(
+            f"the model has an encoder, which {KINDS[kind]} {PARAMS_NAME} can't represent"
+        )
     written = _write(config, kind)
-    found = {"vocab": config.vocab, "mlp.ffn": config.mlp.ffn, "tie_embeddings": config.tie_embeddings}
+    found = {
+        "vocab": config.vocab,
+        "mlp.ffn": config.mlp.ffn,
+        "tie_embeddings": config.tie_embeddings,
+    }
     try:
         back = read_params(written, kind, found, Path(PARAMS_NAME))
     except CorruptCheckpoint as error:
         raise NotExpressible(f"the model can't be represented in {KINDS[kind]} {error}") from error
-    assumed = (*NOT_COMPUTED, "max_positions", *(["positions.scaling"] if allow_lossy else []))
+    assumed = [*NOT_COMPUTED, "max_positions"]
+    if allow_lossy:
+        assumed.append("positions.scaling")
     require_kept(config, back, f"{KINDS[kind]} {PARAMS_NAME}", but=assumed)
     return written
 
 
 def _write(config: ModelConfig, kind: str) -> dict[str, Any]:
-    common = {"dim": config.hidden, "n_layers": config.layer_count, "n_heads": config.attention.heads}
+    common = {
+        "dim": config.hidden,
+        "n_layers": config.layer_count,
+        "n_heads": config.attention.heads,
+    }
     sizes = {"norm_eps": config.norm.epsilon, "vocab_size": config.vocab}
     if kind == "mistral":
         window = {} if config.window is None else {"sliding_window": config.window}
@@ -189,9 +229,16 @@ def _write(config: ModelConfig, kind: str) -> dict[str, Any]:
         }
         if config.experts.count:
             own |= {"hidden_dim": config.experts.ffn}
-            own["moe"] = {"num_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token}
+            own["moe"] = {
+                "num_experts": config.experts.count,
+                "num_experts_per_tok": config.experts.per_token,
+            }
         return (
-            common | own | sizes | {"rope_theta": config.positions.theta, "max_seq_len": config.max_positions} | window
+            common
+            | own
+            | sizes
+            | {"rope_theta": config.positions.theta, "max_seq_len": config.max_positions}
+            | window
         )
     params: dict[str, Any] = common | sizes
     if config.attention.kv_heads != config.attention.heads:
@@ -208,30 +255,40 @@ def _write(config: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def params_json(config: ModelConfig, kind: str, *, allow_lossy: bool) -> bytes:
-    """The file. Raises as write_params."""
+    """The content of the file. Raises as write_params does."""
     return (json.dumps(write_params(config, kind, allow_lossy=allow_lossy)) + "\n").encode()
 
 
 def _is_scaled_by_meta(config: ModelConfig) -> bool:
     scaling = config.positions.scaling or {}
-    return scaling.get("rope_type") == "llama3" and all(scaling[name] == value for name, value in _SCALING.items())
+    return scaling.get("rope_type") == "llama3" and all(
+        scaling[name] == value for name, value in _SCALING.items()
+    )
 
 
 def _ffn_keys(dim: int, ffn: int) -> dict[str, Any]:
-    """multiple_of and, where it is needed, ffn_dim_multiplier that make this width; published ones if any do."""
+    """multiple_of and, if necessary, ffn_dim_multiplier that give this width. Published values are preferred."""
     multiple = math.gcd(ffn, 4096)
     base = ffn_width(dim, 1, None)
-    # The multiplier may be as coarse as multiple_of is wide: the fewest digits that give this width.
+    # The multiplier needs less precision if multiple_of is larger: take the fewest digits that give this width.
     close = [(multiple, round((ffn - multiple / 2) / base, digits)) for digits in range(1, 18)]
-    for multiple_of, multiplier in (*_PUBLISHED, (multiple, None), *close, (1, ffn / base), (1, (ffn + 0.5) / base)):
+    for multiple_of, multiplier in (
+        *_PUBLISHED,
+        (multiple, None),
+        *close,
+        (1, ffn / base),
+        (1, (ffn + 0.5) / base),
+    ):
         if ffn_width(dim, multiple_of, multiplier) == ffn:
             found: dict[str, Any] = {"multiple_of": multiple_of}
             return found if multiplier is None else found | {"ffn_dim_multiplier": multiplier}
-    raise NotExpressible(f"the model has an MLP of width {ffn}, which no ffn_dim_multiplier gives for dim {dim}")
+    raise NotExpressible(
+        f"the model has an MLP of width {ffn}, which no ffn_dim_multiplier gives for dim {dim}"
+    )
 
 
 def ffn_width(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """The width of the MLP as Meta's code computes it."""
+    """The width of the MLP, as Meta's code computes it."""
     width = int(2 * (4 * dim) / 3)
     if multiplier is not None:
         width = int(multiplier * width)

@@ -1,16 +1,19 @@
-"""Multi-token prediction: whole layers after the last, each of which predicts one token further ahead.
+"""Multi-token prediction (MTP): whole layers after the last, each of which predicts one token further ahead.
 
     hf      model.layers.61.{enorm, hnorm, eh_proj, input_layernorm, self_attn ..., shared_head.norm}    (after 61 layers)
     core    mtp.layers.0.{enorm, hnorm, eh_proj, transformer_layer..., final_layernorm}           (on the last stage)
 
-Qwen3-Next and Qwen 3.5 have one, of full attention, under names of its own:
+Qwen3-Next and Qwen 3.5 have one MTP layer, with full attention, under names of its own:
 
     hf      mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, layers.0..., norm}
 
-Rank files of later releases say mtp_model_layer for transformer_layer; distributed checkpoints keep the name.
-Embedding and head are the model's own. Hugging Face's files hold both again with each such layer, Megatron's the embedding
-again where the last stage isn't the first. Both join the embedding's half and the hidden state's in the same order.
-Source: README_WEIGHTS.md of DeepSeek-V3; multi_token_prediction.py of megatron-core 0.16; mappings of Megatron-Bridge for Qwen.
+Rank files of later releases use mtp_model_layer instead of transformer_layer; distributed checkpoints keep the name.
+MTP layers use the model's own embedding and head. Hugging Face's files hold copies of both with each MTP layer.
+Megatron's files hold a copy of the embedding if the last stage isn't the first. Both join the halves of the embedding
+and the hidden state in the same order.
+
+Source: README_WEIGHTS.md of DeepSeek-V3; multi_token_prediction.py of megatron-core 0.16; mappings of Megatron-Bridge
+for Qwen.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,7 +24,7 @@ from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.naming import HF
-from megaconv.model.table import Copied, Row, Spelling
+from megaconv.model.table import Copied, Row, Separate, Spelling
 
 _HF = "model.layers.{l}."
 _CORE = "mtp.layers.{l}."
@@ -49,13 +52,21 @@ _COPIES = {
 
 
 def with_mtp(rows: tuple[Row, ...], *, hf_copies: bool = True) -> tuple[Row, ...]:
-    """A table, and what its models have of these layers: each is like the last ordinary one. In Megatron they come before the head.
+    """A table with the rows of MTP layers added. Each MTP layer is like the last ordinary layer. In Megatron, MTP
+    layers come before the head.
 
-    hf_copies: whether Hugging Face's files hold embedding and head again with each.
+    hf_copies: True if Hugging Face's files hold copies of embedding and head with each MTP layer.
     """
-    copies = _COPIES if hf_copies else {"embed.weight": Copied("mtp", {"core": _COPIES["embed.weight"].names["core"]})}
+    copies = (
+        _COPIES
+        if hf_copies
+        else {"embed.weight": Copied("mtp", {"core": _COPIES["embed.weight"].names["core"]})}
+    )
     copied = [
-        replace(row, copies=(*row.copies, copies[row.canonical])) if row.canonical in copies else row for row in rows
+        replace(row, copies=(*row.copies, copies[row.canonical]))
+        if row.canonical in copies
+        else row
+        for row in rows
     ]
     layer = (_as_mtp(row) for row in rows if row.stage == "layer")
     heads = [row for row in copied if row.canonical.startswith("head.")]
@@ -64,38 +75,49 @@ def with_mtp(rows: tuple[Row, ...], *, hf_copies: bool = True) -> tuple[Row, ...
 
 @dataclass(frozen=True)
 class OwnLayer:
-    """One such layer, of attention, under names of its own in Hugging Face's files. What it has else is as in the last ordinary one."""
+    """One MTP layer with attention, under names of its own in Hugging Face's files. All its other parts are like the
+    last ordinary layer's."""
 
     layer: str
-    """In front of the names of what every layer has."""
+    """Prefix of the names of parts that every layer has."""
     names: Mapping[str, Spelling]
-    """Of what only these layers have, by canonical pattern."""
+    """Canonical pattern -> name, for parts that only MTP layers have."""
     key: str
-    """In config.json: how many there are."""
+    """Key of config.json that counts MTP layers."""
 
     def rows(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        """A table, and what its models have of this layer; in Megatron it comes before the head."""
-        made = with_mtp(tuple(row for row in rows if row.when is None or "linear" not in row.when), hf_copies=False)
+        """A table with the rows of this MTP layer added. In Megatron, it comes before the head."""
+        made = with_mtp(
+            tuple(row for row in rows if row.when is None or "linear" not in row.when),
+            hf_copies=False,
+        )
         predicting = [self._renamed(row) for row in made if row.stage == "mtp"]
         copied = {row.canonical: row for row in made if row.copies}
         heads = [row for row in rows if row.canonical.startswith("head.")]
-        return (*(copied.get(row.canonical, row) for row in rows if row not in heads), *predicting, *heads)
+        return (
+            *(copied.get(row.canonical, row) for row in rows if row not in heads),
+            *predicting,
+            *heads,
+        )
 
     def _renamed(self, row: Row) -> Row:
-        anywhere = " ".join(
-            word for word in (row.when or "").split() if word != "attention"
-        )  # whatever the last layer has
-        spelled: Spelling = tuple(replace(one, name=one.name.replace(_HF, self.layer, 1)) for one in row.spelling(HF))
-        stacked = {
-            key: tuple(replace(one, name=one.name.replace(_HF, self.layer, 1)) for one in row.names[key])
-            for key in (_STACKED,)
-            if key in row.names
-        }
-        return replace(row, when=anywhere or None).renamed(hf=self.names.get(row.canonical, spelled), **stacked)
+        # This layer has attention, whatever the last ordinary layer has.
+        words = [word for word in (row.when or "").split() if word != "attention"]
+        moved: Spelling = self._moved(row.spelling(HF))
+        spelled = {"hf": self.names.get(row.canonical, moved)}
+        if _STACKED in row.names:
+            spelled[_STACKED] = self._moved(row.names[_STACKED])
+        return replace(row, when=" ".join(words) or None).renamed(**spelled)
+
+    def _moved(self, spellings: tuple[Separate, ...]) -> tuple[Separate, ...]:
+        """The spellings with the prefix of this layer instead of an ordinary layer's."""
+        return tuple(replace(one, name=one.name.replace(_HF, self.layer, 1)) for one in spellings)
 
     def complete(self, config: ModelConfig, names: Collection[str]) -> ModelConfig:
-        """There is one where Hugging Face's names have it, whatever config.json says."""
-        return changed(config, {"mtp_layers": int(any(name.startswith(self.layer) for name in names))})
+        """Set the number of MTP layers to 1 if Hugging Face's names contain one, whatever config.json says."""
+        return changed(
+            config, {"mtp_layers": int(any(name.startswith(self.layer) for name in names))}
+        )
 
     @property
     def keys(self) -> Keys:
@@ -119,15 +141,16 @@ OF_QWEN = OwnLayer(
     },
     "mtp_num_hidden_layers",
 )
-"""Qwen3-Next's and Qwen 3.5's."""
+"""The MTP layer of Qwen3-Next and Qwen 3.5."""
 
 
 MTP_LEFT_OUT = {r"(model\.)?mtp.*": "layers for multi-token prediction"}
-"""In files of architectures of which nobody has said what Megatron calls these layers' tensors."""
+"""MTP layers of architectures for which no source gives Megatron's names of these tensors."""
 
 
 def without_missing(config: ModelConfig, names: Collection[str]) -> ModelConfig:
-    """transformers keeps what config.json says of these layers, and doesn't save them: those that Hugging Face's names have."""
+    """Set the number of MTP layers to those in Hugging Face's names. transformers keeps the number in config.json, but
+    doesn't save the layers."""
     first = f".layers.{config.layer_count}."
     most = len(names) + 1 if any(first in name for name in names) else 0
     return changed(config, {"mtp_layers": min(config.mtp_layers, most)})
@@ -136,7 +159,9 @@ def without_missing(config: ModelConfig, names: Collection[str]) -> ModelConfig:
 def _as_mtp(row: Row) -> Row:
     names = {
         key: tuple(
-            replace(one, name=one.name.replace("decoder.layers.{l}.", _CORE + "transformer_layer.", 1))
+            replace(
+                one, name=one.name.replace("decoder.layers.{l}.", _CORE + "transformer_layer.", 1)
+            )
             for one in spelled
         )
         for key, spelled in row.names.items()
@@ -144,4 +169,6 @@ def _as_mtp(row: Row) -> Row:
     }
     if "hf_stacked" in row.names:
         names[_STACKED] = row.names["hf_stacked"]
-    return replace(row, canonical=row.canonical.replace("layers.{l}.", "mtp.{l}.", 1), stage="mtp", names=names)
+    return replace(
+        row, canonical=row.canonical.replace("layers.{l}.", "mtp.{l}.", 1), stage="mtp", names=names
+    )

@@ -1,11 +1,13 @@
-"""Norms elsewhere than before each sublayer and over each head, in whichever families have them.
+"""Norms in other places than before each sublayer and over each head, for all families that have them.
 
-    hf      the family's own words: `post_attention_layernorm` is the norm after attention in one, before the MLP in another
+    hf      the family's own names: `post_attention_layernorm` is the norm after attention in one family,
+            and the norm before the MLP in another
     core    self_attention.linear_proj.post_layernorm, mlp.linear_fc2.post_layernorm      (after a sublayer)
-            self_attention.{q_layernorm, k_layernorm} of all heads' width, sharded as these heads are
+            self_attention.{q_layernorm, k_layernorm} as wide as all heads, sharded like these heads
 
-Megatron core has no modules for these. The names are those of Megatron-Bridge, which puts a norm after a sublayer into its
-last linear layer (TERowParallelLinearLayerNorm), and takes the sum of squares of all heads over tensor ranks (FullDimQNorm).
+Megatron core has no modules for these norms. The names are those of Megatron-Bridge. It puts a norm after a sublayer
+into the sublayer's last linear layer (TERowParallelLinearLayerNorm). It also computes the sum of squares of all heads
+over tensor-parallel ranks (FullDimQNorm).
 """
 
 from dataclasses import replace
@@ -17,20 +19,26 @@ _CORE = "decoder.layers.{l}."
 _BEFORE = ("layers.{l}.input_norm.weight", "layers.{l}.mlp_norm.weight")
 
 Places = tuple[str, str]
-"""Hugging Face's words for the norms of attention and of the MLP."""
+"""Hugging Face's names for the norms of attention and of the MLP."""
 
 
 def norms_at(
     attention: tuple[Row, ...], mlp: tuple[Row, ...], *, before: Places | None, after: Places
 ) -> tuple[Row, ...]:
-    """Attention's and the MLP's rows with norms after them, and before them too or not at all (None)."""
-    kept = [[row for row in rows if before or row.canonical not in _BEFORE] for rows in (attention, mlp)]
+    """The rows of attention and the MLP with norms after them. before: the names of the norms before them; None if
+    there are none."""
+    kept = [
+        [row for row in rows if before or row.canonical not in _BEFORE] for rows in (attention, mlp)
+    ]
     names = dict(zip(_BEFORE, before or (), strict=False))
     around = [
         *kept[0], _after("attn_output_norm", after[0], "self_attention.linear_proj"),
         *kept[1], _after("mlp_output_norm", after[1], "mlp.linear_fc2"),
     ]  # fmt: skip
-    named = (row.renamed(hf=f"{_HF}{names[row.canonical]}.weight") if row.canonical in names else row for row in around)
+    named = (
+        row.renamed(hf=f"{_HF}{names[row.canonical]}.weight") if row.canonical in names else row
+        for row in around
+    )
     return tuple(named)
 
 
@@ -46,5 +54,8 @@ def normed_over_all_heads(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     """The same rows, with norms of q and k that are as wide as all heads of a rank."""
     wide = ("heads*head_dim", "kv_heads*head_dim")
     return tuple(
-        replace(row, shapes=wide, tp=0) if row.canonical == "layers.{l}.attn.{q|k}_norm.weight" else row for row in rows
+        replace(row, shapes=wide, tp=0)
+        if row.canonical == "layers.{l}.attn.{q|k}_norm.weight"
+        else row
+        for row in rows
     )

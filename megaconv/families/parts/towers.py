@@ -1,9 +1,10 @@
-"""Towers that Megatron-Bridge builds of Megatron's own layers: those of Qwen3-VL, Qwen 3.5 and EXAONE 4.5.
+"""Vision encoders that Megatron-Bridge builds of Megatron's own layers: those of Qwen3-VL, Qwen 3.5 and EXAONE 4.5.
 
     model.visual.blocks.{l}.attn.qkv.weight    vision_model.decoder.layers.{l}.self_attention.linear_qkv.weight
 
-Tensor parallelism shards them like a language model's layers; all of a tower lies on the first pipeline stage. Source: mapping_registry()
-of qwen3_vl_bridge.py, qwen35_vl_bridge.py and exaone45_bridge.py, and the vision models that these build, Megatron-Bridge at 067f987df03b.
+Tensor parallelism shards these encoders like a language model's layers. A whole encoder is on the first pipeline stage.
+Source: mapping_registry() of qwen3_vl_bridge.py, qwen35_vl_bridge.py and exaone45_bridge.py, and the vision models that
+they build, Megatron-Bridge at 067f987df03b.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from megaconv.model.table import Fused, Row, expand
 
 VISION = "vision_config"
 IN_FILES = "model.visual."
-"""How a tower's names begin in transformers' files."""
+"""Prefix of the encoder's names in transformers' files."""
 
 _HF, _CORE = BESIDE + IN_FILES, BESIDE + TOWER
 _HF_LAYER, _LAYER = _HF + "blocks.{l}.", _CORE + "decoder.layers.{l}."
@@ -32,12 +33,12 @@ def _matrices(*axes: str) -> tuple[str, ...]:
 
 
 def _first(name: str, hf: str, shape: str, tp: int | None = None) -> Row:
-    """Of which a tower has one."""
+    """The row of a tensor that occurs once in an encoder."""
     return Row(_CORE + name, (shape,), tp=tp, stage="first", hf=_HF + hf, core=_CORE + name)
 
 
 def _norms(words: str) -> tuple[Row, ...]:
-    """Before a layer's attention and its MLP. words: `weight`, or `{weight|bias}` of a LayerNorm."""
+    """The rows of the norms before a layer's attention and MLP. words: `weight`, or `{weight|bias}` for a LayerNorm."""
     shapes = (_HIDDEN,) * len(expand(words))
     return tuple(
         Row(
@@ -56,7 +57,7 @@ def _norms(words: str) -> tuple[Row, ...]:
 
 
 def _attention() -> tuple[Row, ...]:
-    """One tensor [q; k; v] in files, bundled by heads in Megatron."""
+    """The rows of attention. Files store q, k and v as one tensor [q; k; v]; Megatron groups their rows by heads."""
     return (
         *(
             Row(f"{_LAYER}self_attention.{{q|k|v}}.{word}", shapes, tp=0, stage="tower",
@@ -72,7 +73,7 @@ def _attention() -> tuple[Row, ...]:
 
 
 def _down(hf: str) -> tuple[Row, ...]:
-    """The second matrix of an MLP."""
+    """The rows of an MLP's second matrix."""
     return (
         Row(_LAYER + "mlp.linear_fc2.weight", ("tower_hidden tower_ffn",), tp=1, stage="tower",
             hf=f"{_HF_LAYER}mlp.{hf}.weight", core=_LAYER + "mlp.linear_fc2.weight"),
@@ -99,7 +100,10 @@ _GATED_MLP = (
 
 
 def _merger(name: str, hf: str, fc1: str, fc2: str, stage: str) -> tuple[Row, ...]:
-    """Makes one token of several; column and row parallel. name, hf: how its names begin. fc1, fc2: words of transformers'."""
+    """The rows of a merger, which joins several tokens to one. Its layers are column and row parallel.
+
+    name, hf: prefixes of its names. fc1, fc2: transformers' names of its layers.
+    """
     return tuple(
         Row(f"{name}{ours}", (shape,), tp=tp, stage=stage, hf=f"{hf}{theirs}", core=f"{name}{ours}")
         for ours, theirs, shape, tp in (
@@ -122,7 +126,10 @@ def _merger_norm(name: str, hf: str, width: str, stage: str) -> Row:
 
 
 _PATCH = "tower_hidden tower_channels tower_frames tower_patch tower_patch"
-_DEEPSTACK, _HF_DEEPSTACK = _CORE + "decoder.deepstack_merger_list.{l}.", _HF + "deepstack_merger_list.{l}."
+_DEEPSTACK, _HF_DEEPSTACK = (
+    _CORE + "decoder.deepstack_merger_list.{l}.",
+    _HF + "deepstack_merger_list.{l}.",
+)
 QWEN3 = (
     _first("patch_embed.proj.weight", "patch_embed.proj.weight", _PATCH),
     _first("patch_embed.proj.bias", "patch_embed.proj.bias", _HIDDEN),
@@ -153,18 +160,26 @@ _EXAONE = {
 
 @dataclass(frozen=True)
 class Tower:
-    """A kind of tower."""
+    """A kind of vision encoder."""
 
     rows: tuple[Row, ...]
     defaults: Mapping[str, Any]
-    """What a vision_config that leaves them out has: transformers' own."""
+    """transformers' own defaults for keys that a vision_config leaves out."""
 
     def sizes(self, config: Mapping[str, Any]) -> dict[str, int]:
-        """Those that shapes of the rows are written in, of a whole model's config.json. Raises CorruptCheckpoint."""
+        """The sizes that the shapes of the rows are written in. Raises CorruptCheckpoint.
+
+        config: the config.json of the whole model.
+        """
         stated = config.get(VISION)
         if not isinstance(stated, Mapping):
-            raise CorruptCheckpoint(f"{CONFIG_NAME}: {VISION} should be an object, found {stated!r:.60}")
-        found = {**self.defaults, **{key: value for key, value in stated.items() if key in self.defaults}}
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: {VISION} should be an object, found {stated!r:.60}"
+            )
+        found = {
+            **self.defaults,
+            **{key: value for key, value in stated.items() if key in self.defaults},
+        }
         deepstack = found.pop("deepstack_visual_indexes", ())
         if not isinstance(deepstack, (list, tuple)) or len(deepstack) > LAYERS:
             raise CorruptCheckpoint(
@@ -177,7 +192,9 @@ class Tower:
                 )
         heads, hidden = found["num_heads"], found["hidden_size"]
         if hidden % heads or heads % found.get("num_key_value_heads", heads):
-            raise CorruptCheckpoint(f"{CONFIG_NAME}: {VISION} can't have {heads} heads in a width of {hidden}")
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: {VISION} can't have {heads} heads in a width of {hidden}"
+            )
         return {
             "tower_layers": found["depth"],
             "tower_deepstack": len(deepstack),
@@ -204,4 +221,4 @@ TOWERS: Mapping[str, Tower] = MappingProxyType(
         "exaone4_5": Tower(EXAONE, _EXAONE),
     }
 )
-"""By model_type."""
+"""model_type -> its vision encoder."""

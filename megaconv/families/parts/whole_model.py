@@ -1,8 +1,8 @@
-"""Models that see or hear as a whole: which of a file's tensors lie beside the language model, and their names in Megatron.
+"""Whole multimodal models: the tensors outside the language model, and their names in Megatron.
 
-Megatron-Bridge holds transformers' own towers, whole on every tensor rank of the first stage, beside a `language_model`. Its names
-are those of the files without `model.`, but for RENAMED. Towers that it builds itself are in towers.py. Source: its mapping
-registries, 22 August 2026.
+Megatron-Bridge uses transformers' own vision and audio encoders, next to a `language_model`. Every tensor-parallel rank
+of the first stage holds them whole. Their names are those of the files without `model.`, except for RENAMED. Encoders
+that Megatron-Bridge builds itself are in towers.py. Source: its mapping registries, 22 August 2026.
 """
 
 import re
@@ -23,7 +23,7 @@ from megaconv.model.table import Row
 Renamed = tuple[tuple[str, str], ...]
 
 TRANSPOSED = ("multi_modal_projector.proj.weight",)
-"""Names in Megatron of what transformers has the other way round: the projector of Gemma 3."""
+"""Megatron's names of tensors that transformers stores transposed: the projector of Gemma 3."""
 
 RENAMED: Mapping[str, Renamed] = {
     "gemma3": (
@@ -32,7 +32,7 @@ RENAMED: Mapping[str, Renamed] = {
         ("vision_tower.vision_model.", "vision_tower."),
     ),
 }
-"""By model_type: how names begin in transformers' files, and in Megatron-Bridge's models."""
+"""model_type -> (prefix of names in transformers' files, the same prefix in Megatron-Bridge's models)."""
 
 _MODEL = "model."
 _AS_BRIDGE_HAS_THEM: Mapping[str, tuple[tuple[str, str], Renamed]] = {
@@ -46,15 +46,18 @@ _AS_BRIDGE_HAS_THEM: Mapping[str, tuple[tuple[str, str], Renamed]] = {
 }
 
 NAMED_AS_IN_BRIDGE = tuple(_AS_BRIDGE_HAS_THEM)
-"""By model_type: models whose tensors beside the language model have Megatron-Bridge's names; those of all others have their files'."""
+"""model_type of models whose tensors outside the language model have Megatron-Bridge's names. Those of all other models
+keep the names of their files."""
 
 
 def split_whole(
     found: Mapping[str, LazyTensor], config: ModelConfig, rows: tuple[Row, ...], where: str
 ) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor], ModelConfig]:
-    """(the language model's tensors by the names of a model by itself, those beside it by their own behind BESIDE, the model with these).
+    """Split a multimodal model into its language model and the other tensors.
 
-    Raises UnsupportedInput for names that can't be kept apart, CorruptCheckpoint where nothing lies beside.
+    Returns (the language model's tensors by their names in the standalone model, the other tensors by their own names
+    with the prefix BESIDE, the configuration with these).
+    Raises UnsupportedInput for names that are ambiguous, and CorruptCheckpoint if there are no other tensors.
     """
     whole = config.whole
     assert whole is not None
@@ -70,7 +73,8 @@ def split_whole(
     others = [name for name in others if not (whole.tower and name.startswith(IN_FILES))]
     renamed = _renamed(kind, others)
     tensors = tuple(
-        _beside(_in_megatron(name, renamed), name, tuple(found[name].shape), hf_shape=True) for name in others
+        _beside(_in_megatron(name, renamed), name, tuple(found[name].shape), hf_shape=True)
+        for name in others
     )
     begin, inside = place_inside(found)
     whole = replace(whole, begin=begin, inside=inside, renamed=renamed, tensors=tensors)
@@ -86,20 +90,25 @@ def split_whole(
 
 
 def _with_tower(whole: Whole, kind: str) -> Whole:
-    """Its tower as Megatron builds it. Raises CorruptCheckpoint for sizes that no tower has."""
+    """The multimodal model with its vision encoder as Megatron builds it. Raises CorruptCheckpoint for impossible
+    sizes."""
     return replace(whole, tower=TOWERS[kind].rows, sizes=TOWERS[kind].sizes(whole.config))
 
 
-def whole_in_megatron(whole: Whole, tensors: Mapping[str, Shape], said: Whole | None, where: str) -> Whole:
-    """The same of a Megatron checkpoint. tensors: what lies beside, by name. said: the names that it says it came from.
+def whole_in_megatron(
+    whole: Whole, tensors: Mapping[str, Shape], said: Whole | None, where: str
+) -> Whole:
+    """The multimodal model of a Megatron checkpoint.
 
-    Raises UnsupportedInput where nobody knows what transformers' files call them.
+    tensors: name -> shape of the tensors outside the language model. said: the original names, if the checkpoint stores
+    them.
+    Raises UnsupportedInput if transformers' names of these tensors are unknown.
     """
     kind = str(whole.config.get("model_type"))
     if said is None and kind not in _AS_BRIDGE_HAS_THEM:
         raise UnsupportedInput(
-            f"{where}: doesn't say what the tensors of {named(whole.config)} are called in transformers' files, and "
-            "Megatron-Bridge's names of it aren't known; --text-only converts the language model in it"
+            f"{where}: the names of the tensors of {named(whole.config)} in transformers' files are missing, and "
+            "its names in Megatron-Bridge aren't known; --text-only converts its language model"
         )
     if said is None:
         (begin, inside), renamed = _AS_BRIDGE_HAS_THEM[kind]
@@ -118,37 +127,46 @@ def whole_in_megatron(whole: Whole, tensors: Mapping[str, Shape], said: Whole | 
 
 
 def named(config: Mapping[str, Any]) -> str:
-    """A model by its class, or by its type."""
+    """The name of a model: its class, or its type."""
     return ", ".join(map(str, config.get("architectures") or [])) or str(config.get("model_type"))
 
 
 def whole_config_json(config: Mapping[str, Any], dtype: str) -> bytes:
-    """A larger model's config.json, with the dtype that its weights now have, and without a quantization that they no longer have."""
-    config = {**config, **({TEXT: dict(config[TEXT])} if isinstance(config.get(TEXT), Mapping) else {})}
+    """A multimodal model's config.json, with the current dtype of the weights and without quantization."""
+    config = {
+        **config,
+        **({TEXT: dict(config[TEXT])} if isinstance(config.get(TEXT), Mapping) else {}),
+    }
     parts = [part for part in (config, config.get(TEXT)) if isinstance(part, dict)]
     for part in parts:
         part.pop(QUANTIZATION, None)
-    stated = [(part, key) for part in parts for key in ("dtype", "torch_dtype") if part.get(key) is not None]
+    stated = [
+        (part, key)
+        for part in parts
+        for key in ("dtype", "torch_dtype")
+        if part.get(key) is not None
+    ]
     for part, key in stated or [(config, "torch_dtype")]:
         part[key] = dtype
     return as_file(config)
 
 
 def whole_notices(whole: Whole | None) -> tuple[str, ...]:
-    """What a user should know of such a model in Megatron."""
+    """Facts for the user of such a model in Megatron."""
     if whole is None:
         return ()
     name, kind = named(whole.config), whole.config.get("model_type")
     words = listing(whole.parts())
     if kind not in _AS_BRIDGE_HAS_THEM:
         return (
-            f"{name}: Megatron-Bridge has no such model; what lies beside the language model ({words}) is called as in its files",
+            f"{name}: Megatron-Bridge doesn't support this model; tensors outside the language model ({words}) keep their names",
         )
     return ()
 
 
 def refuse_optimizer(config: ModelConfig, where: str) -> None:
-    """Raises NotExpressible: nobody knows in which order an optimizer numbers a tower's parameters."""
+    """Raise NotExpressible for a multimodal model: the order in which an optimizer numbers an encoder's parameters is
+    unknown."""
     if config.whole is not None:
         raise NotExpressible(
             f"{where}: optimizer state of {named(config.whole.config)} as a whole can't be converted; --no-optimizer converts the "
@@ -157,21 +175,33 @@ def refuse_optimizer(config: ModelConfig, where: str) -> None:
 
 
 def _renamed(kind: str, names: Collection[str]) -> Renamed:
-    """Those beginnings that these names have; the longer ones first."""
-    known = (*RENAMED.get(kind, ()), *((_MODEL + old, new) for old, new in RENAMED.get(kind, ())), (_MODEL, ""))
+    """The prefixes that occur in these names; the longer ones come first."""
+    known = (
+        *RENAMED.get(kind, ()),
+        *((_MODEL + old, new) for old, new in RENAMED.get(kind, ())),
+        (_MODEL, ""),
+    )
     used = tuple(pair for pair in known if any(name.startswith(pair[0]) for name in names))
     if (_MODEL, "") not in used:
         return used
     plain = [name for name in names if not name.startswith(_MODEL)]
-    begins = dict.fromkeys(_beginning(name.removeprefix(_MODEL), plain) for name in names if name.startswith(_MODEL))
-    return (*(pair for pair in used if pair != (_MODEL, "")), *((_MODEL + begin, begin) for begin in begins))
+    begins = dict.fromkeys(
+        _beginning(name.removeprefix(_MODEL), plain) for name in names if name.startswith(_MODEL)
+    )
+    return (
+        *(pair for pair in used if pair != (_MODEL, "")),
+        *((_MODEL + begin, begin) for begin in begins),
+    )
 
 
 def _beginning(name: str, others: Collection[str]) -> str:
-    """So many of its words that no other begins so: by which it is known that `model.` stood before it."""
+    """The shortest beginning of the name, in whole words, that no other name shares. It shows that `model.` stood
+    before it."""
     words = re.findall(r"[^.]+\.?|\.", name)
     begins = ("".join(words[:count]) for count in range(1, len(words)))
-    return next((begin for begin in begins if not any(other.startswith(begin) for other in others)), name)
+    return next(
+        (begin for begin in begins if not any(other.startswith(begin) for other in others)), name
+    )
 
 
 def _in_megatron(name: str, renamed: Renamed) -> str:
@@ -188,7 +218,8 @@ def _beside(name: str, hf: str, shape: Shape, *, hf_shape: bool = False) -> Besi
 
 
 def _require_distinct(whole: Whole, where: str) -> None:
-    """The way back has to lead to the same names, and none may be one of the language model's or mean something in a table."""
+    """Raise UnsupportedInput unless renaming is reversible, and no name belongs to the language model or has a meaning
+    in a table."""
     seen: set[str] = set()
     for each in whole.tensors:
         back = _in_files(each.name, whole.renamed)
@@ -200,15 +231,19 @@ def _require_distinct(whole: Whole, where: str) -> None:
             or set("{}|") & set(each.name + each.hf)
         ):
             raise UnsupportedInput(
-                f"{where}: {each.hf} lies beside the language model of {named(whole.config)} under a name that can't be kept; "
+                f"{where}: {each.hf}, outside the language model of {named(whole.config)}, has a name that Megatron core can't store; "
                 "--text-only converts the language model alone"
             )
         seen.add(each.name)
 
 
 def pairs(value: Any) -> Iterable[tuple[str, str]]:
-    """Two words each. Raises ValueError for anything else."""
+    """Yield pairs of two words. Raises ValueError for anything else."""
     for pair in value:
-        if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(word, str) for word in pair)):
+        if not (
+            isinstance(pair, (list, tuple))
+            and len(pair) == 2
+            and all(isinstance(word, str) for word in pair)
+        ):
             raise ValueError(f"{pair!r:.60} should be two names")
         yield pair[0], pair[1]

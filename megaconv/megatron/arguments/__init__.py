@@ -1,1 +1,1 @@
-"""Megatron's arguments and a model's configuration, both ways."""
+"""Translates between Megatron's arguments and a model's configuration, in both directions."""

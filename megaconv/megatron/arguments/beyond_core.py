@@ -1,13 +1,14 @@
-"""What Megatron core computes only with modules of others, in arguments called as the providers of Megatron-Bridge call it.
+"""Model features that Megatron core computes only with other projects' modules, as Megatron-Bridge's arguments.
 
     rotary_base                     a pair: of layers with a window, and of all others (Gemma 3)
     attn_logit_softcapping          tanh cap on attention scores (Gemma 2)
     final_logit_softcapping         tanh cap on logits (Gemma 2)
     query_pre_attn_scalar           one over the square of attention's scale (Gemma 2), beside core's own softmax_scale
 
-Megatron-Bridge chooses norms after sublayers and over all heads by the kind of model: tensors tell them. Where a rank has one
-head, they don't tell the width of q's and k's norms; for that we have a word of our own. Source: gemma2_provider.py,
-gemma3_provider.py and minimax_m2_provider.py of Megatron-Bridge.
+Megatron-Bridge selects norms after sublayers, and norms over all heads, by the model's provider. In a checkpoint, the
+tensors show these norms. If a rank has only one head, the tensors don't show the width of the norms of q and k;
+megaconv then writes an argument of its own. Source: gemma2_provider.py, gemma3_provider.py and minimax_m2_provider.py
+of Megatron-Bridge.
 """
 
 from argparse import Namespace
@@ -20,13 +21,26 @@ from megaconv.model.config import ModelConfig, value_of
 
 QK_NORM_WIDTH = "megaconv_qk_norm_width"
 
-_CAPS = {"attn_logit_softcapping": "attention.score_cap", "final_logit_softcapping": "head.logit_cap"}
-_ARGUMENTS = {**{field: name for name, field in _CAPS.items()}, "positions.local_theta": "rotary_base as a pair"}
+_CAPS = {
+    "attn_logit_softcapping": "attention.score_cap",
+    "final_logit_softcapping": "head.logit_cap",
+}
+_ARGUMENTS = {
+    **{field: name for name, field in _CAPS.items()},
+    "positions.local_theta": "rotary_base as a pair",
+}
 
 
 def beyond_core_arguments(config: ModelConfig, *, legacy: bool) -> dict[str, Any]:
-    """What the model has of it; and caps of a model that has none, if it is of a family that may. Raises NotExpressible."""
-    needed, positions, scale = family(config.family).beyond_core, config.positions, config.attention.scale
+    """The arguments for these features. Raises NotExpressible.
+
+    A family that may have caps gets their arguments even for a model without caps.
+    """
+    needed, positions, scale = (
+        family(config.family).beyond_core,
+        config.positions,
+        config.attention.scale,
+    )
     written = {
         name: value_of(config, field)
         for name, field in _CAPS.items()
@@ -38,32 +52,48 @@ def beyond_core_arguments(config: ModelConfig, *, legacy: bool) -> dict[str, Any
         written["softmax_scale"] = scale
     if (legacy and written) or (scale is not None and config.latent.kv_rank):
         models = "legacy models" if legacy else "latent attention"
-        raise NotExpressible(f"the model needs {written}, which is not representable in Megatron's {models}")
+        raise NotExpressible(
+            f"the model needs {written}, which is not representable in Megatron's {models}"
+        )
     if "attn_logit_softcapping" in written:
-        written["query_pre_attn_scalar"] = config.attention.head_dim if scale is None else round(scale**-2, 9)
+        written["query_pre_attn_scalar"] = (
+            config.attention.head_dim if scale is None else round(scale**-2, 9)
+        )
     return written | ({QK_NORM_WIDTH: "all"} if config.has("wide_qk_norm") else {})
 
 
 def read_beyond_core(args: Namespace, head_dim: int) -> dict[str, Any]:
-    """As fields of the configuration, but for what concerns rope."""
-    given: dict[str, Any] = {field: _number(args, name) for name, field in _CAPS.items() if hasattr(args, name)}
-    scale, scalar = _number(args, "softmax_scale"), _number(args, "query_pre_attn_scalar")
+    """These features as fields of the configuration, except for rope."""
+    given: dict[str, Any] = {
+        field: positive_number(args, name) for name, field in _CAPS.items() if hasattr(args, name)
+    }
+    scale, scalar = (
+        positive_number(args, "softmax_scale"),
+        positive_number(args, "query_pre_attn_scalar"),
+    )
     if scale is None and scalar is not None:
         scale = scalar**-0.5
-    if scale is not None and not getattr(args, "multi_latent_attention", False):  # which has a scale of its own
+    if scale is not None and not getattr(
+        args, "multi_latent_attention", False
+    ):  # latent attention has its own scale
         given["attention.scale"] = None if scale == head_dim**-0.5 else scale
-    return given | ({"attention.qk_norm_width": "all"} if getattr(args, QK_NORM_WIDTH, None) == "all" else {})
+    return given | (
+        {"attention.qk_norm_width": "all"} if getattr(args, QK_NORM_WIDTH, None) == "all" else {}
+    )
 
 
-def _number(args: Namespace, name: str) -> Any:
+def positive_number(args: Namespace, name: str) -> Any:
+    """A numeric argument; None if it is missing. Raises CorruptCheckpoint unless it is positive."""
     value = getattr(args, name, None)
     if value is not None and (type(value) not in (int, float) or not value > 0):
-        raise CorruptCheckpoint(f"the checkpoint's {name} should be a positive number, found {value!r:.100}")
+        raise CorruptCheckpoint(
+            f"the checkpoint's {name} should be a positive number, found {value!r:.100}"
+        )
     return value
 
 
 def require_beyond_core(given: Mapping[str, Any], member: Family) -> None:
-    """Raises CorruptCheckpoint for a field that nobody gave and that must not be guessed."""
+    """Raises CorruptCheckpoint for a missing field that must not be guessed."""
     for field in member.beyond_core:
         if field not in given:
             raise CorruptCheckpoint(

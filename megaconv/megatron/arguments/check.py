@@ -1,4 +1,4 @@
-"""Refuses arguments of Megatron that change what a model computes and that nobody here reads."""
+"""Refuses Megatron's arguments that change a model's computation and that megaconv doesn't read."""
 
 import logging
 from argparse import Namespace
@@ -17,10 +17,10 @@ _KNOWN = READ.union(REFUSED, *HARMLESS.values())
 
 
 def check_arguments(args: Namespace, found: Mapping[str, Any], *, legacy: bool = False) -> None:
-    """Warns of arguments that no release of Megatron has, once, unless they are off.
+    """Check all arguments. Warns once about enabled arguments that no release of Megatron has.
 
-    found: what the tensors say, as fields of the configuration. legacy: whether the model is one of those before core.
-    Raises UnknownFamily for a value that would be lost, with the argument's name, the value, and what is expected.
+    found: fields of the configuration that the tensors show. legacy: True for a model from before Megatron core.
+    Raises UnknownFamily for a value that would be lost, with the argument's name, the value, and the expected values.
     """
     _check_old_positions(args, found)
     present = set(_present(args, found, legacy))
@@ -31,46 +31,60 @@ def check_arguments(args: Namespace, found: Mapping[str, Any], *, legacy: bool =
                 f"the checkpoint's {name} is {value!r:.100} ({limit.computes}), which no supported model family has; "
                 f"expected {_expected(limit)}"
             )
-    unknown = sorted(name for name, value in vars(args).items() if name not in _KNOWN and not _is_off(value))
+    unknown = sorted(
+        name for name, value in vars(args).items() if name not in _KNOWN and not _is_off(value)
+    )
     if unknown:
         _log.warning(
-            "the checkpoint's args have %s, which no known release of Megatron has; they are not converted, "
-            "whatever they do to the model",
+            "the checkpoint's args have %s, which no known release of Megatron has; their effect on the model is not converted",
             listing(unknown),
         )
 
 
 def _present(args: Namespace, found: Mapping[str, Any], legacy: bool) -> Iterator[str]:
-    """What Limit.only may ask for."""
+    """The conditions of Limit.only that this model meets."""
     if found.get("experts.count"):
         yield "experts"
     if not getattr(args, "swiglu", True):
         yield "gelu"
-    if not (legacy and sees_both_ways(found)):  # the legacy BERT can take its residuals behind the norm
+    if not (
+        legacy and sees_both_ways(found)
+    ):  # the legacy BERT can take its residuals after the norm
         yield "residuals of core"
 
 
 def _is_accepted(value: object, limit: Limit) -> bool:
-    """Objects from a pickle are accepted nowhere."""
+    """True if the limit allows the value. Objects from a pickle are never allowed."""
     if isinstance(value, (list, tuple)):
         return all(_is_accepted(item, limit) for item in value)
     return isinstance(value, (type(None), bool, int, float, str)) and value in limit.accepted
 
 
 def _is_off(value: object) -> bool:
-    return value is None or (isinstance(value, (bool, int, float, str, list, tuple, dict)) and not value)
+    return value is None or (
+        isinstance(value, (bool, int, float, str, list, tuple, dict)) and not value
+    )
 
 
 def _expected(limit: Limit) -> str:
-    values = sorted(limit.accepted, key=lambda value: value is None)  # what users write first
+    # The values that users write come first, None last.
+    values = sorted(limit.accepted, key=lambda value: value is None)
     return ("one of " if len(values) > 1 else "") + listing([repr(value) for value in values])
 
 
 def _check_old_positions(args: Namespace, found: Mapping[str, Any]) -> None:
-    """Before core 0.4 a table of positions and rotary ones were chosen independently: also both, or none."""
-    if hasattr(args, "position_embedding_type") or not hasattr(args, "use_rotary_position_embeddings"):
+    """Check the positions of arguments before core 0.4, which chose position tables and rotary positions independently.
+
+    Both at once, or neither of them, is refused.
+    """
+    if hasattr(args, "position_embedding_type") or not hasattr(
+        args, "use_rotary_position_embeddings"
+    ):
         return
-    table, rotary = found.get("positions.kind") == "learned", bool(args.use_rotary_position_embeddings)
+    table, rotary = (
+        found.get("positions.kind") == "learned",
+        bool(args.use_rotary_position_embeddings),
+    )
     if table == rotary:
         raise UnknownFamily(
             f"the checkpoint's use_rotary_position_embeddings is {rotary}, and its tensors have {'a' if table else 'no'} "

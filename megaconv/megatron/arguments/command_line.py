@@ -1,7 +1,7 @@
-"""Megatron's arguments as the command line that leads to them: what a run needs to start from a checkpoint.
+"""The command line for Megatron's arguments: the flags that a run needs to start from a checkpoint.
 
-Flags are those of Megatron-LM's pretrain_gpt.py; tests/megatron_flags.py reads them off its real parsers. What no parser has a
-flag for (yarn's numbers, caps on scores) is listed, for whoever builds the model to set.
+Flags are those of Megatron-LM's pretrain_gpt.py; tests/megatron_flags.py reads them from its real parsers. Arguments
+without a flag in any parser (yarn's numbers, caps on scores) are listed, so that the user can set them in code.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,21 +36,21 @@ _SWITCHES = """
     is_hybrid_model fp16 bf16 use_legacy_models no_load_optim no_load_rng
 """
 VALUES, SWITCHES = tuple(_VALUES.split()), tuple(_SWITCHES.split())
-"""Arguments whose flag has their name: with a value; alone, where they are true."""
+"""Arguments whose flag has their name: those with a value, and those that are a switch."""
 OFF = {
     "add_bias_linear": "--disable-bias-linear",
     "bias_gelu_fusion": "--no-bias-gelu-fusion",
     "bert_binary_head": "--bert-no-binary-head",
 }
-"""Arguments that are true unless this flag is there."""
+"""Arguments that are true unless this flag is given."""
 
 _DEFAULTS: Mapping[str, object] = {
     "softmax_type": "vanilla", "glu_linear_offset": 0.0, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
     "expert_model_parallel_size": 1, "rotary_percent": 1.0, "moe_router_score_function": "softmax", "spec": None,
 }  # fmt: skip
-"""What every release takes a missing flag for; older ones don't know all of these."""
+"""Values that every release assumes for a missing flag. Older releases don't know all of these flags."""
 _WHOLE = ("rotary_base", "rotary_seq_len_interpolation_factor")
-"""Flags that take whole numbers alone."""
+"""Flags that accept only integers."""
 _UNSETTABLE = (
     "yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale",
     "yarn_mscale_all_dim", "yarn_correction_range_round_to_int", "softmax_scale", "attn_logit_softcapping",
@@ -63,16 +63,16 @@ _USUAL = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings
 
 class CommandLine(NamedTuple):
     flags: tuple[tuple[str, ...], ...]
-    """Each a flag, alone or with its value; --spec has two."""
+    """Flags, each with its values if it has any. --spec has two values."""
     unsettable: Mapping[str, Any]
-    """Arguments that no flag sets, with the values that the model needs."""
+    """Arguments without a flag, with the values that the model needs."""
 
     @property
     def words(self) -> list[str]:
         return [word for flag in self.flags for word in flag]
 
     def lines(self) -> Iterator[str]:
-        """One flag a line, quoted for a shell."""
+        """One flag per line, quoted for a shell."""
         return (" ".join(quote(word) for word in flag) for flag in self.flags)
 
 
@@ -81,15 +81,19 @@ def flag_of(name: str) -> str:
 
 
 def known_flags() -> set[str]:
-    """All that may be written."""
+    """All flags that may be written."""
     return {flag_of(name) for name in (*VALUES, *SWITCHES)} | set(OFF.values())
 
 
 def command_line(arguments: Mapping[str, Any]) -> CommandLine:
-    """Of arguments as `write.py` makes them, and whatever else VALUES and SWITCHES name."""
+    """The command line for arguments from `write.py`, and for any others in VALUES and SWITCHES."""
     given = _that_matter(arguments)
     flags: list[tuple[str, ...]] = []
-    unsettable = {name: given[name] for name in _UNSETTABLE if given.get(name, _USUAL.get(name)) != _USUAL.get(name)}
+    unsettable = {
+        name: given[name]
+        for name in _UNSETTABLE
+        if given.get(name, _USUAL.get(name)) != _USUAL.get(name)
+    }
     for name in VALUES:
         value = given.get(name)
         if value is None or value == _DEFAULTS.get(name):
@@ -97,26 +101,33 @@ def command_line(arguments: Mapping[str, Any]) -> CommandLine:
         if not _fits(name, value):
             unsettable[name] = value
             continue
-        flags.append((flag_of(name), *(value if name == "spec" and isinstance(value, list) else [_text(name, value)])))
+        flags.append(
+            (
+                flag_of(name),
+                *(value if name == "spec" and isinstance(value, list) else [_text(name, value)]),
+            )
+        )
     flags += [(flag_of(name),) for name in SWITCHES if given.get(name)]
     flags += [(flag,) for name, flag in OFF.items() if given.get(name) is False]
     return CommandLine(tuple(flags), unsettable)
 
 
 def _that_matter(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what other arguments make irrelevant."""
+    """The arguments without those that others make irrelevant."""
     given = dict(arguments)
     if not given.get("group_query_attention"):
         given["num_query_groups"] = None
     if given.get("swiglu") or given.get("quick_geglu") or given.get("squared_relu"):
         given["bias_gelu_fusion"] = None
-    if not given.get("use_rope_scaling") and not isinstance(given.get("rotary_base"), (tuple, list)):
+    if not given.get("use_rope_scaling") and not isinstance(
+        given.get("rotary_base"), (tuple, list)
+    ):
         given["rope_scaling_factor"] = None
     if given.get("position_embedding_type") == "learned_absolute":
         given |= dict.fromkeys(("rotary_base", "rotary_percent"))
     if given.get("decoder_num_layers") is None:
         given["encoder_num_layers"] = None
-    else:  # Megatron-LM takes one of both
+    else:  # Megatron-LM accepts only one of them
         given["num_layers"] = None
     if not given.get("num_experts"):
         given["expert_tensor_parallel_size"] = None
@@ -126,7 +137,7 @@ def _that_matter(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fits(name: str, value: object) -> bool:
-    """Whether a flag can say it: yarn, by that name, only the newest can."""
+    """True if a flag can express the value. Only the newest release has a flag for yarn."""
     if isinstance(value, (tuple, list)) and name == "rotary_base":
         return False
     if name in _WHOLE:

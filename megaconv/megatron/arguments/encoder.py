@@ -1,4 +1,4 @@
-"""Megatron's `args` for models with an encoder: BERT and T5. Source: as args.py."""
+"""Megatron's `args` for models with an encoder: BERT and T5. Source: as in write.py."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -9,8 +9,10 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
 
 
-def encoder_arguments(config: ModelConfig, transformer_impl: str, *, legacy: bool) -> dict[str, Any]:
-    """What BERT and T5 say besides, or otherwise; nothing for other models. Raises NotExpressible."""
+def encoder_arguments(
+    config: ModelConfig, transformer_impl: str, *, legacy: bool
+) -> dict[str, Any]:
+    """The further or different arguments of BERT and T5; empty for other models. Raises NotExpressible."""
     for refused, reason in _refusals(config, transformer_impl, legacy):
         if refused:
             raise NotExpressible(reason)
@@ -19,13 +21,12 @@ def encoder_arguments(config: ModelConfig, transformer_impl: str, *, legacy: boo
             "num_layers": config.encoder.layers,
             "encoder_num_layers": config.encoder.layers,
             "decoder_num_layers": config.layer_count,
-            "decoder_seq_length": config.max_positions,
             "relative_attention_num_buckets": config.positions.buckets or 32,
             "relative_attention_max_distance": config.positions.max_distance or 128,
         }
     if not config.has("both_ways"):
         return {}
-    # Legacy models' openai_gelu is for the layers and the head, the fused approximation for the layers alone.
+    # openai_gelu of legacy models applies to layers and head; the fused approximation applies only to layers.
     everywhere = config.head.activation == "gelu_tanh"
     return {
         "bert_binary_head": config.has("pooler"),
@@ -37,10 +38,11 @@ def encoder_arguments(config: ModelConfig, transformer_impl: str, *, legacy: boo
 
 
 def split_rank_arguments(layout: Layout, *, legacy: bool) -> dict[str, Any]:
-    """Of an encoder with stages of its own; nothing otherwise.
+    """The arguments for an encoder with its own pipeline stages; otherwise empty.
 
-    Core up to 0.8, and with it the legacy models, counts all stages and says where the decoder's begin; core 0.9 to 0.13
-    counts the encoder's for themselves. Either turns down a checkpoint whose pipeline_model_parallel_size isn't its own.
+    Core up to 0.8, and the legacy models in it, count all stages, and give the stage where the decoder begins. Core 0.9
+    to 0.13 counts the encoder's stages separately. Each refuses a checkpoint whose pipeline_model_parallel_size differs
+    from its own.
     """
     if not layout.split_rank:
         return {}
@@ -54,22 +56,25 @@ def split_rank_arguments(layout: Layout, *, legacy: bool) -> dict[str, Any]:
 
 
 def refuse_lost_head(args: Namespace, config: ModelConfig, where: str) -> None:
-    """Raises TensorMismatch for a distributed checkpoint of a run whose encoder had stages of its own.
+    """Raises TensorMismatch for a distributed checkpoint of a run whose encoder had its own pipeline stages.
 
-    Core gives the last of them a head as well, which nothing trains, stores it under the same keys as the decoder's, and has
-    the latter count as the copy. Source: T5Model.sharded_state_dict in core 0.10 to 0.13.
+    Core gives the encoder's last stage an untrained head, and stores it under the same keys as the decoder's head. It
+    treats the decoder's head as the copy. Source: T5Model.sharded_state_dict in core 0.10 to 0.13.
     """
     if config.encoder.layers and getattr(args, "encoder_pipeline_model_parallel_size", None):
         raise TensorMismatch(
-            f"{where}: the encoder had pipeline stages of its own, and then Megatron core stores their untrained head in "
-            "place of the decoder's: the model isn't complete here; save it with Megatron's --ckpt-format torch"
+            f"{where}: the encoder had separate pipeline stages. Megatron core then stores their untrained head in "
+            "place of the decoder's, so the model isn't complete here; save it with Megatron's --ckpt-format torch"
         )
 
 
-def _refusals(config: ModelConfig, transformer_impl: str, legacy: bool) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, why Megatron can't have it)."""
+def _refusals(
+    config: ModelConfig, transformer_impl: str, legacy: bool
+) -> Iterator[tuple[bool, str]]:
+    """(whether a problem applies, why Megatron can't have this model) for each possible problem."""
     yield (
-        config.attention.scale is not None and (legacy or config.encoder.layers > 0 or config.has("both_ways")),
+        config.attention.scale is not None
+        and (legacy or config.encoder.layers > 0 or config.has("both_ways")),
         "the model's attention scores are not divided by the square root of the head size; all of Megatron's are, so that "
         "it would compute something else with these weights",
     )
@@ -115,7 +120,10 @@ def _refusals(config: ModelConfig, transformer_impl: str, legacy: bool) -> Itera
         not legacy and config.head.bias != config.tie_embeddings,
         "Megatron core's T5 has a bias on its head if the head is its embedding, and only then; this model differs",
     )
-    yield legacy and not config.head.bias, "Megatron's legacy T5 has a bias on its head, this model has none"
+    yield (
+        legacy and not config.head.bias,
+        "Megatron's legacy T5 has a bias on its head, this model has none",
+    )
     yield (
         not config.norm.final and (legacy or transformer_impl != "local"),
         "the model has no norms at the end of its stacks, as Megatron core's local T5 has without Transformer Engine; "
@@ -131,20 +139,24 @@ def _pooled_head(config: ModelConfig) -> str:
 
 
 def sees_both_ways(given: Mapping[str, Any]) -> bool:
-    """Whether fields of a configuration are those of a BERT: by its heads, one of which each has."""
+    """True if the fields of a configuration are those of a BERT. Every BERT has one of these heads."""
     return any(given.get(name) for name in ("head.activation", "head.classes", "head.choices"))
 
 
 def read_encoder(args: Namespace, given: Mapping[str, Any], *, legacy: bool) -> dict[str, Any]:
-    """What args say of a BERT or T5 that its tensors don't, as fields of the configuration.
+    """Fields of a BERT or T5 that args contain and its tensors don't show.
 
-    given: all the others. Raises UnknownFamily.
+    given: all other fields. Raises UnknownFamily.
     """
     if given.get("experts.count"):
-        raise UnknownFamily("the checkpoint has an encoder with experts, which no supported model family has")
+        raise UnknownFamily(
+            "the checkpoint has an encoder with experts, which no supported model family has"
+        )
     if given.get("encoder.layers"):
         distance = getattr(args, "relative_attention_max_distance", None) or 128
-        return {"positions.max_distance": distance if given.get("positions.kind") == "relative" else 0}
+        return {
+            "positions.max_distance": distance if given.get("positions.kind") == "relative" else 0
+        }
     plain = {
         "positions.kind": "learned",
         "norm.kind": "LayerNorm",
@@ -154,11 +166,13 @@ def read_encoder(args: Namespace, given: Mapping[str, Any], *, legacy: bool) -> 
     }
     other = {name: given.get(name) for name, usual in plain.items() if given.get(name) != usual}
     if other:
-        raise UnknownFamily(f"the checkpoint has BERT's head, but not its layers ({other}); expected {plain}")
+        raise UnknownFamily(
+            f"the checkpoint has BERT's head, but not its layers ({other}); expected {plain}"
+        )
     both = legacy and given.get("head.activation") and getattr(args, "openai_gelu", False)
     follows = {"head.activation": "gelu_tanh"} if both else {}
     return {"norm.place": "after_sum" if getattr(args, POST_NORM, False) else "before", **follows}
 
 
 POST_NORM = "apply_residual_connection_post_layernorm"
-"""Legacy models follow it; core up to 0.19 takes it and ignores it."""
+"""Legacy models follow this argument; core up to 0.19 accepts and ignores it."""

@@ -1,7 +1,7 @@
-"""Megatron's arguments that change nothing in what a saved model computes, by the reason why.
+"""Megatron's arguments that don't change the computation of a saved model, grouped by reason.
 
-Sources: as known.py. An argument whose effect is gone when the run is over belongs here; one that needs a second look
-belongs into known.REFUSED.
+Sources: as in known.py. An argument whose effect ends with the run belongs here. An argument that needs a second look
+belongs in known.REFUSED.
 """
 
 from collections.abc import Mapping
@@ -138,12 +138,11 @@ _BY_REASON: Mapping[str, str] = {
         wgrad_deferral_limit
     """,
     "parallelism": """
-        context_parallel_size expert_gtp_weight_remat_size expert_tensor_parallel_num_weight_shards gtp_remat_opt_in_modules
+        expert_gtp_weight_remat_size expert_tensor_parallel_num_weight_shards gtp_remat_opt_in_modules
         gtp_weight_remat_size hierarchical_context_parallel_sizes hybrid_context_parallel lazy_mpu_init local_rank
-        max_seqlen_per_dp_cp_rank model_parallel_size mtp_standalone num_distributed_optimizer_instances
-        num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_model_parallel_split_rank rank
+        max_seqlen_per_dp_cp_rank mtp_standalone num_distributed_optimizer_instances
+        num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_model_parallel_split_rank
         sequence_parallel standalone_embedding_stage tensor_parallel_num_weight_shards transformer_pipeline_model_parallel_size
-        use_tp_pp_dp_mapping world_size
     """,
     "initialization and random numbers": """
         data_parallel_random_init embedding_init_method embedding_init_method_std init_method init_method_std
@@ -279,8 +278,10 @@ _BY_REASON: Mapping[str, str] = {
         bert_no_binary_head compile disable_bias_linear dpo dpo_beta dpo_label_smoothing dpo_loss dpo_reference_cache epochs
         finetune_data finetune_form finetune_turns fp32 fp8_format keep_last keep_last_batch lora_alpha lora_dropout lora_load
         lora_rank lora_rslora lora_targets metrics_file no_bias_gelu_fusion no_check_for_nan_in_loss_and_grad no_fp8_wgrad
-        no_manual_gc_eval peak_tflops plot resume show_sample task train_data valid_data valid_finetune_data
+        no_manual_gc_eval objective peak_tflops plot resume show_sample task train_data valid_data valid_finetune_data
     """,
 }
 
-HARMLESS: Mapping[str, frozenset[str]] = {reason: frozenset(names.split()) for reason, names in _BY_REASON.items()}
+HARMLESS: Mapping[str, frozenset[str]] = {
+    reason: frozenset(names.split()) for reason, names in _BY_REASON.items()
+}

@@ -1,12 +1,12 @@
-"""Megatron's arguments that say what a model computes: those that are read, and those that are refused unless they are off.
+"""Megatron's arguments that define a model's computation: arguments that are read, and arguments that are refused.
 
-A checkpoint's `args` hold what Megatron-LM's parser makes, and Megatron core takes every field of its configuration
-classes from there that is found by name. So both are listed: all fields of TransformerConfig, its bases and subclasses,
-and all of the parser's own. Each is in READ, in REFUSED, or in harmless.HARMLESS.
+A checkpoint's `args` come from Megatron-LM's parser. Megatron core takes every field of its configuration classes that
+it finds there by name. Therefore all fields of TransformerConfig, its bases and subclasses are listed, and all
+arguments of the parser. Each is in READ, in REFUSED, or in harmless.HARMLESS.
 
 Sources: the configuration classes and the code that uses them, in the wheels of megatron-core 0.12.0 to 0.16.1 and in
-Megatron-LM's tags core_v0.17.0 to core_v0.19.0, and main at d98e8a64ddf3; the parser in the tags v1.0 to core_v0.19.0 and
-the same commit. tests/test_known_arguments.py compares them (tests/megatron_fields.py says how to add a release).
+Megatron-LM's tags core_v0.17.0 to core_v0.19.0, and main at d98e8a64ddf3; the parser in the tags v1.0 to core_v0.19.0
+and the same commit. tests/megatron/test_known_arguments.py compares them (tests/megatron_fields.py says how to add a release).
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ class Limit(NamedTuple):
     """The values that an argument may have."""
 
     accepted: tuple[object, ...]
-    """Of a list, each item has to be one of them. None stands for an argument that isn't there, too."""
+    """Allowed values. In a list, each item must be one of them. None also stands for a missing argument."""
     computes: str
-    """What it is, or what any other value computes; for people."""
+    """What the argument is, or what any other value computes, for messages."""
     only: str = ""
-    """What the model must have for the argument to matter: `experts`, `gelu`, or `residuals of core`; nothing: always."""
+    """The condition under which the argument matters: `experts`, `gelu`, or `residuals of core`; empty: always."""
 
 
 _READ = """
@@ -44,6 +44,7 @@ _READ = """
     rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_score_function
     moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk
+    rank world_size use_tp_pp_dp_mapping context_parallel_size model_parallel_size
     tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
     expert_model_parallel_size expert_tensor_parallel_size data_parallel_size encoder_tensor_model_parallel_size
     encoder_pipeline_model_parallel_size
@@ -55,10 +56,10 @@ _READ = """
     decoupled_lr apply_wd_to_qk_layernorm no_weight_decay_cond_type
     softmax_scale
     attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar
-    megaconv_left_out megaconv_qk_norm_width megaconv_indexer_order megaconv_hf_names
+    megaconv_left_out megaconv_latent_norm_epsilon megaconv_qk_norm_width megaconv_indexer_order megaconv_hf_names
 """
 READ = frozenset(_READ.split())
-"""What megaconv asks a checkpoint's arguments for."""
+"""The arguments of a checkpoint that megaconv reads."""
 
 LIMITED: Mapping[str, Limit] = {
     "position_embedding_type": Limit(
@@ -68,13 +69,15 @@ LIMITED: Mapping[str, Limit] = {
     "rope_type": Limit((None, "rope", "yarn"), "how the rotations of latent attention are scaled"),
     "experimental_attention_variant": Limit((None, "gated_delta_net", "dsa"), "another attention"),
     "moe_router_score_function": Limit(
-        (None, "softmax", "sigmoid"), "how a router's logits become the experts' weights", only="experts"
+        (None, "softmax", "sigmoid"),
+        "how a router's logits become the experts' weights",
+        only="experts",
     ),
     "apply_residual_connection_post_layernorm": Limit(
         (None, False), "the residual is taken behind the norm", only="residuals of core"
     ),
 }
-"""Of those that are read: the values that mean something here."""
+"""The values of arguments in READ that megaconv supports."""
 
 _CONFIGURATION: Mapping[str, Limit] = {
     "softmax_type": Limit(
@@ -124,7 +127,7 @@ _CONFIGURATION: Mapping[str, Limit] = {
 _PARSER: Mapping[str, Limit] = {
     # Tag 23.04 and later, up to core_v0.15.3.
     "retro_add_retriever": Limit((None, False), "the model attends to retrieved text (Retro)"),
-    # core_v0.4.0 and later. Megatron's own modules for the models here are accepted.
+    # core_v0.4.0 and later. Megatron's own modules for supported models are accepted.
     "spec": Limit(
         (
             None,
@@ -148,14 +151,18 @@ _PARSER: Mapping[str, Limit] = {
     "heterogeneous_layers_config_path": Limit((None, ""), "layers differ from each other"),
     "heterogeneous_layers_config_encoded_json": Limit((None, ""), "layers differ from each other"),
     # megatron/post_training/arguments.py, core_v0.13.0 and later.
-    "export_qk_l2_norm": Limit((None, False), "queries and keys are divided by their L2 norm, as in Llama 4"),
+    "export_qk_l2_norm": Limit(
+        (None, False), "queries and keys are divided by their L2 norm, as in Llama 4"
+    ),
     "export_moe_apply_probs_on_input": Limit(
-        (None, False), "experts' inputs are multiplied by the routers' weights, not their outputs", only="experts"
+        (None, False),
+        "experts' inputs are multiplied by the routers' weights, not their outputs",
+        only="experts",
     ),
     # megatron/elastification/arguments.py, core_v0.18.0 and later.
     "flextron": Limit((None, False), "a router chooses which parts of the model compute"),
 }
-"""Arguments that are no field."""
+"""Arguments that aren't fields."""
 
 REFUSED: Mapping[str, Limit] = {**_CONFIGURATION, **_PARSER}
-"""What nobody reads here, and what changes what the model computes unless it has one of these values."""
+"""Arguments that megaconv doesn't read. They change the model's computation unless they have one of these values."""

@@ -1,11 +1,14 @@
-"""Megatron's arguments of multi-head latent attention, from and to our configuration.
+"""Translates between Megatron's arguments of multi-head latent attention and the configuration.
 
-    q_lora_rank, kv_lora_rank             widths of the latent vectors; no q_lora_rank: queries are made directly
-    qk_head_dim, qk_pos_emb_head_dim      elements of a head of q and k without and with a rotation; v_head_dim of v
-    rope_type                             `rope`, or `yarn` (if None, too) with rotary_scaling_factor, mscale, mscale_all_dim ...
+    q_lora_rank, kv_lora_rank             widths of the latent vectors; without q_lora_rank, queries are computed directly
+    qk_head_dim, qk_pos_emb_head_dim      elements of a head of q and k without and with rotation; v_head_dim of v
+    rope_type                             `rope`, or `yarn` (also None) with rotary_scaling_factor, mscale, mscale_all_dim ...
 
-Rotating elements lie in pairs, as in DeepSeek's own files. Source: MLATransformerConfig and multi_latent_attention.py of
-megatron-core 0.12 to 0.16; DeepseekV3Attention and the yarn parameters of transformers 5.
+    megaconv_latent_norm_epsilon          megaconv's own argument for a run that computes the norms of latent vectors as
+                                          transformers does; Megatron gives all norms one epsilon
+
+Rotating elements are stored in pairs, as in DeepSeek's own files. Source: MLATransformerConfig and
+multi_latent_attention.py of megatron-core 0.12 to 0.16; DeepseekV3Attention and the yarn parameters of transformers 5.
 """
 
 from argparse import Namespace
@@ -13,10 +16,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaconv.errors import NotExpressible, UnknownFamily
+from megaconv.megatron.arguments.beyond_core import positive_number
 from megaconv.model.config import ModelConfig
 
+LATENT_NORM_EPSILON = "megaconv_latent_norm_epsilon"
+
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
-"""What both take a missing key for."""
+"""Values that Megatron and transformers both use for a missing key."""
 
 
 def latent_arguments(config: ModelConfig) -> dict[str, Any]:
@@ -38,28 +44,47 @@ def latent_arguments(config: ModelConfig) -> dict[str, Any]:
     } | _scaling(config.positions.scaling)
 
 
+def latent_norm_argument(config: ModelConfig) -> dict[str, Any]:
+    """The argument for a run with other norms of latent vectors than Megatron's; otherwise empty.
+
+    Megatron doesn't read it.
+    """
+    epsilon = config.latent.norm_epsilon
+    return {} if epsilon in (None, config.norm.epsilon) else {LATENT_NORM_EPSILON: epsilon}
+
+
 def _scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
     if scaling is None:
         plain = {"rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
         return {"rope_type": "rope", **plain, "beta_fast": 32.0, "beta_slow": 1.0}
     known = {"rope_type", "factor", "mscale", "mscale_all_dim", *_YARN}
-    others = sorted(name for name, value in scaling.items() if name not in known and value is not None)
+    others = sorted(
+        name for name, value in scaling.items() if name not in known and value is not None
+    )
     both = [bool(scaling.get(name)) for name in ("mscale", "mscale_all_dim")]
     if scaling["rope_type"] != "yarn" or others or both == [False, True]:
         raise NotExpressible(
             f"rope scaling {dict(scaling)} has no equivalent in Megatron's latent attention, which supports yarn only"
         )
     found = {name: scaling.get(name) or value for name, value in _YARN.items()}
-    # Without mscale_all_dim the two definitions agree only if mscale is 1.
-    mscales = (float(scaling["mscale"]), float(scaling["mscale_all_dim"])) if all(both) else (1.0, 0.0)
-    factor = {"rotary_scaling_factor": float(scaling["factor"]), "mscale": mscales[0], "mscale_all_dim": mscales[1]}
+    # Without mscale_all_dim, the definitions of Megatron and transformers agree only if mscale is 1.
+    mscales = (
+        (float(scaling["mscale"]), float(scaling["mscale_all_dim"])) if all(both) else (1.0, 0.0)
+    )
+    factor = {
+        "rotary_scaling_factor": float(scaling["factor"]),
+        "mscale": mscales[0],
+        "mscale_all_dim": mscales[1],
+    }
     return {"rope_type": "yarn", **factor, **found}
 
 
 def read_latent(args: Namespace) -> dict[str, Any]:
-    """As fields of the configuration; none for any other attention. Raises UnknownFamily."""
-    if not getattr(args, "multi_latent_attention", False):
+    """The fields of latent attention; for other attention, the field that says so. Raises UnknownFamily."""
+    if not hasattr(args, "multi_latent_attention"):
         return {}
+    if not args.multi_latent_attention:
+        return {"latent.kv_rank": 0}
     rope_dim = args.qk_pos_emb_head_dim
     return {
         "attention.kv_heads": args.num_attention_heads,
@@ -68,17 +93,24 @@ def read_latent(args: Namespace) -> dict[str, Any]:
         "latent.v_dim": args.v_head_dim,
         "latent.kv_rank": args.kv_lora_rank,
         "latent.q_rank": args.q_lora_rank or 0,
+        "latent.norm_epsilon": positive_number(args, LATENT_NORM_EPSILON),
         "positions.scaling": _read_scaling(args),
     }
 
 
 def _read_scaling(args: Namespace) -> dict[str, Any] | None:
-    """The parser has a rope_type since core 0.14; where nobody gave one, the configuration class says yarn."""
+    """The yarn scaling, or None.
+
+    The parser has a rope_type since core 0.14. If it is missing, the default of the configuration class is yarn.
+    """
     given = getattr(args, "rope_type", None)
     factor = float(getattr(args, "rotary_scaling_factor", 40))
-    mscales = {name: float(getattr(args, name, value)) for name, value in (("mscale", 1.0), ("mscale_all_dim", 0.0))}
+    mscales = {
+        name: float(getattr(args, name, value))
+        for name, value in (("mscale", 1.0), ("mscale_all_dim", 0.0))
+    }
     _check_softmax(args, given, factor, mscales)
-    if given == "rope" or (given is None and factor == 1):  # a factor of 1 leaves yarn nothing to do
+    if given == "rope" or (given is None and factor == 1):  # with a factor of 1, yarn has no effect
         return None
     if factor > 1 and not all(mscales.values()) and tuple(mscales.values()) != (1.0, 0.0):
         raise UnknownFamily(
@@ -89,11 +121,19 @@ def _read_scaling(args: Namespace) -> dict[str, Any] | None:
     if not hasattr(args, "rope_type"):
         usual["original_max_position_embeddings"] = args.max_position_embeddings
     numbers = {name: getattr(args, name, value) for name, value in usual.items()}
-    return {"rope_type": "yarn", "factor": factor, **numbers} | (mscales if mscales["mscale_all_dim"] else {})
+    return {"rope_type": "yarn", "factor": factor, **numbers} | (
+        mscales if mscales["mscale_all_dim"] else {}
+    )
 
 
-def _check_softmax(args: Namespace, rope_type: str | None, factor: float, mscales: Mapping[str, float]) -> None:
-    """Attention scores are scaled by one of the mscales whatever the rope_type: up to core 0.13 the first, then the second."""
+def _check_softmax(
+    args: Namespace, rope_type: str | None, factor: float, mscales: Mapping[str, float]
+) -> None:
+    """Check the scale of attention scores, which one of the mscales determines for any rope_type.
+
+    Up to core 0.13 it is mscale, later mscale_all_dim. Raises UnknownFamily if it differs from the scale of the
+    rotations.
+    """
     name = "mscale_all_dim" if hasattr(args, "rope_type") else "mscale"
     expected = 0.0 if rope_type == "rope" else mscales["mscale_all_dim"]
     if factor > 1 and mscales[name] != expected:

@@ -1,6 +1,6 @@
-"""Megatron's arguments of linear attention, from and to our configuration.
+"""Translates between Megatron's arguments of linear attention and the configuration.
 
-    experimental_attention_variant        `gated_delta_net`, the one kind of linear attention that there is
+    experimental_attention_variant        `gated_delta_net`, the only kind of linear attention
     linear_attention_freq                 1 for each layer that has it, 0 for the others; a checkpoint's tensors show it
     linear_num_key_heads, linear_key_head_dim, linear_num_value_heads, linear_value_head_dim, linear_conv_kernel_dim
 
@@ -23,20 +23,20 @@ _SIZES = {
 
 
 def linear_arguments(config: ModelConfig) -> dict[str, Any]:
-    """All arguments of linear attention; none for models without."""
+    """All arguments of linear attention; empty for models without it."""
     if not config.has("linear_layers"):
         return {}
     sizes = {name: value_of(config, field) for name, field in _SIZES.items()}
     return sizes | {
         "experimental_attention_variant": _VARIANT,
         "linear_attention_freq": [int(kind.mixer == "linear") for kind in config.layers],
-        # Distributed checkpoints of layers that differ are not stacked; core knows that of itself for experts alone.
+        # Distributed checkpoints don't stack layers of different kinds. Core detects this by itself only for experts.
         "hetereogenous_dist_checkpoint": True,
     }
 
 
 def read_linear(args: Namespace) -> dict[str, Any]:
-    """As fields of the configuration; none for any other attention."""
+    """The fields of linear attention; empty for other attention."""
     if getattr(args, "experimental_attention_variant", None) != _VARIANT:
         return {}
     found = {field: getattr(args, name, None) for name, field in _SIZES.items()}

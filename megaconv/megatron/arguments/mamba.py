@@ -1,13 +1,13 @@
-"""Megatron's arguments of hybrids with Mamba layers, from and to our configuration and layout.
+"""Translates between Megatron's arguments of hybrids with Mamba layers, and configuration and layout.
 
-    hybrid_override_pattern     a symbol a layer (megaconv/model/pattern.py); a checkpoint's tensors show it
+    hybrid_override_pattern     a symbol per layer (megaconv/model/pattern.py); a checkpoint's tensors show it
     hybrid_layer_pattern        the same from core 0.17 on, which may have `|` between pipeline stages, and `/` before MTP layers
     mamba_num_heads, mamba_head_dim, mamba_num_groups, mamba_state_dim
     spec                        the module of the layers: Megatron-LM's script builds no such model without one
 
-Up to core 0.16 stages are even, or all but the first and the last are. Any other stages, and virtual ones, are written in
-hybrid_layer_pattern, so that core 0.17 and newer read them. Source: mamba_block.py and mamba_builders.py of core 0.16.1,
-hybrid_layer_allocation.py and arguments.py of Megatron-LM at d98e8a64ddf3.
+Up to core 0.16 all stages have equal sizes, or all except the first and the last. Other stages, and virtual stages, are
+written in hybrid_layer_pattern, so that core 0.17 and newer read them. Source: mamba_block.py and mamba_builders.py of
+core 0.16.1, hybrid_layer_allocation.py and arguments.py of Megatron-LM at d98e8a64ddf3.
 """
 
 from argparse import Namespace
@@ -24,12 +24,18 @@ _SIZES = {
     "mamba_state_dim": "mamba.state",
 }
 NEEDED_OF_MAMBA = {"mamba.groups": "mamba_num_groups", "mamba.state": "mamba_state_dim"}
-"""What tensors don't show -> the argument that does."""
-_BY_PATTERN = {"pipeline_model_parallel_layout": None, "num_layers_per_virtual_pipeline_stage": None}
+"""Fields that tensors don't show -> the argument that gives them."""
+_BY_PATTERN = {
+    "pipeline_model_parallel_layout": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+}
 
 
 def mamba_arguments(config: ModelConfig, layout: Layout) -> dict[str, Any]:
-    """All arguments of hybrids with Mamba layers; none for models without. Raises NotExpressible for layers that no pattern has."""
+    """All arguments of hybrids with Mamba layers; empty for other models.
+
+    Raises NotExpressible for layers without a symbol.
+    """
     if not config.has("mamba_layers"):
         return {}
     pattern, split = pattern_of(config), split_arguments(layout)
@@ -41,22 +47,26 @@ def mamba_arguments(config: ModelConfig, layout: Layout) -> dict[str, Any]:
         "hybrid_attention_ratio": 0.0,
         "hybrid_mlp_ratio": 0.0,
         "spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
-        **({"hybrid_layer_pattern": _with_stages(pattern, layout), **_BY_PATTERN} if listed else {}),
+        **(
+            {"hybrid_layer_pattern": _with_stages(pattern, layout), **_BY_PATTERN} if listed else {}
+        ),
     }
 
 
 def _with_stages(pattern: str, layout: Layout) -> str:
-    return "|".join(pattern[chunk.first_layer : chunk.first_layer + chunk.layers] for chunk in layout.chunks())
+    return "|".join(
+        pattern[chunk.first_layer : chunk.first_layer + chunk.layers] for chunk in layout.chunks()
+    )
 
 
 def read_mamba(args: Namespace) -> dict[str, Any]:
-    """As fields of the configuration; nothing where the arguments of other models have their defaults."""
+    """The fields of Mamba layers; empty if the arguments have the defaults of other models."""
     found = {field: getattr(args, name, None) for name, field in _SIZES.items()}
     return {field: value for field, value in found.items() if value is not None}
 
 
 def stages_of(args: Namespace) -> tuple[int, ...] | None:
-    """Layers of each stage by hybrid_layer_pattern, in the order of the model; None where it doesn't list stages."""
+    """The layers of each stage in hybrid_layer_pattern, in the order of the model; None if it doesn't list stages."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if not isinstance(pattern, str) or "|" not in pattern:
         return None

@@ -1,4 +1,4 @@
-"""Settings of a Megatron-Bridge provider or a NeMo 2 model as Megatron's arguments, so that the same lists judge them.
+"""Settings of a Megatron-Bridge provider or a NeMo 2 model as Megatron's arguments, so that the same lists check them.
 
     model:
       _target_: megatron.bridge.models.llama.llama_provider.Llama31ModelProvider
@@ -6,11 +6,11 @@
       num_query_groups: 8
       scale_factor: 32.0
 
-A provider is a TransformerConfig of Megatron core with the arguments of GPTModel: most of its fields have Megatron's names.
-Newer configurations have those of TransformerConfig below `transformer:`. What is called otherwise is renamed here; functions and
-specs, which Megatron-LM makes of flags, become those flags, and what no flag stands for stays under its name, to be refused.
-Source: gpt_provider.py, llama_provider.py, gemma_provider.py, gpt_builder.py and yaml_utils.py of Megatron-Bridge, a
-run_config.yaml that it printed in October 2025; megatron/core/transformer/mlp.py.
+A provider is a TransformerConfig of Megatron core with the arguments of GPTModel. Most of its fields have Megatron's
+names. Newer configurations have the fields of TransformerConfig below `transformer:`. Fields with other names are
+renamed here. Functions and specs, which Megatron-LM derives from flags, become those flags. A field without a flag
+keeps its name, and is then refused. Source: gpt_provider.py, llama_provider.py, gemma_provider.py, gpt_builder.py and
+yaml_utils.py of Megatron-Bridge, a run_config.yaml that it printed in October 2025; megatron/core/transformer/mlp.py.
 """
 
 from argparse import Namespace
@@ -29,18 +29,24 @@ RENAMED = {
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
-"""A provider's field -> the argument of Megatron-LM that says the same."""
+"""A provider's field -> the equivalent argument of Megatron-LM."""
 _LLAMA3 = {
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
     "old_context_len": "original_max_position_embeddings",
 }
-"""Beside scale_factor: a provider's field -> config.json's."""
+"""Fields of a provider beside scale_factor -> the keys in config.json."""
 _SPECS = ("transformer_layer_spec", "mamba_stack_spec", "hybrid_stack_spec")
 _OWN_MODULES = ("megatron.core.", "megatron.bridge.", "nemo.collections.llm.", "torch.")
-"""Before the name of what the software itself has."""
-_TURNED = ("activation_func", "bias_activation_fusion", "scale_factor", "share_embeddings_and_output_weights", *_LLAMA3)
-"""Read here, to become other arguments."""
+"""Prefixes of the modules of Megatron, Bridge, NeMo and torch themselves."""
+_TURNED = (
+    "activation_func",
+    "bias_activation_fusion",
+    "scale_factor",
+    "share_embeddings_and_output_weights",
+    *_LLAMA3,
+)
+"""Fields that are read here and become other arguments."""
 _WITHOUT_EFFECT = (
     *(
         "_builder_",
@@ -51,59 +57,96 @@ _WITHOUT_EFFECT = (
         "extra_checkpoint_metadata",
         "forward_step_fn",
     ),
-    *("generation_config", "hf_model_id", "mtp_enabled", "no_sync_func", "parallel_output", "restore_modelopt_state"),
-    *("scatter_embedding_sequence_parallel", "should_pad_vocab", "use_transformer_engine_full_layer_spec"),
+    *(
+        "generation_config",
+        "hf_model_id",
+        "mtp_enabled",
+        "no_sync_func",
+        "parallel_output",
+        "restore_modelopt_state",
+    ),
+    *(
+        "scatter_embedding_sequence_parallel",
+        "should_pad_vocab",
+        "use_transformer_engine_full_layer_spec",
+    ),
 )
-"""Fields of providers alone that change nothing in what a model computes."""
+"""Fields that only providers have and that don't change the model's computation."""
 
 _DECIDING = (
-    *("num_attention_heads", "num_query_groups", "kv_channels", "normalization", "layernorm_epsilon"),
+    *(
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "normalization",
+        "layernorm_epsilon",
+    ),
     *("layernorm_zero_centered_gamma", "activation_func", "position_embedding_type", "seq_length"),
 )
 _DECIDING_ROPE = ("rotary_base", "rotary_percent", "rotary_interleaved")
-_DECIDING_EXPERTS = ("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_ffn_hidden_size")
-"""What no tensor shows, and what a class may have a default of its own for: that default isn't looked up."""
+_DECIDING_EXPERTS = (
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_ffn_hidden_size",
+)
+"""Fields that no tensor shows, and that a provider class may have a default for.
+
+Such a default isn't looked up.
+"""
 
 
 def provider_arguments(fields: Mapping[str, Any], where: str, *, complete: bool) -> Namespace:
-    """The arguments that say what a provider's fields say, all that are neither renamed nor read here as they are.
+    """A provider's fields as Megatron's arguments. Fields that are neither renamed nor read here stay unchanged.
 
-    where: the file, for messages. complete: whether nothing else describes the model. Raises CorruptCheckpoint for settings that
-    lack what decides, UnknownFamily for a scaling of positions that Megatron-LM has no argument for.
+    where: the file, for messages. complete: True if nothing else describes the model.
+    Raises CorruptCheckpoint for settings without a decisive field, UnknownFamily for a scaling of positions that
+    Megatron-LM has no argument for.
     """
     inner = fields.get("transformer")
     if isinstance(inner, dict):
         fields = {name: value for name, value in fields.items() if name != "transformer"} | inner
     if complete:
         _require_deciding(fields, where)
-    given = {name: value for name, value in fields.items() if name not in (*_TURNED, *_SPECS, *_WITHOUT_EFFECT)}
+    given = {
+        name: value
+        for name, value in fields.items()
+        if name not in (*_TURNED, *_SPECS, *_WITHOUT_EFFECT)
+    }
     for name, argument in RENAMED.items():
         if name in given:
             given[argument] = given.pop(name)
     if "num_attention_heads" in given:
         given["group_query_attention"] = given.get("num_query_groups") is not None
     if fields.get("share_embeddings_and_output_weights") is not None:
-        given["untie_embeddings_and_output_weights"] = not fields["share_embeddings_and_output_weights"]
+        given["untie_embeddings_and_output_weights"] = not fields[
+            "share_embeddings_and_output_weights"
+        ]
     given |= _activation(fields) | _llama3_scaling(fields, where)
-    specs = [target for name in _SPECS if (target := target_of(fields.get(name))) and not _is_own(target)]
+    specs = [
+        target for name in _SPECS if (target := target_of(fields.get(name))) and not _is_own(target)
+    ]
     args = Namespace()
-    vars(args).update(given | ({"spec": specs} if specs else {}))  # not as attributes: a field may be called __class__
+    # Not as attributes: a field may have a name like __class__.
+    vars(args).update(given | ({"spec": specs} if specs else {}))
     return args
 
 
 def _require_deciding(fields: Mapping[str, Any], where: str) -> None:
-    needed = _DECIDING + (_DECIDING_ROPE if fields.get("position_embedding_type") in ("rope", "yarn") else ())
+    needed = _DECIDING + (
+        _DECIDING_ROPE if fields.get("position_embedding_type") in ("rope", "yarn") else ()
+    )
     needed += _DECIDING_EXPERTS if fields.get("num_moe_experts") else ()
     missing = [name for name in needed if name not in fields]
     if missing:
         raise CorruptCheckpoint(
-            f"{where}: doesn't say {listing(missing)}, for which a class may have any default; give --config with the "
-            "Hugging Face directory of the model"
+            f"{where}: has no {listing(missing)}, whose default differs by class; "
+            "pass --config with the Hugging Face directory of the model"
         )
 
 
 def target_of(value: Any) -> str:
-    """The dotted name of a class or function, however YAML spells it; empty for a value that is none."""
+    """The dotted name of a class or function in any of YAML's spellings; empty for any other value."""
     if isinstance(value, dict):
         value = value.get("_target_")
     if isinstance(value, Tagged):
@@ -119,13 +162,15 @@ def _is_own(target: str) -> bool:
 
 
 def _activation(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """As Megatron's flags; itself where it has none, so that it is refused."""
+    """The activation as Megatron's flags. An activation without a flag stays as it is, so that it is refused."""
     if "activation_func" not in fields:
         return {}
     value, gated = fields["activation_func"], bool(fields.get("gated_linear_unit"))
     kind = _kind_of(value)
     fused = bool(fields.get("bias_activation_fusion"))
-    off = dict.fromkeys(("swiglu", "quick_geglu", "squared_relu", "openai_gelu", "bias_gelu_fusion"), False)
+    off = dict.fromkeys(
+        ("swiglu", "quick_geglu", "squared_relu", "openai_gelu", "bias_gelu_fusion"), False
+    )
     if kind == "silu" and gated:
         return off | {"swiglu": True}
     if kind == "quick_gelu" and gated:
@@ -133,7 +178,7 @@ def _activation(fields: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "squared_relu":
         return off | {"squared_relu": True}
     if kind in ("gelu", "gelu_tanh"):
-        # Fused with a bias, core's gelu is the approximation.
+        # With a fused bias, core's gelu is the approximation.
         return off | {"bias_gelu_fusion": fused or kind == "gelu_tanh"}
     return off | {"activation_func": target_of(value) or repr(value)[:100]}
 
@@ -146,11 +191,11 @@ _KINDS = {
     "fast_gelu": "gelu_tanh",
     "openai_gelu": "gelu_tanh",
 }
-"""The last part of a function's name, in torch, Megatron core and NeMo -> what it computes."""
+"""The last part of a function's name in torch, Megatron core and NeMo -> the activation."""
 
 
 def _kind_of(value: Any) -> str | None:
-    """None for a function of somebody else, or one that is given arguments that aren't known."""
+    """The activation of a function; None for a function of another project, or with unknown arguments."""
     target = target_of(value)
     kind = _KINDS.get(target.rpartition(".")[2]) if _is_own(target) else None
     arguments = dict(_arguments(value))
@@ -160,9 +205,11 @@ def _kind_of(value: Any) -> str | None:
 
 
 def _arguments(value: Any) -> Iterator[tuple[str, Any]]:
-    """Of a functools.partial."""
+    """The arguments of a functools.partial."""
     for name, argument in value.items() if isinstance(value, dict) else ():
-        if name not in ("_target_", "_call_", "_partial_") and not (name == "_args_" and not argument):
+        if name not in ("_target_", "_call_", "_partial_") and not (
+            name == "_args_" and not argument
+        ):
             yield name, argument
 
 
@@ -170,7 +217,10 @@ def _arguments(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _llama3_scaling(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A provider of Llama 3.1 scales whenever it has a scale_factor; Megatron-LM has one set of the other numbers."""
+    """The arguments of Llama 3's scaling. A provider of Llama 3.1 scales if it has a scale_factor.
+
+    Megatron-LM has fixed values for the other numbers.
+    """
     factor = fields.get("scale_factor")
     if factor is None:
         return {}

@@ -1,12 +1,13 @@
-"""A model as the fields of a Megatron-Bridge provider, which Bridge builds it from: what provider.py reads, written.
+"""A model as the fields of a Megatron-Bridge provider, from which Bridge builds it: the inverse of provider.py.
 
     _target_: megatron.bridge.models.gpt_provider.GPTModelProvider          GPTModel; with yarn the provider of GPT-OSS, which
     num_layers: 32                                                          has its fields; with latent attention another
     activation_func: {_target_: torch.nn.functional.silu, _call_: false}
 
-Bridge drops a field that the class doesn't have with no more than a warning: only names are written that all releases since 0.3
-have. Models whose layers only providers of their own build (Gemma, OLMoE, hybrids ...) are refused. Source: gpt_provider.py,
-mla_provider.py, gpt_oss_provider.py and instantiate_utils.py of Megatron-Bridge 0.3.1, TransformerConfig of megatron-core 0.16.
+Bridge drops a field that the class doesn't have, with only a warning. Therefore only names are written that all
+releases since 0.3 have. Models whose layers need special providers (Gemma, OLMoE, hybrids ...) are refused. Source:
+gpt_provider.py, mla_provider.py, gpt_oss_provider.py and instantiate_utils.py of Megatron-Bridge 0.3.1,
+TransformerConfig of megatron-core 0.16.
 """
 
 from argparse import Namespace
@@ -28,31 +29,102 @@ _YARN = f"{_MODELS}.gpt_oss.gpt_oss_provider.GPTOSSProvider"
 _LAYERS = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
 
 _SAME = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "normalization"),
-    *("layernorm_epsilon", "layernorm_zero_centered_gamma", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
+    *(
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "kv_channels",
+        "normalization",
+    ),
+    *(
+        "layernorm_epsilon",
+        "layernorm_zero_centered_gamma",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "qk_layernorm",
+    ),
     *("qk_l2_norm", "attention_output_gate", "softmax_type", "softmax_scale", "glu_linear_offset"),
-    *("activation_func_clamp_value", "gated_linear_unit", "apply_query_key_layer_scaling", "attention_dropout"),
-    *("hidden_dropout", "window_size", "window_attn_skip_freq", "position_embedding_type", "rotary_base"),
-    *("rotary_percent", "rotary_interleaved", "no_rope_freq", "rope_scaling_factor", "mtp_num_layers"),
-    *("multi_latent_attention", "transformer_impl", "fp16", "bf16", "vocab_size", "make_vocab_size_divisible_by"),
+    *(
+        "activation_func_clamp_value",
+        "gated_linear_unit",
+        "apply_query_key_layer_scaling",
+        "attention_dropout",
+    ),
+    *(
+        "hidden_dropout",
+        "window_size",
+        "window_attn_skip_freq",
+        "position_embedding_type",
+        "rotary_base",
+    ),
+    *(
+        "rotary_percent",
+        "rotary_interleaved",
+        "no_rope_freq",
+        "rope_scaling_factor",
+        "mtp_num_layers",
+    ),
+    *(
+        "multi_latent_attention",
+        "transformer_impl",
+        "fp16",
+        "bf16",
+        "vocab_size",
+        "make_vocab_size_divisible_by",
+    ),
 )
 _OF_EXPERTS = (
-    *("moe_ffn_hidden_size", "moe_layer_freq", "moe_grouped_gemm", "moe_router_topk", "moe_router_score_function"),
-    *("moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_apply_probs_on_input", "moe_router_dtype"),
+    *(
+        "moe_ffn_hidden_size",
+        "moe_layer_freq",
+        "moe_grouped_gemm",
+        "moe_router_topk",
+        "moe_router_score_function",
+    ),
+    *(
+        "moe_router_pre_softmax",
+        "moe_router_topk_scaling_factor",
+        "moe_apply_probs_on_input",
+        "moe_router_dtype",
+    ),
     *("moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk"),
     *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_token_dispatcher_type"),
 )
 _OF_LATENT = (
-    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "mscale"),
-    *("rotary_scaling_factor", "mscale_all_dim", "beta_fast", "beta_slow", "original_max_position_embeddings"),
+    *(
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+        "rope_type",
+        "mscale",
+    ),
+    *(
+        "rotary_scaling_factor",
+        "mscale_all_dim",
+        "beta_fast",
+        "beta_slow",
+        "original_max_position_embeddings",
+    ),
 )
 _PARALLEL = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size", "sequence_parallel"),
+    *(
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+    ),
+    *(
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "context_parallel_size",
+        "sequence_parallel",
+    ),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     "pipeline_model_parallel_layout",
 )
-"""Fields that Megatron-LM's arguments and providers call the same."""
+"""Fields with the same names in Megatron-LM's arguments and in providers."""
 
 NOT_IN_CORE = {
     "output_norm": "norms after sublayers",
@@ -62,7 +134,7 @@ NOT_IN_CORE = {
     "capped_logits": "capped logits",
     "two_ropes": "a second base of rope",
 }
-"""Feature of a model -> what Megatron core would need for it."""
+"""Feature of a model -> the part that Megatron core lacks for it."""
 _NOT_BUILT = {
     **NOT_IN_CORE,
     "post_norm": "norms after sublayers",
@@ -72,22 +144,27 @@ _NOT_BUILT = {
     "indexer": "sparse attention",
     "scaled_embedding": "a scaled embedding",
 }
-"""Feature of a model -> what GPTModelProvider's layers lack for it."""
+"""Feature of a model -> the part that GPTModelProvider's layers lack for it."""
 
 
 def provider_fields(config: ModelConfig, layout: Layout, args: Namespace) -> dict[str, Any]:
-    """The `model:` section of a run_config.yaml, plain values. args: what is written for Megatron-LM.
+    """The `model:` section of a run_config.yaml as plain values. args: the arguments that are written for Megatron-LM.
 
-    Raises NotExpressible, naming it, for what Bridge's general providers can't build.
+    Raises NotExpressible, which names the feature, for a model that Bridge's general providers can't build.
     """
     lacking = [what for feature, what in _NOT_BUILT.items() if config.has(feature)]
-    lacking += ["what sees or hears"] if config.whole else []
+    lacking += ["vision or audio encoders"] if config.whole else []
     if lacking:
         raise NotExpressible(
             f"the model has {', '.join(lacking)}: Megatron-Bridge builds such models by providers of their own, which are not written"
         )
     given, latent = vars(args), bool(config.latent.kv_rank)
-    names = [*_SAME, *_PARALLEL, *(_OF_LATENT if latent else ()), *(_OF_EXPERTS if config.experts.count else ())]
+    names = [
+        *_SAME,
+        *_PARALLEL,
+        *(_OF_LATENT if latent else ()),
+        *(_OF_EXPERTS if config.experts.count else ()),
+    ]
     names += (*YARN.values(), YARN_TRUNCATE) if has_yarn(config) else ()
     fields = {name: given[name] for name in names if name in given}
     fields |= {name: given[argument] for name, argument in RENAMED.items() if argument in given}
@@ -102,21 +179,29 @@ def provider_fields(config: ModelConfig, layout: Layout, args: Namespace) -> dic
         "pipeline_dtype": _named(f"torch.{config.dtype}"),
         **_activation(config),
     }
-    written = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+    written = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()
+    }
     _require_kept(config, written)
     return written
 
 
 def _named(target: str) -> dict[str, Any]:
-    """What a dotted name stands for, itself."""
+    """The YAML value for a function or class itself, by its dotted name."""
     return {"_target_": target, "_call_": False}
 
 
 def _layers(args: Namespace) -> dict[str, Any]:
-    """The function that core itself specifies the layers of any GPTModel with."""
+    """The function with which core specifies the layers of any GPTModel."""
     l2_norm = {"qk_l2_norm": True} if args.qk_l2_norm else {}
     engine = args.transformer_impl == "transformer_engine"
-    return {"_target_": _LAYERS, "_partial_": True, "_args_": [], "use_transformer_engine": engine, **l2_norm}
+    return {
+        "_target_": _LAYERS,
+        "_partial_": True,
+        "_args_": [],
+        "use_transformer_engine": engine,
+        **l2_norm,
+    }
 
 
 _ACTIVATIONS = {
@@ -126,7 +211,10 @@ _ACTIVATIONS = {
     ("gelu", False): "torch.nn.functional.gelu",
     ("gelu_tanh", False): "megatron.core.activations.fast_gelu",
 }
-"""(activation, whether it is gated) -> the function. What is fused with a bias would make the exact gelu the approximate one."""
+"""(activation, whether it is gated) -> the function.
+
+Bias fusion stays off, because it would replace the exact gelu by the approximate one.
+"""
 
 
 def _activation(config: ModelConfig) -> dict[str, Any]:
@@ -135,11 +223,14 @@ def _activation(config: ModelConfig) -> dict[str, Any]:
         raise NotExpressible(
             f"an MLP with {kind[0]}{' and a gate' * kind[1]}: no function of Megatron core's computes it"
         )
-    return {"activation_func": _named(_ACTIVATIONS[kind]), "bias_activation_fusion": kind == ("silu", True)}
+    return {
+        "activation_func": _named(_ACTIVATIONS[kind]),
+        "bias_activation_fusion": kind == ("silu", True),
+    }
 
 
 def _require_kept(config: ModelConfig, fields: Mapping[str, Any]) -> None:
-    """Raises NotExpressible, naming it, for a field of the model that Bridge would have otherwise."""
+    """Raises NotExpressible, which names the field, if Bridge would build a different model from these fields."""
     args = provider_arguments(fields, "run_config.yaml: model", complete=True)
     back = from_arguments(args, tensor_fields(config), family=config.family)
     require_kept(config, back, "Megatron-Bridge's providers", but=NOT_COMPUTED)

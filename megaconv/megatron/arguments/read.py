@@ -1,7 +1,7 @@
-"""Megatron's `args`, the namespace in every rank file, read: the model's configuration and the run's layout.
+"""Reads Megatron's `args`, the namespace in every rank file: the model's configuration and the run's layout.
 
-Under the names of old and new releases alike (norm epsilon and zero-centered gamma were renamed). Source: as `write.py`,
-which writes them.
+The names of old and new releases are read (norm epsilon and zero-centered gamma were renamed). Source: as in
+`write.py`.
 """
 
 from argparse import Namespace
@@ -19,11 +19,13 @@ from megaconv.megatron.arguments.latent import read_latent
 from megaconv.megatron.arguments.linear import read_linear
 from megaconv.megatron.arguments.mamba import NEEDED_OF_MAMBA, read_mamba, stages_of
 from megaconv.megatron.arguments.rope import read_scaling
+from megaconv.megatron.arguments.shown import warn_of_contradictions
 from megaconv.megatron.arguments.sparse import read_sparse
 from megaconv.model.ceilings import RANKS
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import changed, from_fields, per_layer
 from megaconv.model.layout import LayerSplit, Layout, split_layers
+from megaconv.model.subjects import RANKED_BY
 
 
 def from_arguments(
@@ -31,9 +33,9 @@ def from_arguments(
 ) -> ModelConfig:
     """The model that args describe.
 
-    found: fields of the configuration that the tensors show; they win over args, which some tools write wrongly.
-    legacy: whether they are of one of the models before core. family: None where nobody says it, so that it has to be recognized.
-    Raises CorruptCheckpoint where args lack something that tensors can't show, UnknownFamily for a model of no known family.
+    found: fields of the configuration that the tensors show. They override args, which some tools write wrongly.
+    legacy: True for a model from before Megatron core. family: the family's name; None: recognise the family.
+    Raises CorruptCheckpoint if args lack a field that tensors can't show, UnknownFamily for a model of no known family.
     """
     given = read_fields(args, found, legacy=legacy)
     needed = _NEEDED | (_NEEDED_OF_EXPERTS if given.get("experts.count") else {})
@@ -58,7 +60,14 @@ IN_TENSORS = (
         "mlp.ffn",
         "mlp.bias",
     ),
-    *("mlp.gated", "attention.qkv_bias", "attention.o_bias", "attention.qk_norm", "attention.sinks", "experts.count"),
+    *(
+        "mlp.gated",
+        "attention.qkv_bias",
+        "attention.o_bias",
+        "attention.qk_norm",
+        "attention.sinks",
+        "experts.count",
+    ),
     *(
         "experts.router_bias",
         "experts.shared_gate",
@@ -73,11 +82,11 @@ IN_TENSORS = (
     ),
     *("token_types", "positions.buckets"),
 )
-"""Fields that the tensors of a checkpoint show, whatever its args say."""
+"""Fields that a checkpoint's tensors show, independently of its args."""
 
 
 def tensor_fields(config: ModelConfig) -> dict[str, Any]:
-    """What the tensors of a model will show of it."""
+    """The fields that the tensors of a model will show."""
     given = {name: value_of(config, name) for name in IN_TENSORS}
     if config.norm.place in ("after", "both"):
         given["norm.place"] = config.norm.place
@@ -86,30 +95,36 @@ def tensor_fields(config: ModelConfig) -> dict[str, Any]:
     return given | ({"head.activation": "gelu"} if config.head.activation else {})
 
 
-RANKED_BY = 2
-"""How many of its best experts a group is ranked by, where a router chooses groups first, in all model families."""
-
 _NEEDED = {
     "attention.heads": "num_attention_heads",
     "max_positions": "max_position_embeddings",
     "mlp.ffn": "ffn_hidden_size",
 }
-"""Fields without a default -> the argument that should give them."""
+"""Fields without a default -> the argument that must give them."""
 _NEEDED_OF_EXPERTS = {"experts.per_token": "moe_router_topk", "experts.ffn": "ffn_hidden_size"}
 
 
-def read_fields(args: Namespace, found: Mapping[str, Any], *, legacy: bool = False) -> dict[str, Any]:
-    """Fields of the configuration by dotted name: what args say and what was found in the tensors, nothing assumed.
+def read_fields(
+    args: Namespace, found: Mapping[str, Any], *, legacy: bool = False
+) -> dict[str, Any]:
+    """Fields of the configuration by dotted name, from args and from the tensors, without defaults.
 
-    Raises UnknownFamily for what no model family has, CorruptCheckpoint for values that can't be.
+    Raises UnknownFamily for a value that no model family has, CorruptCheckpoint for an impossible value.
     """
     check_arguments(args, found, legacy=legacy)
-    given = _attention(args, found) | _mlp(args, found) | _norm(args) | _positions(args) | _windows(args, found)
+    given = (
+        _attention(args, found)
+        | _mlp(args, found)
+        | _norm(args)
+        | _positions(args)
+        | _windows(args, found)
+    )
     given |= _rotating_layers(args, found)
     if found.get("experts.count"):
         given |= _experts(args)
     if "mamba.heads" in found:
         given |= read_mamba(args)
+    warn_of_contradictions(args, given, found)
     given |= found
     if given.get("encoder.layers") or sees_both_ways(given):
         return given | read_encoder(args, given, legacy=legacy)
@@ -121,10 +136,14 @@ def _attention(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
     if heads is None:
         return {}
     given = {"attention.heads": heads}
-    groups = _need(args, "num_query_groups") if getattr(args, "group_query_attention", False) else heads
+    groups = (
+        _need(args, "num_query_groups") if getattr(args, "group_query_attention", False) else heads
+    )
     width = getattr(args, "kv_channels", None) or found["hidden"] // heads
-    given |= {"attention.kv_heads": groups, "attention.head_dim": width} | read_beyond_core(args, width)
-    # The tensors show whether there are norms of q and k, but those of a model all of whose layers are linear.
+    given |= {"attention.kv_heads": groups, "attention.head_dim": width} | read_beyond_core(
+        args, width
+    )
+    # The tensors show the norms of q and k, except in a model whose layers are all linear.
     for name, field in _FLAGS.items():
         if hasattr(args, name):
             given[field] = bool(getattr(args, name))
@@ -136,7 +155,7 @@ _FLAGS = {
     "qk_layernorm": "attention.qk_norm",
     "qk_l2_norm": "attention.qk_l2_norm",
 }
-"""Arguments of attention that are on or off."""
+"""Arguments of attention that are switches."""
 _FIELDS = {
     "normalization": "norm.kind",
     "max_position_embeddings": "max_positions",
@@ -149,11 +168,15 @@ _FIELDS = {
     "moe_router_num_groups": "experts.groups",
     "moe_router_group_topk": "experts.group_topk",
 }
-"""Arguments that say just what a field says."""
+"""Arguments with the same meaning as a field."""
 
 
 def _given(args: Namespace, *names: str) -> dict[str, Any]:
-    return {_FIELDS[name]: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    return {
+        _FIELDS[name]: getattr(args, name)
+        for name in names
+        if getattr(args, name, None) is not None
+    }
 
 
 def _norm(args: Namespace) -> dict[str, Any]:
@@ -163,7 +186,9 @@ def _norm(args: Namespace) -> dict[str, Any]:
         names = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
         centered = any(getattr(args, name, False) for name in names)
     given = {"norm.epsilon": epsilon, "norm.zero_centered": centered}
-    return _given(args, "normalization") | {name: value for name, value in given.items() if value is not None}
+    return _given(args, "normalization") | {
+        name: value for name, value in given.items() if value is not None
+    }
 
 
 def _positions(args: Namespace) -> dict[str, Any]:
@@ -180,41 +205,60 @@ def _positions(args: Namespace) -> dict[str, Any]:
         given["positions.rotary_percent"] = float(args.rotary_percent)
     if getattr(args, "rotary_interleaved", None) is not None:
         given["positions.interleaved"] = bool(args.rotary_interleaved)
-    scaling = ("use_rope_scaling", "rotary_seq_len_interpolation_factor", "position_embedding_type", "enable_gpt_oss")
+    scaling = (
+        "use_rope_scaling",
+        "rotary_seq_len_interpolation_factor",
+        "position_embedding_type",
+        "enable_gpt_oss",
+    )
     if any(hasattr(args, name) for name in scaling):
         given["positions.scaling"] = read_scaling(args)
     return given
 
 
 def _rotating_layers(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
-    """no_rope_freq counts the layers that don't rotate: every so many-th, or a 1 for each in a list."""
+    """The fields for layers without rotary positions.
+
+    no_rope_freq gives these layers: every n-th layer, or a list with a 1 for each.
+    """
     freq, layers = getattr(args, "no_rope_freq", None), found["layers.count"]
     if not freq:
         return {}
     listed = isinstance(freq, (list, tuple))
     if listed and len(freq) != layers:
-        raise CorruptCheckpoint(f"the checkpoint's no_rope_freq is about {len(freq)} layers, the model has {layers}")
+        raise CorruptCheckpoint(
+            f"the checkpoint's no_rope_freq is about {len(freq)} layers, the model has {layers}"
+        )
     if not listed and type(freq) is not int:
-        raise CorruptCheckpoint(f"the checkpoint's no_rope_freq should be a number or a list, found {freq!r:.100}")
-    without = [layer for layer in range(layers) if (freq[layer] if listed else not (layer + 1) % freq)]
+        raise CorruptCheckpoint(
+            f"the checkpoint's no_rope_freq should be a number or a list, found {freq!r:.100}"
+        )
+    without = [
+        layer for layer in range(layers) if (freq[layer] if listed else not (layer + 1) % freq)
+    ]
     return {"layers.rotates": per_layer(without, layers, False, True)}
 
 
 def _windows(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
     if not hasattr(args, "window_size"):
         return {}
-    size, pattern, layers = args.window_size, getattr(args, "window_attn_skip_freq", None), found["layers.count"]
+    size, pattern, layers = (
+        args.window_size,
+        getattr(args, "window_attn_skip_freq", None),
+        found["layers.count"],
+    )
     if not size or size[0] < 0:
         return {"layers.window": None}
     if size[1] != 0:
         raise UnknownFamily(
-            f"the checkpoint's window_size is {tuple(size)!r:.100}, whose windows end {size[1]!r:.20} tokens beyond the token itself, "
-            "which no supported model family has; expected them to end with it (0)"
+            f"the checkpoint's window_size is {tuple(size)!r:.100}: right window {size[1]!r:.20}; only 0 is supported"
         )
     if pattern is None:
         return {"layers.window": size[0] + 1}
     with_window = [
-        layer for layer in range(layers) if (pattern[layer] if isinstance(pattern, list) else (layer + 1) % pattern)
+        layer
+        for layer in range(layers)
+        if (pattern[layer] if isinstance(pattern, list) else (layer + 1) % pattern)
     ]
     return {"layers.window": per_layer(with_window, layers, size[0] + 1, None)}
 
@@ -239,7 +283,11 @@ def _experts(args: Namespace) -> dict[str, Any]:
 
 
 def _check_groups(given: Mapping[str, Any]) -> None:
-    """Megatron ranks a group by its moe_router_topk // moe_router_group_topk best experts, all model families by its best two."""
+    """Check the ranking of expert groups. Raises UnknownFamily.
+
+    Megatron ranks a group by its best moe_router_topk // moe_router_group_topk experts, all model families by its best
+    two.
+    """
     chosen, per_token = given.get("experts.group_topk"), given.get("experts.per_token", 0)
     best = per_token // chosen if chosen else RANKED_BY
     if given.get("experts.groups", 1) > 1 and best != RANKED_BY:
@@ -264,7 +312,11 @@ def _activation(args: Namespace, *, gated: bool) -> str:
         return "quick_gelu"
     if gated and getattr(args, "swiglu", True):
         return "silu"
-    return "gelu_tanh" if getattr(args, "bias_gelu_fusion", False) or getattr(args, "openai_gelu", False) else "gelu"
+    return (
+        "gelu_tanh"
+        if getattr(args, "bias_gelu_fusion", False) or getattr(args, "openai_gelu", False)
+        else "gelu"
+    )
 
 
 def _need(args: Namespace, name: str) -> Any:
@@ -281,7 +333,7 @@ def _first(args: Namespace, *names: str) -> Any:
 
 
 def read_layout(args: Namespace, config: ModelConfig) -> Layout:
-    """The layout that args give; a single rank where they give none that the model's layers fit."""
+    """The layout that args give; a single rank if they give no layout that fits the model's layers."""
 
     def size(name: str) -> int | None:
         value = getattr(args, name, None)
@@ -292,7 +344,8 @@ def read_layout(args: Namespace, config: ModelConfig) -> Layout:
         layers=listed,
         first=size("decoder_first_pipeline_num_layers"),
         last=size("decoder_last_pipeline_num_layers"),
-        account_for_embedding=getattr(args, "account_for_embedding_in_pipeline_split", False) is True,
+        account_for_embedding=getattr(args, "account_for_embedding_in_pipeline_split", False)
+        is True,
         account_for_loss=getattr(args, "account_for_loss_in_pipeline_split", False) is True,
         pattern=pattern if isinstance(pattern, str) else None,
     )
@@ -310,7 +363,7 @@ def read_layout(args: Namespace, config: ModelConfig) -> Layout:
 
 
 def true_vocab(args: Namespace, padded: int, tp: int) -> int | None:
-    """The vocabulary size that args give, None when they don't give one that can be true."""
+    """The vocabulary size that args give; None if they give no plausible one."""
     vocab = getattr(args, "vocab_size", None)
     if not isinstance(vocab, int):
         return None

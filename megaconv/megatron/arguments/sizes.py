@@ -1,4 +1,7 @@
-"""What a Megatron checkpoint's own tensors say about its model: layers, sizes, features. They are right where args aren't."""
+"""The model that a Megatron checkpoint's tensors show: layers, sizes, features.
+
+Tensors are right even if args are wrong.
+"""
 
 import re
 from argparse import Namespace
@@ -21,31 +24,31 @@ class SizeTensors:
     positions: str
     encoder: str
     decoder: str
-    """The stack of layers that is called so; `layers` and `final_norm` are of the one that the model ends with."""
+    """The prefix of the decoder. `layers` and `final_norm` are the names in the last stack of the model."""
     layers: str
-    """In front of a layer's number."""
+    """The prefix before a layer's number."""
     final_norm: str
     head: str
     tied_copy: str
-    """What a tied head is called, where another stage holds the embedding."""
-    # In a layer, without `.weight` and `.bias`:
+    """The name of a tied head, if another stage holds the embedding."""
+    # Names in a layer, without `.weight` and `.bias`:
     qkv: str
     o: str
     fc1: str
     fc2: str
     token_types: str
     head_bias: str
-    """Of a T5."""
+    """The bias of a T5's head."""
     linear: str = "self_attention.in_proj"
-    """Of a gated delta net."""
+    """The input projection of a gated delta net."""
     mamba: str = "mixer."
-    """Before all of a Mamba 2's."""
+    """The prefix of a Mamba 2's tensors."""
     transform: str = "lm_head.dense.weight"
-    """In front of BERT's head."""
+    """The transform before BERT's head."""
 
 
 CLASSIFICATION, MULTIPLE_CHOICE = "classification_head.weight", "multichoice_head.weight"
-"""Heads on a BERT's pooled first token, in core's names as in legacy ones."""
+"""Heads on a BERT's pooled first token, with the same names in core and legacy models."""
 
 CORE_SIZE_TENSORS = SizeTensors(
     "embedding.word_embeddings.weight",
@@ -82,10 +85,17 @@ LEGACY_SIZE_TENSORS = SizeTensors(
 
 
 def with_stacks(names: SizeTensors, ranks: Ranks) -> SizeTensors:
-    """The stack that a model ends with is its decoder if it has one, else its encoder, which is how legacy models call theirs."""
+    """The names for the last stack of the model.
+
+    This is the decoder, or the encoder if there is no decoder, as in legacy models.
+    """
     found = [name for chunks in ranks.weights.values() for chunk in chunks for name in chunk]
     listed = names.decoder if names.layers.startswith(names.decoder) else names.encoder
-    there = (stack for stack in (names.decoder, names.encoder) if any(name.startswith(stack) for name in found))
+    there = (
+        stack
+        for stack in (names.decoder, names.encoder)
+        if any(name.startswith(stack) for name in found)
+    )
     last = next(there, listed)
     return replace(
         names,
@@ -95,13 +105,17 @@ def with_stacks(names: SizeTensors, ranks: Ranks) -> SizeTensors:
 
 
 def find_layout(ranks: Ranks, args: Namespace, names: SizeTensors) -> Layout:
-    """Sizes of the grid and layers of each stage. Raises TensorMismatch when the layers aren't as many as args say."""
+    """Sizes of the rank grid, and layers of each stage.
+
+    Raises TensorMismatch if the number of layers differs from args.
+    """
     vpp = max(len(chunks) for chunks in ranks.weights.values())
     counts = _stage_layers(ranks, vpp, names.layers)
     encoder = _encoder_layers(ranks, vpp, names)
     expected = getattr(args, "num_layers", None)
     if sum(encoder) and sum(counts) == getattr(args, "decoder_num_layers", None):
-        expected = sum(counts)  # legacy; Megatron core gives a decoder num_layers whatever decoder_num_layers says
+        # Legacy models; Megatron core uses num_layers for a decoder and ignores decoder_num_layers.
+        expected = sum(counts)
     if expected is not None and sum(counts) != expected:
         raise TensorMismatch(
             f"the rank files hold {sum(counts)} layers ({'+'.join(map(str, counts))}), their args say {expected}; is a stage missing?"
@@ -109,12 +123,19 @@ def find_layout(ranks: Ranks, args: Namespace, names: SizeTensors) -> Layout:
     if not sum(encoder) or ranks.pp == 1:
         return Layout(ranks.tp, ranks.pp, vpp, ranks.ep, stage_layers=counts)
     return Layout(
-        ranks.tp, ranks.pp, vpp, ranks.ep, stage_layers=counts, encoder_stage_layers=_own_stages(encoder, counts, args)
+        ranks.tp,
+        ranks.pp,
+        vpp,
+        ranks.ep,
+        stage_layers=counts,
+        encoder_stage_layers=_own_stages(encoder, counts, args),
     )
 
 
-def _own_stages(encoder: tuple[int, ...], decoder: tuple[int, ...], args: Namespace) -> tuple[int, ...]:
-    """The encoder's layers on the stages before the decoder's. Raises TensorMismatch where they aren't separate."""
+def _own_stages(
+    encoder: tuple[int, ...], decoder: tuple[int, ...], args: Namespace
+) -> tuple[int, ...]:
+    """The encoder's layers on the stages before the decoder's. Raises TensorMismatch if stages hold layers of both."""
     split = sum(1 for _ in takewhile(lambda layers: layers == 0, decoder))
     if sum(encoder[:split]) != sum(encoder) or not all(decoder[split:]):
         raise TensorMismatch(
@@ -131,33 +152,47 @@ def _own_stages(encoder: tuple[int, ...], decoder: tuple[int, ...], args: Namesp
 
 
 def _stage_layers(ranks: Ranks, vpp: int, before_number: str) -> tuple[int, ...]:
-    """How many layers of a name each stage has, in the order of the model."""
-    stages = [(vpp_rank, ranks.dense(0, pp_rank)) for vpp_rank in range(vpp) for pp_rank in range(ranks.pp)]
+    """The number of layers with this prefix on each stage, in the order of the model."""
+    stages = [
+        (vpp_rank, ranks.dense(0, pp_rank))
+        for vpp_rank in range(vpp)
+        for pp_rank in range(ranks.pp)
+    ]
     return tuple(
-        _layer_count(chunks[vpp_rank], before_number) if vpp_rank < len(chunks) else 0 for vpp_rank, chunks in stages
+        _layer_count(chunks[vpp_rank], before_number) if vpp_rank < len(chunks) else 0
+        for vpp_rank, chunks in stages
     )
 
 
 def _encoder_layers(ranks: Ranks, vpp: int, names: SizeTensors) -> tuple[int, ...]:
-    """On each stage, of an encoder beside the stack that the model ends with."""
-    return () if names.layers.startswith(names.encoder) else _stage_layers(ranks, vpp, names.encoder + "layers.")
+    """The number of the encoder's layers on each stage; empty if the encoder is the last stack."""
+    return (
+        ()
+        if names.layers.startswith(names.encoder)
+        else _stage_layers(ranks, vpp, names.encoder + "layers.")
+    )
 
 
 def _layer_count(weights: Weights, prefix: str) -> int:
     pattern = re.compile(re.escape(prefix) + r"(\d{1,9})\.")
     numbers = {int(found[1]) for name in weights if (found := pattern.match(name))}
     if numbers and max(numbers) >= len(numbers):
-        raise TensorMismatch(f"there are tensors of layer {max(numbers)}, but of only {len(numbers)} layers in all")
+        raise TensorMismatch(
+            f"there are tensors of layer {max(numbers)}, but of only {len(numbers)} layers in all"
+        )
     return len(numbers)
 
 
 def padded_rows(ranks: Ranks, names: SizeTensors) -> int:
-    """Of the embedding, over all ranks."""
+    """Rows of the embedding on all ranks together, with padding."""
     return ranks.tp * int(ranks.dense(0, 0)[0][names.embedding].shape[0])
 
 
 def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors) -> dict[str, Any]:
-    """As fields of the configuration; the vocabulary with its padding. Raises UnknownFamily for what is no such model."""
+    """The fields of the configuration that tensors show; the vocabulary includes its padding.
+
+    Raises UnknownFamily if the tensors aren't those of a supported model.
+    """
     first, last = ranks.dense(0, 0)[0], ranks.dense(0, layout.pp - 1)[-1]
     layers = dict(_layers(ranks, layout, names.layers))
     encoder_layers = sum(_encoder_layers(ranks, layout.vpp, names))
@@ -176,30 +211,49 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
         "tie_embeddings": _is_tied(last, layout, args, names),
         "attention.qkv_bias": names.qkv + ".bias" in attention,
         "attention.o_bias": names.o + ".bias" in attention,
-        "mlp.bias": any(names.fc2 + ".bias" in layer or "mlp.router.bias" in layer for layer in layers.values()),
+        "mlp.bias": any(
+            names.fc2 + ".bias" in layer or "mlp.router.bias" in layer for layer in layers.values()
+        ),
         **_find_norms(attention, first[names.embedding].shape[-1], layout.tp, args, names),
         "attention.sinks": "self_attention.core_attention.softmax_offset" in attention,
         "mtp_layers": _layer_count(last, "mtp.layers."),
     }
     if attention:
-        found["attention.qk_norm"] = "self_attention.k_layernorm.weight" in attention  # latent attention has q's alone
+        # Latent attention has only q's norm.
+        found["attention.qk_norm"] = "self_attention.k_layernorm.weight" in attention
     found |= _find_mlp(layers, layout, args, names) | _find_mamba(layers, layout, names)
     if names.positions in first:
         found |= {"positions.kind": "learned", "max_positions": first[names.positions].shape[0]}
-    if any("norm" in name and name.endswith("bias") and ".indexer." not in name for name in layers[0]):
+    if any(
+        "norm" in name and name.endswith("bias") and ".indexer." not in name for name in layers[0]
+    ):
         found["norm.kind"] = "LayerNorm"
     if encoder_layers:
-        found |= {"encoder.layers": encoder_layers, "norm.final": names.final_norm + ".weight" in last}
+        found |= {
+            "encoder.layers": encoder_layers,
+            "norm.final": names.final_norm + ".weight" in last,
+        }
         found |= {"head.bias": names.head_bias in last} | _find_relative(first)
     elif heads := _find_heads(last, names):
         found |= heads
-        found["token_types"] = first[names.token_types].shape[0] if names.token_types in first else 0
+        found["token_types"] = (
+            first[names.token_types].shape[0] if names.token_types in first else 0
+        )
     mlps = _mlps(layers, mixers, names)
-    return found | ({"layers.mlp": one_or_each(mlps)} if set(mlps) != {"dense"} else {}) | _find_experts(layers)
+    return (
+        found
+        | ({"layers.mlp": one_or_each(mlps)} if set(mlps) != {"dense"} else {})
+        | _find_experts(layers)
+    )
 
 
 def _find_heads(last: Weights, names: SizeTensors) -> dict[str, Any]:
-    """BERT's: for words, or for a task, where there is no matrix of words that could be the embedding. Empty for a decoder."""
+    """The fields of BERT's heads: for words, or for a task.
+
+    A task head has no word matrix that could be tied to the embedding.
+
+    Empty for a decoder.
+    """
     if names.transform in last:
         return {"head.activation": "gelu", "head.binary": "binary_head.weight" in last}
     if CLASSIFICATION in last:
@@ -208,7 +262,10 @@ def _find_heads(last: Weights, names: SizeTensors) -> dict[str, Any]:
 
 
 def _mixers(layers: Mapping[int, Weights], names: SizeTensors) -> tuple[str, ...]:
-    """Of each layer. Beside a Mamba 2, a layer without attention is an MLP alone; there are no such layers in other models."""
+    """The mixer of each layer.
+
+    In a hybrid with Mamba 2, a layer without attention is a lone MLP; other models have none.
+    """
     hybrid = any(name.startswith(names.mamba) for layer in layers.values() for name in layer)
 
     def mixer(layer: Weights) -> str:
@@ -216,13 +273,19 @@ def _mixers(layers: Mapping[int, Weights], names: SizeTensors) -> tuple[str, ...
             return "linear"
         if any(name.startswith(names.mamba) for name in layer):
             return "mamba"
-        return "none" if hybrid and not any(name.startswith("self_attention.") for name in layer) else "attention"
+        return (
+            "none"
+            if hybrid and not any(name.startswith("self_attention.") for name in layer)
+            else "attention"
+        )
 
     return tuple(mixer(layers[index]) for index in sorted(layers))
 
 
-def _find_mamba(layers: Mapping[int, Weights], layout: Layout, names: SizeTensors) -> dict[str, Any]:
-    """What shapes tell: not how many groups share the rows of B and C."""
+def _find_mamba(
+    layers: Mapping[int, Weights], layout: Layout, names: SizeTensors
+) -> dict[str, Any]:
+    """The fields of Mamba layers that shapes show. Shapes don't show how many groups share the rows of B and C."""
     dt_bias, norm = names.mamba + "dt_bias", names.mamba + "norm.weight"
     for layer in layers.values():
         if dt_bias in layer and norm in layer:
@@ -231,8 +294,10 @@ def _find_mamba(layers: Mapping[int, Weights], layout: Layout, names: SizeTensor
     return {}
 
 
-def _mlps(layers: Mapping[int, Weights], mixers: tuple[str, ...], names: SizeTensors) -> tuple[str, ...]:
-    """Of each layer; none of other models than hybrids is without."""
+def _mlps(
+    layers: Mapping[int, Weights], mixers: tuple[str, ...], names: SizeTensors
+) -> tuple[str, ...]:
+    """The MLP of each layer. Only hybrids have layers without one."""
 
     def mlp(layer: Weights) -> str:
         if "mlp.router.weight" in layer:
@@ -242,23 +307,48 @@ def _mlps(layers: Mapping[int, Weights], mixers: tuple[str, ...], names: SizeTen
     return tuple(mlp(layers[index]) for index in sorted(layers))
 
 
-def _find_norms(layer: Weights, hidden: int, tp: int, args: Namespace, names: SizeTensors) -> dict[str, Any]:
-    """Where the norms are that Megatron core has no modules for, and how wide those of q and k are."""
+def _find_norms(
+    layer: Weights, hidden: int, tp: int, args: Namespace, names: SizeTensors
+) -> dict[str, Any]:
+    """The fields for norms that Megatron core has no modules for, and for the width of the norms of q and k."""
     found: dict[str, Any] = {}
     if names.o + ".post_layernorm.weight" in layer:
         before = names.qkv + ".layer_norm_weight" in layer or "input_layernorm.weight" in layer
         found["norm.place"] = "both" if before else "after"
     heads = getattr(args, "num_attention_heads", None)
     if heads is None or heads <= tp or "self_attention.k_layernorm.weight" not in layer:
-        return found  # on a rank that has one head, its norm is as wide as all heads' share there
+        return found  # on a rank with one head, a norm over the head and a norm over all heads have the same width
     head_dim = getattr(args, "kv_channels", None) or hidden // heads
     width = layer["self_attention.q_layernorm.weight"].shape[0]
     over_all = width == heads * head_dim // tp and width != head_dim
     return found | {"attention.qk_norm_width": "all" if over_all else "head"}
 
 
+def require_gate(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors) -> None:
+    """Raises TensorMismatch if args have attention_output_gate, and q, k and v don't have the rows for the gate."""
+    if getattr(args, "attention_output_gate", None) is not True:
+        return
+    heads, hidden = args.num_attention_heads, ranks.dense(0, 0)[0][names.embedding].shape[-1]
+    kv_heads = args.num_query_groups if getattr(args, "group_query_attention", False) else heads
+    head_dim = getattr(args, "kv_channels", None) or hidden // heads
+    expected = (2 * heads + 2 * kv_heads) * head_dim
+    for index, layer in _layers(ranks, layout, names.layers):
+        attention = (
+            any(name.startswith("self_attention.") for name in layer)
+            and names.linear + ".weight" not in layer
+        )
+        qkv = layer.get(names.qkv + ".weight")
+        rows = layout.tp * qkv.shape[0] if qkv is not None else 0
+        if attention and rows != expected:
+            raise TensorMismatch(
+                f"{ranks.files[min(ranks.files)]}: its args have attention_output_gate, which makes {expected} rows of q, k and v; "
+                f"layer {index} has {rows}. If the args are wrong, give --config with the Hugging Face directory of the model",
+                code="misshapen-tensor",
+            )
+
+
 def _require_matrices(ranks: Ranks, names: SizeTensors) -> None:
-    """Both axes of these are read as sizes. Raises TensorMismatch."""
+    """Raises TensorMismatch unless these tensors are matrices, because both axes are read as sizes."""
     matrices = (names.embedding, names.fc1 + ".weight", names.fc2 + ".weight", "mlp.router.weight")
     for chunk in (chunk for pp_rank in range(ranks.pp) for chunk in ranks.dense(0, pp_rank)):
         for name, tensor in chunk.items():
@@ -266,14 +356,23 @@ def _require_matrices(ranks: Ranks, names: SizeTensors) -> None:
                 raise TensorMismatch(f"{name} should be a matrix, found {list(tensor.shape)}")
 
 
-def _find_mlp(layers: Mapping[int, Weights], layout: Layout, args: Namespace, names: SizeTensors) -> dict[str, Any]:
-    """Of dense layers; where there are none, nothing shows their width, and the arguments alone whether they would be gated."""
+def _find_mlp(
+    layers: Mapping[int, Weights], layout: Layout, args: Namespace, names: SizeTensors
+) -> dict[str, Any]:
+    """The fields of dense layers. Without dense layers, tensors don't show their width, and only args show the gate."""
     fc1, fc2 = names.fc1 + ".weight", names.fc2 + ".weight"
     widths = [layout.tp * layer[fc2].shape[-1] for layer in layers.values() if fc2 in layer]
-    # A gated layer has two rows in its first matrix for every column of its second; where all have experts, a shared one shows it.
-    pairs = ((fc1, fc2), ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"))
+    # In a gated layer, the first matrix has two rows per column of the second. If all layers have experts, a shared one
+    # shows it.
+    pairs = (
+        (fc1, fc2),
+        ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight"),
+    )
     both = [
-        (layer[up], layer[down]) for up, down in pairs for layer in layers.values() if up in layer and down in layer
+        (layer[up], layer[down])
+        for up, down in pairs
+        for layer in layers.values()
+        if up in layer and down in layer
     ]
     shown = all(first.shape[0] == 2 * second.shape[-1] for first, second in both)
     gated = shown if both else not getattr(args, "squared_relu", False)
@@ -282,7 +381,9 @@ def _find_mlp(layers: Mapping[int, Weights], layout: Layout, args: Namespace, na
 
 def _find_relative(first: Weights) -> dict[str, Any]:
     table = first.get("encoder_relative_pos_emb.relative_attention_bias.weight")
-    return {} if table is None else {"positions.kind": "relative", "positions.buckets": table.shape[0]}
+    return (
+        {} if table is None else {"positions.kind": "relative", "positions.buckets": table.shape[0]}
+    )
 
 
 def _is_tied(last: Weights, layout: Layout, args: Namespace, names: SizeTensors) -> bool:
@@ -293,7 +394,11 @@ def _is_tied(last: Weights, layout: Layout, args: Namespace, names: SizeTensors)
 
 
 def _find_experts(layers: Mapping[int, Weights]) -> dict[str, Any]:
-    routers = {index: layer["mlp.router.weight"] for index, layer in layers.items() if "mlp.router.weight" in layer}
+    routers = {
+        index: layer["mlp.router.weight"]
+        for index, layer in layers.items()
+        if "mlp.router.weight" in layer
+    }
     if not routers:
         return {}
     first = min(routers)
@@ -307,7 +412,7 @@ def _find_experts(layers: Mapping[int, Weights]) -> dict[str, Any]:
 
 
 def _layers(ranks: Ranks, layout: Layout, before_number: str) -> Iterator[tuple[int, Weights]]:
-    """(global layer, its weights on tensor rank 0 without the name of the layer)."""
+    """(global layer, its weights on tensor rank 0, without the layer's prefix)."""
     for chunk in layout.chunks():
         found: dict[str, Weights] = {}
         for name, tensor in ranks.dense(0, chunk.pp_rank)[chunk.vpp_rank].items():
@@ -319,7 +424,7 @@ def _layers(ranks: Ranks, layout: Layout, before_number: str) -> Iterator[tuple[
 
 
 def expert_tensor_parallel_size(ranks: Ranks, moe_ffn: int, experts: int) -> int:
-    """By the shape of a shard: args of some tools are wrong."""
+    """The expert tensor-parallel size according to the shape of a shard: some tools write wrong args."""
     for chunk in (chunk for chunks in ranks.weights.values() for chunk in chunks):
         for name, tensor in chunk.items():
             if ".experts." in name and "linear_fc2.weight" in name:

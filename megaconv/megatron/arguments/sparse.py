@@ -1,12 +1,13 @@
-"""Megatron's arguments of sparse attention, from and to our configuration.
+"""Translates between Megatron's arguments of sparse attention and the configuration.
 
     experimental_attention_variant        `dsa`
     dsa_indexer_n_heads, dsa_indexer_head_dim, dsa_indexer_topk
-    dsa_indexer_rope_interleaved          since core 0.19, as all that follow: 0.16 to 0.18 rotate neighbours
-    dsa_indexer_k_norm_epsilon            1e-6 in transformers; without it that of all other norms
-    dsa_indexer_rotate_activation         a Hadamard rotation, which transformers leaves out: the same scores, rounded otherwise
+    dsa_indexer_rope_interleaved          since core 0.19, like the arguments below; 0.16 to 0.18 rotate neighbours
+    dsa_indexer_k_norm_epsilon            1e-6 in transformers; if missing, the epsilon of all other norms
+    dsa_indexer_rotate_activation         a Hadamard rotation, which transformers leaves out: the same scores, rounded differently
 
-An argument of our own says which order the indexer's elements are in. Source: TransformerConfig of Megatron core, 0.16.1 to 0.19.0.
+megaconv's own argument gives the order of the indexer's elements. Source: TransformerConfig of Megatron core, 0.16.1 to
+0.19.0.
 """
 
 from argparse import Namespace
@@ -18,12 +19,15 @@ from megaconv.model.config import ModelConfig, value_of
 
 INDEXER_ORDER = "megaconv_indexer_order"
 ROPE_LAST = "rope_last"
-"""Its one value, of core 0.16 to 0.18; without it the order is that of files and of later releases."""
+"""The argument's only value, for the order of core 0.16 to 0.18.
+
+Without it, the order is that of files and later releases.
+"""
 
 INDEXER_FOR, INDEXER_FROM = "indexer_for", "indexer_from"
-"""Options of the saver and of the loader."""
+"""The option of the saver, and the option of the loader."""
 ORDERS = {"0.16": True, "0.19": False}
-"""What they can say: the first release of Megatron core that has the order -> whether it is ROPE_LAST."""
+"""The values of these options: the first release of Megatron core with an order -> True if the order is ROPE_LAST."""
 
 _SIZES = {
     "dsa_indexer_n_heads": "indexer.heads",
@@ -34,7 +38,7 @@ _VARIANT = "dsa"
 
 
 def sparse_arguments(config: ModelConfig) -> dict[str, Any]:
-    """All arguments of an indexer; none for models without."""
+    """All arguments of an indexer; empty for models without one."""
     if not config.indexer.heads:
         return {}
     return {name: value_of(config, field) for name, field in _SIZES.items()} | {
@@ -46,7 +50,7 @@ def sparse_arguments(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_sparse(args: Namespace) -> dict[str, Any]:
-    """As fields of the configuration; none for any other attention."""
+    """The fields of sparse attention; empty for other attention."""
     if getattr(args, "experimental_attention_variant", None) != _VARIANT:
         return {}
     found = {field: getattr(args, name, None) for name, field in _SIZES.items()}
@@ -55,7 +59,10 @@ def read_sparse(args: Namespace) -> dict[str, Any]:
 
 
 def writes_rope_last(config: ModelConfig, asked: Mapping[str, str]) -> bool:
-    """asked: options of the saver. Raises UsageError for one that isn't known, or that a model without indexers can't have."""
+    """True if the output has the order ROPE_LAST. asked: the saver's options.
+
+    Raises UsageError for an unknown value, or for a model without indexers.
+    """
     release = _release(asked, INDEXER_FOR)
     if release is not None and not config.indexer.heads:
         raise UsageError(f"--option {INDEXER_FOR}={release}: the model has no indexer")
@@ -63,9 +70,11 @@ def writes_rope_last(config: ModelConfig, asked: Mapping[str, str]) -> bool:
 
 
 def reads_rope_last(args: Namespace, names: Collection[str], asked: Mapping[str, str]) -> bool:
-    """Where nobody says it, latent norms in Transformer Engine's linear layers do, which only the releases with that order have.
+    """True if the checkpoint has the order ROPE_LAST: by the option, otherwise by its tensors and args.
 
-    names: of the checkpoint's tensors. asked: options of the loader. Raises UsageError for one that isn't known.
+    Only releases with that order put latent norms into Transformer Engine's linear layers. names: the checkpoint's
+    tensors.
+    asked: the loader's options. Raises UsageError for an unknown value.
     """
     release = _release(asked, INDEXER_FROM)
     if not any(".indexer." in name for name in names):

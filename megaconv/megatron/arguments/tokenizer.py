@@ -1,11 +1,11 @@
-"""The tokenizer that Megatron's arguments name, for a checkpoint that has no `hf/` beside it.
+"""The tokenizer that Megatron's arguments name, for a checkpoint without `hf/`.
 
     --tokenizer-model /models/Llama-2-7b              a directory of transformers' (HuggingFaceTokenizer)
     --tokenizer-model /models/tokenizer.model         SentencePiece
     --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
 
-A path in a checkpoint is its writer's word: what is taken from there has a tokenizer's name and a tokenizer's contents, lies
-where the path says (no link leads out), and is named in a notice. Source: megatron/training/arguments.py of Megatron-LM.
+A path in a checkpoint can't be trusted. A file is taken only if it has a tokenizer's name and content, and lies at that
+path (no link leads out of its directory). A notice names it. Source: megatron/training/arguments.py of Megatron-LM.
 """
 
 from argparse import Namespace
@@ -18,24 +18,24 @@ from formats.regular_files import parse_json
 from megaconv.engine.sidecars import find_sidecars, read_sidecar
 
 _PATHS = ("tokenizer_model", "vocab_file")
-"""In the order in which they are tried."""
+"""Arguments with a path, in the order in which they are tried."""
 _OF_DIRECTORY = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "tokenizer.model", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
 _TEXTS = ("merges.txt", "chat_template.jinja")
-"""Of no structure that could be checked: taken along with others only."""
+"""Files without a structure to check. They are taken only together with others."""
 
 
 class NamedTokenizer(NamedTuple):
-    """What the arguments say, and what is there."""
+    """The tokenizer that the arguments name, and its files on this machine."""
 
     name: str = ""
-    """A path, or a name on the Hub; empty where they name nothing."""
+    """A path, or a name on the Hub; empty if the arguments name none."""
     files: Mapping[str, Path] = {}
-    """By the names that transformers has for them; empty where nothing of that name is here, or no tokenizer."""
+    """Files by transformers' names; empty if nothing exists at the path, or it is no tokenizer."""
     ids: Mapping[str, int | tuple[int, ...]] = {}
-    """`bos_token_id` and `eos_token_id`, as far as the files say them."""
+    """`bos_token_id` and `eos_token_id`, if the files contain them."""
 
 
 def named_tokenizer(args: Namespace) -> NamedTokenizer:
@@ -44,17 +44,21 @@ def named_tokenizer(args: Namespace) -> NamedTokenizer:
         files = _candidates(args, Path(word))
         contents = {name: content for name, path in files.items() if (content := _read(name, path))}
         if any(name not in _TEXTS for name in contents):
-            return NamedTokenizer(word, {name: files[name] for name in contents}, _special_tokens(contents))
+            return NamedTokenizer(
+                word, {name: files[name] for name in contents}, _special_tokens(contents)
+            )
     return NamedTokenizer(named[0] if named else "")
 
 
 def _candidates(args: Namespace, path: Path) -> dict[str, Path]:
     try:
         if path.is_dir():
-            return {name: file for name, file in find_sidecars(path).items() if name in _OF_DIRECTORY}
+            return {
+                name: file for name, file in find_sidecars(path).items() if name in _OF_DIRECTORY
+            }
         if not path.is_file():
             return {}
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # no file can have this name
         return {}
     if path.suffix == ".model":
         return {"tokenizer.model": path}
@@ -65,7 +69,7 @@ def _candidates(args: Namespace, path: Path) -> dict[str, Path]:
 
 
 def _read(name: str, path: Path) -> bytes:
-    """A file's content; nothing where it isn't what its name says."""
+    """A file's content; empty if the content doesn't fit the name."""
     try:
         content = read_sidecar(path)
         return content if _is_like(name, path, content) else b""
@@ -80,20 +84,28 @@ def _is_like(name: str, path: Path, content: bytes) -> bool:
         return any(_sentence_pieces(content))
     value = parse_json(content)
     if name == "vocab.json":
-        return isinstance(value, dict) and len(value) > 1 and all(_is_id(number) for number in value.values())
-    return isinstance(value, dict) and (name != "tokenizer.json" or isinstance(value.get("model"), dict))
+        return (
+            isinstance(value, dict)
+            and len(value) > 1
+            and all(_is_id(number) for number in value.values())
+        )
+    return isinstance(value, dict) and (
+        name != "tokenizer.json" or isinstance(value.get("model"), dict)
+    )
 
 
 # Token ids.
 
 
 def _special_tokens(contents: Mapping[str, bytes]) -> dict[str, int | tuple[int, ...]]:
-    """contents: of files that are what their names say."""
-    values = {name: parse_json(content) for name, content in contents.items() if name.endswith(".json")}
+    """The ids of the special tokens. contents: the checked files."""
+    values = {
+        name: parse_json(content) for name, content in contents.items() if name.endswith(".json")
+    }
     settings = values.get("generation_config.json", {})
     words = values.get("special_tokens_map.json", {}) | values.get("tokenizer_config.json", {})
     if "tokenizer.model" in contents and not words:
-        words = {"bos_token": "<s>", "eos_token": "</s>"}  # SentencePiece's own
+        words = {"bos_token": "<s>", "eos_token": "</s>"}  # SentencePiece's defaults
     known = _ids(values, contents.get("tokenizer.model", b""))
     found: dict[str, int | tuple[int, ...]] = {}
     for kind in ("bos_token", "eos_token"):
@@ -109,16 +121,28 @@ def _special_tokens(contents: Mapping[str, bytes]) -> dict[str, int | tuple[int,
 
 
 def _ids(values: Mapping[str, Any], pieces: bytes) -> dict[str, int]:
-    """Token -> id, of all files that list any."""
+    """Token -> id, from all files that list tokens."""
     tokenizer = values.get("tokenizer.json", {})
-    lists = [tokenizer.get("model", {}).get("vocab"), values.get("vocab.json"), values.get("added_tokens.json")]
+    lists = [
+        tokenizer.get("model", {}).get("vocab"),
+        values.get("vocab.json"),
+        values.get("added_tokens.json"),
+    ]
     found = {
-        token: number for each in lists if isinstance(each, dict) for token, number in each.items() if _is_id(number)
+        token: number
+        for each in lists
+        if isinstance(each, dict)
+        for token, number in each.items()
+        if _is_id(number)
     }
     found |= {piece: number for number, piece in enumerate(_sentence_pieces(pieces))}
     added = tokenizer.get("added_tokens")
     for entry in added if isinstance(added, list) else ():
-        if isinstance(entry, dict) and isinstance(entry.get("content"), str) and _is_id(entry.get("id")):
+        if (
+            isinstance(entry, dict)
+            and isinstance(entry.get("content"), str)
+            and _is_id(entry.get("id"))
+        ):
             found[entry["content"]] = entry["id"]
     return found
 
@@ -130,7 +154,7 @@ def _is_id(value: Any) -> bool:
 def _sentence_pieces(model: bytes) -> Iterator[str]:
     """The pieces of a SentencePiece model in the order of their ids. Raises ValueError or IndexError for other bytes.
 
-    A protocol buffer: field 1 is a piece, whose field 1 is its text. Source: sentencepiece_model.proto.
+    The model is a protocol buffer. Field 1 is a piece, whose field 1 is its text. Source: sentencepiece_model.proto.
     """
     for number, content in _fields(model):
         if number == 1:
@@ -138,7 +162,7 @@ def _sentence_pieces(model: bytes) -> Iterator[str]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number, content) of the fields of a message; content is empty where it isn't bytes."""
+    """(number, content) of the fields of a message. The content is empty for a field that isn't bytes."""
     position = 0
     while position < len(message):
         tag, position = _varint(message, position)

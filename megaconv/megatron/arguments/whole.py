@@ -1,8 +1,10 @@
-"""Arguments of ours about a model that sees or hears: what its tensors are called in transformers' files.
+"""megaconv's own arguments for a multimodal model: the names of its tensors in transformers' files.
 
-megaconv_hf_names       begin, inside (how names of the language model begin in a model by itself, and there), experts (how they are
-                        stored), renamed (how the names of what lies beside begin in files, and here)
-position_embedding_type, mrope_section      `mrope`: positions in time, height and width; for text alone all three are the same
+megaconv_hf_names       begin, inside (the prefix of the language model's names in a model by itself, and in the
+multimodal model),
+                        experts (how they are stored), renamed (prefixes of the other parts' names in files, and in megaconv)
+position_embedding_type, mrope_section      `mrope`: positions in time, height and width; for text alone all three are
+the same
 """
 
 from argparse import Namespace
@@ -21,7 +23,7 @@ HF_NAMES = "megaconv_hf_names"
 
 
 def whole_arguments(whole: Whole | None) -> dict[str, Any]:
-    """None for a language model by itself."""
+    """The arguments for a multimodal model; empty for a language model by itself."""
     if whole is None:
         return {}
     names = {
@@ -36,7 +38,7 @@ def whole_arguments(whole: Whole | None) -> dict[str, Any]:
 
 
 def mrope_section(config: Mapping[str, Any]) -> list[int] | None:
-    """Of a larger model's config.json, None where images don't give a token three positions."""
+    """The mrope section in a multimodal model's config.json; None if images don't give a token three positions."""
     text = config.get(TEXT) or config
     for key in ("rope_parameters", "rope_scaling"):
         found = text.get(key)
@@ -46,9 +48,9 @@ def mrope_section(config: Mapping[str, Any]) -> list[int] | None:
 
 
 def read_whole(whole: Whole, tensors: Mapping[str, Shape], args: Namespace, where: str) -> Whole:
-    """What a checkpoint holds of it. tensors: what lies beside the language model.
+    """The parts of a multimodal model that a checkpoint holds. tensors: the tensors beside the language model.
 
-    Raises UsageError where nothing does, TensorMismatch for other positions than its config.json has, UnsupportedInput.
+    Raises UsageError if there are none, TensorMismatch for positions that differ from config.json, UnsupportedInput.
     """
     if not tensors:
         raise UsageError(
@@ -67,7 +69,7 @@ def read_whole(whole: Whole, tensors: Mapping[str, Shape], args: Namespace, wher
 
 
 def without_images(args: Namespace) -> Namespace:
-    """The arguments of the language model by itself: of text, mrope's three positions are one."""
+    """The arguments of the language model by itself. For text, mrope's three positions are equal."""
     if getattr(args, "position_embedding_type", None) != "mrope":
         return args
     return Namespace(**{**vars(args), "position_embedding_type": "rope", "mrope_section": None})
@@ -82,10 +84,10 @@ def _said(config: Mapping[str, Any], given: Mapping[str, Any]) -> Whole:
 
 
 def refuse_unknown_beside(tensors: Mapping[str, Shape], where: str) -> None:
-    """Raises UsageError for a checkpoint of a model that sees or hears, of which no config.json is there."""
+    """Raises UsageError for a checkpoint of a multimodal model without a config.json."""
     if tensors:
         words = dict.fromkeys(name.partition(".")[0] for name in tensors)
         raise UsageError(
-            f"{where}: holds {len(tensors)} tensors beside a language model ({listing(words)}), and nothing says of which model; "
-            "give --config with the Hugging Face directory of the original, or --text-only"
+            f"{where}: holds {len(tensors)} tensors outside the language model ({listing(words)}), and no config.json names the model; "
+            "pass --config with the Hugging Face directory of the original, or --text-only"
         )

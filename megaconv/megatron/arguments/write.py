@@ -1,39 +1,35 @@
-"""Megatron's `args`: the namespace in every rank file, as it is written for our configuration (`read_args.py` reads it).
+"""Writes Megatron's `args`, the namespace in every rank file, from a configuration (`read.py` reads it).
 
-Complete enough that `--use-checkpoint-args` finds all that it asks for, under the names of old and new releases alike
-(norm epsilon and zero-centered gamma were renamed). Source: megatron/training arguments.py and checkpointing.py of
-Megatron-LM, core 0.4 to 0.19.
+`--use-checkpoint-args` finds every argument that it asks for, under the names of old and new releases (norm epsilon and
+zero-centered gamma were renamed). Source: megatron/training arguments.py and checkpointing.py of Megatron-LM, core 0.4
+to 0.19.
 """
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from megaconv.errors import NotExpressible
+from megaconv.errors import CheckpointError, NotExpressible
 from megaconv.megatron.arguments.beyond_core import beyond_core_arguments
 from megaconv.megatron.arguments.encoder import encoder_arguments, split_rank_arguments
 from megaconv.megatron.arguments.latent import latent_arguments
 from megaconv.megatron.arguments.linear import linear_arguments
 from megaconv.megatron.arguments.mamba import mamba_arguments
-from megaconv.megatron.arguments.read import RANKED_BY, from_arguments, tensor_fields
+from megaconv.megatron.arguments.read import from_arguments, read_layout, tensor_fields
 from megaconv.megatron.arguments.rope import write_scaling
+from megaconv.megatron.arguments.run_arguments import LAYOUT, of_run, that_compute
 from megaconv.megatron.arguments.sparse import sparse_arguments
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED, lost_fields, require_kept
 from megaconv.model.layout import Layout, split_arguments
+from megaconv.model.subjects import RANKED_BY
 from megaconv.model.training import TrainingState
 
 LEFT_OUT = "megaconv_left_out"
-"""Names the fields of the configuration that --allow-lossy left out of the arguments, and that config.json beside them still has."""
+"""The argument that lists the configuration's fields that --allow-lossy left out.
 
-OPTIMIZATION = (
-    "optimizer", "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "start_weight_decay", "end_weight_decay",
-    "weight_decay_incr_style", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "clip_grad", "lr_decay_style", "lr_decay_iters",
-    "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "train_iters", "train_samples",
-    "global_batch_size", "micro_batch_size", "seed", "loss_scale", "initial_loss_scale",
-    "accumulate_allreduce_grads_in_fp32",
-)  # fmt: skip
-"""Arguments about optimization, which go from checkpoint to checkpoint with the optimizer's state."""
+config.json still has these fields.
+"""
 
 
 def to_arguments(
@@ -48,13 +44,15 @@ def to_arguments(
     allow_lossy: bool = False,
     legacy: bool = False,
 ) -> dict[str, Any]:
-    """All arguments by name; dtypes as names. legacy: for the models before core.
+    """All arguments by name; dtypes are names. legacy: True for a model from before Megatron core.
 
-    Raises NotExpressible for what Megatron doesn't support.
+    The arguments of the run that saved the source (training.arguments) stay unchanged, unless the output decides them
+    (`run_arguments.py`). Raises NotExpressible for a model that Megatron doesn't support.
     """
     for refused, reason in _refusals(config, legacy=legacy):
         if refused:
             raise NotExpressible(reason)
+    settings = _settings(config, training)
     written = (
         _architecture(config)
         | encoder_arguments(config, transformer_impl, legacy=legacy)
@@ -64,18 +62,73 @@ def to_arguments(
         | _experts(config, grouped_experts)
         | _positions(config, allow_lossy, legacy=legacy)
         | beyond_core_arguments(config, legacy=legacy)
-        | _vocabulary(config, vocab_divisor, padded_vocab)
+        | _vocabulary(config, training, vocab_divisor, padded_vocab)
         | _parallelism(config, layout)
         | mamba_arguments(config, layout)
         | split_rank_arguments(layout, legacy=legacy)
-        | _training(config, training, transformer_impl, legacy)
+        | _output(config, transformer_impl, legacy)
     )
-    left_out = _require_kept(config, written, allow_lossy=allow_lossy, legacy=legacy)
-    return written | ({LEFT_OUT: left_out} if left_out else {})
+    left_out = _require_kept(config, settings | written, allow_lossy=allow_lossy, legacy=legacy)
+    own: dict[str, Any] = {LEFT_OUT: left_out} if left_out else {}
+    if not training.arguments:
+        return settings | written | own
+    found = _with_run_arguments(
+        config, layout, training, settings, written, left_out, legacy=legacy
+    )
+    if layout.tp == 1:  # as in Megatron itself
+        found["sequence_parallel"] = False
+    return found | own
+
+
+def _with_run_arguments(
+    config: ModelConfig, layout: Layout, training: TrainingState, settings: Mapping[str, Any], written: Mapping[str, Any],
+    left_out: Collection[str], *, legacy: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """All arguments of a source with run arguments.
+
+    settings: the defaults for missing run arguments. written: the arguments that describe the model and how it is
+    stored.
+    """
+    run = training.arguments
+    # read_layout knows no stages of an encoder: what the run says of these is always written anew.
+    encoder_stages = run.get("encoder_pipeline_model_parallel_size") or run.get(
+        "pipeline_model_parallel_split_rank"
+    )
+    same_layout = not encoder_stages and read_layout(Namespace(**run), config) == layout
+    same_modules = run.get("transformer_impl") == written["transformer_impl"]
+    kept = of_run(run, same_layout=same_layout, same_modules=same_modules)
+    if not config.experts.count and kept.get("moe_ffn_hidden_size") is not None:
+        kept["moe_ffn_hidden_size"] = (
+            None  # early releases always have a number here, which core 0.16 refuses without experts
+        )
+    placed = {name: kept[name] for name in LAYOUT if name in kept and same_layout}
+    found = {**settings, **kept, **written, **placed}
+    # An argument of the run that this model doesn't use may have another meaning beside the written ones.
+    if _describes(config, found, left_out, legacy=legacy):
+        return found
+    computing = that_compute(kept)
+    return {
+        **settings,
+        **{name: value for name, value in kept.items() if name not in computing},
+        **written,
+    }
+
+
+def _describes(
+    config: ModelConfig, arguments: Mapping[str, Any], left_out: Collection[str], *, legacy: bool
+) -> bool:
+    """True if the arguments describe this model, except for the fields that are left out."""
+    args = Namespace(**that_compute(arguments))
+    try:
+        back = from_arguments(args, tensor_fields(config), legacy=legacy, family=config.family)
+    except CheckpointError:
+        return False
+    lost = lost_fields(config, back)
+    return not set(lost).difference(NOT_COMPUTED, left_out)
 
 
 def _refusals(config: ModelConfig, *, legacy: bool) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, why Megatron can't have it)."""
+    """(whether a problem applies, why Megatron can't have this model) for each possible problem."""
     attention, mlp = config.attention, config.mlp
     yield (
         attention.o_bias != mlp.bias or (attention.o_bias and not attention.qkv_bias),
@@ -96,9 +149,16 @@ def _refusals(config: ModelConfig, *, legacy: bool) -> Iterator[tuple[bool, str]
     )
 
 
-def _require_kept(config: ModelConfig, written: Mapping[str, Any], *, allow_lossy: bool, legacy: bool) -> list[str]:
-    """The fields that may be left out, and are. Raises NotExpressible, naming it, for another that doesn't come back."""
-    back = from_arguments(Namespace(**written), tensor_fields(config), legacy=legacy, family=config.family)
+def _require_kept(
+    config: ModelConfig, written: Mapping[str, Any], *, allow_lossy: bool, legacy: bool
+) -> list[str]:
+    """The allowed losses that occur, as field names.
+
+    Raises NotExpressible, which names any other field that is lost.
+    """
+    back = from_arguments(
+        Namespace(**written), tensor_fields(config), legacy=legacy, family=config.family
+    )
     allowed = ["positions.scaling"] if allow_lossy else []
     require_kept(config, back, "Megatron's arguments", but=(*NOT_COMPUTED, *allowed))
     return [field for field in allowed if field in lost_fields(config, back)]
@@ -134,20 +194,18 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "activation_func_clamp_value": config.mlp.clamp,
         "squared_relu": config.mlp.activation == "relu2",
         "openai_gelu": False,
-        # The fused kernel computes the approximation: in Megatron this flag is part of what the model is.
+        # The fused kernel computes the approximation: in Megatron, this flag is part of the model's definition.
         "bias_gelu_fusion": config.mlp.activation == "gelu_tanh",
-        "apply_query_key_layer_scaling": False,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
         "mtp_num_layers": config.mtp_layers or None,
-        "bert_binary_head": False,
         "window_size": (config.window - 1, 0) if config.window is not None else None,
         "window_attn_skip_freq": _window_pattern(config),
     }
 
 
 def _experts(config: ModelConfig, grouped: bool) -> dict[str, Any]:
-    if config.experts.score == "sigmoid" and config.experts.renormalize != (config.experts.per_token > 1):
+    if config.experts.score == "sigmoid" and config.experts.renormalize != (
+        config.experts.per_token > 1
+    ):
         raise NotExpressible(
             "Megatron's sigmoid router makes the weights of several experts sum up to 1, and leaves that of a single one as it is; "
             f"this model's, with {config.experts.per_token} a token, has experts.renormalize = {config.experts.renormalize}"
@@ -156,13 +214,19 @@ def _experts(config: ModelConfig, grouped: bool) -> dict[str, Any]:
         raise NotExpressible(
             f"the model scales the input of {config.experts.per_token} experts a token; Megatron (moe_apply_probs_on_input) that of one"
         )
-    if (config.experts.groups or 1) > 1 and config.experts.per_token // (config.experts.group_topk or 1) != RANKED_BY:
+    if (config.experts.groups or 1) > 1 and config.experts.per_token // (
+        config.experts.group_topk or 1
+    ) != RANKED_BY:
         raise NotExpressible(
             f"Megatron ranks a group by its experts_per_token // router_group_topk best experts, this model by its best {RANKED_BY}: "
             f"{config.experts.per_token} experts of {config.experts.group_topk} groups aren't {RANKED_BY} of each"
         )
     if not config.experts.count:
-        return {"num_experts": None, "moe_grouped_gemm": False, "moe_use_legacy_grouped_gemm": False}
+        return {
+            "num_experts": None,
+            "moe_grouped_gemm": False,
+            "moe_use_legacy_grouped_gemm": False,
+        }
     with_experts = [int(config.has("moe", layer)) for layer in range(config.layer_count)]
     return {
         "num_experts": config.experts.count,
@@ -172,7 +236,8 @@ def _experts(config: ModelConfig, grouped: bool) -> dict[str, Any]:
         "moe_use_legacy_grouped_gemm": False,
         "moe_router_topk": config.experts.per_token,
         "moe_router_score_function": config.experts.score,
-        "moe_router_pre_softmax": config.experts.score == "softmax" and not config.experts.renormalize,
+        "moe_router_pre_softmax": config.experts.score == "softmax"
+        and not config.experts.renormalize,
         "moe_router_topk_scaling_factor": config.experts.scale,
         "moe_apply_probs_on_input": config.experts.probs_on_input,
         "moe_router_enable_expert_bias": config.experts.router_bias,
@@ -181,49 +246,58 @@ def _experts(config: ModelConfig, grouped: bool) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": config.experts.shared_ffn or None,
         "moe_shared_expert_gate": config.experts.shared_gate,
         **({"moe_latent_size": config.experts.latent} if config.experts.latent else {}),
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_extended_tp": False,
     }
 
 
 def _window_pattern(config: ModelConfig) -> list[int] | None:
-    """Raises NotExpressible for windows of several sizes."""
+    """The layers with a window as 1 and 0; None if all layers or none have one.
+
+    Raises NotExpressible for several window sizes.
+    """
     sizes = {kind.window for kind in config.layers} - {None}
     if len(sizes) > 1:
-        raise NotExpressible(f"Megatron has one size for all windows; this model's are {sorted(map(str, sizes))}")
+        raise NotExpressible(
+            f"Megatron has one size for all windows; this model's are {sorted(map(str, sizes))}"
+        )
     if not sizes or config.has("only_windows"):
         return None
     return [int(kind.window is not None) for kind in config.layers]
 
 
 def _positions(config: ModelConfig, allow_lossy: bool, *, legacy: bool) -> dict[str, Any]:
-    theta = int(config.positions.theta) if float(config.positions.theta).is_integer() else config.positions.theta
+    theta = (
+        int(config.positions.theta)
+        if float(config.positions.theta).is_integer()
+        else config.positions.theta
+    )
     return {
         "max_position_embeddings": config.max_positions,
-        "seq_length": config.max_positions,
-        "encoder_seq_length": config.max_positions,
-        "position_embedding_type": {"learned": "learned_absolute"}.get(config.positions.kind, config.positions.kind),
+        "position_embedding_type": {"learned": "learned_absolute"}.get(
+            config.positions.kind, config.positions.kind
+        ),
         "add_position_embedding": True,
         "use_rotary_position_embeddings": False,
         "rotary_base": theta,
         "rotary_percent": config.positions.rotary_percent,
         "rotary_interleaved": config.positions.interleaved,
-        "no_rope_freq": [int(not kind.rotates) for kind in config.layers] if config.has("skips_rope") else None,
+        "no_rope_freq": [int(not kind.rotates) for kind in config.layers]
+        if config.has("skips_rope")
+        else None,
         "use_rope_scaling": False,
         "rope_scaling_factor": 8.0,
         "rotary_seq_len_interpolation_factor": None,
     } | ({} if config.latent.kv_rank else write_scaling(config, allow_lossy, legacy=legacy))
 
 
-def _vocabulary(config: ModelConfig, divisor: int, padded: int) -> dict[str, Any]:
+def _vocabulary(
+    config: ModelConfig, training: TrainingState, divisor: int, padded: int
+) -> dict[str, Any]:
+    adds_a_token = training.arguments.get("tokenizer_type") == "NullTokenizer"
     return {
         "untie_embeddings_and_output_weights": config.has("untied"),
         "make_vocab_size_divisible_by": divisor,
-        "vocab_size": config.vocab,
+        "vocab_size": config.vocab - adds_a_token,
         "padded_vocab_size": padded,
-        "tokenizer_type": "HuggingFaceTokenizer",
-        "tokenizer_model": None,
-        "vocab_file": None,
     }
 
 
@@ -242,12 +316,11 @@ def _parallelism(config: ModelConfig, layout: Layout) -> dict[str, Any]:
         "context_parallel_size": 1,
         "data_parallel_size": layout.ep,
         "world_size": layout.tp * layout.pp * layout.ep,
-        "sequence_parallel": False,
         **split,
     }
 
 
-def _training(config: ModelConfig, training: TrainingState, transformer_impl: str, legacy: bool) -> dict[str, Any]:
+def _output(config: ModelConfig, transformer_impl: str, legacy: bool) -> dict[str, Any]:
     return {
         "fp16": config.dtype == "float16",
         "bf16": config.dtype == "bfloat16",
@@ -256,11 +329,31 @@ def _training(config: ModelConfig, training: TrainingState, transformer_impl: st
         "use_legacy_models": legacy,
         "use_mcore_models": not legacy,
         "ckpt_format": "torch",
+        "no_save_optim": True,
+        "no_save_rng": True,
+    }
+
+
+def _settings(config: ModelConfig, training: TrainingState) -> dict[str, Any]:
+    """Arguments that a loader asks for and that don't describe the model, with default values."""
+    routed = {"moe_token_dispatcher_type": "alltoall", "moe_extended_tp": False}
+    read_by_decoder = {"decoder_seq_length": config.max_positions}
+    return {
+        "seq_length": config.max_positions,
+        "encoder_seq_length": config.max_positions,
+        **(read_by_decoder if config.encoder.layers else {}),
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": None,
+        "vocab_file": None,
+        "bert_binary_head": False,
+        "apply_query_key_layer_scaling": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        **(routed if config.experts.count else {}),
+        "sequence_parallel": False,
         "iteration": training.iteration or 0,
         "consumed_train_samples": training.consumed_train_samples,
         "consumed_valid_samples": training.consumed_valid_samples,
         "skipped_train_samples": 0,
-        "no_save_optim": True,
-        "no_save_rng": True,
         "data_parallel_random_init": False,
     }

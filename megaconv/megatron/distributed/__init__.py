@@ -1,1 +1,1 @@
-"""`torch_dist` and `zarr` checkpoints."""
+"""Reads and plans `torch_dist` and `zarr` checkpoints."""

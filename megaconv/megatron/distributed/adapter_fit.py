@@ -1,13 +1,13 @@
-"""An adapter as the modules of Megatron-Bridge have it: what differs by module or layer there is filled up with zeros.
+"""Fits an adapter to the modules of Megatron-Bridge: differences between modules or layers are filled up with zeros.
 
-Bridge has one rank and one alpha for all modules, and the same modules in all layers; a fused layer has one A (LoRA, DoRA), or an
-adapter for each of its parts (CanonicalLoRA, which can't do without any: forward() and sharded_state_dict() of 0.3.1 call all three).
-Rows of zeros after A and columns of zeros in B add nothing, so that
+Bridge has one rank and one alpha for all modules, and the same modules in all layers. A fused layer has one A (LoRA,
+DoRA), or an adapter for each of its parts (CanonicalLoRA, which needs all of them: forward() and sharded_state_dict()
+of 0.3.1 call all three). Rows of zeros after A and columns of zeros in B add nothing, so that
 
     A = [A_q; A_k; A_v]        B = [B_q 0 0; 0 B_k 0; 0 0 B_v]        alpha / rank as before
 
-is the same function with one A, and with zeros in their place modules without an adapter stay as they are, also in training: no
-gradient of either matrix gets through the other's zeros.
+is the same function with one A. Modules without an adapter get zeros and stay unchanged, also in training: no gradient
+of either matrix passes through the zeros of the other.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from formats.tensor import LazyTensor
-from megaconv.engine.adapters.derived import Stack, Window
-from megaconv.engine.adapters.translation import (
+from megaconv.adapters.derived import Stack, Window
+from megaconv.adapters.translation import (
     adaptable_weights,
     adapter_source,
     of_all_experts,
@@ -28,7 +28,14 @@ from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import Family, family
 from megaconv.megatron.distributed.bridge_files import ADAPTER_KIND, FUSED
 from megaconv.megatron.distributed.keys import stack
-from megaconv.model.adapter import AdapterInfo, LowRank, a_name, b_name, is_of_expert, of_each_expert
+from megaconv.model.adapter import (
+    AdapterInfo,
+    LowRank,
+    a_name,
+    b_name,
+    is_of_expert,
+    of_each_expert,
+)
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Key, OpenedSource, Source
 from megaconv.model.naming import CORE
@@ -36,32 +43,37 @@ from megaconv.model.natives import NativeTensor
 from megaconv.model.table import canonical_shapes
 
 EXPERT_RANKS = 1
-"""Tensor-parallel ranks of experts with adapters: with more, Bridge 0.3.1 neither saves nor loads them ("Duplicate ShardedObject keys",
-since ParallelLinearAdapter writes the expert-parallel rank into the place of the tensor-parallel one)."""
+"""Tensor-parallel ranks of experts with adapters.
+
+With more, Bridge 0.3.1 neither saves nor loads them ("Duplicate ShardedObject keys"): ParallelLinearAdapter writes the
+expert-parallel rank in place of the tensor-parallel rank.
+"""
 
 
 class BridgeModule(NamedTuple):
-    """A module of Bridge's that has an adapter in this model."""
+    """A module of Bridge that has an adapter in this model."""
 
     name: str
-    """Its name on a rank."""
+    """The module's name on a rank."""
     weight: NativeTensor
     kind: str = ""
-    """Of CanonicalLoRA: which part of a fused weight it is for; empty for an adapter of all of it."""
+    """For CanonicalLoRA, the part of a fused weight that it adapts; empty for an adapter of the whole weight."""
 
     @property
     def key(self) -> str:
-        """The same for all layers' and experts'."""
+        """A key that is equal for the modules of all layers and experts."""
         return f"{stack(self.name, layers=True)[0]} {self.kind}"
 
 
 def bridge_modules(
     table: Family, config: ModelConfig, info: AdapterInfo, *, fused: bool, grouped: bool
 ) -> list[BridgeModule]:
-    """In all layers, wherever any layer has them."""
+    """The modules with adapters. A module that any layer adapts is included for all layers."""
     found = list(_all_modules(table, config, info, fused=fused, grouped=grouped))
     changed = {
-        module.key.partition(" ")[0] for module in found if _weights(module.weight, config) & info.weights.keys()
+        module.key.partition(" ")[0]
+        for module in found
+        if _weights(module.weight, config) & info.weights.keys()
     }
     return [module for module in found if module.key.partition(" ")[0] in changed]
 
@@ -78,7 +90,10 @@ def _all_modules(
         if fused or len(weight.parts) == 1:
             yield BridgeModule(name, weight)
         else:
-            yield from (BridgeModule(name, part_of(weight, part), part.split(".")[-2]) for part in weight.parts)
+            yield from (
+                BridgeModule(name, part_of(weight, part), part.split(".")[-2])
+                for part in weight.parts
+            )
 
 
 def _weights(weight: NativeTensor, config: ModelConfig) -> set[str]:
@@ -86,14 +101,20 @@ def _weights(weight: NativeTensor, config: ModelConfig) -> set[str]:
 
 
 def is_fused(table: Family, config: ModelConfig, info: AdapterInfo) -> bool:
-    """Whether every module that Megatron fuses has one A for all of its weights, which is Bridge's LoRA."""
+    """True if every module that Megatron fuses has one A for all of its weights, as in Bridge's LoRA."""
     modules = [native.parts for native in adaptable_weights(table, config, CORE).values()]
     changed = [parts for parts in modules if any(name in info.weights for name in parts)]
-    return all(len({info.weights[name].a if name in info.weights else "" for name in parts}) == 1 for parts in changed)
+    return all(
+        len({info.weights[name].a if name in info.weights else "" for name in parts}) == 1
+        for parts in changed
+    )
 
 
 def fitted(source: Source, *, tp: int, grouped: bool, kind: str | None) -> OpenedSource:
-    """The same adapter in the modules that Bridge has. Raises NotExpressible for what it can't have, UsageError."""
+    """The same adapter, fitted to Bridge's modules.
+
+    Raises NotExpressible for an adapter that Bridge can't have, UsageError.
+    """
     header = source.header
     info, config, table = header.adapter, header.config, family(header.config.family)
     assert info is not None
@@ -111,7 +132,9 @@ def fitted(source: Source, *, tp: int, grouped: bool, kind: str | None) -> Opene
     for module in modules:
         fitting.fit(module, rank, scale * rank)
     require_all_written(info, fitting.weights, "Megatron has no modules of theirs")
-    return adapter_source(config, AdapterInfo(fitting.weights, info.base, info.dropout), fitting.made, header.source)
+    return adapter_source(
+        config, AdapterInfo(fitting.weights, info.base, info.dropout), fitting.made, header.source
+    )
 
 
 def _one_scale(info: AdapterInfo) -> float:
@@ -127,7 +150,7 @@ def _one_scale(info: AdapterInfo) -> float:
 
 @dataclass
 class _Fitting:
-    """What becomes of an adapter's tensors."""
+    """The conversion of an adapter's tensors."""
 
     found: Mapping[Key, LazyTensor]
     info: AdapterInfo
@@ -136,18 +159,23 @@ class _Fitting:
     weights: dict[str, LowRank] = field(default_factory=dict)
 
     def rank(self, modules: Iterable[BridgeModule], tp: int) -> int:
-        """The least that every module can have, and that ranks can share."""
+        """The smallest rank that suits every module and that tensor-parallel ranks can divide."""
         needed = max(sum(low.rank for low in self._distinct(module.weight)) for module in modules)
         return -(-needed // tp) * tp
 
     def _distinct(self, weight: NativeTensor) -> list[LowRank]:
-        """Of the parts that have an adapter, each A once."""
+        """The adapters of a weight's parts, each A once."""
         lows = [self._low(part) for part in weight.parts]
         return list({low.a: low for low in lows if low is not None}.values())
 
     def _low(self, part: str) -> LowRank | None:
-        """Raises NotExpressible where it stands for all experts' and theirs differ."""
-        lows = {self.info.weights.get(name) for name in of_each_expert(part, self.config.experts.count)}
+        """The adapter of a part; None without one.
+
+        Raises NotExpressible if a part of all experts has different adapters.
+        """
+        lows = {
+            self.info.weights.get(name) for name in of_each_expert(part, self.config.experts.count)
+        }
         if len(lows) > 1:
             raise NotExpressible(
                 f"{part}: experts have adapters of their own, and a grouped layer of Megatron-Bridge has one pair of matrices for all of a "
@@ -157,40 +185,60 @@ class _Fitting:
         return lows.pop()
 
     def fit(self, module: BridgeModule, rank: int, alpha: float) -> None:
-        """Adds the module's tensors, and what they are to its weights."""
-        distinct, shared = self._distinct(module.weight), a_name(tuple(module.weight.parts))
+        """Add the module's tensors, and their relation to its weights."""
+        distinct = self._distinct(module.weight)
+        shared = a_name(tuple(module.weight.parts))
         _, ins = sizes(module.weight)
         self.made[Key(shared)] = self._a(distinct, (rank, ins))
-        firsts = {low.a: sum(each.rank for each in distinct[:number]) for number, low in enumerate(distinct)}
+        # The first row of each A in the stacked A; its B gets the same columns.
+        firsts = dict[str, int]()
+        row = 0
+        for low in distinct:
+            firsts[low.a] = row
+            row += low.rank
         for part, regions in module.weight.parts.items():
-            low, b = self._low(part), b_name(part)
-            self.made[Key(b)] = self._b(low, (sum(region.box.rows for region in regions), rank), firsts)
-            if low and low.length:
-                self.made[Key(low.length)] = self.found[Key(low.length)]
+            adapter = self._low(part)
+            b = b_name(part)
+            rows = sum(region.box.rows for region in regions)
+            self.made[Key(b)] = self._b(adapter, (rows, rank), firsts)
+            length = adapter.length if adapter else ""
+            if length:
+                self.made[Key(length)] = self.found[Key(length)]
             for name in of_each_expert(part, self.config.experts.count):
-                self.weights[name] = LowRank(shared, b, rank, alpha, low.length if low else "")
+                self.weights[name] = LowRank(shared, b, rank, alpha, length)
 
     def _a(self, distinct: Sequence[LowRank], shape: tuple[int, int]) -> LazyTensor:
-        """One below the other, in the order of the parts."""
+        """A: the parts' matrices, one below the other, in the order of the parts."""
         sources = tuple(self.found[Key(low.a)] for low in distinct)
         if len(sources) == 1 and tuple(sources[0].shape) == shape:
             return sources[0]
         return Stack(sources, shape[0]) if sources else Window(shape, self._dtype)
 
-    def _b(self, low: LowRank | None, shape: tuple[int, int], firsts: Mapping[str, int]) -> LazyTensor:
-        """In the columns of its own A."""
+    def _b(
+        self, low: LowRank | None, shape: tuple[int, int], firsts: Mapping[str, int]
+    ) -> LazyTensor:
+        """B: its values in the columns of its own A, zeros elsewhere."""
         if low is None:
             return Window(shape, self._dtype)
         source = self.found[Key(low.b)]
-        return source if tuple(source.shape) == shape else Window(shape, source.dtype, source, 0, firsts[low.a])
+        return (
+            source
+            if tuple(source.shape) == shape
+            else Window(shape, source.dtype, source, 0, firsts[low.a])
+        )
 
     @property
     def _dtype(self) -> str:
         return next(iter(self.found.values())).dtype
 
 
-def require_dora_fits(table: Family, config: ModelConfig, weights: Collection[str], tp: int) -> None:
-    """Raises NotExpressible for DoRA that Megatron-Bridge computes otherwise than peft, or not at all (dora.py, dora_layers.py)."""
+def require_dora_fits(
+    table: Family, config: ModelConfig, weights: Collection[str], tp: int
+) -> None:
+    """Raises NotExpressible for DoRA that Megatron-Bridge computes differently from peft, or not at all.
+
+    Source: dora.py and dora_layers.py of Megatron-Bridge.
+    """
     instead = "; merge the adapter into its base (--adapter) instead"
     if any(is_of_expert(name) for name in weights):
         raise NotExpressible(
@@ -200,7 +248,9 @@ def require_dora_fits(table: Family, config: ModelConfig, weights: Collection[st
     if any(name.endswith(".router.weight") for name in weights):
         raise NotExpressible(f"DoRA of a router: Megatron-Bridge has none{instead}")
     natives, shapes = adaptable_weights(table, config, CORE), canonical_shapes(table.rows, config)
-    changed = {name: native for name, native in natives.items() if native.parts.keys() & set(weights)}
+    changed = {
+        name: native for name, native in natives.items() if native.parts.keys() & set(weights)
+    }
     for name, native in changed.items():
         if tp > 1 and native.tp == 1:
             raise NotExpressible(
@@ -217,9 +267,12 @@ def require_dora_fits(table: Family, config: ModelConfig, weights: Collection[st
 
 
 def _require_whole(
-    table: Family, config: ModelConfig, weights: Collection[str], changed: Mapping[str, NativeTensor]
+    table: Family,
+    config: ModelConfig,
+    weights: Collection[str],
+    changed: Mapping[str, NativeTensor],
 ) -> None:
-    """Raises NotExpressible where lengths would be needed of weights that have no adapter: those of the base's rows."""
+    """Raises NotExpressible if a weight without an adapter would need magnitudes, which only its base could give."""
     keys = {stack(name, layers=True)[0] for name in changed}
     for name, native in adaptable_weights(table, config, CORE).items():
         lacking: Sequence[str] = [part for part in native.parts if part not in weights]

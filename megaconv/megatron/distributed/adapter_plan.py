@@ -1,7 +1,8 @@
-"""Lays out an adapter as Megatron-Bridge saves one: `torch_dist` of its matrices, and run_config.yaml with its alpha and modules.
+"""Plans an adapter as Megatron-Bridge saves it: `torch_dist` matrices, and run_config.yaml with alpha and modules.
 
-Names and settings: adapter_source.py. The adapter is one that Bridge can have (adapter_fit.py): the same modules in all layers, of one
-rank and one alpha. Each of its layers has an empty `_extra_state`, which Bridge asks for.
+adapter_source.py describes names and settings. The adapter is one that Bridge supports (adapter_fit.py): the same
+modules in all layers, with one rank and one alpha. Each of its layers has an empty `_extra_state`, which Bridge asks
+for.
 """
 
 import re
@@ -12,11 +13,16 @@ from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
 from formats.tensor import Shape
 from formats.yaml_file import yaml_bytes
-from megaconv.engine.adapters.translation import Module, adaptable_weights
+from megaconv.adapters.translation import Module, adaptable_weights
 from megaconv.engine.plan import OutputPlan, native_dtype
 from megaconv.errors import UsageError
 from megaconv.families import Family, family
-from megaconv.megatron.distributed.adapter_fit import EXPERT_RANKS, BridgeModule, bridge_modules, is_fused
+from megaconv.megatron.distributed.adapter_fit import (
+    EXPERT_RANKS,
+    BridgeModule,
+    bridge_modules,
+    is_fused,
+)
 from megaconv.megatron.distributed.adapter_source import (
     ADAPTER,
     CANONICAL,
@@ -30,7 +36,8 @@ from megaconv.megatron.distributed.chunks import PlannedChunk, chunks_of
 from megaconv.megatron.distributed.keys import EXTRA_STATE, stack, stacks_layers
 from megaconv.megatron.distributed.plan import place
 from megaconv.megatron.distributed.run_config import RUN_CONFIG
-from megaconv.megatron.rank_files.plan import iteration_of, tracker_and_sidecars
+from megaconv.megatron.rank_files.iteration import at_iteration, directory_iteration
+from megaconv.megatron.rank_files.plan import tracker_and_sidecars
 from megaconv.model.adapter import AdapterInfo, LowRank, of_each_expert
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header
@@ -39,13 +46,21 @@ from megaconv.model.naming import CORE
 from megaconv.model.natives import NativeTensor
 from megaconv.options import SaveOptions
 
-_TARGETS = {"q": "linear_q", "k": "linear_k", "v": "linear_v", "gate": "linear_fc1_gate", "up": "linear_fc1_up"}
-"""Parts of fused weights -> what CanonicalLoRA calls them."""
+_TARGETS = {
+    "q": "linear_q",
+    "k": "linear_k",
+    "v": "linear_v",
+    "gate": "linear_fc1_gate",
+    "up": "linear_fc1_up",
+}
+"""Parts of fused weights -> CanonicalLoRA's names for them."""
 _NUMBER = re.compile(r"\.\d+\.")
 
 
-def plan_adapter(header: Header, info: AdapterInfo, options: SaveOptions, layout: Layout) -> OutputPlan:
-    """Raises UsageError for another format, LayoutError."""
+def plan_adapter(
+    header: Header, info: AdapterInfo, options: SaveOptions, layout: Layout
+) -> OutputPlan:
+    """The plan of an adapter. Raises UsageError for another format, LayoutError."""
     if options.ckpt_format != "torch_dist":
         raise UsageError(
             f"--ckpt-format {options.ckpt_format}: Megatron-Bridge has adapters in torch_dist alone; give --ckpt-format torch_dist"
@@ -55,16 +70,21 @@ def plan_adapter(header: Header, info: AdapterInfo, options: SaveOptions, layout
     fused = is_fused(table, config, info)
     modules = bridge_modules(table, config, info, fused=fused, grouped=grouped)
     chunks, shapes, extras = _Keys(header, layout).of(modules)
-    files, version = DistcpFiles(options.files or 1), rank_files.iteration_directory(iteration_of(header, options))
+    header = at_iteration(header, options, without_releases=True)
+    iteration = directory_iteration(header.training)
+    files, version = DistcpFiles(options.files or 1), rank_files.iteration_directory(iteration)
     stored = [
-        (chunk, *files.add_chunk(chunk.key, shapes[chunk.key], chunk.dtype, chunk.offset, chunk.shape))
+        (
+            chunk,
+            *files.add_chunk(chunk.key, shapes[chunk.key], chunk.dtype, chunk.offset, chunk.shape),
+        )
         for chunk in chunks
     ]
     for name in extras:
         files.add_object(name, [None])
     common = {
         "checkpoint_version": 3.0,
-        "iteration": header.training.iteration or 1,
+        "iteration": header.training.iteration,
         "content_metadata": CONTENT,
     }
     kind = DORA if info.is_dora else LORA if fused else CANONICAL
@@ -74,9 +94,16 @@ def plan_adapter(header: Header, info: AdapterInfo, options: SaveOptions, layout
         torch_dist.FORMAT_FILE: PlainFile(torch_dist.format_json("torch_dist")),
         RUN_CONFIG: PlainFile(yaml_bytes(settings)),
     }
-    placements, _ = place(((chunk, f"{version}/{file}", record) for chunk, file, record in stored), header, options)
+    placements, _ = place(
+        ((chunk, f"{version}/{file}", record) for chunk, file, record in stored), header, options
+    )
     layouts = {f"{version}/{name}": each for name, each in written.items()}
-    return OutputPlan(layouts | tracker_and_sidecars(header, iteration_of(header, options)), placements)
+    return OutputPlan(layouts | tracker_and_sidecars(header, iteration), placements)
+
+
+def _extra_state(module: str, place: Shape, grid: Shape) -> str:
+    """MODULE/_extra_state/shard_3_32: the name of the empty object of layer 3 of 32."""
+    return f"{module}{EXTRA_STATE}/shard_{'.'.join(map(str, place))}_{'.'.join(map(str, grid))}"
 
 
 class _Keys:
@@ -86,21 +113,28 @@ class _Keys:
         self._header, self._layout = header, layout
         self._stacked = stacks_layers(header.config)
 
-    def of(self, modules: Sequence[BridgeModule]) -> tuple[list[PlannedChunk], dict[str, Shape], list[str]]:
+    def of(
+        self, modules: Sequence[BridgeModule]
+    ) -> tuple[list[PlannedChunk], dict[str, Shape], list[str]]:
         """(chunks, shapes of whole tensors by key, names of empty objects)."""
-        placed = [(*self._place(native.name), native) for module in modules for native in self._natives(module)]
-        places: dict[str, Shape] = {}
+        placed = [
+            (*self._place(native.name), native)
+            for module in modules
+            for native in self._natives(module)
+        ]
+        last_place: dict[str, Shape] = {}
         for key, at, _ in placed:
-            places[key] = tuple(map(max, zip(at, places.get(key, at), strict=True)))
-        chunks, shapes, extras = list[PlannedChunk](), dict[str, Shape](), list[str]()
+            last_place[key] = tuple(map(max, zip(at, last_place.get(key, at), strict=True)))
+        chunks = list[PlannedChunk]()
+        shapes = dict[str, Shape]()
+        extras = list[str]()
         for key, at, native in placed:
-            ranks = self._ranks(native)
-            chunks += chunks_of(native, key, at, native_dtype(self._header, native), ranks)
-            grid = tuple(last + 1 for last in places[key])
+            dtype = native_dtype(self._header, native)
+            chunks += chunks_of(native, key, at, dtype, self._ranks(native))
+            grid = tuple(last + 1 for last in last_place[key])
             shapes[key] = (*grid, *native.shape)
             if key.endswith(".weight"):
-                numbers = "_".join(".".join(map(str, axes)) for axes in (at or (0,), grid or (1,)))
-                extras.append(f"{key.removesuffix('.weight')}{EXTRA_STATE}/shard_{numbers}")
+                extras.append(_extra_state(key.removesuffix(".weight"), at or (0,), grid or (1,)))
         return chunks, shapes, extras
 
     def _place(self, name: str) -> tuple[str, Shape]:
@@ -110,7 +144,7 @@ class _Keys:
         return key, at
 
     def _natives(self, module: BridgeModule) -> Iterator[NativeTensor]:
-        """Rows of B and of magnitudes as a run of this layout saves them."""
+        """The module's native tensors, with the rows of B and of magnitudes as a run of this layout saves them."""
         ranks = self._ranks(module.weight)
         lows = {part: self._low(part) for part in module.weight.parts}
         written = Module(rows_of_b(module.weight, "", ranks, module.name), lows)
@@ -119,7 +153,7 @@ class _Keys:
         yield from written.natives(names, rows_of_lengths(module.weight, ranks, module.name))
 
     def _ranks(self, native: NativeTensor) -> int:
-        """That share it."""
+        """The number of ranks that share a tensor."""
         return EXPERT_RANKS if native.of_experts else self._layout.tp
 
     def _low(self, part: str) -> LowRank:
@@ -129,9 +163,9 @@ class _Keys:
 
 
 def targets(modules: Sequence[BridgeModule], table: Family, config: ModelConfig) -> list[str]:
-    """What Bridge finds the modules by: their last words, or a pattern where that would find those of other places too.
+    """The names by which Bridge finds the modules: their last words, or patterns if the words also occur elsewhere.
 
-    Linear layers of an MLP are called the same in one that all tokens pass, in experts and in shared experts.
+    Linear layers of an MLP have the same names in dense layers, in experts and in shared experts.
     """
     natives = adaptable_weights(table, config, CORE)
     everywhere = {_place_of(name.removesuffix(".weight")) for name in natives}
@@ -150,14 +184,14 @@ def targets(modules: Sequence[BridgeModule], table: Family, config: ModelConfig)
 
 
 def _place_of(name: str) -> str:
-    """Of a module in its layer, with a pattern for an expert's number: `mlp.experts.local_experts.*.linear_fc1`."""
+    """A module's path in its layer, with `*` for an expert's number: `mlp.experts.local_experts.*.linear_fc1`."""
     return _NUMBER.sub(".*.", name.split(".", 3)[3])
 
 
 def _run_config(
     layout: Layout, kind: str, info: AdapterInfo, names: Sequence[str], *, grouped: bool
 ) -> dict[str, object]:
-    """What Bridge reads of a run that saved an adapter."""
+    """The settings that Bridge reads from a run that saved an adapter."""
     low = next(iter(info.weights.values()))
     return {
         "model": {

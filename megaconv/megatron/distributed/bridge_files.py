@@ -1,11 +1,11 @@
-"""What Megatron-Bridge reads beside `torch_dist`, written: settings in the place of args, the run's counts, the tokenizer.
+"""Writes the files that Megatron-Bridge reads beside `torch_dist`: settings instead of args, counts, tokenizer.
 
     <root>/latest_train_state.pt                    which iteration is the last
     <root>/iter_0000001/run_config.yaml             `model:` what Bridge builds the model from, `checkpoint:` what was saved
     <root>/iter_0000001/train_state.pt              the counts of samples
     <root>/iter_0000001/tokenizer/                  what Bridge's load_tokenizer() opens, by the `tokenizer:` of run_config.yaml
 
-Source: checkpointing.py, model_load_save.py and state.py of Megatron-Bridge 0.3.1; reading: run_config.py.
+run_config.py reads these files. Source: checkpointing.py, model_load_save.py and state.py of Megatron-Bridge 0.3.1.
 """
 
 from argparse import Namespace
@@ -27,19 +27,27 @@ from megaconv.options import SaveOptions
 
 FOR, BRIDGE = "for", "megatron-bridge"
 ADAPTER_KIND, FUSED = "lora", "fused"
-"""An option, and its value: one A for each fused layer, which is Bridge's LoRA, also where it has to be put together."""
+"""An option and its value.
+
+The value asks for one A per fused layer, as in Bridge's LoRA, even if A has to be assembled.
+"""
 CONTENT = {"singleton_local_shards": False}
-"""content_metadata of common.pt, into which Bridge puts something of its own before it reads any tensor."""
+"""content_metadata of common.pt. Bridge adds an entry to it before it reads any tensor."""
 _TOKENIZER = "megatron.bridge.training.tokenizers.config.TokenizerConfig"
 
 
 def is_for_bridge(options: SaveOptions) -> bool:
-    """Raises UsageError for another word than Bridge's, and for a format that Bridge doesn't read."""
+    """True if the output is for Bridge.
+
+    Raises UsageError for an unknown value, or for a format that Bridge doesn't read.
+    """
     word = options.extra.get(FOR)
     if word is None:
         return False
     if word != BRIDGE:
-        raise UsageError(f"--option {FOR}={word}: is not known; choose {BRIDGE}, or leave it out for Megatron-LM")
+        raise UsageError(
+            f"--option {FOR}={word}: is not known; choose {BRIDGE}, or leave it out for Megatron-LM"
+        )
     if options.ckpt_format != "torch_dist":
         raise UsageError(
             f"--option {FOR}={BRIDGE}: Megatron-Bridge reads torch_dist alone; give --ckpt-format torch_dist"
@@ -48,20 +56,35 @@ def is_for_bridge(options: SaveOptions) -> bool:
 
 
 def bridge_files(
-    header: Header, layout: Layout, args: Namespace, iteration: int | None, *, with_optimizer: bool, with_rng: bool
+    header: Header,
+    layout: Layout,
+    args: Namespace,
+    iteration: int | None,
+    *,
+    with_optimizer: bool,
+    with_rng: bool,
 ) -> dict[str, FileLayout]:
-    """By path below the root. Raises NotExpressible for a model that Bridge's general providers can't build, and for a release."""
+    """The files by path below the root.
+
+    Raises NotExpressible for a model that Bridge's general providers can't build, and for a release checkpoint.
+    """
     if iteration is None:
         raise NotExpressible("--release: Megatron-Bridge saves iterations alone; leave it out")
     version = rank_files.iteration_directory(iteration)
-    tokenizer = copies(header.files) if any(name.startswith("tokenizer") for name in header.files) else {}
+    tokenizer = (
+        copies(header.files) if any(name.startswith("tokenizer") for name in header.files) else {}
+    )
     settings: dict[str, Any] = {
         "model": provider_fields(header.config, layout, args),
-        "checkpoint": {"save_optim": with_optimizer, "save_rng": with_rng, "fully_parallel_save": True},
+        "checkpoint": {
+            "save_optim": with_optimizer,
+            "save_rng": with_rng,
+            "fully_parallel_save": True,
+        },
         "peft": None,
     }
     if tokenizer:
-        here = {"_target_": "pathlib.Path"}  # by which Bridge looks beside the checkpoint
+        here = {"_target_": "pathlib.Path"}  # Bridge looks for it beside the checkpoint
         settings["tokenizer"] = {
             "_target_": _TOKENIZER,
             "tokenizer_type": "HuggingFaceTokenizer",
@@ -77,10 +100,20 @@ def bridge_files(
 
 
 def _counts(iteration: int, training: TrainingState) -> dict[str, Constant]:
-    """What Bridge's TrainState saves, a tensor of no axes each."""
-    counted = {"step": iteration, "consumed_train_samples": training.consumed_train_samples, "skipped_train_samples": 0}
+    """The entries of Bridge's TrainState, each a tensor without axes."""
+    counted = {
+        "step": iteration,
+        "consumed_train_samples": training.consumed_train_samples,
+        "skipped_train_samples": 0,
+    }
     counted["consumed_valid_samples"] = training.consumed_valid_samples
-    numbers = {name: Constant((), "int64", np.int64(value).tobytes()) for name, value in counted.items()}
+    numbers = {
+        name: Constant((), "int64", np.int64(value).tobytes()) for name, value in counted.items()
+    }
     operations = np.float64(training.floating_point_operations).tobytes()
     phases = dict.fromkeys(("do_train", "do_valid", "do_test"), Constant((), "bool", b"\0"))
-    return {**numbers, "floating_point_operations_so_far": Constant((), "float64", operations), **phases}
+    return {
+        **numbers,
+        "floating_point_operations_so_far": Constant((), "float64", operations),
+        **phases,
+    }

@@ -1,65 +1,119 @@
 """Splits the tensors of a distributed checkpoint into chunks, as the ranks of a layout would read them.
 
-A native tensor as a single rank holds it becomes part of a global one: of its layer and its expert, where these are
-stacked. It is split along the axis that tensor parallelism shards, so that a rank reads no more than it needs: a fused [gate;
-up] into a piece of either for every rank, q, k, v into runs of whole groups, or of rows where there are more ranks.
+A single rank's native tensor becomes a part of a global tensor. The global tensor has further axes for the layer and
+the expert if these are stacked. The native tensor is split along its tensor-parallel axis, so that a rank reads only
+what it needs. A fused [gate; up] has a chunk of either part for every rank. q, k, v is split into whole groups, or into
+rows if there are more ranks than groups.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 from formats.tensor import Box, Shape, matrix_shape
-from megaconv.engine.assembled import overlap
+from megaconv.model.assembled import overlap
 from megaconv.model.ir import WEIGHT
 from megaconv.model.natives import NativeTensor, Region
 
+Regions = tuple[Region, ...]
 
-@dataclass(frozen=True)
-class PlannedChunk:
-    """A rectangle of a global tensor, and what of canonical tensors it is made of."""
+
+class PlannedChunk(NamedTuple):
+    """A rectangle of a global tensor, and its canonical tensors."""
 
     key: str
     offset: Shape
     shape: Shape
     dtype: str
     cols: int
-    """That regions count in: those of the native tensor, 1 for a vector."""
-    parts: Mapping[str, tuple[Region, ...]]
-    """By canonical name; rows and columns count in the chunk. A chunk with padding names the tensor that it pads, even if it
-    holds nothing else of it."""
+    """The number of columns for regions: the columns of the native tensor, 1 for a vector."""
+    parts: Sequence[tuple[str, Regions]]
+    """(canonical name, regions), with rows and columns counted in the chunk.
+
+    A chunk with padding names the tensor that it pads, even if it holds no other part of this tensor.
+    """
     slot: str = WEIGHT
-    """What it is of its parameters: the weight, or optimizer state."""
+    """The kind of tensor: the weight, or an optimizer slot."""
     padding: range = range(0)
     """The chunk's own rows that belong to no canonical tensor."""
     shift: int = 0
-    """As the native tensor's."""
+    """The native tensor's shift."""
 
 
 def chunks_of(
     native: NativeTensor, key: str, place: Shape, dtype: str, ranks: int, slot: str = WEIGHT
 ) -> Iterator[PlannedChunk]:
-    """The chunks of one native tensor, in row-major order. place: in the first axes of the global tensor that key names."""
-    rows, cols = matrix_shape(native.shape)
-    row_runs = _row_runs(native, ranks) if native.tp == 0 else [range(rows)]
-    width = cols // ranks if native.tp == 1 else cols
-    filled = rows - native.padding_rows
+    """The chunks of one native tensor, in row-major order.
+
+    place: its position in the first axes of the global tensor `key`.
+    """
+    form = _Form(
+        native.shape, native.tp, native.groups, native.padding_rows, tuple(native.parts.values())
+    )
+    names = list(native.parts)
+    for offset, shape, cols, regions, padding in _rectangles(form, ranks, len(place)):
+        held = [
+            (name, found) for name, found in zip(names, regions, strict=True) if found or padding
+        ]
+        yield PlannedChunk(
+            key, place + offset, shape, dtype, cols, held, slot, padding, native.shift
+        )
+
+
+class _Form(NamedTuple):
+    """The properties that decide how a native tensor is split.
+
+    They are equal for all layers' and experts' tensors of a table row.
+    """
+
+    shape: Shape
+    tp: int | None
+    groups: int | None
+    padding_rows: int
+    parts: tuple[Regions, ...]
+
+
+class _Rectangle(NamedTuple):
+    """A chunk without names and without its place in a stack."""
+
+    offset: Shape
+    """The offset in the native tensor's own axes."""
+    shape: Shape
+    """The shape in all axes."""
+    cols: int
+    parts: tuple[Regions, ...]
+    padding: range
+
+
+@lru_cache(maxsize=4096)
+def _rectangles(form: _Form, ranks: int, stacked: int) -> tuple[_Rectangle, ...]:
+    """The chunks of one form, in row-major order. stacked: number of axes of the global tensor before the native ones.
+
+    A mixture-of-experts model has tens of thousands of tensors in a few forms. The cached result serves all tensors of
+    a form.
+    """
+    rows, cols = matrix_shape(form.shape)
+    row_runs = _row_runs(form, ranks) if form.tp == 0 else [range(rows)]
+    width = cols // ranks if form.tp == 1 else cols
+    filled = rows - form.padding_rows
+    found: list[_Rectangle] = []
     for run in row_runs:
+        filled_in_run = min(max(0, filled - run.start), len(run))
+        padding = range(filled_in_run, len(run))
         for col in range(0, cols, width):
             box = Box(run.start, run.stop, col, col + width)
-            offset, shape = _axes(native.shape, run, range(col, col + width))
-            parts = {name: tuple(_inside(regions, box)) for name, regions in native.parts.items()}
-            padding = range(min(max(0, filled - run.start), len(run)), len(run))
-            yield PlannedChunk(
-                key, (*place, *offset), (*(1,) * len(place), *shape), dtype, width,
-                {name: regions for name, regions in parts.items() if regions or padding}, slot, padding,
-                native.shift,
-            )  # fmt: skip
+            columns = range(col, col + width)
+            offset, native = _axes(form.shape, run, columns)
+            shape = (1,) * stacked + native
+            parts = tuple(tuple(_inside(regions, box)) for regions in form.parts)
+            found.append(_Rectangle(offset, shape, width, parts, padding))
+    return tuple(found)
 
 
 def _axes(whole: Shape, rows: range, cols: range) -> tuple[Shape, Shape]:
-    """(offset, shape) of a rectangle in the axes of the tensor, those between the first and the last whole."""
+    """(offset, shape) of a rectangle in the axes of the tensor. Axes between the first and the last are whole."""
     if not whole:
         return (), ()
     if len(whole) == 1:
@@ -71,32 +125,47 @@ def _axes(whole: Shape, rows: range, cols: range) -> tuple[Shape, Shape]:
     )
 
 
-def _row_runs(native: NativeTensor, ranks: int) -> list[range]:
-    """Runs of rows that belong to one rank, which has an equal share of every part: of the rows, where it can't have whole groups."""
-    rows, _ = matrix_shape(native.shape)
-    if len(native.parts) == 1 or (native.groups is not None and ranks > native.groups):
+def _row_runs(form: _Form, ranks: int) -> list[range]:
+    """Ranges of rows that belong to one rank. Every rank has an equal share of every part.
+
+    If there are more ranks than groups, a share is a range of rows instead of whole groups.
+    """
+    rows, _ = matrix_shape(form.shape)
+    if len(form.parts) == 1 or (form.groups is not None and ranks > form.groups):
         step = rows // ranks
         return [range(start, start + step) for start in range(0, rows, step)]
-    # First row of each stretch of one rank -> that rank. Joined by groups, a rank's rows of q, k and v follow each other, and
-    # neighbouring stretches of one rank become one run; [gate; up] gives every rank two.
+    # First row of each stretch -> the rank that owns it. If q, k and v are interleaved by groups, a rank's rows are
+    # consecutive, and neighbouring stretches of one rank become one range. [gate; up] gives every rank two ranges.
     owners: dict[int, int] = {}
-    for regions in native.parts.values():
+    for regions in form.parts:
         step = sum(region.box.rows for region in regions) // ranks
         for region in regions:
-            for owner in range(region.box.row0 // step, -(-region.box.row1 // step)):
-                first = max(owner * step, region.box.row0)
-                owners[region.row + first - region.box.row0] = owner
+            first, end = region.box.row0, region.box.row1
+            shift = region.row - first
+            for owner in range(first // step, -(-end // step)):
+                stretch = max(owner * step, first)
+                owners[stretch + shift] = owner
     starts = sorted(owners)
-    kept = [0, *(start for before, start in pairwise(starts) if owners[before] != owners[start])]
-    return [range(start, stop) for start, stop in pairwise([*kept, rows])]
+    bounds = [0]
+    for before, start in pairwise(starts):
+        if owners[before] != owners[start]:
+            bounds.append(start)
+    bounds.append(rows)
+    return [range(start, stop) for start, stop in pairwise(bounds)]
 
 
-def _inside(regions: tuple[Region, ...], box: Box) -> Iterator[Region]:
-    """What of these regions lies in a rectangle of the native tensor, counted from its first element."""
+def _inside(regions: Regions, box: Box) -> Iterator[Region]:
+    """The parts of these regions in a rectangle of the native tensor, counted from its first element."""
     for region in regions:
-        there = Box(region.row, region.row + region.box.rows, region.col, region.col + region.box.cols)
+        there = Box(
+            region.row, region.row + region.box.rows, region.col, region.col + region.box.cols
+        )
         found = overlap(there, box)
         if found is not None:
             down, right = region.box.row0 - region.row, region.box.col0 - region.col
-            canonical = Box(found.row0 + down, found.row1 + down, found.col0 + right, found.col1 + right)
-            yield region._replace(box=canonical, row=found.row0 - box.row0, col=found.col0 - box.col0)
+            canonical = Box(
+                found.row0 + down, found.row1 + down, found.col0 + right, found.col1 + right
+            )
+            yield region._replace(
+                box=canonical, row=found.row0 - box.row0, col=found.col0 - box.col0
+            )

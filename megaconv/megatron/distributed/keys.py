@@ -1,15 +1,16 @@
-"""Keys of Megatron's distributed checkpoints, and the names that the same tensors have on a single rank.
+"""Keys of Megatron's distributed checkpoints, and the names of the same tensors on a single rank.
 
-A key names a tensor of the whole model. Layers of one kind are stacked, and so are experts, the expert's axis second:
+A key names a tensor of the whole model. Layers of one kind are stacked. So are experts, whose axis comes second:
 
     decoder.layers.self_attention.linear_proj.weight           [layers, ...]
     decoder.layers.mlp.experts.experts.linear_fc1.weight       [layers, experts, ...]
     decoder.layers.3.mlp.linear_fc1.weight                     where layers differ
     decoder.layers.3.mlp.linear_fc1.weight_w, ..._v            gate and up separate (singleton_local_shards)
-    decoder.layers.3.self_attention.in_proj.weight.query ...   what gated delta nets join is always separate
-    decoder.layers.3.mixer.in_proj.weight.z ...                and what Mamba's mixers join
+    decoder.layers.3.self_attention.in_proj.weight.query ...   the fused parts of gated delta nets are always separate
+    decoder.layers.3.mixer.in_proj.weight.z ...                and so are the fused parts of Mamba's mixers
 
-Local layers and Transformer Engine's give the same keys, those of the latter's names, but for the norm before experts.
+Local layers and Transformer Engine's layers give the same keys: the names of the latter, except for the norm before
+experts.
 Source: sharded_state_dict() in megatron/core/transformer, core 0.4 to 0.19.
 """
 
@@ -27,8 +28,13 @@ from megaconv.model.natives import NativeTensor
 
 EXTRA_STATE = "._extra_state"
 
-_LAYERS = r"((?:decoder|encoder)\.layers\.|vision_model\.decoder\.(?:layers|deepstack_merger_list)\.)"
-"""How names in a stack begin, of a language model or of a tower that Megatron has of its own layers (families/parts/towers.py)."""
+_LAYERS = (
+    r"((?:decoder|encoder)\.layers\.|vision_model\.decoder\.(?:layers|deepstack_merger_list)\.)"
+)
+"""The prefix of names in a stack.
+
+The stack is a language model's, or an encoder's of Megatron's own layers (families/parts/towers.py).
+"""
 _STACKED_LAYERS = re.compile(_LAYERS + r"(?!\d+\.)(.+)")
 _STACKED_EXPERTS = re.compile(r"(.*\.experts\.)experts\.(?!\d+\.)(.+)")
 _LAYER = re.compile(_LAYERS + r"(\d+)\.(.+)")
@@ -42,17 +48,19 @@ _PIECES = {
     "mixer.conv1d.weight": ("x", "B", "C"),
     "mixer.conv1d.bias": ("x", "B", "C"),
 }
-"""Ends of names of tensors with a key for each part -> how the keys end, in the order of the rows."""
+"""Suffixes of tensors with a separate key for each part -> the suffixes of these keys, in the order of the rows."""
 _PIECE = re.compile(rf"(.*\.(?:{'|'.join(map(re.escape, _PIECES))}))\.\w+")
 _MOST_STACKED = 1 << 16
-"""Layers, or experts of a layer: more are no model but an attempt to fill the memory."""
+"""The largest number of layers, or of experts in a layer. A larger number is an attempt to exhaust the memory."""
 _FC1_NORM, _MLP_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 
 
-def model_tensors(tensors: Mapping[str, ChunkedTensor]) -> tuple[dict[str, ChunkedTensor], dict[str, ChunkedTensor]]:
-    """(the weights alone, those beside the language model in a model that sees or hears), by the names that Megatron has.
+def model_tensors(
+    tensors: Mapping[str, ChunkedTensor],
+) -> tuple[dict[str, ChunkedTensor], dict[str, ChunkedTensor]]:
+    """(the weights, the tensors beside the language model of a multimodal model), under Megatron's names.
 
-    Frameworks around Megatron put a prefix (`module.`, `model.` ...) before them.
+    Frameworks around Megatron add a prefix (`module.`, `model.` ...) to the names, which is removed.
     """
     names = [name for name in tensors if not _NOT_MODEL.match(name)]
     prefix = next((found[1] for name in names if (found := _PREFIX.fullmatch(name))), "")
@@ -65,28 +73,43 @@ def has_optimizer(names: Collection[str]) -> bool:
 
 
 def unstack(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
-    """What a single rank holds of model-shaped tensors (weights, or one kind of optimizer state), in Megatron's module names.
+    """The tensors of a single rank under Megatron's module names.
 
-    Raises CorruptCheckpoint for halves of a tensor that don't fit each other.
+    tensors: model-shaped tensors (weights, or one optimizer slot).
+
+    Raises CorruptCheckpoint for the two halves of a tensor that don't fit each other.
     """
-    single = dict(pair for name, tensor in tensors.items() for pair in _single(name, tensor))
-    if any(_PIECE.fullmatch(name) for name in tensors):  # of few keys, rather than of all layers' names
+    single = dict[str, ChunkedTensor]()
+    for name, tensor in tensors.items():
+        single.update(_single(name, tensor))
+    if any(_PIECE.fullmatch(name) for name in tensors):  # test the few keys, not all layers' names
         single = _joined(single)
-    whole = {}
-    for name, tensor in single.items():
-        if name.endswith("_w") and f"{name[:-2]}_v" in single:
-            whole[name[:-2]] = joined(tensor, single[f"{name[:-2]}_v"])
-        elif not (name.endswith("_v") and f"{name[:-2]}_w" in single):
-            whole[name] = tensor
+    whole = _halves_joined(single)
     return {_norm_before_experts(name, whole): tensor for name, tensor in whole.items()}
 
 
+def _halves_joined(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
+    """The tensors, with NAME_w above NAME_v as NAME. Core saves the two halves of a gated MLP apart."""
+    whole = {}
+    for name, tensor in tensors.items():
+        base, half = name[:-2], name[-2:]
+        if half == "_w" and f"{base}_v" in tensors:
+            whole[base] = joined(tensor, tensors[f"{base}_v"])
+        elif half == "_v" and f"{base}_w" in tensors:
+            continue  # its _w has joined it
+        else:
+            whole[name] = tensor
+    return whole
+
+
 def _joined(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
-    """With the tensors whole that have a key for each part; one of which a part is missing stays in parts."""
+    """The tensors with separate parts joined. If a part is missing, the other parts stay separate."""
     whole: dict[str, ChunkedTensor] = {}
     for name, tensor in tensors.items():
         found = _PIECE.fullmatch(name)
-        words = next((words for end, words in _PIECES.items() if found and found[1].endswith(end)), ())
+        words = next(
+            (words for end, words in _PIECES.items() if found and found[1].endswith(end)), ()
+        )
         parts = [tensors.get(f"{found[1]}.{word}") for word in words] if found else []
         there = [part for part in parts if part is not None]
         if found and len(there) == len(words):
@@ -97,18 +120,20 @@ def _joined(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
 
 
 def pieces(native: NativeTensor) -> Iterator[NativeTensor]:
-    """The tensors, each with a key of its own, that a native tensor is written as: mostly itself."""
+    """The tensors with separate keys that a native tensor is written as; mostly the tensor itself."""
     words = next((words for end, words in _PIECES.items() if native.name.endswith(end)), None)
     if words is None:
         yield native
         return
     for word, (part, (region,)) in zip(words, native.parts.items(), strict=True):
         shape = (region.box.rows // prod(native.shape[1:-1]), *native.shape[1:])
-        yield native._replace(name=f"{native.name}.{word}", parts={part: (region._replace(row=0),)}, shape=shape)
+        yield native._replace(
+            name=f"{native.name}.{word}", parts={part: (region._replace(row=0),)}, shape=shape
+        )
 
 
 def _single(name: str, tensor: ChunkedTensor) -> Iterator[tuple[str, ChunkedTensor]]:
-    """Layers first, then experts."""
+    """A single rank's tensors of one key: first the layers are unstacked, then the experts."""
     if found := _STACKED_LAYERS.fullmatch(name):
         for layer, inner in enumerate(_unstack(name, tensor)):
             yield from _single(f"{found[1]}{layer}.{found[2]}", inner)
@@ -121,36 +146,46 @@ def _single(name: str, tensor: ChunkedTensor) -> Iterator[tuple[str, ChunkedTens
 
 def _unstack(name: str, tensor: ChunkedTensor) -> list[ChunkedTensor]:
     if not tensor.shape or tensor.shape[0] > _MOST_STACKED:
-        raise CorruptCheckpoint(f"{name} is {list(tensor.shape)}; its first axis should count layers, or experts")
+        raise CorruptCheckpoint(
+            f"{name} is {list(tensor.shape)}; its first axis should count layers, or experts"
+        )
     return tensor.unstack()
 
 
 def _norm_before_experts(name: str, names: Collection[str]) -> str:
-    """Local layers call it after a matrix that layers with experts don't have."""
+    """The name of the norm before experts. Local layers name it after a matrix that layers with experts don't have."""
     found = _LAYER.fullmatch(name) if _FC1_NORM in name else None
-    if found and found[3].startswith(_FC1_NORM) and f"{found[1]}{found[2]}.mlp.router.weight" in names:
+    if (
+        found
+        and found[3].startswith(_FC1_NORM)
+        and f"{found[1]}{found[2]}.mlp.router.weight" in names
+    ):
         return f"{found[1]}{found[2]}.{_MLP_NORM}{found[3].removeprefix(_FC1_NORM)}"
     return name
 
 
 def stacks_layers(config: ModelConfig) -> bool:
-    """Whether layers lie under one key: core gives each layer keys of its own where layers differ."""
+    """True if one key holds all layers. Core gives each layer its own keys if the layers differ."""
     alike = not (config.experts.count and config.layers_with("dense"))
     return alike and not config.has("linear_layers") and not config.has("mamba_layers")
 
 
 def stack(name: str, *, layers: bool, local: bool = False) -> tuple[str, Shape]:
-    """(key, place in the key's first axes) of a tensor by its name on a single rank, Transformer Engine's.
+    """(key, place in the key's first axes) of a tensor by its name on a single rank with Transformer Engine's layers.
 
-    layers: whether layers are stacked. local: spell the norm before experts as local layers do.
+    layers: True if layers are stacked. local: spell the norm before experts as local layers do.
     """
     place: Shape = ()
     if found := _LAYER.fullmatch(name):
         rest = found[3]
         if local and rest.startswith(_MLP_NORM):
             rest = _FC1_NORM + rest.removeprefix(_MLP_NORM)
-        number = "" if layers else f"{found[2]}."
-        name, place = f"{found[1]}{number}{rest}", (int(found[2]),) if layers else ()
+        if layers:
+            name = f"{found[1]}{rest}"
+            place = (int(found[2]),)
+        else:
+            name = f"{found[1]}{found[2]}.{rest}"
     if found := _EXPERT.fullmatch(name):
-        name, place = f"{found[1]}experts.{found[3]}", (*place, int(found[2]))
+        name = f"{found[1]}experts.{found[3]}"
+        place = (*place, int(found[2]))
     return name, place

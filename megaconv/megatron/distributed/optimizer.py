@@ -1,12 +1,13 @@
-"""The optimizer of a distributed Megatron checkpoint (`torch_dist`, `zarr`, `fsdp_dtensor`), in whatever form it was saved.
+"""Reads the optimizer of a distributed Megatron checkpoint (`torch_dist`, `zarr`, `fsdp_dtensor`) in every form.
 
-Shaped like the model (fully_reshardable, non-distributed optimizers, Megatron-FSDP; fully_sharded_model_space, flattened):
+Tensors with the model's shapes (fully_reshardable, non-distributed optimizers, Megatron-FSDP;
+fully_sharded_model_space, flattened):
 
     [chained_0.]optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight
     optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc2.weight.exp_avg
 
-The buffers of the distributed optimizer, of each model-parallel rank (dp_reshardable, fully_sharded_bucket_space), or all
-that such a rank would have in distrib_optim.pt in one object (dp_zero_gather_scatter):
+Buffers of the distributed optimizer of each model-parallel rank (dp_reshardable, fully_sharded_bucket_space), or one
+object with everything that such a rank would have in distrib_optim.pt (dp_zero_gather_scatter):
 
     [chained_0.]optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg
     [chained_0.]optimizer.distributed.dp_group_idx_0.param_state/shard_0_1
@@ -25,10 +26,16 @@ from formats.chunked import ChunkedTensor, require_cover
 from formats.flattened import unflatten
 from formats.pickle_records import TorchDtype
 from formats.tensor import LazyTensor, Shape
-from megaconv.engine.assembled import Placed
 from megaconv.errors import CheckpointError, TensorMismatch
 from megaconv.families import family
-from megaconv.megatron.arguments.param_groups import WITHOUT, Class, by_class, class_of, is_expert, read_group
+from megaconv.megatron.arguments.param_groups import (
+    WITHOUT,
+    Class,
+    by_class,
+    class_of,
+    is_expert,
+    read_group,
+)
 from megaconv.megatron.arguments.sparse import INDEXER_ORDER
 from megaconv.megatron.distributed.keys import unstack
 from megaconv.megatron.optimizer.plan import once
@@ -46,6 +53,7 @@ from megaconv.megatron.optimizer.shared_embeddings import is_shared, shared_tens
 from megaconv.megatron.optimizer.source import Optimizers
 from megaconv.megatron.states.names import BUFFERS, core_order
 from megaconv.megatron.states.ranks import RankId
+from megaconv.model.assembled import Placed
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout
@@ -59,13 +67,22 @@ _STATE = re.compile(rf"(?:chained_\d+\.)?optimizer\.state\.(fp32_param|param|{_K
 _FSDP_STATE = re.compile(rf"optimizer\.state\.(?:module\.)*(.+)\.({_KEPT})")
 _STEP = re.compile(r"optimizer\.state\.(?:module\.)*.+\.step")
 _OTHER_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(.+)")
-_GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel", "max_lr", "min_lr")
+_GROUP_IDENTITY = (
+    "wd_mult",
+    "lr_mult",
+    "is_decoupled_lr",
+    "is_expert_parallel",
+    "max_lr",
+    "min_lr",
+)
 _FSDP_GROUP = re.compile(r"optimizer\.param_to_group_meta\.(?:module\.)*(.+)\.(\w+)")
 _BUCKET = re.compile(
     r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
     r"\.dtype_\(torch\.(\w+), torch\.(\w+)\)\.bucket_idx_(\d+)\.(\w+)"
 )
-_OBJECT = re.compile(r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1")
+_OBJECT = re.compile(
+    r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1"
+)
 _MASTERS = ("fp32_param", "param")
 
 
@@ -77,26 +94,26 @@ class Directory(Protocol):
     def objects(self) -> list[str]: ...
 
     def read_object(self, name: str) -> object:
-        """Without the list of one that Megatron may wrap it in."""
+        """An object, without the list of one item that Megatron may wrap it in."""
         ...
 
 
 @dataclass(frozen=True)
 class DistOptimizer:
-    """One opened directory."""
+    """The optimizer of one opened directory."""
 
     where: str
     directory: Directory
     tensors: Mapping[str, ChunkedTensor]
     state: Mapping[str, Any]
-    """common.pt"""
+    """The content of common.pt."""
     args: Namespace
     flattened: Mapping[str, Shape]
     """True shapes of tensors that are stored flat, by key."""
 
     @cached_property
     def common(self) -> Mapping[str, Any]:
-        """Everything that isn't sharded; with Megatron-FSDP an object each."""
+        """Everything that isn't sharded. Megatron-FSDP stores it as separate objects."""
         found: dict[str, Any] = dict(self.state)
         for name in self.directory.objects():
             outer, _, inner = name.partition(".")
@@ -111,17 +128,21 @@ class DistOptimizer:
         )
 
     def rng(self) -> dict[tuple[int, int, int], Any]:
-        """(tensor, pipeline, expert rank) -> random-number generators. None of runs with expert parallelism, whose grid has
-        an axis more."""
+        """Random-number generators by (tensor, pipeline, expert rank).
+
+        Empty for runs with expert parallelism, whose grid has another axis.
+        """
         found = {}
         for name in self.directory.objects():
             if place := _RNG.fullmatch(name):
                 value = self.directory.read_object(name)
-                found[int(place[2]), int(place[1]), 0] = value if isinstance(value, list) else [value]
+                found[int(place[2]), int(place[1]), 0] = (
+                    value if isinstance(value, list) else [value]
+                )
         return found
 
     def describe(self) -> OptimizerState:
-        """Its kind, and its step where that is known. Never raises for what it finds."""
+        """The optimizer's kind, and its step if it is known. Never raises."""
         kind = self._kind()
         try:
             step = step_of({"param_groups": self._groups(first_only=True)})
@@ -133,7 +154,9 @@ class DistOptimizer:
         given = self.common.get("content_metadata")
         sharding = given.get("distrib_optim_sharding_type") if isinstance(given, dict) else None
         for part in parts(self._common_optimizer()):
-            sharding = sharding or (part.get("param_state_sharding_type") if isinstance(part, dict) else None)
+            sharding = sharding or (
+                part.get("param_state_sharding_type") if isinstance(part, dict) else None
+            )
         if sharding:
             return f"distributed, {sharding}"
         if any(_FSDP_GROUP.fullmatch(name) for name in self.directory.objects()):
@@ -143,14 +166,13 @@ class DistOptimizer:
     def _common_optimizer(self) -> Any:
         return self.common.get("optimizer", {})
 
-    # Shaped like the model.
+    # Tensors with the model's shapes.
 
     def open(self, weights: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> Optimizers:
-        """The tensors of a single rank that holds everything. Nothing where they are in buckets.
+        """The optimizer's tensors of a single rank that holds the whole model; empty if they are in buckets.
 
-        weights: of that rank, by native name. aliases: second names of tensors -> first ones; the optimizer's are under either.
-
-        Raises TensorMismatch where tensors are missing or of another shape.
+        weights: the weights of that rank, by native name. aliases: second names of tensors -> first names; the
+        optimizer may use either. Raises TensorMismatch if tensors are missing or have another shape.
         """
         if self.in_buckets:
             return Optimizers({})
@@ -175,12 +197,18 @@ class DistOptimizer:
             for slot, tensors in by_slot.items()
         }
         with well_formed(f"{self.where}: its optimizer"):
-            result.group_steps |= {step for step in (step_of(self._common_optimizer()),) if step is not None}
+            result.group_steps |= {
+                step for step in (step_of(self._common_optimizer()),) if step is not None
+            }
             groups = self._groups()
             result.group_steps |= {updates(group["step"]) for group in groups if "step" in group}
             known = {
                 experts: by_class(
-                    [read_group(group, groups) for group in groups if bool(group.get("is_expert_parallel")) == experts],
+                    [
+                        read_group(group, groups)
+                        for group in groups
+                        if bool(group.get("is_expert_parallel")) == experts
+                    ],
                     self.args,
                     self.where,
                 )
@@ -198,7 +226,11 @@ class DistOptimizer:
         if key not in self.flattened:
             return tensor
         whole = unflatten(tensor, self.flattened[key])
-        require_cover(f"{self.where}: {key}", whole.shape, [(chunk.offset, chunk.shape) for chunk in whole.chunks])
+        require_cover(
+            f"{self.where}: {key}",
+            whole.shape,
+            [(chunk.offset, chunk.shape) for chunk in whole.chunks],
+        )
         return whole
 
     def _slots_of(
@@ -206,12 +238,14 @@ class DistOptimizer:
     ) -> dict[str, LazyTensor]:
         has = {
             slot for slot, tensors in slots.items() if name in tensors
-        }  # muon's matrices have SGD's, the rest Adam's
+        }  # muon has SGD's slots for matrices, and Adam's for the rest
         kept = SGD if has.isdisjoint(ADAM) and not has.isdisjoint(SGD) else ADAM
         if not has <= {MASTER, *kept}:
             raise other_optimizer(self.where, f"{', '.join(sorted(has))} of {name}")
         wanted = kept if weight.dtype == "float32" else (MASTER, *kept)
-        found = {slot: tensor for slot in wanted if (tensor := slots.get(slot, {}).get(name)) is not None}
+        found = {
+            slot: tensor for slot in wanted if (tensor := slots.get(slot, {}).get(name)) is not None
+        }
         missing = [slot for slot in wanted if slot not in found]
         if missing:
             raise TensorMismatch(
@@ -225,17 +259,27 @@ class DistOptimizer:
                 )
         return found
 
-    def _group_of(self, name: str, weight: LazyTensor, known: Mapping[bool, Mapping[Class, ParamGroup]]) -> ParamGroup:
-        """known: groups of experts that have an optimizer of their own, and all others."""
+    def _group_of(
+        self, name: str, weight: LazyTensor, known: Mapping[bool, Mapping[Class, ParamGroup]]
+    ) -> ParamGroup:
+        """The parameter group of a weight.
+
+        known: the groups of experts, if they have a separate optimizer, and all other groups.
+        """
         theirs = known[True] if is_expert(name) and known[True] else known[False]
         decoupled = any(kind.decoupled for kind in theirs)
         group = theirs.get(class_of(name, weight.shape, decoupled=decoupled))
         if group is None:
-            raise TensorMismatch(f"{self.where}: the optimizer has no group for {name} (was it frozen?); {WITHOUT}")
+            raise TensorMismatch(
+                f"{self.where}: the optimizer has no group for {name} (was it frozen?); {WITHOUT}"
+            )
         return group
 
     def _groups(self, *, first_only: bool = False) -> list[dict[str, Any]]:
-        """Of all optimizers, from wherever they are kept; first_only: of one rank, which is enough to know the step."""
+        """The groups of all optimizers, wherever they are stored.
+
+        first_only: groups of one rank, which suffice for the step.
+        """
         found = [
             group
             for part in parts(self._common_optimizer())
@@ -244,7 +288,11 @@ class DistOptimizer:
         ]
         if found:
             return found
-        names = [name for name in self.directory.objects() if (m := _OBJECT.fullmatch(name)) and m[3] == "optimizer"]
+        names = [
+            name
+            for name in self.directory.objects()
+            if (m := _OBJECT.fullmatch(name)) and m[3] == "optimizer"
+        ]
         for name in names[:1] if first_only else names:
             value = self.directory.read_object(name)
             if isinstance(value, dict):
@@ -252,7 +300,7 @@ class DistOptimizer:
         return found or list(self._fsdp_groups())
 
     def _fsdp_groups(self) -> Iterator[dict[str, Any]]:
-        """One of each class; every parameter has all of its group."""
+        """One group of each class. Every parameter has a copy of its whole group."""
         by_parameter: dict[str, list[tuple[str, str]]] = {}
         for name in self.directory.objects():
             if found := _FSDP_GROUP.fullmatch(name):
@@ -265,14 +313,14 @@ class DistOptimizer:
                 seen.add(kind)
                 yield {setting: self.directory.read_object(name) for setting, name in members}
 
-    # In the buffers of model-parallel ranks.
+    # Tensors in the buffers of model-parallel ranks.
 
     def open_buckets(
         self, config: ModelConfig, layout: Layout, padded: int, placed: Sequence[Placed]
     ) -> tuple[Optimizers, list[Placed]]:
-        """The tensors of every rank of the run that saved them, in their places. layout: of that run.
+        """The tensors of every rank of the run that saved them, at their places. layout: the layout of that run.
 
-        placed: the weights, which say of what dtype parameters are. Raises TensorMismatch where buffers don't fit.
+        placed: the weights, which show the parameters' dtypes. Raises TensorMismatch if the buffers don't fit.
         """
         dtypes = {name: item.tensor.dtype for item in placed for name in item.native.parts}
         ranks = _Ranks(config, layout, padded, self._naming(config), dtypes)
@@ -289,40 +337,53 @@ class DistOptimizer:
                 key = parameter.chunk, parameter.name
                 if key in result.slots:
                     tensor = result.slots[key][EXP_AVG]
-                    made.append(Placed(native, tensor, where, result.slots[key], result.group_of[key]))
+                    made.append(
+                        Placed(native, tensor, where, result.slots[key], result.group_of[key])
+                    )
         return Optimizers(by_rank), made
 
     def _naming(self, config: ModelConfig) -> Naming:
-        engine = getattr(self.args, "transformer_impl", "transformer_engine") == "transformer_engine"
+        engine = (
+            getattr(self.args, "transformer_impl", "transformer_engine") == "transformer_engine"
+        )
         experts = ""
         if config.experts.count and getattr(self.args, "moe_grouped_gemm", False):
             legacy = getattr(self.args, "moe_use_legacy_grouped_gemm", False) or not engine
             experts = "legacy_grouped" if legacy else "grouped"
         return core_naming(
-            "transformer_engine" if engine else "local", experts, rope_last=hasattr(self.args, INDEXER_ORDER)
+            "transformer_engine" if engine else "local",
+            experts,
+            rope_last=hasattr(self.args, INDEXER_ORDER),
         )
 
     def _of_rank(self, rank: RankId, layout: Layout) -> tuple[Any, Any]:
-        """(optimizers, buffers) as they would stand in rank files; None for what another rank has."""
-        prefixes = sorted({found[1] for name in self.directory.objects() if (found := _OBJECT.fullmatch(name))})
-        # Data-parallel groups are numbered over (pp, tp), experts' over (pp, ep, etp), before core 0.12 over (ep, pp, tp). Of
-        # ranks with the same parameters the first has the state: ep 0 of dense ones, a tp below etp of experts.
+        """(optimizers, buffers) as in the rank's own files; None for buffers that another rank has."""
+        matches = [_OBJECT.fullmatch(name) for name in self.directory.objects()]
+        prefixes = sorted({match[1] for match in matches if match})
+        # Data-parallel groups are numbered over (pp, tp), those of experts over (pp, ep, etp), before core 0.12 over
+        # (ep, pp, tp). Of several ranks with the same parameters, the first has the state: ep 0 for dense ones, a tp
+        # below etp for experts.
         dense = rank.pp * layout.tp + rank.tp if rank.ep == 0 else None
         if len(prefixes) == 1:
             return self._part(prefixes[0], dense)
         etp_rank = rank.tp % layout.etp
-        expert = (rank.pp * layout.ep + rank.ep) * layout.etp + etp_rank
-        if not self._numbers_experts_by_stage():
-            expert = rank.ep * layout.tp * layout.pp + rank.pp * layout.tp + rank.tp
-        both = [self._part(prefixes[0], dense), self._part(prefixes[1], expert if rank.tp == etp_rank else None)]
-        return [optimizer for optimizer, _ in both], [buffers for _, buffers in both]
+        if self._numbers_experts_by_stage():
+            expert = (rank.pp * layout.ep + rank.ep) * layout.etp + etp_rank
+        else:
+            expert = (rank.ep * layout.pp + rank.pp) * layout.tp + rank.tp
+        holds_experts = rank.tp == etp_rank
+        dense_optimizer, dense_buffers = self._part(prefixes[0], dense)
+        expert_optimizer, expert_buffers = self._part(
+            prefixes[1], expert if holds_experts else None
+        )
+        return [dense_optimizer, expert_optimizer], [dense_buffers, expert_buffers]
 
     def _numbers_experts_by_stage(self) -> bool:
-        """Since core 0.12, which began to save these."""
+        """True since core 0.12, which was the first to save these arguments."""
         return "content_metadata" in self.common or "rerun_state_machine" in self.common
 
     def _part(self, prefix: str, group: int | None) -> tuple[Any, Any]:
-        """(optimizer, buffers) of one data-parallel group; its settings alone where that is not asked for."""
+        """(optimizer, buffers) of one data-parallel group. group None: only its settings."""
         base = f"{prefix}optimizer.distributed.dp_group_idx_{group or 0}."
         settings = self.directory.read_object(f"{base}optimizer/shard_0_1")
         optimizer = {"optimizer": settings}
@@ -334,7 +395,7 @@ class DistOptimizer:
         return optimizer, self._buckets(prefix, group, base)
 
     def _buckets(self, prefix: str, group: int, base: str) -> dict[Any, Any]:
-        """As older releases have them in distrib_optim.pt: a tensor for every bucket."""
+        """The buckets as older releases have them in distrib_optim.pt: one tensor per bucket."""
         unpadded = "per_bucket_numel_unpadded"
         made: dict[Any, Any] = {unpadded: self.directory.read_object(f"{base}{unpadded}/shard_0_1")}
         buckets: dict[tuple[int, str, str, str], dict[int, ChunkedTensor]] = {}
@@ -344,30 +405,32 @@ class DistOptimizer:
                 key = int(found[3]), found[4], found[5], found[7]
                 buckets.setdefault(key, {})[int(found[6])] = tensor
         for (index, dtype, gradients, slot), numbered in buckets.items():
-            entry = made.setdefault(index, {}).setdefault((TorchDtype(dtype), TorchDtype(gradients)), {})
+            entry = made.setdefault(index, {}).setdefault(
+                (TorchDtype(dtype), TorchDtype(gradients)), {}
+            )
             entry[slot] = [numbered[bucket] for bucket in range(len(numbered))]
         return made
 
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The ranks of the run that saved a checkpoint, and what each had of the model."""
+    """The ranks of the run that saved a checkpoint, and the share of the model on each."""
 
     config: ModelConfig
     layout: Layout
     padded: int
     naming: Naming
     dtypes: Mapping[str, str]
-    """Of weights, by canonical name."""
+    """The weights' dtypes by canonical name."""
 
     def numbers(self) -> Iterator[RankId]:
-        """Those that had something that no other one has."""
+        """The ranks that hold tensors which no other rank holds."""
         for pp_rank in range(self.layout.pp):
             for ep_rank in range(self.layout.ep):
                 yield from (RankId(tp_rank, pp_rank, ep_rank) for tp_rank in range(self.layout.tp))
 
     def natives(self, rank: RankId) -> list[tuple[Parameter, NativeTensor]]:
-        """Parameters in the order of the modules."""
+        """The parameters of a rank, in the order of its modules."""
         embeddings = shared_tensors(self.config, self.layout.pp)
         found = []
         for chunk in self.layout.chunks():
@@ -376,12 +439,16 @@ class _Ranks:
             for native in self._of_chunk(chunk, rank):
                 shared = is_shared(native, embeddings, self.config)
                 dtype = self.dtypes[next(iter(native.parts))]
-                found.append((Parameter(chunk.vpp_rank, native.name, native.shape, dtype, shared), native))
+                found.append(
+                    (Parameter(chunk.vpp_rank, native.name, native.shape, dtype, shared), native)
+                )
         return found
 
     def _of_chunk(self, chunk: Chunk, rank: RankId) -> list[NativeTensor]:
         rows = family(self.config.family).rows
-        natives = native_tensors(rows, self.config, self.naming, self.layout, rank.tp, chunk, self.padded, rank.ep)
+        natives = native_tensors(
+            rows, self.config, self.naming, self.layout, rank.tp, chunk, self.padded, rank.ep
+        )
         kept = [
             native
             for native in natives

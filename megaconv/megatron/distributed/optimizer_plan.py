@@ -1,7 +1,7 @@
-"""The form in which a distributed checkpoint is given its optimizer: shaped like the model, so that any layout loads it.
+"""Plans the optimizer of a distributed checkpoint: tensors with the model's shapes, which any layout can load.
 
-torch_dist     fully_reshardable, the distributed optimizer's own; or what other optimizers save
-zarr           what other optimizers save
+torch_dist     fully_reshardable, the distributed optimizer's own form; or the form of other optimizers
+zarr           the form of other optimizers
 """
 
 from collections.abc import Iterator
@@ -21,23 +21,23 @@ _RESHARDABLE = "fully_reshardable"
 
 @dataclass(frozen=True)
 class OptimizerForm:
-    """writer None: there is no optimizer."""
+    """The form of the optimizer. writer None means that there is no optimizer."""
 
     writer: OptimizerWriter | None
     distributed: bool
 
     def tensors(self, native: NativeTensor) -> Iterator[tuple[str, str]]:
-        """(what stands in front of the key, slot) of each tensor that goes with a weight."""
+        """(prefix of the key, slot) of each optimizer tensor of a weight."""
         if self.writer is None or not self.writer.trains(native):
             return
-        if self.distributed:  # keeps an fp32 weight a second time
+        if self.distributed:  # it stores an fp32 weight a second time
             yield "optimizer.state.param.", MASTER if self.writer.has(native, MASTER) else WEIGHT
         elif self.writer.has(native, MASTER):
             yield "optimizer.state.fp32_param.", MASTER
         yield from ((f"optimizer.state.{slot}.", slot) for slot in self.writer.moments)
 
     def state(self) -> Any:
-        """What common.pt has under `optimizer`: of several optimizers each by its number."""
+        """The entry `optimizer` of common.pt. Several optimizers are numbered."""
         if self.writer is None:
             return None
         found = [self._one(self.writer, experts) for experts in self.writer.optimizers()]
@@ -51,7 +51,7 @@ class OptimizerForm:
         return writer.wrapped(inner, {}) if writer.masters else inner
 
     def content(self) -> dict[str, Any]:
-        """What content_metadata says of it."""
+        """The optimizer's entries in content_metadata."""
         if self.writer is None:
             return {}
         kind = {
@@ -62,7 +62,7 @@ class OptimizerForm:
 
 
 def choose_form(kept: OutputTraining, options: SaveOptions) -> OptimizerForm:
-    """Raises UsageError for a form that a format doesn't have."""
+    """The form for an output. Raises UsageError for a form that its format doesn't have."""
     if options.ckpt_format == "zarr" and options.distributed_optimizer:
         raise UsageError(
             "--use-distributed-optimizer: zarr checkpoints are written in the form that runs without it load; leave it out"

@@ -1,14 +1,15 @@
-"""Lays out a Megatron core checkpoint in `torch_dist` or `zarr` format: chunks over files, extra states, `common.pt`.
+"""Plans a Megatron core checkpoint in `torch_dist` or `zarr` format: chunks in files, extra states, `common.pt`.
 
-What has to be there so that Megatron core 0.9 to 0.19 load it: metadata.json, common.pt, an `_extra_state` object for every
-module that has one (Transformer Engine's modules differ between its versions: all that any has), the tracker.
+Megatron core 0.9 to 0.19 needs metadata.json, common.pt, the tracker, and an `_extra_state` object for every module
+that has one. The modules of Transformer Engine's versions differ, so the objects of all versions are written.
 Source: megatron/core/dist_checkpointing and sharded_state_dict() of Megatron core's modules.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from formats import rank_files, torch_dist, torch_zip, zarr_arrays
 from formats.distcp_files import DistcpFiles
@@ -23,45 +24,62 @@ from megaconv.megatron.distributed.chunks import PlannedChunk, chunks_of
 from megaconv.megatron.distributed.keys import pieces, stack, stacks_layers
 from megaconv.megatron.distributed.optimizer_plan import OptimizerForm, choose_form
 from megaconv.megatron.optimizer.training_output import output_training
-from megaconv.megatron.rank_files.plan import iteration_of, megatron_args, tracker_and_sidecars
+from megaconv.megatron.rank_files.iteration import at_iteration, directory_iteration
+from megaconv.megatron.rank_files.plan import megatron_args, tracker_and_sidecars
 from megaconv.megatron.states.names import extra_states, is_of_linear_layer
 from megaconv.megatron.states.whole_names import in_whole
 from megaconv.model.beside import BESIDE
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Chunk, Layout, divide
 from megaconv.model.naming import CORE, CORE_LOCAL, CORE_LOCAL_KEYS, with_rope_last
-from megaconv.model.natives import Region, native_tensors
+from megaconv.model.natives import NativeTensor, Region, native_tensors
+from megaconv.model.regions import Repeated
 from megaconv.model.sharding import rank_sizes
 from megaconv.options import SaveOptions
 
 
 def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPlan:
-    """layout: whose ranks the chunks are for. Raises LayoutError for a model that can't be sharded this way, NotExpressible."""
+    """The plan of a distributed checkpoint. layout: the layout whose ranks the chunks are made for.
+
+    Raises LayoutError for a model that can't be sharded this way, NotExpressible.
+    """
     if layout.encoder_stage_layers:
         raise LayoutError(
             f"pp = {layout.pp}: a distributed checkpoint of a model with an encoder and a decoder is written for one pipeline stage "
             "(Megatron core's own for several don't hold its head); choose --pp 1, or --ckpt-format torch"
         )
     rank_sizes(header.config, layout, shares_heads=True)
+    for_bridge = is_for_bridge(options)
+    header = at_iteration(header, options, without_releases=for_bridge)
     arguments = megatron_args(header, options, layout, transformer_impl=options.transformer_impl)
     backend = options.ckpt_format
-    arguments.ckpt_format, arguments.use_dist_ckpt, arguments.dist_ckpt_format = backend, True, backend
+    arguments.ckpt_format, arguments.use_dist_ckpt, arguments.dist_ckpt_format = (
+        backend,
+        True,
+        backend,
+    )
     divide(arguments.padded_vocab_size, layout.tp, "padded vocabulary", "tensor parallel size (tp)")
-    iteration = iteration_of(header, options)
+    iteration = directory_iteration(header.training)
     version = rank_files.iteration_directory(iteration)
-    kept = output_training(header, layout, keeps_rng=layout.ep == 1, distributed=bool(options.distributed_optimizer))
+    kept = output_training(
+        header, layout, keeps_rng=layout.ep == 1, distributed=bool(options.distributed_optimizer)
+    )
     optimizer = choose_form(kept, options)
     vars(arguments).update(kept.arguments(distributed=optimizer.distributed))
     local = options.transformer_impl == "local"
     model = GlobalModel.of(
-        header, layout, arguments.padded_vocab_size, optimizer, local=local, rope_last=hasattr(arguments, INDEXER_ORDER)
+        header,
+        layout,
+        arguments.padded_vocab_size,
+        optimizer,
+        local=local,
+        rope_last=hasattr(arguments, INDEXER_ORDER),
     )
     common: dict[str, Any] = {
-        "args": arguments, "checkpoint_version": 3.0, "iteration": header.training.iteration or 1,
+        "args": arguments, "checkpoint_version": 3.0, "iteration": header.training.iteration,
         **kept.state(None, optimizer.state()),
         "num_floating_point_operations_so_far": header.training.floating_point_operations,
     }  # fmt: skip
-    for_bridge = is_for_bridge(options)
     content = optimizer.content() | ({} if model.stacked else {"non_homogeneous_layers": True})
     if content or for_bridge:
         common["content_metadata"] = CONTENT | content
@@ -69,17 +87,38 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
         ("rng_state", (pp_rank, tp_rank), (layout.pp, layout.tp), state)
         for (tp_rank, pp_rank, _), state in kept.rng.items()
     )
-    stored = _zarr(model) if backend == "zarr" else _torch_dist(model, options.files or 1)
-    files: dict[str, FileLayout] = {f"{version}/{name}": layout for name, layout in stored.files.items()}
+    stored: Stored = _Zarr(model) if backend == "zarr" else _TorchDist(model, options.files or 1)
+    below = cache(
+        f"{version}/{{}}".format
+    )  # Cached, because hundreds of thousands of chunks lie in a few files.
+    placements, zeros = place(
+        ((chunk, below(file), record) for chunk, file, record in stored.chunks()), header, options
+    )
+    files: dict[str, FileLayout] = {
+        f"{version}/{name}": layout for name, layout in stored.files().items()
+    }
     files[f"{version}/{torch_dist.COMMON_FILE}"] = torch_zip.plan(common, "common")
     files[f"{version}/{torch_dist.FORMAT_FILE}"] = PlainFile(torch_dist.format_json(backend))
     if for_bridge:
         has = {"with_optimizer": optimizer.writer is not None, "with_rng": bool(kept.rng)}
         files |= bridge_files(header, layout, arguments, iteration, **has)
-    placements, zeros = place(
-        ((chunk, f"{version}/{file}", record) for chunk, file, record in stored.chunks), header, options
+    return OutputPlan(
+        files | tracker_and_sidecars(header, iteration), placements, zeros, kept.notices
     )
-    return OutputPlan(files | tracker_and_sidecars(header, iteration), placements, zeros, kept.notices)
+
+
+class PlacedTensor(NamedTuple):
+    """A native tensor of a single rank, placed in a global tensor."""
+
+    native: NativeTensor
+    key: str
+    """Key of the global tensor."""
+    place: Shape
+    """Position in the first axes of the global tensor."""
+    dtype: str
+    ranks: int
+    """The number of ranks that the tensor is split for."""
+    slot: str
 
 
 @dataclass(frozen=True)
@@ -87,34 +126,44 @@ class GlobalModel:
     """The tensors and objects of a whole model by their keys."""
 
     stacked: bool
-    """Whether layers are: those of a model whose layers differ are not."""
-    chunks: list[PlannedChunk]
+    """True if layers are stacked, which they aren't if they differ."""
+    tensors: list[PlacedTensor]
     shapes: Mapping[str, Shape]
-    """Of the global tensors, by key."""
+    """Shapes of the global tensors, by key."""
     objects: list[tuple[str, Shape, Shape, Any]]
-    """(key, place, grid, value): an empty `_extra_state` for every module that has one."""
+    """(key, place, grid, value) of an empty `_extra_state` for every module that has one."""
 
     @classmethod
     def of(
-        cls, header: Header, layout: Layout, padded: int, optimizer: OptimizerForm, *, local: bool, rope_last: bool
+        cls,
+        header: Header,
+        layout: Layout,
+        padded: int,
+        optimizer: OptimizerForm,
+        *,
+        local: bool,
+        rope_last: bool,
     ) -> "GlobalModel":
-        config, chunks = header.config, list[PlannedChunk]()
+        config, tensors = header.config, list[PlacedTensor]()
         whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
-        # Local layers take Transformer Engine's names for their keys, but with latent attention and in hybrids keep their own.
+        # Local layers use Transformer Engine's names as keys. With latent attention and in hybrids they keep their own
+        # names.
         naming, renamed = (CORE_LOCAL_KEYS if local else CORE), local
         if local and (config.latent.kv_rank or config.has("mamba_layers")):
             naming, renamed = CORE_LOCAL, False
         naming = with_rope_last(naming) if rope_last else naming
         natives = [
             native
-            for native in native_tensors(family(config.family).rows, config, naming, Layout(), 0, whole, padded)
+            for native in native_tensors(
+                family(config.family).rows, config, naming, Layout(), 0, whole, padded
+            )
             if native.copy is None or native.copy.written
         ]
         stacked = stacks_layers(config)
         places: dict[str, Shape] = {}
         shapes: dict[str, Shape] = {}
         called = in_whole if config.whole else str
-        # Of the names of one parameter Megatron's optimizer takes the last.
+        # Of several names of one parameter, Megatron's optimizer uses the last.
         last = {tuple(native.parts): native.name for native in natives if native.copy}
         inside = [native for native in natives if not native.name.startswith(BESIDE)]
         beside = [native for native in natives if native.name.startswith(BESIDE)]
@@ -124,107 +173,161 @@ class GlobalModel:
             key = called(key) if name == native.name else key
             ranks = layout.etp if native.of_experts else layout.tp
             places[key] = tuple(map(max, zip(place, places.get(key, place), strict=True)))
-            slots = optimizer.tensors(native) if native.name == last.get(tuple(native.parts), native.name) else ()
+            slots = (
+                optimizer.tensors(native)
+                if native.name == last.get(tuple(native.parts), native.name)
+                else ()
+            )
             for prefix, slot in (("", WEIGHT), *slots):
-                chunks += chunks_of(native, prefix + key, place, native_dtype(header, native, slot), ranks, slot)
+                dtype = native_dtype(header, native, slot)
+                tensors.append(PlacedTensor(native, prefix + key, place, dtype, ranks, slot))
                 shapes[prefix + key] = (*(last + 1 for last in places[key]), *native.shape)
-        _require_one_dtype(chunks)
+        _require_one_dtype(tensors)
         objects = [
-            (called(key), *rest) for key, *rest in _extra_objects([each.name for each in inside], stacked, local)
+            (called(key), *rest)
+            for key, *rest in _extra_objects([each.name for each in inside], stacked, local)
         ]
         if config.whole is not None:
-            tower = [each.name.removeprefix(BESIDE) for each in beside if config.whole.builds(each.name)]
+            tower = [
+                each.name.removeprefix(BESIDE) for each in beside if config.whole.builds(each.name)
+            ]
             objects += _extra_objects(tower, stacked, local)
-        return cls(stacked, chunks, shapes, objects)
+        return cls(stacked, tensors, shapes, objects)
+
+    def chunks(self) -> Iterator[PlannedChunk]:
+        """The chunks of all tensors. Each call makes them anew, because a large model has hundreds of thousands."""
+        for native, key, place, dtype, ranks, slot in self.tensors:
+            yield from chunks_of(native, key, place, dtype, ranks, slot)
 
 
-def _require_one_dtype(chunks: list[PlannedChunk]) -> None:
+def _require_one_dtype(tensors: list[PlacedTensor]) -> None:
     dtypes: dict[str, str] = {}
-    for chunk in chunks:
-        if dtypes.setdefault(chunk.key, chunk.dtype) != chunk.dtype:
+    for tensor in tensors:
+        if dtypes.setdefault(tensor.key, tensor.dtype) != tensor.dtype:
             raise NotExpressible(
-                f"{chunk.key}: would stack layers of {dtypes[chunk.key]} and {chunk.dtype}; give --dtype to have them all the same"
+                f"{tensor.key}: would stack layers of {dtypes[tensor.key]} and {tensor.dtype}; give --dtype to have them all the same"
             )
 
 
-def _extra_objects(names: list[str], stacked: bool, local: bool) -> Iterator[tuple[str, Shape, Shape, Any]]:
+def _extra_objects(
+    names: list[str], stacked: bool, local: bool
+) -> Iterator[tuple[str, Shape, Shape, Any]]:
     known = extra_states(names, CORE_LOCAL if local else CORE)
-    # Of the head GPTModel leaves it out; MambaModel, BertModel and T5Model don't.
+    # GPTModel leaves out the extra state of the head; MambaModel, BertModel and T5Model have it.
     with_head = any(name.startswith(("decoder.final_norm.", "lm_head.")) for name in names)
     modules = [
-        name for name in known if is_of_linear_layer(name) or (with_head if "output_layer" in name else not local)
+        name
+        for name in known
+        if is_of_linear_layer(name) or (with_head if "output_layer" in name else not local)
     ]
     if not local:
-        norms = ("q_layernorm.weight", "k_layernorm.weight", "kv_layernorm.weight", "indexer.k_norm.weight")
-        modules += [name.removesuffix("weight") + "_extra_state" for name in names if name.endswith(norms)]
+        norms = (
+            "q_layernorm.weight",
+            "k_layernorm.weight",
+            "kv_layernorm.weight",
+            "indexer.k_norm.weight",
+        )
+        modules += [
+            name.removesuffix("weight") + "_extra_state" for name in names if name.endswith(norms)
+        ]
     placed = [stack(name, layers=stacked) for name in modules]
     grids: dict[str, Shape] = {}
     for key, place in placed:
-        grids[key] = tuple(max(last, index + 1) for last, index in zip(grids.get(key, place), place, strict=True))
+        grids[key] = tuple(
+            max(last, index + 1) for last, index in zip(grids.get(key, place), place, strict=True)
+        )
     for key, place in placed:
         yield key, place or (0,), grids[key] or (1,), None
 
 
-@dataclass
-class Stored:
-    """Files of one format, and the record of each chunk."""
+class Stored(Protocol):
+    """The files of one format."""
 
-    files: dict[str, FileLayout] = field(default_factory=dict)
-    chunks: list[tuple[PlannedChunk, str, str]] = field(default_factory=list)
-    """(chunk, file, record)."""
+    def chunks(self) -> Iterator[tuple[PlannedChunk, str, str]]:
+        """(chunk, file, record) of every chunk, as it gets its place. Call it once."""
+        ...
 
-
-def _torch_dist(model: GlobalModel, count: int) -> Stored:
-    files, chunks = DistcpFiles(count), []
-    for chunk in model.chunks:
-        where = files.add_chunk(chunk.key, model.shapes[chunk.key], chunk.dtype, chunk.offset, chunk.shape)
-        chunks.append((chunk, *where))
-    for key, place_in_grid, grid, value in model.objects:
-        name = f"{key}/shard_{'.'.join(map(str, place_in_grid))}_{'.'.join(map(str, grid))}"
-        files.add_object(name, [value])
-    return Stored(files.layouts(nested_keys=False), chunks)
+    def files(self) -> Mapping[str, FileLayout]:
+        """All files. Call it after every chunk has its place."""
+        ...
 
 
-def _zarr(model: GlobalModel) -> Stored:
+class _TorchDist:
+    """Zip archives in `count` files, and `.metadata`."""
+
+    def __init__(self, model: GlobalModel, count: int) -> None:
+        self._model, self._files = model, DistcpFiles(count)
+
+    def chunks(self) -> Iterator[tuple[PlannedChunk, str, str]]:
+        for chunk in self._model.chunks():
+            whole = self._model.shapes[chunk.key]
+            file, record = self._files.add_chunk(
+                chunk.key, whole, chunk.dtype, chunk.offset, chunk.shape
+            )
+            yield chunk, file, record
+
+    def files(self) -> Mapping[str, FileLayout]:
+        for key, place_in_grid, grid, value in self._model.objects:
+            name = f"{key}/shard_{'.'.join(map(str, place_in_grid))}_{'.'.join(map(str, grid))}"
+            self._files.add_object(name, [value])
+        return self._files.layouts(nested_keys=False)
+
+
+class _Zarr:
     """A file for every chunk and every object."""
-    stored, empty = Stored(), torch_zip.plan(None, "archive")
-    steps = {chunk.key: chunk.shape for chunk in model.chunks}
-    for chunk in model.chunks:
-        step = steps[chunk.key]
-        index = [first // size for first, size in zip(chunk.offset, step, strict=True)]
-        if chunk.shape != step or any(first % size for first, size in zip(chunk.offset, step, strict=True)):
-            raise LayoutError(f"{chunk.key}: its shards are of different sizes, which zarr arrays can't have")
-        file = f"{chunk.key}/{'.'.join(map(str, index))}"
-        stored.files[file] = zarr_arrays.ChunkLayout(chunk.shape, chunk.dtype)
-        stored.files[f"{chunk.key}/{zarr_arrays.ARRAY_FILE}"] = PlainFile(
-            zarr_arrays.array_json(model.shapes[chunk.key], step, chunk.dtype)
-        )
-        stored.chunks.append((chunk, file, zarr_arrays.ChunkLayout.RECORD))
-    for key, place_in_grid, grid, value in model.objects:
-        file = f"{key}/{zarr_arrays.object_name(place_in_grid, grid)}"
-        stored.files[file] = empty if value is None else torch_zip.plan(value, "archive")
-    return stored
+
+    def __init__(self, model: GlobalModel) -> None:
+        self._model = model
+        self._files: dict[str, FileLayout] = {}
+
+    def chunks(self) -> Iterator[tuple[PlannedChunk, str, str]]:
+        steps = {chunk.key: chunk.shape for chunk in self._model.chunks()}
+        for chunk in self._model.chunks():
+            step = steps[chunk.key]
+            places = [divmod(first, size) for first, size in zip(chunk.offset, step, strict=True)]
+            index = [quotient for quotient, _ in places]
+            on_grid = not any(rest for _, rest in places)
+            if chunk.shape != step or not on_grid:
+                raise LayoutError(
+                    f"{chunk.key}: its shards are of different sizes, which zarr arrays can't have"
+                )
+            file = f"{chunk.key}/{'.'.join(map(str, index))}"
+            self._files[file] = zarr_arrays.ChunkLayout(chunk.shape, chunk.dtype)
+            described = zarr_arrays.array_json(self._model.shapes[chunk.key], step, chunk.dtype)
+            self._files[f"{chunk.key}/{zarr_arrays.ARRAY_FILE}"] = PlainFile(described)
+            yield chunk, file, zarr_arrays.ChunkLayout.RECORD
+
+    def files(self) -> Mapping[str, FileLayout]:
+        empty = torch_zip.plan(None, "archive")
+        for key, place_in_grid, grid, value in self._model.objects:
+            file = f"{key}/{zarr_arrays.object_name(place_in_grid, grid)}"
+            self._files[file] = empty if value is None else torch_zip.plan(value, "archive")
+        return self._files
 
 
 def place(
     chunks: Iterator[tuple[PlannedChunk, str, str]], header: Header, options: SaveOptions
 ) -> tuple[dict[Key, list[Placement]], list[tuple[str, str, int, int]]]:
-    """(placements, zeros) of (chunk, file, record)."""
+    """(placements, zeros) of all chunks, from (chunk, file, record)."""
     placements: dict[Key, list[Placement]] = {}
     zeros: list[tuple[str, str, int, int]] = []
     last = header.config.vocab - 1
     for chunk, file, record in chunks:
         row_bytes = chunk.cols * ITEMSIZE[chunk.dtype]
-        padding, parts = chunk.padding, dict(chunk.parts)
+        padding, parts = chunk.padding, chunk.parts
         if padding and options.vocab_padding == "repeat":
-            (name,) = parts
-            again = Region(Box(last, last + 1, 0, chunk.cols), padding.start, repeat=len(padding))
-            parts[name] = (*parts[name], again)
+            ((name, regions),) = parts
+            again = Region(
+                Box(last, last + 1, 0, chunk.cols), padding.start, order=Repeated(len(padding))
+            )
+            parts = [(name, (*regions, again))]
         elif padding:
             zeros.append((file, record, padding.start * row_bytes, len(padding) * row_bytes))
-        for name, regions in parts.items():
+        for name, regions in parts:
             if regions:
                 key = Key(name, chunk.slot)
-                at = Placement(file, record, row_bytes, regions, shift=native_shift(header, chunk.shift, key))
+                at = Placement(
+                    file, record, row_bytes, regions, shift=native_shift(header, chunk.shift, key)
+                )
                 placements.setdefault(key, []).append(at)
     return placements, zeros

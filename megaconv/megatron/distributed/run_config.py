@@ -1,4 +1,4 @@
-"""What Megatron-Bridge and NeMo 2 put beside a distributed checkpoint in place of Megatron's `args`.
+"""The files that Megatron-Bridge and NeMo 2 store beside a distributed checkpoint instead of Megatron's `args`.
 
     <root>/latest_train_state.pt                Megatron-Bridge: which iteration is the last, as latest_checkpointed_iteration.txt
     <root>/iter_0000010/run_config.yaml         `model:` a provider's fields; `tokenizer:`, `optimizer:`, `scheduler:`, `ddp:` ...
@@ -25,7 +25,8 @@ from formats.lazy_numpy import np
 from formats.tensor import FileTensor, StridedTensor, read_tensor
 from formats.yaml_file import read_yaml
 from megaconv.megatron.arguments.provider import provider_arguments
-from megaconv.megatron.arguments.write import OPTIMIZATION
+from megaconv.megatron.arguments.run_arguments import OPTIMIZATION
+from megaconv.model.ceilings import OPERATIONS
 
 BRIDGE, NEMO = "Megatron-Bridge", "NeMo 2"
 RUN_CONFIG = "run_config.yaml"
@@ -35,43 +36,47 @@ TRAIN_STATE = "train_state.pt"
 LATEST = "latest_train_state.pt"
 _NUMBERS = ("int32", "int64", "float32", "float64")
 _MOST_COUNTED = 1 << 62
-"""Samples, and operations."""
+"""The largest number of samples or steps."""
+_OPERATIONS = "floating_point_operations_so_far"
 
 
 class Described(NamedTuple):
-    """A checkpoint's settings in the place of Megatron's args."""
+    """A checkpoint's settings, which replace Megatron's args."""
 
     args: Namespace
     state: Mapping[str, Any]
-    """What Megatron would keep beside args: the iteration, how many operations so far."""
+    """The entries that Megatron would store beside args: the iteration, the number of operations so far."""
     writer: str
-    """For people; empty where nothing is known."""
+    """The software that wrote it, for messages; empty if it isn't known."""
 
 
 def nemo_weights(path: Path) -> Path | None:
     """The distributed checkpoint in a NeMo 2 directory; None for any other directory."""
     weights, context = path / NEMO_WEIGHTS, (path / NEMO_MODEL).parent
-    found = (weights / torch_dist.FORMAT_FILE).is_file() or (torch_dist.is_dcp(weights) and context.is_dir())
+    found = (weights / torch_dist.FORMAT_FILE).is_file() or (
+        torch_dist.is_dcp(weights) and context.is_dir()
+    )
     return weights if found else None
 
 
 def latest_version(path: Path) -> Path | None:
-    """The last iteration as Megatron-Bridge's own tracker has it; None without one. Raises CorruptCheckpoint."""
+    """The last iteration according to Megatron-Bridge's own tracker; None without one. Raises CorruptCheckpoint."""
     tracker = path / LATEST
     if not tracker.is_file():
         return None
     version = path / rank_files.iteration_directory(_counts(tracker).get("step", 0))
     if not version.is_dir():
         raise CorruptCheckpoint(
-            f"{tracker}: says {version.name}, but there is no such directory beside it", code="missing-file"
+            f"{tracker}: names {version.name}, but its directory holds no {version.name}",
+            code="missing-file",
         )
     return version
 
 
 def describe(version: Path, *, complete: bool) -> Described:
-    """Of a checkpoint without args. complete: whether nothing else describes the model, so that this has to.
+    """The settings of a checkpoint without args. complete: True if nothing else describes the model.
 
-    Raises CorruptCheckpoint for settings that are not there or can't be read, UnknownFamily for what is not supported.
+    Raises CorruptCheckpoint for settings that are missing or damaged, UnknownFamily for settings that aren't supported.
     """
     run_config, model = version / RUN_CONFIG, version.parent / NEMO_MODEL
     if run_config.is_file():
@@ -100,18 +105,26 @@ def _of_bridge(path: Path, *, complete: bool) -> Described:
     if type(ddp.get("bucket_size")) is int:
         args.ddp_bucket_size = ddp["bucket_size"]
     names = ("tokenizer_model", "vocab_file", "merge_file")
-    _set_tokenizer(args, path.parent / "tokenizer", {name: sections.get("tokenizer", {}).get(name) for name in names})
+    _set_tokenizer(
+        args,
+        path.parent / "tokenizer",
+        {name: sections.get("tokenizer", {}).get(name) for name in names},
+    )
     counts = _counts(path.with_name(TRAIN_STATE)) if path.with_name(TRAIN_STATE).is_file() else {}
     args.consumed_train_samples = counts.get("consumed_train_samples", 0)
     args.consumed_valid_samples = counts.get("consumed_valid_samples", 0)
-    operations = counts.get("floating_point_operations_so_far", 0)
+    operations = counts.get(_OPERATIONS, 0)
     state = {"num_floating_point_operations_so_far": operations}
-    return Described(args, state | ({"iteration": counts["step"]} if "step" in counts else {}), BRIDGE)
+    return Described(
+        args, state | ({"iteration": counts["step"]} if "step" in counts else {}), BRIDGE
+    )
 
 
 def _of_nemo(path: Path, *, complete: bool) -> Described:
     settings = _mapping(read_yaml(path), str(path))
-    args = provider_arguments(_mapping(settings.get("config"), f"{path}: config"), f"{path}: config", complete=complete)
+    args = provider_arguments(
+        _mapping(settings.get("config"), f"{path}: config"), f"{path}: config", complete=complete
+    )
     tokenizer = settings.get("tokenizer")
     given = tokenizer if isinstance(tokenizer, dict) else {}
     named = given.get("pretrained_model_name") or given.get("model_path")
@@ -120,7 +133,10 @@ def _of_nemo(path: Path, *, complete: bool) -> Described:
 
 
 def _set_tokenizer(args: Namespace, directory: Path, named: Mapping[str, Any]) -> None:
-    """directory: beside the checkpoint, which comes before what a name elsewhere says."""
+    """Set the tokenizer's arguments.
+
+    directory: the tokenizer beside the checkpoint, which takes precedence over a named one.
+    """
     if directory.is_dir():
         args.tokenizer_model = str(directory)
         return
@@ -131,21 +147,30 @@ def _set_tokenizer(args: Namespace, directory: Path, named: Mapping[str, Any]) -
 
 def _mapping(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise CorruptCheckpoint(f"{where}: should be settings by name, found {type(value).__name__}")
+        raise CorruptCheckpoint(
+            f"{where}: should be settings by name, found {type(value).__name__}"
+        )
     return value
 
 
-def _counts(path: Path) -> dict[str, int]:
-    """Numbers of a train_state.pt by name. Raises CorruptCheckpoint."""
+def _counts(path: Path) -> dict[str, Any]:
+    """The numbers of a train_state.pt by name: integers, and a float that may exceed them. Raises CorruptCheckpoint."""
     stored = torch_zip.read(path)
     if not isinstance(stored, dict):
         raise CorruptCheckpoint(f"{path}: should hold a dictionary, found {type(stored).__name__}")
     found = {}
     for name, value in stored.items():
-        if isinstance(value, (FileTensor, StridedTensor)) and value.shape == () and value.dtype in _NUMBERS:
+        if (
+            isinstance(value, (FileTensor, StridedTensor))
+            and value.shape == ()
+            and value.dtype in _NUMBERS
+        ):
             value = read_tensor(value).view(np.dtype(value.dtype)).reshape(-1)[0].item()
         if type(value) in (int, float) and isinstance(name, str):
-            if not 0 <= value <= _MOST_COUNTED:
-                raise CorruptCheckpoint(f"{path}: its {name} should be from 0 to {_MOST_COUNTED:,}, found {value}")
-            found[name] = int(value)
+            most = OPERATIONS if name == _OPERATIONS else _MOST_COUNTED
+            if not 0 <= value <= most:
+                raise CorruptCheckpoint(
+                    f"{path}: its {name} should be from 0 to {most:,}, found {value}"
+                )
+            found[name] = value if name == _OPERATIONS else int(value)
     return found

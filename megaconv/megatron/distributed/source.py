@@ -1,7 +1,7 @@
-"""Megatron's distributed checkpoints (`torch_dist`, `zarr`, `fsdp_dtensor`) as the files of one rank: TP 1, PP 1.
+"""Opens Megatron's distributed checkpoints (`torch_dist`, `zarr`, `fsdp_dtensor`) as the files of one rank: TP 1, PP 1.
 
-Their keys are global, and global tensors are just what a single rank would hold: so everything after this is the same as
-for rank files. How the run that wrote them was laid out stands in its args, or in what others than Megatron have in their place
+Their keys are global, and global tensors are those of a single rank. Therefore all further steps are the same as for
+rank files. The layout of the run that wrote them is in its args, or in the files that other software writes instead
 (`run_config.py`).
 """
 
@@ -14,12 +14,21 @@ from typing import Any, NamedTuple
 
 from formats import rank_files, torch_dist, torch_zip, zarr_arrays
 from formats.chunked import ChunkedTensor
+from formats.dcp_metadata import METADATA_NAME
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UnknownFormat
 from megaconv.megatron.distributed.keys import EXTRA_STATE, has_optimizer, model_tensors, unstack
 from megaconv.megatron.distributed.optimizer import Directory, DistOptimizer
-from megaconv.megatron.distributed.run_config import NEMO, RUN_CONFIG, describe, latest_version, nemo_weights
+from megaconv.megatron.distributed.run_config import (
+    NEMO,
+    RUN_CONFIG,
+    TRAIN_STATE,
+    describe,
+    latest_version,
+    nemo_weights,
+)
 from megaconv.megatron.rank_files.source import RankSource
+from megaconv.megatron.states.origin import require_iteration
 from megaconv.megatron.states.ranks import RankId, Ranks, Weights
 from megaconv.model.beside import TOWER
 from megaconv.options import LoadOptions
@@ -58,11 +67,11 @@ class DistFiles(NamedTuple):
     backend: str
     directory: Directory
     tensors: Mapping[str, ChunkedTensor]
-    """By key."""
+    """The tensors by key."""
 
 
 def open_files(path: Path) -> DistFiles:
-    """Raises UnknownFormat, CorruptCheckpoint, UnsafeContent."""
+    """Open a distributed checkpoint. Raises UnknownFormat, CorruptCheckpoint, UnsafeContent."""
     found = find_dist(path)
     if found is None:
         raise UnknownFormat(f"{path}: holds no distributed Megatron checkpoint")
@@ -78,8 +87,9 @@ def open_dist(files: DistFiles, options: LoadOptions) -> RankSource:
     if not isinstance(args, Namespace):
         described = describe(version, complete=options.config is None)
         args, writer = described.args, described.writer
-        state.setdefault("iteration", state.get("global_step"))  # NeMo's is Lightning's
+        state.setdefault("iteration", state.get("global_step"))  # NeMo uses Lightning's global_step
         state |= described.state
+    require_iteration(version, _iteration_file(version), state.get("iteration"))
     if not options.metadata_only:
         _warn_of_scales(version, directory)
     rank, number = RankId(0, 0, 0), re.fullmatch(r"iter_(\d+)", version.name)
@@ -94,11 +104,16 @@ def open_dist(files: DistFiles, options: LoadOptions) -> RankSource:
     listing = rank_files.RankFiles(version, int(number[1]) if number else None, {})
     stored = has_optimizer(tensors) or has_optimizer(directory.objects())
     if stored and writer == NEMO:
-        _log.warning("%s: the optimizer of a NeMo checkpoint is not read; the weights alone are converted", version)
+        _log.warning(
+            "%s: the optimizer of a NeMo checkpoint is not read; the weights alone are converted",
+            version,
+        )
         state.pop("optimizer", None)
         stored = False
     flattened = getattr(getattr(directory, "metadata", None), "flattened", {})
-    optimizer = DistOptimizer(str(version), directory, tensors, state, args, flattened) if stored else None
+    optimizer = (
+        DistOptimizer(str(version), directory, tensors, state, args, flattened) if stored else None
+    )
     return RankSource(listing, ranks, args, optimizer, writer)
 
 
@@ -107,11 +122,16 @@ def _open(version: Path, backend: str) -> Directory:
         return torch_dist.open_directory(version)
     if backend == "zarr":
         return zarr_arrays.open_directory(version)
-    raise UnknownFormat(f"{version / torch_dist.FORMAT_FILE}: names the format {backend!r}; known: torch_dist and zarr")
+    raise UnknownFormat(
+        f"{version / torch_dist.FORMAT_FILE}: names the format {backend!r}; known: torch_dist and zarr"
+    )
 
 
 def _common(version: Path, directory: Directory) -> Mapping[str, Any]:
-    """Everything that isn't sharded: in a file, from core 0.19 on in an object, for fsdp_dtensor in one object each."""
+    """Everything that isn't sharded.
+
+    It is in a file, from core 0.19 on in an object, and for fsdp_dtensor in separate objects.
+    """
     file = version / torch_dist.COMMON_FILE
     if file.is_file():
         common = torch_zip.read(file)
@@ -119,7 +139,9 @@ def _common(version: Path, directory: Directory) -> Mapping[str, Any]:
         common = directory.read_object(torch_dist.COMMON_OBJECT)
     elif "args" in directory.objects():
         names = ("args", "iteration", "checkpoint_version")
-        common = {name: directory.read_object(name) for name in names if name in directory.objects()}
+        common = {
+            name: directory.read_object(name) for name in names if name in directory.objects()
+        }
     elif (version / RUN_CONFIG).is_file():
         common = {}
     else:
@@ -131,8 +153,16 @@ def _common(version: Path, directory: Directory) -> Mapping[str, Any]:
     return common
 
 
+def _iteration_file(version: Path) -> Path:
+    """The file that contains the iteration, for messages."""
+    names = (torch_dist.COMMON_FILE, TRAIN_STATE)
+    return next(
+        (version / name for name in names if (version / name).is_file()), version / METADATA_NAME
+    )
+
+
 def _warn_of_scales(version: Path, directory: Directory) -> None:
-    """FP8 scales are the one thing in extra states that anybody could miss; the first layer's show whether there are any."""
+    """Warn about FP8 scales, the only useful content of extra states. The first layer's show whether there are any."""
     for name in directory.objects():
         of_first = re.search(rf"{re.escape(EXTRA_STATE)}/shard_0(\.0)*_", name)
         if of_first and sum(getattr(directory.read_object(name), "shape", ())):

@@ -1,1 +1,1 @@
-"""The optimizer's tensors: whose they are, and the way back."""
+"""Reads and writes Megatron's optimizer state: finds the parameter of each tensor, and the inverse."""

@@ -1,8 +1,8 @@
-"""Where each parameter lies in the flat buffers of Megatron's distributed optimizer: arithmetic alone.
+"""Computes the place of each parameter in the flat buffers of Megatron's distributed optimizer.
 
-A rank's parameters fill a buffer back to front, so that gradients that are ready first lie first; a buffer is divided into
-buckets, each padded for the data-parallel group. Files hold the buckets with or without that padding: what is computed
-here is (bucket, offset in the bucket), which does not depend on it. All numbers count elements.
+A rank's parameters fill a buffer back to front, so that the gradients that are ready first come first. A buffer is
+divided into buckets, each padded for the data-parallel group. Files hold the buckets with or without that padding. The
+result (bucket, offset in the bucket) doesn't depend on it. All numbers count elements.
 
 Source: param_and_grad_buffer.py and distrib_optimizer.py of Megatron core 0.4 to 0.19.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from formats.tensor import Shape
 
 ALIGNMENTS = (64, 1)
-"""What starts of parameters are multiples of: from core 0.8 on, and before."""
+"""The alignment of parameters: from core 0.8 on, and before."""
 
 
 class BufferParameter(NamedTuple):
@@ -25,41 +25,44 @@ class BufferParameter(NamedTuple):
     name: str
     shape: Shape
     shared: bool = False
-    """A tied embedding of which another stage holds a copy: it has a bucket of its own."""
+    """True for a tied embedding with a copy on another stage: it has its own bucket."""
 
 
 class Place(NamedTuple):
     bucket: int
     offset: int
-    """In the bucket."""
+    """Offset in the bucket."""
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Every parameter's place, and how much of each bucket is no padding at its end."""
+    """Every parameter's place, and the size of each bucket without the padding at its end."""
 
     places: dict[str, Place]
     unpadded: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Of all buckets one after another, without their padding."""
+        """Size of all buckets together, without their padding."""
         return sum(self.unpadded)
 
     def offset(self, name: str) -> int:
-        """In all buckets one after another, without their padding."""
+        """Offset in all buckets one after another, without their padding."""
         place = self.places[name]
         return sum(self.unpadded[: place.bucket]) + place.offset
 
 
-def fill(parameters: Sequence[BufferParameter], alignment: int = 64, bucket_size: int | None = None) -> Buffer:
+def fill(
+    parameters: Sequence[BufferParameter], alignment: int = 64, bucket_size: int | None = None
+) -> Buffer:
     """The buffer of these parameters, given in the order of named_parameters().
 
-    bucket_size: a bucket that has reached it is closed; None: there is one bucket (but for shared embeddings).
+    bucket_size: a bucket that has reached this size is closed; None: there is one bucket (and one for each shared
+    embedding).
     """
     places: dict[str, Place] = {}
     unpadded: list[int] = []
-    position = 0  # in the bucket
+    position = 0  # offset in the bucket
     for parameter in reversed(parameters):
         start = _round_up(position, alignment)
         if parameter.shared and start:
@@ -78,9 +81,11 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def gaps(buffer: Buffer, parameters: Iterable[BufferParameter]) -> Iterator[tuple[int, int]]:
-    """(start, length) of what belongs to no parameter, in all buckets one after another."""
+    """(start, length) of each range that belongs to no parameter, in all buckets one after another."""
     position = 0
-    for start, end in sorted((buffer.offset(p.name), buffer.offset(p.name) + prod(p.shape)) for p in parameters):
+    for start, end in sorted(
+        (buffer.offset(p.name), buffer.offset(p.name) + prod(p.shape)) for p in parameters
+    ):
         if start > position:
             yield position, start - position
         position = end
@@ -88,8 +93,10 @@ def gaps(buffer: Buffer, parameters: Iterable[BufferParameter]) -> Iterator[tupl
         yield position, buffer.numel - position
 
 
-def matching(parameters: Sequence[BufferParameter], numel: int, bucket_sizes: Iterable[int | None]) -> Buffer | None:
-    """The buffer that is as long as a stored one, of all that the releases and these bucket sizes would make."""
+def matching(
+    parameters: Sequence[BufferParameter], numel: int, bucket_sizes: Iterable[int | None]
+) -> Buffer | None:
+    """The buffer with the size of a stored one, of all releases and these bucket sizes; None if none has that size."""
     for bucket_size in bucket_sizes:
         for alignment in ALIGNMENTS:
             buffer = fill(parameters, alignment, bucket_size)
@@ -99,11 +106,16 @@ def matching(parameters: Sequence[BufferParameter], numel: int, bucket_sizes: It
 
 
 def fitting(parameters: Sequence[BufferParameter], unpadded: Sequence[int]) -> Buffer | None:
-    """The buffer whose buckets have these lengths; None where the parameters don't fill them."""
-    return next((found for alignment in ALIGNMENTS if (found := _fill_to(parameters, unpadded, alignment))), None)
+    """The buffer whose buckets have these lengths; None if the parameters don't fill them."""
+    return next(
+        (found for alignment in ALIGNMENTS if (found := _fill_to(parameters, unpadded, alignment))),
+        None,
+    )
 
 
-def _fill_to(parameters: Sequence[BufferParameter], unpadded: Sequence[int], alignment: int) -> Buffer | None:
+def _fill_to(
+    parameters: Sequence[BufferParameter], unpadded: Sequence[int], alignment: int
+) -> Buffer | None:
     places: dict[str, Place] = {}
     bucket = position = 0
     for parameter in reversed(parameters):
@@ -121,9 +133,14 @@ def _fill_to(parameters: Sequence[BufferParameter], unpadded: Sequence[int], ali
 
 
 def bucket_sizes(args: Namespace, pp_rank: int, chunk: int, numel: int) -> Iterator[int | None]:
-    """The sizes that a run with these arguments may have had, likeliest first. numel: of all parameters of the rank."""
+    """The bucket sizes that a run with these arguments may have had, the most likely first.
+
+    numel: elements of all parameters of the rank.
+    """
     if getattr(args, "overlap_grad_reduce", False) and pp_rank == chunk == 0:
         count = getattr(args, "ddp_num_buckets", None)
         data = getattr(args, "data_parallel_size", None) or 1
-        yield getattr(args, "ddp_bucket_size", None) or (numel // count if count else max(40_000_000, 1_000_000 * data))
+        yield getattr(args, "ddp_bucket_size", None) or (
+            numel // count if count else max(40_000_000, 1_000_000 * data)
+        )
     yield None

@@ -1,30 +1,38 @@
-"""Whether an optimizer's fp32 copies belong to the weights: rounded to the weights' dtype they are these, bit for bit.
+"""Checks that an optimizer's fp32 masters belong to the weights: rounded to the weights' dtype, they must be equal.
 
-An optimizer's tensors carry no names. What finds out that one was taken for another is this comparison, made while the
-master is read, so that it costs no pass of its own.
+An optimizer's tensors have no names. This comparison detects a tensor that was mistaken for another one. It is made
+while the master is read, so it needs no extra pass.
 """
 
 from dataclasses import dataclass
 
 from formats.lazy_numpy import np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
-from megaconv.engine.rounding import rounded
-from megaconv.engine.shifted import add
 from megaconv.errors import TensorMismatch
 from megaconv.model.ir import shift_of
+from megaconv.values.rounding import rounded
+from megaconv.values.shifted import add
+
+OF_MEGATRON = (
+    "Either the weights were changed after the checkpoint was saved, or the optimizer was saved wrongly (Megatron core "
+    "0.15 to 0.19 does so with fully_reshardable and several buckets); --no-optimizer converts the weights alone"
+)
+"""The possible causes for a Megatron checkpoint, and what to do."""
 
 _COMPARED_BYTES = 1 << 18
-"""Of the master, at a time: so that what is made of it stays in the processor's cache."""
+"""Bytes of the master that are compared at a time: intermediate results then stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
 class CheckedMaster:
-    """A master that is compared with its weight block by block; reading it raises TensorMismatch where they differ."""
+    """A master that is compared with its weight block by block. A read raises TensorMismatch if they differ."""
 
     name: str
     master: LazyTensor
     weight: LazyTensor
-    """bfloat16 or float16."""
+    """The weight: bfloat16, float16 or float32."""
+    advice: str = OF_MEGATRON
+    """Sentences for the message: the possible causes, and what to do."""
 
     @property
     def shape(self) -> Shape:
@@ -49,14 +57,20 @@ class CheckedMaster:
         weight = np.empty((box.rows, box.cols * ITEMSIZE[self.weight.dtype]), np.uint8)
         self.weight.read_into(box, weight)
         if not self._belongs(np.ascontiguousarray(master), weight):
+            differs = (
+                "is not the weight"
+                if self.weight.dtype == "float32"
+                else "does not round to the weight"
+            )
             raise TensorMismatch(
-                f"{self.name}: the optimizer's fp32 copy does not round to the weight, so the optimizer's tensors can't be trusted. "
-                "Either the weights were changed after the checkpoint was saved, or the optimizer was saved wrongly (Megatron core "
-                "0.15 to 0.19 does so with fully_reshardable and several buckets); --no-optimizer converts the weights alone"
+                f"{self.name}: the optimizer's fp32 copy {differs}, so the optimizer's tensors can't be trusted. {self.advice}"
             )
 
     def _belongs(self, master: Bytes, weight: Bytes) -> bool:
-        """As they are stored, or less what both were stored with: a weight that was converted exactly is on a coarser grid there."""
+        """True if the master belongs to the weight, either as stored or with the shift removed from both.
+
+        A weight that was converted exactly has a coarser grid without the shift.
+        """
         if _rounds_to(master, weight, self.weight.dtype):
             return True
         if not self.shift:
@@ -67,12 +81,16 @@ class CheckedMaster:
 
 def _rounds_to(master: Bytes, weight: Bytes, dtype: str) -> bool:
     made = rounded(master.view(np.float32), dtype)
-    return np.array_equal(made, weight) or _only_nan(made, weight, dtype)
+    return np.array_equal(made, weight) or (dtype != "float32" and _only_nan(made, weight, dtype))
 
 
 def _only_nan(made: Bytes, weight: Bytes, dtype: str) -> bool:
-    """Whether all that differs is the bits of values that are not a number: these round in many ways."""
+    """True if only the bits of NaNs differ, because NaNs can be rounded in many ways."""
     ours, theirs = made.view(np.uint16), weight.view(np.uint16)
     magnitude, infinite = 0x7FFF, 0x7C00 if dtype == "float16" else 0x7F80
     differs = ours != theirs
-    return bool(np.all(((ours & magnitude) > infinite)[differs] & ((theirs & magnitude) > infinite)[differs]))
+    return bool(
+        np.all(
+            ((ours & magnitude) > infinite)[differs] & ((theirs & magnitude) > infinite)[differs]
+        )
+    )

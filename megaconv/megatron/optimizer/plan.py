@@ -1,7 +1,8 @@
-"""Lays out the optimizer of one rank file as Megatron core 0.16 writes it; rank_optimizer.py shows the forms.
+"""Plans the optimizer of one rank file as Megatron core 0.16 writes it; rank.py shows the forms.
 
-Groups come in the order of that release and hold the union of what the releases and their optimizers look for, so that
-Transformer Engine's and Apex's (a step in every group) and torch's (a step with every parameter) all go on from it.
+Groups come in the order of that release. They hold all settings that any release or its optimizers look for, so that
+three kinds of Adam can continue: Transformer Engine's and Apex's (a step in every group) and torch's (a step with every
+parameter).
 """
 
 import struct
@@ -14,7 +15,13 @@ from typing import Any, NamedTuple
 from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Constant, Placeholder
 from megaconv.errors import NotExpressible
-from megaconv.megatron.arguments.param_groups import group_class, is_expert, require_same, write_group, write_order
+from megaconv.megatron.arguments.param_groups import (
+    group_class,
+    is_expert,
+    require_same,
+    write_group,
+    write_order,
+)
 from megaconv.megatron.optimizer.buffers import Buffer, BufferParameter, fill, gaps
 from megaconv.model.ir import WEIGHT, Key, TensorInfo
 from megaconv.model.natives import NativeTensor
@@ -24,13 +31,13 @@ _BUFFER_NAMES = {"param": MASTER, EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ}
 
 
 class Parameter(NamedTuple):
-    """One parameter of a rank, in the order in which the model lists them."""
+    """One parameter of a rank, in the order of the model."""
 
     model: str
     """`model`, `model0` ..."""
     native: NativeTensor
     shared: bool
-    """A tied embedding of which another stage holds a copy."""
+    """True for a tied embedding with a copy on another stage."""
 
     @property
     def label(self) -> str:
@@ -38,26 +45,26 @@ class Parameter(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Where one of the optimizer's tensors goes."""
+    """The place of one of the optimizer's tensors."""
 
     native: NativeTensor
     slot: str
     record: str
     offset: int = 0
-    """Elements in the record before it."""
+    """Offset in the record in elements."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The optimizer of one rank file."""
+    """The planned optimizer of one rank file."""
 
     state: Any
-    """What the rank file has under `optimizer`."""
+    """The entry `optimizer` of the rank file."""
     buffers: Any = None
-    """What distrib_optim.pt holds; None without one."""
+    """The content of distrib_optim.pt; None without one."""
     pieces: list[Piece] = field(default_factory=list)
     gaps: list[tuple[str, int, int]] = field(default_factory=list)
-    """(record, first element, elements) that stay zero."""
+    """(record, first element, number of elements) of ranges that stay zero."""
 
 
 @dataclass(frozen=True)
@@ -67,44 +74,52 @@ class OptimizerWriter:
     state: OptimizerState
     manifest: Mapping[Key, TensorInfo]
     several: bool
-    """Whether experts have an optimizer of their own: where there is expert parallelism."""
+    """True if experts have a separate optimizer, which they have with expert parallelism."""
     fp16: bool
     gradients_in_fp32: bool
-    """Of fp16 models, whose buffers are called by the gradients' dtype too."""
+    """True for fp16 models with fp32 gradients, whose dtype is a part of the buffers' names."""
 
     def optimizers(self) -> tuple[bool | None, ...]:
-        """For each whether it is that of experts; None: of all parameters."""
+        """The optimizers: True for that of the experts, False for that of other parameters, None for one of all."""
         return (False, True) if self.several else (None,)
 
     def groups(self, experts: bool | None) -> list[dict[str, Any]]:
-        """Those of one optimizer, without parameters."""
+        """The groups of one optimizer, without parameters."""
         return [self._group(index, experts) for index, _ in self._members((), experts)]
 
     def wrapped(self, inner: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-        """A mixed-precision optimizer around another."""
-        scaler = {} if self.state.grad_scaler is None or not self.fp16 else {"grad_scaler": self._scaler()}
+        """A mixed-precision optimizer around another one."""
+        scaler = (
+            {}
+            if self.state.grad_scaler is None or not self.fp16
+            else {"grad_scaler": self._scaler()}
+        )
         return {"optimizer": inner, **scaler, **more}
 
     @cached_property
     def masters(self) -> bool:
-        """Whether any parameter has one."""
+        """True if any parameter has a master."""
         return any(key.slot == MASTER for key in self.manifest)
 
     @cached_property
     def moments(self) -> tuple[str, ...]:
-        """The slots of every parameter that is trained, besides its master."""
+        """The slots of every trained parameter, besides its master."""
         return ADAM if any(key.slot == ADAM[0] for key in self.manifest) else SGD
 
     def trains(self, native: NativeTensor) -> bool:
-        """Whether a native tensor has state. Raises NotExpressible if only a part of it has."""
+        """True if a native tensor has optimizer state. Raises NotExpressible if only a part of it has."""
         return self.has(native, self.moments[0])
 
     def counter(self, name: str) -> dict[str, Constant]:
-        """The step as torch's AdamW counts it; SGD counts none."""
-        return {name: Constant((), "float32", struct.pack("<f", self.state.step or 0))} if self.moments == ADAM else {}
+        """The step as torch's AdamW counts it; empty for SGD, which counts none."""
+        return (
+            {name: Constant((), "float32", struct.pack("<f", self.state.step or 0))}
+            if self.moments == ADAM
+            else {}
+        )
 
     def plain(self, parameters: Sequence[Parameter]) -> Planned:
-        """Tensors by parameter: mixed precision, or fp32 where no parameter has a master."""
+        """Tensors by parameter: mixed precision, or fp32 if no parameter has a master."""
         planned = Planned([])
         for experts in self.optimizers():
             states: dict[int, Any] = {}
@@ -115,30 +130,40 @@ class OptimizerWriter:
                 masters.append([])
                 for number, parameter in zip(ids, members, strict=True):
                     states[number] = self.counter("step")
-                    states[number] |= {slot: self._whole(parameter, slot, planned) for slot in self.moments}
+                    states[number] |= {
+                        slot: self._whole(parameter, slot, planned) for slot in self.moments
+                    }
                     if self.has(parameter.native, MASTER):
                         masters[-1].append(self._whole(parameter, MASTER, planned))
                 groups.append(self._group(index, experts) | {"params": list(ids)})
             inner = {"state": states, "param_groups": groups}
-            planned.state.append(self.wrapped(inner, {"fp32_from_fp16_params": masters}) if self.masters else inner)
+            planned.state.append(
+                self.wrapped(inner, {"fp32_from_fp16_params": masters}) if self.masters else inner
+            )
         return self._unwrapped(planned)
 
     def distributed(self, parameters: Sequence[Parameter], *, gathers_dense: bool) -> Planned:
         """Tensors in flat buffers, as one data-parallel rank gathers them.
 
-        gathers_dense: whether this is the first of the expert ranks, which all have the same dense parameters.
+        gathers_dense: True for the first of the expert ranks, which all have the same dense parameters.
         """
         planned, buffers = Planned([]), list[Any]()
         for number, experts in enumerate(self.optimizers()):
             planned.state.append(self.wrapped({"param_groups": self.groups(experts)}, {}))
-            theirs = [p for p in parameters if experts is None or is_expert(p.native.name) == experts]
+            theirs = [
+                p for p in parameters if experts is None or is_expert(p.native.name) == experts
+            ]
             gathered = gathers_dense or experts is not False
-            buffers.append(self._buffers(theirs, f"optimizer{number}", planned) if gathered else None)
-        made = Planned(planned.state, buffers if self.several else buffers[0], planned.pieces, planned.gaps)
+            buffers.append(
+                self._buffers(theirs, f"optimizer{number}", planned) if gathered else None
+            )
+        made = Planned(
+            planned.state, buffers if self.several else buffers[0], planned.pieces, planned.gaps
+        )
         return self._unwrapped(made)
 
     def has(self, native: NativeTensor, slot: str) -> bool:
-        """Whether a native tensor has this slot. Raises NotExpressible if only a part of it has."""
+        """True if a native tensor has this slot. Raises NotExpressible if only a part of it has."""
         held = {Key(name, slot) in self.manifest for name in native.parts}
         if len(held) > 1:
             raise NotExpressible(
@@ -146,17 +171,23 @@ class OptimizerWriter:
             )
         return held == {True}
 
-    def _members(self, parameters: Sequence[Parameter], experts: bool | None) -> Iterator[tuple[int, list[Parameter]]]:
-        """(index of a group, its parameters on this rank) of all groups that any rank has, in order."""
+    def _members(
+        self, parameters: Sequence[Parameter], experts: bool | None
+    ) -> Iterator[tuple[int, list[Parameter]]]:
+        """(index of a group, its parameters on this rank) for all groups of any rank, in order."""
         for index in self._order[experts]:
             yield index, [p for p in parameters if self._is_member(p.native, index, experts)]
 
     @cached_property
     def _order(self) -> dict[bool | None, list[int]]:
-        """The groups of each optimizer that any parameter is of."""
+        """The groups of each optimizer that have a parameter."""
         used = {(is_expert(name), index) for name, index in self.state.group_of.items()}
         order = write_order(self.state.groups)
-        kinds: dict[bool | None, tuple[bool, ...]] = {None: (False, True), False: (False,), True: (True,)}
+        kinds: dict[bool | None, tuple[bool, ...]] = {
+            None: (False, True),
+            False: (False,),
+            True: (True,),
+        }
         orders = {
             experts: [index for index in order if any((kind, index) in used for kind in held)]
             for experts, held in kinds.items()
@@ -169,10 +200,15 @@ class OptimizerWriter:
         return orders
 
     def _is_member(self, native: NativeTensor, index: int, experts: bool | None) -> bool:
-        return self.state.group_of[next(iter(native.parts))] == index and experts in (None, is_expert(native.name))
+        return self.state.group_of[next(iter(native.parts))] == index and experts in (
+            None,
+            is_expert(native.name),
+        )
 
     def _group(self, index: int, experts: bool | None) -> dict[str, Any]:
-        return write_group(self.state.groups[index], expert=bool(experts), step=self.state.step or 0)
+        return write_group(
+            self.state.groups[index], expert=bool(experts), step=self.state.step or 0
+        )
 
     def _scaler(self) -> dict[str, Any]:
         known = dict(self.state.grad_scaler or {})
@@ -181,7 +217,7 @@ class OptimizerWriter:
         return known
 
     def _unwrapped(self, planned: Planned) -> Planned:
-        """A single optimizer is not in a list."""
+        """The plan without the list around a single optimizer."""
         state = planned.state if self.several else planned.state[0]
         return Planned(state, planned.buffers, planned.pieces, planned.gaps)
 
@@ -190,8 +226,10 @@ class OptimizerWriter:
         planned.pieces.append(Piece(parameter.native, slot, record))
         return Placeholder(record, parameter.native.shape, "float32")
 
-    def _buffers(self, parameters: Sequence[Parameter], prefix: str, planned: Planned) -> dict[Any, Any]:
-        """One bucket a buffer, as a run without overlap_grad_reduce has them."""
+    def _buffers(
+        self, parameters: Sequence[Parameter], prefix: str, planned: Planned
+    ) -> dict[Any, Any]:
+        """One bucket per buffer, as in a run without overlap_grad_reduce."""
         by_dtype: dict[tuple[str, str], list[Parameter]] = {}
         for parameter in parameters:
             dtype = self.manifest[Key(next(iter(parameter.native.parts)))].dtype
@@ -205,22 +243,28 @@ class OptimizerWriter:
             for name, slot in _BUFFER_NAMES.items():
                 record = f"{prefix}/{index}/{name}"
                 entry[name] = Placeholder(record, (buffer.numel,), "float32")
-                planned.gaps.extend((record, start, length) for start, length in gaps(buffer, listed))
+                planned.gaps.extend(
+                    (record, start, length) for start, length in gaps(buffer, listed)
+                )
                 planned.pieces.extend(self._pieces(theirs, slot, record, buffer))
-            made[index] = {(TorchDtype(dtype), TorchDtype(gradients)): entry | {"numel_unpadded": buffer.numel}}
+            made[index] = {
+                (TorchDtype(dtype), TorchDtype(gradients)): entry | {"numel_unpadded": buffer.numel}
+            }
         return made
 
-    def _pieces(self, parameters: Sequence[Parameter], slot: str, record: str, buffer: Buffer) -> Iterator[Piece]:
-        """An fp32 weight is its own master, and is there a second time."""
+    def _pieces(
+        self, parameters: Sequence[Parameter], slot: str, record: str, buffer: Buffer
+    ) -> Iterator[Piece]:
+        """The pieces of one slot. An fp32 weight is its own master, and is stored a second time."""
         for parameter in parameters:
             held = slot if self.has(parameter.native, slot) else WEIGHT
             yield Piece(parameter.native, held, record, buffer.offset(parameter.label))
 
 
 def once(natives: Sequence[NativeTensor]) -> list[NativeTensor]:
-    """Without second names: a model's parameters list such a tensor where its first name comes.
+    """The native tensors without second names. The first name gives the position, as in a model's parameters.
 
-    An unused copy beside the tensor that it is one of is a parameter of its own.
+    An unused copy beside its tensor is a separate parameter.
     """
     first: dict[tuple[bool, tuple[str, ...]], NativeTensor] = {}
     for native in natives:

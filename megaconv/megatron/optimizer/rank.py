@@ -1,4 +1,4 @@
-"""The optimizer of one rank file: which of its tensors is what of which parameter.
+"""The optimizer of one rank file: assigns its tensors to parameters.
 
     mixed precision   {"optimizer": {"state": {id: {exp_avg, exp_avg_sq[, step]}}, "param_groups": [{..., "params": ids}]},
                        (SGD: {id: {momentum_buffer}})
@@ -7,7 +7,7 @@
     distributed       {"optimizer": {"param_groups": [without ids]}}, the tensors in flat buffers in distrib_optim.pt
     several           a list of these: dense and experts, or the first chunk and the others
 
-Tensors have no names. Ids count through the groups, and within a group parameters come as in the model's own
+Tensors have no names. Ids count through the groups. Within a group, parameters come in the order of the model's own
 dictionary. Source: megatron/core/optimizer of Megatron core 0.4 to 0.19.
 """
 
@@ -30,42 +30,48 @@ from megaconv.megatron.arguments.param_groups import (
     is_expert,
     read_group,
 )
-from megaconv.megatron.optimizer.buffers import Buffer, BufferParameter, bucket_sizes, fitting, matching
+from megaconv.megatron.optimizer.buffers import (
+    Buffer,
+    BufferParameter,
+    bucket_sizes,
+    fitting,
+    matching,
+)
 from megaconv.megatron.states.names import BUFFERS
 from megaconv.model.training import ADAM, EXP_AVG, EXP_AVG_SQ, MASTER, SGD, ParamGroup
 
 
 class Parameter(NamedTuple):
-    """One parameter of a rank, in the order in which the model lists them."""
+    """One parameter of a rank, in the order of the model."""
 
     chunk: int
     name: str
     shape: Shape
     dtype: str
     shared: bool = False
-    """A tied embedding of which another stage holds a copy."""
+    """True for a tied embedding with a copy on another stage."""
 
 
 @dataclass
 class RankOptimizer:
-    """What one rank file holds of the optimizer."""
+    """The optimizer state in one rank file."""
 
     where: str
     slots: dict[tuple[int, str], dict[str, LazyTensor]] = field(default_factory=dict)
-    """(chunk, native name) -> the tensors of that parameter."""
+    """(chunk, native name) -> the optimizer's tensors of that parameter."""
     group_of: dict[tuple[int, str], ParamGroup] = field(default_factory=dict)
     group_steps: set[int] = field(default_factory=set)
     parameter_steps: set[int] = field(default_factory=set)
     grad_scalers: list[Mapping[str, Any]] = field(default_factory=list)
-    """Of each optimizer that has one."""
+    """The loss scale of each optimizer that has one."""
 
 
 _BUFFERS = {MASTER: "param", EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ}
-"""What the distributed optimizer keeps, as its files call it."""
+"""The slots of the distributed optimizer -> their names in its files."""
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """The optimizers of a rank: one, or several that were chained."""
+    """The optimizers of a rank: one, or several chained ones."""
     if isinstance(optimizer, list):
         return optimizer
     if isinstance(optimizer, dict) and optimizer and all(isinstance(key, int) for key in optimizer):
@@ -74,7 +80,7 @@ def parts(optimizer: Any) -> list[Any]:
 
 
 def kind_of(optimizer: Any, *, has_buffers: bool) -> str:
-    """For people, by structure. Never raises."""
+    """The kind of an optimizer by its structure, for people. Never raises."""
     first = next((part for part in parts(optimizer) if isinstance(part, dict) and part), {})
     if has_buffers or _is_distributed(first):
         return "distributed"
@@ -84,7 +90,10 @@ def kind_of(optimizer: Any, *, has_buffers: bool) -> str:
 
 
 def step_of(optimizer: Any) -> int | None:
-    """Updates done, as the first groups and parameter give it; None where none does. Never raises."""
+    """The number of updates according to the first groups and the first parameter; None if they give none.
+
+    Never raises.
+    """
     for part in parts(optimizer):
         try:
             inner = part.get("optimizer", part)
@@ -92,7 +101,9 @@ def step_of(optimizer: Any) -> int | None:
             states = inner.get("state", {})
             given += [states["common_step"]] if "common_step" in states else []
             given += [
-                state["step"] for state in list(states.values())[:1] if isinstance(state, dict) and "step" in state
+                state["step"]
+                for state in list(states.values())[:1]
+                if isinstance(state, dict) and "step" in state
             ]
             if given:
                 return max(map(updates, given))
@@ -102,7 +113,7 @@ def step_of(optimizer: Any) -> int | None:
 
 
 def updates(step: Any) -> int:
-    """A step as any optimizer counts it. Raises ValueError for what is no count."""
+    """A step of any optimizer as an integer. Raises ValueError for a value that isn't a count."""
     count = number(step)
     if count != int(count) or count < 0:
         raise ValueError(f"a step of {count}")
@@ -110,14 +121,14 @@ def updates(step: Any) -> int:
 
 
 def grad_scaler(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The loss scale of one optimizer, where it has one."""
+    """The loss scale of one optimizer in a list, which is empty without one."""
     if "grad_scaler" not in part:
         return []
     return [{name: number(value) for name, value in part["grad_scaler"].items()}]
 
 
 def other_optimizer(where: str, what: str) -> NotExpressible:
-    """For state that is neither Adam's nor SGD's."""
+    """The error for state that is neither Adam's nor SGD's."""
     return NotExpressible(
         f"{where}: the optimizer's state is {what}; only Adam's ({', '.join(ADAM)}) and SGD's ({', '.join(SGD)}) are supported; {WITHOUT}"
     )
@@ -131,9 +142,10 @@ def _is_distributed(part: Mapping[str, Any]) -> bool:
 def parameters(
     chunks: Sequence[Mapping[str, LazyTensor]], shared: str | None, aliases: Mapping[str, str]
 ) -> list[Parameter]:
-    """The parameters of a rank's chunks in order. shared: the name of an embedding that another stage has too.
+    """The parameters of a rank's chunks in order. shared: the name of an embedding with a copy on another stage.
 
-    aliases: second names of tensors -> first ones. Such a tensor counts once, where either name comes first.
+    aliases: second names of tensors -> first names. Such a tensor counts once, at the position of the name that comes
+    first.
     """
     found = dict[tuple[int, str], Parameter]()
     for chunk, weights in enumerate(chunks):
@@ -141,17 +153,23 @@ def parameters(
             name = aliases.get(listed, listed)
             if not name.endswith(BUFFERS):
                 found.setdefault(
-                    (chunk, name), Parameter(chunk, name, tuple(tensor.shape), tensor.dtype, name == shared)
+                    (chunk, name),
+                    Parameter(chunk, name, tuple(tensor.shape), tensor.dtype, name == shared),
                 )
     return list(found.values())
 
 
 def read(
-    optimizer: Any, buffers: Any, found: Sequence[Parameter], args: Namespace, pp_rank: int, where: str
+    optimizer: Any,
+    buffers: Any,
+    found: Sequence[Parameter],
+    args: Namespace,
+    pp_rank: int,
+    where: str,
 ) -> RankOptimizer:
-    """The tensors of a rank's parameters, but for those whose buffers are gathered in the file of another expert rank.
+    """The optimizer's tensors of a rank's parameters, except for those in the file of another expert rank.
 
-    buffers: what distrib_optim.pt holds; None without one. Raises TensorMismatch when counts or shapes don't fit the
+    buffers: the content of distrib_optim.pt; None without one. Raises TensorMismatch if counts or shapes don't fit the
     model, NotExpressible for kinds that can't be read.
     """
     result = RankOptimizer(where)
@@ -159,7 +177,7 @@ def read(
     shares = _share_out(listed, found)
     stored = buffers if isinstance(buffers, list) else [buffers] * len(listed)
     for part, share, flat in zip(listed, shares, stored, strict=True):
-        if not share:  # a rank may have an optimizer of experts and no experts
+        if not share:  # a rank may have an optimizer for experts but no experts
             continue
         reader = _Part(part, share, args, pp_rank, where, result)
         if _is_distributed(part):
@@ -177,7 +195,7 @@ def _share_out(listed: Sequence[Any], found: Sequence[Parameter]) -> list[list[P
     shares = []
     for index, kind in enumerate(kinds):
         share = [parameter for parameter in found if is_expert(parameter.name) in kind]
-        if kinds.count({False}) > 1 and kind == {False}:  # the first chunk has an optimizer of its own
+        if kinds.count({False}) > 1 and kind == {False}:  # the first chunk has a separate optimizer
             share = [parameter for parameter in share if (parameter.chunk == 0) == (index == 0)]
         shares.append(share)
     return shares
@@ -191,7 +209,7 @@ def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass
 class _Part:
-    """One optimizer of a rank and the parameters that it trains."""
+    """One optimizer of a rank, and the parameters that it trains."""
 
     part: Mapping[str, Any]
     parameters: list[Parameter]
@@ -202,7 +220,9 @@ class _Part:
 
     def __post_init__(self) -> None:
         if "optimizer_state_dict" in self.part:
-            raise NotExpressible(f"{self.where}: an optimizer of Megatron 1.0 can't be read; {WITHOUT}")
+            raise NotExpressible(
+                f"{self.where}: an optimizer of Megatron 1.0 can't be read; {WITHOUT}"
+            )
         groups = _groups(self.part)
         self.groups = [read_group(group, groups) for group in groups]
         self.by_class = by_class(self.groups, self.args, self.where)
@@ -214,11 +234,18 @@ class _Part:
         decoupled = any(group.decoupled_lr for group in self.groups)
         members: dict[Class, list[Parameter]] = {}
         for parameter in self.parameters:
-            kind = class_of(parameter.name, parameter.shape, decoupled=decoupled, decayed_embeddings=decayed_embeddings)
+            kind = class_of(
+                parameter.name,
+                parameter.shape,
+                decoupled=decoupled,
+                decayed_embeddings=decayed_embeddings,
+            )
             members.setdefault(kind, []).append(parameter)
         return members
 
-    def _enter(self, parameter: Parameter, group: ParamGroup, slots: Mapping[str, LazyTensor]) -> None:
+    def _enter(
+        self, parameter: Parameter, group: ParamGroup, slots: Mapping[str, LazyTensor]
+    ) -> None:
         key = parameter.chunk, parameter.name
         for slot, tensor in slots.items():
             if tuple(tensor.shape) != parameter.shape or tensor.dtype != "float32":
@@ -241,14 +268,18 @@ class _Part:
             unread = iter(copies)
             for index, parameter in zip(ids, theirs, strict=True):
                 slots = self._moments(states.get(index), parameter)
-                if parameter.dtype != "float32":  # fp32 weights are their own masters, and have no entry
-                    slots[MASTER] = next(unread, None) or self._fail(f"no fp32 copy of {parameter.name}")
+                if (
+                    parameter.dtype != "float32"
+                ):  # an fp32 weight is its own master and has no entry
+                    slots[MASTER] = next(unread, None) or self._fail(
+                        f"no fp32 copy of {parameter.name}"
+                    )
                 self._enter(parameter, group, slots)
             if next(unread, None) is not None:
                 self._fail("more fp32 copies than 16-bit parameters")
 
     def _members_that_fit(self, counts: Sequence[int]) -> list[list[Parameter]]:
-        """The parameters of each group. Embeddings may be among those without weight decay, from core 0.14 on."""
+        """The parameters of each group. From core 0.14 on, embeddings may be in the group without weight decay."""
         fitting = (
             found
             for decayed_embeddings in (True, False)
@@ -263,7 +294,9 @@ class _Part:
         return [members.get(group_class(group), []) for group in self.groups]
 
     def _refuse_counts(self, counts: Sequence[int]) -> NoReturn:
-        expected = " + ".join(str(len(theirs)) for theirs in self._by_group(decayed_embeddings=True))
+        expected = " + ".join(
+            str(len(theirs)) for theirs in self._by_group(decayed_embeddings=True)
+        )
         self._fail(
             f"{' + '.join(map(str, counts))} parameters in its groups, where the model has {expected} of such kinds and "
             f"{len(self.parameters)} in all (were some frozen?)"
@@ -274,7 +307,9 @@ class _Part:
             self._fail(f"no state of {parameter.name} (was it never trained?)")
         kind = next((kind for kind in (ADAM, SGD) if set(state) - {"step"} == set(kind)), None)
         if kind is None:
-            raise other_optimizer(self.where, f"{', '.join(sorted(map(str, state)))} of {parameter.name}")
+            raise other_optimizer(
+                self.where, f"{', '.join(sorted(map(str, state)))} of {parameter.name}"
+            )
         if "step" in state:
             self.result.parameter_steps.add(updates(state["step"]))
         return {slot: state[slot] for slot in kind}
@@ -285,11 +320,16 @@ class _Part:
     # Tensors in flat buffers.
 
     def read_buffers(self, flat: Any, *, gathered_elsewhere: bool) -> None:
-        """gathered_elsewhere: another rank file holds what is gathered over data-parallel ranks."""
+        """Read the flat buffers.
+
+        gathered_elsewhere: True if another rank file holds the state of all data-parallel ranks.
+        """
         if gathered_elsewhere:
             return
         if flat is None:
-            self._fail("no tensors, and there is no distrib_optim.pt beside it, where they should be")
+            self._fail(
+                "no tensors, and the file distrib_optim.pt, which should hold them, does not exist"
+            )
         groups = self._groups_by_class()
         by_dtype: dict[tuple[int, str], list[Parameter]] = {}
         for parameter in self.parameters:
@@ -301,28 +341,48 @@ class _Part:
     def _groups_by_class(self) -> dict[tuple[int, str], ParamGroup]:
         found: dict[tuple[int, str], ParamGroup] = {}
         for kind, members in self.members().items():
-            group = self.by_class.get(kind) or self._fail(f"no group for {members[0].name} (was it frozen?)")
+            group = self.by_class.get(kind) or self._fail(
+                f"no group for {members[0].name} (was it frozen?)"
+            )
             found |= {(parameter.chunk, parameter.name): group for parameter in members}
         return found
 
     def _slice(
-        self, flat: Mapping[Any, Any], index: int, chunk: int, dtype: str, theirs: Sequence[Parameter]
+        self,
+        flat: Mapping[Any, Any],
+        index: int,
+        chunk: int,
+        dtype: str,
+        theirs: Sequence[Parameter],
     ) -> Iterator[tuple[Parameter, dict[str, LazyTensor]]]:
-        stored = _by_dtype(flat.get(index), dtype) or self._fail(f"no buffer {index} for {dtype} parameters")
+        stored = _by_dtype(flat.get(index), dtype) or self._fail(
+            f"no buffer {index} for {dtype} parameters"
+        )
         if not {*_BUFFERS.values(), "numel_unpadded"} >= set(stored):
-            raise other_optimizer(self.where, f"{', '.join(sorted(map(str, stored)))} of {theirs[0].name}")
+            raise other_optimizer(
+                self.where, f"{', '.join(sorted(map(str, stored)))} of {theirs[0].name}"
+            )
         first = stored["param"]
-        sizes = [int(tensor.shape[0]) for tensor in first] if isinstance(first, list) else [int(first.shape[0])]
+        sizes = (
+            [int(tensor.shape[0]) for tensor in first]
+            if isinstance(first, list)
+            else [int(first.shape[0])]
+        )
         unpadded = _unpadded(flat, stored, index, dtype, sizes)
         listed = [BufferParameter(p.name, p.shape, p.shared) for p in theirs]
         if isinstance(first, list):
+            # A list has a tensor per bucket, so the buckets' sizes are known; otherwise try the likely bucket sizes.
             buffer = fitting(listed, unpadded)
         else:
             total = sum(prod(parameter.shape) for parameter in self.parameters)
-            buffer = matching(listed, sum(unpadded), bucket_sizes(self.args, self.pp_rank, chunk, total))
+            buffer = matching(
+                listed, sum(unpadded), bucket_sizes(self.args, self.pp_rank, chunk, total)
+            )
         if buffer is None:
             numel = sum(prod(parameter.shape) for parameter in listed)
-            self._fail(f"a buffer of {sum(unpadded)} elements for parameters that have {numel} (were some frozen?)")
+            self._fail(
+                f"a buffer of {sum(unpadded)} elements for parameters that have {numel} (were some frozen?)"
+            )
         for parameter in theirs:
             slots = {}
             for slot, key in _BUFFERS.items():
@@ -332,7 +392,10 @@ class _Part:
 
 
 def _by_dtype(buffers: Any, dtype: str) -> Any:
-    """A buffer's entry: its key is (dtype of parameters, of gradients), up to core 0.5 that of gradients alone."""
+    """A buffer's entry for a dtype.
+
+    The key is (dtype of parameters, of gradients); up to core 0.5, the dtype of gradients.
+    """
     if not isinstance(buffers, dict):
         return None
     for key, entry in buffers.items():
@@ -341,8 +404,13 @@ def _by_dtype(buffers: Any, dtype: str) -> Any:
     return None
 
 
-def _unpadded(flat: Mapping[Any, Any], stored: Any, index: int, dtype: str, sizes: Sequence[int]) -> list[int]:
-    """Elements of each stored tensor without padding at their ends; core 0.4 doesn't say and has almost none."""
+def _unpadded(
+    flat: Mapping[Any, Any], stored: Any, index: int, dtype: str, sizes: Sequence[int]
+) -> list[int]:
+    """Elements of each stored tensor without the padding at its end.
+
+    Core 0.4 doesn't give them, and has almost no padding.
+    """
     if "numel_unpadded" in stored:
         return [int(stored["numel_unpadded"])]
     given = flat.get("per_bucket_numel_unpadded")

@@ -1,11 +1,11 @@
-"""Embeddings that the first and the last pipeline stage both have, and that Megatron marks as `shared_embedding`.
+"""Embeddings on both the first and the last pipeline stage, which Megatron marks as `shared_embedding`.
 
     tied                   embedding.word_embeddings.weight on the first, output_layer.weight on the last
     MTP layers             embedding.word_embeddings.weight on both
-    tied, MTP layers       as with MTP layers; the last stage has an output_layer.weight too, which it never computes with
+    tied, MTP layers       as with MTP layers; the last stage has an unused output_layer.weight too
 
-Gradient buffers begin a new bucket with each. Source: language_module.py, gpt_model.py and param_and_grad_buffer.py of Megatron
-core 0.16.
+In a gradient buffer, each shared embedding begins a new bucket. Source: language_module.py, gpt_model.py and
+param_and_grad_buffer.py of Megatron core 0.16.
 """
 
 from collections.abc import Mapping
@@ -17,23 +17,30 @@ from megaconv.model.natives import NativeTensor
 
 
 def shared_names(config: ModelConfig, names: SizeTensors, stages: int) -> Mapping[int, str]:
-    """By stage; empty where there are none."""
+    """The native name of the shared embedding by stage; empty if there is none."""
     if stages == 1 or not (config.tie_embeddings or config.mtp_layers):
         return {}
-    return {0: names.embedding, stages - 1: names.embedding if config.mtp_layers else names.tied_copy}
+    return {
+        0: names.embedding,
+        stages - 1: names.embedding if config.mtp_layers else names.tied_copy,
+    }
 
 
 def shared_tensors(config: ModelConfig, stages: int) -> frozenset[str]:
-    """Canonical names."""
+    """The canonical names of shared embeddings."""
     if stages == 1:
         return frozenset()
     rows = family(config.family).rows
     tied = (row for row in rows if config.tie_embeddings and any(row.copied_with("head")))
-    of_mtp = (row for row in rows if config.mtp_layers and any("core" in copy.names for copy in row.copied_with("mtp")))
+    of_mtp = (
+        row
+        for row in rows
+        if config.mtp_layers and any("core" in copy.names for copy in row.copied_with("mtp"))
+    )
     return frozenset(row.canonical for row in (*tied, *of_mtp))
 
 
 def is_shared(native: NativeTensor, shared: frozenset[str], config: ModelConfig) -> bool:
-    """shared: as shared_tensors gives them."""
+    """True if a native tensor is a shared embedding. shared: the result of shared_tensors()."""
     idle = bool(config.mtp_layers) and native.copy is not None and not native.copy.used
     return not idle and not shared.isdisjoint(native.parts)

@@ -1,4 +1,4 @@
-"""What a Megatron output holds besides the model so that its run goes on: optimizer, scheduler, random-number generators."""
+"""The state that a run needs to continue from a Megatron output: optimizer, scheduler, random-number generators."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ NO_RNG = (
     "of expert ranks): start the run with --no-load-rng"
 )
 ENCODER_STAGES = (
-    "where an encoder has pipeline stages of its own, Megatron's distributed optimizer lays out copies of the embedding in a way "
+    "if an encoder has separate pipeline stages, Megatron's distributed optimizer lays out copies of the embedding in a way "
     "that is not supported: its state is neither read nor written"
 )
 MUON = (
@@ -32,8 +32,8 @@ NO_SCHEDULER = (
     "optimizer either: start it with --no-load-optim"
 )
 OTHER_SCHEDULER = (
-    "how the source's learning rate went on is not what Megatron's scheduler keeps: start the run with "
-    "--override-opt-param-scheduler and settings of its own, which then go on from the samples seen"
+    "Megatron's scheduler can't represent the source's learning-rate schedule: start the run with "
+    "--override-opt-param-scheduler and your own settings, which then go on from the samples seen"
 )
 
 _PLAIN = (type(None), bool, int, float, str, bytes, NumpyArray)
@@ -41,7 +41,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes, NumpyArray)
 
 @dataclass(frozen=True)
 class OutputTraining:
-    """What goes along. Nothing does without an optimizer: a run can't go on from weights alone."""
+    """The converted training state. It is empty without an optimizer: a run can't continue from weights alone."""
 
     training: TrainingState
     writer: OptimizerWriter | None = None
@@ -49,47 +49,63 @@ class OutputTraining:
     notices: tuple[str, ...] = ()
 
     def state(self, rank: tuple[int, int, int] | None, optimizer: Any) -> dict[str, Any]:
-        """The entries of one rank file, or of what all ranks share (rank None)."""
+        """The entries of one rank file, or for rank None the entries that all ranks share."""
         if self.writer is None:
             return {}
         found = {"optimizer": optimizer}
         if self.training.scheduler is not None:
             found["opt_param_scheduler"] = dict(self.training.scheduler)
-        return found | ({"rng_state": self.rng[rank]} if rank is not None and rank in self.rng else {})
-
-    def arguments(self, *, distributed: bool) -> dict[str, Any]:
-        """Megatron's arguments about all this."""
-        if self.writer is None:
-            return {}
-        plain = {name: value for name, value in self.training.arguments.items() if isinstance(value, _PLAIN)}
-        return (
-            {"accumulate_allreduce_grads_in_fp32": not self.writer.fp16}
-            | plain
-            | {
-                "no_save_optim": False,
-                "no_save_rng": not self.rng,
-                "use_distributed_optimizer": distributed,
-                "overlap_grad_reduce": False,
-            }
+        return found | (
+            {"rng_state": self.rng[rank]} if rank is not None and rank in self.rng else {}
         )
 
+    def arguments(self, *, distributed: bool) -> dict[str, Any]:
+        """Megatron's arguments about the training state. A run's own argument stays if it has the same meaning."""
+        if self.writer is None:
+            return {}
+        run = self.training.arguments
+        says = {
+            "no_save_optim": False,
+            "no_save_rng": not self.rng,
+            "use_distributed_optimizer": distributed,
+        }
+        if distributed or "overlap_grad_reduce" not in run:
+            says["overlap_grad_reduce"] = (
+                False  # a run with overlap has several buckets, but only one is written
+            )
+        same = {
+            name: run[name]
+            for name, value in says.items()
+            if name in run and bool(run[name]) == value
+        }
+        in_fp32 = {"accumulate_allreduce_grads_in_fp32": not self.writer.fp16}
+        return {**({} if in_fp32.keys() <= run.keys() else in_fp32), **says, **same}
 
-def output_training(header: Header, layout: Layout, *, keeps_rng: bool, distributed: bool) -> OutputTraining:
-    """What an output at this layout takes over from its source. keeps_rng: whether its format has a place for them.
 
-    distributed: whether the distributed optimizer's form was asked for. Raises NotExpressible for a layout where it isn't
-    known and for Muon's state, UsageError for an optimizer that it can't hold.
+def output_training(
+    header: Header, layout: Layout, *, keeps_rng: bool, distributed: bool
+) -> OutputTraining:
+    """The training state that an output at this layout takes over from its source.
+
+    keeps_rng: True if its format can hold RNG states. distributed: True if the distributed optimizer's form was
+    requested.
+    Raises NotExpressible for a layout whose distributed form isn't known, for Muon's state, and for state that the
+    source marks as unsupported; UsageError for an optimizer that the output can't hold.
     """
     training = header.training
     if training.optimizer is None or not header.carries_optimizer:
         return OutputTraining(training)
     if layout.encoder_stage_layers and distributed:
         raise NotExpressible(f"{ENCODER_STAGES}; {WITHOUT}")
+    if training.optimizer.unsupported:
+        raise NotExpressible(f"{header.source}: {training.optimizer.unsupported}; {WITHOUT}")
     if {MOMENTUM, *ADAM} <= {key.slot for key in header.manifest}:
         raise NotExpressible(f"{MUON}; {WITHOUT}")
     several = layout.ep > 1 and header.config.experts.count > 0
     in_fp32 = bool(training.arguments.get("accumulate_allreduce_grads_in_fp32"))
-    writer = OptimizerWriter(training.optimizer, header.manifest, several, header.config.dtype == "float16", in_fp32)
+    writer = OptimizerWriter(
+        training.optimizer, header.manifest, several, header.config.dtype == "float16", in_fp32
+    )
     if distributed and writer.moments != ADAM:
         raise UsageError(
             "--use-distributed-optimizer: Megatron's holds the state of Adam, and the source was trained with SGD; leave it out"
@@ -106,7 +122,7 @@ def _scheduler_notices(training: TrainingState) -> tuple[str, ...]:
 
 
 def _written(rng: Mapping[tuple[int, int, int], Any]) -> dict[tuple[int, int, int], Any]:
-    """With tensors as bytes. Nothing where there is something that can't be written: a generator as an object, say."""
+    """The RNG states with tensors as bytes. Empty if any state can't be written, such as a generator object."""
     try:
         return {rank: _constant(state) for rank, state in rng.items()}
     except (CheckpointError, TypeError):
@@ -118,7 +134,9 @@ def _constant(value: Any) -> Any:
         return {key: _constant(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_constant(inner) for inner in value)
-    if isinstance(value, Namespace) or not (isinstance(value, _PLAIN) or hasattr(value, "read_into")):
+    if isinstance(value, Namespace) or not (
+        isinstance(value, _PLAIN) or hasattr(value, "read_into")
+    ):
         raise TypeError(f"can't write a {type(value).__name__}")
     if isinstance(value, _PLAIN):
         return value

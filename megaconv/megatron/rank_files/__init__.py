@@ -1,1 +1,1 @@
-"""`torch` checkpoints: a directory for every rank; core and legacy."""
+"""Reads and plans `torch` checkpoints of core and legacy models, which have a directory for every rank."""

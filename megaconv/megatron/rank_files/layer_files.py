@@ -1,4 +1,4 @@
-"""Megatron-DeepSpeed's pipelines: a file for every module of the pipeline and every tensor rank.
+"""Megatron-DeepSpeed's pipeline checkpoints: a file for every module of the pipeline and every tensor rank.
 
     layer_01-model_00-model_states.pt        the embedding: word_embeddings.weight ...; tied, the head as well
     layer_03-model_00-model_states.pt        the first layer, by the names that it has in legacy Megatron: input_layernorm.weight ...
@@ -6,9 +6,10 @@
     layer_09-model_00-model_states.pt        a head of its own: lm_head.weight
     mp_rank_00_model_states.pt               no parameters: args, iteration, checkpoint_version
 
-Numbers count every module of the pipeline, those without parameters too, so that some are missing; tensors are sharded and q, k, v
-interleaved as in legacy Megatron since checkpoint version 2. --config says what model it is. No file by the real software was at
-hand. Source: gpt_model.py of Megatron-DeepSpeed, PipelineModule of deepspeed 0.19.
+Numbers count every module of the pipeline. Modules without parameters have no file, so some numbers are missing.
+Tensors are sharded, and q, k, v interleaved, as in legacy Megatron since checkpoint version 2. --config describes the
+model. This was not tested with a file of the real software. Source: gpt_model.py of Megatron-DeepSpeed, PipelineModule
+of deepspeed 0.19.
 """
 
 import logging
@@ -44,7 +45,10 @@ def holds_layer_files(step: Path) -> bool:
 
 
 def open_layer_files(step: Path, options: LoadOptions) -> OpenedSource:
-    """Raises CheckpointError for a checkpoint that is incomplete, or not of the model that the configuration describes."""
+    """Open a pipeline checkpoint.
+
+    Raises CheckpointError for a checkpoint that is incomplete, or that doesn't fit the configuration.
+    """
     if options.config is None:
         raise UsageError(
             f"{step}: the settings of Megatron-DeepSpeed are not read; give --config with the Hugging Face directory of the model",
@@ -53,50 +57,80 @@ def open_layer_files(step: Path, options: LoadOptions) -> OpenedSource:
     state = _dictionary(step / _STATE) if (step / _STATE).is_file() else {}
     version = state.get("checkpoint_version")
     if version in (0, 1):
-        raise UnsupportedInput(f"{step / _STATE}: has checkpoint version {version}; 2 and later ones are read")
+        raise UnsupportedInput(
+            f"{step / _STATE}: has checkpoint version {version}; 2 and later ones are read"
+        )
     if any(step.glob("*_optim_states.pt")) and options.optimizer:
         _log.warning("%s: the optimizer of a DeepSpeed pipeline is not read", step)
     files = _files(step)
     models = {rank: _model(found) for rank, found in files.items()}
-    ranks = ranks_of_models(models, {rank: found[min(found)] for rank, found in files.items()}, step)
+    ranks = ranks_of_models(
+        models, {rank: found[min(found)] for rank, found in files.items()}, step
+    )
     _, config = read_config(options.config / CONFIG_NAME)
-    fused = config.mlp.activation == "gelu_tanh"  # which no tensor shows
-    args = Namespace(untie_embeddings_and_output_weights=not config.tie_embeddings, bias_gelu_fusion=fused)
+    fused = config.mlp.activation == "gelu_tanh"  # no tensor shows this
+    args = Namespace(
+        untie_embeddings_and_output_weights=not config.tie_embeddings, bias_gelu_fusion=fused
+    )
     iteration = state.get("iteration")
     listing = rank_files.RankFiles(step, iteration if type(iteration) is int else None, {})
     described = "deepspeed, layer files of a Megatron-DeepSpeed pipeline"
-    return open_model(RankSource(listing, ranks, args), options, Spellings(LEGACY_SIZE_TENSORS, LEGACY, described))
+    return open_model(
+        RankSource(listing, ranks, args), options, Spellings(LEGACY_SIZE_TENSORS, LEGACY, described)
+    )
 
 
 def _files(step: Path) -> dict[RankId, dict[int, Path]]:
-    """By tensor rank and number of the module. Raises CorruptCheckpoint unless every rank has the same modules."""
+    """Files by tensor rank and number of the module.
+
+    Raises CorruptCheckpoint unless every rank has the same modules.
+    """
     found: dict[RankId, dict[int, Path]] = {}
     for child in sorted(step.iterdir()):
         match = _FILE.fullmatch(child.name)
-        if match and found.setdefault(RankId(int(match[2]), 0, 0), {}).setdefault(int(match[1]), child) != child:
-            raise CorruptCheckpoint(f"{child}: is another file of a module that has one; keep one run's")
+        if (
+            match
+            and found.setdefault(RankId(int(match[2]), 0, 0), {}).setdefault(int(match[1]), child)
+            != child
+        ):
+            raise CorruptCheckpoint(
+                f"{child}: is another file of a module that has one; keep one run's"
+            )
     modules = {number: path for files in found.values() for number, path in files.items()}
     for rank, files in found.items():
         missing = sorted(modules.keys() - files.keys())
         if missing:
             name = modules[missing[0]].name
-            raise CorruptCheckpoint(f"{step}: tensor rank {rank.tp} has none of {name}'s module", code="missing-file")
+            raise CorruptCheckpoint(
+                f"{step}: tensor rank {rank.tp} has none of {name}'s module", code="missing-file"
+            )
     return found
 
 
 def _model(files: Mapping[int, Path]) -> dict[str, Any]:
-    """A rank's parameters by the names of legacy Megatron. Raises UnsupportedInput for a module that it doesn't have."""
+    """A rank's parameters under legacy Megatron's names.
+
+    Raises UnsupportedInput for a module that legacy Megatron doesn't have.
+    """
     model: dict[str, Any] = {}
     layers: list[int] = []
     for number, path in sorted(files.items()):
-        held = {name: value for name, value in _dictionary(path).items() if not name.endswith("_extra_state")}
+        held = {
+            name: value
+            for name, value in _dictionary(path).items()
+            if not name.endswith("_extra_state")
+        }
         if any(name.endswith("word_embeddings.weight") for name in held):
             prefix = f"{MODEL}.embedding."
             held = {name.removeprefix("embedding."): value for name, value in held.items()}
         elif any(name.startswith("input_layernorm.") for name in held):
             prefix = f"{MODEL}.encoder.layers.{len(layers)}."
             layers.append(number)
-        elif held and held.keys() <= _NORM and all(len(getattr(value, "shape", ())) == 1 for value in held.values()):
+        elif (
+            held
+            and held.keys() <= _NORM
+            and all(len(getattr(value, "shape", ())) == 1 for value in held.values())
+        ):
             prefix = f"{MODEL}.encoder.final_norm."
         elif len(held) == 1 and (name := next(iter(held))) in _HEADS:
             prefix, held = f"{MODEL}.output_layer.", {"weight": held[name]}
@@ -111,7 +145,8 @@ def _model(files: Mapping[int, Path]) -> dict[str, Any]:
     if layers and layers != list(range(layers[0], layers[0] + len(layers))):
         after = next(number for number in layers if number + 1 not in layers)
         raise CorruptCheckpoint(
-            f"{files[after].parent}: there is no file of the layer after {files[after].name}", code="missing-file"
+            f"{files[after].parent}: the file of the layer after {files[after].name} is missing",
+            code="missing-file",
         )
     return model
 
@@ -119,5 +154,7 @@ def _model(files: Mapping[int, Path]) -> dict[str, Any]:
 def _dictionary(path: Path) -> dict[str, Any]:
     held = torch_zip.read(path)
     if not isinstance(held, dict) or not all(isinstance(name, str) for name in held):
-        raise CorruptCheckpoint(f"{path}: expected a dictionary of tensors, found {type(held).__name__}")
+        raise CorruptCheckpoint(
+            f"{path}: expected a dictionary of tensors, found {type(held).__name__}"
+        )
     return held

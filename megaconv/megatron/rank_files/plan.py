@@ -1,4 +1,4 @@
-"""Lays out a Megatron `torch` checkpoint: a rank directory for every tensor and pipeline rank, the tracker, `hf/` for the rest."""
+"""Plans a Megatron `torch` checkpoint: a directory per tensor and pipeline rank, the tracker, `hf/` for other files."""
 
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,6 +17,7 @@ from megaconv.engine.sidecars import SIDECAR_DIRECTORY, copies
 from megaconv.errors import LayoutError, NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.megatron.arguments.latent import latent_norm_argument
 from megaconv.megatron.arguments.sparse import INDEXER_ORDER, ROPE_LAST, writes_rope_last
 from megaconv.megatron.arguments.whole import whole_arguments
 from megaconv.megatron.arguments.write import to_arguments
@@ -24,14 +25,29 @@ from megaconv.megatron.optimizer.plan import Parameter, Piece, once
 from megaconv.megatron.optimizer.plan import Planned as PlannedOptimizer
 from megaconv.megatron.optimizer.shared_embeddings import is_shared, shared_tensors
 from megaconv.megatron.optimizer.training_output import OutputTraining, output_training
+from megaconv.megatron.rank_files.iteration import (
+    at_iteration,
+    check_iteration,
+    directory_iteration,
+)
 from megaconv.megatron.states.order import ModuleOrder, NameOrder
+from megaconv.megatron.states.origin import rank_of
 from megaconv.megatron.states.whole_names import in_whole
 from megaconv.model.beside import BESIDE
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
-from megaconv.model.layout import Chunk, LayerSplit, Layout, padded_vocab, split_layers, split_stacks, uneven_splits
+from megaconv.model.layout import (
+    Chunk,
+    LayerSplit,
+    Layout,
+    padded_vocab,
+    split_layers,
+    split_stacks,
+    uneven_splits,
+)
 from megaconv.model.naming import Naming
 from megaconv.model.natives import NativeTensor, RankTensors, Region
+from megaconv.model.regions import Repeated
 from megaconv.model.table import with_beside
 from megaconv.options import SaveOptions
 
@@ -40,29 +56,37 @@ DEFAULT_DIVISOR = 128
 
 @dataclass(frozen=True)
 class ModelStyle:
-    """How a kind of Megatron model is written."""
+    """The way in which one kind of Megatron model is written."""
 
     naming: Naming
     order: ModuleOrder
-    """Sorts names as the model's own state_dict lists them."""
+    """Sorts names in the order of the model's own state_dict."""
     extra_states: Callable[[Collection[str]], Mapping[str, bool]]
-    """The `_extra_state` entries that go with these names -> whether each is an empty tensor (else None)."""
+    """The `_extra_state` entries for these parameter names -> True for an empty tensor, False for None."""
     nest: Callable[[dict[str, Any]], dict[str, Any]] = lambda flat: flat
     legacy: bool = False
 
 
 def check_options(options: SaveOptions, formats: tuple[str, ...] = ("torch",)) -> None:
-    """Raises UsageError for what isn't known. formats: those that the saver can write."""
+    """Raises UsageError for an unknown option. formats: the formats that the saver can write."""
+    check_iteration(options)
     if options.ckpt_format not in formats:
-        raise UsageError(f"checkpoint format {options.ckpt_format!r} can't be written; choose {' or '.join(formats)}")
+        raise UsageError(
+            f"checkpoint format {options.ckpt_format!r} can't be written; choose {' or '.join(formats)}"
+        )
     if options.vocab_padding not in ("repeat", "zero"):
-        raise UsageError(f"vocabulary padding {options.vocab_padding!r} is not known; choose repeat or zero")
+        raise UsageError(
+            f"vocabulary padding {options.vocab_padding!r} is not known; choose repeat or zero"
+        )
 
 
-def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptions, *, uneven: bool = True) -> Layout:
-    """Sizes as asked, else the source's, else 1; the source's layer split is kept while it fits.
+def choose_layout(
+    config: ModelConfig, source: Layout | None, options: SaveOptions, *, uneven: bool = True
+) -> Layout:
+    """The requested sizes, otherwise the source's, otherwise 1. The source's layer split is kept if it fits.
 
-    Raises LayoutError; uneven: whether the output could have stages of different sizes, so that these are proposed.
+    uneven: True if the output can have stages of different sizes, so that an error may propose them. Raises
+    LayoutError.
     """
     source = source or Layout(stage_layers=(config.layer_count,))
     tp, pp = options.tp or source.tp, options.pp or source.pp
@@ -70,14 +94,18 @@ def choose_layout(config: ModelConfig, source: Layout | None, options: SaveOptio
         return _choose_stacks(config, source, tp, pp, options)
     if options.split.split_rank is not None:
         raise LayoutError(
-            f"pipeline split rank = {options.split.split_rank}: this model has no encoder beside its decoder; leave it out"
+            f"pipeline split rank = {options.split.split_rank}: this model has no encoder; leave the option out"
         )
     vpp = options.vpp or (source.vpp if options.pp in (None, source.pp) else 1)
     listed = options.split.stages()
     if options.vpp is None and pp > 1 and listed is not None and listed % pp == 0:
-        vpp = listed // pp  # Megatron counts virtual stages off the list too
+        vpp = listed // pp  # Megatron also computes the number of virtual stages from the list
     keep = (pp, vpp) == (source.pp, source.vpp) and options.split == LayerSplit()
-    stages = source.stage_layers if keep else _split(config.layer_count, pp, vpp, options.split, uneven=uneven)
+    stages = (
+        source.stage_layers
+        if keep
+        else _split(config.layer_count, pp, vpp, options.split, uneven=uneven)
+    )
     ep, etp = _expert_sizes(config, source, tp, options)
     return Layout(tp, pp, vpp, ep, etp, stages)
 
@@ -86,46 +114,60 @@ def _split(layers: int, pp: int, vpp: int, split: LayerSplit, *, uneven: bool) -
     try:
         return split_layers(layers, pp, vpp, split)
     except LayoutError as error:
-        ways = uneven_splits(layers, pp, vpp) if uneven and error.code == "layout-indivisible" else []
+        ways = (
+            uneven_splits(layers, pp, vpp) if uneven and error.code == "layout-indivisible" else []
+        )
         if not ways:
             raise
-        raise LayoutError(f"{error}, or share the layers out by {' or '.join(ways)}", code=error.code) from None
+        raise LayoutError(
+            f"{error}, or share the layers out by {' or '.join(ways)}", code=error.code
+        ) from None
 
 
-def _choose_stacks(config: ModelConfig, source: Layout, tp: int, pp: int, options: SaveOptions) -> Layout:
-    """Of a model with an encoder and a decoder, which share a stage only if it is the only one."""
+def _choose_stacks(
+    config: ModelConfig, source: Layout, tp: int, pp: int, options: SaveOptions
+) -> Layout:
+    """The layout of a model with encoder and decoder, which share a stage only if there is only one."""
     split_rank = options.split.split_rank
     if split_rank is None:
         split_rank = source.split_rank if pp == source.pp else 0
     ep, etp = _expert_sizes(config, source, tp, options)
     stacks = f"{config.encoder.layers} layers of an encoder and {config.layer_count} of a decoder"
     if pp == 1 and not split_rank:
-        return Layout(tp, 1, 1, ep, etp, split_layers(config.layer_count, 1, options.vpp or 1, options.split))
+        return Layout(
+            tp, 1, 1, ep, etp, split_layers(config.layer_count, 1, options.vpp or 1, options.split)
+        )
     if (options.vpp or 1) > 1 or replace(options.split, split_rank=None) != LayerSplit():
         raise LayoutError(
             f"the model has {stacks}: Megatron shares them out evenly and without virtual stages; leave --vpp and layer splits out"
         )
     if not split_rank:
         raise LayoutError(
-            f"pp = {pp}: the model has {stacks}, each on stages of its own; say how many of the {pp} stages are the encoder's with "
+            f"pp = {pp}: the model has {stacks}, each on separate pipeline stages; pass the encoder's number of the {pp} stages with "
             "--pipeline-model-parallel-split-rank"
         )
     encoder, stages = split_stacks(config.encoder.layers, config.layer_count, pp, split_rank)
     return Layout(tp, pp, 1, ep, etp, stages, encoder)
 
 
-def _expert_sizes(config: ModelConfig, source: Layout, tp: int, options: SaveOptions) -> tuple[int, int]:
-    """(ep, etp). Expert tensor parallel size follows tensor parallel size unless it is asked for."""
+def _expert_sizes(
+    config: ModelConfig, source: Layout, tp: int, options: SaveOptions
+) -> tuple[int, int]:
+    """(ep, etp). Without an option, the expert tensor-parallel size is the tensor-parallel size."""
     if not config.experts.count:
         if (options.ep or 1) > 1:
-            raise LayoutError(f"expert parallel size (ep) = {options.ep}: this model has no experts; leave it out")
+            raise LayoutError(
+                f"expert parallel size (ep) = {options.ep}: this model has no experts; leave it out"
+            )
         if (options.etp or 1) not in (1, tp):
             raise LayoutError(
                 f"expert tensor parallel size (etp) = {options.etp}: this model has no experts; leave it out"
             )
         return 1, 1
     ep = options.ep or source.ep
-    etp = options.etp or (source.etp if options.tp in (None, source.tp) and source.etp < source.tp else tp)
+    etp = options.etp or (
+        source.etp if options.tp in (None, source.tp) and source.etp < source.tp else tp
+    )
     if config.mlp.bias:
         etp = options.etp or 1
         if etp > 1 or ep < tp:
@@ -142,19 +184,41 @@ def _expert_sizes(config: ModelConfig, source: Layout, tp: int, options: SaveOpt
 
 
 def plan_ranks(
-    header: Header, options: SaveOptions, layout: Layout, style: ModelStyle, *, transformer_impl: str
+    header: Header,
+    options: SaveOptions,
+    layout: Layout,
+    style: ModelStyle,
+    *,
+    transformer_impl: str,
 ) -> OutputPlan:
-    """Raises LayoutError for a model that can't be sharded this way, NotExpressible for what Megatron doesn't support."""
-    arguments = megatron_args(header, options, layout, transformer_impl=transformer_impl, legacy=style.legacy)
-    kept = output_training(header, layout, keeps_rng=True, distributed=bool(options.distributed_optimizer))
+    """The plan of all rank files.
+
+    Raises LayoutError for a model that can't be sharded this way, NotExpressible for a model that Megatron doesn't
+    support.
+    """
+    header = at_iteration(header, options)
+    arguments = megatron_args(
+        header, options, layout, transformer_impl=transformer_impl, legacy=style.legacy
+    )
+    arguments.use_dist_ckpt = False
+    kept = output_training(
+        header, layout, keeps_rng=True, distributed=bool(options.distributed_optimizer)
+    )
     vars(arguments).update(kept.arguments(distributed=bool(options.distributed_optimizer)))
-    return _Planner(header, options, layout, style, arguments.padded_vocab_size, arguments, kept).plan()
+    return _Planner(
+        header, options, layout, style, arguments.padded_vocab_size, arguments, kept
+    ).plan()
 
 
 def megatron_args(
-    header: Header, options: SaveOptions, layout: Layout, *, transformer_impl: str, legacy: bool = False
+    header: Header,
+    options: SaveOptions,
+    layout: Layout,
+    *,
+    transformer_impl: str,
+    legacy: bool = False,
 ) -> Namespace:
-    """The args to write. Raises NotExpressible for what Megatron doesn't support."""
+    """The args to write. Raises NotExpressible for a model that Megatron doesn't support."""
     divisor = options.vocab_divisor or header.vocab_divisor or DEFAULT_DIVISOR
     arguments = to_arguments(
         header.config,
@@ -169,22 +233,24 @@ def megatron_args(
     )
     if writes_rope_last(header.config, options.extra):
         arguments[INDEXER_ORDER] = ROPE_LAST
+    # A checkpoint in Megatron's format keeps its run's arguments; other sources get Megatron's own.
+    if header.layout is not None:
+        arguments |= latent_norm_argument(header.config)
     arguments |= whole_arguments(header.config.whole)
     return Namespace(**arguments | {"params_dtype": TorchDtype(arguments["params_dtype"])})
 
 
-def iteration_of(header: Header, options: SaveOptions) -> int | None:
-    """None for a release."""
-    return None if options.release or header.training.release else header.training.iteration or 1
-
-
 def tracker_and_sidecars(header: Header, iteration: int | None) -> dict[str, FileLayout]:
-    """The tracker; config.json and tokenizer files: what Megatron's own args would lose on the way back."""
+    """The tracker file, and config.json and tokenizer files, which hold information that Megatron's args lack."""
     config = header.config
-    files: dict[str, FileLayout] = {f"{SIDECAR_DIRECTORY}/{name}": copy for name, copy in copies(header.files).items()}
-    # A mixture that only Megatron knows has no config.json: its args say everything there is.
+    files: dict[str, FileLayout] = {
+        f"{SIDECAR_DIRECTORY}/{name}": copy for name, copy in copies(header.files).items()
+    }
+    # A mixture-of-experts model that only Megatron supports has no config.json: its args describe it completely.
     with suppress(NotExpressible):
-        files[f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}"] = PlainFile(family(config.family).config_json(config))
+        files[f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}"] = PlainFile(
+            family(config.family).config_json(config)
+        )
     tracked = rank_files.RELEASE if iteration is None else str(iteration)
     return files | {rank_files.TRACKER: PlainFile(tracked.encode())}
 
@@ -198,14 +264,14 @@ class _Planner:
     padded: int
     arguments: Namespace
     kept: OutputTraining
-    # Rank files of one stage differ in which part of the model they hold, and hardly ever in anything else. There may be
-    # thousands of them, so what they have in common is worked out once.
+    # The rank files of a stage hold different parts of the model, but are otherwise mostly equal. There may be
+    # thousands of them, so the common parts are cached.
     _dense: dict[tuple[int, Chunk], list[NativeTensor]] = field(default_factory=dict)
-    _layouts: dict[object, FileLayout] = field(default_factory=dict)
+    _layouts: dict[object, torch_zip.TorchZipLayout] = field(default_factory=dict)
     _records: dict[str, str] = field(default_factory=dict)
 
     def plan(self) -> OutputPlan:
-        iteration = iteration_of(self.header, self.options)
+        iteration = directory_iteration(self.header.training)
         version = rank_files.iteration_directory(iteration)
         files: dict[str, FileLayout] = {}
         placements: dict[Key, list[Placement]] = {}
@@ -213,21 +279,43 @@ class _Planner:
         for pp_rank in range(self.layout.pp):
             chunks = [chunk for chunk in self.layout.chunks() if chunk.pp_rank == pp_rank]
             for tp_rank, ep_rank in self._ranks():
-                directory = rank_files.rank_directory(tp_rank, pp_rank, ep_rank, self.layout.pp, self.layout.ep)
+                directory = rank_files.rank_directory(
+                    tp_rank, pp_rank, ep_rank, self.layout.pp, self.layout.ep
+                )
                 name = f"{version}/{directory}/{rank_files.MODEL_FILE}"
-                models = {self._model_key(chunk): self._natives(tp_rank, ep_rank, chunk) for chunk in chunks}
+                models = {
+                    self._model_key(chunk): self._natives(tp_rank, ep_rank, chunk)
+                    for chunk in chunks
+                }
                 optimizer = self._optimizer(models, (tp_rank, pp_rank, ep_rank))
-                training = self.kept.state((tp_rank, pp_rank, ep_rank), optimizer.state if optimizer else None)
-                files[name] = self._file(models, training)
+                training = self.kept.state(
+                    (tp_rank, pp_rank, ep_rank), optimizer.state if optimizer else None
+                )
+                rank = rank_of(
+                    tp_rank,
+                    pp_rank,
+                    ep_rank,
+                    self.layout,
+                    experts=self.header.config.experts.count > 0,
+                )
+                files[name] = torch_zip.NumberedLayout(self._file(models, training), rank)
                 for model, natives in models.items():
                     for native in natives:
-                        self._place(name, Piece(native, WEIGHT, self._record(model, native.name)), placements, zeros)
+                        self._place(
+                            name,
+                            Piece(native, WEIGHT, self._record(model, native.name)),
+                            placements,
+                            zeros,
+                        )
                 if optimizer is not None:
                     holder = name
                     if optimizer.buffers is not None:
                         holder = f"{version}/{directory}/{rank_files.OPTIMIZER_FILE}"
                         files[holder] = torch_zip.plan(optimizer.buffers, "distrib_optim")
-                    zeros += [(holder, record, 4 * start, 4 * count) for record, start, count in optimizer.gaps]
+                    zeros += [
+                        (holder, record, 4 * start, 4 * count)
+                        for record, start, count in optimizer.gaps
+                    ]
                     for piece in optimizer.pieces:
                         self._place(holder, piece, placements, zeros)
         files |= tracker_and_sidecars(self.header, iteration)
@@ -253,7 +341,10 @@ class _Planner:
         return writer.distributed(parameters, gathers_dense=rank[2] == first)
 
     def _ranks(self) -> Iterator[tuple[int, int]]:
-        """(tensor rank, expert rank) of each file of a stage: those ranks write whose expert data-parallel rank is 0."""
+        """(tensor rank, expert rank) of each file of a stage.
+
+        Ranks with expert data-parallel rank 0 write the files.
+        """
         tp, ep, etp = self.layout.tp, self.layout.ep, self.layout.etp
         if not self.header.config.experts.count:
             yield from ((tp_rank, 0) for tp_rank in range(tp))
@@ -267,10 +358,12 @@ class _Planner:
 
     @cached_property
     def _tensors(self) -> tuple[RankTensors, RankTensors]:
-        """(those that expert ranks have alike, those of experts)."""
+        """(tensors that are equal on all expert ranks, tensors of experts)."""
         config, naming = self.header.config, self.style.naming
         rows = with_beside(family(config.family).rows, config)
-        dense, experts = (tuple(row for row in rows if row.of_experts == kind) for kind in (False, True))
+        dense, experts = (
+            tuple(row for row in rows if row.of_experts == kind) for kind in (False, True)
+        )
         return (
             RankTensors(dense, config, naming, self.layout, self.padded),
             RankTensors(experts, config, naming, self.layout, self.padded),
@@ -285,47 +378,63 @@ class _Planner:
         return sorted(found, key=lambda native: self._order(native.name))
 
     def _order(self, name: str) -> NameOrder:
-        """A tower comes before the language model, as its files list it."""
+        """The position of a name. An encoder of a multimodal model comes before the language model, as in its files."""
         return () if name.startswith(BESIDE) else self.style.order(name)
 
     def _record(self, model: str, name: str) -> str:
-        """One string for all files."""
+        """The name of a record, as one shared string for all files."""
         record = f"{model}/{name}"
         return self._records.setdefault(record, record)
 
-    def _file(self, models: dict[str, list[NativeTensor]], training: Mapping[str, Any]) -> FileLayout:
-        """A layout says where a file's tensors lie, not what they hold: all files of the same tensors share one."""
+    def _file(
+        self, models: dict[str, list[NativeTensor]], training: Mapping[str, Any]
+    ) -> torch_zip.TorchZipLayout:
+        """The layout of a rank file. Files with the same tensors share one layout, except for their rank.
+
+        A layout contains the places of tensors, not their content.
+        """
         alike = tuple((model, *map(self._kind, natives)) for model, natives in models.items())
-        if training or alike not in self._layouts:  # training: state of the rank's own
+        if training or alike not in self._layouts:  # training: the rank's own state
             self._layouts[alike] = torch_zip.plan(self._state(models, training), "model_optim_rng")
         return self._layouts[alike]
 
     def _kind(self, native: NativeTensor) -> tuple[str, Shape, str]:
         return native.name, native.shape, native_dtype(self.header, native)
 
-    def _state(self, models: dict[str, list[NativeTensor]], training: Mapping[str, Any]) -> dict[str, Any]:
+    def _state(
+        self, models: dict[str, list[NativeTensor]], training: Mapping[str, Any]
+    ) -> dict[str, Any]:
         state: dict[str, Any] = {
-            "args": self.arguments,
+            "args": Namespace(**vars(self.arguments), rank=torch_zip.Varying()),
             "checkpoint_version": 3.0,
-            "iteration": self.header.training.iteration or 1,
+            "iteration": self.header.training.iteration,
         }
         called = in_whole if self.header.config.whole else str
         for model, natives in models.items():
-            state[model] = self.style.nest({called(name): entry for name, entry in self._entries(model, natives)})
+            state[model] = self.style.nest(
+                {called(name): entry for name, entry in self._entries(model, natives)}
+            )
         operations = self.header.training.floating_point_operations
         return {**state, **training, "num_floating_point_operations_so_far": operations}
 
-    def _entries(self, model: str, natives: list[NativeTensor]) -> Iterator[tuple[str, Placeholder | None]]:
-        entries: dict[str, Placeholder | None] = {
-            native.name: Placeholder(f"{model}/{native.name}", native.shape, native_dtype(self.header, native))
-            for native in natives
-        }
-        inside = [name for name in entries if not name.startswith(BESIDE)]
-        whole = self.header.config.whole
-        tower = [name.removeprefix(BESIDE) for name in entries if whole is not None and whole.builds(name)]
-        states = [("", self.style.extra_states(inside)), (BESIDE, self.style.extra_states(tower))]
-        for before, name, is_tensor in ((before, *each) for before, found in states for each in found.items()):
-            entries[before + name] = Placeholder(f"{model}/{name}", (0,), "uint8") if is_tensor else None
+    def _entries(
+        self, model: str, natives: list[NativeTensor]
+    ) -> Iterator[tuple[str, Placeholder | None]]:
+        entries: dict[str, Placeholder | None] = {}
+        for native in natives:
+            dtype = native_dtype(self.header, native)
+            entries[native.name] = Placeholder(f"{model}/{native.name}", native.shape, dtype)
+
+        # Transformer Engine's modules have extra states: empty tensors or None.
+        language_names = [name for name in entries if not name.startswith(BESIDE)]
+        encoder_names = []
+        if whole := self.header.config.whole:
+            encoder_names = [name.removeprefix(BESIDE) for name in entries if whole.builds(name)]
+        for prefix, names in (("", language_names), (BESIDE, encoder_names)):
+            for name, is_tensor in self.style.extra_states(names).items():
+                entries[prefix + name] = (
+                    Placeholder(f"{model}/{name}", (0,), "uint8") if is_tensor else None
+                )
         yield from sorted(entries.items(), key=lambda entry: self._order(entry[0]))
 
     def _place(
@@ -335,17 +444,22 @@ class _Planner:
         placements: dict[Key, list[Placement]],
         zeros: list[tuple[str, str, int, int]],
     ) -> None:
-        native, itemsize = piece.native, ITEMSIZE[native_dtype(self.header, piece.native, piece.slot)]
+        native = piece.native
+        itemsize = ITEMSIZE[native_dtype(self.header, native, piece.slot)]
         rows, cols = matrix_shape(native.shape)
-        row_bytes, offset = cols * itemsize, piece.offset * itemsize
+        row_bytes = cols * itemsize
+        offset = piece.offset * itemsize
         filled = rows - native.padding_rows
         for name, regions in native.parts.items():
             if native.padding_rows and self.options.vocab_padding == "repeat":
                 last = self.header.config.vocab - 1
-                regions = (*regions, Region(Box(last, last + 1, 0, cols), filled, repeat=native.padding_rows))
+                last_row = Box(last, last + 1, 0, cols)
+                regions = (*regions, Region(last_row, filled, order=Repeated(native.padding_rows)))
             key = Key(name, piece.slot)
             shift = native_shift(self.header, native.shift, key)
             place = Placement(file, piece.record, row_bytes, regions, offset, shift)
             placements.setdefault(key, []).append(place)
         if native.padding_rows and self.options.vocab_padding == "zero":
-            zeros.append((file, piece.record, offset + filled * row_bytes, native.padding_rows * row_bytes))
+            zeros.append(
+                (file, piece.record, offset + filled * row_bytes, native.padding_rows * row_bytes)
+            )

@@ -1,4 +1,4 @@
-"""The ranks of a Megatron checkpoint as a source of canonical tensors, for core and legacy models and all formats alike."""
+"""Opens a Megatron checkpoint's ranks as a source of canonical tensors, for core and legacy models and all formats."""
 
 import logging
 from argparse import Namespace
@@ -9,27 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 from formats import rank_files
 from formats.errors import CorruptCheckpoint
-from formats.tensor import Shape
-from megaconv.engine.assembled import Placed, assemble
+from formats.tensor import LazyTensor, Shape
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY, find_sidecars
 from megaconv.errors import NotExpressible, TensorMismatch, UnknownFormat, UsageError
-from megaconv.families import family, read_config, sees_or_hears
+from megaconv.families import family, is_multimodal, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.whole_model import refuse_optimizer
 from megaconv.megatron.arguments.encoder import refuse_lost_head
 from megaconv.megatron.arguments.param_groups import WITHOUT
 from megaconv.megatron.arguments.read import from_arguments, read_fields, read_layout, true_vocab
+from megaconv.megatron.arguments.run_arguments import OPTIMIZATION, plain_arguments
 from megaconv.megatron.arguments.sizes import (
     SizeTensors,
     expert_tensor_parallel_size,
     find_layout,
     find_sizes,
     padded_rows,
+    require_gate,
     with_stacks,
 )
 from megaconv.megatron.arguments.tokenizer import NamedTokenizer, named_tokenizer
 from megaconv.megatron.arguments.whole import read_whole, refuse_unknown_beside, without_images
-from megaconv.megatron.arguments.write import LEFT_OUT, OPTIMIZATION
+from megaconv.megatron.arguments.write import LEFT_OUT
 from megaconv.megatron.optimizer.shared_embeddings import shared_names
 from megaconv.megatron.optimizer.source import (
     Optimizers,
@@ -41,9 +42,12 @@ from megaconv.megatron.optimizer.source import (
     untrained,
 )
 from megaconv.megatron.optimizer.training_output import ENCODER_STAGES
+from megaconv.megatron.states.early_gpt2 import arguments as early_arguments
+from megaconv.megatron.states.early_gpt2 import is_early
 from megaconv.megatron.states.ranks import RankId, Ranks, is_legacy, read_ranks
+from megaconv.model.assembled import Placed, assemble
 from megaconv.model.beside import BESIDE
-from megaconv.model.ceilings import ITERATION, VOCABULARY
+from megaconv.model.ceilings import ITERATION, OPERATIONS, VOCABULARY
 from megaconv.model.check import same_names, well_formed
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import NOT_COMPUTED, STRUCTURE, changed, config_differences
@@ -63,7 +67,7 @@ _log = logging.getLogger("megaconv")
 
 @dataclass(frozen=True)
 class RankSource:
-    """All rank files of one iteration, opened."""
+    """All opened rank files of one iteration."""
 
     listing: rank_files.RankFiles
     ranks: Ranks
@@ -71,28 +75,28 @@ class RankSource:
     dist: "DistOptimizer | None" = None
     """The optimizer of a distributed checkpoint."""
     writer: str = ""
-    """Of a distributed checkpoint without Megatron's own args; for people."""
+    """The software that wrote a distributed checkpoint without Megatron's own args, for messages."""
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """Of the first rank."""
+        """The state of the first rank."""
         return self.ranks.states[min(self.ranks.states)]
 
 
 @dataclass(frozen=True)
 class Spellings:
-    """How a checkpoint spells its model."""
+    """The naming scheme of a checkpoint's model."""
 
     size_tensors: SizeTensors
     naming: Naming
     description: str
-    """For people."""
+    """Description for people."""
     arrange: Callable[[NativeTensor], NativeTensor] = lambda native: native
-    """From the order of rows that the naming has to the one in this checkpoint."""
+    """Rearranges the rows of a tensor from the naming scheme's order to the checkpoint's order."""
 
 
 def open_ranks(path: Path, options: LoadOptions, *, legacy: bool) -> RankSource:
-    """Raises UnknownFormat for what isn't of this kind, CorruptCheckpoint for what is incomplete."""
+    """Open the rank files. Raises UnknownFormat for another format, CorruptCheckpoint for an incomplete checkpoint."""
     version = rank_files.find_version(path)
     if version is None or not rank_files.is_rank_files(version):
         raise UnknownFormat(f"{path}: holds no Megatron checkpoint in torch format")
@@ -101,19 +105,39 @@ def open_ranks(path: Path, options: LoadOptions, *, legacy: bool) -> RankSource:
     first = min(ranks.states)
     if is_legacy(ranks.states[first]) != legacy:
         kinds = ("a legacy Megatron checkpoint (its model has a language_model)", "legacy")
-        kind, loader = ("a Megatron core checkpoint (its model has no language_model)", "core") if legacy else kinds
+        kind, loader = (
+            ("a Megatron core checkpoint (its model has no language_model)", "core")
+            if legacy
+            else kinds
+        )
         raise UnknownFormat(f"{ranks.files[first]}: is {kind}; read it with --loader {loader}")
+    if is_early(ranks.states[first]):
+        weights = ranks.weights[first][0]
+        return RankSource(
+            listing, ranks, early_arguments(weights, _heads(options), ranks.files[first])
+        )
     args = ranks.states[first].get("args")
     if not isinstance(args, Namespace):
-        raise CorruptCheckpoint(f"{ranks.files[first]}: has no args; Megatron writes them into every rank file")
+        raise CorruptCheckpoint(
+            f"{ranks.files[first]}: has no args; Megatron writes them into every rank file"
+        )
     return RankSource(listing, ranks, args)
+
+
+def _heads(options: LoadOptions) -> int | None:
+    """The number of attention heads that the user gives, by --num-attention-heads or --config."""
+    if options.num_attention_heads is not None or options.config is None:
+        return options.num_attention_heads
+    _, config = read_config(options.config / CONFIG_NAME)
+    return config.attention.heads
 
 
 def open_model(
     source: RankSource, options: LoadOptions, spellings: Spellings, *, by_args: bool = False
 ) -> OpenedSource:
-    """by_args: the checkpoint is not sharded as the run was that wrote it; how that was laid out is for its args to say.
+    """Open the model as a source.
 
+    by_args: True if the files aren't sharded as the run was; the run's layout is then taken from its args.
     Raises CheckpointError for a checkpoint that is incomplete, contradicts itself, or is of no known family.
     """
     source, beside = _without_images(source, options)
@@ -123,16 +147,23 @@ def open_model(
     with well_formed(ranks.files[min(ranks.files)]):
         layout = find_layout(ranks, args, names)
         found = find_sizes(ranks, layout, args, names)
+        if options.config is None:
+            require_gate(ranks, layout, args, names)
     legacy = spellings.naming == LEGACY
     config = _configure(
-        found, args, sidecars, required=options.config is not None, legacy=legacy, text_only=options.text_only
+        found,
+        args,
+        sidecars,
+        required=options.config is not None,
+        legacy=legacy,
+        text_only=options.text_only,
     )
     config = _with_beside(config, beside, source, sidecars, options)
     if config.experts.count:
         with well_formed("the experts' shapes"):
             etp = expert_tensor_parallel_size(ranks, config.experts.ffn, config.experts.count)
         layout = replace(layout, etp=etp)
-    # layout is that of the files here, written that of the run that saved them: with by_args they may differ.
+    # `layout` is that of the files, `written` that of the run that saved them. They may differ with by_args.
     if by_args:
         refuse_lost_head(args, config, str(listing.directory))
     written = read_layout(args, config) if by_args else layout
@@ -143,12 +174,17 @@ def open_model(
     config = changed(config, ids) if ids else config
     shapes = canonical_shapes(family(config.family).rows, config)
     training = _training(source)
-    # An optimizer stored per parameter is placed with the weights. One stored as buffers of the run's ranks needs that run's
-    # layout (open_buckets): its tensors have places of their own, which then replace `placed`.
+    # An optimizer stored per parameter is placed with the weights. One stored as buffers of the run's ranks needs that
+    # run's layout (open_buckets): its tensors have separate places, which then replace `placed`.
     wanted = options.optimizer and training.optimizer is not None
     if wanted:
         refuse_optimizer(config, ranks.files[min(ranks.files)])
-    if wanted and layout.encoder_stage_layers and training.optimizer and training.optimizer.kind == "distributed":
+    if (
+        wanted
+        and layout.encoder_stage_layers
+        and training.optimizer
+        and training.optimizer.kind == "distributed"
+    ):
         raise NotExpressible(f"{ranks.files[min(ranks.files)]}: {ENCODER_STAGES}; {WITHOUT}")
     optimizers, aliases = Optimizers({}), second_names(family(config.family).rows, spellings.naming)
     if wanted and source.dist is not None:
@@ -183,8 +219,13 @@ def open_model(
     return OpenedSource(header, {} if options.metadata_only else tensors)
 
 
-def _without_images(source: RankSource, options: LoadOptions) -> tuple[RankSource, dict[str, Shape]]:
-    """(as a language model by itself is read, the tensors beside it by name). Those are dropped where text alone is asked for."""
+def _without_images(
+    source: RankSource, options: LoadOptions
+) -> tuple[RankSource, dict[str, Shape]]:
+    """(the source with its language model's args, shapes of the tensors beside the language model by name).
+
+    With --text-only, the source loses these tensors.
+    """
     ranks = source.ranks
     held = ranks.beside.get(min(ranks.states), {})
     beside = {name: tuple(tensor.shape) for name, tensor in held.items()}
@@ -195,12 +236,19 @@ def _without_images(source: RankSource, options: LoadOptions) -> tuple[RankSourc
 
 
 def _with_beside(
-    config: ModelConfig, beside: Mapping[str, Shape], source: RankSource, sidecars: Path, options: LoadOptions
+    config: ModelConfig,
+    beside: Mapping[str, Shape],
+    source: RankSource,
+    sidecars: Path,
+    options: LoadOptions,
 ) -> ModelConfig:
-    """The model as a part of the larger one that the checkpoint holds. Raises UsageError where nobody says which that is."""
+    """The model's configuration as a part of the multimodal model in the checkpoint.
+
+    Raises UsageError if that model isn't known.
+    """
     where = source.ranks.files[min(source.ranks.files)]
     if options.text_only:
-        if not beside and not sees_or_hears(sidecars):
+        if not beside and not is_multimodal(sidecars):
             raise UsageError(f"--text-only: {where}: holds a language model alone; leave it out")
         return config
     if config.whole is None:
@@ -210,15 +258,21 @@ def _with_beside(
 
 
 def _configure(
-    found: Mapping[str, Any], args: Namespace, directory: Path, *, required: bool, legacy: bool, text_only: bool
+    found: Mapping[str, Any],
+    args: Namespace,
+    directory: Path,
+    *,
+    required: bool,
+    legacy: bool,
+    text_only: bool,
 ) -> ModelConfig:
-    """From config.json where there is one, else from args; either has to agree with the tensors."""
+    """The configuration from config.json, otherwise from args. It has to agree with the tensors."""
     if not required and not (directory / CONFIG_NAME).is_file():
         with well_formed("the rank files' args"):
             return from_arguments(args, found, legacy=legacy)
-    larger = sees_or_hears(directory)
+    larger = is_multimodal(directory)
     _, config = read_config(directory / CONFIG_NAME, text_only=larger and text_only, whole=True)
-    if larger:  # whether there is a head its files show, whatever config.json says
+    if larger:  # the files show whether there is a head, whatever config.json says
         config = changed(config, {"tie_embeddings": found["tie_embeddings"]})
     described = dict(found)
     if hasattr(args, "num_attention_heads"):
@@ -229,24 +283,60 @@ def _configure(
                 f"{directory / CONFIG_NAME}: says {name} = {value_of(config, name)}, the checkpoint has {described[name]}; "
                 "it describes another model"
             )
-    config = changed(config, {"mtp_layers": found["mtp_layers"]})  # config.json may list layers that nobody saved
+    config = changed(
+        config, {"mtp_layers": found["mtp_layers"]}
+    )  # config.json may list layers that weren't saved
+    where = str(directory / CONFIG_NAME)
     with well_formed("the rank files' args"):
         given = read_fields(args, found, legacy=legacy)
-    return _with_run_arguments(config, given, args, str(directory / CONFIG_NAME), config_wins=required)
+        compared = _compared(given, found, args)
+    return _with_run_arguments(config, compared, where, config_wins=required)
+
+
+_STATED_BY = {
+    "attention.heads": "num_attention_heads",
+    "attention.head_dim": "kv_channels",
+    "attention.kv_heads": "group_query_attention",
+}
+"""Sizes that follow from others if this argument is missing."""
+
+
+def _compared(
+    given: Mapping[str, Any], found: Mapping[str, Any], args: Namespace
+) -> dict[str, Any]:
+    """The fields that the run's arguments give.
+
+    Fields that tensors show, or that the writer left out of the arguments, aren't among them.
+    """
+    left_out = getattr(args, LEFT_OUT, ())
+    skipped = {*NOT_COMPUTED, "vocab", *left_out, *(name for name in STRUCTURE if name in found)}
+    if not getattr(args, "multi_latent_attention", False):
+        skipped |= {
+            name for name, argument in _STATED_BY.items() if getattr(args, argument, None) is None
+        }
+    return {name: value for name, value in given.items() if name not in skipped}
 
 
 def _with_run_arguments(
-    config: ModelConfig, given: Mapping[str, Any], args: Namespace, where: str, *, config_wins: bool
+    config: ModelConfig, given: Mapping[str, Any], where: str, *, config_wins: bool
 ) -> ModelConfig:
-    """config.json with what the run's own arguments say otherwise; every difference is named.
+    """config.json, with the differing values of the run's arguments. A warning names every difference.
 
-    A run that goes on in a directory with other arguments leaves the config.json of its beginning there. config_wins: whether
-    it was asked for (--config) nonetheless. What its writer left out of the arguments is not compared.
+    A run that continues in a directory with other arguments leaves its old config.json there. config_wins: True if
+    --config gave the file, so that its values stay. Raises TensorMismatch if both can't describe tensors of the same
+    shapes.
     """
-    skipped = {*STRUCTURE, *NOT_COMPUTED, "vocab", *getattr(args, LEFT_OUT, ())}
-    run = changed(config, {name: value for name, value in given.items() if name not in skipped})
+    # The run computed these norms as Megatron does, unless its arguments say otherwise: config.json is from
+    # transformers.
+    config = changed(config, {"latent.norm_epsilon": given.get("latent.norm_epsilon")})
+    run = changed(config, given)
     differences = config_differences(config, run)
     for name, ours, theirs in differences:
+        if name in STRUCTURE and not config_wins:
+            raise TensorMismatch(
+                f"{where}: says {name} = {ours}, the arguments of the run that saved the checkpoint say {theirs}; its tensors are of "
+                "one of both. Give --config with a directory whose config.json fits them"
+            )
         _log.warning(
             "%s says %s = %s, the arguments of the run that saved the checkpoint say %s; %s",
             where, name, ours, theirs,
@@ -256,11 +346,18 @@ def _with_run_arguments(
 
 
 def _vocab(options: LoadOptions, config: ModelConfig, args: Namespace, padded: int, tp: int) -> int:
-    """The true vocabulary: as asked, as config.json or args say, or all rows."""
+    """The true vocabulary size: the requested one, that of config.json or args, or all rows."""
     given = options.true_vocab_size
     if given is None:
         with well_formed("the rank files' args"):
-            given = config.vocab if config.hf is not None else true_vocab(args, padded, tp)
+            stated = true_vocab(args, padded, tp)
+        given = config.vocab if config.hf is not None else stated
+        if options.config is None and stated not in (None, given):
+            _log.warning(
+                "config.json says a vocabulary of %d, the arguments of the run that saved the checkpoint say %d; config.json wins "
+                "(--true-vocab-size %d keeps as many rows as the arguments say)",
+                given, stated, stated,
+            )  # fmt: skip
     if given is None:
         _log.warning(
             "the true vocabulary size is unknown; all %d rows are kept, padding included (--true-vocab-size N removes it)",
@@ -268,7 +365,9 @@ def _vocab(options: LoadOptions, config: ModelConfig, args: Namespace, padded: i
         )
         return padded
     if not 0 < given <= padded:
-        raise UsageError(f"a vocabulary of {given} is larger than the {padded} rows of the embedding")
+        raise UsageError(
+            f"a vocabulary of {given} is larger than the {padded} rows of the embedding"
+        )
     return given
 
 
@@ -280,25 +379,46 @@ def _training(source: RankSource) -> TrainingState:
     listing, args = source.listing, source.args
     iteration = source.state.get("iteration", listing.iteration)
     if isinstance(iteration, int) and not 0 <= iteration <= ITERATION:
-        raise CorruptCheckpoint(f"{listing.directory}: its iteration should be from 0 to {ITERATION:,}")
+        raise CorruptCheckpoint(
+            f"{listing.directory}: its iteration should be from 0 to {ITERATION:,}"
+        )
     operations = source.state.get("num_floating_point_operations_so_far", 0)
+    if isinstance(operations, (int, float)) and not 0 <= operations <= OPERATIONS:
+        raise CorruptCheckpoint(
+            f"{listing.directory}: its num_floating_point_operations_so_far should be from 0 to {OPERATIONS:.0e}"
+        )
+    # Arguments that replace missing args describe the model. Of their run, keep only the optimization.
+    run = {
+        name: value
+        for name, value in vars(args).items()
+        if not source.writer or name in OPTIMIZATION
+    }
     return TrainingState(
         iteration if isinstance(iteration, int) else None,
         release=listing.iteration is None and listing.directory.name == rank_files.RELEASE,
         consumed_train_samples=getattr(args, "consumed_train_samples", None) or 0,
         consumed_valid_samples=getattr(args, "consumed_valid_samples", None) or 0,
-        floating_point_operations=operations if isinstance(operations, int) else 0,
+        floating_point_operations=operations if isinstance(operations, (int, float)) else 0,
         optimizer=source.dist.describe() if source.dist else describe_optimizer(source.ranks),
         scheduler=read_scheduler(source.dist.common if source.dist else source.state),
-        rng={rank: state["rng_state"] for rank, state in source.ranks.states.items() if "rng_state" in state},
-        arguments={name: value for name, value in vars(args).items() if name in OPTIMIZATION},
+        rng={
+            rank: state["rng_state"]
+            for rank, state in source.ranks.states.items()
+            if "rng_state" in state
+        },
+        arguments=plain_arguments(run),
     )
 
 
 def _place(
-    ranks: Ranks, layout: Layout, config: ModelConfig, padded: int, spellings: Spellings, optimizers: Optimizers
+    ranks: Ranks,
+    layout: Layout,
+    config: ModelConfig,
+    padded: int,
+    spellings: Spellings,
+    optimizers: Optimizers,
 ) -> Iterator[Placed]:
-    """Every tensor of every rank in its place. Raises TensorMismatch for missing and unknown ones."""
+    """Every tensor of every rank at its place. Raises TensorMismatch for missing and unknown tensors."""
     rows = with_beside(family(config.family).rows, config)
     tensors = RankTensors(rows, config, spellings.naming, layout, padded)
     for chunk in layout.chunks():
@@ -307,7 +427,7 @@ def _place(
             for index, rank in enumerate(ranks.of(tp_rank, chunk.pp_rank)):
                 natives = tensors.of(tp_rank, chunk, rank.ep)
                 shard = (rank.ep, tp_rank % layout.etp)
-                # Dense tensors are stored again by every expert rank, and shards of experts by some tensor ranks.
+                # Every expert rank stores dense tensors again, and some tensor ranks store the experts' shards again.
                 for placed in _place_chunk(
                     ranks, rank, chunk, layout, [spellings.arrange(native) for native in natives]
                 ):
@@ -319,12 +439,16 @@ def _place(
 def _place_chunk(
     ranks: Ranks, rank: RankId, chunk: Chunk, layout: Layout, natives: list[NativeTensor]
 ) -> Iterator[Placed]:
+    weights = dict[str, LazyTensor]()
     chunks = ranks.weights[rank]
-    weights = chunks[chunk.vpp_rank] if chunk.vpp_rank < len(chunks) else {}
+    if chunk.vpp_rank < len(chunks):
+        weights |= chunks[chunk.vpp_rank]
     if chunk.vpp_rank == 0:
-        weights = weights | {BESIDE + name: tensor for name, tensor in ranks.beside.get(rank, {}).items()}
+        outside = ranks.beside.get(rank, {})
+        weights |= {BESIDE + name: tensor for name, tensor in outside.items()}
     natives = [native for native in natives if native.copy is None or native.name in weights]
-    where = ranks.files[rank] + ("" if layout.vpp == 1 else f" (model{chunk.vpp_rank})")
+    virtual_stage = "" if layout.vpp == 1 else f" (model{chunk.vpp_rank})"
+    where = ranks.files[rank] + virtual_stage
     same_names([native.name for native in natives], weights, where)
     for native in natives:
         if native.copy is None or native.copy.used:

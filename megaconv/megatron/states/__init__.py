@@ -1,1 +1,1 @@
-"""What rank files hold, by name."""
+"""The content of rank files by name."""

@@ -1,4 +1,4 @@
-"""Names in Megatron's models before core: nested dictionaries in files, one name with dots here, old spellings made new.
+"""Names in Megatron's models from before core: nested dictionaries become dotted names, and old spellings new ones.
 
     {"language_model": {"embedding": {"word_embeddings": {"weight": ...}},
                         "encoder": {"layers.0.input_norm.weight": ..., "final_norm.weight": ...},
@@ -8,9 +8,9 @@
      "lm_head": {"bias": ..., "dense.weight": ...}, "binary_head": {"weight": ...},    (BERT; T5 has the bias alone)
      "word_embeddings_for_head": {"weight": ...}}                          (tied ones, on the last of several stages)
 
-Releases before 2.5 say `transformer` for `encoder` and `attention` for `self_attention`, those before core 0.4
-`layernorm` for `norm`; the oldest have flat names where later ones nest. Layers of Transformer Engine have names of their
-own for the same rows. Source: megatron/legacy/model of Megatron-LM.
+Releases before 2.5 have `transformer` for `encoder` and `attention` for `self_attention`. Releases before core 0.4 have
+`layernorm` for `norm`. The oldest have flat names where later ones nest. Layers of Transformer Engine have their own
+names for the same rows. Source: megatron/legacy/model of Megatron-LM.
 """
 
 import re
@@ -26,13 +26,21 @@ from megaconv.model.table import Row
 MODEL = "language_model"
 _BLOCK = "encoder"
 _DEEPEST = 4
-"""Dictionaries inside each other."""
+"""The largest depth of nested dictionaries."""
 
 _EXCEPTIONS = Exceptions(last={MODEL: ("output_layer",)})
-"""A head is made after BERT's pooler."""
+"""A head is created after BERT's pooler."""
 _FLAT = (_BLOCK, "decoder", "pooler", "lm_head")
-"""Inside these nothing nests."""
-_LINEAR = ("query_key_value", "query", "key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "output_layer")
+"""Dictionaries without further dictionaries in them."""
+_LINEAR = (
+    "query_key_value",
+    "query",
+    "key_value",
+    "dense",
+    "dense_h_to_4h",
+    "dense_4h_to_h",
+    "output_layer",
+)
 
 
 _TRANSFORMER_ENGINE = {
@@ -43,7 +51,10 @@ _TRANSFORMER_ENGINE = {
     r"\.layernorm_mlp\.fc1_(weight|bias)$": r".mlp.dense_h_to_4h.\1",
     r"\.layernorm_mlp\.fc2_(weight|bias)$": r".mlp.dense_4h_to_h.\1",
 }
-"""Its layers in legacy models (--transformer-impl transformer_engine): what is called how by Megatron's own."""
+"""Names in Transformer Engine's legacy layers -> names in Megatron's own layers.
+
+Such layers come from --transformer-impl transformer_engine.
+"""
 
 
 def flatten(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -61,21 +72,34 @@ def _walk(level: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def present(name: str) -> str:
-    """An old spelling as the last releases spell it, others as they are."""
-    name = re.sub(rf"^{MODEL}\.(word|position|tokentype)_embeddings\.", rf"{MODEL}.embedding.\1_embeddings.", name)
+    """An old name in the spelling of the last releases; other names unchanged."""
+    name = re.sub(
+        rf"^{MODEL}\.(word|position|tokentype)_embeddings\.",
+        rf"{MODEL}.embedding.\1_embeddings.",
+        name,
+    )
     name = re.sub(rf"^{MODEL}\.transformer\.", f"{MODEL}.{_BLOCK}.", name)
-    name = name.replace(".attention.", ".self_attention.").replace("lm_head.layernorm.", "lm_head.norm.")
+    name = name.replace(".attention.", ".self_attention.").replace(
+        "lm_head.layernorm.", "lm_head.norm."
+    )
     for pattern, words in _TRANSFORMER_ENGINE.items():
         name = re.sub(pattern, words, name)
-    return re.sub(r"\b(input|post_attention|post_inter_attention|final)_layernorm\b", r"\1_norm", name)
+    return re.sub(
+        r"\b(input|post_attention|post_inter_attention|final)_layernorm\b", r"\1_norm", name
+    )
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The dictionaries that Megatron writes: a level for each word, but none inside a block of layers or a head."""
+    """The nested dictionaries that Megatron writes.
+
+    There is a level for each word, but none inside a block of layers or a head.
+    """
     nested: dict[str, Any] = {}
     for name, value in flat.items():
         words = name.split(".")
-        depth = next((depth for depth, word in enumerate(words, 1) if word in _FLAT), len(words) - 1)
+        depth = next(
+            (depth for depth, word in enumerate(words, 1) if word in _FLAT), len(words) - 1
+        )
         words = [*words[:depth], ".".join(words[depth:])]
         level = nested
         for word in words[:-1]:
@@ -86,11 +110,13 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def legacy_order(rows: tuple[Row, ...]) -> ModuleOrder:
-    """Sorts names as a model's own state_dict lists them."""
+    """Sorts names in the order of a model's own state_dict."""
     return ModuleOrder(rows, LEGACY, _EXCEPTIONS)
 
 
 def legacy_extra_states(names: Collection[str]) -> dict[str, bool]:
-    """The `_extra_state` entries, none of them a tensor, that a model with these parameters has."""
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in names if ".layers." in name or ".output_layer." in name)
+    """The `_extra_state` entries of a model with these parameters. None of them is a tensor."""
+    modules = dict.fromkeys(
+        name.rpartition(".")[0] for name in names if ".layers." in name or ".output_layer." in name
+    )
     return {module + EXTRA_STATE: False for module in modules if module.endswith(_LINEAR)}

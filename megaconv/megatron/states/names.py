@@ -1,4 +1,4 @@
-"""Names in Megatron core's state dictionaries that are no parameters, and the order in which its modules come."""
+"""Names in Megatron core's state dictionaries that aren't parameters, and the order of its modules."""
 
 from collections.abc import Collection
 from functools import cache
@@ -8,14 +8,14 @@ from megaconv.model.naming import Naming, core_naming
 from megaconv.model.table import Row
 
 EXTRA_STATE = "._extra_state"
-"""Transformer Engine's FP8 bookkeeping; every linear layer has an entry, empty without FP8."""
+"""Transformer Engine's FP8 bookkeeping. Every linear layer has such an entry, which is empty without FP8."""
 
 NOT_PARAMETERS = ("rotary_pos_emb.inv_freq",)
 BUFFERS = (*NOT_PARAMETERS, ".expert_bias", "tokens_per_expert")
-"""How tensors of a model end that no optimizer trains."""
+"""Suffixes of a model's tensors that no optimizer trains."""
 
 _EXCEPTIONS = Exceptions(
-    # Attention makes what is common to all its kinds first; norms of heads and of latent vectors come last.
+    # Attention first creates the modules that all of its kinds have; norms of heads and of latent vectors come last.
     first=dict.fromkeys(("self_attention", "cross_attention"), ("core_attention", "linear_proj")),
     last={"self_attention": ("q_layernorm", "k_layernorm", "kv_layernorm")},
 )
@@ -23,13 +23,17 @@ _EXCEPTIONS = Exceptions(
 
 @cache
 def core_order(rows: tuple[Row, ...], naming: Naming) -> ModuleOrder:
-    """Sorts names as a core model's own state_dict lists them."""
+    """Sorts names in the order of a core model's own state_dict."""
     return ModuleOrder(rows, naming, _EXCEPTIONS)
 
 
 def naming_of(names: Collection[str]) -> Naming:
-    """Whose layers a core model is built of, and how its experts are stored."""
-    fused = ("linear_qkv.layer_norm_weight", "linear_kv_up_proj.layer_norm_weight", "in_proj.layer_norm_weight")
+    """The naming scheme of a core model: the implementation of its layers, and how its experts are stored."""
+    fused = (
+        "linear_qkv.layer_norm_weight",
+        "linear_kv_up_proj.layer_norm_weight",
+        "in_proj.layer_norm_weight",
+    )
     impl = "transformer_engine" if any(name.endswith(fused) for name in names) else "local"
     experts = ""
     if any(name.endswith(".experts.weight1") for name in names):
@@ -40,51 +44,70 @@ def naming_of(names: Collection[str]) -> Naming:
 
 
 def describe_naming(naming: Naming) -> str:
-    """`Transformer Engine names, grouped experts`."""
+    """A naming scheme for people: `Transformer Engine names, grouped experts`."""
     engine = "local" if "local" in naming.variants else "Transformer Engine"
     experts = [variant.replace("_", " ") for variant in naming.variants if variant != "local"]
     return f"{engine} names" + (f", {experts[0]} experts" if experts else "")
 
 
 _POST_NORM = ".post_layernorm.weight"
-"""In the linear layer before it."""
+"""The suffix of a norm in the linear layer before it."""
 _NORMS = tuple(
     f"{name}.weight"
     for name in (
-        *("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm", "post_layernorm", "final_layernorm"),
+        *(
+            "input_layernorm",
+            "pre_cross_attn_layernorm",
+            "pre_mlp_layernorm",
+            "post_layernorm",
+            "final_layernorm",
+        ),
         *("enorm", "hnorm", "out_norm", "final_norm", "patch_norm"),
     )
 )
-"""Norms that are modules of their own among Transformer Engine's too."""
+"""Norms that are separate modules even in Transformer Engine's layers."""
 
 
 def is_of_linear_layer(name: str) -> bool:
-    """Whether it lies in a linear layer of Megatron's, column or row parallel."""
-    return any(word in name for word in (".linear_", ".eh_proj.", ".in_proj.", ".out_proj.", "_latent_proj."))
+    """True if the name is in one of Megatron's linear layers, column or row parallel."""
+    return any(
+        word in name
+        for word in (".linear_", ".eh_proj.", ".in_proj.", ".out_proj.", "_latent_proj.")
+    )
 
 
 def extra_states(names: Collection[str], naming: Naming | None = None) -> dict[str, bool]:
-    """The `_extra_state` entries that a model with these parameters has: name -> whether it is an empty tensor (else None).
+    """The `_extra_state` entries of a model with these parameters: name -> True for an empty tensor, False for None.
 
-    naming: the names' own; None where they tell it.
+    naming: the naming scheme; None: it is recognised from the names.
     """
     engine = "local" not in (naming or naming_of(names)).variants
     linear = [name for name in names if is_of_linear_layer(name) and not name.endswith(_POST_NORM)]
-    if not engine:  # core has no local layer of which every rank holds the whole, as indexers and latent experts need
-        linear = [name for name in linear if ".indexer." not in name and "_latent_proj." not in name]
+    if not engine:  # core has no local linear layer that every rank holds whole, as indexers and latent experts need
+        linear = [
+            name for name in linear if ".indexer." not in name and "_latent_proj." not in name
+        ]
     modules = dict.fromkeys(name.rpartition(".")[0] for name in linear)
     found = {module + EXTRA_STATE: engine for module in modules}
     if engine:
         attention = [
-            module.replace("linear_proj", "core_attention") for module in modules if module.endswith("linear_proj")
+            module.replace("linear_proj", "core_attention")
+            for module in modules
+            if module.endswith("linear_proj")
         ]
         sparse = {
             name.partition(".indexer.")[0] for name in names if ".indexer." in name
-        }  # no layer of Transformer Engine's
+        }  # sparse attention isn't one of Transformer Engine's layers
         found |= {module + EXTRA_STATE: True for module in attention if module not in sparse}
         norms = [name for name in names if name.endswith(_NORMS)]
         found |= {name.removesuffix(".weight") + EXTRA_STATE: True for name in norms}
-    heads = [name for name in ("lm_head.output_layer", "output_layer") if any(n.startswith(f"{name}.") for n in names)]
-    if not heads and ("decoder.final_layernorm.weight" in names or "decoder.final_norm.weight" in names):
-        heads = ["output_layer"]  # a tied one, which has no parameters of its own
+    heads = [
+        name
+        for name in ("lm_head.output_layer", "output_layer")
+        if any(n.startswith(f"{name}.") for n in names)
+    ]
+    if not heads and (
+        "decoder.final_layernorm.weight" in names or "decoder.final_norm.weight" in names
+    ):
+        heads = ["output_layer"]  # a tied head, which has no parameters of its own
     return found | {head + EXTRA_STATE: False for head in heads}

@@ -1,8 +1,8 @@
-"""The order of modules in a Megatron model's own state_dict, by which files list parameters and number optimizer state.
+"""The order of modules in a Megatron model's own state_dict, in which files list parameters and number optimizer state.
 
-It follows from the table: a module comes where the first row that names it, or something in it, comes. In every module its
-own parameters stand before those of the modules in it, as torch lists them. Where Megatron makes modules in another order
-than a model computes with them, `Exceptions` say so.
+The order follows from the table: a module's place is that of the first row with its name, or with a name in it. In
+every module, its own parameters come before those of its submodules, as torch lists them. If Megatron creates modules
+in another order than the model computes with them, `Exceptions` contain that order.
 """
 
 import re
@@ -12,19 +12,20 @@ from typing import NamedTuple
 
 from megaconv.errors import TensorMismatch
 from megaconv.model.naming import Naming
-from megaconv.model.table import Row, expand
+from megaconv.model.patterns import expand
+from megaconv.model.table import Row
 
 NameOrder = tuple[tuple[int, int, int], ...]
 Order = Callable[[str], NameOrder]
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 _BEHIND = 1 << 20
-"""After all names of a table."""
+"""A position after all names of a table."""
 
 
 @dataclass(frozen=True)
 class Exceptions:
-    """Modules, by that which they lie in, that come before or after all others there. They may have no parameters."""
+    """Modules by parent module that come before or after all others in it. They may have no parameters."""
 
     first: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     last: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -37,14 +38,17 @@ class Exceptions:
 
 
 class _Module(NamedTuple):
-    """One part of dotted names, and the parts that follow it; a parameter has none."""
+    """One part of dotted names, and the parts that follow it. A parameter has none."""
 
     children: dict[str, "_Module"]
 
 
 @dataclass(frozen=True)
 class ModuleOrder:
-    """Sorts the names of one family in one naming scheme, as a key for sorted(). Raises TensorMismatch for unknown names."""
+    """Sorts the names of one family in one naming scheme, as a key for sorted().
+
+    Raises TensorMismatch for unknown names.
+    """
 
     rows: tuple[Row, ...]
     naming: Naming
@@ -64,7 +68,7 @@ class ModuleOrder:
         return self._known[name]
 
     def _names(self) -> Iterator[str]:
-        """Every name that the table has, in its order; second ones where the first ones are not enough."""
+        """Every name of the table in its order. Second names of tensors come last."""
         for row in self.rows:
             for spelling in row.spelling(self.naming):
                 yield from expand(spelling.name)
@@ -77,13 +81,15 @@ class ModuleOrder:
         module, parent = self._root, ""
         *path, parameter = name.split(".")
         for part in path:
-            if part.isdigit():  # of a layer, or of an expert
+            if part.isdigit():  # the number of a layer, or of an expert
                 yield 1, 0, int(part)
                 module = module.children.get("{l}") or module.children.get("{e}") or _Module({})
                 continue
             exception = self.exceptions.place(parent, part)
             if exception is None and part not in module.children:
-                raise TensorMismatch(f"{name}: no row of the table names the module {part}, so its place is unknown")
+                raise TensorMismatch(
+                    f"{name}: no row of the table names the module {part}, so its place is unknown"
+                )
             yield 1, *(exception or (1, list(module.children).index(part)))
             module, parent = module.children.get(part, _Module({})), part
         yield self._place_of_parameter(module, parameter, name)
@@ -98,8 +104,12 @@ class ModuleOrder:
         if numbered and f"{numbered[1]}{{e}}" in module.children:
             # A grouped layer has weight0, bias0, weight1, bias1 ...
             return 0, int(numbered[2]), names.index(f"{numbered[1]}{{e}}")
-        raise TensorMismatch(f"{name}: no row of the table names {part}, so its place in the model is unknown")
+        raise TensorMismatch(
+            f"{name}: no row of the table names {part}, so its place in the model is unknown"
+        )
 
 
 def _copies(row: Row, naming: Naming, place: str) -> Iterator[str]:
-    return (name for copied in row.copied_with(place) for name in copied.names.get(naming.scheme, ()))
+    return (
+        name for copied in row.copied_with(place) for name in copied.names.get(naming.scheme, ())
+    )

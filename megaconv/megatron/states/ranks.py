@@ -1,4 +1,4 @@
-"""The rank files of a Megatron `torch` checkpoint, opened: states and weights by rank, and the sizes of the grid."""
+"""The opened rank files of a Megatron `torch` checkpoint: states and weights by rank, and the sizes of the grid."""
 
 import logging
 import re
@@ -12,8 +12,10 @@ from formats.errors import CheckpointError, CorruptCheckpoint
 from formats.rank_files import RankFiles, read
 from formats.tensor import LazyTensor
 from megaconv.errors import UnknownFormat
+from megaconv.megatron.states.early_gpt2 import with_later_names
 from megaconv.megatron.states.legacy_names import MODEL, flatten
 from megaconv.megatron.states.names import EXTRA_STATE, NOT_PARAMETERS
+from megaconv.megatron.states.origin import require_one_save, require_own_directories
 from megaconv.megatron.states.whole_names import apart
 
 _log = logging.getLogger("megaconv")
@@ -26,17 +28,17 @@ _TAIL = (
     f"{MODEL}.encoder.final_norm",
     f"{MODEL}.output_layer",
 )
-"""How tensors of the last stage begin."""
+"""Prefixes of tensors on the last stage."""
 _STACKS = ("encoder.layers.", "decoder.layers.")
-"""How layers of core's T5 begin; a legacy model's decoder always has an encoder besides."""
+"""Prefixes of layers in core's T5. A legacy model with a decoder always has an encoder too."""
 
 
 _MTP_LAYER = re.compile(r"((?:language_model\.)?mtp\.layers\.\d+\.)mtp_model_layer\.")
-"""As releases after core 0.16 have it; before, and in distributed checkpoints, it is transformer_layer."""
+"""The spelling in releases after core 0.16. Earlier releases, and distributed checkpoints, have transformer_layer."""
 
 
 class RankId(NamedTuple):
-    """Which file: tensor, pipeline and expert rank."""
+    """The tensor, pipeline and expert rank of a file."""
 
     tp: int
     pp: int
@@ -47,8 +49,8 @@ class RankId(NamedTuple):
 class Ranks:
     """All rank files of one iteration.
 
-    The grid may have holes: with expert tensor parallelism smaller than tensor parallelism, Megatron writes a file for
-    some pairs of tensor and expert rank only.
+    The grid may have holes: if expert tensor parallelism is smaller than tensor parallelism, Megatron writes files only
+    for some pairs of tensor and expert rank.
     """
 
     tp: int
@@ -56,32 +58,46 @@ class Ranks:
     ep: int
     states: Mapping[RankId, Mapping[str, Any]]
     weights: Mapping[RankId, list[Weights]]
-    """A dictionary per virtual stage."""
+    """One dictionary of weights per virtual stage."""
     files: Mapping[RankId, str]
-    """For messages."""
+    """File names for messages."""
     paths: Mapping[RankId, Path]
     """The files that were opened."""
     beside: Mapping[RankId, Weights] = field(default_factory=dict)
-    """What those of a model that sees or hears hold beside the language model."""
+    """The tensors beside the language model in files of a multimodal model."""
 
     def of(self, tp_rank: int, pp_rank: int) -> list[RankId]:
         """The files of one tensor and pipeline rank, by expert rank."""
-        return [RankId(tp_rank, pp_rank, ep) for ep in range(self.ep) if (tp_rank, pp_rank, ep) in self.states]
+        return [
+            RankId(tp_rank, pp_rank, ep)
+            for ep in range(self.ep)
+            if (tp_rank, pp_rank, ep) in self.states
+        ]
 
     def dense(self, tp_rank: int, pp_rank: int) -> list[Weights]:
-        """Where everything but experts can be read."""
+        """The weights of the first of these files, which has all tensors except the experts of other expert ranks."""
         return self.weights[self.of(tp_rank, pp_rank)[0]]
 
 
 def read_ranks(listing: RankFiles, *, metadata_only: bool = False) -> Ranks:
-    """Open every rank file. Raises CorruptCheckpoint for a grid with missing ranks.
+    """Open every rank file.
 
-    metadata_only: take the files of tensor rank 0 (and expert rank 0, where directories name all three) for those of all
-    others, which have the same names and shapes.
+    Raises CorruptCheckpoint for a grid with missing ranks, or for files of another save or rank.
+
+    metadata_only: read only the files of tensor rank 0 (and expert rank 0, if directories have all three numbers). The
+    other files have the same names and shapes.
     """
-    read = {numbers: _first_alike(numbers) if metadata_only else numbers for numbers in listing.files}
-    read = {numbers: source if source in listing.files else numbers for numbers, source in read.items()}
-    opened = {numbers: _read_state(listing.files[numbers]) for numbers in sorted(set(read.values()))}
+    read = {
+        numbers: _first_alike(numbers) if metadata_only else numbers for numbers in listing.files
+    }
+    read = {
+        numbers: source if source in listing.files else numbers for numbers, source in read.items()
+    }
+    opened = {
+        numbers: _read_state(listing.files[numbers]) for numbers in sorted(set(read.values()))
+    }
+    require_one_save(opened, listing.files, listing.directory)
+    require_own_directories(opened, listing.files)
     split = {numbers: _split(state, listing.files[numbers]) for numbers, state in opened.items()}
     chunks = {numbers: weights for numbers, (weights, _) in split.items()}
     tp, pp, ep = _grid(listing, chunks)
@@ -92,7 +108,10 @@ def read_ranks(listing: RankFiles, *, metadata_only: bool = False) -> Ranks:
         ep,
         {rank: opened[read[numbers]] for rank, numbers in ids.items()},
         {rank: chunks[read[numbers]] for rank, numbers in ids.items()},
-        {rank: f"{listing.files[n].parent.name}/{listing.files[n].name}" for rank, n in ids.items()},
+        {
+            rank: f"{listing.files[n].parent.name}/{listing.files[n].name}"
+            for rank, n in ids.items()
+        },
         {rank: listing.files[read[n]] for rank, n in ids.items()},
         {rank: split[read[n]][1] for rank, n in ids.items()},
     )
@@ -101,12 +120,22 @@ def read_ranks(listing: RankFiles, *, metadata_only: bool = False) -> Ranks:
     return ranks
 
 
-def ranks_of_models(models: Mapping[RankId, Mapping[str, Any]], files: Mapping[RankId, Path], directory: Path) -> Ranks:
-    """Of files that hold a rank's parameters alone, by their names. Raises CorruptCheckpoint for a grid with missing ranks."""
-    weights = {rank: [dict(_parameters(model.items(), files[rank]))] for rank, model in models.items()}
+def ranks_of_models(
+    models: Mapping[RankId, Mapping[str, Any]], files: Mapping[RankId, Path], directory: Path
+) -> Ranks:
+    """The ranks of files that hold only parameters, by name. Raises CorruptCheckpoint for a grid with missing ranks."""
+    weights = {
+        rank: [dict(_parameters(model.items(), files[rank]))] for rank, model in models.items()
+    }
     tp, pp = (1 + max(rank[axis] for rank in models) for axis in (0, 1))
     ranks = Ranks(
-        tp, pp, 1, {rank: {} for rank in models}, weights, {rank: str(file) for rank, file in files.items()}, files
+        tp,
+        pp,
+        1,
+        {rank: {} for rank in models},
+        weights,
+        {rank: str(file) for rank, file in files.items()},
+        files,
     )
     _require_complete(ranks, directory)
     return ranks
@@ -117,19 +146,23 @@ def _first_alike(numbers: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _rank_id(numbers: tuple[int, ...], pp: int) -> RankId:
-    """Of a directory's numbers: (tp), (tp, pp) or (tp, ep) as the contents decide, (tp, pp, ep)."""
+    """The rank of a directory's numbers: (tp), (tp, pp) or (tp, ep) depending on the contents, (tp, pp, ep)."""
     if len(numbers) == 2:
         return RankId(numbers[0], numbers[1], 0) if pp > 1 else RankId(numbers[0], 0, numbers[1])
     return RankId(*numbers, *(0,) * (3 - len(numbers)))
 
 
 def _require_stacks(ranks: Ranks) -> None:
-    """What core 0.9 to 0.13 says of an encoder with stages of its own has to be so.
+    """Check the sizes of an encoder with its own stages, which core 0.9 to 0.13 stores. Raises UnknownFormat.
 
-    They can give it fewer tensor ranks too, but not that of a T5, which shares its embedding with the decoder.
+    Core can give an encoder fewer tensor ranks, but not the encoder of a T5, which shares its embedding with the
+    decoder.
     """
     first = min(ranks.states)
-    args, parts = ranks.states[first].get("args"), ("encoder_pipeline", "pipeline", "encoder_tensor")
+    args, parts = (
+        ranks.states[first].get("args"),
+        ("encoder_pipeline", "pipeline", "encoder_tensor"),
+    )
     found = [getattr(args, f"{word}_model_parallel_size", None) for word in parts]
     own, others, tp = (size if type(size) is int else 0 for size in found)
     if own and 0 < tp < ranks.tp:
@@ -146,44 +179,64 @@ def _require_stacks(ranks: Ranks) -> None:
 
 def _require_complete(ranks: Ranks, directory: Path) -> None:
     most = max(ranks.tp, ranks.pp, ranks.ep)
-    if most > len(ranks.states):  # before it is counted up to: a directory may have any number in its name
+    if most > len(
+        ranks.states
+    ):  # before counting up to it: a directory's name may contain any number
         raise CorruptCheckpoint(
             f"{directory}: there is a rank directory of rank {most - 1}, but there are {len(ranks.states)} in all; "
-            f"the checkpoint has tp={ranks.tp}, pp={ranks.pp}" + (f", ep={ranks.ep}" if ranks.ep > 1 else "")
+            f"the checkpoint has tp={ranks.tp}, pp={ranks.pp}"
+            + (f", ep={ranks.ep}" if ranks.ep > 1 else "")
         )
     for pp_rank in range(ranks.pp):
         held = [rank for rank in ranks.states if rank.pp == pp_rank]
-        missing = [f"tensor rank {tp}" for tp in range(ranks.tp) if tp not in {rank.tp for rank in held}]
-        missing += [f"expert rank {ep}" for ep in range(ranks.ep) if ep not in {rank.ep for rank in held}]
+        missing = [
+            f"tensor rank {tp}" for tp in range(ranks.tp) if tp not in {rank.tp for rank in held}
+        ]
+        missing += [
+            f"expert rank {ep}" for ep in range(ranks.ep) if ep not in {rank.ep for rank in held}
+        ]
         if missing:
             raise CorruptCheckpoint(
                 f"{directory}: there is no rank directory for {missing[0]}, pipeline rank {pp_rank}; "
-                f"the checkpoint has tp={ranks.tp}, pp={ranks.pp}" + (f", ep={ranks.ep}" if ranks.ep > 1 else ""),
+                f"the checkpoint has tp={ranks.tp}, pp={ranks.pp}"
+                + (f", ep={ranks.ep}" if ranks.ep > 1 else ""),
                 code="missing-file",
             )
 
 
-def _grid(listing: RankFiles, weights: Mapping[tuple[int, ...], list[Weights]]) -> tuple[int, int, int]:
-    """(tp, pp, ep). Of two numbers the second counts expert ranks when rank 0 holds the end of the model already.
+def _grid(
+    listing: RankFiles, weights: Mapping[tuple[int, ...], list[Weights]]
+) -> tuple[int, int, int]:
+    """(tp, pp, ep). If a directory has two numbers, the second is the expert rank if rank 0 holds the end of the model.
 
-    A model of two stacks has no experts; its encoder may have stages of its own, and there a head for nothing.
+    A model of two stacks has no experts. Its encoder may have its own stages, with an unused head.
     """
     sizes = [1 + max(column) for column in zip(*listing.files, strict=True)]
     if len(sizes) == 1:
         return sizes[0], 1, 1
     if len(sizes) == 3:
         return sizes[0], sizes[1], sizes[2]
-    # The first of several pipeline stages has no final norm and no head: where the first rank has them, the second number
-    # counts expert ranks. Not so in a model of two stacks, whose encoder ends on an earlier stage.
-    names = {name for chunks in weights.values() for chunk in chunks for name in chunk}
-    two_stacks = all(any(name.startswith(stack) for name in names) for stack in _STACKS) or any(
-        name.startswith(f"{MODEL}.decoder.") for name in names
-    )
+    # The first of several pipeline stages has no final norm and no head. If the first rank has them, the second number
+    # is therefore the expert rank. This doesn't hold for a model of two stacks, whose encoder ends on an earlier stage.
     first_rank = min(weights, key=lambda numbers: numbers[::-1])
-    last = weights[first_rank][-1]
-    if not two_stacks and any(name.startswith(_TAIL) for name in last):
+    last_chunk = weights[first_rank][-1]
+    ends_the_model = any(name.startswith(_TAIL) for name in last_chunk)
+    if ends_the_model and not _has_two_stacks(weights):
         return sizes[0], 1, sizes[1]
     return sizes[0], sizes[1], 1
+
+
+def _has_two_stacks(weights: Mapping[tuple[int, ...], list[Weights]]) -> bool:
+    """True for a model of an encoder and a decoder, in core's or in legacy names."""
+    names = set[str]()
+    for chunks in weights.values():
+        for chunk in chunks:
+            names.update(chunk)
+
+    def has(prefix: str) -> bool:
+        return any(name.startswith(prefix) for name in names)
+
+    return has(f"{MODEL}.decoder.") or all(has(stack) for stack in _STACKS)
 
 
 def _read_state(path: Path) -> Mapping[str, Any]:
@@ -192,29 +245,37 @@ def _read_state(path: Path) -> Mapping[str, Any]:
         raise CorruptCheckpoint(
             f"{path}: holds no model; a rank file is a dictionary with the key model (or model0, model1 ...)"
         )
-    return state
+    return with_later_names(state, str(path))
 
 
 def _split(state: Mapping[str, Any], path: Path) -> tuple[list[Weights], Weights]:
-    """(the language model's parameters of each virtual stage, those beside it, which are on the first)."""
+    """(the language model's parameters of each virtual stage, the other parameters, which are on the first stage)."""
     chunks = _chunks(state, path)
     if is_legacy(state):
         return chunks, {}
     parts = [apart(chunk) for chunk in chunks]
-    return [inside for inside, _ in parts], {name: tensor for _, others in parts for name, tensor in others.items()}
+    return [inside for inside, _ in parts], {
+        name: tensor for _, others in parts for name, tensor in others.items()
+    }
 
 
 def _chunks(state: Mapping[str, Any], path: Path) -> list[Weights]:
-    """The parameters of each virtual stage; legacy models' names flattened."""
+    """The parameters of each virtual stage. Names of legacy models are flattened."""
     chunks = []
     for key in _model_keys(state):
         model = state[key]
         if not isinstance(model, dict):
-            raise CorruptCheckpoint(f"{path}: {key} should be a dictionary of tensors, found {type(model).__name__}")
+            raise CorruptCheckpoint(
+                f"{path}: {key} should be a dictionary of tensors, found {type(model).__name__}"
+            )
         chunk: Weights = {}
-        for name, tensor in _parameters(flatten(model) if is_legacy(state) else model.items(), path):
+        for name, tensor in _parameters(
+            flatten(model) if is_legacy(state) else model.items(), path
+        ):
             if name in chunk:
-                raise CorruptCheckpoint(f"{path}: {key} has two tensors {name}, one of them under an older name")
+                raise CorruptCheckpoint(
+                    f"{path}: {key} has two tensors {name}, one of them under an older name"
+                )
             chunk[name] = tensor
         chunks.append(chunk)
     return chunks
@@ -223,16 +284,22 @@ def _chunks(state: Mapping[str, Any], path: Path) -> list[Weights]:
 def _model_keys(state: Mapping[str, Any]) -> list[str]:
     if "model" in state:
         return ["model"]
-    return sorted((key for key in state if re.fullmatch(r"model\d{1,6}", str(key))), key=lambda key: int(key[5:]))
+    return sorted(
+        (key for key in state if re.fullmatch(r"model\d{1,6}", str(key))),
+        key=lambda key: int(key[5:]),
+    )
 
 
 def is_legacy(state: Mapping[str, Any]) -> bool:
-    """Whether a rank file is of one of Megatron's models before core."""
+    """True if a rank file is of one of Megatron's models from before core."""
     return any(isinstance(state[key], dict) and MODEL in state[key] for key in _model_keys(state))
 
 
 def holds_legacy(version: Path) -> bool:
-    """Whether the first rank file of an iteration is; False for one that can't be read, as opening it will say."""
+    """True if the first rank file of an iteration is a legacy model's.
+
+    False for a damaged file, which opening it will report.
+    """
     try:
         return is_legacy(_read_state(next(iter(read(version).files.values()))))
     except (CheckpointError, StopIteration):

@@ -1,6 +1,6 @@
-"""Names in a Megatron model that sees or hears: `language_model.` before those of the language model, nothing before the others.
+"""Names in a multimodal Megatron model: the language model's names begin with `language_model.`, others have no prefix.
 
-Inside megaconv it is the other way round: the language model has the names that it has by itself, and BESIDE stands before the others.
+In megaconv it is the inverse: the language model's names have no prefix, and the others begin with BESIDE.
 Source: Megatron-Bridge's models, whose `language_model` is a GPTModel or a MambaModel.
 """
 
@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 
 def apart(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
-    """(the language model's, those beside it by their own names); of a model by itself all and none."""
+    """(the language model's tensors, the others under their own names).
+
+    For a language model by itself: (all, none).
+    """
     if not any(name.startswith(LANGUAGE_MODEL) for name in tensors):
         return dict(tensors), {}
     inside = {name: value for name, value in tensors.items() if name.startswith(LANGUAGE_MODEL)}
@@ -23,5 +26,5 @@ def apart(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
 
 
 def in_whole(name: str) -> str:
-    """As a checkpoint of a whole model has it."""
+    """A name as a checkpoint of a multimodal model has it."""
     return name.removeprefix(BESIDE) if name.startswith(BESIDE) else LANGUAGE_MODEL + name

@@ -1,1 +1,1 @@
-"""Examples to learn from: records of many forms → tokens and which of them are learned → samples of whole examples."""
+"""Finetuning data: records of many forms → tokens, with a mark on learned tokens → samples of whole examples."""

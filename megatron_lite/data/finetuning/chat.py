@@ -1,14 +1,16 @@
-"""Conversations through the tokenizer's own chat template, and which of their tokens the assistant wrote.
+"""Encodes conversations with the tokenizer's chat template, and finds the tokens that the assistant wrote.
 
-A template may say so itself: what stands between `{% generation %}` and `{% endgeneration %}`. For one without these marks each
-of the assistant's turns is what it adds behind the conversation before it: rendered up to that turn, with the prompt to answer, and
-rendered with it, both have to be beginnings of the whole. A template that rewrites earlier turns is refused.
+A template may mark these tokens itself, with `{% generation %}` and `{% endgeneration %}`. Without these marks, an
+assistant's turn is the text that the turn adds to the conversation before it. The conversation is rendered up to the
+turn, with the generation prompt, and rendered with the turn. Both texts have to be prefixes of the whole.
+
+If some answers are not learned, the conversation before the first learned answer has to be a prefix of the whole too. A
+template that rewrites earlier turns may break this rule (Qwen 3's removes their thinking). Such a conversation is
+refused.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from megaconv.errors import UsageError
@@ -18,59 +20,68 @@ from megatron_lite.data.packages import package
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""As transformers looks for them."""
+"""The pattern by which transformers finds the marks."""
 
-REWRITTEN = (
-    "the chat template renders this conversation otherwise than its beginnings (it rewrites earlier turns, or its prompt to answer is no "
-    "part of the answer), so that the assistant's turns can't be found; --finetune-turns last learns the last answer alone, "
-    "and --chat-template FILE takes a template that has {% generation %} around what the assistant says"
-)
+OTHER_TEMPLATE = "--chat-template FILE takes a template that keeps earlier turns, and has {% generation %} marks around answers"
+LAST_TURN = "--finetune-turns last learns the last answer alone"
 
 
 class Encoded(NamedTuple):
+    """An example's tokens, and for each token whether it is learned."""
+
     ids: list[int]
     learned: list[bool]
 
 
 class ChatTemplate:
-    """Raises UsageError for a tokenizer without a template, or one whose tokens don't know their place in the text."""
+    """Encodes chats. Raises UsageError for a tokenizer without a template or without token offsets."""
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None = None, turns: str = "all") -> None:
-        """template: in place of the tokenizer's own. turns: `all`, or `last`, the assistant's last one alone."""
+    def __init__(
+        self, tokenizer: HuggingFaceTokenizer, template: str | None = None, turns: str = "all"
+    ) -> None:
+        """template: replaces the tokenizer's own. turns: `all`, or `last` for only the assistant's last turn."""
         self._inner, self._turns = tokenizer.inner, turns
         self._template = self._inner.chat_template if template is None else template
         if not self._template:
             raise UsageError("the tokenizer has no chat template; give one: --chat-template FILE")
         if not self._inner.is_fast:
-            raise UsageError("chats need a tokenizer with a tokenizer.json; this one has only its older files")
-        self._added = tuple(str(token.content) for token in self._inner.added_tokens_decoder.values())
+            raise UsageError(
+                "chats need a tokenizer with a tokenizer.json; this one has only its older files"
+            )
+        self._added = tuple(
+            str(token.content) for token in self._inner.added_tokens_decoder.values()
+        )
         self._added_ids = frozenset(self._inner.added_tokens_decoder)
         self._eod = tokenizer.eod
         self._unreadable: type[Exception] = package("jinja2", "a chat template").TemplateSyntaxError
 
     def encode(self, chat: Chat) -> Encoded:
-        """Tokens as transformers' apply_chat_template has them; the end of the text behind one that ends with no special token.
+        """Return the tokens of transformers' apply_chat_template, plus the end of text if they end without a special token.
 
-        Raises BadRecord; UsageError for a template that isn't one, whatever the conversation.
+        Raises BadRecord for the conversation, UsageError for a template that is invalid for any conversation.
         """
-        answers = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        answers = [
+            number for number, message in enumerate(chat.messages) if message["role"] == "assistant"
+        ]
         wanted = [number for number in answers if number >= chat.given]
         if not wanted:
-            raise BadRecord("has no message by the assistant, so that there is nothing to learn in it")
+            raise BadRecord(
+                "has no message by the assistant, so that there is nothing to learn in it"
+            )
+        learned_answers = wanted[-1:] if self._turns == "last" else wanted
         try:
-            if self._turns == "all" and self._has_marks(chat):
-                ids, learned = self._by_marks(chat)
-                if len(wanted) < len(answers):
-                    learned = self._behind(chat, learned)
+            if self._has_marks(chat):
+                skips_answers = len(learned_answers) < len(answers)
+                ids, learned = self._by_marks(chat, learned_answers[0] if skips_answers else 0)
             else:
-                ids, learned = self._by_beginnings(chat, wanted if self._turns == "all" else wanted[-1:])
+                ids, learned = self._by_beginnings(chat, learned_answers)
         except BadRecord:
             raise
         except self._unreadable as error:
             raise UsageError(
                 f"the chat template can't be read, at its line {getattr(error, 'lineno', '?')}: {error}"
             ) from error
-        except Exception as error:  # whatever the template's own code raises
+        except Exception as error:  # a template's code may raise any error
             raise BadRecord(f"the chat template refuses it: {error}") from error
         if not any(learned):
             raise BadRecord("nothing of it is marked by the chat template as said by the assistant")
@@ -82,42 +93,81 @@ class ChatTemplate:
         return bool(MARKS.search(self._inner.get_chat_template(self._choice(), chat.tools)))
 
     def _choice(self) -> Any:
-        """A tokenizer may have several templates by name; which, depends on whether there are tools."""
+        """Return the template, or None if the tokenizer has several by name; tools then determine the choice."""
         return self._template if isinstance(self._template, str) else None
 
-    def _by_marks(self, chat: Chat) -> Encoded:
+    def _by_marks(self, chat: Chat, first: int) -> Encoded:
+        """Encode with transformers' own mask, from message `first` on."""
         made = self._inner.apply_chat_template(
             list(chat.messages), tools=chat.tools, chat_template=self._choice(), tokenize=True, return_dict=True,
-            return_assistant_tokens_mask=True,
+            return_assistant_tokens_mask=True, tokenizer_kwargs={"return_offsets_mapping": True},
         )  # fmt: skip
-        return Encoded(list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]])
+        start = self._start_of(chat, first) if first else 0
+        learned: list[bool] = []
+        marked_until = 0
+        for mark, (begin, end) in zip(made["assistant_masks"], made["offset_mapping"], strict=True):
+            # If several tokens form the answer's last character, transformers marks only the first of them.
+            is_marked = bool(mark) or begin < marked_until
+            if is_marked:
+                marked_until = end
+            learned.append(is_marked and end > start)
+        return Encoded(list(made["input_ids"]), learned)
 
-    def _behind(self, chat: Chat, learned: Sequence[bool]) -> list[bool]:
-        """Without as many marked tokens as the messages that are given have."""
-        given = sum(self._by_marks(replace(chat, messages=chat.messages[: chat.given])).learned)
-        return [mark and number > given for mark, number in zip(learned, accumulate(learned), strict=True)]
+    def _start_of(self, chat: Chat, number: int) -> int:
+        """Return the number of characters before a message. Raises BadRecord if that text is not a prefix of the whole."""
+        whole = self._rendered(chat, chat.messages)
+        for prompt in (
+            False,
+            True,
+        ):  # some templates end a conversation if there is no generation prompt
+            before = self._rendered(chat, chat.messages[:number], prompt=prompt)
+            if whole.startswith(before):
+                return len(before)
+        raise BadRecord(_rewritten(number, OTHER_TEMPLATE))
 
     def _by_beginnings(self, chat: Chat, wanted: Sequence[int]) -> Encoded:
         whole = self._rendered(chat, chat.messages)
-        spans = [self._span(chat, number, whole) for number in wanted]
+        spans: list[tuple[int, int]] = []
+        for number in wanted:
+            spans.append(self._span(chat, number, whole, is_last=number == wanted[-1]))
         made = self._inner(whole, add_special_tokens=False, return_offsets_mapping=True)
-        learned = [any(first < end and last > start for start, end in spans) for first, last in made["offset_mapping"]]
+        learned = [
+            any(first < end and last > start for start, end in spans)
+            for first, last in made["offset_mapping"]
+        ]
         return Encoded(list(made["input_ids"]), learned)
 
-    def _span(self, chat: Chat, number: int, whole: str) -> tuple[int, int]:
-        """Characters of a turn's answer, its end-of-turn token included, the line break behind that left out."""
+    def _span(self, chat: Chat, number: int, whole: str, *, is_last: bool) -> tuple[int, int]:
+        """Return the character range of a turn's answer, with its end-of-turn token, but without the line break after it."""
         if not number:
-            raise BadRecord("begins with the assistant's turn, which the chat template can't tell from its prompt")
+            raise BadRecord(
+                "begins with the assistant's turn, which the chat template can't tell from its prompt"
+            )
         before = self._rendered(chat, chat.messages[:number], prompt=True)
-        last = number == len(chat.messages) - 1
-        through = whole if last else self._rendered(chat, chat.messages[: number + 1])
+        ends_whole = number == len(chat.messages) - 1
+        through = whole if ends_whole else self._rendered(chat, chat.messages[: number + 1])
         if not (whole.startswith(through) and through.startswith(before)):
-            raise BadRecord(REWRITTEN)
+            raise BadRecord(
+                _rewritten(number, OTHER_TEMPLATE if is_last else f"{LAST_TURN}; {OTHER_TEMPLATE}")
+            )
         ended = through.rstrip()
         return len(before), len(ended) if ended.endswith(self._added) else len(through)
 
-    def _rendered(self, chat: Chat, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False) -> str:
+    def _rendered(
+        self, chat: Chat, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False
+    ) -> str:
         text: str = self._inner.apply_chat_template(
-            list(messages), tools=chat.tools, chat_template=self._choice(), tokenize=False, add_generation_prompt=prompt
+            list(messages),
+            tools=chat.tools,
+            chat_template=self._choice(),
+            tokenize=False,
+            add_generation_prompt=prompt,
         )
         return text
+
+
+def _rewritten(number: int, remedy: str) -> str:
+    return (
+        f"message {number + 1}: the conversation before this answer, rendered alone, is no beginning of the whole "
+        f"(the chat template rewrites earlier turns), so that the answer can't be found; {remedy}"
+    )

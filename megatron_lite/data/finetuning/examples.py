@@ -1,4 +1,4 @@
-"""All examples as tokens, end to end in memory: which of them are learned, and which pieces fit into a sample."""
+"""All examples as tokens in memory, with a mark on learned tokens, and the pieces that fit into a sample."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,59 +25,67 @@ class ReadingOptions:
     finetune_form: str | None = None
     finetune_turns: str = "all"
     chat_template: str | None = None
-    """The template itself, in place of the tokenizer's own."""
+    """The template's text, which replaces the tokenizer's own template."""
     pairs: bool = False
-    """Records are pairs of answers; then examples come in pairs, the chosen one first."""
+    """Records are pairs of answers. Examples then come in pairs, the chosen one first."""
 
 
 @dataclass(frozen=True)
 class Examples:
+    """All examples of a finetuning dataset."""
+
     tokens: NDArray[np.int32]
     learned: NDArray[np.bool_]
-    """Whether a token is to be predicted."""
+    """True for a token to be predicted."""
     bounds: NDArray[np.int64]
     """Example k is tokens bounds[k] to bounds[k + 1]."""
     divisible: NDArray[np.bool_]
-    """Whether an example that is too long for a sample goes on in the next one: a plain text. Others are cut."""
+    """True if an example that is too long for a sample continues in the next one: a plain text.
+
+    Other examples are truncated.
+    """
     unread: Counter[str] = field(default_factory=Counter)
-    """Fields that are no content -> how many records have them."""
+    """Fields that are not content -> number of records that have them."""
     plain_chats: int = 0
-    """Instructions that were spelled out, as the tokenizer has no chat template."""
+    """Number of instructions written as plain text, because the tokenizer has no chat template."""
     equal: int = 0
-    """Pairs that were left out since both answers are the same."""
+    """Number of pairs left out because both answers are the same."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest example that may not be divided; 0 without any."""
+        """Tokens of the longest example that can't be divided; 0 if there is none."""
         return int(np.diff(self.bounds)[~self.divisible].max(initial=0))
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What samples are made of: examples, or what of them fits."""
+    """The parts of examples that samples consist of."""
 
     examples: Examples
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
     cut: int
-    """Examples whose end was left out."""
+    """Number of examples whose end was left out."""
     dropped: int
-    """Examples of which nothing is left to learn."""
+    """Number of examples with nothing left to learn."""
 
     def __len__(self) -> int:
         return len(self.starts)
 
 
 def pieces_for(examples: Examples, seq_length: int) -> Pieces:
-    """A sample of seq_length tokens holds seq_length + 1 of an example's, the last of them as a label alone."""
+    """Return the pieces. A sample of seq_length tokens uses seq_length + 1 tokens of an example; the last is only a label."""
     found: list[tuple[int, int]] = []
     cut = dropped = 0
     for number, (first, last) in enumerate(pairwise(examples.bounds.tolist())):
         if examples.divisible[number]:
-            found += [(start, min(start + seq_length + 1, last)) for start in range(first, last - 1, seq_length)]
+            found += [
+                (start, min(start + seq_length + 1, last))
+                for start in range(first, last - 1, seq_length)
+            ]
             continue
         end = min(last, first + seq_length + 1)
         if not examples.learned[first + 1 : end].any():
@@ -90,20 +98,24 @@ def pieces_for(examples: Examples, seq_length: int) -> Pieces:
 
 
 class PairPieces(Pieces):
-    """Rows two by two: what fits of the chosen and of the rejected answer of each pair."""
+    """Pairs of consecutive rows: the parts of the chosen and of the rejected answer that fit."""
 
     def __len__(self) -> int:
         return len(self.starts) // 2
 
 
 def pairs_for(examples: Examples, seq_length: int) -> PairPieces:
-    """As pieces_for; a pair of which either answer has nothing left to learn is dropped."""
-    starts, ends = examples.bounds[:-1].reshape(-1, 2), examples.bounds[1:].reshape(-1, 2)
+    """Return the pieces of pairs. A pair is dropped if either answer has nothing left to learn."""
+    starts = examples.bounds[:-1].reshape(-1, 2)
+    ends = examples.bounds[1:].reshape(-1, 2)
     kept = np.minimum(ends, starts + seq_length + 1)
-    before = np.concatenate(([0], np.cumsum(examples.learned)))  # learned tokens before each
+    # Number of learned tokens before each position.
+    before = np.concatenate(([0], np.cumsum(examples.learned)))
     whole = (before[kept] > before[starts + 1]).all(1)
-    cut = int((kept < ends)[whole].any(1).sum())
-    return PairPieces(examples, starts[whole].ravel(), kept[whole].ravel(), cut, int((~whole).sum()))
+    dropped = int((~whole).sum())
+    is_cut = (kept < ends)[whole].any(1)
+    cut = int(is_cut.sum())
+    return PairPieces(examples, starts[whole].ravel(), kept[whole].ravel(), cut, dropped)
 
 
 def read_examples(
@@ -112,7 +124,7 @@ def read_examples(
     options: ReadingOptions = ReadingOptions(),  # frozen
     flag: str = "--finetune-data",
 ) -> Examples:
-    """Raises UsageError; CorruptCheckpoint, naming file and line, for a record that is no example."""
+    """Read all examples. Raises UsageError; CorruptCheckpoint with file and line for a record that is not an example."""
     if tokenizer.eod is None:
         raise UsageError(f"{flag}: this tokenizer has no token that ends an example")
     encoder = _Encoder(tokenizer, tokenizer.eod, options)
@@ -134,7 +146,9 @@ def read_examples(
         raise CorruptCheckpoint(f"{', '.join(words)}: there are no {what}")
     bounds = np.concatenate(([0], np.cumsum([len(ids) for ids in tokens], dtype=np.int64)))
     joined = np.concatenate(tokens), np.concatenate(learned), bounds, np.array(divisible, bool)
-    return Examples(*joined, encoder.unread, encoder.plain_chats // (2 if options.pairs else 1), encoder.equal)
+    return Examples(
+        *joined, encoder.unread, encoder.plain_chats // (2 if options.pairs else 1), encoder.equal
+    )
 
 
 class _Encoder:
@@ -145,7 +159,7 @@ class _Encoder:
         self.plain_chats = self.equal = 0
 
     def encode(self, record: Record) -> Encoded:
-        """Raises BadRecord, and what tokenizers raise for a text that they can't have."""
+        """Encode a record. Raises BadRecord, and the tokenizer's errors for a text that it refuses."""
         if isinstance(record.content, str):
             return self._plain(Plain("", record.content))
         reading = read_record(read_fields(record.content), self._options.finetune_form)
@@ -153,20 +167,29 @@ class _Encoder:
         return self._example(reading.example)
 
     def encode_pair(self, record: Record) -> list[Encoded]:
-        """Chosen and rejected; neither where they are the same. Raises as encode does."""
+        """Return the chosen and the rejected answer, or [] if they are equal. Raises the same errors as encode."""
         if isinstance(record.content, str):
-            raise BadRecord("is plain text; --dpo learns from records with a chosen and a rejected answer")
+            raise BadRecord(
+                "is plain text; --dpo learns from records with a chosen and a rejected answer"
+            )
         pair = read_pair(read_fields(record.content))
         self.unread.update(pair.unread)
         chosen, rejected = self._example(pair.chosen), self._example(pair.rejected)
         if chosen.ids == rejected.ids:
             self.equal += 1
             return []
-        if isinstance(pair.chosen, Plain) and not pair.chosen.given:  # what was asked is how both begin
+        if (
+            isinstance(pair.chosen, Plain) and not pair.chosen.given
+        ):  # the common beginning is the question
             same = next(
-                place for place, (one, other) in enumerate(zip_longest(chosen.ids, rejected.ids)) if one != other
+                place
+                for place, (one, other) in enumerate(zip_longest(chosen.ids, rejected.ids))
+                if one != other
             )
-            return [Encoded(ids, [False] * same + [True] * (len(ids) - same)) for ids, _ in (chosen, rejected)]
+            return [
+                Encoded(ids, [False] * same + [True] * (len(ids) - same))
+                for ids, _ in (chosen, rejected)
+            ]
         return [chosen, rejected]
 
     def _example(self, example: Chat | Plain) -> Encoded:
@@ -178,7 +201,10 @@ class _Encoder:
         return self._chat(example)
 
     def _has_template(self) -> bool:
-        own = isinstance(self._tokenizer, HuggingFaceTokenizer) and self._tokenizer.inner.chat_template
+        own = (
+            isinstance(self._tokenizer, HuggingFaceTokenizer)
+            and self._tokenizer.inner.chat_template
+        )
         return bool(own or self._options.chat_template)
 
     def _chat(self, chat: Chat) -> Encoded:
@@ -187,11 +213,13 @@ class _Encoder:
                 raise UsageError(
                     "chats need a Hugging Face tokenizer, with its chat template: --tokenizer-model DIRECTORY"
                 )
-            self._template = ChatTemplate(self._tokenizer, self._options.chat_template, self._options.finetune_turns)
+            self._template = ChatTemplate(
+                self._tokenizer, self._options.chat_template, self._options.finetune_turns
+            )
         return self._template.encode(chat)
 
     def _plain(self, text: Plain) -> Encoded:
-        """Begun and ended as the model expects it of a text, unless the text has it so already."""
+        """Encode a plain text, with the model's begin and end tokens unless the text has them already."""
         tokenize: Callable[[str], list[int]] = self._tokenizer.tokenize
         asked = tokenize(text.given) if text.given else []
         answer = tokenize(text.learned)

@@ -1,4 +1,4 @@
-"""The forms that a record of finetuning data may have: one line of a table each, and what its fields mean.
+"""The forms of a finetuning record: one line of a table for each form, with the meaning of its fields.
 
 | form | fields | by |
 |---|---|---|
@@ -17,12 +17,12 @@ from typing import Any
 from megatron_lite.data.encoding import BadRecord
 
 Message = Mapping[str, Any]
-"""As chat templates want it: role, content, and what else it has."""
+"""A message for chat templates: role, content, and further fields."""
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Text that is tokenized as it stands: `given` is not learned, `learned` is."""
+    """Text that is tokenized unchanged: `given` is not learned, `learned` is."""
 
     given: str
     learned: str
@@ -30,32 +30,32 @@ class Plain:
 
 @dataclass(frozen=True)
 class Chat:
-    """Goes through the tokenizer's chat template; the assistant's turns are learned."""
+    """A conversation for the tokenizer's chat template. The assistant's turns are learned."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
     given: int = 0
-    """Messages at its beginning of which nothing is learned, whoever wrote them."""
+    """Number of first messages that are not learned, whichever role wrote them."""
     plain: Plain | None = None
-    """The same for a tokenizer without a template, where the form has a plain spelling."""
+    """The same example as plain text, for a tokenizer without a template; None if the form has no plain text."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """A record has it when it has all of `fields`."""
+    """A form. A record has it if the record has all of `fields`."""
 
     name: str
     fields: tuple[str, ...]
     optional: tuple[str, ...]
     read: Callable[[Mapping[str, Any]], Chat | Plain]
-    """From the record, without fields that are null. Raises BadRecord."""
+    """Reads a record without its null fields. Raises BadRecord."""
 
 
 ROLES = {
     "system": "system", "developer": "developer", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "chatgpt": "assistant", "model": "assistant", "tool": "tool", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
-"""Who speaks, as data sets call them -> as chat templates do."""
+"""Role names in datasets -> role names in chat templates."""
 
 
 def _messages(record: Mapping[str, Any]) -> Chat:
@@ -67,11 +67,26 @@ def _conversations(record: Mapping[str, Any]) -> Chat:
 
 
 def _alpaca(record: Mapping[str, Any]) -> Chat:
-    asked, more, answer = read_text(record, "instruction"), read_text(record, "input"), read_text(record, "output")
+    asked, more, answer = (
+        read_text(record, "instruction"),
+        read_text(record, "input"),
+        read_text(record, "output"),
+    )
     question = f"{asked}\n\n{more}" if more else asked
-    turns = [*read_system(record), {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    parts = [read_text(record, "system"), f"### Instruction:\n{asked}", f"### Input:\n{more}" if more else ""]
-    return Chat(turns, plain=Plain("\n\n".join(part for part in (*parts, "### Response:\n") if part), answer))
+    turns = [
+        *read_system(record),
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
+    parts = [
+        read_text(record, "system"),
+        f"### Instruction:\n{asked}",
+        f"### Input:\n{more}" if more else "",
+    ]
+    return Chat(
+        turns,
+        plain=Plain("\n\n".join(part for part in (*parts, "### Response:\n") if part), answer),
+    )
 
 
 def _prompt(record: Mapping[str, Any]) -> Plain:
@@ -94,10 +109,10 @@ FORMS = (
     Form("prompt", ("input", "output"), (), _input),
     Form("text", ("text",), (), _whole),
 )
-"""The first that has all fields of another one comes before it."""
+"""If a form has all fields of another form, it comes first."""
 
 OTHER_CONTENT = ("chosen", "rejected", "history")
-"""Fields that carry text in forms that finetuning doesn't read."""
+"""Fields with text in forms that finetuning does not read."""
 
 CONTENT = {name for form in FORMS for name in (*form.fields, *form.optional)} | set(OTHER_CONTENT)
 
@@ -106,15 +121,17 @@ NAMES = tuple(dict.fromkeys(form.name for form in FORMS))
 
 @dataclass(frozen=True)
 class Reading:
+    """A record that was read."""
+
     example: Chat | Plain
     unread: frozenset[str]
-    """Fields that aren't content: `id`, `source`."""
+    """Fields that are not content, such as `id`, `source`."""
 
 
 def read_record(record: Mapping[str, Any], wanted: str | None = None) -> Reading:
-    """wanted: name of the form, where records have the fields of several; the others' are not read then.
+    """Read a record. wanted: the form to read if records have the fields of several; other forms are then ignored.
 
-    Raises BadRecord for one without a form, and for content that would be left out.
+    Raises BadRecord for a record without a form, and for content that would be left out.
     """
     there = {name: value for name, value in record.items() if value is not None}
     form = _form_of(there, wanted)
@@ -136,14 +153,18 @@ def _form_of(record: Mapping[str, Any], wanted: str | None) -> Form:
     if "chosen" in record and "rejected" in record:
         raise BadRecord("is a pair of a chosen and a rejected answer; --dpo learns from pairs")
     forms = "; ".join(dict.fromkeys(listed(form.fields) for form in candidates))
-    raise BadRecord(f"has {listed(record) or 'no fields'}, but not the fields of an example: {forms}")
+    raise BadRecord(
+        f"has {listed(record) or 'no fields'}, but not the fields of an example: {forms}"
+    )
 
 
 def listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    """Return the names in double quotes, separated by commas."""
     return ", ".join(f'"{name}"' for name in names)
 
 
 def read_text(record: Mapping[str, Any], name: str) -> str:
+    """Return a text field; "" if it is missing. Raises BadRecord for a field that is not text."""
     value = record.get(name, "")
     if not isinstance(value, str):
         raise BadRecord(f'its "{name}" should be text, found {type(value).__name__}')
@@ -151,13 +172,15 @@ def read_text(record: Mapping[str, Any], name: str) -> str:
 
 
 def read_system(record: Mapping[str, Any]) -> list[Message]:
+    """Return the field `system` as a list of at most one message."""
     text = read_text(record, "system")
     return [{"role": "system", "content": text}] if text else []
 
 
 def read_tools(record: Mapping[str, Any]) -> Sequence[Any] | None:
+    """Return the field `tools`, which may be JSON text; None if it is missing or empty. Raises BadRecord."""
     tools = record.get("tools") or None
-    if isinstance(tools, str):  # as tables have it
+    if isinstance(tools, str):  # tables store it as text
         try:
             tools = json.loads(tools) or None
         except ValueError as error:
@@ -168,14 +191,18 @@ def read_tools(record: Mapping[str, Any]) -> Sequence[Any] | None:
 
 
 def read_turns(record: Mapping[str, Any], name: str) -> list[Message]:
+    """Return the messages in a field. Raises BadRecord."""
     turns = record[name]
     if not isinstance(turns, list) or not turns:
         raise BadRecord(f'its "{name}" should be a list of messages')
-    return [read_message(turn, f'message {number} of its "{name}"') for number, turn in enumerate(turns, 1)]
+    return [
+        read_message(turn, f'message {number} of its "{name}"')
+        for number, turn in enumerate(turns, 1)
+    ]
 
 
 def read_message(turn: Any, where: str) -> Message:
-    """{role, content}, or ShareGPT's {from, value}, in either form."""
+    """Read {role, content}, or ShareGPT's {from, value}, in any form."""
     if not isinstance(turn, Mapping):
         raise BadRecord(f"{where} should be an object")
     rest = {key: value for key, value in turn.items() if value is not None}
@@ -186,7 +213,9 @@ def read_message(turn: Any, where: str) -> Message:
     if content is None and not rest:
         raise BadRecord(f'{where} has no "content"')
     if rest.pop("weight", 1) not in (1, True) or rest.pop("train", True) not in (1, True):
-        raise BadRecord(f"{where} has a weight of its own, which is not supported; end the conversation before it")
+        raise BadRecord(
+            f"{where} has a loss weight, which is not supported; end the conversation before it"
+        )
     if isinstance(content, list):
         content = "".join(_part(part, where) for part in content)
     if content is not None and not isinstance(content, str):
@@ -195,8 +224,12 @@ def read_message(turn: Any, where: str) -> Message:
 
 
 def _part(part: Any, where: str) -> str:
-    """Of content that is a list: text alone."""
-    if isinstance(part, Mapping) and isinstance(part.get("text"), str) and part.get("type") in ("text", None):
+    """Return the text of one part of a content list. Raises BadRecord for a part that is not text."""
+    if (
+        isinstance(part, Mapping)
+        and isinstance(part.get("text"), str)
+        and part.get("type") in ("text", None)
+    ):
         text: str = part["text"]
         return text
     raise BadRecord(f"{where} has content that is not text")

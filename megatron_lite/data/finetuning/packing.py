@@ -1,4 +1,4 @@
-"""Which examples share a sample: whole ones, best fit by decreasing length within a window of the shuffled order."""
+"""Assigns whole examples to samples: best fit by decreasing length, within a window of the shuffled order."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
@@ -7,13 +7,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 WINDOW = 4096
-"""Examples that are packed together. All of them at once would put equal lengths side by side in training."""
+"""Number of examples packed together. One window for all examples would place equal lengths side by side in training."""
 
 
-def epochs(members: NDArray[np.int64], sizes: NDArray[np.int64], room: int, seed: int) -> Iterator[list[list[int]]]:
-    """Epoch by epoch, without end: its samples, each the numbers of its examples. Every member is in each epoch once.
+def epochs(
+    members: NDArray[np.int64], sizes: NDArray[np.int64], room: int, seed: int
+) -> Iterator[list[list[int]]]:
+    """Yield the samples of each epoch, without end. A sample is a list of example numbers; an epoch has every member once.
 
-    sizes: of every example, at most `room`, the tokens of a sample.
+    sizes: tokens of every example, at most `room`, the tokens of a sample.
     """
     random = np.random.RandomState(seed)
     while True:
@@ -21,13 +23,14 @@ def epochs(members: NDArray[np.int64], sizes: NDArray[np.int64], room: int, seed
         packs: list[list[int]] = []
         for start in range(0, len(order), WINDOW):
             window = order[start : start + WINDOW]
+            # Pack the longest examples first.
             found = pack(window[np.argsort(-sizes[window], kind="stable")].tolist(), sizes, room)
             packs += [found[number] for number in random.permutation(len(found))]
         yield packs
 
 
 def pack(order: Sequence[int], sizes: NDArray[np.int64], room: int) -> list[list[int]]:
-    """Each example in turn goes where it leaves the least room, or into a new sample."""
+    """Put each example in turn into the sample with the least sufficient room, or into a new sample."""
     packs: list[list[int]] = []
     left: list[tuple[int, int]] = []  # (room left, number of the sample), in order
     for number in order:

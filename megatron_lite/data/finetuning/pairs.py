@@ -1,14 +1,14 @@
-"""Pairs of answers, one of which was preferred: two examples that share their beginning, of which nothing is learned.
+"""Pairs of a preferred and a rejected answer: two examples with a common beginning that is not learned.
 
-| what was asked | `chosen` and `rejected` | by |
+| question | `chosen` and `rejected` | by |
 |---|---|---|
 | `prompt`, text | texts | TRL |
 | `prompt`, messages | messages | TRL |
-| nothing | conversations that begin alike, or texts that do | TRL, Anthropic |
-| `prompt`, the text of a message | conversations that have it | UltraFeedback |
+| none | conversations or texts with a common beginning | TRL, Anthropic |
+| `prompt`, the text of a message | conversations that contain it | UltraFeedback |
 | `instruction`; `input`, `system` | texts | LLaMA-Factory |
 | `question`; `system` | texts | Orca |
-| `conversations` or `messages` | a message, or several | LLaMA-Factory |
+| `conversations` or `messages` | one or several messages | LLaMA-Factory |
 """
 
 from collections.abc import Mapping
@@ -16,20 +16,33 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_lite.data.encoding import BadRecord
-from megatron_lite.data.finetuning.forms import Chat, Message, Plain, listed, read_message, read_record, read_turns
+from megatron_lite.data.finetuning.forms import (
+    Chat,
+    Message,
+    Plain,
+    listed,
+    read_message,
+    read_record,
+    read_turns,
+)
 
 ANSWERS = ("chosen", "rejected")
 
 
 class Pair(NamedTuple):
+    """Two answers to the same question."""
+
     chosen: Chat | Plain
     rejected: Chat | Plain
     unread: frozenset[str]
-    """Fields that aren't content."""
+    """Fields that are not content."""
 
 
 def read_pair(record: Mapping[str, Any]) -> Pair:
-    """Raises BadRecord, naming the field, for what is no pair, and for content that would be left out."""
+    """Read a pair.
+
+    Raises BadRecord with the field's name for a record that is no pair, or for content that would be left out.
+    """
     there = {name: value for name, value in record.items() if value is not None}
     missing = [name for name in ANSWERS if name not in there]
     if missing:
@@ -39,25 +52,34 @@ def read_pair(record: Mapping[str, Any]) -> Pair:
     empty = [name for name in ANSWERS if not there[name] and isinstance(there[name], str)]
     if empty:
         raise BadRecord(f"its {listed(empty)} is empty")
-    if there.get("messages") in (there["chosen"], []):  # as some data sets have it, for finetuning
+    if there.get("messages") in (
+        there["chosen"],
+        [],
+    ):  # some datasets repeat the chosen conversation for finetuning
         del there["messages"]
     chosen, rejected = (read_record(_as_example(there, name)) for name in ANSWERS)
     if isinstance(chosen.example, Chat) and isinstance(rejected.example, Chat):
         return Pair(*_with_common_beginning(chosen.example, rejected.example), chosen.unread)
     if type(chosen.example) is not type(rejected.example):
-        raise BadRecord('its "chosen" is a text and its "rejected" messages, or the other way round')
+        raise BadRecord(
+            'its "chosen" is a text and its "rejected" messages, or the other way round'
+        )
     return Pair(chosen.example, rejected.example, chosen.unread)
 
 
 def _as_example(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A record of the forms that finetuning reads: what was asked, and one of its answers."""
+    """Return a record in a form that finetuning reads: the question and one of its answers."""
     answer = record[name]
     asked = {field: value for field, value in record.items() if field not in ANSWERS}
     if isinstance(answer, str):
         return _with_text(asked, answer)
     if not isinstance(answer, list | Mapping):
         raise BadRecord(f'its "{name}" should be text or messages, found {type(answer).__name__}')
-    turns = read_turns(record, name) if isinstance(answer, list) else [read_message(answer, f'its "{name}"')]
+    turns = (
+        read_turns(record, name)
+        if isinstance(answer, list)
+        else [read_message(answer, f'its "{name}"')]
+    )
     return _with_turns(asked, turns, name)
 
 
@@ -79,7 +101,9 @@ def _with_turns(asked: dict[str, Any], turns: list[Message], name: str) -> dict[
         return {**asked, "messages": [{"role": "user", "content": prompt}, *turns]}
     if isinstance(prompt, str):
         if not any(turn["role"] != "assistant" and turn.get("content") == prompt for turn in turns):
-            raise BadRecord(f'its "prompt" is no message of its "{name}", so that it would be left out')
+            raise BadRecord(
+                f'its "prompt" is no message of its "{name}", so that it would be left out'
+            )
         return {**asked, "messages": turns}
     if prompt is not None:
         return {**asked, "messages": [*read_turns({"prompt": prompt}, "prompt"), *turns]}
@@ -91,7 +115,7 @@ def _with_turns(asked: dict[str, Any], turns: list[Message], name: str) -> dict[
 def _with_common_beginning(chosen: Chat, rejected: Chat) -> tuple[Chat, Chat]:
     both = zip(chosen.messages, rejected.messages, strict=False)
     given = next((number for number, (one, other) in enumerate(both) if one != other), None)
-    if given is None:  # one is the other's beginning, or they are the same
+    if given is None:  # one is a prefix of the other, or they are equal
         given = min(len(chosen.messages), len(rejected.messages)) - 1
     for name, chat in zip(ANSWERS, (chosen, rejected), strict=True):
         if chat.messages[given]["role"] != "assistant":

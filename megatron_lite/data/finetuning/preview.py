@@ -1,4 +1,4 @@
-"""`--show-sample`: a sample as text, and which of it is learned."""
+"""`--show-sample`: a sample as text, with a mark on its learned parts."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -12,25 +12,34 @@ from megatron_lite.data.tokenizer import Tokenizer
 
 
 def preview(sample: Sample | PairSample, tokenizer: Tokenizer) -> Iterator[str]:
-    """A line for each run of tokens that are learned or not, example by example; special tokens as they are spelled."""
+    """Yield a line for each run of learned or unlearned tokens, example by example. Special tokens are spelled out."""
     learned = int(sample.loss_mask.sum())
     if isinstance(sample, PairSample):
         yield f"the first pair: {learned:,} of its tokens are compared"
         for row, name in enumerate(("chosen", "rejected")):
             end = int(sample.loss_mask[row].nonzero()[0].max()) + 1
             yield f"  {name}"
-            yield from _runs(sample.tokens[row, :end], sample.labels[row, :end], sample.loss_mask[row, :end], tokenizer)
+            yield from _runs(
+                sample.tokens[row, :end],
+                sample.labels[row, :end],
+                sample.loss_mask[row, :end],
+                tokenizer,
+            )
         return
     yield f"the first sample: {learned:,} of its {len(sample.tokens):,} tokens are learned"
     for ordinal in range(int(sample.documents.max()) + 1):
         inside = sample.documents == ordinal
         if sample.loss_mask[inside].any():
             yield f"  example {ordinal + 1}"
-            yield from _runs(sample.tokens[inside], sample.labels[inside], sample.loss_mask[inside], tokenizer)
+            yield from _runs(
+                sample.tokens[inside], sample.labels[inside], sample.loss_mask[inside], tokenizer
+            )
 
 
-def _runs(tokens: NDArray[Any], labels: NDArray[Any], mask: NDArray[Any], tokenizer: Tokenizer) -> Iterator[str]:
-    # The first token is nobody's label, every other one is the label of the one before it.
+def _runs(
+    tokens: NDArray[Any], labels: NDArray[Any], mask: NDArray[Any], tokenizer: Tokenizer
+) -> Iterator[str]:
+    # The first token is not a label; every other token is the label of the token before it.
     every, marks = [int(tokens[0]), *map(int, labels)], [False, *map(bool, mask)]
     for mark, run in groupby(zip(marks, every, strict=True), key=lambda pair: pair[0]):
         text = tokenizer.spelled([token for _, token in run])

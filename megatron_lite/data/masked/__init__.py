@@ -1,6 +1,6 @@
-"""Samples for BERT and T5, those of megatron-core: sentences with words hidden.
+"""Samples for BERT and T5 as in megatron-core: sentences with masked words.
 
-mapping    which sentences make a sample
-masking    which of a sample's tokens are hidden
-samples    what BERT and T5 are shown, and what they are to say
+mapping    the sentences of a sample
+masking    the masked tokens of a sample
+samples    the inputs and labels of BERT and T5
 """

@@ -14,14 +14,16 @@ from megatron_lite.data.masked.mapping import build_mapping
 from megatron_lite.data.samples import Arrays
 
 Make = Callable[[Sequence[Sequence[int]], int, int], Arrays]
-"""make(sentences, tokens that they may have at most, seed) -> a sample."""
+"""make(sentences, largest number of tokens, seed) -> a sample."""
 
 
 class MaskedDataset:
     """One split of one indexed dataset. Thread-safe: reading changes nothing."""
 
-    def __init__(self, corpus: IndexedDataset, mapping: NDArray[np.int64], seed: int, make: Make) -> None:
-        """mapping: as build_mapping makes it."""
+    def __init__(
+        self, corpus: IndexedDataset, mapping: NDArray[np.int64], seed: int, make: Make
+    ) -> None:
+        """mapping: from build_mapping."""
         self._corpus, self._mapping, self._seed, self._make = corpus, mapping, seed, make
 
     def __len__(self) -> int:
@@ -35,21 +37,24 @@ class MaskedDataset:
 
 @dataclass(frozen=True)
 class MaskedSampling:
-    """A corpus is divided by documents, each of which has a sequence for every sentence."""
+    """Samples for BERT and T5. A corpus is split by documents; each document has one sequence per sentence."""
 
     make: Make
     longest: int
-    """Tokens of a sample without those that are added to it."""
+    """Tokens of a sample without the tokens that are added to it."""
     least_sentences: int
-    """Of a document and of a sample."""
+    """Least number of sentences of a document and of a sample."""
     short_probability: float
     seed: int
     cache: Path | None = None
 
     def has_any(self, corpus: IndexedDataset, part: Part) -> bool:
+        """See datasets.Sampling."""
         return len(part_of(part, len(corpus.documents) - 1)) > 0
 
-    def dataset(self, corpus: IndexedDataset, part: Part, samples: int | None) -> MaskedDataset | None:
+    def dataset(
+        self, corpus: IndexedDataset, part: Part, samples: int | None
+    ) -> MaskedDataset | None:
         """See datasets.Sampling."""
         if not self.has_any(corpus, part):
             return None

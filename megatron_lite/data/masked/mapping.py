@@ -1,7 +1,7 @@
-"""Which sentences make a sample: runs of a document's sentences, up to a length that is now and then drawn shorter.
+"""Selects the sentences of each sample: consecutive sentences of a document up to a length that is sometimes drawn shorter.
 
-The same as build_mapping of megatron-core's native helper (megatron/core/datasets/helpers.cpp), draw for draw: lengths come from
-mt19937, which is numpy's, the order of samples from mt19937_64, which is not.
+Equal to build_mapping of megatron-core's native helper (megatron/core/datasets/helpers.cpp), draw by draw. Lengths come
+from mt19937, which numpy has; the order of samples comes from mt19937_64, which numpy lacks.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LONG_SENTENCE = 512
-"""Tokens; a document of several sentences, one of them longer, is left out."""
+"""Tokens. A document of several sentences is left out if one sentence is longer."""
 _BLOCK = 1 << 14
 
 
@@ -24,16 +24,18 @@ def build_mapping(
     seed: int,
     least_sentences: int,
 ) -> NDArray[np.int64]:
-    """int64 [n, 3]: of each sample its first sentence, the one behind its last, and how many tokens it may have at most.
+    """Return int64 [n, 3]: the first sentence of each sample, the sentence after its last, and its largest number of tokens.
 
-    documents: where each document of this part begins, and where the last one ends, in sentences. lengths: of every sentence.
-    samples: how many at least, rounded up to whole epochs; None: one epoch. short_probability: of a sample that is to be shorter.
+    documents: the first sentence of each document of this part, and the end of the last document. lengths: of every
+    sentence.
+    samples: the least number, rounded up to whole epochs; None: one epoch. short_probability: of a shorter sample.
     """
     targets = _targets(longest, short_probability, seed)
     epoch = [
         (first, last)
         for first, last in pairwise(documents.tolist())
-        if last - first >= least_sentences and not (last - first > 1 and (lengths[first:last] > LONG_SENTENCE).any())
+        if last - first >= least_sentences
+        and not (last - first > 1 and (lengths[first:last] > LONG_SENTENCE).any())
     ]
     found: list[tuple[int, int, int]] = []
     sizes = lengths.tolist()
@@ -62,7 +64,7 @@ def _of_document(
 
 
 def _targets(longest: int, short_probability: float, seed: int) -> Iterator[int]:
-    """Lengths, one at the start of each document and one behind each sample."""
+    """Yield target lengths: one at the start of each document, and one after each sample."""
     one_in = round(1 / short_probability) if short_probability else 0
     random = np.random.RandomState(seed)
     while True:
@@ -90,7 +92,11 @@ def mt19937_64(seed: int) -> Iterator[int]:
     while True:
         for place in range(size):
             mixed = state[place] & upper | state[(place + 1) % size] & ~upper & mask
-            state[place] = state[(place + shift) % size] ^ mixed >> 1 ^ (0xB5026F5AA96619E9 if mixed & 1 else 0)
+            state[place] = (
+                state[(place + shift) % size]
+                ^ mixed >> 1
+                ^ (0xB5026F5AA96619E9 if mixed & 1 else 0)
+            )
         for value in state:
             value ^= value >> 29 & 0x5555555555555555
             value ^= value << 17 & 0x71D67FFFEDA60000

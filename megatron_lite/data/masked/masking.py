@@ -1,6 +1,6 @@
-"""Which tokens of a sample are hidden: words, or runs of several, in a random order until there are enough.
+"""Selects the masked tokens of a sample: words, or spans of several words, in a random order until there are enough.
 
-Every draw is made in the order of megatron-core's MaskedWordPieceDataset, so that the same seed hides the same.
+Draws have the order of megatron-core's MaskedWordPieceDataset, so that the same seed masks the same tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,34 +12,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 GEOMETRIC = 0.2
-"""Of the distribution of a run's length, SpanBERT's."""
+"""Parameter of the distribution of span lengths, from SpanBERT."""
 
 
 @dataclass(frozen=True)
 class Masking:
-    """Names are those of Megatron's configuration."""
+    """Options with the names of Megatron's configuration."""
 
     probability: float = 0.15
-    """Part of a sample's tokens that is hidden."""
+    """Fraction of a sample's tokens that are masked."""
     max_ngram: int = 3
-    """Words of a run at most."""
+    """Largest number of words in a span."""
     do_full_word: bool = True
-    """Hide all pieces of a word together."""
+    """Mask all pieces of a word together."""
     use_longer_ngrams: bool = False
-    """Long runs are likelier than short ones."""
+    """Make long spans likelier than short ones."""
     use_geometric_distribution: bool = False
 
 
 class Span(NamedTuple):
+    """The places of one masked span."""
+
     places: list[int]
     tokens: list[int]
-    """That were there."""
+    """The tokens before masking."""
 
 
 class Masked(NamedTuple):
+    """A masked sample."""
+
     tokens: list[int]
     spans: list[Span]
-    """In their order."""
+    """In the order of their places."""
 
 
 def mask(
@@ -52,8 +56,9 @@ def mask(
     never: frozenset[int],
     draw: Callable[[np.random.RandomState], int | None],
 ) -> Masked:
-    """longest: tokens that the sample might have had. continues: by token, whether it goes on with the word before it (##).
-    never: tokens that are not hidden. draw: what is put in a token's place; None: itself.
+    """Mask a sample. longest: the largest allowed number of tokens. continues: by token, whether it continues a word (##).
+
+    never: tokens that are not masked. draw: returns the replacement of a token; None keeps the token.
     """
     words = list(_words(tokens, masking, continues, never))
     most = min(masking.probability * longest, max(1, round(len(tokens) * masking.probability)))
@@ -63,9 +68,11 @@ def mask(
     order = list(range(len(words)))
     random.shuffle(order)
     for first in order:
-        if most - len(taken) < 1:  # nothing fits any more, and what would be drawn for nothing nobody draws after
+        if most - len(taken) < 1:  # nothing fits any more, and later draws would be unused
             break
-        places = _fitting(words[first : first + masking.max_ngram], _length(masking, random), most - len(taken))
+        places = _fitting(
+            words[first : first + masking.max_ngram], _length(masking, random), most - len(taken)
+        )
         if not places or not taken.isdisjoint(places):
             continue
         for place in places:
@@ -79,7 +86,7 @@ def mask(
 def _words(
     tokens: Sequence[int], masking: Masking, continues: NDArray[np.bool_], never: frozenset[int]
 ) -> Iterator[list[int]]:
-    """Places of each word's pieces, or of each piece alone."""
+    """Yield the places of each word's pieces, or of each single piece."""
     word: list[int] = []
     for place, token in enumerate(tokens):
         if token in never:
@@ -93,17 +100,17 @@ def _words(
 
 
 def _length(masking: Masking, random: np.random.RandomState) -> int:
-    """Words of a run, drawn; there may be fewer from its first one on."""
+    """Draw the number of words of a span. Fewer words may remain after its first word."""
     if masking.use_geometric_distribution:
         return min(int(random.geometric(GEOMETRIC)), masking.max_ngram)
-    # random.choice(lengths, p=...) of numpy, without its checks.
+    # The same as numpy's random.choice(lengths, p=...), without its checks.
     bounds = _bounds(masking.max_ngram, longer=masking.use_longer_ngrams)
     return 1 + int(bounds.searchsorted(random.random_sample(), side="right"))
 
 
 @cache
 def _bounds(most: int, *, longer: bool) -> NDArray[np.float64]:
-    """Of a number between 0 and 1 that is drawn for a length: below the first one for 1, between it and the second for 2 ..."""
+    """Return bounds for a number drawn from [0, 1): length 1 below the first bound, 2 up to the second bound …"""
     weights = 1.0 / (np.arange(most, dtype=np.int64) + 1)
     weights = weights / weights.sum(keepdims=True)
     if longer:
@@ -114,7 +121,7 @@ def _bounds(most: int, *, longer: bool) -> NDArray[np.float64]:
 
 
 def _fitting(words: Sequence[list[int]], length: int, room: float) -> list[int]:
-    """Places of the longest run of so many words or fewer for which there is room; empty where there is none."""
+    """Return the places of the longest span of at most `length` words that fits into `room`; [] if none fits."""
     for count in range(length, 0, -1):
         places = [place for word in words[:count] for place in word]
         if len(places) <= room:

@@ -1,4 +1,4 @@
-"""What BERT and T5 are shown, and what they are to say: the arrays of megatron-core's data sets, from the same draws."""
+"""The inputs and labels of BERT and T5: the arrays of megatron-core's datasets, from the same draws."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from megatron_lite.data.masked.masking import Masked, Masking, mask
 
 Array = NDArray[np.int64]
 MASK_EACH, RANDOM_EACH = 0.8, 0.5
-"""BERT: how often a hidden token becomes [MASK], and of the others how often any word."""
+"""BERT: the probability that a masked token becomes [MASK], and of the others that it becomes a random word."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What is to be known of a tokenizer."""
+    """The facts about a tokenizer that masking needs."""
 
     words: int
     continues: NDArray[np.bool_]
-    """By token, whether it goes on with the word before it: it begins with ##."""
+    """By token, whether it continues the word before it: it begins with ##."""
     cls: int
     sep: int
     mask: int
@@ -29,24 +29,24 @@ class Vocabulary:
     bos: int = -1
     eos: int = -1
     sentinels: Sequence[int] = ()
-    """T5's, in order."""
+    """T5's sentinels, in order."""
 
     @property
     def filler(self) -> int:
-        """The padding while a sample is made: -1 where the token for it has another purpose too."""
+        """The padding while a sample is made: -1 if the padding token has another meaning too."""
         return -1 if self.pad in (self.cls, self.sep, self.mask, self.bos, self.eos) else self.pad
 
 
 class BertSample(NamedTuple):
-    """Of shape [length]."""
+    """Arrays of shape [length]."""
 
     text: Array
     types: Array
-    """0: [CLS], the first part and its [SEP]; 1: the second one and its [SEP]."""
+    """0: [CLS], the first part and its [SEP]; 1: the second part and its [SEP]."""
     labels: Array
-    """What was there, where something was hidden; elsewhere -1, or 0 where that is the padding."""
+    """The masked tokens at their places; elsewhere -1, or 0 if -1 is the padding."""
     is_random: int
-    """Whether the parts have changed places."""
+    """1 if the parts are swapped."""
     padding_mask: Array
     loss_mask: Array
     truncated: int
@@ -62,13 +62,19 @@ def bert_sample(
     *,
     two_parts: bool,
 ) -> BertSample:
-    """sentences, longest: as the mapping has them. seed: the data set's, plus the sample's number. two_parts: with a binary head."""
+    """Return a sample. sentences, longest: from the mapping. two_parts: for a model with a binary head.
+
+    seed: the dataset's seed plus the sample's number.
+    """
     random = np.random.RandomState(seed % 2**32)
     pivot, swapped = len(sentences), False
     if two_parts:
         pivot = int(random.randint(1, len(sentences))) if len(sentences) >= 3 else 1
         swapped = bool(random.random_sample() < 0.5)
-    parts = [[token for sentence in part for token in sentence] for part in (sentences[:pivot], sentences[pivot:])]
+    parts = [
+        [token for sentence in part for token in sentence]
+        for part in (sentences[:pivot], sentences[pivot:])
+    ]
     first, second = reversed(parts) if swapped else parts
     truncated = len(first) + len(second) > longest
     _trim(first, second, longest, random)
@@ -81,9 +87,13 @@ def bert_sample(
     def draw(random: np.random.RandomState) -> int | None:
         if random.random_sample() < MASK_EACH:
             return words.mask
-        return int(random.randint(0, words.words)) if random.random_sample() >= RANDOM_EACH else None
+        return (
+            int(random.randint(0, words.words)) if random.random_sample() >= RANDOM_EACH else None
+        )
 
-    masked = mask(tokens, longest, masking, random, continues=words.continues, never=never, draw=draw)
+    masked = mask(
+        tokens, longest, masking, random, continues=words.continues, never=never, draw=draw
+    )
     text = _padded(masked.tokens, length, words.filler)
     labels, loss_mask = np.full(length, -1, np.int64), np.zeros(length, np.int64)
     for span in masked.spans:
@@ -95,14 +105,14 @@ def bert_sample(
 
 
 def _trim(first: list[int], second: list[int], longest: int, random: np.random.RandomState) -> None:
-    """Token by token, from either end of the longer part."""
+    """Remove single tokens from either end of the longer part until both fit."""
     while len(first) + len(second) > longest:
         longer = first if len(first) > len(second) else second
         del longer[0 if random.random_sample() < 0.5 else -1]
 
 
 class T5Sample(NamedTuple):
-    """Of shape [length] and [decoder length]."""
+    """Arrays of shape [length] and [decoder length]."""
 
     text_enc: Array
     text_dec: Array
@@ -122,7 +132,10 @@ def t5_sample(
     masking: Masking,
     words: Vocabulary,
 ) -> T5Sample:
-    """As bert_sample. Raises UsageError for more runs than there are sentinels, or than the decoder has room for."""
+    """Return a sample; arguments as in bert_sample.
+
+    Raises UsageError for more spans than sentinels, or than the decoder has room for.
+    """
     random = np.random.RandomState(seed % 2**32)
     tokens = [token for sentence in sentences for token in sentence]
     truncated = len(tokens) > longest
@@ -136,7 +149,10 @@ def t5_sample(
             f"a sample hides {len(said)} tokens and sentinels, the decoder has room for {decoder_length - 1}; "
             "give a longer --decoder-seq-length, or hide less (--mask-prob)"
         )
-    encoder, decoder = _padded(shown, length, words.filler), _padded([words.bos, *said], decoder_length, words.filler)
+    encoder, decoder = (
+        _padded(shown, length, words.filler),
+        _padded([words.bos, *said], decoder_length, words.filler),
+    )
     labels = _padded([*said, words.eos], decoder_length, -1)
     loss_mask = (np.arange(decoder_length) <= len(said)).astype(np.int64)
     masks = [(text != words.filler).astype(np.int64) for text in (encoder, decoder)]
@@ -146,11 +162,11 @@ def t5_sample(
 
 
 def _around_sentinels(masked: Masked, words: Vocabulary) -> tuple[list[int], list[int]]:
-    """(the text with a sentinel in each run's place, each sentinel with what was there)."""
+    """Return (the text with a sentinel in place of each span, each sentinel followed by its span's tokens)."""
     if len(masked.spans) > len(words.sentinels):
         raise UsageError(
             f"a sample has {len(masked.spans)} runs of hidden words, the vocabulary {len(words.sentinels)} tokens that stand for one: "
-            f"--vocab-extra-ids has to be {len(masked.spans)} or more"
+            f"--vocab-extra-ids must be {len(masked.spans)} or more"
         )
     shown: list[int] = []
     said: list[int] = []
@@ -163,7 +179,9 @@ def _around_sentinels(masked: Masked, words: Vocabulary) -> tuple[list[int], lis
 
 
 def _padded(tokens: Sequence[int], length: int, filler: int) -> Array:
-    """Raises UsageError for more tokens than the length."""
+    """Pad the tokens to the length. Raises UsageError if there are more."""
     if len(tokens) > length:
-        raise UsageError(f"a sample of {len(tokens)} tokens is longer than the sequence of {length}")
+        raise UsageError(
+            f"a sample of {len(tokens)} tokens is longer than the sequence of {length}"
+        )
     return np.array([*tokens, *[filler] * (length - len(tokens))], np.int64)

@@ -1,4 +1,4 @@
-"""What masking is to know of a tokenizer: its special tokens, and which pieces go on with a word."""
+"""Reads the facts that masking needs from a tokenizer: special tokens, and the pieces that continue a word."""
 
 import numpy as np
 
@@ -10,16 +10,20 @@ SENTINEL = "<extra_id_{}>"
 
 
 def vocabulary(
-    tokenizer: Tokenizer, needed: tuple[str, ...], why: str = "hidden words need a tokenizer with a mask"
+    tokenizer: Tokenizer,
+    needed: tuple[str, ...],
+    why: str = "hidden words need a tokenizer with a mask",
 ) -> Vocabulary:
-    """needed: names of special tokens without which there is nothing to train: `cls`, `sep`, `mask`, `pad`, `bos`, `eos`.
+    """Return the vocabulary. needed: required special tokens, of `cls`, `sep`, `mask`, `pad`, `bos`, `eos`.
 
-    why: what is said of a tokenizer that has none of these.
+    why: the error message for a tokenizer without any of these.
     Raises UsageError for a tokenizer that lacks one.
     """
     if not isinstance(tokenizer, (RustTokenizer, HuggingFaceTokenizer)):
         raise UsageError(f"{why}: --tokenizer-type BertWordPieceLowerCase --vocab-file")
-    special = {name: tokenizer.special(name) for name in ("cls", "sep", "mask", "pad", "bos", "eos")}
+    special = {
+        name: tokenizer.special(name) for name in ("cls", "sep", "mask", "pad", "bos", "eos")
+    }
     missing = [name for name in needed if special[name] is None]
     if missing:
         raise UsageError(
@@ -32,4 +36,9 @@ def vocabulary(
     while (piece := SENTINEL.format(len(sentinels))) in numbers:
         sentinels.append(numbers[piece])
     found = {name: -1 if number is None else number for name, number in special.items()}
-    return Vocabulary(len(pieces), np.array([piece.startswith("##") for piece in pieces]), **found, sentinels=sentinels)
+    return Vocabulary(
+        len(pieces),
+        np.array([piece.startswith("##") for piece in pieces]),
+        **found,
+        sentinels=sentinels,
+    )

@@ -1,6 +1,6 @@
-"""Data of the tasks that Megatron-LM finetunes a BERT on (tasks/main.py): MNLI, QQP and RACE, in its samples.
+"""Data of the tasks that Megatron-LM finetunes a BERT on (tasks/main.py): MNLI, QQP and RACE, in Megatron's samples.
 
-examples   what a file holds: texts, and the right answer
+examples   the content of a file: texts, and the right answer
 glue       MNLI and QQP
 race       RACE
 samples    texts as tokens of one or several sequences

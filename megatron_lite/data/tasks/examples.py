@@ -1,4 +1,4 @@
-"""Examples of a task, as its files hold them; texts are cleaned as Megatron-LM's tasks clean them."""
+"""Examples of a task as its files contain them. Texts are cleaned as in Megatron-LM's tasks."""
 
 import io
 import re
@@ -11,46 +11,48 @@ from megatron_lite.data.text_files import read_whole
 
 _SPACE = re.compile(r"\s+")
 _ROUNDS = 3
-"""Megatron's: `. . . . .` keeps some of its spaces."""
+"""Megatron's number of rounds: `. . . . .` keeps some of its spaces."""
 
 
 class Example(NamedTuple):
+    """One example of a task."""
+
     firsts: tuple[str, ...]
-    """Of a task of classes one text, of a multiple choice one for each choice."""
+    """One text for a classification task; one text for each choice of a multiple-choice task."""
     second: str
-    """That each of them is shown with."""
+    """The text that follows each first text."""
     label: int
     """The class, or the number of the right choice."""
 
 
 @dataclass
 class Read:
-    """What was found in a task's files."""
+    """The content of a task's files."""
 
     examples: list[Example] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    """Lines that Megatron leaves out too, and why: `train.tsv:7: 5 columns`."""
+    """Lines that Megatron leaves out too, with the reason: `train.tsv:7: 5 columns`."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What distinguishes one task from another."""
+    """The properties of one task."""
 
     name: str
     read: Callable[[str], Read]
-    """Of one file or directory. Raises CorruptCheckpoint naming file and line, UsageError."""
+    """Reads one file or directory. Raises CorruptCheckpoint with file and line, UsageError."""
     head: Mapping[str, Any]
-    """Fields of the model that is trained."""
+    """Fields of the trained model's config."""
     labels: Sequence[str]
-    """Names of classes by their number; empty for a multiple choice."""
+    """Names of the classes by number; empty for multiple choice."""
     rows: int = 1
     """Sequences of an example."""
     longest_first: int | None = None
-    """Tokens of a first text at most; None: any number."""
+    """Largest number of tokens of a first text; None: unlimited."""
 
 
 def clean(text: str) -> str:
-    """In one line, with single spaces, and a sentence's dot at its last word."""
+    """Return the text on one line, with single spaces, and without a space before a sentence's dot."""
     text = _SPACE.sub(" ", text)
     for _ in range(_ROUNDS):
         text = text.replace(" . ", ". ")
@@ -58,11 +60,13 @@ def clean(text: str) -> str:
 
 
 def read_lines(name: str) -> Iterator[tuple[str, str]]:
-    """(`file:number`, line with its end) of a file of text, which may be compressed. Raises CorruptCheckpoint."""
+    """Yield (`file:number`, line with its end) of a text file, which may be compressed. Raises CorruptCheckpoint."""
     lines = io.TextIOWrapper(io.BytesIO(read_whole(name)), encoding="utf-8")
     number = 0
     try:
-        for number, line in enumerate(lines, 1):  # the error below is about the line after it
+        for number, line in enumerate(lines, 1):  # the error below concerns the line after this one
             yield f"{name}:{number}", line
     except UnicodeDecodeError as error:
-        raise CorruptCheckpoint(f"{name}: is not text in UTF-8, from about line {number + 1} on") from error
+        raise CorruptCheckpoint(
+            f"{name}: is not text in UTF-8, from about line {number + 1} on"
+        ) from error

@@ -1,9 +1,9 @@
-"""MNLI and QQP: tab-separated files of pairs of sentences, with the columns that GLUE has them in.
+"""MNLI and QQP: tab-separated files of sentence pairs with GLUE's columns.
 
     MNLI   0 the number, 8 and 9 the sentences, the last one the label; ten columns are a test set, without labels
     QQP    0 the number, 3 and 4 the questions, 5 the label; or, in a test set, 0 the number, 1 and 2 the questions
 
-A test set's examples get a label of their own, the same for all, as in Megatron. The first line names the columns.
+As in Megatron, all examples of a test set get the same label. The first line names the columns.
 """
 
 from collections.abc import Iterator
@@ -25,16 +25,19 @@ class _Row(NamedTuple):
 
 
 def _rows(name: str, task: str) -> Iterator[_Row]:
-    """The first one has the columns' names. Raises CorruptCheckpoint."""
+    """Yield the rows. The first row has the columns' names. Raises CorruptCheckpoint."""
     empty = True
     for where, line in read_lines(name):
         empty = False
         yield _Row(where, [column.strip() for column in line.strip().split("\t")])
     if empty:
-        raise CorruptCheckpoint(f"{name}: is empty; the first line of {task}'s files names the columns")
+        raise CorruptCheckpoint(
+            f"{name}: is empty; the first line of {task}'s files names the columns"
+        )
 
 
 def read_mnli(name: str) -> Read:
+    """Read a file of MNLI. Raises CorruptCheckpoint with file and line."""
     found = Read()
     rows = _rows(name, "MNLI")
     header = next(rows)
@@ -45,7 +48,9 @@ def read_mnli(name: str) -> Read:
     is_test = len(header.columns) == _MNLI_TEST
     for row in rows:
         if len(row.columns) < _MNLI_TEST:
-            raise CorruptCheckpoint(f"{row.where}: has {len(row.columns)} columns, MNLI has 10 or more")
+            raise CorruptCheckpoint(
+                f"{row.where}: has {len(row.columns)} columns, MNLI has 10 or more"
+            )
         _require_number(row)
         first, second = (_text(row, column) for column in _MNLI_TEXTS)
         label = MNLI_LABELS[0] if is_test else row.columns[-1]
@@ -58,6 +63,7 @@ def read_mnli(name: str) -> Read:
 
 
 def read_qqp(name: str) -> Read:
+    """Read a file of QQP. Raises CorruptCheckpoint with file and line."""
     found = Read()
     rows = _rows(name, "QQP")
     header = next(rows)
@@ -78,14 +84,16 @@ def read_qqp(name: str) -> Read:
 
 def _qqp_test(row: _Row) -> Example:
     if len(row.columns) != _QQP_TEST:
-        raise CorruptCheckpoint(f"{row.where}: has {len(row.columns)} columns, a test set of QQP has 3")
+        raise CorruptCheckpoint(
+            f"{row.where}: has {len(row.columns)} columns, a test set of QQP has 3"
+        )
     _require_number(row)
     first, second = (_text(row, column) for column in _QQP_TEST_TEXTS)
     return Example((first,), second, 0)
 
 
 def _left_out(row: _Row) -> str | None:
-    """Why Megatron leaves a line out, where it does: QQP has some broken ones."""
+    """Return the reason why Megatron leaves a line out, or None. QQP has some broken lines."""
     if len(row.columns) != _QQP_COLUMNS:
         return f"has {len(row.columns)} of {_QQP_COLUMNS} columns"
     return None if all(clean(row.columns[column]) for column in _QQP_TEXTS) else "an empty question"
@@ -96,13 +104,17 @@ def _qqp(row: _Row) -> Example:
     first, second = (_text(row, column) for column in _QQP_TEXTS)
     label = row.columns[_QQP_LABEL]
     if label not in ("0", "1"):
-        raise CorruptCheckpoint(f"{row.where}: the label in column 6 is {label!r:.60}; expected 0 or 1")
+        raise CorruptCheckpoint(
+            f"{row.where}: the label in column 6 is {label!r:.60}; expected 0 or 1"
+        )
     return Example((first,), second, int(label))
 
 
 def _require_number(row: _Row) -> None:
     if not row.columns[0].isdecimal():
-        raise CorruptCheckpoint(f"{row.where}: the first column should number the line, found {row.columns[0]!r:.60}")
+        raise CorruptCheckpoint(
+            f"{row.where}: the first column should number the line, found {row.columns[0]!r:.60}"
+        )
 
 
 def _text(row: _Row, column: int) -> str:

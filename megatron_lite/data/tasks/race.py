@@ -1,8 +1,8 @@
-"""RACE: directories of *.txt, each line a JSON object: an article, questions about it, four options each, and the answers A to D.
+"""RACE: directories of *.txt. Each line is a JSON object: an article, questions, four options each, and answers A to D.
 
     {"article": "...", "questions": ["...", ...], "options": [["...", "...", "...", "..."], ...], "answers": ["B", ...]}
 
-A choice is the question with the option in the place of its `_`, or behind it.
+A choice is the question with the option in place of its `_`, or after the question.
 """
 
 import json
@@ -22,7 +22,7 @@ _LISTS = ("questions", "options", "answers")
 
 
 def read_race(directory: str) -> Read:
-    """Files in the order of their names; Megatron's is the file system's."""
+    """Read the files, sorted by name; Megatron uses the order of the file system."""
     found, names = Read(), sorted(map(str, Path(directory).glob("*.txt")))
     if not names:
         raise UsageError(
@@ -36,16 +36,25 @@ def read_race(directory: str) -> Read:
 
 def _examples(where: str, line: str) -> list[Example]:
     document = _document(where, line)
-    article, found = clean(document["article"]), []
-    for number, (question, options, answer) in enumerate(zip(*(document[name] for name in _LISTS), strict=True), 1):
+    article = clean(document["article"])
+    questions = zip(*(document[name] for name in _LISTS), strict=True)
+    found = []
+    for number, (question, options, answer) in enumerate(questions, 1):
         here = f"{where}: question {number}"
         _require(here, isinstance(question, str), "should be a text", question)
-        four = isinstance(options, list) and len(options) == CHOICES and all(isinstance(one, str) for one in options)
-        _require(here, four, f"should have {CHOICES} options", options)
+        _require(here, _are_options(options), f"should have {CHOICES} options", options)
         _require(here, answer in ("A", "B", "C", "D"), "should have an answer from A to D", answer)
         choices = tuple(_choice(question, option) for option in options)
-        found.append(Example(choices, article, ord(answer) - ord("A")))
+        found.append(Example(choices, article, label=ord(answer) - ord("A")))
     return found
+
+
+def _are_options(options: object) -> bool:
+    return (
+        isinstance(options, list)
+        and len(options) == CHOICES
+        and all(isinstance(option, str) for option in options)
+    )
 
 
 def _document(where: str, line: str) -> Mapping[str, Any]:
@@ -54,11 +63,26 @@ def _document(where: str, line: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{where}: is not JSON: {error}") from error
     _require(where, isinstance(document, dict), "should be a JSON object", document)
-    _require(where, isinstance(document.get("article"), str), "should have a text `article`", document.get("article"))
+    _require(
+        where,
+        isinstance(document.get("article"), str),
+        "should have a text `article`",
+        document.get("article"),
+    )
     for name in _LISTS:
-        _require(where, isinstance(document.get(name), list), f"should have a list of {name}", document.get(name))
+        _require(
+            where,
+            isinstance(document.get(name), list),
+            f"should have a list of {name}",
+            document.get(name),
+        )
     counts = {name: len(document[name]) for name in _LISTS}
-    _require(where, len(set(counts.values())) == 1, "should have as many questions as options and answers", counts)
+    _require(
+        where,
+        len(set(counts.values())) == 1,
+        "should have as many questions as options and answers",
+        counts,
+    )
     return document  # type: ignore[no-any-return]
 
 
@@ -71,4 +95,6 @@ def _choice(question: str, option: str) -> str:
     return clean(question.replace(_BLANK, option) if _BLANK in question else f"{question} {option}")
 
 
-RACE = Task("RACE", read_race, {"head.choices": True}, (), rows=CHOICES, longest_first=LONGEST_CHOICE)
+RACE = Task(
+    "RACE", read_race, {"head.choices": True}, (), rows=CHOICES, longest_first=LONGEST_CHOICE
+)

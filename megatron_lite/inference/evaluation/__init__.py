@@ -1,1 +1,1 @@
-"""How good a model is: Megatron's zero-shot tasks, and any of lm-eval's."""
+"""Evaluation: Megatron's zero-shot tasks, and the tasks of lm-eval."""

@@ -1,6 +1,6 @@
-"""Our models as lm-eval asks for one, so that any of its tasks can be run at any layout; the one file that imports it.
+"""Adapter to lm-eval, to run its tasks in any layout; the only file that imports lm-eval.
 
-lm-eval sees one process: rank 0, which the others follow.
+lm-eval runs in one process, rank 0. The other ranks follow rank 0.
 """
 
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from megaconv.errors import UsageError
+from megaconv.extras import install
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 from megatron_lite.inference.batching import Request, RunningBatch, steps
 from megatron_lite.inference.opening import Opened
@@ -19,22 +20,24 @@ if TYPE_CHECKING:
     TemplateLM = Any
 else:
     if find_spec("lm_eval") is None:
-        raise UsageError("tasks of lm-eval need the package lm_eval: pip install 'megaconv[evaluate]'")
+        raise UsageError(f"tasks of lm-eval need the package lm_eval; {install('evaluate')}")
     from lm_eval.api.model import TemplateLM
 
 MAX_GENERATED = 256
-"""Tokens of an answer where a task doesn't say how many."""
+"""Tokens of an answer if a task gives no number."""
 _ROWS = 64
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """What lm-eval's own `hf` model answers, as long as the weights are the same."""
+    """A model for lm-eval with the same answers as lm-eval's `hf` model with the same weights."""
 
     def __init__(self, opened: Opened) -> None:
-        """Raises UsageError for a tokenizer that isn't transformers'."""
+        """Raises UsageError for a tokenizer that is not transformers'."""
         super().__init__()
         if not isinstance(opened.tokenizer, HuggingFaceTokenizer):
-            raise UsageError("tasks of lm-eval need a tokenizer of transformers: --tokenizer-type HuggingFaceTokenizer")
+            raise UsageError(
+                "tasks of lm-eval need a tokenizer of transformers: --tokenizer-type HuggingFaceTokenizer"
+            )
         self.opened, self.tokenizer = opened, opened.tokenizer.inner
         self.max_length: int = opened.model.length
 
@@ -56,46 +59,68 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def tokenizer_name(self) -> str:
         return self.opened.path.replace("/", "__")
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         text: str = self.tokenizer.apply_chat_template(
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )  # fmt: skip
         return text
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
         begins = string.startswith(self.tokenizer.decode(self.prefix_token_id))
         special = not begins if add_special_tokens is None else add_special_tokens
         ids: list[int] = self.tokenizer.encode(string, add_special_tokens=special)
         return ids
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **others: Any
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **others: Any,
     ) -> list[tuple[float, bool]]:
-        """(sum of the continuation's log-probabilities, whether it is the likeliest); of long rows the end counts."""
+        """Return (sum of the continuation's log-probabilities, whether it is the likeliest) for each request.
+
+        Long rows are truncated at the start.
+        """
         found = []
         for first in range(0, len(requests), _ROWS):
             part = requests[first : first + _ROWS]
-            rows = [[*context, *continuation][-(self.max_length + 1) :] for _, context, continuation in part]
+            rows = [
+                [*context, *continuation][-(self.max_length + 1) :]
+                for _, context, continuation in part
+            ]
             for request, row, scored in zip(part, rows, self.opened.model.score(rows), strict=True):
                 require_finite(scored)
                 counted = slice(max(len(row) - 1 - len(request[2]), 0), None)
-                found.append((float(scored.log_probs[counted].double().sum()), bool(scored.greedy[counted].all())))
+                found.append(
+                    (
+                        float(scored.log_probs[counted].double().sum()),
+                        bool(scored.greedy[counted].all()),
+                    )
+                )
         return found
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         sums = []
         for request in requests:
             tokens = self.tok_encode(request.args[0])
             windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
-            scored = self._loglikelihood_tokens([(None, *make_disjoint_window(window)) for window in windows])
+            scored = self._loglikelihood_tokens(
+                [(None, *make_disjoint_window(window)) for window in windows]
+            )
             sums.append(sum(found for found, _ in scored))
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """All of them in one running batch."""
+        """Generate all answers in one running batch."""
         opened, batch = self.opened, RunningBatch(self.opened.model)
         texts: dict[int, tuple[TextStream, list[str]]] = {}
         for request in requests:
@@ -104,7 +129,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             ids = self.tok_encode(context)[-(self.max_length - wanted.max_tokens) :]
             stream = TextStream(opened.tokenizer.detokenize, wanted.until)
             stops = frozenset([*opened.stop_ids, self.eot_token_id])
-            texts[batch.add(Request(tuple(ids), wanted.max_tokens, wanted.sampling, stops))] = stream, []
+            texts[batch.add(Request(tuple(ids), wanted.max_tokens, wanted.sampling, stops))] = (
+                stream,
+                [],
+            )
         for step in steps(batch):
             if step.end == "error":
                 raise NotFinite
@@ -117,16 +145,19 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
 
 class _Settings:
-    """A task's words for how to generate. Raises UsageError for one that can't be heeded: an ignored one would falsify a result."""
+    """A task's generation settings. Raises UsageError for an unsupported setting: ignoring it would falsify the result."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         words = dict(given)
         until = words.pop("until", [])
         self.until: list[str] = [until] if isinstance(until, str) else list(until)
         lengths = [
-            words.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+            words.pop(name, None)
+            for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
         ]
-        self.max_tokens: int = next((int(length) for length in lengths if length is not None), MAX_GENERATED)
+        self.max_tokens: int = next(
+            (int(length) for length in lengths if length is not None), MAX_GENERATED
+        )
         temperature = float(words.pop("temperature", 0.0) or 0.0)
         samples = words.pop("do_sample", temperature > 0)
         self.sampling = Sampling(
@@ -134,7 +165,9 @@ class _Settings:
             float(words.pop("repetition_penalty", 1.0)), int(words.pop("seed", 0)),
         )  # fmt: skip
         if words:
-            raise UsageError(f"the task wants to generate with {', '.join(words)}, for which there is no code")
+            raise UsageError(
+                f"the task wants to generate with {', '.join(words)}, for which there is no code"
+            )
 
 
 def evaluate(
@@ -146,7 +179,7 @@ def evaluate(
     *,
     chat: bool,
 ) -> dict[str, Any]:
-    """lm-eval's results, by task. Raises UsageError for a task that it doesn't know."""
+    """Return lm-eval's results by task. Raises UsageError for an unknown task."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 

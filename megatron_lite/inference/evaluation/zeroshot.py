@@ -1,7 +1,8 @@
-"""Megatron's zero-shot tasks: perplexity by word of WikiText, and the last words of LAMBADA.
+"""Megatron's zero-shot tasks: word perplexity of WikiText, and the last words of LAMBADA.
 
-Windows, masks, texts and sums are those of tasks/zeroshot_gpt of Megatron-LM (datasets.py, detokenizer.py, evaluate.py), which was
-there up to core 0.12. One thing is otherwise: with several data-parallel ranks Megatron counts some samples twice, to fill up.
+Windows, masks, texts and sums are those of tasks/zeroshot_gpt of Megatron-LM (datasets.py, detokenizer.py,
+evaluate.py), which existed up to core 0.12. One difference: with several data-parallel ranks, Megatron counts some
+samples twice to fill up batches.
 """
 
 import json
@@ -9,18 +10,20 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UsageError
 from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.inference.prompts import tokens_of
 from megatron_lite.inference.slots import LanguageModel, require_finite
 
 _HIGHEST = 20.0
-"""Losses beyond it don't become perplexities: e^20 stands for all of them."""
+"""Larger losses are clamped for perplexities, so that e^20 is the largest perplexity."""
 _ROWS = 32
-"""That are scored together."""
+"""Number of rows that are scored together."""
 
 
 @dataclass(frozen=True)
@@ -29,21 +32,28 @@ class Window:
 
     tokens: tuple[int, ...]
     counted: int
-    """So many of its last tokens count."""
+    """Number of last tokens that count."""
 
 
-def wikitext_windows(tokens: Sequence[int], length: int, stride: int | None = None) -> Iterator[Window]:
-    """A text in rows of length + 1 tokens, each `stride` (length) behind the one before. Every token but the first counts once."""
+def wikitext_windows(
+    tokens: Sequence[int], length: int, stride: int | None = None
+) -> Iterator[Window]:
+    """Yield a text in rows of length + 1 tokens; each starts `stride` (default: length) after the previous row.
+
+    Every token except the first counts once.
+    """
     stride = stride or length
     count = max(math.ceil(max(len(tokens) - 1 - stride, 0) / stride) + 1, 1)
     for number in range(count):
         row = tuple(tokens[number * stride : number * stride + length + 1])
-        before = length - stride if number and stride != length else 0  # those the last window had
+        before = (
+            length - stride if number and stride != length else 0
+        )  # tokens that the previous window counted
         yield Window(row, len(row) - 1 - min(before, len(row) - 1))
 
 
 def lambada_window(text: str, tokenize: Callable[[str], list[int]], *, strict: bool) -> Window:
-    """strict: the last word counts, as tokens of its own; else the last token."""
+    """Return the window of a text. strict: the last word counts, tokenized separately; else only the last token counts."""
     if not strict:
         return Window(tuple(tokenize(text)), 1)
     word = text.split()[-1]
@@ -57,7 +67,13 @@ _BEFORE_BRACKETS: Replacements = (
     ("s '", "s'"), (" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."),
     *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
 )  # fmt: skip
-_PAIRS = (r"\(\s*([^\)]*?)\s*\)", r"\[\s*([^\]]*?)\s*\]", r"{\s*([^}]*?)\s*}", r'"\s*([^"]*?)\s*"', r"'\s*([^']*?)\s*'")
+_PAIRS = (
+    r"\(\s*([^\)]*?)\s*\)",
+    r"\[\s*([^\]]*?)\s*\]",
+    r"{\s*([^}]*?)\s*}",
+    r'"\s*([^"]*?)\s*"',
+    r"'\s*([^']*?)\s*'",
+)
 """Brackets and quotes with spaces at their inner sides."""
 _AFTER_BRACKETS: Replacements = (
     ("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s"),
@@ -68,7 +84,7 @@ _PTB: Replacements = (
 
 
 def wikitext_text(text: str) -> str:
-    """As it was before it was split into words."""
+    """Return the text as it was before its split into words."""
     text = _replaced(text, _BEFORE_BRACKETS)
     for pattern in _PAIRS:
         text = re.sub(pattern, lambda found: found[0][0] + found[1] + found[0][-1], text)
@@ -82,7 +98,7 @@ def _replaced(text: str, replacements: Replacements) -> str:
 
 
 def text_of(path: Path) -> Callable[[str], str]:
-    """What joins the words of a data set, which Megatron knows by the path. Raises UsageError."""
+    """Return the function that joins the words of a dataset. As in Megatron, the path determines it. Raises UsageError."""
     known: dict[str, Callable[[str], str]] = {
         "ptb": lambda text: _replaced(text, _PTB),
         "wiki": wikitext_text,
@@ -99,18 +115,29 @@ def text_of(path: Path) -> Callable[[str], str]:
 def wikitext(
     model: LanguageModel, tokenizer: Tokenizer, path: Path, length: int, stride: int | None = None
 ) -> dict[str, float]:
-    """Loss and perplexity by token and by word. Raises UsageError, CorruptCheckpoint, NotFinite."""
+    """Return loss and perplexity by token and by word. Raises UsageError, CorruptCheckpoint, NotFinite."""
     if stride is not None and not 0 < stride <= length:
-        raise UsageError(f"--overlapping-eval {stride} has to be between 1 and the sequence length, {length}")
+        raise UsageError(
+            f"--overlapping-eval {stride} must be between 1 and the sequence length, {length}"
+        )
     text = _read(path)
     words = len(text.strip().split(" "))
-    tokens = tokenizer.tokenize(text_of(path)(text))
+    tokens = _tokens(tokenizer, text_of(path)(text), str(path))
     if len(tokens) < 2 or words < 2:
-        raise CorruptCheckpoint(f"{path}: has {words} words and {len(tokens)} tokens; there is nothing to predict")
+        raise CorruptCheckpoint(
+            f"{path}: has {words} words and {len(tokens)} tokens; there is nothing to predict"
+        )
     total = 0.0
     for windows in _groups(wikitext_windows(tokens, length, stride)):
-        for window, scored in zip(windows, model.score([window.tokens for window in windows]), strict=True):
-            total -= float(require_finite(scored).log_probs[len(window.tokens) - 1 - window.counted :].double().sum())
+        for window, scored in zip(
+            windows, model.score([window.tokens for window in windows]), strict=True
+        ):
+            total -= float(
+                require_finite(scored)
+                .log_probs[len(window.tokens) - 1 - window.counted :]
+                .double()
+                .sum()
+            )
     loss, ratio = total / (len(tokens) - 1), (len(tokens) - 1) / (words - 1)
     return {
         "loss": loss, "perplexity": math.exp(min(_HIGHEST, loss)), "word_perplexity": math.exp(min(_HIGHEST, loss * ratio)),
@@ -118,12 +145,18 @@ def wikitext(
     }  # fmt: skip
 
 
-def lambada(model: LanguageModel, tokenizer: Tokenizer, path: Path, *, strict: bool) -> dict[str, float]:
-    """How many last words (strict) or tokens are the likeliest ones. Raises UsageError, CorruptCheckpoint, NotFinite."""
+def lambada(
+    model: LanguageModel, tokenizer: Tokenizer, path: Path, *, strict: bool
+) -> dict[str, float]:
+    """Return how many last words (strict) or tokens are the likeliest ones. Raises UsageError, CorruptCheckpoint, NotFinite."""
     right = count = 0
     for windows in _groups(_lambada_windows(path, tokenizer, strict=strict)):
-        for window, scored in zip(windows, model.score([window.tokens for window in windows]), strict=True):
-            right += bool(require_finite(scored).greedy[len(window.tokens) - 1 - window.counted :].all())
+        for window, scored in zip(
+            windows, model.score([window.tokens for window in windows]), strict=True
+        ):
+            right += bool(
+                require_finite(scored).greedy[len(window.tokens) - 1 - window.counted :].all()
+            )
             count += 1
     if not count:
         raise CorruptCheckpoint(f"{path}: has no lines")
@@ -137,13 +170,26 @@ def _lambada_windows(path: Path, tokenizer: Tokenizer, *, strict: bool) -> Itera
         try:
             text: Any = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError) as error:
-            raise CorruptCheckpoint(f'{path}, line {number}: expected {{"text": ...}}, found {line[:60]!r}') from error
+            raise CorruptCheckpoint(
+                f'{path}, line {number}: expected {{"text": ...}}, found {line[:60]!r}'
+            ) from error
         if not isinstance(text, str) or not text.strip():
             raise CorruptCheckpoint(f"{path}, line {number}: has no text")
-        window = lambada_window(text, tokenizer.tokenize, strict=strict)
+        where = f"{path}, line {number}"
+        window = lambada_window(text, partial(_tokens, tokenizer, where=where), strict=strict)
         if len(window.tokens) <= window.counted:
-            raise CorruptCheckpoint(f"{path}, line {number}: has one word alone, and nothing to predict it by")
+            raise CorruptCheckpoint(
+                f"{path}, line {number}: has one word alone, and nothing to predict it by"
+            )
         yield window
+
+
+def _tokens(tokenizer: Tokenizer, text: str, where: str) -> list[int]:
+    """Return the tokens of a text. Raises CorruptCheckpoint with the place if the tokenizer refuses the text."""
+    try:
+        return tokens_of(tokenizer, text)
+    except UsageError as error:
+        raise CorruptCheckpoint(f"{where}: {error}") from error
 
 
 def _groups(windows: Iterator[Window]) -> Iterator[list[Window]]:

@@ -1,1 +1,1 @@
-"""A model behind HTTP: OpenAI's routes and Megatron's, one running batch behind all of them."""
+"""An HTTP server for a model: OpenAI's and Megatron's routes on one running batch."""

@@ -1,4 +1,4 @@
-"""The routes: requests are read and judged here, computed by the worker, and answered in the client's form."""
+"""The HTTP routes: they read and check requests, let the worker compute them, and answer in the client's format."""
 
 import asyncio
 import hmac
@@ -15,11 +15,21 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.server import megatron_api
-from megatron_lite.inference.server.errors import Broken, Gone, Refused, ShuttingDown, TooLarge, TooSlow, WrongKey
+from megatron_lite.inference.server.errors import (
+    Broken,
+    Gone,
+    Refused,
+    ShuttingDown,
+    TooLarge,
+    TooSlow,
+    WrongKey,
+)
 from megatron_lite.inference.server.fields import Fields
+from megatron_lite.inference.server.local_only import LocalOnly
 from megatron_lite.inference.server.openai_answers import Choice, Form, Piece, of_prompt
 from megatron_lite.inference.server.openai_requests import Wanted, chat, completion
 from megatron_lite.inference.server.page import PAGE, POLICY
@@ -28,6 +38,7 @@ from megatron_lite.inference.server.responses import (
     Deadline,
     Events,
     Parts,
+    Unread,
     refusal,
     unless_gone,
 )
@@ -38,31 +49,38 @@ from megatron_lite.inference.slots import LanguageModel, Scored, require_finite
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 _DISCARDED = 16
-"""Times the largest body: so much is read of one that is larger."""
+"""If a body is refused before it is read, at most this many times the largest body is discarded."""
 
 
 @dataclass(frozen=True)
 class Limits:
+    """Limits for one request."""
+
     body_bytes: int
     seconds: float
-    """From a request to the end of its answer."""
+    """Time from a request to the end of its answer."""
 
 
 @dataclass
 class Server:
+    """The routes and state of the server."""
+
     opened: Opened
     worker: Worker
     name: str
     limits: Limits
     key: str | None = None
+    local_name: str | None = None
+    """The server's host name if only this machine can reach it; None if other machines can."""
     started: int = field(default_factory=lambda: int(time.time()))
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """By route and status."""
+    """Number of answers by route and status."""
 
     def __post_init__(self) -> None:
         self._reader = ThreadPoolExecutor(1, "reader")
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
+        """Return the ASGI app."""
         routes = [
             Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
@@ -72,37 +90,52 @@ class Server:
             Route("/health", self.health),
             Route("/", self.page),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: self._no_route, Exception: self._broken})
+        app = Starlette(
+            routes=routes,
+            exception_handlers={HTTPException: self._no_route, Exception: self._broken},
+        )
+        return app if self.local_name is None else LocalOnly(app, self.local_name, self._other_site)
 
     def _guarded(self, handler: Handler) -> Handler:
-        """With the key checked, what is refused as an answer, and both counted."""
+        """Wrap a handler: check the key, turn a refusal into an answer, and count answers."""
 
         async def guarded(request: Request) -> Response:
             try:
                 self._check_key(request)
                 response = await handler(request)
+            except (TooLarge, WrongKey) as refused:
+                response = self._unread(refusal(refused))
             except Refused as refused:
                 response = refusal(refused)
-            except asyncio.CancelledError:  # the time for answers is over after SIGTERM
+            except asyncio.CancelledError:  # after SIGTERM, the time for open answers has ended
                 response = refusal(ShuttingDown())
-            if not isinstance(response, Events):  # which counts itself at its end
+            if not isinstance(response, Events):  # Events counts itself at its end
                 self.answered[request.url.path, response.status_code] += 1
             return response
 
         return guarded
 
     def _no_route(self, request: Request, error: Exception) -> Response:
-        """An address or a method that nobody serves."""
+        """Answer a request for an unknown path or method."""
         assert isinstance(error, HTTPException)
         self.answered["other", error.status_code] += 1
-        refused = Refused(f"nothing here answers {request.method} {request.url.path:.100}: {error.detail}")
+        refused = Refused(
+            f"nothing here answers {request.method} {request.url.path:.100}: {error.detail}"
+        )
         refused.status = error.status_code
         response = refusal(refused)
         response.headers.update(error.headers or {})
         return response
 
+    def _other_site(self, refused: Refused) -> Response:
+        self.answered["other", refused.status] += 1
+        return self._unread(refusal(refused))
+
+    def _unread(self, answer: Response) -> Unread:
+        return Unread(answer, self.limits.body_bytes * _DISCARDED)
+
     def _broken(self, request: Request, error: Exception) -> Response:
-        """A mistake of ours, whose traceback is printed."""
+        """Answer after an internal error, whose traceback is printed."""
         self.answered[request.url.path, Broken.status] += 1
         return refusal(Broken(f"the server failed: {type(error).__name__}"))
 
@@ -111,25 +144,29 @@ class Server:
             return
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self.key.encode()):
-            raise WrongKey("the key is missing or wrong: Authorization: Bearer KEY", code="invalid_api_key")
+            raise WrongKey(
+                "the key is missing or wrong: Authorization: Bearer KEY", code="invalid_api_key"
+            )
 
     async def _read(self, request: Request, read: Callable[[Fields, Opened], T]) -> T:
-        """read(fields, opened) on a thread of its own, so that a long text or a slow template keeps nobody else waiting."""
+        """Run read(fields, opened) on a separate thread, so that a long text or a slow template blocks no other request."""
         body = await self._body(request)
-        return await asyncio.get_running_loop().run_in_executor(self._reader, lambda: read(Fields(body), self.opened))
+        return await asyncio.get_running_loop().run_in_executor(
+            self._reader, lambda: read(Fields(body), self.opened)
+        )
 
     async def _body(self, request: Request) -> bytes:
-        """Raises TooLarge when it has come to its end, so that its sender is ready to read that; TooSlow, Gone."""
-        body, size, most = bytearray(), 0, self.limits.body_bytes
+        """Return the body. Raises TooLarge as soon as it exceeds the limit; TooSlow, Gone."""
+        body, most = bytearray(), self.limits.body_bytes
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > most:
+            raise TooLarge(most)
 
         async def receive() -> None:
-            nonlocal size
             async for chunk in request.stream():
-                size += len(chunk)
-                if size <= most:
-                    body.extend(chunk)
-                elif size > most * _DISCARDED:
-                    break
+                body.extend(chunk)
+                if len(body) > most:
+                    raise TooLarge(most)
 
         try:
             await asyncio.wait_for(receive(), self.limits.seconds)
@@ -137,24 +174,28 @@ class Server:
             raise TooSlow(f"the body wasn't there after {self.limits.seconds:g} seconds") from None
         except ClientDisconnect:
             raise Gone from None
-        if size > most:
-            raise TooLarge(f"the body is larger than {most} bytes")
         return bytes(body)
 
     async def completions(self, request: Request) -> Response:
+        """Answer /v1/completions."""
         return await self._answer(request, completion, chat=False)
 
     async def chat(self, request: Request) -> Response:
+        """Answer /v1/chat/completions."""
         return await self._answer(request, chat, chat=True)
 
-    async def _answer(self, request: Request, read: Callable[[Fields, Opened, str], Wanted], *, chat: bool) -> Response:
+    async def _answer(
+        self, request: Request, read: Callable[[Fields, Opened, str], Wanted], *, chat: bool
+    ) -> Response:
         deadline = Deadline(self.limits.seconds)
         wanted = await self._read(request, lambda fields, opened: read(fields, opened, self.name))
         form = Form(chat, self.name, self.opened.tokenizer.detokenize, wanted.log_probs is not None)
         if not wanted.stream:
             return await unless_gone(request, self._whole(wanted, form, deadline))
         parts = self._parts(wanted, form, deadline)
-        first = await unless_gone(request, anext(parts))  # so that what is refused at once has its status
+        first = await unless_gone(
+            request, anext(parts)
+        )  # so that an early refusal still sets the HTTP status
 
         def ended(status: int) -> None:
             self.answered[request.url.path, status] += 1
@@ -162,7 +203,7 @@ class Server:
         return Events(first, parts, ended)
 
     async def _begun(self, wanted: Wanted, deadline: Deadline) -> list[Choice]:
-        """What the choices begin with."""
+        """Return the initial content of the choices: with echo the prompt."""
         found = []
         for prompt in wanted.prompts:
             scored, top = None, wanted.log_probs
@@ -191,7 +232,9 @@ class Server:
         generated, begun, choices = 0, set(), await self._begun(wanted, deadline)
         for number, choice in enumerate(choices):
             if wanted.echo:
-                yield form.part(Piece(number, choice.text, tuple(choice.tokens), choice.end), 0, first=True)
+                yield form.part(
+                    Piece(number, choice.text, tuple(choice.tokens), choice.end), 0, first=True
+                )
                 begun.add(number)
         if wanted.max_tokens:
             async with aclosing(self._pieces(wanted, deadline)) as found:
@@ -205,39 +248,58 @@ class Server:
             yield form.last(sum(map(len, wanted.prompts)), generated)
 
     def _pieces(self, wanted: Wanted, deadline: Deadline) -> AsyncGenerator[Piece, None]:
-        return pieces(self.worker, wanted, self.opened.stop_ids, self.opened.tokenizer.detokenize, deadline)
+        return pieces(
+            self.worker, wanted, self.opened.stop_ids, self.opened.tokenizer.detokenize, deadline
+        )
 
     async def megatron(self, request: Request) -> Response:
+        """Answer Megatron's /api."""
         deadline = Deadline(self.limits.seconds)
         try:
             run = await self._read(request, megatron_api.request)
         except Gone:
             raise
         except Refused as refused:
-            return AsciiJSONResponse(refused.message, refused.status)
+            answer = AsciiJSONResponse(refused.message, refused.status)
+            return self._unread(answer) if isinstance(refused, TooLarge) else answer
         if isinstance(run, megatron_api.Searched):
             found = await unless_gone(request, beams(self.worker, run.request, deadline))
             return JSONResponse(run.answer(found))
         return JSONResponse(await unless_gone(request, deadline.of(self.worker.alone(run))))
 
     async def models(self, request: Request) -> Response:
-        model = {"id": self.name, "object": "model", "created": self.started, "owned_by": "megatron-lite"}
-        return JSONResponse({"object": "list", "data": [model | {"max_model_len": self.opened.model.length}]})
+        """Answer /v1/models."""
+        model = {
+            "id": self.name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "megatron-lite",
+        }
+        return JSONResponse(
+            {"object": "list", "data": [model | {"max_model_len": self.opened.model.length}]}
+        )
 
     async def health(self, request: Request) -> Response:
-        """Lives, though it may be that some requests get no answer: those are counted."""
+        """Report that the server is alive. Requests that ended without an answer are counted here."""
         count = self.worker.without_answer
-        return JSONResponse({"status": "ok"} if not count else {"status": "degraded", "requests_without_answer": count})
+        return JSONResponse(
+            {"status": "ok"}
+            if not count
+            else {"status": "degraded", "requests_without_answer": count}
+        )
 
     async def page(self, request: Request) -> Response:
+        """Answer / with the page to try the model."""
         return HTMLResponse(PAGE, headers={"Content-Security-Policy": POLICY})
 
     async def metrics(self, request: Request) -> Response:
-        """In Prometheus' format."""
+        """Return the metrics in Prometheus' format."""
         running, waiting = self.worker.counts
         lines = ["# TYPE megatron_lite_requests_total counter"]
         for (route, status), count in sorted(self.answered.items()):
-            lines.append(f'megatron_lite_requests_total{{route="{route}",status="{status}"}} {count}')
+            lines.append(
+                f'megatron_lite_requests_total{{route="{route}",status="{status}"}} {count}'
+            )
         for name, kind, value in (
             ("prompt_tokens_total", "counter", self.worker.prompt_tokens),
             ("generated_tokens_total", "counter", self.worker.tokens),

@@ -1,37 +1,57 @@
-"""Why a request is refused, with the status of HTTP that says so."""
+"""Reasons to refuse a request, with their HTTP status."""
 
 from megatron_lite.inference.slots import NotFinite
 
 
 class Refused(Exception):
+    """A request that is refused, with HTTP status and OpenAI's error type."""
+
     status = 400
     kind = "invalid_request_error"
 
     def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
-        """field: of the request. code: for programs."""
+        """field: name of the request's field. code: for programs."""
         super().__init__(message)
         self.message, self.field, self.code = message, field, code
 
 
 class UnknownModel(Refused):
+    """The request names another model."""
+
     status = 404
 
 
 class WrongKey(Refused):
+    """The API key is missing or wrong."""
+
     status = 401
     kind = "authentication_error"
 
 
+class OtherSite(Refused):
+    """A web page of another site sent the request."""
+
+    status = 403
+    kind = "permission_error"
+
+
 class TooLarge(Refused):
+    """The body exceeds the limit."""
+
     status = 413
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"the body is larger than {most} bytes")
 
 
 class TooSlow(Refused):
+    """The body did not arrive in time."""
+
     status = 408
 
 
 class Gone(Refused):
-    """The client; nobody reads this answer."""
+    """The client has disconnected; no one reads this answer."""
 
     status = 499
 
@@ -40,11 +60,15 @@ class Gone(Refused):
 
 
 class Overloaded(Refused):
+    """Too many requests wait."""
+
     status = 429
     kind = "overloaded_error"
 
 
 class ShuttingDown(Refused):
+    """The server is ending."""
+
     status = 503
     kind = "overloaded_error"
 
@@ -53,19 +77,21 @@ class ShuttingDown(Refused):
 
 
 class TimedOut(Refused):
+    """The answer was not ready in time."""
+
     status = 504
     kind = "timeout_error"
 
 
 class Broken(Refused):
-    """A mistake of ours."""
+    """An internal error."""
 
     status = 500
     kind = "server_error"
 
 
 class NoAnswer(Broken):
-    """The model's numbers are none."""
+    """The model's logits are NaN or infinite."""
 
     def __init__(self) -> None:
         super().__init__(str(NotFinite()), code="not_finite")

@@ -1,4 +1,4 @@
-"""Fields of a request's JSON, each read once with its kind and range; one that nobody reads is refused, not ignored."""
+"""Fields of a request's JSON, read with their type and range. A field that no code reads is refused, not ignored."""
 
 import json
 from collections.abc import Mapping
@@ -7,12 +7,14 @@ from typing import Any
 from megatron_lite.inference.server.errors import Refused
 
 HARMLESS = ("user", "metadata", "store", "service_tier", "safety_identifier")
-"""Fields that are accepted without any effect: none of them changes an answer."""
+"""Fields that are accepted without effect: none of them changes an answer."""
 
 
 class Fields:
+    """The fields of a request. Each read removes its field; finish() refuses fields that were not read."""
+
     def __init__(self, body: bytes) -> None:
-        """Raises Refused for what is no JSON object."""
+        """Parse the body. Raises Refused if it is not a JSON object."""
         try:
             found = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -21,40 +23,52 @@ class Fields:
             raise Refused(f"the body should be a JSON object, found {type(found).__name__}")
         if _has_half_characters(body, found):
             raise Refused("a text has half of a surrogate pair, which is no character")
-        self._left: dict[str, Any] = {name: value for name, value in found.items() if name not in HARMLESS}
+        self._left: dict[str, Any] = {
+            name: value for name, value in found.items() if name not in HARMLESS
+        }
 
     def __contains__(self, name: str) -> bool:
         return self._left.get(name) is not None
 
     def any(self, name: str) -> Any:
-        """None where it is missing."""
+        """Return a field's value; None if it is missing."""
         return self._left.pop(name, None)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
+        """Return a number from low to high, or the default. Raises Refused."""
         value = self.any(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise Refused(f"{name} should be a number from {low:g} to {high:g}, found {value!r:.60}", name)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not low <= value <= high
+        ):
+            raise Refused(
+                f"{name} should be a number from {low:g} to {high:g}, found {value!r:.60}", name
+            )
         return float(value)
 
     def integer(self, name: str, default: Any, low: int, high: int) -> Any:
-        """default may be None."""
+        """Return an integer field. default may be None."""
         value = self.any(name)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise Refused(f"{name} should be a whole number from {low} to {high}, found {value!r:.60}", name)
+            raise Refused(
+                f"{name} should be a whole number from {low} to {high}, found {value!r:.60}", name
+            )
         return value
 
     def boolean(self, name: str) -> bool:
+        """Return a boolean; False if it is missing. Raises Refused."""
         value = self.any(name)
         if value is None or isinstance(value, bool):
             return bool(value)
         raise Refused(f"{name} should be true or false, found {value!r:.60}", name)
 
     def words(self, name: str, most: int) -> tuple[str, ...]:
-        """One text or several."""
+        """Return a field with one text or several."""
         value = self.any(name)
         found = [] if value is None else [value] if isinstance(value, str) else value
         if (
@@ -62,24 +76,29 @@ class Fields:
             or not all(isinstance(word, str) and word for word in found)
             or len(found) > most
         ):
-            raise Refused(f"{name} should be a text or up to {most} of them, found {value!r:.60}", name)
+            raise Refused(
+                f"{name} should be a text or up to {most} of them, found {value!r:.60}", name
+            )
         return tuple(found)
 
     def only(self, allowed: Mapping[str, tuple[Any, ...]]) -> None:
-        """Fields that may have these values alone (None always), since there is no code for others."""
+        """Check fields for which only these values (and None) are supported."""
         for name, values in allowed.items():
             value = self.any(name)
             if value is not None and value not in values:
-                raise Refused(f"{name} {value!r:.60} can't be had here; leave it out", name, "unsupported")
+                raise Refused(
+                    f"{name} {value!r:.60} is not supported; leave it out", name, "unsupported"
+                )
 
     def finish(self) -> None:
+        """Raise Refused if a field was not read."""
         if self._left:
             name = next(iter(self._left))
             raise Refused(f"unknown field {name!r:.60}", name, "unknown_field")
 
 
 def _has_half_characters(body: bytes, found: Any) -> bool:
-    """JSON may have them, escaped or not; no tokenizer takes them."""
+    """Return whether a text has half a surrogate pair. JSON allows it, escaped or not, but no tokenizer accepts it."""
     if b"\\ud" not in body.lower() and b"\xed" not in body:
         return False
     try:

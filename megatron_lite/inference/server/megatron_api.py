@@ -1,19 +1,21 @@
-"""`PUT /api` of Megatron's text generation server, with the meaning of core 0.9: all of its fields are heeded.
+"""`PUT /api` of Megatron's text generation server, with the rules of core 0.9. All of its fields are supported.
 
-One thing is otherwise: what can't be done is answered with status 400, where Megatron says it with status 200.
+One difference: an impossible request is answered with status 400; Megatron uses status 200.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megaconv.errors import UsageError
 from megatron_lite.inference.batching import Request
 from megatron_lite.inference.beams import Beam
 from megatron_lite.inference.megatron import MegatronBeams, MegatronSettings, Words, generate
 from megatron_lite.inference.opening import Opened
+from megatron_lite.inference.prompts import tokens_of
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.fields import Fields
-from megatron_lite.inference.slots import LanguageModel
+from megatron_lite.inference.slots import LanguageModel, require_known
 
 MOST_PROMPTS = 128
 RETIRED = {
@@ -33,7 +35,7 @@ class Searched:
 
 
 def request(fields: Fields, opened: Opened) -> Searched | Callable[[LanguageModel], Answer]:
-    """A beam search; or what is to be done with the model, all of whose slots it may take. Raises Refused."""
+    """Return a beam search, or a function to call with the model, which may use all slots. Raises Refused."""
     for name, sentence in RETIRED.items():
         if name in fields:
             raise Refused(sentence, name)
@@ -48,8 +50,12 @@ def request(fields: Fields, opened: Opened) -> Searched | Callable[[LanguageMode
     if len(prompts) > most:
         raise Refused(f"Maximum number of prompts is {most}", "prompts")
     count = fields.integer("tokens_to_generate", 64, 0, opened.model.length)
-    begin = [opened.tokenizer.eod] if fields.boolean("add_BOS") and opened.tokenizer.eod is not None else []
-    rows = [[*begin, *opened.tokenizer.tokenize(prompt)] for prompt in prompts]
+    begin = (
+        [opened.tokenizer.eod]
+        if fields.boolean("add_BOS") and opened.tokenizer.eod is not None
+        else []
+    )
+    rows = [[*begin, *_tokens(prompt, opened)] for prompt in prompts]
     longest = max(map(len, rows))
     if not all(rows):
         raise Refused("a prompt is empty; add_BOS gives it a token to begin with", "prompts")
@@ -59,10 +65,16 @@ def request(fields: Fields, opened: Opened) -> Searched | Callable[[LanguageMode
             "prompts",
         )
     fields.boolean("no_log")  # nothing is logged
-    return _beams(fields, opened, rows, count) if "beam_width" in fields else _sampled(fields, opened, rows, count)
+    return (
+        _beams(fields, opened, rows, count)
+        if "beam_width" in fields
+        else _sampled(fields, opened, rows, count)
+    )
 
 
-def _sampled(fields: Fields, opened: Opened, rows: list[list[int]], count: int) -> Callable[[LanguageModel], Answer]:
+def _sampled(
+    fields: Fields, opened: Opened, rows: list[list[int]], count: int
+) -> Callable[[LanguageModel], Answer]:
     log_probs = fields.boolean("logprobs")
     if count == 0 and not log_probs:
         raise Refused("tokens_to_generate=0 implies logprobs should be True", "tokens_to_generate")
@@ -86,13 +98,27 @@ def _sampled(fields: Fields, opened: Opened, rows: list[list[int]], count: int) 
 
     def run(model: LanguageModel) -> Answer:
         found = generate(model, rows, settings, words)
-        kept = [row[:length] for row, length in zip(found.tokens.tolist(), found.lengths, strict=True)]
+        kept = [
+            row[:length] for row, length in zip(found.tokens.tolist(), found.lengths, strict=True)
+        ]
         values = None
         if log_probs:
-            values = [row[: length - 1] for row, length in zip(found.log_probs.tolist(), found.lengths, strict=True)]
+            values = [
+                row[: length - 1]
+                for row, length in zip(found.log_probs.tolist(), found.lengths, strict=True)
+            ]
         return _texts(opened, kept) | {"logprobs": values}
 
     return run
+
+
+def _tokens(text: str, opened: Opened) -> list[int]:
+    try:
+        found = tokens_of(opened.tokenizer, text)
+        require_known(found, opened.config.vocab)
+    except UsageError as error:
+        raise Refused(str(error), "prompts") from error
+    return found
 
 
 def _beams(fields: Fields, opened: Opened, rows: list[list[int]], count: int) -> Searched:
@@ -114,10 +140,18 @@ def _beams(fields: Fields, opened: Opened, rows: list[list[int]], count: int) ->
 
 
 def _without_beams(fields: Fields) -> None:
-    """What Megatron reads and never heeds in a beam search."""
-    fields.only(dict.fromkeys(("top_k", "top_p", "top_p_decay", "top_p_bound", "logprobs", "random_seed"), (0, False)))
+    """Refuse fields that Megatron reads but ignores in a beam search."""
+    fields.only(
+        dict.fromkeys(
+            ("top_k", "top_p", "top_p_decay", "top_p_bound", "logprobs", "random_seed"), (0, False)
+        )
+    )
     fields.only({"temperature": (1,)})
-    fields.only(dict.fromkeys(("stop_on_eol", "stop_on_double_eol", "prevent_newline_after_colon"), (False,)))
+    fields.only(
+        dict.fromkeys(
+            ("stop_on_eol", "stop_on_double_eol", "prevent_newline_after_colon"), (False,)
+        )
+    )
     fields.finish()
 
 
@@ -126,9 +160,12 @@ def _words(opened: Opened, settings: MegatronSettings) -> Words:
         raise Refused("the tokenizer has no end of document")
     if not settings.prevent_newline_after_colon:
         return Words(opened.tokenizer.eod)
-    colon, newline = opened.tokenizer.tokenize(":"), opened.tokenizer.tokenize("\n")
+    colon, newline = _tokens(":", opened), _tokens("\n", opened)
     if len(newline) != 1 or len(colon) != 1:
-        raise Refused("a colon or a newline is no token of its own here", "prevent_newline_after_colon")
+        raise Refused(
+            "this tokenizer has no single token for a colon or a newline",
+            "prevent_newline_after_colon",
+        )
     return Words(opened.tokenizer.eod, colon[0], newline[0])
 
 

@@ -1,4 +1,4 @@
-"""What comes of a running batch in the forms of OpenAI's routes."""
+"""Formats the results of a running batch as answers of OpenAI's routes."""
 
 import time
 import uuid
@@ -13,7 +13,7 @@ from megatron_lite.inference.text import Detokenize
 
 @dataclass(frozen=True)
 class Piece:
-    """Of one choice: text that is certain now, and the tokens that came (of which some text may still be held back)."""
+    """New text and tokens of one choice. The text of some tokens may still be held back."""
 
     choice: int
     text: str
@@ -23,32 +23,39 @@ class Piece:
 
 @dataclass
 class Choice:
-    """All pieces of one."""
+    """All pieces of one choice."""
 
     text: str = ""
     tokens: list[tuple[int, Likelihood | None]] = field(default_factory=list)
     end: str | None = None
 
     def add(self, piece: Piece) -> None:
+        """Append a piece."""
         self.text += piece.text
         self.tokens += piece.tokens
         self.end = piece.end or self.end
 
 
-def of_prompt(prompt: Sequence[int], scored: Scored | None, top: int) -> list[tuple[int, Likelihood | None]]:
-    """Its tokens with their log-probabilities; the first has none."""
+def of_prompt(
+    prompt: Sequence[int], scored: Scored | None, top: int
+) -> list[tuple[int, Likelihood | None]]:
+    """Return the prompt's tokens with their log-probabilities; the first token has none."""
     if scored is None:
         return [(token, None) for token in prompt]
     found: list[tuple[int, Likelihood | None]] = [(prompt[0], None)]
     for place, token in enumerate(prompt[1:]):
-        pairs = zip(scored.top_ids[place, :top].tolist(), scored.top_log_probs[place, :top].tolist(), strict=True)
+        pairs = zip(
+            scored.top_ids[place, :top].tolist(),
+            scored.top_log_probs[place, :top].tolist(),
+            strict=True,
+        )
         found.append((token, Likelihood(float(scored.log_probs[place]), tuple(pairs))))
     return found
 
 
 @dataclass(frozen=True)
 class Form:
-    """Of one of the two routes, for one request."""
+    """The format of one of the two routes, for one request."""
 
     chat: bool
     model: str
@@ -57,28 +64,43 @@ class Form:
     identity: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, choices: Sequence[Choice], prompt_tokens: int, generated: int) -> dict[str, Any]:
+    def whole(
+        self, choices: Sequence[Choice], prompt_tokens: int, generated: int
+    ) -> dict[str, Any]:
+        """Return the whole answer."""
         made = []
         for number, choice in enumerate(choices):
             said: dict[str, Any] = (
-                {"message": {"role": "assistant", "content": choice.text}} if self.chat else {"text": choice.text}
+                {"message": {"role": "assistant", "content": choice.text}}
+                if self.chat
+                else {"text": choice.text}
             )
             made.append(self._choice(number, said, choice.tokens, choice.end, 0))
         return self._envelope(made, streamed=False) | {"usage": usage(prompt_tokens, generated)}
 
     def part(self, piece: Piece, offset: int, *, first: bool) -> dict[str, Any]:
-        """offset: characters of the choice before it. first: of its choice."""
+        """Return a chunk of a stream.
+
+        offset: characters of the choice before this chunk. first: whether it is the choice's first chunk.
+        """
         said: dict[str, Any] = {"text": piece.text}
         if self.chat:
             role = {"role": "assistant"} if first else {}
             said = {"delta": role | ({"content": piece.text} if piece.text or first else {})}
-        return self._envelope([self._choice(piece.choice, said, piece.tokens, piece.end, offset)], streamed=True)
+        return self._envelope(
+            [self._choice(piece.choice, said, piece.tokens, piece.end, offset)], streamed=True
+        )
 
     def last(self, prompt_tokens: int, generated: int) -> dict[str, Any]:
+        """Return the last chunk of a stream, with the numbers of tokens."""
         return self._envelope([], streamed=True) | {"usage": usage(prompt_tokens, generated)}
 
     def _envelope(self, choices: list[dict[str, Any]], *, streamed: bool) -> dict[str, Any]:
-        kind = ("chat.completion.chunk" if streamed else "chat.completion") if self.chat else "text_completion"
+        kind = (
+            ("chat.completion.chunk" if streamed else "chat.completion")
+            if self.chat
+            else "text_completion"
+        )
         prefix = "chatcmpl" if self.chat else "cmpl"
         return {
             "id": f"{prefix}-{self.identity}",
@@ -101,32 +123,62 @@ class Form:
             found = self._of_chat(tokens) if self.chat else self._of_completion(tokens, offset)
         return {"index": number, **said, "logprobs": found, "finish_reason": end}
 
-    def _of_completion(self, tokens: Sequence[tuple[int, Likelihood | None]], offset: int) -> dict[str, Any]:
+    def _of_completion(
+        self, tokens: Sequence[tuple[int, Likelihood | None]], offset: int
+    ) -> dict[str, Any]:
         words, offsets = [self.detokenize([token]) for token, _ in tokens], []
         for word in words:
             offsets.append(offset)
             offset += len(word)
-        top = [
-            None
-            if known is None
-            else {self.detokenize([token]): value for token, value in known.top} | {word: known.log_prob}
-            for word, (_, known) in zip(words, tokens, strict=True)
-        ]
+        top: list[dict[str, float] | None] = []
+        for token, known in tokens:
+            if known is None:
+                top.append(None)
+                continue
+            names = self._names(token, known)
+            values_by_token = dict(known.top) | {token: known.log_prob}
+            top.append({names[each]: value for each, value in values_by_token.items()})
         values = [None if known is None else known.log_prob for _, known in tokens]
-        return {"tokens": words, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+        return {
+            "tokens": words,
+            "token_logprobs": values,
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
 
     def _of_chat(self, tokens: Sequence[tuple[int, Likelihood | None]]) -> dict[str, Any]:
-        content = [
-            self._token(token, known.log_prob) | {"top_logprobs": [self._token(*pair) for pair in known.top]}
-            for token, known in tokens
-            if known is not None
-        ]
+        content = []
+        for token, known in tokens:
+            if known is None:
+                continue
+            names = self._names(token, known)
+            top = [self._token(each, names[each], value) for each, value in known.top]
+            content.append(self._token(token, names[token], known.log_prob) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _token(self, token: int, value: float) -> dict[str, Any]:
+    def _names(self, chosen: int, known: Likelihood) -> dict[int, str]:
+        """Return unique names of the chosen token and the likeliest ones.
+
+        A name is the token's text, or `token_id:5` if another token has the same text.
+        """
+        names: dict[int, str] = {}
+        for token in (chosen, *(each for each, _ in known.top)):
+            text = self.detokenize([token])
+            if token not in names:
+                names[token] = f"token_id:{token}" if text in names.values() else text
+        return names
+
+    def _token(self, token: int, name: str, value: float) -> dict[str, Any]:
         text = self.detokenize([token])
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+        # A part of a character has no text. Its bytes are not those of the replacement character.
+        known_bytes = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+        return {"token": name, "logprob": value, "bytes": known_bytes}
 
 
 def usage(prompt_tokens: int, generated: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": generated, "total_tokens": prompt_tokens + generated}
+    """Return OpenAI's object for the numbers of tokens."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": generated,
+        "total_tokens": prompt_tokens + generated,
+    }

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's routes as requests to a running batch: every field is heeded or refused."""
+"""Converts requests of OpenAI's routes to requests for a running batch. Every field is supported or refused."""
 
 import secrets
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from megatron_lite.inference.prompts import encode, encode_chat
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.server.errors import Refused, UnknownModel
 from megatron_lite.inference.server.fields import Fields
+from megatron_lite.inference.slots import require_known
 from megatron_lite.models.rng import mix
 
 MOST_PROMPTS, MOST_CHOICES, MOST_STOPS, MOST_ALTERNATIVES = 128, 128, 16, 20
@@ -22,23 +23,23 @@ _PENALTIES: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a client asked for."""
+    """A client's request."""
 
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
-    """0: nothing is generated; the prompt alone is judged."""
+    """0: generate nothing, only score the prompt."""
     choices: int
-    """Of each prompt."""
+    """Number of choices for each prompt."""
     sampling: Sampling
     stop: tuple[str, ...]
     log_probs: int | None
     echo: bool
     stream: bool
     usage: bool
-    """Whether a stream ends with the numbers of tokens."""
+    """True if a stream ends with the numbers of tokens."""
 
     def requests(self, stop_ids: frozenset[int]) -> list[Request]:
-        """Choices of one prompt side by side; each has a seed of its own."""
+        """Return the requests; choices of one prompt are adjacent, and each has a different seed."""
         return [
             Request(prompt, self.max_tokens, self._seeded(which), stop_ids, self.log_probs)
             for prompt in self.prompts
@@ -46,26 +47,34 @@ class Wanted:
         ]
 
     def _seeded(self, which: int) -> Sampling:
-        return replace(self.sampling, seed=mix(self.sampling.seed, which)) if which else self.sampling
+        return (
+            replace(self.sampling, seed=mix(self.sampling.seed, which)) if which else self.sampling
+        )
 
 
 def completion(fields: Fields, opened: Opened, name: str) -> Wanted:
-    """Of /v1/completions. Raises Refused."""
+    """Read a request of /v1/completions. Raises Refused."""
     prompts = _prompts(fields.any("prompt"), opened)
     echo = fields.boolean("echo")
     choices = fields.integer("n", 1, 1, MOST_CHOICES)
     fields.only({"best_of": (choices,), "suffix": ("",)})
     max_tokens = fields.integer("max_tokens", 16, 0, opened.model.length)
     if max_tokens == 0 and not echo:
-        raise Refused("max_tokens 0 goes with echo alone: nothing would come back", "max_tokens")
+        raise Refused("max_tokens 0 requires echo", "max_tokens")
     wanted = _shared(
-        fields, opened, name, prompts, max_tokens, choices, fields.integer("logprobs", None, 0, MOST_ALTERNATIVES)
+        fields,
+        opened,
+        name,
+        prompts,
+        max_tokens,
+        choices,
+        fields.integer("logprobs", None, 0, MOST_ALTERNATIVES),
     )
     return replace(wanted, echo=echo)
 
 
 def chat(fields: Fields, opened: Opened, name: str) -> Wanted:
-    """Of /v1/chat/completions. Raises Refused."""
+    """Read a request of /v1/chat/completions. Raises Refused."""
     try:
         prompt = encode_chat(opened.tokenizer, _messages(fields.any("messages")))
     except UsageError as error:
@@ -94,7 +103,9 @@ def _shared(
 ) -> Wanted:  # fmt: skip
     model = fields.any("model")
     if model is not None and model != name:
-        raise UnknownModel(f"there is no model {model!r:.100} here, but {name!r}", "model", "model_not_found")
+        raise UnknownModel(
+            f"there is no model {model!r:.100} here, but {name!r}", "model", "model_not_found"
+        )
     fields.only(_PENALTIES)
     seed = fields.integer("seed", None, -(1 << 63), (1 << 63) - 1)
     sampling = Sampling(
@@ -107,6 +118,10 @@ def _shared(
     fields.finish()
     for prompt in prompts:
         try:
+            require_known(prompt, opened.config.vocab)
+        except UsageError as error:  # the tokenizer may have more tokens than the model
+            raise Refused(str(error), "prompt") from error
+        try:
             check(Request(prompt, max(max_tokens, 1)), opened.model.length + (max_tokens == 0))
         except UsageError as error:
             raise Refused(str(error), "prompt", "context_length_exceeded") from error
@@ -116,19 +131,26 @@ def _shared(
 def _stream_options(value: Any, *, stream: bool) -> bool:
     if value is None:
         return False
-    if not stream or not isinstance(value, dict) or set(value) - {"include_usage", "include_obfuscation"}:
-        raise Refused("stream_options goes with stream, and has include_usage alone", "stream_options")
+    if (
+        not stream
+        or not isinstance(value, dict)
+        or set(value) - {"include_usage", "include_obfuscation"}
+    ):
+        raise Refused(
+            "stream_options requires stream, and supports only include_usage", "stream_options"
+        )
     return bool(value.get("include_usage"))
 
 
 def _prompts(value: Any, opened: Opened) -> tuple[tuple[int, ...], ...]:
-    """A text, texts, a row of token ids, rows of them."""
+    """Return the prompts: from a text, texts, a row of token ids, or rows of token ids."""
     if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         value = [value]
     if not isinstance(value, list) or not value:
         instead = "it is missing" if value is None else f"found {value!r:.60}"
         raise Refused(
-            f"prompt should be a text, a list of texts, of token ids, or of lists of token ids; {instead}", "prompt"
+            f"prompt should be a text, a list of texts, of token ids, or of lists of token ids; {instead}",
+            "prompt",
         )
     if len(value) > MOST_PROMPTS:
         raise Refused(f"{len(value)} prompts are more than {MOST_PROMPTS}", "prompt")
@@ -141,9 +163,14 @@ def _prompt(value: Any, opened: Opened) -> tuple[int, ...]:
             return encode(opened.tokenizer, value)
         except UsageError as error:
             raise Refused(str(error), "prompt") from error
-    if isinstance(value, list) and all(type(token) is int and 0 <= token < opened.config.vocab for token in value):
+    if isinstance(value, list) and all(
+        type(token) is int and 0 <= token < opened.config.vocab for token in value
+    ):
         return tuple(value)
-    raise Refused(f"a prompt should be a text or token ids below {opened.config.vocab}, found {value!r:.60}", "prompt")
+    raise Refused(
+        f"a prompt should be a text or token ids below {opened.config.vocab}, found {value!r:.60}",
+        "prompt",
+    )
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
@@ -154,7 +181,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     for number, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Refused(
-                f"message {number} should be an object with role and content, found {message!r:.60}", "messages"
+                f"message {number} should be an object with role and content, found {message!r:.60}",
+                "messages",
             )
         found.append({**message, "content": _content(message.get("content"), number)})
     return found
@@ -163,6 +191,10 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 def _content(value: Any, number: int) -> str:
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
+    if isinstance(value, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" for part in value
+    ):
         return "".join(str(part.get("text", "")) for part in value)
-    raise Refused(f"the content of message {number} should be text, found {value!r:.60}", "messages")
+    raise Refused(
+        f"the content of message {number} should be text, found {value!r:.60}", "messages"
+    )

@@ -1,10 +1,10 @@
-"""The page to try a model on: one form, whose answer appears as it is made."""
+"""A web page to try a model: one form that shows the answer as it is generated."""
 
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
-"""Of its content: it may ask this server, and nobody else."""
+"""The page's content security policy: it may only send requests to this server."""
 
 PAGE = """<!doctype html>
 <html lang="en">

@@ -1,4 +1,4 @@
-"""A ticket's steps as pieces of text, until all of its choices have ended, its time is over or its client has gone."""
+"""Converts a ticket's steps to pieces of text until all choices have ended, the time is over, or the client disconnects."""
 
 from collections.abc import AsyncGenerator, Sequence
 
@@ -13,9 +13,16 @@ from megatron_lite.inference.text import Detokenize, TextStream
 
 
 async def pieces(
-    worker: Worker, wanted: Wanted, stop_ids: frozenset[int], detokenize: Detokenize, deadline: Deadline
+    worker: Worker,
+    wanted: Wanted,
+    stop_ids: frozenset[int],
+    detokenize: Detokenize,
+    deadline: Deadline,
 ) -> AsyncGenerator[Piece, None]:
-    """Of all choices as they come. Raises Overloaded at the start, TimedOut, NoAnswer later; frees every slot however it ends."""
+    """Yield the pieces of all choices as they come. It always frees every slot at the end.
+
+    Raises Overloaded at the start, TimedOut and NoAnswer later.
+    """
     requests = wanted.requests(stop_ids)
     ticket = worker.submit(requests)
     texts = {which: TextStream(detokenize, wanted.stop) for which in range(len(requests))}
@@ -26,7 +33,7 @@ async def pieces(
                 raise NoAnswer
             text = texts.get(which)
             if text is None:
-                continue  # it ended with a stop word a turn ago
+                continue  # it ended with a stop word in an earlier turn
             said = "" if step.end == "stop" else text.add(step.token)
             tokens = () if step.end == "stop" else ((step.token, step.likelihood),)
             reason = "stop" if text.stopped else step.end
@@ -41,7 +48,7 @@ async def pieces(
 
 
 async def beams(worker: Worker, request: Request, deadline: Deadline) -> Sequence[Beam]:
-    """What a beam search found. Raises Overloaded, TimedOut, NoAnswer; frees its slots however it ends."""
+    """Return the result of a beam search. Raises Overloaded, TimedOut, NoAnswer. It always frees its slots at the end."""
     ticket = worker.submit([request])
     try:
         _, step = await deadline.of(ticket.steps.get())

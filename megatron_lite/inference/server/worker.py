@@ -1,4 +1,4 @@
-"""The one thread that uses the model: requests come to it from the server's event loop, and their tokens go back there."""
+"""The only thread that uses the model. It receives requests from the server's event loop and sends the tokens back."""
 
 import asyncio
 import queue
@@ -21,30 +21,37 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Ticket:
-    """Of some requests that belong together; their steps arrive in one queue as (which of them, its step)."""
+    """A group of requests. Their steps arrive in one queue as (index of the request, step)."""
 
     steps: "asyncio.Queue[tuple[int, Step]]"
     loop: asyncio.AbstractEventLoop
     numbers: dict[int, int] = field(default_factory=dict)
-    """In the running batch -> which of them; those that haven't ended."""
+    """Number in the running batch -> index of the request; only requests that have not ended."""
     size: int = 0
 
 
 class Worker:
-    def __init__(self, model: EngineModel, most_waiting: int, failed: Callable[[BaseException], None]) -> None:
-        """most_waiting: requests without a slot. failed: called on the thread when the model fails, which is its end."""
+    """Runs the model on its thread for the requests of the event loop."""
+
+    def __init__(
+        self, model: EngineModel, most_waiting: int, failed: Callable[[BaseException], None]
+    ) -> None:
+        """most_waiting: number of requests without a slot.
+
+        failed: called on the thread if the model fails; the thread then ends.
+        """
         self.model, self._failed = model, failed
         self._batch = RunningBatch(model)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._alone: deque[Callable[[], None]] = deque()
-        """What needs all slots, and waits until they are free."""
+        """Functions that need all slots, and wait until they are free."""
         self._tickets: dict[int, Ticket] = {}
         self._room = model.slots + most_waiting
         self._open, self._lock, self._ending = 0, threading.Lock(), False
         self.prompt_tokens = self.tokens = 0
-        """Accepted and generated so far."""
+        """Number of accepted prompt tokens, and of generated tokens."""
         self.without_answer = 0
-        """Requests that ended because logits were NaN or infinite."""
+        """Number of requests that ended because logits were NaN or infinite."""
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
@@ -56,36 +63,44 @@ class Worker:
     # Called in the event loop.
 
     def submit(self, requests: Sequence[Request]) -> Ticket:
-        """Raises Overloaded where too many wait already."""
+        """Add requests. Raises Overloaded if too many wait already."""
         self._take(len(requests))
         ticket = Ticket(asyncio.Queue(), asyncio.get_running_loop(), size=len(requests))
         self._commands.put(lambda: self._add(ticket, requests))
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Of what hasn't ended; does no harm where all has."""
+        """Cancel the requests of a ticket that have not ended."""
         self._commands.put(lambda: self._cancel(ticket))
 
     async def between(self, function: Callable[[LanguageModel], T]) -> T:
-        """function(model) between two turns; it may touch no slot. Of this and the next: raises NoAnswer where it raises NotFinite."""
+        """Run function(model) between two turns. It must not change any slot.
+
+        Raises NoAnswer if the function raises NotFinite.
+        """
         return await self._call(function, self._commands.put)
 
     async def alone(self, function: Callable[[LanguageModel], T]) -> T:
-        """function(model) when all requests that have a slot have ended; those that wait come afterwards.
+        """Run function(model) after all requests with a slot have ended; waiting requests follow later.
 
-        Of both: when nobody waits for it any more, it ends with the next thing that it asks of the model.
+        As with between(): raises NoAnswer if the function raises NotFinite. If its caller stops waiting, the function
+        ends at its next call of the model.
         """
 
         def cleaned(model: LanguageModel) -> T:
             try:
                 return function(model)
             except NotFinite:
-                self.model.forget(range(self.model.slots))  # all of which it may have used
+                self.model.forget(range(self.model.slots))  # the function may have used all slots
                 raise
 
-        return await self._call(cleaned, lambda command: self._commands.put(lambda: self._alone.append(command)))
+        return await self._call(
+            cleaned, lambda command: self._commands.put(lambda: self._alone.append(command))
+        )
 
-    async def _call(self, function: Callable[[LanguageModel], T], enqueue: Callable[[Callable[[], None]], Any]) -> T:
+    async def _call(
+        self, function: Callable[[LanguageModel], T], enqueue: Callable[[Callable[[], None]], Any]
+    ) -> T:
         self._take(1)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -100,7 +115,9 @@ class Worker:
 
         def command() -> None:
             try:
-                found = function(_WhileWanted(self.model, lambda: not future.cancelled() and not self._ending))
+                found = function(
+                    _WhileWanted(self.model, lambda: not future.cancelled() and not self._ending)
+                )
                 _tell(loop, answer, found)
             except _Unwanted:
                 pass
@@ -114,7 +131,7 @@ class Worker:
         return await future
 
     def stop(self) -> None:
-        """Waits until the turn that is being computed is done."""
+        """Stop the worker; wait until the current turn is computed."""
         self._ending = True
         self._commands.put(None)
         self._thread.join()
@@ -124,7 +141,9 @@ class Worker:
             if self._ending:
                 raise ShuttingDown
             if self._open + count > self._room:
-                raise Overloaded(f"{self._open} requests are being served or wait; there is room for {self._room}")
+                raise Overloaded(
+                    f"{self._open} requests are being served or wait; there is room for {self._room}"
+                )
             self._open += count
 
     def _give_back(self, count: int) -> None:
@@ -146,7 +165,7 @@ class Worker:
             self._failed(error)
 
     def _obey(self) -> bool:
-        """Everything that was asked for; waits where there is nothing else to do. False at the end."""
+        """Process all commands; wait for one if there is nothing else to do. Returns False at the end."""
         while True:
             try:
                 idle = not (self._batch.busy or self._alone)
@@ -173,7 +192,7 @@ class Worker:
             self._end(ticket, number)
 
     def cancel_one(self, ticket: Ticket, which: int) -> None:
-        """Of the requests of a ticket this one. Called in the event loop."""
+        """Cancel one request of a ticket. Called in the event loop."""
 
         def command() -> None:
             for number in [number for number, other in ticket.numbers.items() if other == which]:
@@ -197,7 +216,7 @@ class Worker:
 
 
 def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *values: Any) -> None:
-    """Nothing where the loop has ended: then nobody waits."""
+    """Call back in the event loop. If the loop has ended, nothing happens, because no caller waits."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(callback, *values)
 
@@ -207,7 +226,7 @@ class _Unwanted(Exception):
 
 
 class _WhileWanted:
-    """A model for one function, which ends as soon as it isn't wanted any more."""
+    """A model for one function. Its methods raise as soon as the function's result is no longer needed."""
 
     def __init__(self, model: LanguageModel, wanted: Callable[[], bool]) -> None:
         self._model, self._wanted = model, wanted

@@ -1,6 +1,6 @@
-"""LoRA: beside a frozen matrix W two thin ones that are trained, y = W x + scale · B (A x).
+"""LoRA: two small trained matrices added to a frozen matrix W: y = W x + scale · B (A x).
 
-shares     which of transformers' modules a rank's matrix has a part of
-adapter    what is computed beside a matrix, and how tensor ranks share it
-attached   adapters beside all matrices of a chunk that are to have one
+shares     the modules of transformers that a rank's matrix contains parts of
+adapter    the computation of an adapter, and how tensor ranks shard it
+attached   adds adapters to the selected matrices of a chunk
 """

@@ -1,13 +1,16 @@
-"""What is computed beside a matrix, and how tensor ranks share it.
+"""The computation of a matrix's adapter, and how tensor ranks shard it.
 
-| matrix sharded by | A                        | B               | between them, r numbers a token pass among the tensor ranks       |
-|-------------------|--------------------------|-----------------|-------------------------------------------------------------------|
-| columns           | whole on every rank      | by rows as W is | forward none (with sequence parallelism gathered), backward summed |
-| rows              | by columns as W is       | whole           | summed (scattered) forward, backward none (gathered)               |
-| experts           | whole, of one expert     | the same        | none                                                               |
-| not at all        | whole on every rank      | the same        | none                                                               |
+Between A and B, tensor ranks exchange r numbers a token:
 
-So a whole matrix has the gradient of what its rank sees: all tokens, or under sequence parallelism its own.
+| matrix sharded by | A                    | B            | forward            | backward        |
+|-------------------|----------------------|--------------|--------------------|-----------------|
+| columns           | whole on every rank  | by rows as W | none (gathered)    | summed          |
+| rows              | by columns as W      | whole        | summed (scattered) | none (gathered) |
+| experts           | whole, of one expert | the same     | none               | none            |
+| not at all        | whole on every rank  | the same     | none               | none            |
+
+Words in brackets hold with sequence parallelism. The gradient of a whole matrix is that of the rank's tokens: all
+tokens, or under sequence parallelism the rank's own.
 """
 
 from collections.abc import Sequence
@@ -20,13 +23,13 @@ from torch import Tensor, nn
 from megatron_lite.models import rng
 from megatron_lite.models.lora.shares import Share
 from megatron_lite.parallel import comm
-from megatron_lite.parallel.kinds import Kind
+from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.settings.options import LoRA
 
 
 class Sharding(Enum):
-    """Of a matrix, and so of its adapter: the kinds of A and B."""
+    """Sharding of a matrix. The values are the kinds of its adapter's A and B."""
 
     COLUMNS = Kind.OF_TOKENS, Kind.SHARDED
     ROWS = Kind.SHARDED, Kind.OF_TOKENS
@@ -35,7 +38,7 @@ class Sharding(Enum):
 
 
 class Pair(nn.Module):
-    """The adapter of one module, as far as this rank has it."""
+    """This rank's part of one module's adapter."""
 
     def __init__(self, share: Share, rank: int, sharding: Sharding) -> None:
         super().__init__()
@@ -46,7 +49,7 @@ class Pair(nn.Module):
 
 
 class Adapter(nn.Module):
-    """Of one matrix: those of all modules that it has a part of."""
+    """The adapter of one matrix: the adapters of all modules that the matrix contains parts of."""
 
     def __init__(
         self,
@@ -57,33 +60,53 @@ class Adapter(nn.Module):
         ranks: TensorGroup,
         place: tuple[int, int],
     ) -> None:
-        """out: rows of the rank's matrix, of which some may have no adapter. place: layer, and number in it; for dropout."""
+        """out: rows of the rank's matrix; some may have no adapter. place: (layer, index in the layer), for dropout."""
         super().__init__()
         self.options, self.sharding, self.out = options, sharding, out
         self.ranks = TensorGroup() if sharding is Sharding.EXPERTS else ranks
         layer, number = place
         of_rank = rng.LORA * (1 + self.ranks.rank) if sharding is Sharding.ROWS else 0
         self.at = rng.At(layer, rng.LORA + number + of_rank)
-        self.pairs = nn.ModuleDict({share.module.key: Pair(share, options.rank, sharding) for share in shares})
-        self.rows = [row for share in shares for run in share.rows for row in range(run.local, run.local + run.size)]
+        self.pairs = nn.ModuleDict(
+            {share.module.key: Pair(share, options.rank, sharding) for share in shares}
+        )
+        self.rows = [
+            row
+            for share in shares
+            for run in share.rows
+            for row in range(run.local, run.local + run.size)
+        ]
         self.seed: rng.Seed | None = None
-        """Of the pass that the layer is in; None: nothing is dropped."""
+        """The seed of the layer's current pass; None: no dropout."""
         self._index: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is added to the matrix's product with x, of the same shape."""
+        """Return the term to add to the matrix's product with x; the same shape as the product."""
         pairs = [pair for pair in self.pairs.values() if isinstance(pair, Pair)]
-        inner = F.linear(self._dropped(x), torch.cat([pair.lora_a for pair in pairs])) * self.options.scale
+        inner = (
+            F.linear(self._dropped(x), torch.cat([pair.lora_a for pair in pairs]))
+            * self.options.scale
+        )
         if self.ranks.group is not None and self.sharding is not Sharding.NOT_AT_ALL:
             whole = self.sharding is Sharding.COLUMNS
-            across = comm.shared_over(inner, self.ranks.group, gather=self.ranks.sequence) if whole else None
-            inner = comm.sum_over(inner, self.ranks.group, scatter=self.ranks.sequence) if across is None else across
+            across = (
+                comm.shared_over(inner, self.ranks.group, gather=self.ranks.sequence)
+                if whole
+                else None
+            )
+            inner = (
+                comm.sum_over(inner, self.ranks.group, scatter=self.ranks.sequence)
+                if across is None
+                else across
+            )
         parts = torch.split(inner, self.options.rank, -1)
-        made = torch.cat([F.linear(part, pair.lora_b) for part, pair in zip(parts, pairs, strict=True)], -1)
+        made = torch.cat(
+            [F.linear(part, pair.lora_b) for part, pair in zip(parts, pairs, strict=True)], -1
+        )
         return self._placed(made)
 
     def _placed(self, made: Tensor) -> Tensor:
-        """Module by module -> in the order of the matrix's rows, 0 where there is no adapter."""
+        """Reorder outputs from module order to the matrix's row order, with 0 for rows without an adapter."""
         if self.rows == list(range(self.out)):
             return made
         if self._index is None or self._index.device != made.device:
@@ -93,6 +116,10 @@ class Adapter(nn.Module):
     def _dropped(self, x: Tensor) -> Tensor:
         if self.seed is None or not self.options.dropout:
             return x
-        whole = self.sharding is Sharding.ROWS  # the whole sequence, columns of its own
-        dropped: Tensor = self.seed.drop(x, self.options.dropout, self.at, TensorGroup() if whole else self.ranks)
+        whole = (
+            self.sharding is Sharding.ROWS
+        )  # a row-sharded matrix gets the whole sequence but only this rank's columns
+        dropped: Tensor = self.seed.drop(
+            x, self.options.dropout, self.at, TensorGroup() if whole else self.ranks
+        )
         return dropped

@@ -1,4 +1,4 @@
-"""Adapters beside all matrices of a chunk that are to have one, and what there is to know of each of their parameters."""
+"""Adds adapters to the selected matrices of a chunk, and describes their parameters."""
 
 import re
 from collections import Counter
@@ -10,12 +10,12 @@ from formats.tensor import Box
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.natives import NativeTensor, Region
-from megatron_lite.models.latent_attention import WholeLinear
 from megatron_lite.models.layer import Layer
 from megatron_lite.models.lora.adapter import Adapter, Pair, Sharding
 from megatron_lite.models.lora.shares import Module, Share, modules_of, shares_of
+from megatron_lite.models.mixers.latent_attention import WholeLinear
 from megatron_lite.models.moe.experts import ExpertMatrix
-from megatron_lite.parallel.kinds import Kind
+from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear, RowLinear, TensorGroup
 from megatron_lite.settings.options import LoRA
 
@@ -28,11 +28,17 @@ _LAYER = re.compile(r"decoder\.layers\.\d+(?=\.)")
 
 
 def attach(
-    chunk: nn.Module, natives: Iterable[NativeTensor], config: ModelConfig, options: LoRA, ranks: TensorGroup
+    chunk: nn.Module,
+    natives: Iterable[NativeTensor],
+    config: ModelConfig,
+    options: LoRA,
+    ranks: TensorGroup,
 ) -> Iterator[tuple[NativeTensor, Kind]]:
-    """Put adapters beside the matrices of a chunk, and tell of their parameters, in the order of a forward pass.
+    """Add adapters to the matrices of a chunk, and yield their parameters in the order of a forward pass.
 
-    chunk: on the meta device, as what is made. natives: its own parameters, in that order. Raises NotExpressible.
+    chunk: on the meta device, like the new parameters. natives: the chunk's own parameters, in the order of a forward
+    pass.
+    Raises NotExpressible.
     """
     modules, numbers = modules_of(config), Counter[int]()
     for own in natives:
@@ -40,7 +46,11 @@ def attach(
         matrix, layer = chunk.get_submodule(path), _LAYER.match(own.name)
         if last != "weight" or layer is None or (sharding := _sharding(matrix)) is None:
             continue
-        shares = [share for share in shares_of(own, modules) if is_target(share.module, path, options.targets)]
+        shares = [
+            share
+            for share in shares_of(own, modules)
+            if is_target(share.module, path, options.targets)
+        ]
         if shares:
             owner = chunk.get_submodule(layer[0])
             assert isinstance(owner, Layer)
@@ -59,28 +69,33 @@ def _sharding(matrix: nn.Module) -> Sharding | None:
 
 
 def is_target(module: Module, core: str, targets: Sequence[str]) -> bool:
-    """Whether one of the words is the end of the module's path in transformers' model, or in Megatron's, `core`."""
+    """Return whether a target is the end of the module's path in transformers' model, or of its path in Megatron's (`core`)."""
     name = f"{module.path}.{module.parameter}" if module.parameter else module.path
     return any(
-        word == ALL_LINEAR or any(path == word or path.endswith(f".{word}") for path in (name, core))
+        word == ALL_LINEAR
+        or any(path == word or path.endswith(f".{word}") for path in (name, core))
         for word in targets
     )
 
 
 def check_targets(config: ModelConfig, targets: Sequence[str], *, found: bool) -> None:
-    """Raises UsageError for words that no module of the model's decoder ends with. found: whether a matrix has an adapter."""
+    """Raise UsageError for targets that no module of the model's decoder has. found: whether any matrix has an adapter."""
     known = {where.module.key for where in modules_of(config).values()} | {
         "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", ALL_LINEAR,
     }  # fmt: skip
     for word in targets:
         if word.rpartition(".")[2] not in known:
-            raise UsageError(f"--lora-targets {word}: is no matrix of this model; there are {', '.join(sorted(known))}")
+            raise UsageError(
+                f"--lora-targets {word}: is no matrix of this model; there are {', '.join(sorted(known))}"
+            )
     if not found:
-        raise UsageError(f"--lora-targets {' '.join(targets)}: no matrix of this model's layers is among them")
+        raise UsageError(
+            f"--lora-targets {' '.join(targets)}: no matrix of this model's layers is among them"
+        )
 
 
 def _seed_before(layer: nn.Module) -> None:
-    """Have a layer tell its adapters the seed of the pass, also when it is computed again."""
+    """Register a hook on a layer that gives its adapters the seed of the pass, also during recomputation."""
     adapters = [module for module in layer.modules() if isinstance(module, Adapter)]
 
     def tell(_: nn.Module, arguments: tuple[object, ...]) -> None:
@@ -91,7 +106,9 @@ def _seed_before(layer: nn.Module) -> None:
         layer.register_forward_pre_hook(tell)
 
 
-def _parameters(adapter: Adapter, path: str, shares: Sequence[Share]) -> Iterator[tuple[NativeTensor, Kind]]:
+def _parameters(
+    adapter: Adapter, path: str, shares: Sequence[Share]
+) -> Iterator[tuple[NativeTensor, Kind]]:
     for share in shares:
         pair, rank = adapter.pairs[share.module.key], adapter.options.rank
         assert isinstance(pair, Pair)
@@ -103,5 +120,10 @@ def _parameters(adapter: Adapter, path: str, shares: Sequence[Share]) -> Iterato
             row += run.size
         for name, end, regions in (("lora_a", "lora_A", a), ("lora_b", "lora_B", tuple(b))):
             kind, shape = pair.kinds[name], tuple(pair.get_parameter(name).shape)
-            native = NativeTensor(f"{place}.{name}", {f"{share.module.name}.{end}.weight": regions}, shape, kind.copied)
+            native = NativeTensor(
+                f"{place}.{name}",
+                {f"{share.module.name}.{end}.weight": regions},
+                shape,
+                kind.copied,
+            )
             yield native, kind

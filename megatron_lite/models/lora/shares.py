@@ -1,7 +1,7 @@
-"""Which of transformers' modules a rank's matrix has a part of: a fused qkv of q_proj, k_proj and v_proj, of each some rows.
+"""Maps a rank's matrix to modules of transformers: a fused qkv contains some rows of q_proj, k_proj and v_proj.
 
-Each module has an adapter of its own, as peft has it, so that what is trained here is what peft trains, and what it saves
-can be read back at any layout. All of it follows from the family's table.
+Each module has its own adapter, as in peft. So the trainer trains the same parameters as peft, and its files can be
+loaded in any layout. The mapping follows from the family's table.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,10 +14,11 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF_STACKED
 from megaconv.model.natives import NativeTensor, Region, native_tensors
+from megaconv.model.regions import PLAIN
 
 
 class Rows(NamedTuple):
-    """Of a rank's matrix, and where they are among the module's outputs."""
+    """Rows of a rank's matrix (local), and their place among the module's outputs (whole)."""
 
     local: int
     whole: int
@@ -26,38 +27,38 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Module:
-    """One of transformers' linear modules, or one expert's share of a parameter that holds all experts."""
+    """A linear module of transformers, or one expert's part of a parameter that holds all experts."""
 
     path: str
-    """In the whole model."""
+    """Path in the whole model."""
     parameter: str | None
-    """Of the module at this path, where it isn't its `weight` that has the adapter."""
+    """The parameter of the module at this path that has the adapter; None: its `weight`."""
     expert: int | None
     out: int
     width: int
     transposed: bool
-    """Whether transformers stores the weight as [in, out]."""
+    """True if transformers stores the weight as [in, out]."""
 
     @property
     def key(self) -> str:
-        """Its last word."""
+        """The last word of the module's path or the parameter's name."""
         return self.parameter or self.path.rpartition(".")[2]
 
     @property
     def name(self) -> str:
-        """For the tensors of its adapter, each expert's by itself."""
+        """The name for the tensors of the adapter; each expert has its own."""
         expert = "" if self.expert is None else f".{self.expert}"
         return f"{self.path}{expert}.{self.parameter}" if self.parameter else self.path
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank's matrix has of a module."""
+    """The part of a module that a rank's matrix contains."""
 
     module: Module
     rows: tuple[Rows, ...]
     columns: tuple[int, int]
-    """Of the module's inputs: first, and behind the last."""
+    """The module's input columns: (first, last + 1)."""
 
     @property
     def out(self) -> int:
@@ -70,18 +71,20 @@ class Share:
 
 @dataclass(frozen=True)
 class _Whole:
-    """Where a canonical matrix lies in a module."""
+    """The place of a canonical matrix in a module."""
 
     module: Module
     runs: tuple[tuple[int, int, int], ...]
-    """(first row, the one behind the last, the module's output that the first one is)."""
+    """(first row, last row + 1, the output of the module for the first row)."""
 
 
 def modules_of(config: ModelConfig) -> Mapping[str, _Whole]:
-    """By the canonical matrices of the decoder's layers."""
+    """Return the module of each canonical matrix in the decoder's layers."""
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     found: dict[str, _Whole] = {}
-    for native in native_tensors(family(config.family).rows, config, HF_STACKED, Layout(), 0, whole, config.vocab):
+    for native in native_tensors(
+        family(config.family).rows, config, HF_STACKED, Layout(), 0, whole, config.vocab
+    ):
         if native.copy is None and len(native.shape) > 1:
             found |= {name: where for name, where in _wholes(native) if name.startswith("layers.")}
     return found
@@ -92,20 +95,32 @@ def _wholes(native: NativeTensor) -> Iterator[tuple[str, _Whole]]:
     rows, columns = native.shape[-2:]
     path, _, last = native.name.rpartition(".")
     for name, regions in native.parts.items():
-        if any(region.pairs or region.halves or region.row_step > 1 or region.repeat > 1 for region in regions):
-            continue  # no model that is trained has its matrices so
+        if any(region.order != PLAIN and not region.transposed for region in regions):
+            continue  # no trainable model has such a matrix
         transposed = regions[0].transposed
         out, width = (columns, rows) if transposed else (rows, columns)
+        # A parameter [experts, rows, columns] counts as a matrix with experts · rows rows.
         expert = regions[0].row // rows if stacked else None
         module = Module(path, None if last == "weight" else last, expert, out, width, transposed)
         first = [region.col if transposed else region.row % rows for region in regions]
-        yield name, _Whole(module, tuple((r.box.row0, r.box.row1, at) for r, at in zip(regions, first, strict=True)))
+        yield (
+            name,
+            _Whole(
+                module,
+                tuple((r.box.row0, r.box.row1, at) for r, at in zip(regions, first, strict=True)),
+            ),
+        )
 
 
 def shares_of(native: NativeTensor, modules: Mapping[str, _Whole]) -> tuple[Share, ...]:
-    """Of a rank's matrix. Raises NotExpressible for one whose rows aren't those of modules of transformers."""
+    """Return the parts of modules in a rank's matrix.
+
+    Raises NotExpressible if its rows are not rows of transformers' modules.
+    """
     if not native.parts.keys() <= modules.keys():
-        raise NotExpressible(f"{native.name} can't have an adapter: transformers has no module with these weights")
+        raise NotExpressible(
+            f"{native.name} can't have an adapter: transformers has no module with these weights"
+        )
     rows: dict[str, list[Rows]] = {}
     columns: dict[str, tuple[int, int]] = {}
     known: dict[str, Module] = {}
@@ -121,9 +136,13 @@ def shares_of(native: NativeTensor, modules: Mapping[str, _Whole]) -> tuple[Shar
                     run = Rows(region.row + first - box.row0, output + first - row0, last - first)
                     rows.setdefault(where.module.name, []).append(run)
             columns[where.module.name] = box.col0, box.col1
-    return tuple(Share(module, tuple(sorted(rows[name])), columns[name]) for name, module in known.items())
+    return tuple(
+        Share(module, tuple(sorted(rows[name])), columns[name]) for name, module in known.items()
+    )
 
 
 def _check(native: NativeTensor, region: Region) -> None:
-    if region.transposed or region.pairs or region.halves or region.row_step > 1 or region.repeat > 1:
-        raise NotExpressible(f"{native.name} can't have an adapter: its rows aren't those of a module of transformers")
+    if region.order != PLAIN:
+        raise NotExpressible(
+            f"{native.name} can't have an adapter: its rows aren't those of a module of transformers"
+        )

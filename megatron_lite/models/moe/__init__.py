@@ -1,1 +1,1 @@
-"""Mixtures of experts: which experts a token goes to, how it gets there, what they make of it, how they are kept in balance."""
+"""Mixtures of experts: routing, dispatch of tokens, computation of experts, and load balancing."""

@@ -1,8 +1,10 @@
-"""Losses that keep experts equally busy. They are not part of the loss that is reported: their gradients join on the way back.
+"""Load-balancing losses. The reported loss does not include them; their gradients are added in the backward pass.
 
 With T tokens, E experts of which k are chosen, f_e tokens whose best k scores include e, and P_te the scores:
+
     aux = c * E / (k * T^2) * sum_e f_e * sum_t P_te            z = c * mean_t logsumexp(logits_t)^2
-as megatron/core/transformer/moe/moe_utils.py has them.
+
+Source: megatron/core/transformer/moe/moe_utils.py.
 """
 
 import math
@@ -13,38 +15,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite.models.moe.counting import count_rows
 from megatron_lite.parallel import comm
 
 
 @dataclass(frozen=True)
 class Step:
-    """What microbatches of a step know of those before them."""
+    """The state that the microbatches of a step share."""
 
     groups: Sequence[comm.Group] = ()
-    """Together they reach all ranks that have other tokens of the same layers."""
+    """Together, these groups reach all ranks that have other tokens of the same layers."""
     busy: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
-    """By layer, f_e of all ranks' tokens, summed over so many microbatches."""
+    """By layer: (sum of f_e of all ranks' tokens, number of microbatches in the sum)."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Of one pass of a microbatch."""
+    """The state of one pass of a microbatch."""
 
     share: float
-    """Of this microbatch in the step's loss: what gradients of these losses are multiplied with."""
+    """Weight of this microbatch in the step's loss: the factor of the gradients of these losses."""
     step: Step = field(default_factory=Step)
     context: comm.Group = None
     """The ranks that have the other tokens of each sequence."""
     mean_busy: dict[int, Tensor] = field(default_factory=dict)
-    """By layer, f_e of all ranks' tokens, the mean of this microbatch and those before it; kept for when it is computed again."""
+    """By layer: f_e of all ranks' tokens, the mean of the step's microbatches so far. Recomputation uses it again."""
     logged: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    """By name and layer, before the coefficient; the same again when a layer is computed again."""
+    """By name and layer, before the coefficient. Recomputation of a layer writes the same value again."""
     tokens: dict[int, Tensor] = field(default_factory=dict)
-    """By layer, how many of this rank's tokens went to each expert: int64 [experts]; likewise."""
+    """By layer: number of this rank's tokens for each expert, int64 [experts]. Recomputation writes the same value again."""
+    rows: dict[int, list[int]] = field(default_factory=dict)
+    """By layer: the numbers of rows that the dispatch has read from the device. Recomputation uses them again."""
+
+    def read_rows(self, layer: int, counts: Tensor) -> list[int]:
+        """Return the layer's numbers of rows. Only the first call in a pass waits for the device."""
+        if layer not in self.rows:
+            self.rows[layer] = counts.tolist()
+        return self.rows[layer]
 
 
 def tokens_by_layer(balances: Iterable[Balance]) -> dict[int, Tensor]:
-    """The sums over several passes."""
+    """Return the sums over several passes."""
     found: dict[int, Tensor] = {}
     for balance in balances:
         for layer, tokens in balance.tokens.items():
@@ -53,17 +64,20 @@ def tokens_by_layer(balances: Iterable[Balance]) -> dict[int, Tensor]:
 
 
 def mean_losses(balances: Sequence[Balance]) -> dict[str, dict[int, float]]:
-    """By name and layer what was logged, over several passes."""
+    """Return the mean of the logged losses over several passes, by name and layer."""
     sums: dict[str, dict[int, float]] = {}
     for balance in balances:
         for (name, layer), value in balance.logged.items():
             layers = sums.setdefault(name, {})
             layers[layer] = layers.get(layer, 0.0) + float(value)
-    return {name: {layer: value / len(balances) for layer, value in layers.items()} for name, layers in sums.items()}
+    return {
+        name: {layer: value / len(balances) for layer, value in layers.items()}
+        for name, layers in sums.items()
+    }
 
 
 class _Join(torch.autograd.Function):
-    """x as it is; on the way back `factor` goes to a loss that nobody has added to anything."""
+    """Return x unchanged. The backward pass gives `factor` as the gradient of `loss`, which is added to nothing else."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, factor: float) -> Tensor:
@@ -76,14 +90,15 @@ class _Join(torch.autograd.Function):
 
 
 def join(x: Tensor, loss: Tensor, factor: float) -> Tensor:
+    """Return x; the backward pass adds the gradient of `factor * loss`."""
     joined: Tensor = _Join.apply(x, loss, factor)  # type: ignore[no-untyped-call]
     return joined
 
 
 def load_balancing(probabilities: Tensor, per_token: int, groups: Sequence[comm.Group]) -> Tensor:
-    """aux without c, float32 []. probabilities float32 [tokens of this rank, experts].
+    """Return aux without c, float32 []. probabilities: float32 [tokens of this rank, experts].
 
-    groups: together they reach the ranks with other tokens of the same rows; over those the sum is the loss.
+    groups: together they reach the ranks with other tokens of the same rows. The loss is the sum over these ranks.
     """
     busy = _busy(probabilities, per_token)
     tokens = len(probabilities)
@@ -94,8 +109,13 @@ def load_balancing(probabilities: Tensor, per_token: int, groups: Sequence[comm.
     return (busy * probabilities.sum(0)).sum() * (experts / (per_token * tokens * tokens))
 
 
-def by_sequence(probabilities: Tensor, per_token: int, batch: int, groups: Sequence[comm.Group]) -> Tensor:
-    """The same for each sequence apart, and the mean over them. tokens in the order of [sequence, batch]."""
+def by_sequence(
+    probabilities: Tensor, per_token: int, batch: int, groups: Sequence[comm.Group]
+) -> Tensor:
+    """Return aux without c for each sequence separately, as the mean over sequences.
+
+    Tokens are in the order of [sequence, batch].
+    """
     each = probabilities.view(-1, batch, probabilities.shape[-1])
     busy = torch.stack([_busy(each[:, row], per_token) for row in range(batch)])
     length = each.shape[0]
@@ -107,25 +127,39 @@ def by_sequence(probabilities: Tensor, per_token: int, batch: int, groups: Seque
 
 
 def over_the_step(probabilities: Tensor, per_token: int, layer: int, balance: Balance) -> Tensor:
-    """aux without c, where T and f are those of all ranks, f the mean over the microbatches so far; over ranks the sum is the loss."""
-    step, ranks = balance.step, math.prod(comm.size(group) for group in balance.step.groups)
+    """Return aux without c, with T and f of all ranks and f averaged over the microbatches so far.
+
+    The loss is the sum over the ranks.
+    """
     if layer not in balance.mean_busy:
-        busy = _busy(probabilities, per_token)
-        for group in step.groups:
-            comm.all_reduce(busy, group)
-        before, passes = step.busy.get(layer, (torch.zeros_like(busy), 0))
-        step.busy[layer] = before + busy, passes + 1
-        balance.mean_busy[layer] = step.busy[layer][0] / (passes + 1)
-    tokens, experts = len(probabilities) * ranks, probabilities.shape[-1]
-    return (balance.mean_busy[layer] * probabilities.sum(0)).sum() * (experts / (per_token * tokens * tokens))
+        _count_busy(probabilities, per_token, layer, balance)
+    busy = balance.mean_busy[layer]
+    ranks = math.prod(comm.size(group) for group in balance.step.groups)
+    tokens = len(probabilities) * ranks
+    experts = probabilities.shape[-1]
+    return (busy * probabilities.sum(0)).sum() * (experts / (per_token * tokens * tokens))
+
+
+def _count_busy(probabilities: Tensor, per_token: int, layer: int, balance: Balance) -> None:
+    """Add a microbatch to the step's sums, and set the mean over the microbatches so far."""
+    step = balance.step
+    busy = _busy(probabilities, per_token)
+    for group in step.groups:
+        comm.all_reduce(busy, group)
+    before, passes = step.busy.get(layer, (torch.zeros_like(busy), 0))
+    total = before + busy
+    step.busy[layer] = total, passes + 1
+    balance.mean_busy[layer] = total / (passes + 1)
 
 
 def _busy(probabilities: Tensor, per_token: int) -> Tensor:
-    """float32 [experts]: tokens whose best scores include each; without a gradient."""
+    """Return float32 [experts]: the number of tokens whose best scores include the expert. Not differentiable."""
     best = probabilities.detach().topk(per_token, -1).indices
-    return torch.bincount(best.flatten(), minlength=probabilities.shape[-1]).to(probabilities.dtype)
+    return count_rows(best, probabilities.shape[-1]).to(probabilities.dtype)
 
 
 def of_logits(logits: Tensor, groups: Sequence[comm.Group]) -> Tensor:
-    """z without c; over the ranks of all groups the sum is the loss."""
-    return torch.logsumexp(logits.float(), -1).square().mean() / math.prod(comm.size(group) for group in groups)
+    """Return z without c. The loss is the sum over the ranks of all groups."""
+    return torch.logsumexp(logits.float(), -1).square().mean() / math.prod(
+        comm.size(group) for group in groups
+    )

@@ -1,9 +1,10 @@
-"""How many tokens an expert takes, where that is limited: the others are dropped, and keep what they were before the layer.
+"""The capacity limit of experts. An expert drops the tokens beyond it; these tokens skip the expert unchanged.
 
     capacity = ceil(tokens * k / experts * factor)                  tokens: of one microbatch, on this rank
 
-It depends on the layout: under sequence parallelism each tensor rank drops among its own tokens. Source: apply_router_token_dropping of
-megatron/core/transformer/moe/moe_utils.py, whose padding up to the capacity changes no result.
+The result depends on the layout: under sequence parallelism each tensor rank drops among its own tokens.
+Source: apply_router_token_dropping of megatron/core/transformer/moe/moe_utils.py. Its padding up to the capacity
+changes no result and is left out.
 """
 
 import math
@@ -13,9 +14,10 @@ from torch import Tensor
 
 
 def taken(weights: Tensor, chosen: Tensor, experts: int, factor: float, policy: str) -> Tensor:
-    """bool [tokens, k]: which choices stay. weights [tokens, k], chosen int64 [tokens, k].
+    """Return bool [tokens, k]: the choices that stay. weights [tokens, k], chosen int64 [tokens, k].
 
-    policy: `probs`: an expert takes the tokens of the largest weights; `position`: which ones is torch.topk's choice among equals.
+    policy: with `probs`, an expert takes the tokens with the largest weights. With `position`, torch.topk chooses among
+    equals.
     """
     tokens, per_token = chosen.shape
     capacity = math.ceil(tokens * per_token / experts * factor)
@@ -25,6 +27,8 @@ def taken(weights: Tensor, chosen: Tensor, experts: int, factor: float, policy: 
         wanted = torch.zeros(tokens, experts, dtype=weights.dtype, device=weights.device)
         wanted.scatter_(1, chosen, weights.detach())
     else:
-        wanted = torch.zeros(tokens, experts, dtype=torch.int32, device=weights.device).scatter_(1, chosen, 1)
+        wanted = torch.zeros(tokens, experts, dtype=torch.int32, device=weights.device).scatter_(
+            1, chosen, 1
+        )
     best = wanted.topk(capacity, 0, sorted=False).indices
     return torch.zeros_like(wanted, dtype=torch.bool).scatter_(0, best, True).gather(1, chosen)

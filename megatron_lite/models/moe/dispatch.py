@@ -1,8 +1,8 @@
-"""How tokens get to their experts on other ranks and back: no token is dropped, so that sizes are exchanged first.
+"""Exchanges tokens with the ranks of their experts. No token is dropped, so ranks first exchange the numbers of rows.
 
-On the way there rows are sorted by expert and go to the rank that has it; where several ranks have a part of each expert (expert tensor
-parallelism), each of them then gives its rows to all of these, and gets back from each what its part has made of them: the
-sum is the whole. What arrives is sorted by expert again, whatever rank it came from.
+Rows are sorted by expert and sent to the expert's rank. With expert tensor parallelism, several ranks hold a part of
+each expert. The receiving rank then passes its rows to all of them and sums the outputs of the parts. Received rows are
+sorted by expert again, whatever rank sent them.
 """
 
 from collections.abc import Callable
@@ -13,19 +13,22 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_lite.models.build_plan import ExpertRanks
+from megatron_lite.models.moe.counting import ReadRows, count_rows
 from megatron_lite.models.moe.grouped import permuted
-from megatron_lite.models.plan import ExpertRanks
 from megatron_lite.parallel import comm
 
 Compute = Callable[[Tensor, Tensor, list[int]], Tensor]
-"""What experts make of rows [rows, hidden] sorted by expert, with their weights [rows, 1], of whom each has so many."""
+"""Computes experts: (rows [rows, hidden] sorted by expert, weights [rows, 1], rows per expert) -> [rows, hidden]."""
 
 
 class _Exchange(torch.autograd.Function):
-    """Runs of rows to all ranks, and theirs here; on the way back the other way round."""
+    """Exchanges contiguous rows among all ranks; backward, the opposite exchange."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, group: ProcessGroup, sent: list[int], received: list[int]
+    ) -> Tensor:
         ctx.group, ctx.sent, ctx.received = group, sent, received
         return comm.exchange(rows, group, sent, received)
 
@@ -41,46 +44,52 @@ class Hop:
     group: ProcessGroup
     sent: list[int]
     received: list[int]
-    """Rows by rank."""
+    """Number of rows for each rank."""
 
     def there(self, x: Tensor) -> Tensor:
+        """Send rows to the ranks of the group."""
         moved: Tensor = _Exchange.apply(x, self.group, self.sent, self.received)  # type: ignore[no-untyped-call]
         return moved
 
     def back(self, y: Tensor) -> Tensor:
+        """Send rows back to the ranks they came from."""
         moved: Tensor = _Exchange.apply(y, self.group, self.received, self.sent)  # type: ignore[no-untyped-call]
         return moved
 
 
 @dataclass(frozen=True)
 class Route:
-    """Of the tokens of one layer and microbatch."""
+    """The route of the tokens of one layer and microbatch."""
 
     token: Tensor
-    """int64 [rows], at most tokens * k: whose row is sent, sorted by expert; a token's rows to several experts are in their order."""
+    """int64 [rows], at most tokens * k: the token of each sent row. Rows are sorted by expert, so a token's rows are too."""
     slot: Tensor
-    """int64 [rows]: where its weight stands in weights.flatten()."""
+    """int64 [rows]: the index of each row's weight in weights.flatten()."""
     counts: list[int]
-    """Rows of each of this rank's experts."""
+    """Number of rows of each of this rank's experts."""
     among_experts: Hop | None = None
-    """To the ranks that have other experts."""
+    """The exchange with the ranks that have other experts."""
     among_parts: Hop | None = None
-    """To those that have the other parts of the same experts; the same rows to each."""
+    """The exchange with the ranks that have the other parts of the same experts. Each gets the same rows."""
     arrival: Tensor | None = None
-    """int64: which of the received rows comes where, sorted by expert; None where they are sorted."""
+    """int64: the order that sorts the received rows by expert; None if they are sorted."""
     departure: Tensor | None = None
-    """The same the other way round."""
+    """The inverse of `arrival`."""
 
     def there(self, x: Tensor) -> Tensor:
-        """Rows as they leave -> as this rank's experts take them."""
+        """Send the rows of this rank's tokens. Returns the rows for this rank's experts."""
         if self.among_experts is not None:
             x = self.among_experts.there(x)
         if self.among_parts is not None:
             x = self.among_parts.there(x.repeat(len(self.among_parts.sent), 1))
-        return x if self.arrival is None or self.departure is None else permuted(x, self.arrival, self.departure)
+        return (
+            x
+            if self.arrival is None or self.departure is None
+            else permuted(x, self.arrival, self.departure)
+        )
 
     def back(self, y: Tensor) -> Tensor:
-        """The other way: what experts, or parts of them, have made of these rows -> the sums over the parts."""
+        """Send the outputs of experts, or of their parts, back. Returns the sums over the parts for this rank's rows."""
         if self.arrival is not None and self.departure is not None:
             y = permuted(y, self.departure, self.arrival)
         if self.among_parts is not None:
@@ -89,9 +98,17 @@ class Route:
         return y if self.among_experts is None else self.among_experts.back(y)
 
 
-def by_exchange(x: Tensor, weights: Tensor, chosen: Tensor, count: int, ranks: ExpertRanks, compute: Compute) -> Tensor:
-    """x [tokens, hidden], weights [tokens, k], chosen int64 [tokens, k] of so many experts -> [tokens, hidden]. Collective."""
-    way = route(chosen, count, ranks)
+def by_exchange(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    count: int,
+    ranks: ExpertRanks,
+    compute: Compute,
+    read_rows: ReadRows = Tensor.tolist,
+) -> Tensor:
+    """x [tokens, hidden], weights [tokens, k], chosen int64 [tokens, k], number of experts -> [tokens, hidden]. Collective."""
+    way = route(chosen, count, ranks, read_rows)
     rows, scaled = (
         way.there(x.index_select(0, way.token)),
         way.there(weights.flatten().index_select(0, way.slot).unsqueeze(1)),
@@ -100,36 +117,72 @@ def by_exchange(x: Tensor, weights: Tensor, chosen: Tensor, count: int, ranks: E
     return torch.zeros_like(x).index_add(0, way.token, made)
 
 
-def route(chosen: Tensor, experts: int, ranks: ExpertRanks) -> Route:
-    """chosen int64 [tokens, k]; the number of experts in place of one that has no room. Collective over both groups."""
+def route(
+    chosen: Tensor, experts: int, ranks: ExpertRanks, read_rows: ReadRows = Tensor.tolist
+) -> Route:
+    """Return the route. Collective over both groups.
+
+    chosen: int64 [tokens, k]; the value `experts` stands for a choice that was dropped.
+    """
     flat = chosen.flatten()
-    slot = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=experts + 1)[:experts]
-    sharing, parts = comm.size(ranks.experts), comm.size(ranks.parts)
-    here = experts // sharing
-    # Rows by the rank that they come from and by expert: [sharing, here], then of all parts' ranks one after another.
-    coming = counts.view(sharing, here)
-    if ranks.experts is not None:
-        coming = comm.exchange(counts, ranks.experts, [here] * sharing, [here] * sharing).view(sharing, here)
-    arriving = coming if ranks.parts is None else comm.gathered(coming, ranks.parts)
-    numbers = torch.cat((counts, arriving.flatten())).tolist()  # the one wait for a GPU
-    sent, of_each = numbers[:experts], numbers[experts:]
-    slot = slot[: sum(sent)]  # those without room come last
-    found = Route(slot // chosen.shape[1], slot, [sum(of_each[expert::here]) for expert in range(here)])
-    if sharing * parts == 1:
+    # The last bin, which is left out, counts dropped choices.
+    counts = count_rows(flat, experts + 1)[:experts]
+    arriving = _arriving(counts, ranks)
+    numbers = read_rows(torch.cat((counts, arriving)))
+    sent, arrived = numbers[:experts], numbers[experts:]
+    slot = flat.argsort(stable=True)[: sum(sent)]  # dropped choices are sorted to the end
+    token = slot // chosen.shape[1]  # a slot is an index into weights.flatten()
+    here = experts // comm.size(ranks.experts)
+    rows_of_each = [sum(arrived[expert::here]) for expert in range(here)]
+    found = Route(token, slot, rows_of_each)
+    if comm.size(ranks.experts) * comm.size(ranks.parts) == 1:
         return found
-    expert = torch.arange(here, device=chosen.device).repeat(sharing * parts)
-    arrival = expert.repeat_interleave(arriving.flatten()).argsort(stable=True)
-    by_part = _sums(of_each, experts)
-    mine = 0 if ranks.parts is None else ranks.parts.rank()
-    from_ranks = _sums(of_each[mine * experts : (mine + 1) * experts], here)
-    among_experts = None if ranks.experts is None else Hop(ranks.experts, _sums(sent, here), from_ranks)
-    among_parts = None if ranks.parts is None else Hop(ranks.parts, [by_part[mine]] * parts, by_part)
+    # Rows arrive by source rank, and by expert within a rank. The sort puts rows of one expert together.
+    sources = len(arrived) // here
+    expert = torch.arange(here, device=chosen.device).repeat(sources)
+    # Without `output_size`, repeat_interleave would wait for the device.
+    received = expert.repeat_interleave(arriving, output_size=sum(arrived))
+    arrival = received.argsort(stable=True)
+    among_experts, among_parts = _hops(sent, arrived, ranks)
     return replace(
-        found, among_experts=among_experts, among_parts=among_parts, arrival=arrival, departure=arrival.argsort()
+        found,
+        among_experts=among_experts,
+        among_parts=among_parts,
+        arrival=arrival,
+        departure=arrival.argsort(),
     )
 
 
+def _arriving(counts: Tensor, ranks: ExpertRanks) -> Tensor:
+    """Return the rows that come to this rank's experts: [parts * ranks that share the experts * experts of a rank]. Collective.
+
+    counts: rows for each expert of the layer.
+    """
+    coming = counts
+    if ranks.experts is not None:
+        sharing = ranks.experts.size()
+        each = [len(counts) // sharing] * sharing
+        coming = comm.exchange(counts, ranks.experts, each, each)
+    return coming if ranks.parts is None else comm.gathered(coming, ranks.parts)
+
+
+def _hops(sent: list[int], arrived: list[int], ranks: ExpertRanks) -> tuple[Hop | None, Hop | None]:
+    """Return the exchanges of a route: among experts, and among parts.
+
+    sent: rows for each expert. arrived: rows by part, source rank and own expert.
+    """
+    experts = len(sent)
+    here = experts // comm.size(ranks.experts)
+    by_part = _sums(arrived, experts)
+    mine = 0 if ranks.parts is None else ranks.parts.rank()
+    to_ranks = _sums(sent, here)
+    from_ranks = _sums(arrived[mine * experts : (mine + 1) * experts], here)
+    same = [by_part[mine]] * len(by_part)
+    among_experts = None if ranks.experts is None else Hop(ranks.experts, to_ranks, from_ranks)
+    among_parts = None if ranks.parts is None else Hop(ranks.parts, same, by_part)
+    return among_experts, among_parts
+
+
 def _sums(numbers: list[int], run: int) -> list[int]:
-    """Of each run of so many."""
+    """Return the sum of each `run` consecutive numbers."""
     return [sum(numbers[first : first + run]) for first in range(0, len(numbers), run)]

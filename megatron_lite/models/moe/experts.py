@@ -1,26 +1,28 @@
-"""What experts make of the rows that came to them, and the mixture of them that a layer may have for its MLP."""
+"""The computation of experts, and the mixture-of-experts MLP of a layer."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from megatron_lite.models.mlp import activate, is_plain_swiglu
+from megatron_lite.models.activation import activate
+from megatron_lite.models.build_plan import Plan
+from megatron_lite.models.moe.counting import ReadRows
 from megatron_lite.models.moe.dispatch import by_exchange
 from megatron_lite.models.moe.gathering import by_gathering
-from megatron_lite.models.moe.grouped import grouped_linear, weighted_swiglu
+from megatron_lite.models.moe.grouped import grouped_linear
 from megatron_lite.models.moe.router import Router
 from megatron_lite.models.passes import Pass
-from megatron_lite.models.plan import Plan
-from megatron_lite.parallel.kinds import Kind
-from megatron_lite.parallel.product import PLAIN, Product
+from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import ColumnLinear, RowLinear, adapted
+from megatron_lite.products.product import PLAIN, Product
 
 
 class ExpertMatrix(nn.Module):
-    """Of one expert; experts.py computes with those of all of them at once."""
+    """A matrix of one expert. Experts.forward computes with the matrices of all experts at once."""
 
     kinds: ClassVar = {"weight": Kind.EXPERT, "bias": Kind.EXPERT}
 
@@ -33,7 +35,7 @@ class ExpertMatrix(nn.Module):
 
 
 class Expert(nn.Module):
-    """[gate; up], activation, down; with expert tensor parallelism this rank's part of these, whose output is a term of a sum."""
+    """[gate; up], activation, down. With expert tensor parallelism this is the rank's part, whose output is a term of a sum."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -43,7 +45,7 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """This rank's, counted from 0."""
+    """This rank's experts, counted from 0."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -51,17 +53,14 @@ class Experts(nn.Module):
         self.local_experts = nn.ModuleList(Expert(plan) for _ in range(plan.sizes["local_experts"]))
 
     def forward(self, x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
-        """x [rows, hidden], sorted by expert, of whom each has so many; weights [rows, 1].
+        """x [rows, hidden], sorted by expert; counts: rows of each expert; weights [rows, 1] -> [rows, hidden].
 
-        The weights multiply the activation, as in Megatron: so no output has to be kept.
+        As in Megatron, the weights multiply the activation, so that no output has to be kept.
         """
         fc1, fc2 = (list(self._matrices(name)) for name in ("linear_fc1", "linear_fc2"))
         inner, bias = _products(fc1, x, counts), _biases(fc1, counts)
         inner = inner if bias is None else inner + bias
-        if is_plain_swiglu(self.shape):
-            made = _products(fc2, weighted_swiglu(inner, weights), counts)
-        else:
-            made = _products(fc2, activate(inner, self.shape) * weights, counts)
+        made = _products(fc2, activate(inner, self.shape, weights), counts)
         bias = _biases(fc2, counts)
         return made if bias is None else made + bias * weights
 
@@ -73,7 +72,7 @@ class Experts(nn.Module):
 
 
 def _products(matrices: Sequence[ExpertMatrix], x: Tensor, counts: list[int]) -> Tensor:
-    """[rows, out], with what adapters add, without biases."""
+    """Return [rows, out]: products plus adapters, without biases."""
     if all(matrix.product is PLAIN for matrix in matrices):
         made = grouped_linear(x, [matrix.weight for matrix in matrices], counts)
     else:
@@ -86,13 +85,17 @@ def _products(matrices: Sequence[ExpertMatrix], x: Tensor, counts: list[int]) ->
 
 
 def _biases(matrices: Sequence[ExpertMatrix], counts: list[int]) -> Tensor | None:
-    """[rows, out]: of each row's expert; None where there are none."""
+    """Return [rows, out]: the bias of each row's expert; None if there are no biases."""
     biases = [matrix.bias for matrix in matrices if matrix.bias is not None]
-    return torch.cat([bias.expand(count, -1) for bias, count in zip(biases, counts, strict=True)]) if biases else None
+    return (
+        torch.cat([bias.expand(count, -1) for bias, count in zip(biases, counts, strict=True)])
+        if biases
+        else None
+    )
 
 
 class SharedExperts(nn.Module):
-    """The expert that every token passes; its gate, where it has one, scales what it makes."""
+    """The expert that every token passes. If it has a gate, the gate scales its output."""
 
     kinds: ClassVar = {"gate_weight": Kind.OF_TOKENS}
 
@@ -100,8 +103,12 @@ class SharedExperts(nn.Module):
         super().__init__()
         config, ffn = plan.config, plan.sizes["shared_ffn"]
         self.shape = config.mlp
-        self.gate_weight = nn.Parameter(torch.empty(1, config.hidden)) if config.experts.shared_gate else None
-        self.linear_fc1 = ColumnLinear(config.hidden, ffn * (2 if self.shape.gated else 1), plan.ranks)
+        self.gate_weight = (
+            nn.Parameter(torch.empty(1, config.hidden)) if config.experts.shared_gate else None
+        )
+        self.linear_fc1 = ColumnLinear(
+            config.hidden, ffn * (2 if self.shape.gated else 1), plan.ranks
+        )
         self.linear_fc2 = RowLinear(ffn, config.hidden, plan.ranks, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,11 +117,11 @@ class SharedExperts(nn.Module):
 
 
 DISPATCHERS = {"alltoall": by_exchange, "allgather": by_gathering}
-"""How tokens get to experts on other ranks, by Megatron's words."""
+"""The methods to exchange tokens with other ranks' experts, by Megatron's names."""
 
 
 class Mixture(nn.Module):
-    """Router, experts of this rank and of others, shared experts. Its input is normed already."""
+    """Router, experts of this rank and of others, and shared experts. Its input is already normed."""
 
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
@@ -124,10 +131,18 @@ class Mixture(nn.Module):
         self.experts = Experts(plan)
         self.shared_experts = SharedExperts(plan) if plan.config.experts.shared_ffn else None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would compile anew for other numbers of rows
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would recompile for every other number of rows
     def forward(self, x: Tensor, run: Pass) -> Tensor:
-        """x [sequence (/ tp), batch, hidden]."""
+        """x [sequence (/ tp), batch, hidden] -> the same shape."""
         flat = x.flatten(0, 1)
         weights, chosen = self.router(flat, x.shape[1], run.balance)
-        mixed = self.dispatch(flat, weights, chosen, self.count, self.ranks, self.experts).view_as(x)
+        mixed = self.dispatch(
+            flat, weights, chosen, self.count, self.ranks, self.experts, self._read_rows(run)
+        ).view_as(x)
         return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
+
+    def _read_rows(self, run: Pass) -> ReadRows:
+        """Return the reader of numbers of rows. In training, it waits for the device once in a pass."""
+        if run.balance is None:
+            return Tensor.tolist
+        return partial(run.balance.read_rows, self.router.layer)

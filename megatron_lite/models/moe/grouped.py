@@ -1,9 +1,10 @@
-"""What each expert's matrices make of its own rows, of all experts as one step for autograd.
+"""Products of each expert's matrix with its own rows, for all experts as one step of autograd.
 
-A loop of products on a CPU, each into its part of one result; on a GPU torch's grouped product, one kernel for all experts.
+On a CPU, a loop of products that write into one result. On a GPU, torch's grouped product: one kernel for all experts.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,13 +15,19 @@ GROUPED = hasattr(F, "grouped_mm")
 
 
 def grouped_linear(x: Tensor, weights: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-    """x [rows, in], sorted by expert, of whom each has so many; weights [out, in] of each -> [rows, out].
+    """x [rows, in] sorted by expert, weights [out, in] of each expert, counts: rows of each expert -> [rows, out].
 
-    An expert without rows takes part too: its gradient is 0.
+    An expert without rows is included too: its gradient is 0. So it is if there are no rows at all, for which torch's
+    grouped product has no kernel.
     """
-    kernel = GROUPED and x.is_cuda and x.dtype == torch.bfloat16
+    kernel = takes_kernel(x)
     made: Tensor = _GroupedLinear.apply(x, list(counts), kernel, *weights)  # type: ignore[no-untyped-call]
     return made
+
+
+def takes_kernel(x: Tensor) -> bool:
+    """Return whether torch's grouped product computes with these rows: bf16 on a GPU, and at least one row."""
+    return GROUPED and len(x) > 0 and x.is_cuda and x.dtype == torch.bfloat16
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -29,10 +36,14 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.counts, ctx.kernel = counts, kernel
         if kernel:
-            made: Tensor = F.grouped_mm(x, _together(weights).transpose(1, 2), offs=_ends(counts, x.device))
+            made: Tensor = F.grouped_mm(
+                x, _together(weights).transpose(1, 2), offs=_ends(counts, x.device)
+            )
             return made
         y = x.new_empty(len(x), len(weights[0]))
-        for rows, weight, out in zip(torch.split(x, counts), weights, torch.split(y, counts), strict=True):
+        for rows, weight, out in zip(
+            torch.split(x, counts), weights, torch.split(y, counts), strict=True
+        ):
             torch.mm(rows, weight.t(), out=out)
         return y
 
@@ -45,21 +56,29 @@ class _GroupedLinear(torch.autograd.Function):
             dx = F.grouped_mm(grad, _together(weights), offs=ends)
             gradients = F.grouped_mm(grad.t(), x, offs=ends).unbind() if any(trained) else trained
         else:
-            dx, parts, own = torch.empty_like(x), torch.split(grad, ctx.counts), torch.split(x, ctx.counts)
+            dx, parts, own = (
+                torch.empty_like(x),
+                torch.split(grad, ctx.counts),
+                torch.split(x, ctx.counts),
+            )
             for rows, weight, out in zip(parts, weights, torch.split(dx, ctx.counts), strict=True):
                 torch.mm(rows, weight, out=out)
             gradients = list(_of_weights(parts, own, trained))
-        of_weights = (found if wanted else None for found, wanted in zip(gradients, trained, strict=True))
+        of_weights = (
+            found if wanted else None for found, wanted in zip(gradients, trained, strict=True)
+        )
         return dx, None, None, *of_weights
 
 
-def _of_weights(grads: Sequence[Tensor], rows: Sequence[Tensor], trained: Sequence[bool]) -> Iterator[Tensor | None]:
+def _of_weights(
+    grads: Sequence[Tensor], rows: Sequence[Tensor], trained: Sequence[bool]
+) -> Iterator[Tensor | None]:
     for grad, x, wanted in zip(grads, rows, trained, strict=True):
         yield grad.t() @ x if wanted else None
 
 
 def _together(weights: Sequence[Tensor]) -> Tensor:
-    """[experts, out, in]: a view where they lie in a bucket at equal distances, as those of a layer do; else a copy."""
+    """Return [experts, out, in]: a view if the weights lie in a bucket at equal distances, as in a layer; else a copy."""
     first, *others = weights
     starts = [weight.storage_offset() for weight in weights]
     step = starts[1] - starts[0] if others else first.numel()
@@ -74,41 +93,14 @@ def _together(weights: Sequence[Tensor]) -> Tensor:
 
 
 def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
-    """int32 [experts]: behind the last row of each."""
-    ends = torch.tensor(counts, pin_memory=device.type == "cuda").cumsum(0)
-    return ends.to(device, torch.int32, non_blocking=True)
-
-
-class _WeightedSwiGLU(torch.autograd.Function):
-    """silu(gate) * up * weight of the row, keeping nothing but its input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weights)
-        gate, up = x.chunk(2, -1)
-        activated: Tensor = F.silu(gate).mul_(up).mul_(weights)
-        return activated
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weights = ctx.saved_tensors
-        gate, up = x.chunk(2, -1)
-        silu, weighted = F.silu(gate), grad * weights
-        dx = torch.empty_like(x)
-        dgate, dup = dx.chunk(2, -1)
-        torch.mul(silu, weighted, out=dup)
-        torch.ops.aten.silu_backward.grad_input(weighted.mul_(up), gate, grad_input=dgate)
-        return dx, silu.mul_(up).mul_(grad).sum(-1, keepdim=True)
-
-
-def weighted_swiglu(x: Tensor, weights: Tensor) -> Tensor:
-    """x [rows, gate then up], weights [rows, 1] in x's dtype -> [rows, ffn]."""
-    activated: Tensor = _WeightedSwiGLU.apply(x, weights)  # type: ignore[no-untyped-call]
-    return activated
+    """Return int32 [experts]: the index after each expert's last row."""
+    pinned = device.type == "cuda"
+    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=pinned)
+    return ends.to(device, non_blocking=True)
 
 
 class _Permuted(torch.autograd.Function):
-    """Rows in another order, none left out: the gradient's are put back, not added up."""
+    """Permutes rows. The gradient is permuted back, which needs no addition."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -122,6 +114,6 @@ class _Permuted(torch.autograd.Function):
 
 
 def permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Row i is x's row order[i]; inverse is the order that undoes it."""
+    """Return rows such that row i is x's row order[i]. inverse: the inverse permutation of order."""
     found: Tensor = _Permuted.apply(x, order, inverse)  # type: ignore[no-untyped-call]
     return found

@@ -32,9 +32,13 @@ CONFIG = from_fields(
 EXPERT = "1.mlp.experts.local_experts.1.linear_fc2"
 
 
-@pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 4, 1)])
+@pytest.mark.parametrize(
+    ("tp", "pp", "vpp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 4, 1)]
+)
 @pytest.mark.parametrize("naming", [CORE, CORE_LOCAL])
-def test_all_ranks_together_cover_every_tensor_exactly_once(tp: int, pp: int, vpp: int, naming: Naming) -> None:
+def test_all_ranks_together_cover_every_tensor_exactly_once(
+    tp: int, pp: int, vpp: int, naming: Naming
+) -> None:
     """Each rank's own cut comes from megaconv's regions, not from the places that are tested."""
     layout = Layout(tp, pp, vpp, stage_layers=split_layers(4, pp, vpp, LayerSplit()))
     covered: dict[str, torch.Tensor] = {}
@@ -45,7 +49,10 @@ def test_all_ranks_together_cover_every_tensor_exactly_once(tp: int, pp: int, vp
                     continue
                 count = covered.setdefault(place.key, torch.zeros(place.global_shape))
                 for shard in shards(place, torch.zeros(place.local)):
-                    index = tuple(slice(o, o + s) for o, s in zip(shard.offset, shard.tensor.shape, strict=True))
+                    index = tuple(
+                        slice(o, o + s)
+                        for o, s in zip(shard.offset, shard.tensor.shape, strict=True)
+                    )
                     assert shard.global_shape == place.global_shape
                     count[index] += 1
     assert all(bool((count == 1).all()) for count in covered.values())
@@ -62,8 +69,14 @@ def test_gate_and_up_are_two_runs_and_an_interleaved_qkv_is_one() -> None:
     qkv = found["decoder.layers.2.self_attention.linear_qkv.weight"]
     assert [(run.row, run.rows, run.whole_row) for run in qkv.runs] == [(0, 16, 16)]
     down = found["decoder.layers.2.mlp.linear_fc2.weight"]
-    assert (down.runs[0].whole_col, down.stacked, down.key) == (6, ((2, 4),), "decoder.layers.mlp.linear_fc2.weight")
-    assert found["decoder.layers.0.input_layernorm.weight"].key.endswith("linear_qkv.layer_norm_weight")
+    assert (down.runs[0].whole_col, down.stacked, down.key) == (
+        6,
+        ((2, 4),),
+        "decoder.layers.mlp.linear_fc2.weight",
+    )
+    assert found["decoder.layers.0.input_layernorm.weight"].key.endswith(
+        "linear_qkv.layer_norm_weight"
+    )
 
 
 def test_layers_that_differ_have_keys_of_their_own_and_only_experts_are_stacked() -> None:
@@ -77,9 +90,14 @@ def test_layers_that_differ_have_keys_of_their_own_and_only_experts_are_stacked(
     layout = Layout(1, 2, 1, 2, stage_layers=(2, 2))
     _, behind = layout.chunks()
     found = places(config, layout, 0, behind, 32, CORE, ep_rank=1)
-    dense, expert = (found[f"decoder.layers.{name}.weight"] for name in ("0.mlp.linear_fc2", EXPERT))
+    dense, expert = (
+        found[f"decoder.layers.{name}.weight"] for name in ("0.mlp.linear_fc2", EXPERT)
+    )
     assert (dense.key, dense.stacked) == ("decoder.layers.2.mlp.linear_fc2.weight", ())
-    assert (expert.key, expert.stacked) == ("decoder.layers.3.mlp.experts.experts.linear_fc2.weight", ((3, 4),))
+    assert (expert.key, expert.stacked) == (
+        "decoder.layers.3.mlp.experts.experts.linear_fc2.weight",
+        ((3, 4),),
+    )
 
 
 @settings(deadline=None)  # a busy machine is no failure
@@ -88,7 +106,12 @@ def test_runs_of_elements_become_blocks_that_hold_the_same_elements(data: st.Dat
     layout = Layout(2, 1, stage_layers=(4,))
     (chunk,) = layout.chunks()
     found = places(
-        changed(CONFIG, {"layers.count": 4}), layout, data.draw(st.sampled_from([0, 1])), chunk, 32, CORE_LOCAL
+        changed(CONFIG, {"layers.count": 4}),
+        layout,
+        data.draw(st.sampled_from([0, 1])),
+        chunk,
+        32,
+        CORE_LOCAL,
     )
     place = found[data.draw(st.sampled_from(sorted(found)))]
     count = int(np.prod(place.local))
@@ -96,11 +119,15 @@ def test_runs_of_elements_become_blocks_that_hold_the_same_elements(data: st.Dat
     local = torch.arange(count, dtype=torch.float64)
     expected = torch.full(place.global_shape, -1.0, dtype=torch.float64)
     for shard in shards(place, local.view(place.local)):
-        expected[tuple(slice(o, o + s) for o, s in zip(shard.offset, shard.tensor.shape, strict=True))] = shard.tensor
+        expected[
+            tuple(slice(o, o + s) for o, s in zip(shard.offset, shard.tensor.shape, strict=True))
+        ] = shard.tensor
     found_blocks = torch.full_like(expected, -1.0)
     for start, end in pairwise(cuts):
         for shard in flat_shards(place, place.key, local[start:end], start, end):
-            index = tuple(slice(o, o + s) for o, s in zip(shard.offset, shard.tensor.shape, strict=True))
+            index = tuple(
+                slice(o, o + s) for o, s in zip(shard.offset, shard.tensor.shape, strict=True)
+            )
             assert (found_blocks[index] == -1).all()
             found_blocks[index] = shard.tensor
     assert torch.equal(found_blocks, expected)

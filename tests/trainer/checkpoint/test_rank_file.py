@@ -32,7 +32,9 @@ def shared_engine(model: str, ep: int) -> Engine:
     """bf16, its optimizer shared over the ranks and filled with other numbers in each place."""
     config = MODELS[model]
     grid = make_grid(Layout(ep=ep, stage_layers=(4,)), dist.get_world_size(), CPU, experts=ep > 1)
-    engine = Engine(config, grid, ModelOptions("bfloat16", vocab_divisor=4), OptimizerOptions(distributed=True))
+    engine = Engine(
+        config, grid, ModelOptions("bfloat16", vocab_divisor=4), OptimizerOptions(distributed=True)
+    )
     init_weights(engine, 0.1, 3)
     assert engine.optimizer is not None
     for owned in engine.optimizer.ranges():
@@ -47,7 +49,9 @@ def common() -> dict[str, Any]:
     return {"args": args, "iteration": 1, "optimizer": {"optimizer": {"param_groups": groups}}}
 
 
-def write_together(rank: int, root: Path, model: str, ep: int, copied: bool) -> tuple[int, dict[str, torch.Tensor]]:
+def write_together(
+    rank: int, root: Path, model: str, ep: int, copied: bool
+) -> tuple[int, dict[str, torch.Tensor]]:
     """(bytes of the largest message, this rank's weights)."""
     engine, saving = shared_engine(model, ep), dist.new_group(backend="gloo")
     received = [0]
@@ -91,16 +95,22 @@ def test_a_file_holds_all_ranks_parts_and_a_rank_never_more_than_a_block_of_othe
     found = world.run(2, write_together, tmp_path / "ckpt", model, ep, copied)
     assert 0 < max(received for received, _ in found) <= BLOCK
     for name, (_, weights) in zip(files, found, strict=False):
-        state = torch.load(tmp_path / "ckpt" / "iter_0000001" / name / "model_optim_rng.pt", weights_only=False)
+        state = torch.load(
+            tmp_path / "ckpt" / "iter_0000001" / name / "model_optim_rng.pt", weights_only=False
+        )
         assert state["args"].params_dtype == torch.bfloat16
         model_state = state["model"]
         for tensor_name, expected in weights.items():
             assert torch.equal(model_state[tensor_name], expected), tensor_name
-        optimizers = state["optimizer"] if isinstance(state["optimizer"], list) else [state["optimizer"]]
+        optimizers = (
+            state["optimizer"] if isinstance(state["optimizer"], list) else [state["optimizer"]]
+        )
         count = 0
         for optimizer in optimizers:
             masters = [tensor for group in optimizer["fp32_from_fp16_params"] for tensor in group]
-            for master, slots in zip(masters, optimizer["optimizer"]["state"].values(), strict=True):
+            for master, slots in zip(
+                masters, optimizer["optimizer"]["state"].values(), strict=True
+            ):
                 whole = torch.arange(master.numel(), dtype=torch.float32)
                 for number, tensor in enumerate((master, slots["exp_avg"], slots["exp_avg_sq"])):
                     assert torch.equal(tensor.reshape(-1), whole + number * 1e5)
@@ -111,13 +121,23 @@ def test_a_file_holds_all_ranks_parts_and_a_rank_never_more_than_a_block_of_othe
 def test_a_file_that_cant_be_written_is_one_line_and_leaves_what_was_there(tmp_path: Path) -> None:
     content = {"step": 1}
     saver = Saver(tmp_path, "torch", 0, None, {})
-    saver.save(Snapshot(1, {}, rank_file=rank_file.RankFile("mp_rank_00/model_optim_rng.pt", content, ())))
+    saver.save(
+        Snapshot(1, {}, rank_file=rank_file.RankFile("mp_rank_00/model_optim_rng.pt", content, ()))
+    )
     saved = tmp_path / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt"
     assert torch_zip.read(saved) == content
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_file.os, "fsync", full_disk)
-        with pytest.raises(SaveError, match=r"iter_0000002: can't be written: No space left on device"):
-            saver.save(Snapshot(2, {}, rank_file=rank_file.RankFile("mp_rank_00/model_optim_rng.pt", content, ())))
+        with pytest.raises(
+            SaveError, match=r"iter_0000002: can't be written: No space left on device"
+        ):
+            saver.save(
+                Snapshot(
+                    2,
+                    {},
+                    rank_file=rank_file.RankFile("mp_rank_00/model_optim_rng.pt", content, ()),
+                )
+            )
     assert not (tmp_path / "iter_0000002").exists()
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert torch_zip.read(saved) == content

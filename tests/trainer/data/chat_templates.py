@@ -44,6 +44,30 @@ THINKING = (
 )
 """Rewrites earlier turns, as those of models that think do."""
 
+QWEN3 = (
+    "{% set ns = namespace(last_query=messages|length - 1, found=false) %}"
+    "{% for m in messages[::-1] %}{% if not ns.found and m.role == 'user' %}"
+    "{% set ns.found = true %}{% set ns.last_query = messages|length - 1 - loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}"
+    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') if '</think>' in m.content else '' %}"
+    "{% set said = m.content.split('</think>')[-1].lstrip('\\n') %}"
+    "{% if loop.index0 > ns.last_query and (loop.last or thought) %}{{ '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}"
+    "{{ said + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""Qwen 3's rule, with marks: thinking stays in answers to the last question, and the last message has it even if it is empty."""
+
+LAST_ANSWER_THINKS = (
+    "{% set answers = messages | selectattr('role', 'equalto', 'assistant') | list %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ (m.content if m == answers[-1] else m.content.split('</think>')[-1]) + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""Removes the thinking of all answers but the last one, so that a further answer rewrites the one before it."""
+
 SPECIAL = [
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "[INST]", "[/INST]",
 ]  # fmt: skip
@@ -64,10 +88,14 @@ def save_tokenizer(directory: Path, template: str | None, *, begins: bool = Fals
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator(
         TEXTS,
-        trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=420, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+        ),
     )
     if begins:
-        made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        made.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = template
     tokenizer.save_pretrained(directory)

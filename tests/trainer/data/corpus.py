@@ -14,7 +14,9 @@ VOCAB = 1000
 """Of the null tokenizers below; their end of document is 1000, and they have 1001 tokens."""
 
 
-def write_corpus(prefix: Path, lengths: Iterable[int], *, vocab: int = VOCAB, seed: int = 0) -> Path:
+def write_corpus(
+    prefix: Path, lengths: Iterable[int], *, vocab: int = VOCAB, seed: int = 0
+) -> Path:
     """One sequence a document, random tokens, every third document with an end in its midst."""
     random = np.random.default_rng(seed)
     with IndexedWriter(prefix, token_dtype(vocab)) as writer:
@@ -33,7 +35,11 @@ def write_documents(
     with IndexedWriter(prefix, DTYPES[code], modes=modes) as writer:
         for sequences in documents:
             flat = [token for sequence in sequences for token in sequence]
-            writer.add(flat, [len(sequence) for sequence in sequences], list(range(len(sequences))) if modes else None)
+            writer.add(
+                flat,
+                [len(sequence) for sequence in sequences],
+                list(range(len(sequences))) if modes else None,
+            )
     return prefix
 
 

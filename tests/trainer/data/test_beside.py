@@ -8,7 +8,12 @@ import pytest
 
 from megaconv.errors import UsageError
 from megatron_lite.data.beside import tokenizer_beside
-from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, TokenizerOptions, build_tokenizer
+from megatron_lite.data.tokenizer import (
+    HuggingFaceTokenizer,
+    Tokenizer,
+    TokenizerOptions,
+    build_tokenizer,
+)
 from tests.trainer.data.vocabularies import TEXTS, gpt2_files, sentencepiece_model
 
 LLAMA = Path(__file__).parents[2] / "fixtures" / "gguf-llama-spm" / "hf"
@@ -22,18 +27,26 @@ def test_a_sentencepiece_model_alone_divides_texts_as_sentencepiece_does(tmp_pat
     import sentencepiece
 
     sentencepiece_model(tmp_path / "tokenizer.model")
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # by which transformers would guess, wrongly
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama"}'
+    )  # by which transformers would guess, wrongly
     found = beside(tmp_path)
     expected = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     assert found is not None
     assert found.begin == [expected.bos_id()]
-    assert [found.tokenize(text) for text in TEXTS] == [expected.encode_as_ids(text) for text in TEXTS]
+    assert [found.tokenize(text) for text in TEXTS] == [
+        expected.encode_as_ids(text) for text in TEXTS
+    ]
 
 
 @pytest.mark.oracle
-def test_a_sentencepiece_model_with_its_configuration_is_transformers_with_its_template(tmp_path: Path) -> None:
+def test_a_sentencepiece_model_with_its_configuration_is_transformers_with_its_template(
+    tmp_path: Path,
+) -> None:
     shutil.copy(LLAMA / "tokenizer.model", tmp_path)
-    settings = json.loads((LLAMA / "tokenizer_config.json").read_text()) | {"chat_template": "{{ messages }}"}
+    settings = json.loads((LLAMA / "tokenizer_config.json").read_text()) | {
+        "chat_template": "{{ messages }}"
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     found = beside(tmp_path)
     assert isinstance(found, HuggingFaceTokenizer)
@@ -42,21 +55,27 @@ def test_a_sentencepiece_model_with_its_configuration_is_transformers_with_its_t
 
 
 @pytest.mark.oracle
-def test_where_transformers_misreads_a_sentencepiece_model_sentencepiece_is_taken(tmp_path: Path) -> None:
+def test_where_transformers_misreads_a_sentencepiece_model_sentencepiece_is_taken(
+    tmp_path: Path,
+) -> None:
     shutil.copy(LLAMA / "tokenizer.model", tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    theirs = HuggingFaceTokenizer(str(tmp_path)).tokenize("Hello world")
-    own = build_tokenizer(TokenizerOptions("Llama2Tokenizer", str(tmp_path / "tokenizer.model"))).tokenize(
-        "Hello world"
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
     )
+    theirs = HuggingFaceTokenizer(str(tmp_path)).tokenize("Hello world")
+    own = build_tokenizer(
+        TokenizerOptions("Llama2Tokenizer", str(tmp_path / "tokenizer.model"))
+    ).tokenize("Hello world")
     found = beside(tmp_path)
     assert found is not None
     assert found.tokenize("Hello world") == own != theirs
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize(("model_type", "kind"), [("gpt2", "GPT2Tokenizer"), ("qwen2", "Qwen2Tokenizer")])
+@pytest.mark.parametrize(
+    ("model_type", "kind"), [("gpt2", "GPT2Tokenizer"), ("qwen2", "Qwen2Tokenizer")]
+)
 def test_a_vocabulary_and_merges_are_read_as_the_models_class_reads_them(
     tmp_path: Path, model_type: str, kind: str
 ) -> None:
@@ -68,19 +87,27 @@ def test_a_vocabulary_and_merges_are_read_as_the_models_class_reads_them(
 
 
 @pytest.mark.parametrize("config", [None, "llama"])
-def test_a_vocabulary_and_merges_that_no_class_claims_are_gpt2s(tmp_path: Path, config: str | None) -> None:
+def test_a_vocabulary_and_merges_that_no_class_claims_are_gpt2s(
+    tmp_path: Path, config: str | None
+) -> None:
     vocab, merges = gpt2_files(tmp_path / "model")
     (vocab.parent / "config.json").unlink()
     if config:
         (vocab.parent / "config.json").write_text(json.dumps({"model_type": config}))
     found = beside(vocab.parent)
-    expected = build_tokenizer(TokenizerOptions("GPT2BPETokenizer", vocab_file=vocab, merge_file=merges))
+    expected = build_tokenizer(
+        TokenizerOptions("GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
+    )
     assert found is not None
     assert [found.tokenize(text) for text in TEXTS] == [expected.tokenize(text) for text in TEXTS]
 
 
-@pytest.mark.parametrize(("name", "content"), [("tokenizer.model", "IQ== 0\nIg== 1\n"), ("tekken.json", "{}")])
-def test_a_tokenizer_that_can_not_be_read_is_refused_with_what_to_do(tmp_path: Path, name: str, content: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"), [("tokenizer.model", "IQ== 0\nIg== 1\n"), ("tekken.json", "{}")]
+)
+def test_a_tokenizer_that_can_not_be_read_is_refused_with_what_to_do(
+    tmp_path: Path, name: str, content: str
+) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(UsageError, match=f"{name}: .*--tokenizer-model gives another one"):
         beside(tmp_path)

@@ -29,7 +29,9 @@ TOKENIZER = NullTokenizer(VOCAB)
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text_document", some_lengths(200, 60, 5))
+    return write_corpus(
+        tmp_path_factory.mktemp("corpus") / "text_document", some_lengths(200, 60, 5)
+    )
 
 
 def build(samples: tuple[int | None, ...] = (100, 10, 10), **options: Any) -> list[Dataset | None]:
@@ -57,10 +59,16 @@ def test_samples_lie_end_to_end_over_shuffled_documents(
 ) -> None:
     """Found by walking token by token, which is slow and plain."""
     sizes = np.array(lengths, np.int32)
-    order, starts, shuffle = build_indices(sizes, np.arange(len(lengths), dtype=np.int32), seq_length, samples, seed)
+    order, starts, shuffle = build_indices(
+        sizes, np.arange(len(lengths), dtype=np.int32), seq_length, samples, seed
+    )
     epochs = len(order) // len(lengths)
     assert np.bincount(order, minlength=len(lengths)).tolist() == [epochs] * len(lengths)
-    tokens = [(entry, offset) for entry, document in enumerate(order) for offset in range(lengths[document])]
+    tokens = [
+        (entry, offset)
+        for entry, document in enumerate(order)
+        for offset in range(lengths[document])
+    ]
     expected = tokens[0 : (len(tokens) - 1) // seq_length * seq_length + 1 : seq_length]
     assert [tuple(row) for row in starts[1:].tolist()] == expected[1:]
     assert starts[0].tolist() == [0, 0]
@@ -88,7 +96,9 @@ def test_labels_are_the_next_tokens(corpus: Path) -> None:
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), st.integers(1, 300))
 @settings(max_examples=50, deadline=None)
-def test_a_blend_never_strays_from_its_weights_by_more_than_its_corpora(weights: list[float], size: int) -> None:
+def test_a_blend_never_strays_from_its_weights_by_more_than_its_corpora(
+    weights: list[float], size: int
+) -> None:
     shares = normalized(weights)
     dataset, sample = blend_by_weight(shares, size)
     for number, share in enumerate(shares):
@@ -109,31 +119,45 @@ def test_a_blend_of_all_has_every_sample_once(sizes: list[int]) -> None:
 
 
 def test_an_empty_split_is_no_dataset(corpus: Path, tmp_path: Path) -> None:
-    assert [found is None for found in build(data_path=[str(corpus)], split="99,1,0")] == [False, False, True]
-    assert [found is None for found in build((5, 0, 5), data_path=[str(corpus)], split="98,1,1")] == [
+    assert [found is None for found in build(data_path=[str(corpus)], split="99,1,0")] == [
+        False,
+        False,
+        True,
+    ]
+    assert [
+        found is None for found in build((5, 0, 5), data_path=[str(corpus)], split="98,1,1")
+    ] == [
         False,
         True,
         False,
     ]
     tiny = write_corpus(tmp_path / "tiny", [40, 40, 0])
-    assert [found is None for found in build(data_path=[str(tiny)], split="949,50,1")] == [False, True, True]
+    assert [found is None for found in build(data_path=[str(tiny)], split="949,50,1")] == [
+        False,
+        True,
+        True,
+    ]
     nothing = write_corpus(tmp_path / "nothing", [])
     assert build(data_path=[str(nothing)], split="949,50,1") == [None, None, None]
 
 
-def test_a_corpus_with_nothing_in_a_split_leaves_its_weight_to_the_others(corpus: Path, tmp_path: Path) -> None:
+def test_a_corpus_with_nothing_in_a_split_leaves_its_weight_to_the_others(
+    corpus: Path, tmp_path: Path
+) -> None:
     tiny = write_corpus(tmp_path / "tiny", [40, 40])
     with_tiny = build(data_path=["1", str(corpus), "1", str(tiny)], split="90,10,0")[1]
     alone = build(data_path=["1", str(corpus)], split="90,10,0")[1]
     assert with_tiny is not None
     assert alone is not None
-    assert all(np.array_equal(with_tiny[number].tokens, alone[number].tokens) for number in range(10))
+    assert all(
+        np.array_equal(with_tiny[number].tokens, alone[number].tokens) for number in range(10)
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "nothing says what to train on"),
+        ({}, "no training data is given"),
         ({"data_path": ["x"], "mock_data": True}, "exclude each other"),
         ({"data_path": ["x"], "train_data_path": ["x"]}, "exclude each other"),
         ({"train_data_path": ["x"], "split": "1"}, "--split"),
@@ -170,7 +194,9 @@ def samples_of(dataset: Dataset | None) -> list[list[int]]:
     return [dataset[number].tokens.tolist() for number in range(len(dataset))]
 
 
-def test_the_cache_gives_the_same_samples_and_is_not_written_twice(corpus: Path, tmp_path: Path) -> None:
+def test_the_cache_gives_the_same_samples_and_is_not_written_twice(
+    corpus: Path, tmp_path: Path
+) -> None:
     options = {"data_path": ["1", str(corpus), "2", str(corpus)], "split": "8,1,1"}
     plain = [samples_of(found) for found in build(**options)]
     cache = tmp_path / "cache"
@@ -181,7 +207,9 @@ def test_the_cache_gives_the_same_samples_and_is_not_written_twice(corpus: Path,
     assert files == {path: path.stat().st_mtime_ns for path in cache.rglob("*.npy")}
 
 
-@pytest.mark.parametrize("change", [{"seed": 2}, {"seq_length": 8}, {"split": "7,2,1"}, {"samples": (99, 10, 10)}])
+@pytest.mark.parametrize(
+    "change", [{"seed": 2}, {"seq_length": 8}, {"split": "7,2,1"}, {"samples": (99, 10, 10)}]
+)
 def test_what_changes_the_order_is_never_read_from_the_cache(
     corpus: Path, tmp_path: Path, change: dict[str, Any]
 ) -> None:
@@ -198,7 +226,9 @@ def test_a_corpus_that_changes_at_its_place_is_not_read_with_old_indices(tmp_pat
         for path in tmp_path.glob("x.*"):
             path.unlink()
         prefix = write_corpus(tmp_path / "x", lengths)
-        assert samples_of(train(prefix, 9, data_cache_path=tmp_path / "cache")) == samples_of(train(prefix, 9))
+        assert samples_of(train(prefix, 9, data_cache_path=tmp_path / "cache")) == samples_of(
+            train(prefix, 9)
+        )
 
 
 def test_a_damaged_cache_is_told(corpus: Path, tmp_path: Path) -> None:
@@ -231,7 +261,9 @@ def test_processes_that_build_at_once_share_one_cache(corpus: Path, tmp_path: Pa
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, "-c", BUILD, str(corpus), str(tmp_path)]
     processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         for _ in range(3)
     ]
     for process in processes:
@@ -263,22 +295,34 @@ def test_batches_are_tensors_of_micro_batches(corpus: Path) -> None:
 
 
 @pytest.mark.parametrize(("micro", "size"), [(1, 1), (2, 3), (3, 2), (4, 1), (1, 12)])
-def test_ranks_get_the_samples_of_megatrons_single_loader(corpus: Path, micro: int, size: int) -> None:
+def test_ranks_get_the_samples_of_megatrons_single_loader(
+    corpus: Path, micro: int, size: int
+) -> None:
     """Consecutive samples in chunks of micro · dp, of which each rank takes its part."""
     dataset, total = train(corpus), 48
     for rank in range(size):
-        chunks = [range(start, start + micro * size) for start in range(24, 24 + total, micro * size)]
-        expected = [number for chunk in chunks for number in chunk[rank * micro : (rank + 1) * micro]]
+        chunks = [
+            range(start, start + micro * size) for start in range(24, 24 + total, micro * size)
+        ]
+        expected = [
+            number for chunk in chunks for number in chunk[rank * micro : (rank + 1) * micro]
+        ]
         loader = batches(dataset, micro, rank, size)
         assert loader.samples_at(24, 24) + loader.samples_at(48, 24) == expected
 
 
 @given(st.integers(0, 40), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
 @settings(max_examples=30, deadline=None)
-def test_a_global_batch_has_the_same_samples_at_every_layout(consumed: int, micro: int, size: int, times: int) -> None:
+def test_a_global_batch_has_the_same_samples_at_every_layout(
+    consumed: int, micro: int, size: int, times: int
+) -> None:
     count = micro * size * times
-    shares = [GlobalBatches([], micro, rank, size, 1).samples_at(consumed, count) for rank in range(size)]
-    assert sorted(number for share in shares for number in share) == list(range(consumed, consumed + count))
+    shares = [
+        GlobalBatches([], micro, rank, size, 1).samples_at(consumed, count) for rank in range(size)
+    ]
+    assert sorted(number for share in shares for number in share) == list(
+        range(consumed, consumed + count)
+    )
 
 
 def test_a_resume_at_any_position_gives_the_batches_of_the_whole_run(corpus: Path) -> None:
@@ -287,11 +331,17 @@ def test_a_resume_at_any_position_gives_the_batches_of_the_whole_run(corpus: Pat
     for size in (2, 2, 4, 4, 8, 8, 8):
         steps.append((position, size))
         position += size
-    whole = [(consumed, batch["tokens"].tolist()) for consumed, batch in prefetch(batches(dataset), steps)]
+    whole = [
+        (consumed, batch["tokens"].tolist())
+        for consumed, batch in prefetch(batches(dataset), steps)
+    ]
     assert [consumed for consumed, _ in whole] == [consumed for consumed, _ in steps]
     for first in range(len(steps)):
         again = train(corpus)
-        resumed = [(consumed, batch["tokens"].tolist()) for consumed, batch in prefetch(batches(again), steps[first:])]
+        resumed = [
+            (consumed, batch["tokens"].tolist())
+            for consumed, batch in prefetch(batches(again), steps[first:])
+        ]
         assert resumed == whole[first:]
 
 

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UsageError
 from megatron_lite.data.finetuning.dataset import FinetuneDataset, split_datasets
-from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, pieces_for, read_examples
+from megatron_lite.data.finetuning.examples import (
+    Examples,
+    ReadingOptions,
+    pieces_for,
+    read_examples,
+)
 from megatron_lite.data.finetuning.packing import pack
 from megatron_lite.data.finetuning.preview import preview
 from megatron_lite.data.samples import Dataset
@@ -31,9 +36,15 @@ def read(tmp_path: Path, records: list[Any], form: str | None = None) -> Example
 
 
 def build(
-    tmp_path: Path, records: list[Any], samples: int | None = None, split: str | None = None, seed: int = 1234
+    tmp_path: Path,
+    records: list[Any],
+    samples: int | None = None,
+    split: str | None = None,
+    seed: int = 1234,
 ) -> list[Dataset | None]:
-    return split_datasets(pieces_for(read(tmp_path, records), 8), None, split, 8, seed, (samples, samples, samples))
+    return split_datasets(
+        pieces_for(read(tmp_path, records), 8), None, split, 8, seed, (samples, samples, samples)
+    )
 
 
 def test_the_completion_and_the_end_are_learned_and_the_prompt_is_not(tmp_path: Path) -> None:
@@ -50,9 +61,13 @@ def test_the_completion_and_the_end_are_learned_and_the_prompt_is_not(tmp_path: 
 def test_of_a_text_all_is_learned(tmp_path: Path) -> None:
     dataset = build(tmp_path, [{"text": "1 2"}, {"input": "3", "output": "4"}], seed=3)[0]
     assert dataset is not None
-    first, second = sorted(zip(dataset[0].tokens[:4].tolist(), dataset[0].loss_mask[:4].tolist(), strict=True))[:2]
+    first, second = sorted(
+        zip(dataset[0].tokens[:4].tolist(), dataset[0].loss_mask[:4].tolist(), strict=True)
+    )[:2]
     assert (first, second) == ((1, 1.0), (2, 1.0))
-    assert dict(zip(dataset[0].tokens.tolist(), dataset[0].loss_mask.tolist(), strict=True))[3] == 1.0  # predicts 4
+    assert (
+        dict(zip(dataset[0].tokens.tolist(), dataset[0].loss_mask.tolist(), strict=True))[3] == 1.0
+    )  # predicts 4
 
 
 @given(
@@ -66,7 +81,9 @@ def test_every_example_is_drawn_once_an_epoch_and_whole(
     sizes: list[int], seq_length: int, samples: int | None, seed: int
 ) -> None:
     bounds = np.concatenate(([0], np.cumsum(sizes)))
-    tokens = np.concatenate([np.full(size, number + 1) for number, size in enumerate(sizes)]).astype(np.int32)
+    tokens = np.concatenate(
+        [np.full(size, number + 1) for number, size in enumerate(sizes)]
+    ).astype(np.int32)
     examples = Examples(tokens, np.ones(len(tokens), bool), bounds, np.zeros(len(sizes), bool))
     pieces = pieces_for(examples, seq_length)
     assert (pieces.cut, pieces.dropped) == (sum(size > seq_length + 1 for size in sizes), 0)
@@ -89,7 +106,10 @@ def test_every_example_is_drawn_once_an_epoch_and_whole(
     assert drawn[1:].tolist() == [epochs] * len(sizes)
     assert epochs == 1 or samples is not None
     again = FinetuneDataset(pieces, np.arange(len(sizes)), seq_length, samples, seed)
-    assert all(np.array_equal(dataset[number].tokens, again[number].tokens) for number in range(len(dataset)))
+    assert all(
+        np.array_equal(dataset[number].tokens, again[number].tokens)
+        for number in range(len(dataset))
+    )
 
 
 def test_parts_for_evaluation(tmp_path: Path) -> None:
@@ -99,7 +119,10 @@ def test_parts_for_evaluation(tmp_path: Path) -> None:
     assert test is None
     assert train is not None
     assert valid is not None
-    seen = [{int(token) for number in range(30) for token in each[number].tokens[:1]} for each in (train, valid)]
+    seen = [
+        {int(token) for number in range(30) for token in each[number].tokens[:1]}
+        for each in (train, valid)
+    ]
     assert not seen[0] & seen[1]
 
 
@@ -118,8 +141,14 @@ def test_parts_for_evaluation(tmp_path: Path) -> None:
             {"prompt": "1", "completion": "2", "text": "3"},
             '"text", which would be left out; .*--finetune-form messages',
         ),
-        ({"instruction": "1", "input": "2", "output": "3", "text": "4"}, '"text", which would be left out'),
-        ({"instruction": "1", "output": "3", "history": [["4", "5"]]}, '"history", which would be left out'),
+        (
+            {"instruction": "1", "input": "2", "output": "3", "text": "4"},
+            '"text", which would be left out',
+        ),
+        (
+            {"instruction": "1", "output": "3", "history": [["4", "5"]]},
+            '"history", which would be left out',
+        ),
         ({"text": "1", "instruction": "2"}, '"instruction", which would be left out'),
         ({"prompt": "1", "chosen": "2", "rejected": "3"}, "pair of a chosen and a rejected answer"),
         ({"messages": "1"}, "should be a list of messages"),
@@ -127,13 +156,18 @@ def test_parts_for_evaluation(tmp_path: Path) -> None:
             {"messages": [{"role": "robot", "content": "1"}]},
             "message 1 of its \"messages\" is by 'robot'; there are system",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content that is not text"),
-        ({"messages": [{"role": "assistant", "content": "1", "weight": 0}]}, "weight of its own"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "content that is not text",
+        ),
+        ({"messages": [{"role": "assistant", "content": "1", "weight": 0}]}, "loss weight"),
         ({"conversations": [{"from": "human"}]}, 'has no "content"'),
     ],
     ids=str,
 )
-def test_what_is_no_example_is_reported_with_its_line(tmp_path: Path, record: Any, words: str) -> None:
+def test_what_is_no_example_is_reported_with_its_line(
+    tmp_path: Path, record: Any, words: str
+) -> None:
     with pytest.raises(CorruptCheckpoint, match=rf"examples\.jsonl:2: .*{words}"):
         read(tmp_path, [{"text": "1"}, record])
 
@@ -141,7 +175,9 @@ def test_what_is_no_example_is_reported_with_its_line(tmp_path: Path, record: An
 def test_the_form_can_be_named_and_null_or_empty_fields_are_none(tmp_path: Path) -> None:
     both = {"instruction": "1", "input": "2", "output": "3", "text": "4 5"}
     assert read(tmp_path, [both], "text").tokens.tolist() == [4, 5, EOD]
-    assert read(tmp_path, [{"input": "1", "output": "2", "text": "3"}], "prompt").tokens.tolist() == [1, 2, EOD]
+    assert read(
+        tmp_path, [{"input": "1", "output": "2", "text": "3"}], "prompt"
+    ).tokens.tolist() == [1, 2, EOD]
     tables = {"text": "4", "messages": None, "history": [], "system": ""}
     assert read(tmp_path, [tables]).tokens.tolist() == [4, EOD]
     with pytest.raises(CorruptCheckpoint, match='but not the fields of an example: "messages"'):
@@ -180,7 +216,7 @@ def test_every_kind_of_file_gives_the_same_examples(tmp_path: Path) -> None:
     ("name", "content", "words"),
     [
         ("a.json", b'[{"text": "1"}, 2]', r"a\.json:2: item 2 of the array is not a JSON object"),
-        ("a.json", b'[{"text": "1"}', r"a\.json: begins as a JSON array and is none"),
+        ("a.json", b'[{"text": "1"}', r"a\.json: begins like a JSON array but is not one"),
         ("a.json", b'[{"text": "1"}, {}]', r"a\.json:2: has no fields"),
         ("a.txt", b"\xff", r"a\.txt: is not text in UTF-8: byte 0"),
         ("a.parquet", b"PAR1", r"a\.parquet: is truncated or damaged"),
@@ -193,19 +229,39 @@ def test_broken_files_are_reported(tmp_path: Path, name: str, content: bytes, wo
 
 
 def test_files_that_are_not_there_and_standard_input_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--valid-finetune-data .*none\.jsonl: there is no such file"):
+    with pytest.raises(
+        UsageError, match=r"--valid-finetune-data .*none\.jsonl: there is no such file"
+    ):
         read_examples([str(tmp_path / "none.jsonl")], TOKENIZER, flag="--valid-finetune-data")
     with pytest.raises(UsageError, match="--finetune-data -: every process reads"):
         read_examples(["-"], TOKENIZER)
 
 
-def test_a_plain_text_goes_on_in_the_next_sample_and_every_token_is_predicted_once(tmp_path: Path) -> None:
+def test_a_plain_text_goes_on_in_the_next_sample_and_every_token_is_predicted_once(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "book.txt").write_text(" ".join(map(str, range(20))))
     pieces = pieces_for(read_examples([str(tmp_path / "book.txt")], TOKENIZER), 8)
     dataset = FinetuneDataset(pieces, np.arange(len(pieces)), 8, None, 0)
-    labels = sorted(int(label) for k in range(len(dataset)) for label in dataset[k].labels[dataset[k].loss_mask > 0])
+    labels = sorted(
+        int(label)
+        for k in range(len(dataset))
+        for label in dataset[k].labels[dataset[k].loss_mask > 0]
+    )
     assert labels == [*range(1, 20), EOD]
     assert (pieces.cut, pieces.dropped) == (0, 0)
+
+
+def test_a_directory_stands_for_its_files_and_records_are_known_by_their_first_line(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "b.md").write_text("4 5")
+    (tmp_path / "texts" / "a.txt").write_text('{"prompt": "1", "completion": "2"}\n')
+    examples = read_examples([str(tmp_path / "texts")], TOKENIZER)
+    assert examples.tokens.tolist() == [1, 2, EOD, 4, 5, EOD]
+    assert examples.learned.tolist() == [False, True, True, True, True, True]
+    assert examples.divisible.tolist() == [False, True]
 
 
 def test_what_is_cut_or_dropped_is_counted(tmp_path: Path) -> None:

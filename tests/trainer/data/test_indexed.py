@@ -25,14 +25,19 @@ DOCUMENTS = [[[1, 2, 3]], [[]], [[4], [5, 6]], [], [[7] * 100]]
 def read(prefix: Path) -> list[list[list[int]]]:
     data = IndexedDataset(prefix)
     bounds = data.documents.tolist()
-    return [[data.get(number).tolist() for number in range(first, last)] for first, last in pairwise(bounds)]
+    return [
+        [data.get(number).tolist() for number in range(first, last)]
+        for first, last in pairwise(bounds)
+    ]
 
 
 def test_a_dataset_has_exactly_these_bytes(tmp_path: Path) -> None:
     write_documents(tmp_path / "x", [[[1, 2, 3]], [], [[258]]])
     assert (tmp_path / "x.bin").read_bytes() == bytes([1, 0, 2, 0, 3, 0, 2, 1])
     assert (tmp_path / "x.idx").read_bytes() == (
-        b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 4) + struct.pack("<2i2q4q", 3, 1, 0, 6, 0, 1, 1, 2)
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, 8, 2, 4)
+        + struct.pack("<2i2q4q", 3, 1, 0, 6, 0, 1, 1, 2)
     )
 
 
@@ -40,11 +45,15 @@ def test_a_dataset_has_exactly_these_bytes(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("modes", [False, True], ids=["plain", "modes"])
 @pytest.mark.parametrize("code", sorted(DTYPES))
-def test_megatron_writes_the_same_bytes_and_both_read_the_others(tmp_path: Path, code: int, modes: bool) -> None:
+def test_megatron_writes_the_same_bytes_and_both_read_the_others(
+    tmp_path: Path, code: int, modes: bool
+) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset as Theirs
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=DTYPES[code].type, multimodal=modes)
+    builder = IndexedDatasetBuilder(
+        str(tmp_path / "theirs.bin"), dtype=DTYPES[code].type, multimodal=modes
+    )
     for sequences in DOCUMENTS:
         flat = [token for sequence in sequences for token in sequence]
         kinds = list(range(len(sequences))) if modes else None
@@ -52,11 +61,15 @@ def test_megatron_writes_the_same_bytes_and_both_read_the_others(tmp_path: Path,
     builder.finalize(str(tmp_path / "theirs.idx"))
     write_documents(tmp_path / "ours", DOCUMENTS, code, modes)
     for suffix in ("bin", "idx"):
-        assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"theirs.{suffix}").read_bytes()
+        assert (tmp_path / f"ours.{suffix}").read_bytes() == (
+            tmp_path / f"theirs.{suffix}"
+        ).read_bytes()
     assert read(tmp_path / "theirs") == DOCUMENTS
     theirs = Theirs(str(tmp_path / "ours"), multimodal=modes)
     sequences = [theirs[number][0] if modes else theirs[number] for number in range(len(theirs))]
-    assert [sequence.tolist() for sequence in sequences] == [one for document in DOCUMENTS for one in document]
+    assert [sequence.tolist() for sequence in sequences] == [
+        one for document in DOCUMENTS for one in document
+    ]
 
 
 @pytest.mark.oracle
@@ -74,7 +87,9 @@ def test_merged_datasets_are_those_of_megatron(tmp_path: Path) -> None:
         for prefix in (one, two, one):
             writer.add_dataset(prefix)
     for suffix in ("bin", "idx"):
-        assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"theirs.{suffix}").read_bytes()
+        assert (tmp_path / f"ours.{suffix}").read_bytes() == (
+            tmp_path / f"theirs.{suffix}"
+        ).read_bytes()
 
 
 @given(
@@ -92,7 +107,11 @@ def test_what_is_written_is_read(
     found = IndexedDataset(prefix)
     assert found.dtype == DTYPES[code]
     expected = [number for document in documents for number in range(len(document))]
-    assert (found.modes is not None and found.modes.tolist() == expected) if modes and expected else found.modes is None
+    assert (
+        (found.modes is not None and found.modes.tolist() == expected)
+        if modes and expected
+        else found.modes is None
+    )
 
 
 def test_part_of_a_sequence(tmp_path: Path) -> None:
@@ -105,7 +124,9 @@ def test_part_of_a_sequence(tmp_path: Path) -> None:
             data.get(0, offset, length)
 
 
-@pytest.mark.parametrize(("vocab", "name"), [(65499, "uint16"), (65500, "int32"), (128256, "int32"), (1, "uint16")])
+@pytest.mark.parametrize(
+    ("vocab", "name"), [(65499, "uint16"), (65500, "int32"), (128256, "int32"), (1, "uint16")]
+)
 def test_two_bytes_a_token_for_vocabularies_below_65500(vocab: int, name: str) -> None:
     assert token_dtype(vocab).name == name
 
@@ -188,7 +209,10 @@ def fail_midway(writer: IndexedWriter) -> None:
 
 def test_the_dataset_that_preprocess_made_of_a_prefix_is_named(tmp_path: Path) -> None:
     (tmp_path / "corpus_text_document.idx").touch()
-    with pytest.raises(CorruptCheckpoint, match=r"corpus\.idx: no such file; .*; is .*/corpus_text_document meant\?"):
+    with pytest.raises(
+        CorruptCheckpoint,
+        match=r"corpus\.idx: no such file; .*; is .*/corpus_text_document meant\?",
+    ):
         IndexedDataset(tmp_path / "corpus")
 
 
@@ -227,5 +251,8 @@ def test_a_token_that_does_not_fit_is_refused_and_not_wrapped(tmp_path: Path, to
 
 
 def test_datasets_of_two_vocabularies_are_not_merged(tmp_path: Path, prefix: Path) -> None:
-    with pytest.raises(UsageError, match="int32"), IndexedWriter(tmp_path / "y", DTYPES[4]) as writer:
+    with (
+        pytest.raises(UsageError, match="int32"),
+        IndexedWriter(tmp_path / "y", DTYPES[4]) as writer,
+    ):
         writer.add_dataset(prefix)

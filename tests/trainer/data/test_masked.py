@@ -60,7 +60,13 @@ def test_samples_are_those_of_megatron_core(case: str, split: str) -> None:
         made: Any
         if kind == "bert":
             made = bert_sample(
-                sentences, longest, length, seed, masking, words, two_parts=settings["classification_head"]
+                sentences,
+                longest,
+                length,
+                seed,
+                masking,
+                words,
+                two_parts=settings["classification_head"],
             )
         else:
             made = t5_sample(
@@ -84,9 +90,11 @@ def test_what_does_not_fit_is_told_with_the_flag() -> None:
     few = Vocabulary(words.words, words.continues, 2, 3, 4, 0, 5, 6, sentinels=range(129, 131))
     sentences = [list(range(30, 60))]
     many = Masking(0.5, 1, use_geometric_distribution=True)
-    with pytest.raises(UsageError, match=r"--vocab-extra-ids has to be [0-9]+ or more"):
+    with pytest.raises(UsageError, match=r"--vocab-extra-ids must be [0-9]+ or more"):
         t5_sample(sentences, 30, 40, 40, 1, many, few)
-    with pytest.raises(UsageError, match="the decoder has room for 7; give a longer --decoder-seq-length"):
+    with pytest.raises(
+        UsageError, match="the decoder has room for 7; give a longer --decoder-seq-length"
+    ):
         t5_sample(sentences, 30, 40, 8, 1, Masking(0.5, 3), words)
 
 

@@ -8,10 +8,21 @@ import pytest
 
 from formats.errors import CorruptCheckpoint
 from megatron_lite.data.finetuning.dataset import PairDataset, split_datasets
-from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, pairs_for, read_examples
+from megatron_lite.data.finetuning.examples import (
+    Examples,
+    ReadingOptions,
+    pairs_for,
+    read_examples,
+)
 from megatron_lite.data.finetuning.preview import preview
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer, TokenizerOptions, build_tokenizer
-from tests.trainer.data.chat_templates import MARKED, save_tokenizer, without_marks
+from tests.trainer.data.chat_templates import (
+    LAST_ANSWER_THINKS,
+    MARKED,
+    QWEN3,
+    save_tokenizer,
+    without_marks,
+)
 
 EOD = 100
 NUMBERS = NullTokenizer(EOD)
@@ -36,15 +47,67 @@ def spelled(examples: Examples, tokenizer: Tokenizer) -> list[tuple[str, str]]:
     found = []
     for first, last in zip(examples.bounds[:-1], examples.bounds[1:], strict=True):
         tokens, learned = examples.tokens[first:last], examples.learned[first:last]
-        found.append((tokenizer.spelled(tokens[~learned].tolist()), tokenizer.spelled(tokens[learned].tolist())))
+        found.append(
+            (
+                tokenizer.spelled(tokens[~learned].tolist()),
+                tokenizer.spelled(tokens[learned].tolist()),
+            )
+        )
     return found
 
 
-def test_texts_with_a_prompt_and_texts_that_begin_alike_are_given_the_same_beginning(tmp_path: Path) -> None:
-    records = [{"prompt": "1 2", "chosen": "3 4", "rejected": "3 5 6"}, {"chosen": "1 2 3 4", "rejected": "1 2 5"}]
+def test_texts_with_a_prompt_and_texts_that_begin_alike_are_given_the_same_beginning(
+    tmp_path: Path,
+) -> None:
+    records = [
+        {"prompt": "1 2", "chosen": "3 4", "rejected": "3 5 6"},
+        {"chosen": "1 2 3 4", "rejected": "1 2 5"},
+    ]
     examples = read(tmp_path, records)
-    assert examples.tokens.tolist() == [1, 2, 3, 4, EOD, 1, 2, 3, 5, 6, EOD, 1, 2, 3, 4, EOD, 1, 2, 5, EOD]
-    assert examples.learned.astype(int).tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+    assert examples.tokens.tolist() == [
+        1,
+        2,
+        3,
+        4,
+        EOD,
+        1,
+        2,
+        3,
+        5,
+        6,
+        EOD,
+        1,
+        2,
+        3,
+        4,
+        EOD,
+        1,
+        2,
+        5,
+        EOD,
+    ]
+    assert examples.learned.astype(int).tolist() == [
+        0,
+        0,
+        1,
+        1,
+        1,
+        0,
+        0,
+        1,
+        1,
+        1,
+        1,
+        0,
+        0,
+        1,
+        1,
+        1,
+        0,
+        0,
+        1,
+        1,
+    ]
 
 
 ASKED = [user("1?"), assistant("one"), user("2?")]
@@ -63,9 +126,13 @@ CHATS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("template", [MARKED["chatml"], without_marks(MARKED["chatml"])], ids=["marked", "unmarked"])
+@pytest.mark.parametrize(
+    "template", [MARKED["chatml"], without_marks(MARKED["chatml"])], ids=["marked", "unmarked"]
+)
 @pytest.mark.parametrize("form", CHATS)
-def test_of_a_conversation_the_last_answer_alone_is_compared(form: str, template: str, tmp_path: Path) -> None:
+def test_of_a_conversation_the_last_answer_alone_is_compared(
+    form: str, template: str, tmp_path: Path
+) -> None:
     tokenizer = chatty(tmp_path, template)
     examples = read(tmp_path, [CHATS[form]], tokenizer)
     (given, chosen), (same, rejected) = spelled(examples, tokenizer)
@@ -73,6 +140,67 @@ def test_of_a_conversation_the_last_answer_alone_is_compared(form: str, template
     assert rejected.strip() == "three<|im_end|>"
     assert given.strip() == same.strip()
     assert "one<|im_end|>" in given
+
+
+THOUGHT = [user("1?"), assistant("<think>\nthree minus two\n</think>\n\none"), user("2?")]
+
+
+@pytest.mark.parametrize("template", [QWEN3, without_marks(QWEN3)], ids=["marked", "unmarked"])
+def test_thinking_that_is_removed_from_earlier_answers_shifts_nothing(
+    template: str, tmp_path: Path
+) -> None:
+    """Qwen 3's rule: what stands before the last question is the same, whatever the answer to it is."""
+    tokenizer = chatty(tmp_path, template)
+    record = {
+        "prompt": THOUGHT,
+        "chosen": [assistant("<think>\none and one\n</think>\n\ntwo")],
+        "rejected": [assistant("three")],
+    }
+    (given, chosen), (same, rejected) = spelled(read(tmp_path, [record], tokenizer), tokenizer)
+    assert chosen.strip() == "<think>\none and one\n</think>\n\ntwo<|im_end|>"
+    assert rejected.strip() == "<think>\n\n</think>\n\nthree<|im_end|>"
+    assert given.strip() == same.strip()
+    assert "minus" not in given
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "number"),
+    [(LAST_ANSWER_THINKS, THOUGHT, 4), (QWEN3, [user("1?"), assistant("one")], 3)],
+    ids=["a question between", "two answers in a row"],
+)
+def test_a_template_that_rewrites_what_was_asked_is_refused_and_not_counted(
+    template: str, before: list[Any], number: int, tmp_path: Path
+) -> None:
+    record = {
+        "prompt": before,
+        "chosen": [assistant("a long answer")],
+        "rejected": [assistant("no")],
+    }
+    with pytest.raises(CorruptCheckpoint) as refused:
+        read(tmp_path, [record], chatty(tmp_path, template))
+    assert f"pairs.jsonl:1: message {number}: the conversation before this answer" in str(
+        refused.value
+    )
+    assert "--chat-template FILE takes a template that keeps earlier turns" in str(refused.value)
+
+
+def test_only_answers_that_are_not_shared_are_compared_in_longer_conversations(
+    tmp_path: Path,
+) -> None:
+    tokenizer = chatty(tmp_path, QWEN3)
+    common = [user("1?"), assistant("one"), user("2?")]
+    record = {
+        "chosen": [
+            *common,
+            assistant("<think>\nhm\n</think>\n\ntwo"),
+            user("3?"),
+            assistant("three"),
+        ],
+        "rejected": [*common, assistant("four"), user("3?"), assistant("five")],
+    }
+    (_, chosen), (_, rejected) = spelled(read(tmp_path, [record], tokenizer), tokenizer)
+    assert chosen == "two<|im_end|><think>\n\n</think>\n\nthree<|im_end|>"
+    assert rejected == "four<|im_end|><think>\n\n</think>\n\nfive<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +240,9 @@ def chatty(tmp_path: Path, template: str) -> Tokenizer:
         ({"prompt": "1", "chosen": "2", "rejected": ""}, 'its "rejected" is empty'),
     ],
 )  # fmt: skip
-def test_what_is_no_pair_is_refused_with_line_and_field(record: Any, words: str, tmp_path: Path) -> None:
+def test_what_is_no_pair_is_refused_with_line_and_field(
+    record: Any, words: str, tmp_path: Path
+) -> None:
     with pytest.raises(CorruptCheckpoint) as refused:
         read(tmp_path, [{"prompt": "1", "chosen": "2", "rejected": "3"}, record])
     assert "pairs.jsonl:2: " in str(refused.value)

@@ -30,18 +30,24 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def megatron(samples: tuple[int | None, ...], **options: Any) -> list[Any]:
     """What megatron-core builds."""
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
     from megatron.core.datasets.utils import get_blend_from_list
     from megatron.core.tokenizers import MegatronTokenizer
 
-    tokenizer = MegatronTokenizer.from_pretrained(metadata_path={"library": "null"}, vocab_size=VOCAB)
+    tokenizer = MegatronTokenizer.from_pretrained(
+        metadata_path={"library": "null"}, vocab_size=VOCAB
+    )
     split_paths = [options.pop(f"{name}_data_path", None) for name in ("train", "valid", "test")]
     config = GPTDatasetConfig(
         random_seed=options.pop("seed", 1234),
         sequence_length=options.pop("seq_length", S),
         blend=get_blend_from_list(options.pop("data_path", None)),
-        blend_per_split=[get_blend_from_list(words) for words in split_paths] if any(split_paths) else None,
+        blend_per_split=[get_blend_from_list(words) for words in split_paths]
+        if any(split_paths)
+        else None,
         split=options.pop("split", None),
         tokenizer=tokenizer,
         reset_position_ids=options.pop("reset_position_ids", False),
@@ -50,12 +56,16 @@ def megatron(samples: tuple[int | None, ...], **options: Any) -> list[Any]:
     )
     kind = MockGPTDataset if options.pop("mock_data", False) else GPTDataset
     assert not options
-    built: list[Any] = BlendedMegatronDatasetBuilder(kind, list(samples), lambda: True, config).build()
+    built: list[Any] = BlendedMegatronDatasetBuilder(
+        kind, list(samples), lambda: True, config
+    ).build()
     return built
 
 
 def ours(samples: tuple[int | None, ...], **options: Any) -> list[Dataset | None]:
-    return build_datasets(DataOptions(**({"seq_length": S} | options)), NullTokenizer(VOCAB), samples)
+    return build_datasets(
+        DataOptions(**({"seq_length": S} | options)), NullTokenizer(VOCAB), samples
+    )
 
 
 def assert_same(mine: Dataset | None, real: Any, most: int = 1_000) -> None:
@@ -66,7 +76,9 @@ def assert_same(mine: Dataset | None, real: Any, most: int = 1_000) -> None:
     assert len(mine) == len(real)
     for number in range(min(most, len(mine))):
         sample = mine[number]
-        assert np.array_equal(np.append(sample.tokens, sample.labels[-1]), window(real, number)), number
+        assert np.array_equal(np.append(sample.tokens, sample.labels[-1]), window(real, number)), (
+            number
+        )
     for number in range(min(30, len(mine))):
         sample, expected = mine[number], real[number]
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
@@ -93,16 +105,25 @@ def compare(samples: tuple[int | None, ...], most: int = 1_000, **options: Any) 
         assert_same(mine, real, most)
 
 
-def test_the_first_ten_thousand_samples_of_several_epochs_are_megatrons(corpora: dict[str, Path]) -> None:
+def test_the_first_ten_thousand_samples_of_several_epochs_are_megatrons(
+    corpora: dict[str, Path],
+) -> None:
     compare((10_000, 100, 10), 10_000, data_path=[str(corpora["b"])], split="949,50,1")
 
 
 @pytest.mark.parametrize("seed", [1, 1234, 987654])
 @pytest.mark.parametrize(
     ("split", "samples"),
-    [("949,50,1", (1000, 20, None)), ("8,1,1", (40, 40, 40)), ("1", (300, 0, 0)), ("0.5, 0, .5", (90, 0, 7))],
+    [
+        ("949,50,1", (1000, 20, None)),
+        ("8,1,1", (40, 40, 40)),
+        ("1", (300, 0, 0)),
+        ("0.5, 0, .5", (90, 0, 7)),
+    ],
 )
-def test_single_corpora(corpora: dict[str, Path], seed: int, split: str, samples: tuple[int | None, ...]) -> None:
+def test_single_corpora(
+    corpora: dict[str, Path], seed: int, split: str, samples: tuple[int | None, ...]
+) -> None:
     compare(samples, data_path=[str(corpora["c"])], split=split, seed=seed)
 
 
@@ -134,13 +155,17 @@ def test_a_corpus_shorter_than_a_sample_is_repeated(corpora: dict[str, Path]) ->
     ],
     ids=str,
 )
-def test_blends(corpora: dict[str, Path], words: list[str], samples: tuple[int | None, ...]) -> None:
+def test_blends(
+    corpora: dict[str, Path], words: list[str], samples: tuple[int | None, ...]
+) -> None:
     paths = [str(corpora.get(word, word)) for word in words]
     compare(samples, data_path=paths, split="900,70,30")
 
 
 @pytest.mark.parametrize("size", [None, 400, 10**6])
-def test_blends_without_weights_take_each_corpus_once(corpora: dict[str, Path], size: int | None) -> None:
+def test_blends_without_weights_take_each_corpus_once(
+    corpora: dict[str, Path], size: int | None
+) -> None:
     compare((size, 0, 0), data_path=[str(corpora[name]) for name in "cab"], split="1,0,0")
 
 
@@ -159,7 +184,9 @@ def test_paths_for_each_split(corpora: dict[str, Path]) -> None:
     ],
     ids=lambda flags: "+".join(flags),
 )
-def test_ends_of_documents_reset_what_the_flags_say(corpora: dict[str, Path], flags: dict[str, bool]) -> None:
+def test_ends_of_documents_reset_what_the_flags_say(
+    corpora: dict[str, Path], flags: dict[str, bool]
+) -> None:
     compare((200, 20, 0), data_path=[str(corpora["c"])], split="80,20,0", **flags)
 
 

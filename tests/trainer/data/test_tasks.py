@@ -46,7 +46,9 @@ def test_texts_are_cleaned_as_megatron_cleans_them(text: str, expected: str) -> 
 
 def test_mnli_has_its_sentences_in_columns_8_and_9_and_its_label_last(tmp_path: Path) -> None:
     train = [columns(12)] + [
-        columns(12, c0=str(number), c8=f" A fox  {number} . ", c9="The dog", c10="neutral", c11=label)
+        columns(
+            12, c0=str(number), c8=f" A fox  {number} . ", c9="The dog", c10="neutral", c11=label
+        )
         for number, label in enumerate(("contradiction", "entailment", "neutral"))
     ]
     found = read_mnli(write(tmp_path / "train.tsv", train)).examples
@@ -57,7 +59,9 @@ def test_mnli_has_its_sentences_in_columns_8_and_9_and_its_label_last(tmp_path: 
     assert read_mnli(write(tmp_path / "test.tsv", test)).examples == [Example(("a",), "b", 0)]
 
 
-def test_qqp_has_its_questions_in_columns_3_and_4_and_broken_lines_are_left_out(tmp_path: Path) -> None:
+def test_qqp_has_its_questions_in_columns_3_and_4_and_broken_lines_are_left_out(
+    tmp_path: Path,
+) -> None:
     lines = [
         columns(6),
         columns(6, c0="0", c3="a", c4="b", c5="1"),
@@ -78,17 +82,33 @@ def test_qqp_has_its_questions_in_columns_3_and_4_and_broken_lines_are_left_out(
     ("task", "lines", "message"),
     [
         (MNLI, [], "is empty; the first line of MNLI's files names the columns"),
-        (MNLI, ["a\tb"], ":1: the first line names 2 columns, separated by tabs; MNLI has 10 or more"),
+        (
+            MNLI,
+            ["a\tb"],
+            ":1: the first line names 2 columns, separated by tabs; MNLI has 10 or more",
+        ),
         (MNLI, [columns(12), "0\ta"], ":2: has 2 columns, MNLI has 10 or more"),
-        (MNLI, [columns(12), columns(12, c0="x")], ":2: the first column should number the line, found 'x'"),
+        (
+            MNLI,
+            [columns(12), columns(12, c0="x")],
+            ":2: the first column should number the line, found 'x'",
+        ),
         (MNLI, [columns(12), columns(12, c0="1", c8=" ")], ":2: the text in column 9 is empty"),
         (
             MNLI,
             [columns(12), columns(12, c0="1", c11="maybe")],
             ":2: the label in the last column is 'maybe'; expected contra",
         ),
-        (QQP, ["a\tb"], ":1: the first line names 2 columns, separated by tabs; QQP has 6, and 3 in a test set"),
-        (QQP, [columns(6), columns(6, c0="1", c5="2")], ":2: the label in column 6 is '2'; expected 0 or 1"),
+        (
+            QQP,
+            ["a\tb"],
+            ":1: the first line names 2 columns, separated by tabs; QQP has 6, and 3 in a test set",
+        ),
+        (
+            QQP,
+            [columns(6), columns(6, c0="1", c5="2")],
+            ":2: the label in column 6 is '2'; expected 0 or 1",
+        ),
         (QQP, [columns(3), columns(6, c0="1")], ":2: has 6 columns, a test set of QQP has 3"),
     ],
 )
@@ -120,9 +140,13 @@ def test_race_fills_blanks_with_options_or_puts_them_behind_the_question(tmp_pat
     write(tmp_path / "notes.md", ["no part of it"])
     found = read_race(str(tmp_path)).examples
     assert found[0] == Example(
-        tuple(f"What does the {option} do?" for option in ("fox", "dog", "cat", "cow")), "The fox runs. It sleeps .", 1
+        tuple(f"What does the {option} do?" for option in ("fox", "dog", "cat", "cow")),
+        "The fox runs. It sleeps .",
+        1,
     )
-    assert found[1] == Example(tuple(f"Who sleeps? {option}" for option in "abcd"), "The fox runs. It sleeps .", 3)
+    assert found[1] == Example(
+        tuple(f"Who sleeps? {option}" for option in "abcd"), "The fox runs. It sleeps .", 3
+    )
     assert [example.second for example in found[2:]] == ["second", "second"]
 
 
@@ -132,16 +156,25 @@ def test_race_fills_blanks_with_options_or_puts_them_behind_the_question(tmp_pat
         (None, ":2: is not JSON"),
         ({"article": 3}, ":2: should have a text `article`, found 3"),
         ({"options": None}, ":2: should have a list of options, found None"),
-        ({"answers": ["A"]}, ":2: should have as many questions as options and answers, found {'questions': 2,"),
+        (
+            {"answers": ["A"]},
+            ":2: should have as many questions as options and answers, found {'questions': 2,",
+        ),
         ({"answers": ["A", "E"]}, ":2: question 2: should have an answer from A to D, found 'E'"),
-        ({"options": [["a"] * 4, ["a"] * 3]}, ":2: question 2: should have 4 options, found ['a', 'a', 'a']"),
+        (
+            {"options": [["a"] * 4, ["a"] * 3]},
+            ":2: question 2: should have 4 options, found ['a', 'a', 'a']",
+        ),
         ({"questions": [1, "b"]}, ":2: question 1: should be a text, found 1"),
     ],
 )
 def test_a_document_of_race_that_is_wrong_is_refused_by_file_and_line(
     tmp_path: Path, change: dict[str, Any] | None, message: str
 ) -> None:
-    path = write(tmp_path / "1.txt", [json.dumps(DOCUMENT), "{" if change is None else json.dumps(DOCUMENT | change)])
+    path = write(
+        tmp_path / "1.txt",
+        [json.dumps(DOCUMENT), "{" if change is None else json.dumps(DOCUMENT | change)],
+    )
     with pytest.raises(CorruptCheckpoint) as caught:
         read_race(str(tmp_path))
     assert str(caught.value).startswith(path + message)
@@ -153,13 +186,17 @@ def test_a_directory_without_race_is_refused(tmp_path: Path) -> None:
 
 
 def sequences(directory: Path, task: Task, length: int) -> Sequences:
-    tokenizer = build_tokenizer(TokenizerOptions("BertWordPieceLowerCase", vocab_file=bert_vocabulary(directory)))
+    tokenizer = build_tokenizer(
+        TokenizerOptions("BertWordPieceLowerCase", vocab_file=bert_vocabulary(directory))
+    )
     words = vocabulary(tokenizer, ("cls", "sep", "pad"))
     return Sequences(task, tokenizer.tokenize, words.cls, words.sep, words.pad, length)
 
 
 @pytest.mark.oracle
-def test_samples_are_those_of_transformers_tokenizer_which_cuts_the_second_text(tmp_path: Path) -> None:
+def test_samples_are_those_of_transformers_tokenizer_which_cuts_the_second_text(
+    tmp_path: Path,
+) -> None:
     from transformers import BertTokenizer
 
     made = sequences(tmp_path / "bert", MNLI, 24)
@@ -170,19 +207,37 @@ def test_samples_are_those_of_transformers_tokenizer_which_cuts_the_second_text(
         ("a b c", "x y z " * 5),
     ):
         found = made.sample(Example((first,), second, 1))
-        expected = theirs(first, second, truncation="only_second", max_length=24, padding="max_length")
+        expected = theirs(
+            first, second, truncation="only_second", max_length=24, padding="max_length"
+        )
         assert found.text.tolist() == expected["input_ids"]
         assert found.padding_mask.tolist() == expected["attention_mask"]
         assert found.types.tolist() == expected["token_type_ids"]
         assert (found.label, found.counts) == (1, 1)
 
 
-def test_a_first_text_that_is_too_long_leaves_nothing_of_the_second_and_ends_with_sep(tmp_path: Path) -> None:
+def test_a_first_text_that_is_too_long_leaves_nothing_of_the_second_and_ends_with_sep(
+    tmp_path: Path,
+) -> None:
     made = sequences(tmp_path / "bert", MNLI, 6)
     the, cls, sep = made.tokenize("the")[0], made.cls, made.sep
-    assert made.sample(Example(("the " * 9,), "dog", 0)).text.tolist() == [cls, the, the, the, the, sep]
+    assert made.sample(Example(("the " * 9,), "dog", 0)).text.tolist() == [
+        cls,
+        the,
+        the,
+        the,
+        the,
+        sep,
+    ]
     assert made.sample(Example(("the " * 9,), "dog", 0)).types.tolist() == [0, 0, 0, 0, 0, 1]
-    assert made.sample(Example(("the " * 4,), "dog", 0)).text.tolist() == [cls, the, the, the, the, sep]
+    assert made.sample(Example(("the " * 4,), "dog", 0)).text.tolist() == [
+        cls,
+        the,
+        the,
+        the,
+        the,
+        sep,
+    ]
     assert made.sample(Example(("the",), "dog", 0)).text.tolist() == [
         cls,
         the,
@@ -193,7 +248,9 @@ def test_a_first_text_that_is_too_long_leaves_nothing_of_the_second_and_ends_wit
     ]
 
 
-def test_a_question_of_race_has_four_rows_with_at_most_128_tokens_before_the_article(tmp_path: Path) -> None:
+def test_a_question_of_race_has_four_rows_with_at_most_128_tokens_before_the_article(
+    tmp_path: Path,
+) -> None:
     made = sequences(tmp_path / "bert", RACE, 160)
     found: TaskSample = made.sample(Example(("fox",) * 3 + ("the " * 200,), "dog " * 200, 2))
     assert found.text.shape == found.types.shape == found.padding_mask.shape == (4, 160)
@@ -218,7 +275,11 @@ def test_a_last_batch_is_dropped_or_filled_with_what_does_not_count(tmp_path: Pa
     order = shuffled(10, 4, 2, 1, keep_last=True).reshape(2, 12)
     assert sorted(order[0][order[0] >= 0].tolist()) == list(range(10))
     made = sequences(tmp_path / "bert", QQP, 8)
-    dataset = TaskDataset([Example(("the",), "fox", number % 2) for number in range(3)], made, np.empty(0, np.int64))
-    found = [dataset[number] for dataset in [in_order(dataset, 8)] for number in range(len(dataset))]
+    dataset = TaskDataset(
+        [Example(("the",), "fox", number % 2) for number in range(3)], made, np.empty(0, np.int64)
+    )
+    found = [
+        dataset[number] for dataset in [in_order(dataset, 8)] for number in range(len(dataset))
+    ]
     assert [sample.label for sample in found if sample.counts] == [0, 1, 0]
     assert len(found) == 8

@@ -32,7 +32,9 @@ def options(kind: str, files: dict[str, Path]) -> TokenizerOptions:
         return TokenizerOptions(kind, model=str(files["vocab"].parent))
     if kind == "NullTokenizer":
         return TokenizerOptions(kind, vocab_size=100)
-    return TokenizerOptions(kind, model=str(files["with_pad" if kind == "SentencePieceTokenizer" else "sentencepiece"]))
+    return TokenizerOptions(
+        kind, model=str(files["with_pad" if kind == "SentencePieceTokenizer" else "sentencepiece"])
+    )
 
 
 def megatron(options: TokenizerOptions, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -59,14 +61,24 @@ def megatron(options: TokenizerOptions, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "kind",
-    ["GPT2BPETokenizer", "BertWordPieceLowerCase", "HuggingFaceTokenizer", "Llama2Tokenizer", "SentencePieceTokenizer"],
+    [
+        "GPT2BPETokenizer",
+        "BertWordPieceLowerCase",
+        "HuggingFaceTokenizer",
+        "Llama2Tokenizer",
+        "SentencePieceTokenizer",
+    ],
 )
-def test_ids_are_those_of_megatron_core(files: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_are_those_of_megatron_core(
+    files: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = options(kind, files)
     ours, theirs = build_tokenizer(given), megatron(given, monkeypatch)
     assert ours.vocab_size == theirs.vocab_size
     assert ours.eod == theirs.eod
-    assert (ours.pad, ours.bos) == tuple(None if number == -1 else number for number in (theirs.pad, theirs.bos))
+    assert (ours.pad, ours.bos) == tuple(
+        None if number == -1 else number for number in (theirs.pad, theirs.bos)
+    )
     for text in TEXTS:
         assert ours.tokenize(text) == theirs.tokenize(text), text
         if kind in ("GPT2BPETokenizer", "HuggingFaceTokenizer") and "<|" not in text:
@@ -93,13 +105,19 @@ def test_numbers_are_those_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> 
         (TokenizerOptions("NullTokenizer"), "needs --vocab-size"),
         (TokenizerOptions("Llama2Tokenizer"), "needs --tokenizer-model"),
         (TokenizerOptions("GPT2BPETokenizer"), "needs --vocab-file"),
-        (TokenizerOptions("GPT2BPETokenizer", vocab_file=Path("none.json")), "none.json: no such file"),
+        (
+            TokenizerOptions("GPT2BPETokenizer", vocab_file=Path("none.json")),
+            "none.json: no such file",
+        ),
         (TokenizerOptions("Llama2Tokenizer", model="none.model"), "none.model: no such file"),
         (
             TokenizerOptions("HuggingFaceTokenizer", model="none"),
             "none: no such file.*can't be fetched from the Hugging",
         ),
-        (TokenizerOptions("HuggingFaceTokenizer", model="./none"), "none: no such file or directory"),
+        (
+            TokenizerOptions("HuggingFaceTokenizer", model="./none"),
+            "none: no such file or directory",
+        ),
     ],
     ids=lambda value: getattr(value, "type", value),
 )
@@ -109,10 +127,14 @@ def test_what_is_missing_is_told(given: TokenizerOptions, words: str) -> None:
 
 
 @pytest.mark.oracle
-def test_a_tokenizer_json_stands_for_the_directory_with_all_that_belongs_to_it(tmp_path: Path) -> None:
+def test_a_tokenizer_json_stands_for_the_directory_with_all_that_belongs_to_it(
+    tmp_path: Path,
+) -> None:
     gpt2_files(tmp_path / "model")
     HuggingFaceTokenizer(str(tmp_path / "model")).save(str(tmp_path / "saved"))
-    found = build_tokenizer(TokenizerOptions("HuggingFaceTokenizer", str(tmp_path / "saved" / "tokenizer.json")))
+    found = build_tokenizer(
+        TokenizerOptions("HuggingFaceTokenizer", str(tmp_path / "saved" / "tokenizer.json"))
+    )
     assert found.eod is not None
 
 
@@ -125,11 +147,14 @@ def test_files_that_are_no_tokenizer_are_reported(tmp_path: Path, kind: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "module"), [("Llama2Tokenizer", "sentencepiece"), ("HuggingFaceTokenizer", "transformers")]
+    ("kind", "module"),
+    [("Llama2Tokenizer", "sentencepiece"), ("HuggingFaceTokenizer", "transformers")],
 )
 def test_a_missing_package_is_told_with_what_to_install(
     files: dict[str, Path], kind: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UsageError, match=rf"package {module}: pip install 'megaconv\[data\]'"):
+    with pytest.raises(
+        UsageError, match=rf"package {module}; in a clone of megaconv: pip install '\.\[data\]'"
+    ):
         build_tokenizer(options(kind, files))

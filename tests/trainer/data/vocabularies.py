@@ -23,7 +23,9 @@ def gpt2_files(directory: Path) -> tuple[Path, Path]:
 
     directory.mkdir()
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(TEXTS, vocab_size=350, min_frequency=1, special_tokens=["<|endoftext|>"])
+    tokenizer.train_from_iterator(
+        TEXTS, vocab_size=350, min_frequency=1, special_tokens=["<|endoftext|>"]
+    )
     tokenizer.save_model(str(directory))
     (directory / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     return directory / "vocab.json", directory / "merges.txt"
@@ -32,11 +34,20 @@ def gpt2_files(directory: Path) -> tuple[Path, Path]:
 def bert_vocabulary(directory: Path) -> Path:
     """vocab.txt; the directory is one that transformers reads too."""
     directory.mkdir()
-    letters = sorted({letter for text in TEXTS for letter in text.lower() if letter.isprintable() and letter != " "})
+    letters = sorted(
+        {
+            letter
+            for text in TEXTS
+            for letter in text.lower()
+            if letter.isprintable() and letter != " "
+        }
+    )
     words = ["the", "fox", "dog", "quick", "cafe", "##s", "##ing", "lazy", "number", "do", "##esn"]
     special = ["[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     entries = dict.fromkeys([*special, *words, *letters, *("##" + letter for letter in letters)])
-    (directory / "vocab.txt").write_text("".join(f"{entry}\n" for entry in entries), encoding="utf-8")
+    (directory / "vocab.txt").write_text(
+        "".join(f"{entry}\n" for entry in entries), encoding="utf-8"
+    )
     (directory / "config.json").write_text(json.dumps({"model_type": "bert"}))
     (directory / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True}))
     return directory / "vocab.txt"

@@ -18,7 +18,9 @@ def save(directory: Path, model_type: str = "llama", **settings: Any) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE({letter: number for number, letter in enumerate([*SPECIAL, *letters])}, []))
+    inner = Tokenizer(
+        models.BPE({letter: number for number, letter in enumerate([*SPECIAL, *letters])}, [])
+    )
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
@@ -26,7 +28,9 @@ def save(directory: Path, model_type: str = "llama", **settings: Any) -> Any:
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
-    model = tiny(model_type, vocab_size=len(tokenizer), eos_token_id=0, bos_token_id=None, **settings)
+    model = tiny(
+        model_type, vocab_size=len(tokenizer), eos_token_id=0, bos_token_id=None, **settings
+    )
     model.save_pretrained(directory)
     return model
 

@@ -29,7 +29,9 @@ def tiny(model_type: str = "llama", **settings: Any) -> Any:
         }  # fmt: skip
     config = transformers.AutoConfig.for_model(model_type, **common | settings)
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.2)
@@ -52,7 +54,8 @@ FIXTURE = Path(__file__).parents[1] / "fixtures" / "generate"
 def without_layers() -> Recomputed:
     """Logits behind a token are (token's vector + half of that of the one before) . head + bias; id 0 lies before the first."""
     tables = {
-        name: torch.from_numpy(values.astype(np.float32)) for name, values in np.load(FIXTURE / "model.npz").items()
+        name: torch.from_numpy(values.astype(np.float32))
+        for name, values in np.load(FIXTURE / "model.npz").items()
     }
 
     def logits(rows: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.inference.opening import Opened, open_model
-from megatron_lite.loop import launch
+from megatron_lite.processes import launch
 from megatron_lite.settings.config import Parallel
 
 KEY = "a key"
@@ -21,9 +21,25 @@ KEY = "a key"
 
 class Serving:
     def __init__(self, directory: Path, *flags: str, world: int = 1) -> None:
-        words = ["-m", "megatron_lite", "serve", "--load", str(directory), "--port", "0", "--api-key", KEY, *flags]
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
-        starts = ["-m", "torch.distributed.run", "--nproc-per-node", str(world)] if world > 1 else []
+        words = [
+            "-m",
+            "megatron_lite",
+            "serve",
+            "--load",
+            str(directory),
+            "--port",
+            "0",
+            "--api-key",
+            KEY,
+            *flags,
+        ]
+        environment = os.environ | {
+            "PYTHONPATH": str(Path(__file__).parents[3]),
+            "OMP_NUM_THREADS": "1",
+        }
+        starts = (
+            ["-m", "torch.distributed.run", "--nproc-per-node", str(world)] if world > 1 else []
+        )
         self.process = subprocess.Popen(
             [sys.executable, *starts, *words],
             stdout=subprocess.PIPE,
@@ -36,9 +52,13 @@ class Serving:
         assert "serving" in line, self.process.communicate()
         self.url = line.split()[3].rstrip(",")
 
-    def ask(self, route: str, body: Any = None, *, method: str | None = None, key: str = KEY) -> tuple[int, Any]:
+    def ask(
+        self, route: str, body: Any = None, *, method: str | None = None, key: str = KEY
+    ) -> tuple[int, Any]:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + route, data, {"Authorization": f"Bearer {key}"}, method=method)
+        request = urllib.request.Request(
+            self.url + route, data, {"Authorization": f"Bearer {key}"}, method=method
+        )
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
                 return response.status, parsed(response.read())
@@ -56,7 +76,13 @@ class Serving:
 
     def metric(self, name: str) -> float:
         _, text = self.ask("/metrics")
-        return float(next(line.split()[-1] for line in text.splitlines() if line.startswith(f"megatron_lite_{name} ")))
+        return float(
+            next(
+                line.split()[-1]
+                for line in text.splitlines()
+                if line.startswith(f"megatron_lite_{name} ")
+            )
+        )
 
     def settle(self) -> None:
         """Waits until nothing runs or waits."""
@@ -78,7 +104,9 @@ def ranks(torchrun: int) -> dict[int, int]:
     found = {}
     for pid in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split():
         words = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        found |= {int(word.removeprefix("RANK=")): int(pid) for word in words if word.startswith("RANK=")}
+        found |= {
+            int(word.removeprefix("RANK=")): int(pid) for word in words if word.startswith("RANK=")
+        }
     return found
 
 
@@ -87,5 +115,6 @@ def opened(directory: Path) -> Opened:
     flags = Namespace(
         load=str(directory), dtype="fp32", slots=3, max_length=None, tokenizer_type=None, tokenizer_model=None, vocab_file=None,
         merge_file=None, tp=1, pp=1, ep=1, distributed_backend="gloo", distributed_timeout_minutes=1.0,
+        training=None,
     )  # fmt: skip
     return open_model(flags, Parallel(), launch.start(Parallel()))

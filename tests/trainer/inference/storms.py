@@ -3,6 +3,7 @@
 import asyncio
 import json
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.trainer.inference.serving import KEY, Serving
 
 PATIENCE_S = 900.0
 """For all answers, on a machine that is busy with other things."""
+OK = b"HTTP/1.1 200 "
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -34,7 +36,9 @@ class Shot:
     """Bytes of an answer; 0 at once, -1 in the midst of its own body."""
 
 
-def post(status: int | None, route: str = COMPLETIONS, leaves_after: int | None = None, **fields: Any) -> Shot:
+def post(
+    status: int | None, route: str = COMPLETIONS, leaves_after: int | None = None, **fields: Any
+) -> Shot:
     return Shot(route, json.dumps(fields).encode(), status, leaves_after=leaves_after)
 
 
@@ -72,14 +76,21 @@ def good(opened: Opened, count: int) -> list[Shot]:
     """Requests with the answers that each gets when nobody else is there."""
     shots = []
     for number in range(count):
-        fields: dict[str, Any] = {"prompt": f"{number} and so on" * (number % 4 + 1), "max_tokens": 3 + number % 14}
-        fields |= {"temperature": 0} if number % 3 else {"temperature": 0.7, "top_k": 9, "seed": number}
+        fields: dict[str, Any] = {
+            "prompt": f"{number} and so on" * (number % 4 + 1),
+            "max_tokens": 3 + number % 14,
+        }
+        fields |= (
+            {"temperature": 0} if number % 3 else {"temperature": 0.7, "top_k": 9, "seed": number}
+        )
         fields |= {"stream": True} if number % 4 == 1 else {}
         body = json.dumps(fields).encode()
         wanted = completion(Fields(body), opened, "tiny")
         (answer,) = generate(opened.model, wanted.requests(opened.stop_ids))
         kept = answer.tokens[:-1] if answer.end == "stop" else answer.tokens
-        shots.append(Shot(COMPLETIONS, body, 200, opened.tokenizer.detokenize(kept), len(answer.tokens)))
+        shots.append(
+            Shot(COMPLETIONS, body, 200, opened.tokenizer.detokenize(kept), len(answer.tokens))
+        )
     return shots
 
 
@@ -94,11 +105,42 @@ LEAVING = [
 ]
 
 
+def streams(opened: Opened, count: int) -> list[Shot]:
+    """Streams alone, of both routes and of several choices: every second client leaves, each at another place."""
+    shots = []
+    for number in range(count):
+        fields: dict[str, Any] = {
+            "stream": True,
+            "max_tokens": 2 + number % 19,
+            "temperature": 0.8,
+            "seed": number,
+        }
+        text = f"{number} and so on" * (number % 5 + 1)
+        if number % 2:
+            places = (0, 1, 200, 400, 700, 1500)
+            leaves_after = places[number // 2 % len(places)]
+            long = fields | {"max_tokens": 60, "n": number // 4 % 2 + 1}
+            chat = {"messages": [{"role": "user", "content": "go on"}]}
+            route, asked = (CHAT, chat) if number % 4 == 1 else (COMPLETIONS, {"prompt": "go on"})
+            shots.append(post(None, route, leaves_after, **long, **asked))
+            continue
+        body = json.dumps(fields | {"prompt": text}).encode()
+        wanted = completion(Fields(body), opened, "tiny")
+        (answer,) = generate(opened.model, wanted.requests(opened.stop_ids))
+        kept = answer.tokens[:-1] if answer.end == "stop" else answer.tokens
+        shots.append(
+            Shot(COMPLETIONS, body, 200, opened.tokenizer.detokenize(kept), len(answer.tokens))
+        )
+    return shots
+
+
 def storm(serving: Serving, shots: list[Shot]) -> list[tuple[int | None, bytes]]:
     """All of them at once: (status, body)."""
 
     async def all_at_once() -> list[tuple[int | None, bytes]]:
-        return await asyncio.wait_for(asyncio.gather(*(fire(serving, shot) for shot in shots)), PATIENCE_S)
+        return await asyncio.wait_for(
+            asyncio.gather(*(fire(serving, shot) for shot in shots)), PATIENCE_S
+        )
 
     return asyncio.run(all_at_once())
 
@@ -106,9 +148,7 @@ def storm(serving: Serving, shots: list[Shot]) -> list[tuple[int | None, bytes]]
 async def fire(serving: Serving, shot: Shot) -> tuple[int | None, bytes]:
     host, port = serving.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = (
-        f"{shot.method} {shot.route} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {shot.key}\r\nConnection: close\r\n"
-    )
+    head = f"{shot.method} {shot.route} HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {shot.key}\r\nConnection: close\r\n"
     try:
         writer.write(f"{head}Content-Length: {len(shot.body)}\r\n\r\n".encode())
         if shot.leaves_after == -1:
@@ -117,7 +157,13 @@ async def fire(serving: Serving, shot: Shot) -> tuple[int | None, bytes]:
             return None, b""
         writer.write(shot.body)
         if shot.leaves_after is not None:
-            await (reader.readexactly(shot.leaves_after) if shot.leaves_after else asyncio.sleep(0.1))
+            if not shot.leaves_after:
+                await asyncio.sleep(0.1)
+                return None, b""
+            with suppress(asyncio.IncompleteReadError):  # an answer may be shorter
+                begin = await reader.readexactly(min(shot.leaves_after, len(OK)))
+                assert OK.startswith(begin), begin
+                await reader.readexactly(shot.leaves_after - len(begin))
             return None, b""
         line, _, rest = (await reader.read()).partition(b"\r\n")
         return int(line.split()[1]), rest.partition(b"\r\n\r\n")[2]

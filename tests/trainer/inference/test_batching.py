@@ -38,19 +38,27 @@ def test_greedy_tokens_are_those_of_transformers(model: Any) -> None:
         answers = generate(slots_of(model, 3), requests)
         for request, answer in zip(requests, answers, strict=True):
             tokens = expected(
-                model, request.prompt, request.max_tokens, eos_token_id=list(stop), repetition_penalty=penalty
+                model,
+                request.prompt,
+                request.max_tokens,
+                eos_token_id=list(stop),
+                repetition_penalty=penalty,
             )
             assert answer.tokens == tokens
             assert answer.end == ("stop" if tokens[-1] in stop else "length")
 
 
 def test_a_sample_depends_on_its_seed_alone(model: Any) -> None:
-    requests = [Request(prompt, 8, Sampling(0.9, 20, 0.9, seed=number)) for number, prompt in enumerate(PROMPTS)]
+    requests = [
+        Request(prompt, 8, Sampling(0.9, 20, 0.9, seed=number))
+        for number, prompt in enumerate(PROMPTS)
+    ]
     together = [answer.tokens for answer in generate(slots_of(model, 4), requests)]
     alone = [generate(slots_of(model, 1), [request])[0].tokens for request in requests]
     assert together == alone
     others = [
-        generate(slots_of(model, 1), [Request(PROMPTS[0], 8, Sampling(seed=seed))])[0].tokens for seed in range(3)
+        generate(slots_of(model, 1), [Request(PROMPTS[0], 8, Sampling(seed=seed))])[0].tokens
+        for seed in range(3)
     ]
     assert len({tuple(tokens) for tokens in others}) > 1
 
@@ -60,8 +68,12 @@ def test_log_probabilities_are_those_of_the_whole_row(model: Any) -> None:
     answer = generate(given, [Request(PROMPTS[0], 6, Sampling(0), log_probs=2)])[0]
     whole = given.score([[*PROMPTS[0], *answer.tokens]], 2)[0]
     last = slice(len(PROMPTS[0]) - 1, None)
-    torch.testing.assert_close(torch.tensor([found.log_prob for found in answer.likelihoods]), whole.log_probs[last])
-    assert [[token for token, _ in found.top] for found in answer.likelihoods] == whole.top_ids[last].tolist()
+    torch.testing.assert_close(
+        torch.tensor([found.log_prob for found in answer.likelihoods]), whole.log_probs[last]
+    )
+    assert [[token for token, _ in found.top] for found in answer.likelihoods] == whole.top_ids[
+        last
+    ].tolist()
     assert whole.greedy[last].all()
 
 

@@ -40,7 +40,9 @@ def test_beams_are_those_of_transformers(
         num_beams=width, num_return_sequences=width, eos_token_id=stop, length_penalty=penalty, early_stopping=early,
         output_scores=True, return_dict_in_generate=True,
     )  # fmt: skip
-    request = Request(tuple(prompt), 8, stop_ids=frozenset(stop), beams=BeamSettings(width, penalty, early))
+    request = Request(
+        tuple(prompt), 8, stop_ids=frozenset(stop), beams=BeamSettings(width, penalty, early)
+    )
     beams = generate(slots_of(model), [request])[0].beams
     for beam, row in zip(beams, found.sequences[:, 3:].tolist(), strict=True):
         assert list(beam.tokens) == row[: len(beam.tokens)]
@@ -53,9 +55,13 @@ def test_beams_need_as_many_slots(model: Any) -> None:
         generate(slots_of(model), [Request((3,), 4, beams=BeamSettings(9))])
 
 
-def test_beam_searches_and_other_requests_of_a_running_batch_get_what_each_gets_alone(model: Any) -> None:
+def test_beam_searches_and_other_requests_of_a_running_batch_get_what_each_gets_alone(
+    model: Any,
+) -> None:
     prompts = [(3, 17, 90), (8, 8, 8), (3, *range(40, 52)), (77,)]
-    searches = [Request(prompt, 6, stop_ids=frozenset([4]), beams=BeamSettings(3)) for prompt in prompts]
+    searches = [
+        Request(prompt, 6, stop_ids=frozenset([4]), beams=BeamSettings(3)) for prompt in prompts
+    ]
     greedy = [Request(prompt, 5 + number, Sampling(0)) for number, prompt in enumerate(prompts)]
     requests = [request for pair in zip(searches, greedy, strict=True) for request in pair]
     alone = [generate(slots_of(model), [request])[0] for request in requests]

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -13,12 +14,15 @@ import torch
 from megaconv.terminal import one_line
 from megatron_lite.cli import main
 from megatron_lite.inference import batching, sampling
-from megatron_lite.loop import launch
+from megatron_lite.processes import launch
 from tests.trainer.inference.conversations import decoded, save
 from tests.trainer.inference.models import slots_of
 from tests.trainer.loop.launches import train
 
 pytestmark = pytest.mark.oracle
+
+
+NUMBERS = ("--tokenizer-type", "NullTokenizer")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +47,12 @@ def continued(directory: Path, model: Any, text: str, count: int, **settings: An
 
     ids = AutoTokenizer.from_pretrained(directory)(text, return_tensors="pt").input_ids
     found = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0, **settings
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        **settings,
     )
     return found[:, ids.shape[1] :].tolist()
 
@@ -57,12 +66,30 @@ def test_generate_prints_what_transformers_continues(
     assert capfd.readouterr().out == f"Hello{expected}\n"
 
 
-def test_generate_writes_answers_in_the_order_of_the_prompts(model: tuple[Path, Any], tmp_path: Path) -> None:
+def test_generate_writes_answers_in_the_order_of_the_prompts(
+    model: tuple[Path, Any], tmp_path: Path
+) -> None:
     directory, theirs = model
     prompts = ["one", "Grüße", "a much longer prompt than the others", "x"]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    )
     files = ("--prompts-file", tmp_path / "prompts.jsonl", "--output", tmp_path / "answers.jsonl")
-    assert run("generate", "--load", directory, "--max-new-tokens", 9, "--slots", 3, "--log-probs", 2, *files) == 0
+    assert (
+        run(
+            "generate",
+            "--load",
+            directory,
+            "--max-new-tokens",
+            9,
+            "--slots",
+            3,
+            "--log-probs",
+            2,
+            *files,
+        )
+        == 0
+    )
     lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [line["prompt"] for line in lines] == prompts
     for line in lines:
@@ -79,11 +106,15 @@ def test_generate_prints_beams(model: tuple[Path, Any], capfd: pytest.CaptureFix
     ]
 
 
-def test_a_stop_word_ends_an_answer(model: tuple[Path, Any], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_word_ends_an_answer(
+    model: tuple[Path, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
     directory, theirs = model
     whole = decoded(directory, continued(directory, theirs, "Hello", 12)[0])
     word = whole[5:7]
-    assert run("generate", "--load", directory, "Hello", "--max-new-tokens", 12, "--stop", word) == 0
+    assert (
+        run("generate", "--load", directory, "Hello", "--max-new-tokens", 12, "--stop", word) == 0
+    )
     assert capfd.readouterr().out == f"Hello{whole[: whole.index(word)]}\n"
 
 
@@ -95,7 +126,9 @@ def test_chat_remembers_what_was_said(
     assert run("chat", "--load", directory, "--system", "be brief", "--max-new-tokens", 8) == 0
     begin = "<|system|>be brief<|end|><|user|>hi<|end|><|assistant|>"
     first = decoded(directory, continued(directory, theirs, begin, 8)[0])
-    second = continued(directory, theirs, f"{begin}{first}<|end|><|user|>and then?<|end|><|assistant|>", 8)[0]
+    second = continued(
+        directory, theirs, f"{begin}{first}<|end|><|user|>and then?<|end|><|assistant|>", 8
+    )[0]
     assert capfd.readouterr().out == f"{first}\n{decoded(directory, second)}\n"
 
 
@@ -115,13 +148,19 @@ def test_an_interrupted_answer_ends_and_the_conversation_goes_on(
     monkeypatch.setattr(batching, "choose", choose)
     assert run("chat", "--load", directory, "--max-new-tokens", 8) == 0
     whole = continued(directory, theirs, "<|user|>hi<|end|><|assistant|>", 8)[0]
-    assert capfd.readouterr().out == f"{decoded(directory, whole[:3])}\n{decoded(directory, whole)}\n"
+    assert (
+        capfd.readouterr().out == f"{decoded(directory, whole[:3])}\n{decoded(directory, whole)}\n"
+    )
 
 
-def test_score_gives_the_log_probability_of_each_token(model: tuple[Path, Any], tmp_path: Path) -> None:
+def test_score_gives_the_log_probability_of_each_token(
+    model: tuple[Path, Any], tmp_path: Path
+) -> None:
     directory, theirs = model
     rows = [[7, 9, 30, 31], [100, 5], list(range(4, 40))]
-    lines = [json.dumps({"tokens": row}) for row in rows] + [json.dumps({"prompt": "ab", "completion": "cd"})]
+    lines = [json.dumps({"tokens": row}) for row in rows] + [
+        json.dumps({"prompt": "ab", "completion": "cd"})
+    ]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     assert (
         run(
@@ -146,21 +185,69 @@ def test_score_gives_the_log_probability_of_each_token(model: tuple[Path, Any], 
     assert len(found[-1]["tokens"]) == len(found[-1]["log_probs"]) == 2
 
 
-def test_token_ids_are_continued_without_a_tokenizer(model: tuple[Path, Any], tmp_path: Path) -> None:
+def test_token_ids_are_continued_without_a_tokenizer(
+    model: tuple[Path, Any], tmp_path: Path
+) -> None:
     directory, theirs = model
-    words = ("--tokenizer-type", "NullTokenizer", "--output", tmp_path / "out.jsonl", "--max-new-tokens", 5)
+    words = (
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--output",
+        tmp_path / "out.jsonl",
+        "--max-new-tokens",
+        5,
+    )
     assert run("generate", "--load", directory, "7 9 30", *words) == 0
-    found = theirs.generate(torch.tensor([[7, 9, 30]]), max_new_tokens=5, do_sample=False, pad_token_id=0)
+    found = theirs.generate(
+        torch.tensor([[7, 9, 30]]), max_new_tokens=5, do_sample=False, pad_token_id=0
+    )
     line = json.loads((tmp_path / "out.jsonl").read_text())
     assert line["tokens"] == found[0, 3:].tolist()
     assert line["text"] == " ".join(map(str, line["tokens"]))
 
 
+def test_tasks_of_token_ids_are_measured_without_a_tokenizer(
+    model: tuple[Path, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test.wiki").write_text("7 9 30 12\n")
+    (tmp_path / "test.lambada").write_text('{"text": "7 9 30 12"}\n')
+    for task, name in (("WIKITEXT103", "test.wiki"), ("LAMBADA", "test.lambada")):
+        words = ("--task", task, "--valid-data", tmp_path / name, *NUMBERS)
+        assert run("evaluate", "--load", model[0], *words) == 0
+    out = capfd.readouterr().out
+    assert re.search(r"test.wiki +tokens +4\n", out)
+    assert re.search(r"test.lambada +examples +1\n", out)
+
+
+def test_a_training_scripts_flags_don_t_change_a_measurement(
+    model: tuple[Path, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test.lambada").write_text('{"text": "7 9 30 12"}\n')
+    directory, theirs = model
+    words = ("--load", directory, "--task", "LAMBADA", *NUMBERS)
+    data = ("--valid-data", tmp_path / "test.lambada")
+    assert run("evaluate", *words, *data) == 0
+    expected = capfd.readouterr().out
+    layers = theirs.config.num_hidden_layers
+    of_training = ("--num-layers", layers, "--micro-batch-size", 8, "--log-interval", 10)
+    assert run("evaluate", *words, *of_training, "--no-load-optim", *data) == 0
+    out, err = capfd.readouterr()
+    assert out == expected
+    assert "without effect here: --log-interval, --no-load-optim\n" in err
+
+
 @pytest.mark.slow
-def test_ranks_started_together_generate_what_one_does(model: tuple[Path, Any], tmp_path: Path) -> None:
+def test_ranks_started_together_generate_what_one_does(
+    model: tuple[Path, Any], tmp_path: Path
+) -> None:
     directory, _ = model
-    assert run("generate", "--load", directory, "one", "two", "--output", tmp_path / "alone.jsonl") == 0
-    train(tmp_path / "run", 4, f"generate --load {directory} one two --output out.jsonl --tp 2 --pp 2")
+    assert (
+        run("generate", "--load", directory, "one", "two", "--output", tmp_path / "alone.jsonl")
+        == 0
+    )
+    train(
+        tmp_path / "run", 4, f"generate --load {directory} one two --output out.jsonl --tp 2 --pp 2"
+    )
     assert (tmp_path / "run" / "out.jsonl").read_text() == (tmp_path / "alone.jsonl").read_text()
 
 
@@ -173,14 +260,111 @@ def test_ranks_started_together_generate_what_one_does(model: tuple[Path, Any], 
         (["generate", "--load", "nowhere", "x"], "nowhere"),
         (["generate", "--load", "MODEL", "--prompts-file", "missing.txt"], "missing.txt"),
         (["generate", "x"], "--load"),
+        (
+            [
+                "evaluate",
+                "--load",
+                "MODEL",
+                "--task",
+                "LAMBADA",
+                "--valid-data",
+                "LAST",
+                "--num-layers",
+                "99",
+            ],
+            "--num-layers 99 contradicts the checkpoint",
+        ),
+        (
+            ["serve", "--load", "MODEL", "--hidden-size", "99"],
+            "--hidden-size 99 contradicts the checkpoint",
+        ),
+        (
+            ["serve", "--load", "MODEL", "--model-type", "bert"],
+            "--model-type bert contradicts the checkpoint",
+        ),
         (["score", "--load", "MODEL", "--input", "BAD"], "line 2"),
+        (
+            ["score", "--load", "MODEL", "--input", "WORDS", *NUMBERS],
+            "the text 'one two' is no row of token ids",
+        ),
+        (
+            [
+                "evaluate",
+                "--load",
+                "MODEL",
+                "--task",
+                "WIKITEXT103",
+                "--valid-data",
+                "WIKI",
+                *NUMBERS,
+            ],
+            "test.wiki: the text 'some words\\n' is no row of token ids",
+        ),
+        (
+            ["evaluate", "--load", "MODEL", "--task", "LAMBADA", "--valid-data", "LAST", *NUMBERS],
+            "test.lambada, line 1: the text 'some words' is no row of token ids",
+        ),
+        (
+            [
+                "evaluate",
+                "--load",
+                "MODEL",
+                "--task",
+                "LAMBADA",
+                "--strict-lambada",
+                "--valid-data",
+                "LAST",
+                *NUMBERS,
+            ],
+            "test.lambada, line 1: the text ' words' is no row of token ids",
+        ),
+        (
+            [
+                "evaluate",
+                "--load",
+                "MODEL",
+                "--task",
+                "WIKITEXT103",
+                "--valid-data",
+                "HIGH",
+                *NUMBERS,
+            ],
+            "token 9999 is outside the model's vocabulary",
+        ),
+        (
+            ["generate", "--load", "MODEL", "7 9999", *NUMBERS],
+            "token 9999 is outside the model's vocabulary",
+        ),
+        (
+            ["generate", "--load", "MODEL", "7 -9", *NUMBERS],
+            "token -9 is outside the model's vocabulary",
+        ),
+        (
+            ["generate", "--load", "MODEL", "some words", *NUMBERS],
+            "--tokenizer-model gives another tokenizer",
+        ),
     ],
 )
 def test_mistakes_are_refused_in_one_line(
-    model: tuple[Path, Any], words: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    model: tuple[Path, Any],
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "bad.jsonl").write_text('{"tokens": [1, 2]}\n{"tokens": [1, 999]}\n')
-    places = {"MODEL": str(model[0]), "BAD": str(tmp_path / "bad.jsonl")}
+    (tmp_path / "words.jsonl").write_text('{"prompt": "7 9", "completion": "one two"}\n')
+    (tmp_path / "test.wiki").write_text("some words\n")
+    (tmp_path / "high.wiki").write_text("7 9 9999")
+    (tmp_path / "test.lambada").write_text('{"text": "some words"}\n')
+    names = {
+        "BAD": "bad.jsonl",
+        "WORDS": "words.jsonl",
+        "WIKI": "test.wiki",
+        "HIGH": "high.wiki",
+        "LAST": "test.lambada",
+    }
+    places = {"MODEL": str(model[0])} | {word: str(tmp_path / name) for word, name in names.items()}
     code = run(*(places.get(word, word) for word in words))
     out, err = capfd.readouterr()
     error = err.strip().splitlines()

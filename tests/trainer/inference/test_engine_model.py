@@ -17,7 +17,7 @@ from megatron_lite.inference.beams import Beam, BeamSettings
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import Scored
-from megatron_lite.models.attention import window_mask
+from megatron_lite.models.masks import window_mask
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import ModelOptions
 from tests.trainer.inference.models import EOS, LENGTH, slots_of, tiny
@@ -31,14 +31,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "mistral, a window": ("mistral", {"sliding_window": 7}),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral": (
+        "mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
     "gpt2": ("gpt2", {}),
     "gemma3_text": (
         "gemma3_text",
         {
             "head_dim": 16,
             "sliding_window": 7,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "sliding_attention",
+            ],
             "query_pre_attn_scalar": 24,
         },
     ),
@@ -71,10 +79,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 24,
         },
     ),
+    "exaone4": ("exaone4", {"sliding_window": 7}),
+    "minimax_m2": (
+        "minimax_m2",
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    ),
 }
 PROMPTS = [(3, 17, 90, 6, 22), (3, 60), (3, *range(40, 60)), (8, 9, 8)]
 BEAMS = Request(PROMPTS[0], 7, stop_ids=frozenset([EOS, 20]), beams=BeamSettings(3, 0.8))
-WANTED = [Request(prompt, 6 + 3 * number, Sampling(0), frozenset([EOS])) for number, prompt in enumerate(PROMPTS)]
+WANTED = [
+    Request(prompt, 6 + 3 * number, Sampling(0), frozenset([EOS]))
+    for number, prompt in enumerate(PROMPTS)
+]
 
 
 def run(rank: int, directory: Path, tp: int, pp: int, dp: int, ep: int, vpp: int) -> Any:
@@ -83,7 +99,10 @@ def run(rank: int, directory: Path, tp: int, pp: int, dp: int, ep: int, vpp: int
     config = checkpoint.config
     layers = split_layers(config.layer_count, pp, vpp, LayerSplit())
     grid = make_grid(
-        Layout(tp, pp, vpp, ep, stage_layers=layers), dp, torch.device("cpu"), experts=config.experts.count > 0
+        Layout(tp, pp, vpp, ep, stage_layers=layers),
+        dp,
+        torch.device("cpu"),
+        experts=config.experts.count > 0,
     )
     engine = Engine(config, grid, ModelOptions(dtype="float32", trains=False), None)
     load_weights(engine, checkpoint.tensors)
@@ -104,7 +123,9 @@ def run(rank: int, directory: Path, tp: int, pp: int, dp: int, ep: int, vpp: int
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Any]:
     kind, settings = MODELS[request.param]
     model, directory = tiny(kind, **settings), tmp_path_factory.mktemp("model")
     model.save_pretrained(directory)
@@ -116,7 +137,9 @@ Expected = tuple[list[list[int]], list[Beam], list[Scored]]
 
 def expected(model: Any) -> Expected:
     """What transformers generates, greedily and by beams, and how likely rows are."""
-    greedy = [continued(model, wanted.prompt, max_new_tokens=wanted.max_tokens)[0][0] for wanted in WANTED]
+    greedy = [
+        continued(model, wanted.prompt, max_new_tokens=wanted.max_tokens)[0][0] for wanted in WANTED
+    ]
     rows, scores = continued(
         model, PROMPTS[0], max_new_tokens=BEAMS.max_tokens, num_beams=3, num_return_sequences=3,
         length_penalty=0.8, eos_token_id=list(BEAMS.stop_ids),
@@ -125,7 +148,9 @@ def expected(model: Any) -> Expected:
     return greedy, beams, slots_of(model).score(PROMPTS, 2)
 
 
-def continued(model: Any, prompt: tuple[int, ...], **settings: Any) -> tuple[list[list[int]], list[float]]:
+def continued(
+    model: Any, prompt: tuple[int, ...], **settings: Any
+) -> tuple[list[list[int]], list[float]]:
     found = model.generate(
         torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, pad_token_id=0,
         output_scores=True, return_dict_in_generate=True, **settings,
@@ -140,7 +165,9 @@ def compare(found: Any, wanted: Expected) -> None:
     for beam, theirs in zip(beams, wanted[1], strict=True):
         assert beam.tokens == theirs.tokens[: len(beam.tokens)]
         assert set(theirs.tokens[len(beam.tokens) :]) <= {0, EOS}  # padding
-    assert [beam.score for beam in beams] == pytest.approx([beam.score for beam in wanted[1]], abs=1e-4)
+    assert [beam.score for beam in beams] == pytest.approx(
+        [beam.score for beam in wanted[1]], abs=1e-4
+    )
     for mine, theirs in zip(scores, wanted[2], strict=True):
         torch.testing.assert_close(mine.log_probs, theirs.log_probs, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(mine.top_log_probs, theirs.top_log_probs, atol=1e-4, rtol=1e-4)
@@ -157,9 +184,12 @@ LAYOUTS = {
     "tp2": (2, 1, 1, 1, 1), "pp2": (1, 2, 1, 1, 1), "tp2 pp2": (2, 2, 1, 1, 1), "pp2 vpp2": (1, 2, 1, 1, 2),
     "dp2": (1, 1, 2, 1, 1), "ep2": (1, 1, 2, 2, 1), "tp2 ep2": (2, 1, 1, 2, 1),
 }  # fmt: skip
-WITH_EXPERTS = ("mixtral", "deepseek_v3", "gpt_oss")
+WITH_EXPERTS = ("mixtral", "deepseek_v3", "gpt_oss", "minimax_m2")
 FITTING = [
-    (name, layout) for name in MODELS for layout, sizes in LAYOUTS.items() if sizes[3] == 1 or name in WITH_EXPERTS
+    (name, layout)
+    for name in MODELS
+    for layout, sizes in LAYOUTS.items()
+    if sizes[3] == 1 or name in WITH_EXPERTS
 ]
 """Experts are shared out where there are any."""
 QUICK = {("qwen3", "tp2 pp2"), ("mixtral", "tp2 ep2"), ("mixtral", "ep2")}
@@ -167,14 +197,18 @@ QUICK = {("qwen3", "tp2 pp2"), ("mixtral", "tp2 ep2"), ("mixtral", "ep2")}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved", "layout"), FITTING, indirect=["saved"])
-def test_every_layout_generates_what_transformers_does(layout: str, saved: tuple[str, Path, Any], world: World) -> None:
+def test_every_layout_generates_what_transformers_does(
+    layout: str, saved: tuple[str, Path, Any], world: World
+) -> None:
     _, directory, wanted = saved
     sizes = LAYOUTS[layout]
     compare(world.run(sizes[0] * sizes[1] * sizes[2], run, directory, *sizes)[0], wanted)
 
 
 @pytest.mark.parametrize(("name", "layout"), sorted(QUICK))
-def test_sharded_models_generate_what_transformers_does(name: str, layout: str, tmp_path: Path, world: World) -> None:
+def test_sharded_models_generate_what_transformers_does(
+    name: str, layout: str, tmp_path: Path, world: World
+) -> None:
     kind, settings = MODELS[name]
     model = tiny(kind, **settings)
     model.save_pretrained(tmp_path)
@@ -185,7 +219,9 @@ def test_sharded_models_generate_what_transformers_does(name: str, layout: str, 
 def passes(rank: int, directory: Path, ep: int) -> list[int]:
     """Rows that this rank computed of five that are scored and of four that are generated, in the order of its passes."""
     checkpoint = open_checkpoint(directory)
-    layout = Layout(1, 1, 1, ep, stage_layers=split_layers(checkpoint.config.layer_count, 1, 1, LayerSplit()))
+    layout = Layout(
+        1, 1, 1, ep, stage_layers=split_layers(checkpoint.config.layer_count, 1, 1, LayerSplit())
+    )
     grid = make_grid(layout, 2, torch.device("cpu"), experts=checkpoint.config.experts.count > 0)
     engine = Engine(checkpoint.config, grid, ModelOptions(dtype="float32", trains=False), None)
     load_weights(engine, checkpoint.tensors)
@@ -212,9 +248,13 @@ def test_data_parallel_ranks_share_rows(tmp_path: Path, world: World) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_a_model_that_was_scored_with_can_be_trained(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_was_scored_with_can_be_trained(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is kept for passes of the same length is of no use to autograd where it was made for inference alone."""
-    monkeypatch.setitem(SMALL_MODELS, "a window", changed(SMALL_MODELS["qwen3"], {"layers.window": window}))
+    monkeypatch.setitem(
+        SMALL_MODELS, "a window", changed(SMALL_MODELS["qwen3"], {"layers.window": window})
+    )
     case = Case("a window")
     window_mask.cache_clear()
     engine, untouched, step = make_engine(case), make_engine(case), list(batches(case, 0))
@@ -225,7 +265,9 @@ def test_a_model_that_was_scored_with_can_be_trained(window: int | None, monkeyp
 
 def test_context_parallelism_is_refused(tmp_path: Path, world: World) -> None:
     tiny("llama").save_pretrained(tmp_path)
-    assert all("context parallelism" in said for said in world.run(2, at_context_parallelism, tmp_path))
+    assert all(
+        "context parallelism" in said for said in world.run(2, at_context_parallelism, tmp_path)
+    )
 
 
 def at_context_parallelism(rank: int, directory: Path) -> str:

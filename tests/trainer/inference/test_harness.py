@@ -12,7 +12,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra `evaluate
 
 from megatron_lite.inference.evaluation import harness
 from megatron_lite.inference.opening import open_model
-from megatron_lite.loop import launch
+from megatron_lite.processes import launch
 from megatron_lite.settings.config import Parallel
 from tests.trainer.inference.conversations import save
 from tests.trainer.loop.launches import launch as launch_ranks
@@ -84,10 +84,13 @@ def flags(model: Path) -> Namespace:
     return Namespace(
         load=str(model), dtype="fp32", slots=3, max_length=None, tokenizer_type=None, tokenizer_model=None, vocab_file=None,
         merge_file=None, tp=1, pp=1, ep=1, distributed_backend="gloo", distributed_timeout_minutes=1.0,
+        training=None,
     )  # fmt: skip
 
 
-def test_every_answer_is_that_of_lm_evals_own_model(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_answer_is_that_of_lm_evals_own_model(
+    model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -106,7 +109,8 @@ def test_every_answer_is_that_of_lm_evals_own_model(model: Path, tasks: Path, mo
     for task in ("choice", "rolling", "answer"):
         mine, expected = ([sample["resps"] for sample in each["samples"][task]] for each in found)
         assert flattened(mine) == [
-            pytest.approx(value, abs=1e-4) if isinstance(value, float) else value for value in flattened(expected)
+            pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
+            for value in flattened(expected)
         ]
 
 
@@ -147,14 +151,18 @@ def flattened(value: Any) -> list[Any]:
 
 
 def test_the_command_prints_a_table(
-    model: Path, tasks: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    tasks: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from megatron_lite.inference.evaluation import command
+    from megatron_lite.inference.commands import evaluate
 
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setattr(launch, "leave", pytest.fail)
     words = f"--load {model} --lm-eval choice --include-path {tasks} --output {tmp_path}/out.json --limit 2"
-    assert command.main(words.split()) == 0
+    assert evaluate.main(words.split()) == 0
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert 0 <= results["choice"]["acc,none"] <= 1
     assert "choice" in capfd.readouterr().out

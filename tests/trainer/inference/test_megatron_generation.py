@@ -12,14 +12,18 @@ from megatron_lite.inference.megatron import MegatronBeams, MegatronSettings, Wo
 from tests.trainer.inference.models import FIXTURE, without_layers
 
 EXPECTED: dict[str, Any] = json.loads((FIXTURE / "expected.json").read_text())
-WORDS = Words(EXPECTED["eod"], EXPECTED["colon"], *[EXPECTED["newline"]] * 2, EXPECTED["double_newline"])
+WORDS = Words(
+    EXPECTED["eod"], EXPECTED["colon"], *[EXPECTED["newline"]] * 2, EXPECTED["double_newline"]
+)
 
 
 @pytest.mark.parametrize("name", EXPECTED["generate"])
 def test_tokens_are_those_of_megatron(name: str) -> None:
     """Samples come from torch's own generator, whose numbers a release may change."""
     case = EXPECTED["generate"][name]
-    settings = MegatronSettings(EXPECTED["tokens_to_generate"], seed=EXPECTED["seed"], **case["settings"])
+    settings = MegatronSettings(
+        EXPECTED["tokens_to_generate"], seed=EXPECTED["seed"], **case["settings"]
+    )
     if settings.top_k != 1 and torch.__version__ != EXPECTED["torch"]:
         pytest.skip(f"sampled by torch {EXPECTED['torch']}, this is {torch.__version__}")
     found = generate(without_layers(), EXPECTED["prompts"], settings, WORDS)
@@ -32,7 +36,9 @@ def test_tokens_are_those_of_megatron(name: str) -> None:
 def test_beams_are_those_of_megatron(name: str) -> None:
     case = EXPECTED["beam"][name]
     prompt = EXPECTED["prompts"][-1]
-    rules = MegatronBeams(case["beam_width"], case["stop_token"], case["length_penalty"], EXPECTED["eod"])
+    rules = MegatronBeams(
+        case["beam_width"], case["stop_token"], case["length_penalty"], EXPECTED["eod"]
+    )
     request = Request(tuple(prompt), EXPECTED["tokens_to_generate"], beams=rules)
     (answer,) = batching.generate(without_layers(), [request])
     assert [[*prompt, *beam.tokens] for beam in answer.beams] == case["tokens"]

@@ -14,7 +14,7 @@ from megatron_lite.inference.batching import Request, RunningBatch, generate
 from megatron_lite.inference.beams import BeamSettings
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.sampling import Sampling
-from megatron_lite.loop import launch
+from megatron_lite.processes import launch
 from tests.trainer.inference.conversations import save
 from tests.trainer.inference.serving import Serving, opened
 
@@ -31,7 +31,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("broken")
     model = save(where)
     with torch.no_grad():
-        model.model.embed_tokens.weight[AutoTokenizer.from_pretrained(where)(BROKEN).input_ids[0]] = torch.nan
+        model.model.embed_tokens.weight[
+            AutoTokenizer.from_pretrained(where)(BROKEN).input_ids[0]
+        ] = torch.nan
     model.save_pretrained(where)
     return where
 
@@ -51,11 +53,16 @@ def test_others_in_the_batch_and_later_ones_in_the_same_slot_get_their_answers(
 ) -> None:
     wanted = [request(model, text, beams=beams) for text in GOOD]
     alone = [generate(model.model, [each])[0] for each in wanted]
-    broken = [request(model, f"{BROKEN}{'x' * 20}", beams=beams), request(model, f"x{BROKEN}", beams=beams)]
+    broken = [
+        request(model, f"{BROKEN}{'x' * 20}", beams=beams),
+        request(model, f"x{BROKEN}", beams=beams),
+    ]
     together = generate(model.model, [broken[0], wanted[0], broken[1]])
     assert [answer.end for answer in together] == ["error", alone[0].end, "error"]
     assert together[1] == alone[0]
-    assert generate(model.model, wanted) == alone  # the short one where the long broken one was, beside a longer one
+    assert (
+        generate(model.model, wanted) == alone
+    )  # the short one where the long broken one was, beside a longer one
 
 
 def test_a_prompt_that_is_broken_in_its_first_part_is_not_read_to_its_end(model: Opened) -> None:
@@ -73,12 +80,28 @@ def run(*words: object) -> int:
 
 @pytest.mark.parametrize("flags", [(), ("--beams", 2), ("--temperature", 0.9)])
 def test_generate_writes_the_error_and_the_other_answers(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], flags: Any
+    directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    flags: Any,
 ) -> None:
     monkeypatch.setattr(launch, "leave", sys.exit)
     out = tmp_path / "answers.jsonl"
     assert (
-        run("generate", "--load", directory, GOOD[0], BROKEN, GOOD[1], "--max-new-tokens", 6, "--output", out, *flags)
+        run(
+            "generate",
+            "--load",
+            directory,
+            GOOD[0],
+            BROKEN,
+            GOOD[1],
+            "--max-new-tokens",
+            6,
+            "--output",
+            out,
+            *flags,
+        )
         == 1
     )
     lines = [json.loads(line) for line in out.read_text().splitlines()]
@@ -87,11 +110,16 @@ def test_generate_writes_the_error_and_the_other_answers(
 
 
 def test_score_and_evaluate_say_it(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(launch, "leave", sys.exit)
     rows, out = tmp_path / "lambada.jsonl", tmp_path / "scores.jsonl"
-    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one two", f"{BROKEN} x y")))
+    rows.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("one two", f"{BROKEN} x y"))
+    )
     assert run("score", "--load", directory, "--input", rows, "--output", out) == 1
     assert ["error" in json.loads(line) for line in out.read_text().splitlines()] == [False, True]
     assert run("evaluate", "--load", directory, "--task", "LAMBADA", "--valid-data", rows) == 1
@@ -126,8 +154,13 @@ def test_the_server_answers_it_with_500_and_the_next_request_as_ever(
     assert (status, found["error"]["code"]) == (500, "not_finite")
     assert "NaN or infinite" in found["error"]["message"]
     assert serving.metric("requests_without_answer_total") == before + 1
-    assert serving.ask("/health") == (200, {"status": "degraded", "requests_without_answer": before + 1})
-    status, found = serving.ask("/v1/completions", {"prompt": GOOD[0], "max_tokens": 6, "temperature": 0})
+    assert serving.ask("/health") == (
+        200,
+        {"status": "degraded", "requests_without_answer": before + 1},
+    )
+    status, found = serving.ask(
+        "/v1/completions", {"prompt": GOOD[0], "max_tokens": 6, "temperature": 0}
+    )
     (alone,) = generate(model.model, [request(model, GOOD[0], stop_ids=model.stop_ids)])
     assert status == 200
     assert found["choices"][0]["text"] == model.tokenizer.detokenize(

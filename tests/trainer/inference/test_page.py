@@ -26,7 +26,9 @@ document.getElementById("prompt").focus();
 """
 
 
-def test_what_is_typed_is_continued_as_it_is_made_and_no_request_leaves_the_server(tmp_path: Path) -> None:
+def test_what_is_typed_is_continued_as_it_is_made_and_no_request_leaves_the_server(
+    tmp_path: Path,
+) -> None:
     browser()
     save(tmp_path)
     alone = opened(tmp_path)
@@ -51,7 +53,9 @@ def test_what_is_typed_is_continued_as_it_is_made_and_no_request_leaves_the_serv
         lengths = shown.run("seen")
         assert len(set(lengths)) >= 3, "the answer came at once"
         assert lengths == sorted(lengths)
-        shown.run("document.getElementById('tokens').value = '70'; document.querySelector('#form button').click()")
+        shown.run(
+            "document.getElementById('tokens').value = '70'; document.querySelector('#form button').click()"
+        )
         shown.run("document.getElementById('stop').click()")
         shown.wait("document.getElementById('stop').disabled")
         serving.settle()

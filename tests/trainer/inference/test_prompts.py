@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from formats.ceilings import SIDECAR_BYTES
 from formats.errors import CorruptCheckpoint
 from megatron_lite.data.templates import bounded
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
@@ -23,7 +24,9 @@ def test_a_template_that_does_not_end_is_stopped() -> None:
     assert bounded(sandbox.ImmutableSandboxedEnvironment().from_string("{{ 1 + 1 }}").render) == "2"
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"eos_token_id": "2"}', '{"eos_token_id": [1, null]}', " " * (5 << 20)])
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"eos_token_id": "2"}', '{"eos_token_id": [1, null]}', " " * (5 << 20)]
+)
 def test_a_configuration_of_generation_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "generation_config.json"
     path.write_text(text)
@@ -41,8 +44,9 @@ def test_ids_that_end_a_text_are_read_from_the_configuration_of_generation(tmp_p
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_tokenizers_file_that_is_too_large_or_none_is_not_read(tmp_path: Path, name: str) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    os.truncate(os.open(tmp_path / name, os.O_CREAT | os.O_WRONLY), 65 << 20)
-    with pytest.raises(CorruptCheckpoint, match=rf"{name}: has 68,157,440 bytes"):
+    too_large = SIDECAR_BYTES + 1
+    os.truncate(os.open(tmp_path / name, os.O_CREAT | os.O_WRONLY), too_large)
+    with pytest.raises(CorruptCheckpoint, match=rf"{name}: has {too_large:,} bytes"):
         HuggingFaceTokenizer(str(tmp_path))
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from megaconv.errors import UsageError
-from megatron_lite.inference.sampling import Sampling, choose, keep_top_k, keep_top_p, likelihood, penalize
+from megatron_lite.inference.sampling import (
+    Sampling,
+    choose,
+    keep_top_k,
+    keep_top_p,
+    likelihood,
+    penalize,
+)
 from tests.trainer.inference.models import FIXTURE
 
 ROW = [3, 17, 3, 90]
@@ -30,7 +37,8 @@ def test_processors_are_those_of_transformers(seed: int) -> None:
     ids, scores = torch.tensor([ROW]), logits(seed).unsqueeze(0)
     for penalty in (1.3, 0.7):
         torch.testing.assert_close(
-            penalize(scores[0], ROW, penalty), RepetitionPenaltyLogitsProcessor(penalty)(ids, scores)[0]
+            penalize(scores[0], ROW, penalty),
+            RepetitionPenaltyLogitsProcessor(penalty)(ids, scores)[0],
         )
     for k in (1, 5, 130, 500):
         torch.testing.assert_close(keep_top_k(scores, k), TopKLogitsWarper(k)(ids, scores))
@@ -43,7 +51,9 @@ def test_filters_are_those_of_megatron() -> None:
     given = torch.from_numpy(np.load(FIXTURE / "model.npz")["logits"].astype(np.float32))
     for name, kept in expected.items():
         what, number = name.split()
-        found = keep_top_k(given, int(number)) if what == "top_k" else keep_top_p(given, float(number))
+        found = (
+            keep_top_k(given, int(number)) if what == "top_k" else keep_top_p(given, float(number))
+        )
         assert torch.equal(found.isfinite().int(), torch.tensor(kept)), name
 
 
@@ -52,7 +62,9 @@ def test_a_token_is_drawn_as_often_as_it_is_likely() -> None:
     sampling = Sampling(temperature=0.7, top_k=4, top_p=0.97)
     expected = keep_top_p(keep_top_k(given / 0.7, 4), 0.97).softmax(-1)
     assert int((expected > 0).sum()) == 3
-    drawn = torch.tensor([choose(given, ROW, Sampling(0.7, 4, 0.97, seed=seed)) for seed in range(4000)])
+    drawn = torch.tensor(
+        [choose(given, ROW, Sampling(0.7, 4, 0.97, seed=seed)) for seed in range(4000)]
+    )
     torch.testing.assert_close(drawn.bincount(minlength=5) / 4000, expected, atol=0.025, rtol=0)
     assert choose(given, ROW, sampling) == choose(given, ROW, sampling)
 

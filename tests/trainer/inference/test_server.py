@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.inference.server import command
+from megatron_lite.inference.commands import serve
 from tests.trainer.inference.conversations import decoded, save
 from tests.trainer.inference.models import slots_of
-from tests.trainer.inference.serving import KEY, Serving, opened, ranks
+from tests.trainer.inference.serving import KEY, Serving, opened, parsed, ranks
 from tests.trainer.inference.storms import judge, mixed, storm
 
 for package in ("starlette", "uvicorn"):
@@ -30,7 +31,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture(scope="module")
 def serving(model: tuple[Path, Any]) -> Iterator[Serving]:
-    running = Serving(model[0], "--slots", "3", "--max-waiting", "60", "--served-model-name", "tiny")
+    running = Serving(
+        model[0], "--slots", "3", "--max-waiting", "60", "--served-model-name", "tiny"
+    )
     yield running
     status, errors = running.end()
     assert (status, errors) == (0, "")
@@ -41,7 +44,11 @@ def expected(model: tuple[Path, Any], text: str, count: int) -> str:
 
     ids = AutoTokenizer.from_pretrained(model[0])(text, return_tensors="pt").input_ids
     found = model[1].generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
     )
     return decoded(model[0], found[0, ids.shape[1] :])
 
@@ -50,8 +57,13 @@ def test_the_official_client_gets_its_answers(serving: Serving, model: tuple[Pat
     openai = pytest.importorskip("openai", reason="the client openai is not installed")
     client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key=KEY, max_retries=0)
     assert [each.id for each in client.models.list()] == ["tiny"]
-    whole = client.completions.create(model="tiny", prompt=["Hello", "one"], max_tokens=8, temperature=0, logprobs=2)
-    assert [choice.text for choice in whole.choices] == [expected(model, "Hello", 8), expected(model, "one", 8)]
+    whole = client.completions.create(
+        model="tiny", prompt=["Hello", "one"], max_tokens=8, temperature=0, logprobs=2
+    )
+    assert [choice.text for choice in whole.choices] == [
+        expected(model, "Hello", 8),
+        expected(model, "one", 8),
+    ]
     assert len(whole.choices[0].logprobs.token_logprobs) == 8
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (8, 16)
     messages = [{"role": "user", "content": "hi"}]
@@ -84,11 +96,26 @@ def test_the_official_client_gets_its_answers(serving: Serving, model: tuple[Pat
 def test_a_prompt_is_judged_without_generating(serving: Serving, model: tuple[Path, Any]) -> None:
     """What lm-eval's local-completions asks for."""
     row = [7, 9, 30, 31]
-    status, found = serving.ask("/v1/completions", {"prompt": row, "max_tokens": 0, "echo": True, "logprobs": 1})
+    status, found = serving.ask(
+        "/v1/completions", {"prompt": row, "max_tokens": 0, "echo": True, "logprobs": 1}
+    )
     assert status == 200
     values = found["choices"][0]["logprobs"]["token_logprobs"]
     assert values[0] is None
-    assert values[1:] == pytest.approx(slots_of(model[1]).score([row])[0].log_probs.tolist(), abs=1e-4)
+    assert values[1:] == pytest.approx(
+        slots_of(model[1]).score([row])[0].log_probs.tolist(), abs=1e-4
+    )
+
+
+def test_as_many_likeliest_tokens_are_told_as_were_asked_for(serving: Serving) -> None:
+    """Half of this tokenizer's tokens are parts of characters, which have no text of their own."""
+    body = {"prompt": "Hello", "max_tokens": 8, "temperature": 1.0, "seed": 1, "logprobs": 5}
+    logprobs = serving.ask("/v1/completions", body)[1]["choices"][0]["logprobs"]
+    for word, value, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert len(top) == (5 if value >= sorted(top.values())[-5] else 6)
+        assert top[word] == value
 
 
 def test_choices_differ_and_a_seed_repeats_them(serving: Serving) -> None:
@@ -99,7 +126,9 @@ def test_choices_differ_and_a_seed_repeats_them(serving: Serving) -> None:
     assert len(set(texts)) > 1
 
 
-def test_megatrons_route_answers_as_megatron_does(serving: Serving, model: tuple[Path, Any]) -> None:
+def test_megatrons_route_answers_as_megatron_does(
+    serving: Serving, model: tuple[Path, Any]
+) -> None:
     body = {"prompts": ["Hello", "one two"], "tokens_to_generate": 5, "top_k": 1, "logprobs": True}
     status, found = serving.ask("/api", body, method="PUT")
     assert status == 200
@@ -107,7 +136,9 @@ def test_megatrons_route_answers_as_megatron_does(serving: Serving, model: tuple
     assert ["".join(words) for words in found["segments"]] == found["text"]
     assert len(found["logprobs"][1]) == 7 + 5 - 1
     beams = serving.ask(
-        "/api", {"prompts": ["Hello"], "tokens_to_generate": 4, "beam_width": 2, "stop_token": 0}, method="PUT"
+        "/api",
+        {"prompts": ["Hello"], "tokens_to_generate": 4, "beam_width": 2, "stop_token": 0},
+        method="PUT",
     )
     assert len(beams[1]["text"]) == len(beams[1]["scores"]) == 2
     assert serving.ask("/api", {"prompts": ["a"], "top_k": 2, "top_p": 0.5}, method="PUT") == (
@@ -134,10 +165,115 @@ BAD: list[tuple[str, Any, int]] = [
 
 
 @pytest.mark.parametrize(("route", "body", "status"), BAD)
-def test_what_cannot_be_answered_is_refused(serving: Serving, route: str, body: Any, status: int) -> None:
+def test_what_cannot_be_answered_is_refused(
+    serving: Serving, route: str, body: Any, status: int
+) -> None:
     found, said = serving.ask(route, body)
     assert found == status
     assert said["error"]["message"]
+
+
+def head(
+    serving: Serving, lines: list[str], route: str = "/v1/completions", method: str = "POST"
+) -> socket.socket:
+    """A connection that has sent these headers, and no body."""
+    host, port = serving.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    start = f"{method} {route} HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\n"
+    connection.sendall((start + "".join(f"{line}\r\n" for line in lines) + "\r\n").encode())
+    return connection
+
+
+def received(connection: socket.socket) -> tuple[int, Any]:
+    """The answer up to its announced end."""
+    file = connection.makefile("rb")
+    status, length = int(file.readline().split()[1]), 0
+    while (line := file.readline().strip().lower()) != b"":
+        if line.startswith(b"content-length:"):
+            length = int(line.split()[1])
+    return status, parsed(file.read(length))
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/api"])
+def test_a_body_that_is_announced_too_large_is_refused_before_it_comes(
+    serving: Serving, route: str
+) -> None:
+    host = serving.url.removeprefix("http://")
+    for announced in (
+        "Content-Length: 4194305",
+        "Content-Length: 99999999999999999",
+        "Content-Length: 5000000\r\nExpect: 100-continue",
+    ):
+        begun = time.monotonic()
+        with head(serving, [f"Host: {host}", announced], route) as connection:
+            status, said = received(connection)
+            assert (status, time.monotonic() - begun < 3) == (413, True)
+            assert "larger than 4194304 bytes" in (
+                said if isinstance(said, str) else said["error"]["message"]
+            )
+
+
+def test_a_body_in_chunks_is_refused_where_it_becomes_too_large(serving: Serving) -> None:
+    host = serving.url.removeprefix("http://")
+    with head(serving, [f"Host: {host}", "Transfer-Encoding: chunked"]) as connection:
+        for _ in range(5):
+            connection.sendall(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
+        assert received(connection)[0] == 413
+
+
+OWN = "127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (["Host: " + OWN], 200),
+        (["Host: localhost:{port}"], 200),
+        (["Host: LOCALHOST"], 200),
+        (["Host: [::1]:9000"], 200),
+        (["Host: " + OWN, "Origin: http://" + OWN], 200),
+        (["Host: evil.example:{port}"], 403),
+        (["Host: 127.0.0.1.evil.example"], 403),
+        (["Host: localhost.evil.example"], 403),
+        (["Host: 192.168.1.5:{port}"], 403),
+        (["Host: ["], 403),
+        (["Host: " + OWN, "Origin: http://evil.example"], 403),
+        (["Host: " + OWN, "Origin: http://127.0.0.1:3000"], 403),
+        (["Host: " + OWN, "Origin: null"], 403),
+        (["Host: " + OWN, "Origin: http://" + OWN, "Origin: http://evil.example"], 403),
+    ],
+)
+@pytest.mark.parametrize("route", ["/", "/health", "/metrics", "/v1/models", "/nowhere"])
+def test_pages_of_other_sites_and_names_that_are_not_this_machine_are_refused(
+    serving: Serving, headers: list[str], status: int, route: str
+) -> None:
+    port = serving.url.rpartition(":")[2]
+    with head(serving, [line.format(port=port) for line in headers], route, "GET") as connection:
+        found, said = received(connection)
+    assert found == (404 if status == 200 and route == "/nowhere" else status)
+    if status == 403:
+        assert said["error"]["type"] == "permission_error"
+
+
+def test_a_token_of_the_tokenizer_that_the_model_lacks_is_refused(
+    model: tuple[Path, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    larger = AutoTokenizer.from_pretrained(model[0])
+    larger.add_tokens(["<image>"])
+    larger.save_pretrained(tmp_path)
+    running = Serving(model[0], "--tokenizer-model", str(tmp_path))
+    messages = [{"role": "user", "content": "<image>"}]
+    for route, body in (
+        ("/v1/completions", {"prompt": "<image>"}),
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/api", {"prompts": ["<image>"], "tokens_to_generate": 2, "top_k": 1}),
+    ):
+        status, said = running.ask(route, body)
+        assert (status, "is outside the model's vocabulary" in str(said)) == (400, True)
+    assert running.ask("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+    assert running.end() == (0, "")
 
 
 def test_good_requests_among_bad_ones_and_clients_that_leave_are_all_answered(
@@ -154,18 +290,24 @@ def test_more_than_may_wait_are_told_to_come_again(serving: Serving) -> None:
     assert "room for 63" in said["error"]["message"]
 
 
-def test_an_address_that_is_taken_is_told_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_that_is_taken_is_told_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert command.main(["--load", "nowhere", "--port", port]) == 2
-    assert capsys.readouterr().err.endswith(f"--port {port} can't be had: Address already in use\n")
+        assert serve.main(["--load", "nowhere", "--port", port]) == 2
+    assert capsys.readouterr().err.endswith(
+        f"--port {port} can't be opened: Address already in use\n"
+    )
 
 
 @pytest.mark.slow
 def test_ranks_serve_together_and_end_together(model: tuple[Path, Any]) -> None:
     body = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}
     running = Serving(model[0], "--tp", "2", world=2)
-    assert running.ask("/v1/completions", body)[1]["choices"][0]["text"] == expected(model, "Hello", 8)
+    assert running.ask("/v1/completions", body)[1]["choices"][0]["text"] == expected(
+        model, "Hello", 8
+    )
     os.kill(ranks(running.process.pid)[0], signal.SIGTERM)
     running.process.communicate(timeout=120)
     assert running.process.returncode == 0

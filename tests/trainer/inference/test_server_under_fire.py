@@ -12,7 +12,7 @@ import pytest
 from megatron_lite.inference.opening import Opened
 from tests.trainer.inference.conversations import save
 from tests.trainer.inference.serving import KEY, Serving, opened
-from tests.trainer.inference.storms import COMPLETIONS, judge, mixed, said, storm
+from tests.trainer.inference.storms import COMPLETIONS, judge, mixed, said, storm, streams
 
 for package in ("starlette", "uvicorn"):
     pytest.importorskip(package, reason=f"{package} is not installed (extra `serve`)")
@@ -68,7 +68,9 @@ def counted(serving: Serving) -> Counter[str]:
     return found
 
 
-def test_200_requests_at_once_are_answered_or_refused_and_leave_nothing_behind(serving: Serving, alone: Opened) -> None:
+def test_200_requests_at_once_are_answered_or_refused_and_leave_nothing_behind(
+    serving: Serving, alone: Opened
+) -> None:
     shots = mixed(alone, 200)
     assert len(shots) >= 200
     judge(shots, storm(serving, shots))  # what is made once is there now
@@ -84,11 +86,37 @@ def test_200_requests_at_once_are_answered_or_refused_and_leave_nothing_behind(s
     expected = Counter("left" if shot.status is None else str(shot.status) for shot in shots)
     found = {status: after[status] - before[status] for status in after}
     assert 0 < found["499"] <= 3 * expected["left"]
-    found["200"] -= 3 * expected.pop("left") - found.pop("499")  # some leave when their answer is already under way
+    found["200"] -= 3 * expected.pop("left") - found.pop(
+        "499"
+    )  # some leave when their answer is already under way
     assert found == {status: 3 * count for status, count in expected.items()}
     assert sum(after.values()) - sum(before.values()) == 3 * len(shots)
     least = sum(shot.tokens for shot in shots)
     assert serving.metric("generated_tokens_total") - generated >= 3 * least
+
+
+def test_200_streams_of_which_every_second_client_leaves_are_whole_and_free_their_slots(
+    serving: Serving, alone: Opened
+) -> None:
+    shots = streams(alone, 200)
+    judge(shots, storm(serving, shots))  # what is made once is there now
+    serving.settle()
+    memory, files, before = resident(serving), descriptors(serving), counted(serving)
+    judge(shots, storm(serving, shots))
+    serving.settle()
+    assert resident(serving) - memory < GROWTH
+    assert settled_descriptors(serving, files) <= files
+    after = counted(serving)
+    found = {
+        status: after[status] - before[status]
+        for status in after
+        if after[status] != before[status]
+    }
+    assert found.keys() == {"200", "499"}
+    assert sum(found.values()) == 200
+    assert found["200"] >= 100
+    assert found["499"] >= 50  # the others left when their answer was done
+    assert serving.ask(COMPLETIONS, {"prompt": "x", "max_tokens": 2})[0] == 200
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +137,17 @@ def test_what_takes_too_long_is_ended_and_frees_its_slot(slow: Path) -> None:
     status, found = running.ask(COMPLETIONS, LONG | {"stream": True})
     assert status == 200
     assert "after 1.5 seconds" in found.split("data: ")[-2]
-    assert running.ask("/api", {"prompts": ["go on"], "tokens_to_generate": 4000, "top_k": 1}, method="PUT")[0] == 504
+    assert (
+        running.ask(
+            "/api", {"prompts": ["go on"], "tokens_to_generate": 4000, "top_k": 1}, method="PUT"
+        )[0]
+        == 504
+    )
     host, port = running.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
-        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n".encode())
+        connection.sendall(
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEY}\r\n".encode()
+        )
         connection.sendall(b'Content-Length: 20\r\n\r\n{"prompt"')
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
     running.settle()
@@ -126,7 +161,10 @@ def test_answers_that_run_are_ended_before_the_server_is(slow: Path) -> None:
         ThreadPoolExecutor(2),
     )
     whole = running.ask(COMPLETIONS, longer)[1]["choices"][0]["text"]
-    waiting = [answers.submit(running.ask, COMPLETIONS, longer | {"stream": stream}) for stream in (True, False)]
+    waiting = [
+        answers.submit(running.ask, COMPLETIONS, longer | {"stream": stream})
+        for stream in (True, False)
+    ]
     while running.metric("requests_running") < 2:
         time.sleep(0.05)
     assert running.end() == (0, "")
@@ -137,7 +175,10 @@ def test_answers_that_run_are_ended_before_the_server_is(slow: Path) -> None:
 def test_answers_that_take_longer_than_the_end_may_are_cut_off(slow: Path) -> None:
     running = Serving(slow, "--shutdown-timeout", "1")
     answers = ThreadPoolExecutor(2)
-    waiting = [answers.submit(running.ask, COMPLETIONS, LONG | {"stream": stream}) for stream in (True, False)]
+    waiting = [
+        answers.submit(running.ask, COMPLETIONS, LONG | {"stream": stream})
+        for stream in (True, False)
+    ]
     while running.metric("requests_running") < 2:
         time.sleep(0.05)
     status, errors = running.end()

@@ -35,7 +35,9 @@ def test_half_a_character_at_the_end_is_shown_as_such() -> None:
         ("ends ab", ["abc"], "ends ab"),
     ],
 )
-def test_a_stop_word_and_what_follows_are_never_given(text: str, stop: list[str], given: str) -> None:
+def test_a_stop_word_and_what_follows_are_never_given(
+    text: str, stop: list[str], given: str
+) -> None:
     stream, pieces = TextStream(of_bytes, stop), []
     for byte in text.encode():
         pieces.append(stream.add(byte))

@@ -19,10 +19,14 @@ from tests.trainer.parallel.worlds import World
 pytestmark = pytest.mark.oracle
 
 
-def gathered(rank: int, directory: Path, tp: int, pp: int, dp: int, ep: int) -> dict[str, torch.Tensor]:
+def gathered(
+    rank: int, directory: Path, tp: int, pp: int, dp: int, ep: int
+) -> dict[str, torch.Tensor]:
     checkpoint = open_checkpoint(directory)
     config = checkpoint.config
-    layout = Layout(tp, pp, 1, ep, stage_layers=split_layers(config.layer_count, pp, 1, LayerSplit()))
+    layout = Layout(
+        tp, pp, 1, ep, stage_layers=split_layers(config.layer_count, pp, 1, LayerSplit())
+    )
     grid = make_grid(layout, dp, torch.device("cpu"), experts=config.experts.count > 0)
     engine = Engine(config, grid, ModelOptions(dtype="float32", trains=False), None)
     load_weights(engine, checkpoint.tensors)
@@ -40,7 +44,11 @@ def gathered(rank: int, directory: Path, tp: int, pp: int, dp: int, ep: int) -> 
     ],
 )
 def test_tensors_are_those_of_the_file(
-    kind: str, settings: dict[str, Any], layout: tuple[int, int, int, int], tmp_path: Path, world: World
+    kind: str,
+    settings: dict[str, Any],
+    layout: tuple[int, int, int, int],
+    tmp_path: Path,
+    world: World,
 ) -> None:
     from safetensors.torch import load_file
 

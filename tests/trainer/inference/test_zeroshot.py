@@ -51,12 +51,18 @@ def test_the_text_is_joined_as_megatron_does() -> None:
     assert text_of(Path("/data/wiki/ptb.txt"))("5 N $ 1 it 's") == "51 $1 it's"
 
 
-@pytest.mark.parametrize("case", EXPECTED["wikitext"], ids=lambda case: f"stride {case['overlapping_eval']}")
+@pytest.mark.parametrize(
+    "case", EXPECTED["wikitext"], ids=lambda case: f"stride {case['overlapping_eval']}"
+)
 def test_windows_of_wikitext_are_those_of_megatron(case: dict[str, Any]) -> None:
     tokens = Bytes().tokenize(wikitext_text(words()))
     windows = list(wikitext_windows(tokens, LENGTH, case["overlapping_eval"]))
     assert len(windows) == case["sequences"]
-    assert sum(window.counted for window in windows) == len(tokens) - 1 == case["num_tokenized_tokens"] - 1
+    assert (
+        sum(window.counted for window in windows)
+        == len(tokens) - 1
+        == case["num_tokenized_tokens"] - 1
+    )
     assert len(words().strip().split(" ")) == case["num_original_tokens"]
     for row, text, mask in zip(case["rows"], case["text"], case["pad_mask"], strict=True):
         assert padded(windows[row]) == (text, mask)
@@ -64,8 +70,13 @@ def test_windows_of_wikitext_are_those_of_megatron(case: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("case", EXPECTED["lambada"], ids=lambda case: f"strict {case['strict']}")
 def test_windows_of_lambada_are_those_of_megatron(case: dict[str, Any]) -> None:
-    texts = [json.loads(line)["text"] for line in (FIXTURE / "lambada_test.jsonl").read_text().splitlines()]
-    found = [padded(lambada_window(text, Bytes().tokenize, strict=case["strict"])) for text in texts]
+    texts = [
+        json.loads(line)["text"]
+        for line in (FIXTURE / "lambada_test.jsonl").read_text().splitlines()
+    ]
+    found = [
+        padded(lambada_window(text, Bytes().tokenize, strict=case["strict"])) for text in texts
+    ]
     rows = case.get("rows", range(len(found)))
     assert [found[row] for row in rows] == list(zip(case["text"], case["pad_mask"], strict=True))
 
@@ -78,13 +89,19 @@ def test_measures_are_those_of_the_model() -> None:
     found = wikitext(model, Bytes(), FIXTURE / "wiki.test.tokens", LENGTH)  # type: ignore[arg-type]
     total = 0.0
     for first in range(0, len(tokens) - 1, LENGTH):
-        total -= float(model.score([tokens[first : first + LENGTH + 1]])[0].log_probs.double().sum())
+        total -= float(
+            model.score([tokens[first : first + LENGTH + 1]])[0].log_probs.double().sum()
+        )
     loss, ratio = total / (len(tokens) - 1), (len(tokens) - 1) / 122
     assert found["loss"] == pytest.approx(loss, rel=1e-6)
     assert found["word_perplexity"] == pytest.approx(math.exp(min(20, loss * ratio)), rel=1e-6)
     strict = lambada(model, Bytes(), FIXTURE / "lambada_test.jsonl", strict=True)  # type: ignore[arg-type]
     loose = lambada(model, Bytes(), FIXTURE / "lambada_test.jsonl", strict=False)  # type: ignore[arg-type]
-    assert strict["examples"] == loose["examples"] == len((FIXTURE / "lambada_test.jsonl").read_text().splitlines())
+    assert (
+        strict["examples"]
+        == loose["examples"]
+        == len((FIXTURE / "lambada_test.jsonl").read_text().splitlines())
+    )
 
 
 def test_what_has_no_answer_is_refused(tmp_path: Path) -> None:

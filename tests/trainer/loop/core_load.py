@@ -28,7 +28,9 @@ def load(version: Path, tp: int) -> None:
         common = dist_checkpointing.load_common_state_dict(str(version))
         args = common["args"]
         args.tensor_model_parallel_size, args.pipeline_model_parallel_size = tp, 1
-        args.virtual_pipeline_model_parallel_size = args.num_layers_per_virtual_pipeline_stage = None
+        args.virtual_pipeline_model_parallel_size = args.num_layers_per_virtual_pipeline_stage = (
+            None
+        )
         args.sequence_parallel = False
         model = build(args, None)
         sharded = model.sharded_state_dict()
@@ -52,16 +54,26 @@ def load(version: Path, tp: int) -> None:
             if trained[number]
         }
         plain = {f"weight {number}": item for number, item in enumerate(weights)}
-        objects = {name: item for name, item in sharded.items() if not isinstance(item, ShardedTensor | list | dict)}
-        loaded = dist_checkpointing.load({**plain, **wanted, **objects}, str(version), strict=StrictHandling.RAISE_ALL)
+        objects = {
+            name: item
+            for name, item in sharded.items()
+            if not isinstance(item, ShardedTensor | list | dict)
+        }
+        loaded = dist_checkpointing.load(
+            {**plain, **wanted, **objects}, str(version), strict=StrictHandling.RAISE_ALL
+        )
     for number in range(len(weights)):
         if not trained[number]:
             continue
         weight, master = loaded[f"weight {number}"], loaded[f"param {number}"]
-        assert torch.equal(master.to(args.params_dtype), weight.to(args.params_dtype)), weights[number].key
+        assert torch.equal(master.to(args.params_dtype), weight.to(args.params_dtype)), weights[
+            number
+        ].key
         assert loaded[f"exp_avg_sq {number}"].min() >= 0
         assert torch.isfinite(loaded[f"exp_avg {number}"]).all()
-    assert any(bool(loaded[f"exp_avg {number}"].any()) for number in range(len(weights)) if trained[number])
+    assert any(
+        bool(loaded[f"exp_avg {number}"].any()) for number in range(len(weights)) if trained[number]
+    )
     groups = common["optimizer"]["optimizer"]["param_groups"]
     assert {(group["wd_mult"], group["lr_mult"], group["is_expert_parallel"], group["is_decoupled_lr"]) for group in groups} == {
         (1.0, 1.0, False, False), (0.0, 1.0, False, False),
@@ -69,7 +81,9 @@ def load(version: Path, tp: int) -> None:
     assert common["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
     state = common["opt_param_scheduler"]
     holder = argparse.Namespace(param_groups=groups)
-    ours = [group["lr"] for group in groups]  # as saved: the scheduler sets those of a first step when it is made
+    ours = [
+        group["lr"] for group in groups
+    ]  # as saved: the scheduler sets those of a first step when it is made
     scheduler = OptimizerParamScheduler(
         holder, 0.0, state["max_lr"], state["min_lr"], state["lr_warmup_steps"], state["lr_decay_steps"], state["lr_decay_style"],
         state["start_wd"], state["end_wd"], state["wd_incr_steps"], state["wd_incr_style"],

@@ -56,7 +56,9 @@ BERT = (
 )
 
 _context: Any = get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.checkpoint", "megatron_lite.loop.session", "megatron_lite.cli"])
+_context.set_forkserver_preload(
+    ["torch.distributed.checkpoint", "megatron_lite.loop.session", "megatron_lite.cli"]
+)
 
 
 @dataclass
@@ -95,14 +97,18 @@ class Running:
         return [int(process.exitcode) for process in self.processes]  # type: ignore[arg-type]
 
 
-def launch(directory: Path, size: int, command: str, sabotage: Callable[[int], None] | None = None) -> Running:
+def launch(
+    directory: Path, size: int, command: str, sabotage: Callable[[int], None] | None = None
+) -> Running:
     """`megatron_lite COMMAND` on each of `size` ranks, in this directory, which is made. sabotage(rank): called before."""
     from torch.distributed import TCPStore
 
     directory.mkdir(parents=True, exist_ok=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
-        _context.Process(target=_rank, args=(rank, size, store.port, str(directory), command.split(), sabotage))
+        _context.Process(
+            target=_rank, args=(rank, size, store.port, str(directory), command.split(), sabotage)
+        )
         for rank in range(size)
     ]
     for process in processes:
@@ -119,7 +125,12 @@ def train(directory: Path, size: int, command: str) -> Running:
 
 
 def _rank(
-    rank: int, size: int, port: int, directory: str, words: list[str], sabotage: Callable[[int], None] | None
+    rank: int,
+    size: int,
+    port: int,
+    directory: str,
+    words: list[str],
+    sabotage: Callable[[int], None] | None,
 ) -> None:
     os.chdir(directory)
     log = os.open(f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -129,7 +140,7 @@ def _rank(
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_ERROR_FILE": f"error-{rank}.json",
+            "TORCHELASTIC_RESTART_COUNT": "0",
         }  # fmt: skip
     import torch
 

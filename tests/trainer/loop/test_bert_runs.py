@@ -10,7 +10,10 @@ from transformers import MegatronBertForPreTraining
 
 import megaconv
 from megatron_lite.data.masked.vocabulary import vocabulary
-from megatron_lite.loop.inputs import make_datasets, make_tokenizer
+from megatron_lite.loop.tokenizer import make_tokenizer
+from megatron_lite.objectives.masked import MaskedWords
+from megatron_lite.objectives.training_data import Setup
+from megatron_lite.processes.launch import Place
 from megatron_lite.settings.architecture import model_from_flags
 from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.options import ModelOptions
@@ -74,35 +77,53 @@ def test_what_a_bert_saves_is_what_transformers_computes_and_trains_on(tmp_path:
 def test_sentences_are_asked_for_where_there_are_none(tmp_path: Path) -> None:
     command = f"pretrain {BERT} --train-iters 1"
     said = refused(
-        tmp_path, command.replace(f"--vocab-file {MASKED}/vocab.txt", "--tokenizer-type NullTokenizer --vocab-size 60")
+        tmp_path,
+        command.replace(
+            f"--vocab-file {MASKED}/vocab.txt", "--tokenizer-type NullTokenizer --vocab-size 60"
+        ),
     )
-    assert "hidden words need a tokenizer with a mask: --tokenizer-type BertWordPieceLowerCase --vocab-file" in said
+    assert (
+        "hidden words need a tokenizer with a mask: --tokenizer-type BertWordPieceLowerCase --vocab-file"
+        in said
+    )
 
 
 def test_a_run_draws_megatrons_samples(tmp_path: Path) -> None:
     """From the flags alone, those that its own data sets made: fixtures/masked."""
     words = (MASKED / "vocab.txt").read_text().splitlines()[:WORDS]
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
-    flags = BERT.replace(f"--vocab-file {MASKED}/vocab.txt", f"--vocab-file {tmp_path}/vocab.txt --train-iters 1")
+    flags = BERT.replace(
+        f"--vocab-file {MASKED}/vocab.txt", f"--vocab-file {tmp_path}/vocab.txt --train-iters 1"
+    )
     settings, _ = parse("pretrain", flags.split())
-    tokenizer = make_tokenizer(settings, None)
+    tokenizer = make_tokenizer(settings, None, MaskedWords().extra_ids(settings))
     assert tokenizer.vocab_size == WORDS
     config = model_from_flags(settings, tokenizer.vocab_size)
     sizes = work_out(settings, config, ModelOptions(), 1)
-    info, expected = json.loads((MASKED / "info.json").read_text()), np.load(MASKED / "expected.npz")
-    datasets = make_datasets(settings, config, tokenizer, sizes, info["num_samples"], None)
+    info, expected = (
+        json.loads((MASKED / "info.json").read_text()),
+        np.load(MASKED / "expected.npz"),
+    )
+    place = Place(0, 1, torch.device("cpu"), None, None)
+    data = MaskedWords().read(settings, tokenizer)
+    datasets = data.datasets(Setup(settings, config, tokenizer, sizes, place), info["num_samples"])
     assert [len(dataset or ()) for dataset in datasets] == info["cases"]["bert"]["lengths"]
     for part, dataset in zip(("train", "valid", "test"), datasets, strict=True):
         assert dataset is not None
         for number in range(len(expected[f"bert/{part}/truncated"])):
             for name, found in dataset[number]._asdict().items():
-                assert np.array_equal(found, expected[f"bert/{part}/{name}"][number]), f"{part} {number}: {name}"
+                assert np.array_equal(found, expected[f"bert/{part}/{name}"][number]), (
+                    f"{part} {number}: {name}"
+                )
 
 
 def test_the_words_that_megatron_adds_are_counted_where_the_model_has_room(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n##b\n")
     settings, _ = parse("pretrain", f"--vocab-file {tmp_path}/vocab.txt --model-type bert".split())
-    found = vocabulary(make_tokenizer(settings, None), ("cls", "sep", "mask", "pad"))
+    found = vocabulary(
+        make_tokenizer(settings, None, MaskedWords().extra_ids(settings)),
+        ("cls", "sep", "mask", "pad"),
+    )
     assert (found.words, found.bos, found.eos, found.continues.tolist()) == (
         9,
         7,
@@ -110,13 +131,18 @@ def test_the_words_that_megatron_adds_are_counted_where_the_model_has_room(tmp_p
         [False] * 6 + [True, False, False],
     )
     plain, _ = parse("pretrain", f"--vocab-file {tmp_path}/vocab.txt".split())
-    assert make_tokenizer(plain, None).vocab_size == 7
+    assert make_tokenizer(plain, None, None).vocab_size == 7
 
 
 def test_a_bert_with_norms_behind_its_sums_is_refused(tmp_path: Path) -> None:
     from transformers import BertConfig, BertForPreTraining
 
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    }
     BertForPreTraining(BertConfig(vocab_size=136, **shape)).save_pretrained(tmp_path / "original")
     data = f"--data-path {MASKED}/corpus_text_sentence --vocab-file {MASKED}/vocab.txt --train-iters 1 --lr 1e-3"
     said = refused(tmp_path, f"finetune --model-type bert --load original {data}")
@@ -124,5 +150,7 @@ def test_a_bert_with_norms_behind_its_sums_is_refused(tmp_path: Path) -> None:
         "norms of the sums of each sublayer, as the original BERT: Megatron core has none, which can't be trained yet"
         in said
     )
-    said = refused(tmp_path, f"pretrain {BERT} --train-iters 1 --apply-residual-connection-post-layernorm")
+    said = refused(
+        tmp_path, f"pretrain {BERT} --train-iters 1 --apply-residual-connection-post-layernorm"
+    )
     assert "--apply-residual-connection-post-layernorm: norms of the sums" in said

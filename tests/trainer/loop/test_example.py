@@ -16,7 +16,11 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.slow
 def test_a_small_llama_learns_two_sentences_by_heart(tmp_path: Path) -> None:
     """`transformers` repeats both to the letter."""
-    environment = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
     done = subprocess.run(
         ["bash", "examples/finetune.sh", str(tmp_path)],
         cwd=ROOT,
@@ -31,4 +35,7 @@ def test_a_small_llama_learns_two_sentences_by_heart(tmp_path: Path) -> None:
         "Training is a model at work. Its tensors have gradients, moments and no rest.",
     ]
     assert "layout      TP 2, PP 2" in done.stdout
-    assert megaconv.fingerprint(tmp_path / "tuned").weights == megaconv.fingerprint(tmp_path / "tuned-hf").weights
+    assert (
+        megaconv.fingerprint(tmp_path / "tuned").weights
+        == megaconv.fingerprint(tmp_path / "tuned-hf").weights
+    )

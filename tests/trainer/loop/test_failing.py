@@ -17,8 +17,14 @@ from tests.trainer.loop.launches import LLAMA, launch, train
 COMMAND = f"pretrain {LLAMA} --train-iters 500"
 
 
+def reporting(rank: int) -> None:
+    """As under torchrun, which gives its workers files for its own report."""
+    os.environ.setdefault("TORCHELASTIC_ERROR_FILE", f"error-{rank}.json")
+
+
 def at_step(step: int, victim: int, what: str, rank: int) -> None:
     """On one rank a step ends otherwise than it should."""
+    reporting(rank)
     from megatron_lite.engine import Engine
 
     whole = Engine.train_step
@@ -68,8 +74,12 @@ def fail(directory: Path, size: int, words: str, step: int, victim: int, what: s
     assert json.loads(for_torchrun.read_text())["message"]["message"] == said[0]
 
 
-@pytest.mark.parametrize(("what", "victim"), [("raise", 1), ("kill", 0), ("exit", 1), ("refuse", 0)])
-def test_a_rank_that_ends_ends_the_run_with_its_cause_told_once(what: str, victim: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("what", "victim"), [("raise", 1), ("kill", 0), ("exit", 1), ("refuse", 0)]
+)
+def test_a_rank_that_ends_ends_the_run_with_its_cause_told_once(
+    what: str, victim: int, tmp_path: Path
+) -> None:
     fail(tmp_path, 2, "--pipeline-model-parallel-size 2", 2, victim, what)
 
 
@@ -77,14 +87,30 @@ def test_a_rank_that_ends_ends_the_run_with_its_cause_told_once(what: str, victi
 @pytest.mark.parametrize("what", ["raise", "kill", "exit", "refuse"])
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
 @pytest.mark.parametrize("step", [0, 3])
-def test_any_rank_may_fail_at_any_step_in_any_way(what: str, victim: int, step: int, tmp_path: Path) -> None:
-    fail(tmp_path, 4, "--pipeline-model-parallel-size 4 --save ckpt --save-interval 1 --async-save", step, victim, what)
+def test_any_rank_may_fail_at_any_step_in_any_way(
+    what: str, victim: int, step: int, tmp_path: Path
+) -> None:
+    fail(
+        tmp_path,
+        4,
+        "--pipeline-model-parallel-size 4 --save ckpt --save-interval 1 --async-save",
+        step,
+        victim,
+        what,
+    )
 
 
-def test_sigterm_to_one_rank_saves_and_ends_all_with_status_0_and_the_run_goes_on_later(tmp_path: Path) -> None:
-    command = f"pretrain {LLAMA} --train-iters 100000 --save ckpt --resume --tensor-model-parallel-size 2"
+def test_sigterm_to_one_rank_saves_and_ends_all_with_status_0_and_the_run_goes_on_later(
+    tmp_path: Path,
+) -> None:
+    command = (
+        f"pretrain {LLAMA} --train-iters 100000 --save ckpt --resume --tensor-model-parallel-size 2"
+    )
     running = launch(tmp_path, 2, command)
-    while not (tmp_path / "metrics.jsonl").is_file() or len((tmp_path / "metrics.jsonl").read_text()) < 500:
+    while (
+        not (tmp_path / "metrics.jsonl").is_file()
+        or len((tmp_path / "metrics.jsonl").read_text()) < 500
+    ):
         assert running.processes[0].is_alive(), running.logs()
         time.sleep(0.1)
     running.terminate(1)
@@ -98,14 +124,23 @@ def test_sigterm_to_one_rank_saves_and_ends_all_with_status_0_and_the_run_goes_o
 
 
 def test_a_loss_that_is_no_number_ends_the_run_with_one_line(tmp_path: Path) -> None:
-    command = f"pretrain {LLAMA} --train-iters 20 --lr 1e38 --clip-grad 0 --lr-warmup-iters 0".replace("--lr 1e-3 ", "")
+    command = (
+        f"pretrain {LLAMA} --train-iters 20 --lr 1e38 --clip-grad 0 --lr-warmup-iters 0".replace(
+            "--lr 1e-3 ", ""
+        )
+    )
     running = launch(tmp_path / "stops", 2, f"{command} --pipeline-model-parallel-size 2")
     assert running.wait() == [1, 1], running.logs()
     errors = [line for line in running.logs().splitlines() if "error" in line]
     assert len(errors) == 1
-    assert re.search(r"step \d+: the (loss|norm of the gradients) is (nan|inf|-inf); lower --lr", errors[0])
+    assert re.search(
+        r"step \d+: the (loss|norm of the gradients) is (nan|inf|-inf); lower --lr", errors[0]
+    )
     train(tmp_path / "goes on", 1, f"{command} --no-check-for-nan-in-loss-and-grad")
-    lines = [json.loads(line) for line in (tmp_path / "goes on" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "goes on" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(lines) == 20
 
 
@@ -119,7 +154,9 @@ def test_a_loss_that_is_no_number_ends_the_run_with_one_line(tmp_path: Path) -> 
         ("--tensorboard-dir /dev/null/events", 1, "/dev/null/events"),
     ],
 )
-def test_a_mistake_is_told_once_by_rank_0_and_ends_all(words: str, size: int, message: str, tmp_path: Path) -> None:
+def test_a_mistake_is_told_once_by_rank_0_and_ends_all(
+    words: str, size: int, message: str, tmp_path: Path
+) -> None:
     running = launch(tmp_path, size, f"{COMMAND} {words}")
     statuses = running.wait()
     assert min(statuses) == max(statuses) >= 1, running.logs()
@@ -129,11 +166,37 @@ def test_a_mistake_is_told_once_by_rank_0_and_ends_all(words: str, size: int, me
     assert "Traceback" not in running.logs()
 
 
+def ended_by_torchrun(rank: int) -> None:
+    """torchrun sends SIGTERM to the others as soon as one rank has failed."""
+    import threading
+
+    from megatron_lite.processes import failure
+
+    reporting(rank)
+    failure.HEAD_START_S = 0.2
+    threading.Timer(60, os._exit, [99]).start()
+
+
+def test_a_mistake_is_left_to_torchruns_report_by_one_rank_while_others_wait(
+    tmp_path: Path,
+) -> None:
+    running = launch(tmp_path, 2, f"{COMMAND} --global-batch-size 3", ended_by_torchrun)
+    while all(process.is_alive() for process in running.processes):
+        time.sleep(0.05)
+    (waiting,) = (rank for rank, process in enumerate(running.processes) if process.is_alive())
+    running.terminate(waiting)
+    statuses = running.wait()
+    assert statuses == [0 if rank == waiting else 2 for rank in range(2)], running.logs()
+    assert "error" not in running.logs()
+    (for_torchrun,) = tmp_path.glob("error-*.json")
+    assert "a multiple of 1 x 2 = 2" in json.loads(for_torchrun.read_text())["message"]["message"]
+
+
 @pytest.mark.parametrize("asynchronous", ["", pytest.param("--async-save", marks=pytest.mark.slow)])
-def test_ranks_whose_launcher_is_killed_end_with_one_line(tmp_path: Path, asynchronous: str) -> None:
-    words = (
-        f"{COMMAND} --train-iters 100000 --tensor-model-parallel-size 2 --save ckpt --save-interval 5 {asynchronous}"
-    )
+def test_ranks_whose_launcher_is_killed_end_with_one_line(
+    tmp_path: Path, asynchronous: str
+) -> None:
+    words = f"{COMMAND} --train-iters 100000 --tensor-model-parallel-size 2 --save ckpt --save-interval 5 {asynchronous}"
     running = launch(tmp_path / "run", 2, words, soon_lost)
     tracker = tmp_path / "run" / "ckpt" / "latest_checkpointed_iteration.txt"
     while not tracker.is_file() and all(process.is_alive() for process in running.processes):

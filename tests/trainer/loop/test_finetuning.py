@@ -12,16 +12,23 @@ import megaconv
 from megatron_lite.data.batches import GlobalBatches
 from megatron_lite.data.finetuning.dataset import FinetuneDataset
 from megatron_lite.data.finetuning.examples import Examples, pieces_for
-from megatron_lite.loop.model_types import MODEL_TYPES, Feeder
+from megatron_lite.objectives.feeder import Feeder
+from megatron_lite.objectives.objective import Objective
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.learning import Data
 from tests.trainer.data.chat_templates import MARKED, save_tokenizer
 from tests.trainer.loop.launches import LLAMA, train
 from tests.trainer.loop.test_manners import metrics, refused
-from tests.trainer.parallel.small import Case, make_engine
+from tests.trainer.parallel.small import MODELS, Case, make_engine
 
 CHATS = [
-    {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "The fox " * n}], "id": n}
+    {
+        "messages": [
+            {"role": "user", "content": f"{n}?"},
+            {"role": "assistant", "content": "The fox " * n},
+        ],
+        "id": n,
+    }
     for n in range(1, 7)
 ]
 
@@ -31,7 +38,11 @@ def test_a_run_on_chats_chooses_what_no_flag_says_and_tells_it(tmp_path: Path) -
     (tmp_path / "chats.json").write_text(json.dumps(CHATS))
     (tmp_path / "valid.jsonl").write_text("\n".join(map(json.dumps, CHATS[:3])))
     model = LLAMA.replace("--vocab-size 60 ", "").replace("--seq-length 16 ", "--seq-length 256 ")
-    train(tmp_path, 1, f"pretrain {model} --tokenizer-model tokenizer --train-iters 2 --bf16 --save base")
+    train(
+        tmp_path,
+        1,
+        f"pretrain {model} --tokenizer-model tokenizer --train-iters 2 --bf16 --save base",
+    )
     (tmp_path / "metrics.jsonl").unlink()
     command = (
         "finetune --load base --finetune-data chats.json --valid-finetune-data valid.jsonl --epochs 3 --show-sample --save tuned "
@@ -51,7 +62,9 @@ def test_a_run_on_chats_chooses_what_no_flag_says_and_tells_it(tmp_path: Path) -
     ):
         assert words in log, (words, log)
     (summary,) = re.findall(
-        r"^6 examples, (\d+) tokens \((\d+) learned\), (\d+) samples of 64 tokens, (\S+) steps an epoch$", log, re.M
+        r"^6 examples, (\d+) tokens \((\d+) learned\), (\d+) samples of 64 tokens, (\S+) steps an epoch$",
+        log,
+        re.M,
     )
     assert int(summary[2]) / 2 == float(summary[3])
     (steps,) = re.findall(r"^3 epochs are (\d+) steps$", log, re.M)
@@ -64,13 +77,21 @@ def test_a_run_on_chats_chooses_what_no_flag_says_and_tells_it(tmp_path: Path) -
 
 
 def test_what_is_cut_and_dropped_is_said(tmp_path: Path) -> None:
-    records = [{"text": "1 2 3"}, {"text": " ".join("1" * 30)}, {"prompt": " ".join("1" * 30), "completion": "2"}]
+    records = [
+        {"text": "1 2 3"},
+        {"text": " ".join("1" * 30)},
+        {"prompt": " ".join("1" * 30), "completion": "2"},
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
     command = f"pretrain {LLAMA} --finetune-data a.jsonl --tokenizer-type NullTokenizer --epochs 1".replace(
         "--mock-data ", ""
     )
     log = train(
-        tmp_path, 1, command.replace("--vocab-size 60", "--vocab-size 59").replace("batch-size 4", "batch-size 1")
+        tmp_path,
+        1,
+        command.replace("--vocab-size 60", "--vocab-size 59").replace(
+            "batch-size 4", "batch-size 1"
+        ),
     ).log(0)
     assert "warning: 1 example is longer than --seq-length 16 and was cut" in log
     assert "warning: 1 example was dropped: nothing to learn is left of it" in log
@@ -79,15 +100,26 @@ def test_what_is_cut_and_dropped_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--epochs 2 --mock-data", "--epochs counts examples: it goes with --finetune-data"),
-        ("--epochs 2 --train-iters 2 --finetune-data a.jsonl", "give --train-iters, --train-samples or --epochs"),
-        ("--train-iters 2 --mock-data --show-sample", "--show-sample goes with --finetune-data"),
-        ("--finetune-data a.jsonl --valid-finetune-data a.jsonl --split 9,1 --epochs 1", "there is nothing to divide"),
+        ("--epochs 2 --mock-data", "--epochs counts examples: it requires --finetune-data"),
+        (
+            "--epochs 2 --train-iters 2 --finetune-data a.jsonl",
+            "give --train-iters, --train-samples or --epochs",
+        ),
+        ("--train-iters 2 --mock-data --show-sample", "--show-sample requires --finetune-data"),
+        (
+            "--finetune-data a.jsonl --valid-finetune-data a.jsonl --split 9,1 --epochs 1",
+            "there is nothing to divide",
+        ),
         ("--finetune-data a.jsonl --mock-data --epochs 1", "they exclude each other"),
-        ("--finetune-data a.jsonl --epochs 1 --chat-template none", "--chat-template none: can't be read"),
+        (
+            "--finetune-data a.jsonl --epochs 1 --chat-template none",
+            "--chat-template none: can't be read",
+        ),
     ],
 )
-def test_flags_that_contradict_each_other_are_refused(flags: str, words: str, tmp_path: Path) -> None:
+def test_flags_that_contradict_each_other_are_refused(
+    flags: str, words: str, tmp_path: Path
+) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "1 2 3"}\n')
     model = LLAMA.replace("--mock-data ", "").replace(
         "--vocab-size 60", "--tokenizer-type NullTokenizer --vocab-size 59"
@@ -95,7 +127,9 @@ def test_flags_that_contradict_each_other_are_refused(flags: str, words: str, tm
     assert words in refused(tmp_path, f"pretrain {model} {flags}")
 
 
-def test_packed_examples_have_the_losses_of_each_alone() -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_packed_examples_have_the_losses_of_each_alone(model: str) -> None:
+    """One row in a microbatch, or all of them."""
     random = np.random.default_rng(0)
     sizes = random.integers(3, 12, 12)
     bounds = np.concatenate(([0], np.cumsum(sizes)))
@@ -103,16 +137,25 @@ def test_packed_examples_have_the_losses_of_each_alone() -> None:
     learned = random.random(len(tokens)) < 0.7
     learned[bounds[1:] - 1] = True
     pieces = pieces_for(Examples(tokens, learned, bounds, np.zeros(12, bool)), 16)
-    engine = make_engine(Case())
-    feeder = Feeder(MODEL_TYPES["gpt"], Settings(data=Data(finetune_data=("a.jsonl",))), torch.device("cpu"), 1, 0)
+    engine = make_engine(Case(model))
+    feeder = Feeder(
+        Objective().microbatch,
+        Settings(data=Data(finetune_data=("a.jsonl",))),
+        torch.device("cpu"),
+        1,
+        0,
+    )
 
-    def losses(members: list[int]) -> tuple[float, float, int]:
+    def losses(members: list[int], rows: int = 1) -> tuple[dict[str, tuple[float, float]], int]:
         dataset = FinetuneDataset(pieces, np.array(members), 16, None, 0)
-        batch = GlobalBatches(dataset, 1, 0, 1, 61).at(0, len(dataset))
-        return *engine.evaluate(feeder.microbatches(batch))["loss"], len(dataset)
+        batch = GlobalBatches(dataset, rows, 0, 1, 61).at(0, len(dataset) // rows * rows)
+        return engine.evaluate(feeder.microbatches(batch)), len(dataset)
 
-    packed, counted, samples = losses(list(range(12)))
-    alone = [losses([number])[:2] for number in range(12)]
-    assert samples < 8
-    assert counted == sum(count for _, count in alone)
-    assert packed == pytest.approx(sum(loss for loss, _ in alone), rel=1e-6)
+    alone = [losses([number])[0] for number in range(12)]
+    for rows in (1, 5):
+        packed, samples = losses(list(range(12)), rows)
+        assert samples == 5
+        assert packed.keys() == alone[0].keys()
+        for name, (total, count) in packed.items():
+            assert count == sum(each[name][1] for each in alone)
+            assert total == pytest.approx(sum(each[name][0] for each in alone), rel=1e-6)

@@ -1,5 +1,6 @@
 """Runs that train adapters: what they save, how they go on, what they refuse."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,9 @@ def weights(directory: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(directory / "ckpt" / f"iter_{step:07}" / "adapter_model.safetensors")
 
 
-def test_a_run_saves_what_peft_loads_and_goes_on_to_the_same_bits_and_at_another_layout(tmp_path: Path) -> None:
+def test_a_run_saves_what_peft_loads_and_goes_on_to_the_same_bits_and_at_another_layout(
+    tmp_path: Path,
+) -> None:
     whole = train(tmp_path / "whole", 1, f"{FRESH} --train-iters 4 --save ckpt --save-interval 2")
     assert "LoRA of rank 4, alpha 8 on q_proj v_proj linear_fc2, fresh: " in whole.log(0)
     assert " parameters on this rank, frozen" in whole.log(0)
@@ -36,20 +39,30 @@ def test_a_run_saves_what_peft_loads_and_goes_on_to_the_same_bits_and_at_another
     assert {path.name for path in saved.iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", "trainer_state.json",
     }  # fmt: skip
-    assert {name.split(".")[-3] for name in weights(tmp_path / "whole", 4)} == {"q_proj", "v_proj", "down_proj"}
+    assert {name.split(".")[-3] for name in weights(tmp_path / "whole", 4)} == {
+        "q_proj",
+        "v_proj",
+        "down_proj",
+    }
     megaconv.convert(BASE, tmp_path / "merged", saver="hf", adapters=[str(saved)])
     assert megaconv.fingerprint(tmp_path / "merged") != megaconv.fingerprint(BASE)
 
     for name, size, layout in (("same", 1, ""), ("other", 4, "--tp 2 --pp 2 --sequence-parallel")):
         place = tmp_path / name
-        train(place, 1, f"{FRESH} --train-iters 4 --exit-interval 2 --save ckpt --resume --async-save")
+        train(
+            place, 1, f"{FRESH} --train-iters 4 --exit-interval 2 --save ckpt --resume --async-save"
+        )
         again = train(place, size, f"{FRESH} --train-iters 4 --save ckpt --resume {layout}")
         assert "continuing after step 2, 8 samples" in again.log(0)
         assert losses(place) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
         exact = name == "same"
         for key, tensor in weights(place, 4).items():
             expected = weights(tmp_path / "whole", 4)[key]
-            assert torch.equal(tensor, expected) if exact else torch.allclose(tensor, expected, atol=1e-4), key
+            assert (
+                torch.equal(tensor, expected)
+                if exact
+                else torch.allclose(tensor, expected, atol=1e-4)
+            ), key
 
 
 def test_an_adapter_of_peft_is_trained_on_with_a_shared_optimizer(tmp_path: Path) -> None:
@@ -61,24 +74,44 @@ def test_an_adapter_of_peft_is_trained_on_with_a_shared_optimizer(tmp_path: Path
     assert all(not torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+def test_adapters_are_trained_on_in_the_precision_of_their_run(tmp_path: Path) -> None:
+    """Their base may be in another."""
+    command = f"{FRESH} --train-iters 4 --exit-interval 2 --save ckpt".replace("--fp32 ", "")
+    began = train(tmp_path, 1, f"{command} --bf16").log(0)
+    assert re.search(r"layers of \d+, bfloat16;", began)
+    resumed = train(tmp_path, 1, f"{command} --resume").log(0)
+    assert re.search(r"layers of \d+, bfloat16;", resumed)
+    changed = train(tmp_path, 1, f"{command} --resume --train-iters 6 --fp32").log(0)
+    assert "changed since the checkpoint: precision bf16 -> fp32" in changed
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--lora-rank 4 --lora-targets embed_tokens", "--lora-targets embed_tokens: is no matrix of this model"),
-        ("--lora-alpha 4", "--lora-alpha goes with --lora-rank"),
+        (
+            "--lora-rank 4 --lora-targets embed_tokens",
+            "--lora-targets embed_tokens: is no matrix of this model",
+        ),
+        ("--lora-alpha 4", "--lora-alpha requires --lora-rank"),
         (f"--lora-load {ADAPTER} --lora-rank 3", "--lora-rank 3 contradicts the adapter"),
         ("--lora-rank 4 --lora-dropout 1", "--lora-dropout 1 has to lie between 0 and 1"),
         (f"--lora-load {BASE}", "has no adapter_config.json"),
     ],
 )
-def test_flags_that_contradict_each_other_are_refused(flags: str, words: str, tmp_path: Path) -> None:
+def test_flags_that_contradict_each_other_are_refused(
+    flags: str, words: str, tmp_path: Path
+) -> None:
     assert words in refused(tmp_path, f"{WORDS} --train-iters 2 {flags}")
 
 
 def test_a_base_is_needed_and_another_runs_checkpoint_is_kept(tmp_path: Path) -> None:
     without = WORDS.replace(f"--load {BASE} ", "")
-    assert "--lora-rank needs --load" in refused(tmp_path, f"{without} --lora-rank 4 --train-iters 1")
+    assert "--lora-rank needs --load" in refused(
+        tmp_path, f"{without} --lora-rank 4 --train-iters 1"
+    )
     train(tmp_path, 1, f"{WORDS} --train-iters 1 --save ckpt")
     kept = refused(tmp_path, f"{FRESH} --train-iters 1 --save ckpt")
     assert "--save ckpt holds the checkpoint of another run" in kept
-    assert "is no checkpoint of adapters" in refused(tmp_path, f"{FRESH} --train-iters 1 --save ckpt --resume")
+    assert "is not a checkpoint of adapters" in refused(
+        tmp_path, f"{FRESH} --train-iters 1 --save ckpt --resume"
+    )

@@ -26,7 +26,9 @@ def refused(directory: Path, command: str) -> str:
 
 def test_iterations_are_iterations_also_after_the_batch_has_changed(tmp_path: Path) -> None:
     train(tmp_path, 1, f"{SAVED} --train-iters 2")
-    command = f"{SAVED} --train-iters 4 --resume".replace("--global-batch-size 4", "--global-batch-size 8")
+    command = f"{SAVED} --train-iters 4 --resume".replace(
+        "--global-batch-size 4", "--global-batch-size 8"
+    )
     ran = train(tmp_path, 1, command)
     assert "changed since the checkpoint: global_batch_size 4 -> 8" in ran.log(0)
     assert [(line["iteration"], line["consumed_samples"]) for line in metrics(tmp_path)] == [
@@ -37,7 +39,9 @@ def test_iterations_are_iterations_also_after_the_batch_has_changed(tmp_path: Pa
     ]
     assert "step      4/4" in ran.log(0)
     # One warm-up step of four, then linear: as if all four had had this batch.
-    assert [line["learning_rate"] for line in metrics(tmp_path)[2:]] == pytest.approx([1e-3 * 2 / 3, 1e-3 / 3])
+    assert [line["learning_rate"] for line in metrics(tmp_path)[2:]] == pytest.approx(
+        [1e-3 * 2 / 3, 1e-3 / 3]
+    )
     again = train(tmp_path, 1, command)
     assert "nothing left: the run has made its 4 steps, 24 samples" in again.log(0)
 
@@ -52,9 +56,14 @@ def test_a_batch_without_labels_is_skipped_and_counted(tmp_path: Path) -> None:
     """The first four examples are prompts whose completion has no tokens."""
     lines = [{"text": "1 2 3 4 5 6 7 8 9 10 11 12"}] * 8
     (tmp_path / "examples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = f"pretrain {LLAMA} --train-iters 3".replace("--mock-data", "--finetune-data examples.jsonl")
+    command = f"pretrain {LLAMA} --train-iters 3".replace(
+        "--mock-data", "--finetune-data examples.jsonl"
+    )
     running = launch(
-        tmp_path, 2, command.replace("--vocab-size 60", "--tokenizer-type NullTokenizer --vocab-size 59"), no_labels
+        tmp_path,
+        2,
+        command.replace("--vocab-size 60", "--tokenizer-type NullTokenizer --vocab-size 59"),
+        no_labels,
     )
     assert running.wait() == [0, 0], running.logs()
     assert "| 1 without labels" in running.log(0).splitlines()[-1]
@@ -74,7 +83,9 @@ def no_labels(rank: int) -> None:
 
     def train_step(self: Engine, microbatches: Any, *arguments: Any) -> Any:
         if self.step == 1:
-            microbatches = [replace(batch, loss_mask=torch.zeros(batch.labels.shape)) for batch in microbatches]
+            microbatches = [
+                replace(batch, loss_mask=torch.zeros(batch.labels.shape)) for batch in microbatches
+            ]
         return whole(self, microbatches, *arguments)
 
     Engine.train_step = train_step  # type: ignore[method-assign]
@@ -92,10 +103,15 @@ def test_loading_and_saving_at_one_place_starts_afresh_and_goes_on(tmp_path: Pat
     command = f"{SAVED} --load ckpt --train-iters 2 --exit-interval 1"
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "ckpt" / "notes.txt").write_text("of the first job")
-    assert "no checkpoint in ckpt yet: starting from random weights" in train(tmp_path, 1, command).log(0)
+    assert "no checkpoint in ckpt yet: starting from random weights" in train(
+        tmp_path, 1, command
+    ).log(0)
     assert "continuing after step 1" in train(tmp_path, 1, command).log(0)
     error = refused(tmp_path, f"{command} --finetune")
-    assert "--load and --save are both ckpt, which holds a checkpoint: --resume continues that run" in error
+    assert (
+        "--load and --save are both ckpt, which holds a checkpoint: --resume continues that run"
+        in error
+    )
     assert "nothing left" in train(tmp_path, 1, f"{command} --finetune --resume").log(0)
 
 
@@ -111,7 +127,9 @@ def test_a_log_line_has_the_mean_of_its_interval(tmp_path: Path) -> None:
 def test_a_tokenizer_stays_with_the_checkpoint_however_it_was_given(tmp_path: Path) -> None:
     vocabulary, merges = gpt2_files(tmp_path / "words")
     (tmp_path / "words" / "LICENSE").write_text("of somebody else")
-    (tmp_path / "examples.jsonl").write_text('{"text": "a text of some words and some more words"}\n' * 8)
+    (tmp_path / "examples.jsonl").write_text(
+        '{"text": "a text of some words and some more words"}\n' * 8
+    )
     command = f"{SAVED} --train-iters 2 --finetune-data examples.jsonl --vocab-file {vocabulary} --merge-file {merges}"
     ran = train(tmp_path, 1, command.replace("--mock-data ", "").replace("--vocab-size 60 ", ""))
     assert "without a tokenizer" not in ran.log(0)

@@ -9,7 +9,7 @@ import pytest
 
 import megaconv
 from formats import torch_zip
-from megaconv.errors import NotExpressible
+from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
@@ -30,14 +30,26 @@ DP2 = "--use-distributed-optimizer --tensor-model-parallel-size 2"
     [(LLAMA, TP2_PP2, 1), (BERT, TP2_PP2, 1), pytest.param(TIED, DP2, 2, marks=pytest.mark.slow)],
     ids=["untied", "bert", "tied"],
 )
-def test_megatron_core_loads_weights_and_optimizer_strictly(model: str, words: str, tp: int, tmp_path: Path) -> None:
+def test_megatron_core_loads_weights_and_optimizer_strictly(
+    model: str, words: str, tp: int, tmp_path: Path
+) -> None:
     """Saved at TP2 PP2, or TP2 DP2 with a distributed optimizer; loaded at TP1 and TP2. Without a warm-up, while the rate falls."""
     words += " --lr-warmup-iters 0 --lr-decay-iters 7"
     command = f"pretrain {model} --train-iters 3 --save ckpt --bf16 --ckpt-format torch_dist --transformer-impl local"
     train(tmp_path, 4, f"{command} {words}")
     meeting = str(tmp_path / "meeting")
-    script = ["-m", "tests.trainer.loop.core_load", str(tmp_path / "ckpt" / "iter_0000003"), str(tp), meeting]
-    environment = os.environ | {"PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    script = [
+        "-m",
+        "tests.trainer.loop.core_load",
+        str(tmp_path / "ckpt" / "iter_0000003"),
+        str(tp),
+        meeting,
+    ]
+    environment = os.environ | {
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, *script], cwd=ROOT, env=environment | {"RANK": str(rank)}, text=True,
@@ -51,14 +63,18 @@ def test_megatron_core_loads_weights_and_optimizer_strictly(model: str, words: s
         assert "tensors and their optimizer state" in said
 
 
-def test_what_megatrons_script_for_llama_3_says_is_trained_and_loaded_by_core(tmp_path: Path) -> None:
+def test_what_megatrons_script_for_llama_3_says_is_trained_and_loaded_by_core(
+    tmp_path: Path,
+) -> None:
     """LayerNorm that multiplies with its weight + 1, and a rate of embedding and head: losses are those that core computes."""
     import torch
 
     train(
         tmp_path,
         4,
-        f"pretrain {LLAMA_3_SCRIPT} --save ckpt --transformer-impl local".replace("--bf16 --grad-reduce-in-bf16", ""),
+        f"pretrain {LLAMA_3_SCRIPT} --save ckpt --transformer-impl local".replace(
+            "--bf16 --grad-reduce-in-bf16", ""
+        ),
     )
     common = torch_zip.read(tmp_path / "ckpt" / "iter_0000006" / "common.pt")
     groups = common["optimizer"]["optimizer"]["param_groups"]
@@ -69,7 +85,9 @@ def test_what_megatrons_script_for_llama_3_says_is_trained_and_loaded_by_core(tm
         1,
         2,
     ):  # torch's LayerNorm, which core has here, knows no sequence parallelism, of which the run's own arguments speak
-        megaconv.convert(tmp_path / "ckpt", tmp_path / f"tp{tp}", saver="core", tp=tp, transformer_impl="local")
+        megaconv.convert(
+            tmp_path / "ckpt", tmp_path / f"tp{tp}", saver="core", tp=tp, transformer_impl="local"
+        )
     checkpoint = megaconv.open(tmp_path / "tp1")
     engine = Engine(
         checkpoint.config,
@@ -91,7 +109,9 @@ def test_what_megatrons_script_for_llama_3_says_is_trained_and_loaded_by_core(tm
 
 
 @pytest.mark.slow
-def test_megatron_core_and_transformers_compute_the_same_from_a_trained_checkpoint(tmp_path: Path) -> None:
+def test_megatron_core_and_transformers_compute_the_same_from_a_trained_checkpoint(
+    tmp_path: Path,
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -101,7 +121,9 @@ def test_megatron_core_and_transformers_compute_the_same_from_a_trained_checkpoi
     megaconv.convert(tmp_path / "ckpt", tmp_path / "hf", saver="hf")
     tokens = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)(tokens).logits
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)(
+            tokens
+        ).logits
     (tmp_path / "megatron").mkdir()
     with Megatron(tmp_path / "megatron") as megatron:
         for name in ("ckpt", "ranks"):
@@ -119,17 +141,45 @@ def test_megatron_core_computes_with_the_rank_files_of_a_mixture(tmp_path: Path)
     megaconv.convert(tmp_path / "ckpt", tmp_path / "hf", saver="hf")
     tokens = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)(tokens).logits
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)(
+            tokens
+        ).logits
     (tmp_path / "megatron").mkdir()
     with Megatron(tmp_path / "megatron") as megatron:
         found = megatron.logits(tmp_path / "ckpt", tokens)[..., :60]
     assert (found - expected).abs().max().item() < 1e-4
 
 
+def test_each_rank_file_says_the_rank_that_wrote_it(tmp_path: Path) -> None:
+    train(
+        tmp_path,
+        4,
+        f"pretrain {MIXTRAL} --train-iters 2 --save ckpt --pp 2 --ep 2 --ckpt-format torch",
+    )
+    version = tmp_path / "ckpt" / "iter_0000002"
+    names = [
+        f"mp_rank_00_{pp_rank:03d}_{ep_rank:03d}" for pp_rank in range(2) for ep_rank in range(2)
+    ]
+    assert [
+        torch_zip.read(version / name / "model_optim_rng.pt")["args"].rank for name in names
+    ] == [0, 1, 2, 3]
+    (version / names[0]).rename(version / "aside")
+    (version / names[1]).rename(version / names[0])
+    (version / "aside").rename(version / names[1])
+    with pytest.raises(CorruptCheckpoint, match="its args are of rank 1 of 4"):
+        megaconv.open(tmp_path / "ckpt")
+
+
 def test_the_optimizer_of_experts_is_listed_as_megatron_lists_it(tmp_path: Path) -> None:
     """Megatron's own files hold two optimizers: groups, settings, numbers of parameters, masters."""
-    fixture = ROOT / "tests" / "fixtures" / "core-te-mixtral-optim-ep2" / "checkpoint" / "iter_0000002"
-    train(tmp_path, 2, f"pretrain {MIXTRAL} --train-iters 2 --save ckpt --ep 2 --bf16 --ckpt-format torch")
+    fixture = (
+        ROOT / "tests" / "fixtures" / "core-te-mixtral-optim-ep2" / "checkpoint" / "iter_0000002"
+    )
+    train(
+        tmp_path,
+        2,
+        f"pretrain {MIXTRAL} --train-iters 2 --save ckpt --ep 2 --bf16 --ckpt-format torch",
+    )
     for rank in ("mp_rank_00_000", "mp_rank_00_001"):
         ours, theirs = (
             torch_zip.read(version / rank / "model_optim_rng.pt")["optimizer"]
@@ -138,10 +188,15 @@ def test_the_optimizer_of_experts_is_listed_as_megatron_lists_it(tmp_path: Path)
         assert len(ours) == len(theirs) == 2
         for our, their in zip(ours, theirs, strict=True):
             assert our.keys() == their.keys()
-            groups = [[set(group) for group in one["optimizer"]["param_groups"]] for one in (our, their)]
+            groups = [
+                [set(group) for group in one["optimizer"]["param_groups"]] for one in (our, their)
+            ]
             assert groups[0] == groups[1]
             kinds = [
-                [(group["is_expert_parallel"], group["wd_mult"]) for group in one["optimizer"]["param_groups"]]
+                [
+                    (group["is_expert_parallel"], group["wd_mult"])
+                    for group in one["optimizer"]["param_groups"]
+                ]
                 for one in (our, their)
             ]
             assert kinds[0] == kinds[1]

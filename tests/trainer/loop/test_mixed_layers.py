@@ -73,7 +73,9 @@ def mixed(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_run_with_dense_layers_and_experts_goes_on_at_another_layout_and_is_exported(mixed: Path) -> None:
+def test_a_run_with_dense_layers_and_experts_goes_on_at_another_layout_and_is_exported(
+    mixed: Path,
+) -> None:
     for name in ("one", "moved"):
         (mixed / name).mkdir()
         (mixed / name / "hf").symlink_to(mixed / "hf")
@@ -91,7 +93,9 @@ def test_a_run_with_dense_layers_and_experts_goes_on_at_another_layout_and_is_ex
 
 
 @pytest.mark.slow
-def test_a_model_from_flags_that_predicts_further_tokens_goes_on_in_both_formats(tmp_path: Path) -> None:
+def test_a_model_from_flags_that_predicts_further_tokens_goes_on_in_both_formats(
+    tmp_path: Path,
+) -> None:
     words = f"pretrain {DEEPSEEK} --transformer-impl local --lr-decay-iters 7 --save ckpt --resume --train-iters 4"
     train(tmp_path / "one", 1, words)
     for size, layout in (
@@ -103,7 +107,9 @@ def test_a_model_from_flags_that_predicts_further_tokens_goes_on_in_both_formats
     ):
         train(tmp_path / "moved", size, f"{words} {layout}")
     one, moved = metrics(tmp_path / "one"), metrics(tmp_path / "moved")
-    assert [moved[step] for step in (1, 2, 3, 4)] == pytest.approx([one[step] for step in (1, 2, 3, 4)], rel=1e-5)
+    assert [moved[step] for step in (1, 2, 3, 4)] == pytest.approx(
+        [one[step] for step in (1, 2, 3, 4)], rel=1e-5
+    )
     assert_core_loads(tmp_path / "moved")
     megaconv.convert(tmp_path / "moved" / "ckpt", tmp_path / "back", saver="hf")
     prints = [megaconv.fingerprint(tmp_path / name) for name in ("back", "moved/ckpt")]
@@ -117,7 +123,13 @@ def test_megatron_core_loads_dense_layers_and_experts_strictly(mixed: Path) -> N
 
 
 def assert_core_loads(mixed: Path) -> None:
-    script = ["-m", "tests.trainer.loop.core_load", str(mixed / "ckpt" / "iter_0000004"), "1", str(mixed / "meeting")]
+    script = [
+        "-m",
+        "tests.trainer.loop.core_load",
+        str(mixed / "ckpt" / "iter_0000004"),
+        "1",
+        str(mixed / "meeting"),
+    ]
     environment = os.environ | {
         "PYTHONWARNINGS": "ignore",
         "CUDA_VISIBLE_DEVICES": "",
@@ -125,7 +137,13 @@ def assert_core_loads(mixed: Path) -> None:
         "RANK": "0",
     }
     done = subprocess.run(
-        [sys.executable, *script], cwd=ROOT, env=environment, text=True, capture_output=True, timeout=120, check=False
+        [sys.executable, *script],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "tensors and their optimizer state" in done.stdout

@@ -18,9 +18,12 @@ ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 
 
 @pytest.mark.parametrize(
-    ("form", "size", "more"), [("torch_dist", 2, ZERO), ("torch", 1, ""), ("torch", 2, "--optimizer dist_muon")]
+    ("form", "size", "more"),
+    [("torch_dist", 2, ZERO), ("torch", 1, ""), ("torch", 2, "--optimizer dist_muon")],
 )
-def test_a_stopped_run_goes_on_to_the_same_bits(form: str, size: int, more: str, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_to_the_same_bits(
+    form: str, size: int, more: str, tmp_path: Path
+) -> None:
     train(tmp_path / "straight", size, f"{MUON} {more} --ckpt-format {form} --save ckpt")
     for part in ("--exit-interval 2", "--resume"):
         train(tmp_path / "stopped", size, f"{MUON} {more} --ckpt-format {form} --save ckpt {part}")
@@ -49,13 +52,25 @@ def test_what_a_distributed_optimizer_saved_goes_on_alone_and_is_converted(tmp_p
     assert megaconv("convert", tmp_path / "ckpt", tmp_path / "hf", "--saver", "hf").status == 0
     core = ("convert", tmp_path / "ckpt", tmp_path / "ranks", "--saver", "core")
     refused = megaconv(*core)
-    assert (refused.status, "state is Muon's" in refused.err, "--no-optimizer" in refused.err) == (2, True, True)
+    assert (refused.status, "state is Muon's" in refused.err, "--no-optimizer" in refused.err) == (
+        2,
+        True,
+        True,
+    )
     assert megaconv(*core, "--no-optimizer").status == 0
 
 
-def test_what_another_optimizer_saved_is_refused_and_both_ways_out_are_named(tmp_path: Path) -> None:
+def test_what_another_optimizer_saved_is_refused_and_both_ways_out_are_named(
+    tmp_path: Path,
+) -> None:
     train(tmp_path, 1, f"{MUON} --save ckpt --exit-interval 1")
-    running = launch(tmp_path, 1, f"pretrain {LLAMA} --bf16 --train-iters 4 --load ckpt --save other")
+    running = launch(
+        tmp_path, 1, f"pretrain {LLAMA} --bf16 --train-iters 4 --load ckpt --save other"
+    )
     assert running.wait() == [2]
-    for words in ("momentum_buffer, which another optimizer", "give the --optimizer", "--no-load-optim"):
+    for words in (
+        "momentum_buffer, which another optimizer",
+        "give the --optimizer",
+        "--no-load-optim",
+    ):
         assert words in running.log(0)

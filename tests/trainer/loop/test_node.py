@@ -11,8 +11,8 @@ import torch.distributed as dist
 from formats.errors import CorruptCheckpoint
 from formats.tensor import InputFile, read_tensor
 from megatron_lite.checkpoint.restore import open_weights
-from megatron_lite.loop.failure import SharedError
-from megatron_lite.loop.node import node_group, once_a_node
+from megatron_lite.processes.failure import SharedError
+from megatron_lite.processes.node import node_group, once_a_node
 from tests.trainer.loop.launches import LLAMA, launch, train
 from tests.trainer.parallel.conftest import world  # noqa: F401  # a fixture
 from tests.trainer.parallel.worlds import TIMEOUT, World
@@ -69,7 +69,9 @@ def count_openings(rank: int) -> None:
 def test_a_run_of_several_processes_opens_its_checkpoint_once(tmp_path: Path) -> None:
     command = f"pretrain {LLAMA} --train-iters 3 --save ckpt --resume"
     train(tmp_path, 1, f"{command} --exit-interval 1")
-    running = launch(tmp_path, 2, f"{command} --use-distributed-optimizer --exit-interval 2", count_openings)
+    running = launch(
+        tmp_path, 2, f"{command} --use-distributed-optimizer --exit-interval 2", count_openings
+    )
     assert running.wait() == [0, 0], running.logs()
     assert (tmp_path / "opened.txt").read_text() == "0\n"
 
@@ -85,7 +87,9 @@ def test_a_run_of_several_processes_opens_its_checkpoint_once(tmp_path: Path) ->
 def test_what_was_opened_in_any_format_reads_the_same_bytes_in_another_process(name: str) -> None:
     """As far as one process can show it: pickled and back, nothing that was opened is shared."""
     place = FIXTURES / name
-    inner = [path for path in (place / "checkpoint", place / "hf", place / "model") if path.is_dir()]
+    inner = [
+        path for path in (place / "checkpoint", place / "hf", place / "model") if path.is_dir()
+    ]
     start = open_weights(str(inner[0] if inner else place))
     passed = pickle.loads(pickle.dumps(start))
     assert (passed.config, passed.header.manifest) == (start.config, start.header.manifest)

@@ -21,7 +21,10 @@ FIGURES = ("loss", "chosen_reward", "rejected_reward", "reward_margin", "reward_
 
 def write_pairs(directory: Path, count: int = 8) -> None:
     directory.mkdir(exist_ok=True)
-    records = [{"prompt": f"{n} 2", "chosen": f"3 {n} 4", "rejected": f"{n} 5", "id": n} for n in range(7, 7 + count)]
+    records = [
+        {"prompt": f"{n} 2", "chosen": f"3 {n} 4", "rejected": f"{n} 5", "id": n}
+        for n in range(7, 7 + count)
+    ]
     (directory / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
 
 
@@ -56,10 +59,14 @@ def test_a_run_says_what_it_compares_and_goes_on_to_the_same_bits(tmp_path: Path
     again = train(tmp_path / "same", 1, f"{command} --train-iters 4 --resume")
     assert "continuing after step 2, 8 samples" in again.log(0)
     assert figures(tmp_path / "same") == figures(tmp_path / "whole")
-    assert megaconv.fingerprint(tmp_path / "same" / "ckpt") == megaconv.fingerprint(tmp_path / "whole" / "ckpt")
+    assert megaconv.fingerprint(tmp_path / "same" / "ckpt") == megaconv.fingerprint(
+        tmp_path / "whole" / "ckpt"
+    )
 
 
-def test_what_the_reference_says_is_kept_and_a_run_with_it_has_the_same_bits(tmp_path: Path) -> None:
+def test_what_the_reference_says_is_kept_and_a_run_with_it_has_the_same_bits(
+    tmp_path: Path,
+) -> None:
     for name in ("without", "kept"):
         write_pairs(tmp_path / name)
     command = f"{WORDS} --split 80,20,0 --eval-interval 2 --eval-iters 1 --train-iters 4"
@@ -71,7 +78,9 @@ def test_what_the_reference_says_is_kept_and_a_run_with_it_has_the_same_bits(tmp
     assert "log-probabilities of 6 pairs: taken from kept/dpo-reference-training.npz" in again
     assert "log-probabilities of 2 pairs: taken from kept/dpo-reference-validation.npz" in again
     assert figures(tmp_path / "kept") == figures(tmp_path / "without")
-    assert megaconv.fingerprint(tmp_path / "kept" / "ckpt") == megaconv.fingerprint(tmp_path / "without" / "ckpt")
+    assert megaconv.fingerprint(tmp_path / "kept" / "ckpt") == megaconv.fingerprint(
+        tmp_path / "without" / "ckpt"
+    )
 
     (tmp_path / "kept" / "pairs.jsonl").write_text(
         (tmp_path / "kept" / "pairs.jsonl").read_text().replace("7 2", "7 3")
@@ -93,22 +102,29 @@ def test_what_the_reference_says_is_kept_and_a_run_with_it_has_the_same_bits(tmp
 @pytest.mark.slow
 def test_what_the_reference_says_is_kept_at_another_layout_and_by_adapters(tmp_path: Path) -> None:
     write_pairs(tmp_path)
-    command = (
-        f"{WORDS} --tp 2 --sequence-parallel --eval-iters 0 --lora-rank 4 --train-iters 3 --dpo-reference-cache kept"
-    )
+    command = f"{WORDS} --tp 2 --sequence-parallel --eval-iters 0 --lora-rank 4 --train-iters 3 --dpo-reference-cache kept"
     train(tmp_path, 2, f"{command} --save one")
     first = figures(tmp_path)
     again = train(tmp_path, 2, f"{command} --save two").log(0)
     assert "taken from kept/dpo-reference-training.npz" in again
     assert figures(tmp_path)[len(first) :] == first
-    moved = train(tmp_path, 1, f"{command.replace('--tp 2 --sequence-parallel', '')} --save three").log(0)
+    moved = train(
+        tmp_path, 1, f"{command.replace('--tp 2 --sequence-parallel', '')} --save three"
+    ).log(0)
     assert "was made with other layout, batch, precision or version of torch" in moved
 
 
 def test_adapters_are_trained_on_pairs_at_another_layout(tmp_path: Path) -> None:
-    for name, size, layout in (("alone", 1, ""), ("four", 4, "--tp 2 --sequence-parallel --use-distributed-optimizer")):
+    for name, size, layout in (
+        ("alone", 1, ""),
+        ("four", 4, "--tp 2 --sequence-parallel --use-distributed-optimizer"),
+    ):
         write_pairs(tmp_path / name)
-        train(tmp_path / name, size, f"{WORDS} {layout} --eval-iters 0 --lora-rank 4 --train-iters 3 --save ckpt")
+        train(
+            tmp_path / name,
+            size,
+            f"{WORDS} {layout} --eval-iters 0 --lora-rank 4 --train-iters 3 --save ckpt",
+        )
     for one, other in zip(figures(tmp_path / "alone"), figures(tmp_path / "four"), strict=True):
         assert other == pytest.approx(one, rel=1e-5, abs=1e-6)
     assert (tmp_path / "four" / "ckpt" / "iter_0000003" / "adapter_model.safetensors").is_file()
@@ -118,25 +134,36 @@ def test_adapters_are_trained_on_pairs_at_another_layout(tmp_path: Path) -> None
     ("flags", "words"),
     [
         ("--dpo", "--dpo needs --load, which is the reference model"),
-        ("--dpo-beta 0.2", "--dpo-beta goes with --dpo"),
-        (f"--dpo --load {BASE} --dpo-beta 0", "--dpo-beta 0 has to be more than 0"),
+        ("--dpo-beta 0.2", "--dpo-beta requires --dpo"),
+        (f"--dpo --load {BASE} --dpo-beta 0", "--dpo-beta 0 must be more than 0"),
         (f"--dpo --load {BASE} --dpo-label-smoothing 0.5", "--dpo-label-smoothing 0.5 has to lie between 0 and 0.5"),
-        (f"--dpo --load {BASE} --dpo-loss ipo --dpo-label-smoothing 0.1", "--dpo-label-smoothing goes with --dpo-loss sigmoid"),
+        (f"--dpo --load {BASE} --dpo-loss ipo --dpo-label-smoothing 0.1", "--dpo-label-smoothing requires --dpo-loss sigmoid"),
         ("--dpo --load ckpt --save ckpt", "--dpo: --load is the reference model and has to stay as it is"),
     ],
 )  # fmt: skip
-def test_flags_that_contradict_each_other_are_refused(flags: str, words: str, tmp_path: Path) -> None:
+def test_flags_that_contradict_each_other_are_refused(
+    flags: str, words: str, tmp_path: Path
+) -> None:
     model = LLAMA.replace("--mock-data ", "")
-    assert words in refused(tmp_path, f"pretrain {model} --finetune-data pairs.jsonl --train-iters 2 {flags}")
+    assert words in refused(
+        tmp_path, f"pretrain {model} --finetune-data pairs.jsonl --train-iters 2 {flags}"
+    )
 
 
 def test_a_pair_without_the_flag_is_told_of_it(tmp_path: Path) -> None:
     write_pairs(tmp_path)
     running = launch(tmp_path, 1, f"{WORDS.replace('--dpo ', '')} --train-iters 1")
     assert running.wait() == [3]
-    assert "pairs.jsonl:1: is a pair of a chosen and a rejected answer; --dpo learns from pairs" in running.log(0)
+    assert (
+        "pairs.jsonl:1: is a pair of a chosen and a rejected answer; --dpo learns from pairs"
+        in running.log(0)
+    )
 
 
-def test_a_missing_model_is_named_before_missing_flags_and_flags_of_other_trainers_are_known(tmp_path: Path) -> None:
+def test_a_missing_model_is_named_before_missing_flags_and_flags_of_other_trainers_are_known(
+    tmp_path: Path,
+) -> None:
     assert "nothere" in refused(tmp_path, "finetune --load nothere")
-    assert "unknown flag --learning-rate; did you mean --lr?" in refused(tmp_path, "finetune --learning-rate 1")
+    assert "unknown flag --learning-rate; did you mean --lr?" in refused(
+        tmp_path, "finetune --learning-rate 1"
+    )

@@ -11,8 +11,8 @@ import torch
 
 from megaconv.errors import UsageError
 from megatron_lite.loop.garbage import Garbage
-from megatron_lite.loop.launch import SAME_BITS, force_same_bits
 from megatron_lite.loop.profiling import Profile, make_profile
+from megatron_lite.processes.launch import SAME_BITS, force_same_bits
 from megatron_lite.settings.config import Logging, Training
 from tests.trainer.loop.launches import LLAMA, train
 
@@ -41,8 +41,14 @@ def heard_after(first: int, last: int, iterations: range) -> list[tuple[int, str
 
 def test_the_steps_that_megatron_would_profile_are_profiled() -> None:
     assert heard_after(2, 4, range(8)) == [(2, "start"), (4, "stop")]
-    assert heard_after(2, 4, range(3, 8)) == [(3, "start"), (4, "stop")]  # a run that goes on in the middle of them
-    assert heard_after(2, 9, range(4)) == [(2, "start"), (-1, "stop")]  # one that ends before the last
+    assert heard_after(2, 4, range(3, 8)) == [
+        (3, "start"),
+        (4, "stop"),
+    ]  # a run that goes on in the middle of them
+    assert heard_after(2, 9, range(4)) == [
+        (2, "start"),
+        (-1, "stop"),
+    ]  # one that ends before the last
     assert heard_after(2, 4, range(5, 8)) == []
 
 

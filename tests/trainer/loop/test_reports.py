@@ -20,7 +20,10 @@ def test_a_run_evaluates_reports_and_draws(tmp_path: Path) -> None:
     steps = [line for line in lines if "loss" in line]
     assert [set(line) for line in steps] == [set(METRICS)] * 4
     assert [line["consumed_samples"] for line in steps] == [4, 8, 12, 16]
-    assert all(line["memory_bytes"] > 1e7 and line["tokens_per_second"] > 0 and line["mfu"] is None for line in steps)
+    assert all(
+        line["memory_bytes"] > 1e7 and line["tokens_per_second"] > 0 and line["mfu"] is None
+        for line in steps
+    )
     assert [(line["iteration"], set(line)) for line in lines if "validation_loss" in line] == [
         (step, {"iteration", "validation_loss"}) for step in (2, 4)
     ]
@@ -30,7 +33,9 @@ def test_a_run_evaluates_reports_and_draws(tmp_path: Path) -> None:
 
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
-    assert [event.value for event in events.Scalars("loss")] == pytest.approx([line["loss"] for line in steps])
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(
+        [line["loss"] for line in steps]
+    )
     assert "validation loss" in ran.log(0)
 
 
@@ -41,10 +46,28 @@ def test_wandb_that_is_not_installed_is_asked_for_by_name(tmp_path: Path) -> Non
 
 
 def test_empty_splits_are_fine(tmp_path: Path) -> None:
-    command = f"pretrain {LLAMA} --train-iters 2".replace("--eval-iters 0 ", "").replace("--mock-data", "")
+    command = f"pretrain {LLAMA} --train-iters 2".replace("--eval-iters 0 ", "").replace(
+        "--mock-data", ""
+    )
     (tmp_path / "examples.jsonl").write_text('{"text": "1 2 3 4 5 6 7 8 9 10 11 12"}\n' * 8)
-    ran = train(tmp_path, 1, f"{command} --finetune-data examples.jsonl --tokenizer-type NullTokenizer --vocab-size 59")
+    ran = train(
+        tmp_path,
+        1,
+        f"{command} --finetune-data examples.jsonl --tokenizer-type NullTokenizer --vocab-size 59",
+    )
     assert "no data for validation" in ran.log(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H100 NVL", 835.0), ("NVIDIA H200", 989.0),
+        ("NVIDIA H200 NVL", 835.0), ("NVIDIA GH200 480GB", 989.0), ("NVIDIA B200", 2250.0), ("NVIDIA GB200", 2500.0),
+        ("AMD Instinct MI300X", 1307.0),
+    ],
+)  # fmt: skip
+def test_each_form_of_a_gpu_has_its_own_peak(name: str, peak: float) -> None:
+    assert peak_tflops(name) == peak
 
 
 def test_operations_are_counted_as_published() -> None:
@@ -66,7 +89,11 @@ def test_operations_are_counted_as_published() -> None:
     )
     layer = 4 * 4096 * 4096 + 3 * 4096 * 11008
     assert flops_per_token(config, 4096) == 6 * (32 * layer + 32000 * 4096) + 12 * 32 * 4096 * 4096
-    assert (peak_tflops("NVIDIA H100 80GB HBM3"), peak_tflops("Radeon"), peak_tflops(None)) == (989.0, None, None)
+    assert (peak_tflops("NVIDIA H100 80GB HBM3"), peak_tflops("Radeon"), peak_tflops(None)) == (
+        989.0,
+        None,
+        None,
+    )
 
 
 def test_a_meter_divides_by_time_and_devices() -> None:

@@ -14,24 +14,34 @@ from tests.trainer.loop.launches import LLAMA, MIXTRAL, TIED, launch, train
 def metrics(directory: Path) -> dict[int, float]:
     """Loss by iteration; the last line of an iteration counts."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return {entry["iteration"]: entry["loss"] for entry in map(json.loads, lines) if "loss" in entry}
+    return {
+        entry["iteration"]: entry["loss"] for entry in map(json.loads, lines) if "loss" in entry
+    }
 
 
 def files(checkpoint: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(checkpoint)): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(checkpoint)): path.read_bytes()
+        for path in checkpoint.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_the_same_run_twice_and_an_asynchronous_one_write_the_same_bytes(tmp_path: Path) -> None:
     command = f"pretrain {LLAMA} --train-iters 4 --save ckpt --save-interval 2 --tensor-model-parallel-size 2 --use-distributed-optimizer"
     for name, words in (("once", ""), ("twice", ""), ("async", "--async-save")):
         train(tmp_path / name, 2, f"{command} {words}")
-    once, twice, background = (files(tmp_path / name / "ckpt") for name in ("once", "twice", "async"))
+    once, twice, background = (
+        files(tmp_path / name / "ckpt") for name in ("once", "twice", "async")
+    )
     assert once == twice
     assert set(background) == set(once)
     assert {name for name in once if once[name] != background[name]} == {  # args tell that the save was asynchronous
         "iter_0000002/common.pt", "iter_0000004/common.pt",
     }  # fmt: skip
-    assert not [path for path in (tmp_path / "once" / "ckpt").iterdir() if path.name.startswith(".")]
+    assert not [
+        path for path in (tmp_path / "once" / "ckpt").iterdir() if path.name.startswith(".")
+    ]
 
 
 def kill_and_resume(directory: Path, size: int, command: str, seconds: float) -> None:
@@ -46,7 +56,9 @@ def kill_and_resume(directory: Path, size: int, command: str, seconds: float) ->
 COMMAND = f"pretrain {LLAMA} --train-iters 8 --save ckpt --save-interval 1 --keep-last 2 --resume"
 
 
-def test_a_run_that_is_killed_and_started_again_gives_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_and_started_again_gives_the_bits_of_one_that_was_not(
+    tmp_path: Path,
+) -> None:
     command = f"{COMMAND} --pipeline-model-parallel-size 2 --async-save --bf16"
     train(tmp_path / "whole", 2, command)
     kill_and_resume(tmp_path / "killed", 2, command, 1.5 + random.random() * 2)
@@ -102,7 +114,10 @@ def test_delayed_scales_of_fp8_go_on_where_a_run_stopped(form: str, tmp_path: Pa
     train(tmp_path / "parts", 2, f"{command} --pp 2 --exit-interval 3")
     train(tmp_path / "parts", 1, command)
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
-    assert len({megaconv.fingerprint(tmp_path / name / "ckpt").weights for name in ("whole", "parts")}) == 1
+    assert (
+        len({megaconv.fingerprint(tmp_path / name / "ckpt").weights for name in ("whole", "parts")})
+        == 1
+    )
 
 
 LAYOUTS = [
@@ -114,7 +129,8 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param(LLAMA, marks=pytest.mark.slow, id="untied"), pytest.param(TIED, id="tied")]
+    "model",
+    [pytest.param(LLAMA, marks=pytest.mark.slow, id="untied"), pytest.param(TIED, id="tied")],
 )
 def test_a_run_goes_on_at_any_other_layout(model: str, tmp_path: Path) -> None:
     """Four runs of two steps each, and one of eight, have the same losses."""
@@ -144,8 +160,14 @@ def assert_goes_on_at_layouts(model: str, layouts: list[tuple[int, str]], place:
 
 CONTEXT_LAYOUTS = [
     (4, "--cp 2 --tp 2 --sequence-parallel --use-distributed-optimizer --exit-interval 2"),
-    (2, "--cp 2 --cp-comm-type a2a --use-distributed-optimizer --ckpt-format torch --exit-interval 4"),
-    (4, "--cp 2 --pp 2 --cp-comm-type all_gather --recompute-granularity selective --exit-interval 6"),
+    (
+        2,
+        "--cp 2 --cp-comm-type a2a --use-distributed-optimizer --ckpt-format torch --exit-interval 4",
+    ),
+    (
+        4,
+        "--cp 2 --pp 2 --cp-comm-type all_gather --recompute-granularity selective --exit-interval 6",
+    ),
     (1, ""),
 ]
 
@@ -156,8 +178,12 @@ def test_a_run_whose_sequences_are_shared_goes_on_at_any_other_layout(tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["--cp 4", "--cp 2 --tp 2 --sequence-parallel", "--cp 2 --pp 2", "--cp 2"])
-def test_a_killed_run_whose_sequences_are_shared_gives_the_bits_of_one_that_was_not(words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words", ["--cp 4", "--cp 2 --tp 2 --sequence-parallel", "--cp 2 --pp 2", "--cp 2"]
+)
+def test_a_killed_run_whose_sequences_are_shared_gives_the_bits_of_one_that_was_not(
+    words: str, tmp_path: Path
+) -> None:
     command = f"{COMMAND} {words} --use-distributed-optimizer --async-save --bf16"
     train(tmp_path / "whole", 4, command)
     kill_and_resume(tmp_path / "killed", 4, command, 1.5 + random.random() * 2)
@@ -184,11 +210,17 @@ def test_a_mixture_of_experts_goes_on_at_any_other_layout_and_is_exported(tmp_pa
     ("etp", "ranks"),
     [
         (1, {"mp_rank_00_000", "mp_rank_01_001"}),
-        pytest.param(2, {f"mp_rank_{tp:02}_{ep:03}" for tp in (0, 1) for ep in (0, 1)}, marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            {f"mp_rank_{tp:02}_{ep:03}" for tp in (0, 1) for ep in (0, 1)},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 @pytest.mark.slow
-def test_a_mixture_that_is_stopped_goes_on_with_the_same_bits(tmp_path: Path, etp: int, ranks: set[str]) -> None:
+def test_a_mixture_that_is_stopped_goes_on_with_the_same_bits(
+    tmp_path: Path, etp: int, ranks: set[str]
+) -> None:
     """The whole run is saved in one format, the parts in the other: a file for each rank that holds the first copy of experts."""
     words = f"--tp 2 --ep 2 --etp {etp} --sequence-parallel --use-distributed-optimizer --bf16"
     command = f"pretrain {MIXTRAL} --train-iters 4 --resume --save ckpt {words}"
@@ -212,8 +244,12 @@ def test_a_mixture_that_is_stopped_goes_on_with_the_same_bits(tmp_path: Path, et
         ("--etp 2", "etp = 2 has to divide tp = 1"),
     ],
 )
-def test_rank_files_that_have_no_room_for_all_parts_are_refused(tmp_path: Path, words: str, message: str) -> None:
-    running = launch(tmp_path, 2, f"pretrain {MIXTRAL} --train-iters 1 --save ckpt --ckpt-format torch {words}")
+def test_rank_files_that_have_no_room_for_all_parts_are_refused(
+    tmp_path: Path, words: str, message: str
+) -> None:
+    running = launch(
+        tmp_path, 2, f"pretrain {MIXTRAL} --train-iters 1 --save ckpt --ckpt-format torch {words}"
+    )
     assert running.wait() == [2, 2]
     assert message in running.logs()
 
@@ -235,7 +271,9 @@ def test_a_shared_optimizer_is_the_same_in_both_formats(words: str, tmp_path: Pa
     """Rank files get it from all ranks that have a part of it; blocks are written by each for itself."""
     prints = set()
     for form in ("torch_dist", "torch"):
-        command = f"pretrain {LLAMA} --train-iters 2 --save ckpt --use-distributed-optimizer {words}"
+        command = (
+            f"pretrain {LLAMA} --train-iters 2 --save ckpt --use-distributed-optimizer {words}"
+        )
         train(tmp_path / form, 4, f"{command} --ckpt-format {form}")
         found = megaconv.fingerprint(tmp_path / form / "ckpt")
         assert found.optimizer is not None
@@ -257,7 +295,12 @@ def test_both_formats_hold_the_same_model(tmp_path: Path) -> None:
         found_prints = megaconv.fingerprint(tmp_path / name / "ckpt")
         prints.add((found_prints.weights, found_prints.optimizer))
         found = megaconv.inspect(tmp_path / name / "ckpt").to_json()
-        assert (found["layout"]["tp"], found["layout"]["pp"], found["iteration"], found["optimizer"]["step"]) == (
+        assert (
+            found["layout"]["tp"],
+            found["layout"]["pp"],
+            found["iteration"],
+            found["optimizer"]["step"],
+        ) == (
             2,
             2,
             2,

@@ -25,15 +25,21 @@ STYLES = [
 
 
 @pytest.mark.parametrize(
-    "flags", STYLES, ids=lambda flags: f"{flags['lr_decay_style']}-{flags.get('lr_wsd_decay_style', '')}"
+    "flags",
+    STYLES,
+    ids=lambda flags: f"{flags['lr_decay_style']}-{flags.get('lr_wsd_decay_style', '')}",
 )
 @pytest.mark.parametrize("decay_style", ["constant", "linear", "cosine"])
-def test_rates_are_those_of_megatron_core_at_every_step(flags: dict[str, float], decay_style: str) -> None:
+def test_rates_are_those_of_megatron_core_at_every_step(
+    flags: dict[str, float], decay_style: str
+) -> None:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     batch, iters = 4, 20
     ramp = (
-        {"start_weight_decay": 0.01, "end_weight_decay": 0.1} if decay_style != "constant" else {"weight_decay": 0.05}
+        {"start_weight_decay": 0.01, "end_weight_decay": 0.1}
+        if decay_style != "constant"
+        else {"weight_decay": 0.05}
     )
     optimizer = Optimizer(lr=1e-3, weight_decay_incr_style=decay_style, **flags, **ramp)
     optimizer = replace(optimizer, decoupled_lr=3e-4, decoupled_min_lr=2e-5)
@@ -59,7 +65,9 @@ def test_rates_are_those_of_megatron_core_at_every_step(flags: dict[str, float],
 def test_the_batch_grows_as_megatron_cores_does() -> None:
     from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
-    training = Training(global_batch_size=20, rampup_batch_size=(4, 4, 60), train_samples=400, micro_batch_size=2)
+    training = Training(
+        global_batch_size=20, rampup_batch_size=(4, 4, 60), train_samples=400, micro_batch_size=2
+    )
     ours = batch_size(training, 2)
     assert ours.sizes() == [4, 8, 12, 16, 20]
     theirs = RampupBatchsizeNumMicroBatchesCalculator(20, 2, 2, False, 0, 4, 4, 60)
@@ -75,7 +83,10 @@ def test_the_batch_grows_as_megatron_cores_does() -> None:
     [
         ({}, "--lr is missing"),
         ({"lr": 1e-3, "min_lr": 1e-2}, "--min-lr 0.01 has to lie between 0 and --lr 0.001"),
-        ({"lr": 1e-3, "lr_warmup_iters": 20}, "the warm-up of 80 samples has to end before the decay of 80"),
+        (
+            {"lr": 1e-3, "lr_warmup_iters": 20},
+            "the warm-up of 80 samples has to end before the decay of 80",
+        ),
         ({"lr": 1e-3, "lr_decay_style": "WSD"}, "needs --lr-wsd-decay-iters"),
         ({"lr": 1e-3, "decoupled_min_lr": 1e-5}, "--decoupled-min-lr needs --decoupled-lr"),
         (
@@ -88,7 +99,9 @@ def test_the_batch_grows_as_megatron_cores_does() -> None:
         ),
     ],
 )
-def test_lengths_that_contradict_each_other_are_refused(flags: dict[str, float], message: str) -> None:
+def test_lengths_that_contradict_each_other_are_refused(
+    flags: dict[str, float], message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         make_schedule(Optimizer(**flags), Training(train_iters=20), 4, 80)
 
@@ -101,6 +114,15 @@ def test_a_weight_decay_that_grows_needs_both_ends() -> None:
 
 
 def test_samples_count_where_the_run_is_told_in_samples() -> None:
-    optimizer = Optimizer(lr=1.0, lr_decay_style="linear", lr_warmup_samples=10, lr_decay_samples=110)
+    optimizer = Optimizer(
+        lr=1.0, lr_decay_style="linear", lr_warmup_samples=10, lr_decay_samples=110
+    )
     rate = learning_rate(optimizer, Training(train_samples=500), 4)
-    assert [rate.at(samples) for samples in (0, 5, 10, 60, 110, 200)] == [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+    assert [rate.at(samples) for samples in (0, 5, 10, 60, 110, 200)] == [
+        0.0,
+        0.5,
+        1.0,
+        0.5,
+        0.0,
+        0.0,
+    ]

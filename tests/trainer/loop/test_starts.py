@@ -1,10 +1,14 @@
 """What a run can start from: checkpoints of NVIDIA's Megatron, of Hugging Face, and our own; and what it refuses."""
 
+import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 import megaconv
+from tests.models import write_llama
 from tests.trainer.loop.launches import LLAMA, launch, train
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -14,7 +18,11 @@ WORDS = "--mock-data --seq-length 16 --lr 1e-3 --log-interval 1 --eval-iters 0 -
 @pytest.mark.parametrize(
     ("fixture", "size", "layout"),
     [
-        ("core-te-llama-distopt-tp2dp2/checkpoint", 2, "--tensor-model-parallel-size 2 --use-distributed-optimizer"),
+        (
+            "core-te-llama-distopt-tp2dp2/checkpoint",
+            2,
+            "--tensor-model-parallel-size 2 --use-distributed-optimizer",
+        ),
         ("dist-v0.15-llama-optim-dp2-fully_sharded_model_space", 1, ""),
     ],
 )
@@ -34,7 +42,9 @@ def test_a_run_of_nvidias_megatron_goes_on_with_its_optimizer(
 def test_finetuning_takes_weights_alone_and_a_contradiction_is_refused(tmp_path: Path) -> None:
     train(tmp_path, 1, f"pretrain {LLAMA} --train-iters 2 --save ckpt")
     ran = train(
-        tmp_path, 2, f"finetune --load ckpt {WORDS} --train-iters 1 --save tuned --pipeline-model-parallel-size 2"
+        tmp_path,
+        2,
+        f"finetune --load ckpt {WORDS} --train-iters 1 --save tuned --pipeline-model-parallel-size 2",
     )
     assert "without optimizer state" in ran.log(0)
     assert "continuing" not in ran.log(0)
@@ -53,3 +63,81 @@ def test_finetuning_takes_weights_alone_and_a_contradiction_is_refused(tmp_path:
         running = launch(tmp_path, 1, command)
         assert running.wait() == [2]
         assert message in running.log(0)
+
+
+@pytest.mark.parametrize("form", ["hugging face", "torch", "torch_dist"])
+def test_a_model_that_no_run_has_trained_is_trained_for_all_steps(
+    form: str, tmp_path: Path
+) -> None:
+    hf = write_llama(tmp_path / "hf", layers=2)
+    if form != "hugging face":
+        megaconv.convert(hf, tmp_path / "base", saver="core", ckpt_format=form)
+    base = hf if form == "hugging face" else tmp_path / "base"
+    ran = train(tmp_path, 1, f"pretrain --load {base} {WORDS} --save ckpt --train-iters 6")
+    assert "continuing after step" not in ran.log(0)
+    steps = [
+        json.loads(line)["iteration"]
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert megaconv.inspect(tmp_path / "ckpt").to_json()["consumed_train_samples"] == 24
+
+
+def test_a_release_of_megatron_begins_a_run_whatever_iteration_it_names(tmp_path: Path) -> None:
+    """Megatron takes a release's weights, and no optimizer, scheduler or iteration."""
+    shutil.copytree(FIXTURES / "core-llama-optim-tp2pp2" / "checkpoint", tmp_path / "base")
+    (tmp_path / "base" / "iter_0000002").rename(tmp_path / "base" / "release")
+    (tmp_path / "base" / "latest_checkpointed_iteration.txt").write_text("release")
+    ran = train(tmp_path, 1, f"pretrain --load base {WORDS} --save ckpt --train-iters 2")
+    assert "without optimizer state" in ran.log(0)
+    assert "continuing after step" not in ran.log(0)
+    found = megaconv.inspect(tmp_path / "ckpt").to_json()
+    assert (found["iteration"], found["optimizer"]["step"]) == (2, 2)
+
+
+def test_a_runs_own_release_begins_its_data_anew(tmp_path: Path) -> None:
+    train(tmp_path, 1, f"pretrain {LLAMA} --train-iters 3 --save run")
+    megaconv.convert(tmp_path / "run", tmp_path / "base", saver="core", release=True)
+    train(tmp_path, 1, f"pretrain --load base {WORDS} --save ckpt --train-iters 2")
+    found = megaconv.inspect(tmp_path / "ckpt").to_json()
+    assert (found["iteration"], found["consumed_train_samples"]) == (2, 8)
+
+
+def precision_of(log: str) -> str:
+    """What the log's second line says: `llama, 4 layers of 32, bfloat16; ...`."""
+    found = re.search(r"^llama, 4 layers of 32, (\w+);", log, re.MULTILINE)
+    assert found is not None, log
+    return found[1]
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_a_run_goes_on_in_its_precision_unless_a_flag_says_another(
+    form: str, tmp_path: Path
+) -> None:
+    begins = f"pretrain {LLAMA} --ckpt-format {form} --train-iters"
+    train(tmp_path, 1, f"{begins} 2 --bf16 --save ckpt")
+
+    resumed = train(tmp_path, 1, f"{begins} 3 --save ckpt --resume").log(0)
+    assert precision_of(resumed) == "bfloat16"
+    assert "--bf16: the checkpoint's precision" in resumed
+    assert "changed since the checkpoint" not in resumed
+
+    loaded = train(tmp_path, 1, f"pretrain --load ckpt {WORDS} --train-iters 4").log(0)
+    assert precision_of(loaded) == "bfloat16"
+
+    changed = train(
+        tmp_path, 1, f"pretrain --load ckpt {WORDS} --train-iters 4 --fp32 --save in-fp32"
+    ).log(0)
+    assert precision_of(changed) == "float32"
+    assert "changed since the checkpoint: precision bf16 -> fp32" in changed
+
+    back = train(tmp_path, 1, f"pretrain --load in-fp32 {WORDS} --train-iters 5 --bf16").log(0)
+    assert "changed since the checkpoint: precision fp32 -> bf16" in back
+
+
+def test_a_run_that_goes_on_without_fp8_says_so(tmp_path: Path) -> None:
+    command = f"pretrain {LLAMA} --bf16 --save ckpt --resume --train-iters"
+    train(tmp_path, 1, f"{command} 2 --fp8-format hybrid")
+    assert "changed since the checkpoint: fp8_format hybrid -> None" in train(
+        tmp_path, 1, f"{command} 3"
+    ).log(0)

@@ -15,9 +15,12 @@ from formats import torch_zip
 from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
-from megatron_lite.loop.inputs import make_datasets, make_tokenizer
+from megatron_lite.loop.tokenizer import make_tokenizer
 from megatron_lite.models.batch import Microbatch
+from megatron_lite.objectives.masked import MaskedSpans
+from megatron_lite.objectives.training_data import Setup
 from megatron_lite.parallel.grid import make_grid
+from megatron_lite.processes.launch import Place
 from megatron_lite.settings.architecture import model_from_flags
 from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.options import ModelOptions
@@ -67,7 +70,11 @@ def test_a_t5_with_stages_goes_on_to_the_same_bits(place: Path) -> None:
     args = torch_zip.read(place / "parted" / "iter_0000004" / "common.pt")[
         "args"
     ]  # for Megatron's T5, which has one stage
-    assert (args.pipeline_model_parallel_size, args.encoder_num_layers, args.decoder_num_layers) == (1, 2, 2)
+    assert (
+        args.pipeline_model_parallel_size,
+        args.encoder_num_layers,
+        args.decoder_num_layers,
+    ) == (1, 2, 2)
     assert (args.encoder_seq_length, args.decoder_seq_length) == (64, 32)
 
 
@@ -85,7 +92,9 @@ def test_a_t5_goes_on_to_the_same_bits_at_any_layout(words: str, place: Path) ->
 def own_logits(checkpoint: Path, source: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     opened = megaconv.open(checkpoint)
     layout = Layout(stage_layers=(opened.config.layer_count,))
-    engine = Engine(opened.config, make_grid(layout, 1, torch.device("cpu")), ModelOptions("float32"), None)
+    engine = Engine(
+        opened.config, make_grid(layout, 1, torch.device("cpu")), ModelOptions("float32"), None
+    )
     load_weights(engine, opened.tensors)
     found = engine.logits(Microbatch(tokens, tokens, source=source))
     assert found is not None
@@ -94,7 +103,9 @@ def own_logits(checkpoint: Path, source: torch.Tensor, tokens: torch.Tensor) -> 
 
 @pytest.mark.slow
 @pytest.mark.oracle
-def test_megatron_core_computes_the_same_from_what_a_t5_saved_and_it_is_taken_up_again(place: Path) -> None:
+def test_megatron_core_computes_the_same_from_what_a_t5_saved_and_it_is_taken_up_again(
+    place: Path,
+) -> None:
     """Core loads strictly. Saved by two stages without any, and by one process with rank files."""
     train(place, 1, f"pretrain {T5} {PLAIN} --train-iters 2 --save one --ckpt-format torch")
     alone = figures(place)
@@ -102,20 +113,39 @@ def test_megatron_core_computes_the_same_from_what_a_t5_saved_and_it_is_taken_up
     train(place, 2, f"pretrain {T5} {PLAIN} {STAGES} --train-iters 2 --save two --no-save-optim")
     assert np.array(figures(place)) == pytest.approx(np.array(alone), rel=1e-5)
     opened = megaconv.open(place / "two")
-    assert (opened.config.family, opened.config.encoder.layers, opened.config.norm.final) == ("t5", 2, False)
+    assert (opened.config.family, opened.config.encoder.layers, opened.config.norm.final) == (
+        "t5",
+        2,
+        False,
+    )
     generator = torch.Generator().manual_seed(1)
-    source, tokens = (torch.randint(opened.config.vocab, (2, length), generator=generator) for length in (16, 12))
+    source, tokens = (
+        torch.randint(opened.config.vocab, (2, length), generator=generator) for length in (16, 12)
+    )
     (place / "megatron").mkdir()
     with Megatron(place / "megatron") as megatron:
         for name in ("one", "two"):
-            found = megatron.answer(place / name, {"input_ids": source, "decoder_input_ids": tokens}).float()
+            found = megatron.answer(
+                place / name, {"input_ids": source, "decoder_input_ids": tokens}
+            ).float()
             expected = own_logits(place / name, source, tokens)
             assert (found[..., : expected.shape[-1]] - expected).abs().max().item() < 1e-5, name
 
-    megaconv.convert(place / "two", place / "ranks", saver="core", tp=2, ckpt_format="torch", transformer_impl="local")
+    megaconv.convert(
+        place / "two",
+        place / "ranks",
+        saver="core",
+        tp=2,
+        ckpt_format="torch",
+        transformer_impl="local",
+    )
     (place / "metrics.jsonl").unlink()
     for name in ("ranks", "one"):
-        train(place, 1, f"finetune --load {name} {DATA} {PLAIN} --transformer-impl local --train-iters 1")
+        train(
+            place,
+            1,
+            f"finetune --load {name} {DATA} {PLAIN} --transformer-impl local --train-iters 1",
+        )
     first, second = figures(place)
     assert first == pytest.approx(second, rel=1e-5)
 
@@ -128,26 +158,41 @@ MODERN = "--position-embedding-type rope --normalization RMSNorm --swiglu --disa
 @pytest.mark.parametrize("words", [MODERN, "--position-embedding-type rope"])
 def test_megatron_core_computes_the_same_t5_of_newer_parts(words: str, place: Path) -> None:
     """Rope in its decoder and encoder, not between them; wide steps, so that the weights aren't those of the start."""
-    train(place, 1, f"pretrain {T5} {PLAIN} {words} --lr 1e-2 --train-iters 4 --save one --ckpt-format torch")
+    train(
+        place,
+        1,
+        f"pretrain {T5} {PLAIN} {words} --lr 1e-2 --train-iters 4 --save one --ckpt-format torch",
+    )
     vocab = megaconv.open(place / "one").config.vocab
     generator = torch.Generator().manual_seed(1)
     source, tokens = (torch.randint(vocab, (2, length), generator=generator) for length in (16, 12))
     expected = own_logits(place / "one", source, tokens)
     (place / "megatron").mkdir()
     with Megatron(place / "megatron") as megatron:
-        found = megatron.answer(place / "one", {"input_ids": source, "decoder_input_ids": tokens}).float()
-    assert (found[..., : expected.shape[-1]] - expected).abs().max().item() < 1e-5 * expected.abs().max().item()
+        found = megatron.answer(
+            place / "one", {"input_ids": source, "decoder_input_ids": tokens}
+        ).float()
+    assert (
+        found[..., : expected.shape[-1]] - expected
+    ).abs().max().item() < 1e-5 * expected.abs().max().item()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [STAGES, "--tp 2 --sequence-parallel --use-distributed-optimizer --transformer-impl local"]
+    "words",
+    [STAGES, "--tp 2 --sequence-parallel --use-distributed-optimizer --transformer-impl local"],
 )
 def test_megatron_core_loads_weights_and_optimizer_strictly(words: str, place: Path) -> None:
     """Of what the trainer saved, and of what megaconv makes of it."""
     rate = "--lr-warmup-iters 0 --lr-decay-iters 7"
     train(place, 2, f"pretrain {T5} {words} {rate} --train-iters 3 --save ckpt --bf16")
-    megaconv.convert(place / "ckpt", place / "again", saver="core", ckpt_format="torch_dist", transformer_impl="local")
+    megaconv.convert(
+        place / "ckpt",
+        place / "again",
+        saver="core",
+        ckpt_format="torch_dist",
+        transformer_impl="local",
+    )
     environment = os.environ | {
         "PYTHONWARNINGS": "ignore",
         "CUDA_VISIBLE_DEVICES": "",
@@ -156,9 +201,22 @@ def test_megatron_core_loads_weights_and_optimizer_strictly(words: str, place: P
     }
     for name in ("ckpt", "again"):
         version, meeting = place / name / "iter_0000003", place / f"meeting of {name}"
-        command = [sys.executable, "-m", "tests.trainer.loop.core_load", str(version), "1", str(meeting)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.trainer.loop.core_load",
+            str(version),
+            "1",
+            str(meeting),
+        ]
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
         )
         assert done.returncode == 0, done.stderr[-3000:]
         assert "tensors and their optimizer state" in done.stdout
@@ -167,20 +225,31 @@ def test_megatron_core_loads_weights_and_optimizer_strictly(words: str, place: P
 def test_what_can_not_be_saved_or_sampled_is_refused_before_anything_is_lost(place: Path) -> None:
     command = f"pretrain {T5} --train-iters 1"
     few = refused(place, command.replace("--vocab-extra-ids 40", "--vocab-extra-ids 0"))
-    assert few.startswith("the tokenizer has no <extra_id_0>, which stands for a run of hidden words; take")
+    assert few.startswith(
+        "the tokenizer has no <extra_id_0>, which stands for a run of hidden words; take"
+    )
 
 
 def test_a_run_draws_megatrons_samples(place: Path) -> None:
     """From the flags alone, those that its own data sets made: fixtures/masked."""
-    settings, _ = parse("pretrain", f"{T5} --train-iters 1".replace("vocab.txt", f"{place}/vocab.txt").split())
-    tokenizer = make_tokenizer(settings, None)
+    settings, _ = parse(
+        "pretrain", f"{T5} --train-iters 1".replace("vocab.txt", f"{place}/vocab.txt").split()
+    )
+    tokenizer = make_tokenizer(settings, None, MaskedSpans().extra_ids(settings))
     config = model_from_flags(settings, tokenizer.vocab_size)
     sizes = work_out(settings, config, ModelOptions(), 1)
-    info, expected = json.loads((MASKED / "info.json").read_text()), np.load(MASKED / "expected.npz")
-    datasets = make_datasets(settings, config, tokenizer, sizes, info["num_samples"], None)
+    info, expected = (
+        json.loads((MASKED / "info.json").read_text()),
+        np.load(MASKED / "expected.npz"),
+    )
+    place = Place(0, 1, torch.device("cpu"), None, None)
+    data = MaskedSpans().read(settings, tokenizer)
+    datasets = data.datasets(Setup(settings, config, tokenizer, sizes, place), info["num_samples"])
     assert [len(dataset or ()) for dataset in datasets] == info["cases"]["t5"]["lengths"]
     for part, dataset in zip(("train", "valid", "test"), datasets, strict=True):
         assert dataset is not None
         for number in range(len(expected[f"t5/{part}/truncated"])):
             for name, found in dataset[number]._asdict().items():
-                assert np.array_equal(found, expected[f"t5/{part}/{name}"][number]), f"{part} {number}: {name}"
+                assert np.array_equal(found, expected[f"t5/{part}/{name}"][number]), (
+                    f"{part} {number}: {name}"
+                )

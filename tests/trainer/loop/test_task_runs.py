@@ -67,7 +67,10 @@ def answered(directory: Path, task: Task, path: Path, **names: Any) -> int:
     made = Sequences(task, tokenizer.tokenize, words.cls, words.sep, words.pad, 40)
     for example in task.read(str(path)).examples:
         sample = made.sample(example)
-        text, types, mask = (torch.from_numpy(each)[None] for each in (sample.text, sample.types, sample.padding_mask))
+        text, types, mask = (
+            torch.from_numpy(each)[None]
+            for each in (sample.text, sample.types, sample.padding_mask)
+        )
         with torch.no_grad():
             logits = model(input_ids=text, token_type_ids=types, attention_mask=mask).logits
         right += int(logits.argmax()) == sample.label
@@ -101,7 +104,9 @@ def test_mnli_is_learned_measured_after_each_epoch_and_computed_alike_by_transfo
     megaconv.convert(tmp_path / "tuned", tmp_path / "legacy", saver="legacy", tp=2)
     prints = [megaconv.fingerprint(tmp_path / name).weights for name in ("tuned", "hf", "legacy")]
     assert len(set(prints)) == 1
-    again = train(tmp_path, 1, f"{ON_MNLI} --epochs 0".replace("checkpoint bert", "checkpoint legacy")).log(0)
+    again = train(
+        tmp_path, 1, f"{ON_MNLI} --epochs 0".replace("checkpoint bert", "checkpoint legacy")
+    ).log(0)
     assert accuracies(again) == [(0, *figures[1:]) for figures in found[-3:]]
 
 
@@ -114,7 +119,11 @@ def test_race_is_learned_alike_at_two_layouts_and_computed_alike_by_transformers
     log = train(tmp_path, 1, f"{ON_RACE} --epochs 2 --save one").log(0)
     alone = losses(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
-    again = train(tmp_path, 2, f"{ON_RACE} --epochs 2 --save two --ckpt-format torch --tp 2 --sequence-parallel").log(0)
+    again = train(
+        tmp_path,
+        2,
+        f"{ON_RACE} --epochs 2 --save two --ckpt-format torch --tp 2 --sequence-parallel",
+    ).log(0)
     assert len(alone) == 14
     assert np.array(losses(tmp_path)) == pytest.approx(np.array(alone), rel=1e-4)
     assert accuracies(again) == accuracies(log)
@@ -131,7 +140,10 @@ def test_a_run_on_a_task_goes_on_to_the_same_bits(tmp_path: Path, pretrained: Pr
     command = f"finetune --task QQP --train-data train.tsv --valid-data dev.tsv {COMMON} --micro-batch-size 2 --dp-is-2 --epochs 2"
     command = command.replace(" --dp-is-2", " --use-distributed-optimizer --keep-last-batch")
     first = train(tmp_path, 2, f"{command} --save straight").log(0)
-    assert "warning: train.tsv: 1 line left out, as by Megatron: train.tsv:3: has 1 of 6 columns" in first
+    assert (
+        "warning: train.tsv: 1 line left out, as by Megatron: train.tsv:3: has 1 of 6 columns"
+        in first
+    )
     straight = losses(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     train(tmp_path, 2, f"{command} --save parted --exit-interval 3")
@@ -143,6 +155,11 @@ def test_a_run_on_a_task_goes_on_to_the_same_bits(tmp_path: Path, pretrained: Pr
     said = train(tmp_path, 2, f"{command} --save parted --resume").log(0)
     assert "nothing left: the run has made its 8 steps" in said
     assert accuracies(said) == accuracies(first)[-1:]
+    other = refused(tmp_path, f"{command} --save parted --resume --global-batch-size 8")
+    assert (
+        "the continued run has batches of 4, of which the order of a task's examples follows"
+        in other
+    )
 
 
 def test_another_tasks_head_is_left_out_by_name(tmp_path: Path, pretrained: Pretrained) -> None:
@@ -161,7 +178,9 @@ def test_another_tasks_head_is_left_out_by_name(tmp_path: Path, pretrained: Pret
         tmp_path, f"{mnli} --save qqp --resume"
     )
     plain = "finetune --load qqp --data-path x --train-iters 1"
-    assert "the checkpoint is a model for a task, without a head for words; give --task" in refused(tmp_path, plain)
+    assert "the checkpoint is a model for a task, without a head for words; give --task" in refused(
+        tmp_path, plain
+    )
 
 
 REFUSED: Mapping[str, tuple[str, str]] = {
@@ -183,9 +202,14 @@ INSTEAD = {
 def test_what_a_task_can_not_do_is_refused(tmp_path: Path, pretrained: Pretrained) -> None:
     pretrained(tmp_path, DROPOUTS)
     write_mnli(tmp_path / "train.tsv", 3)
-    command = f"finetune --task MNLI --train-data train.tsv {COMMON} --global-batch-size 4 --epochs 1"
+    command = (
+        f"finetune --task MNLI --train-data train.tsv {COMMON} --global-batch-size 4 --epochs 1"
+    )
     for case, (words, message) in REFUSED.items():
         assert message in refused(tmp_path, command.replace(words, INSTEAD.get(case, ""))), case
-    assert "--task MNLI starts from a trained BERT: it goes with the command finetune" in refused(
-        tmp_path, command.replace("finetune ", "pretrain --load bert ").replace("--pretrained-checkpoint bert", "")
+    assert "--task MNLI starts from a trained BERT: it requires the command finetune" in refused(
+        tmp_path,
+        command.replace("finetune ", "pretrain --load bert ").replace(
+            "--pretrained-checkpoint bert", ""
+        ),
     )

@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 
-from tests.megatron_oracle import REPOSITORY, load_chunks, read_rank_file, run_on_cpu, version_directory
+from tests.megatron_oracle import (
+    REPOSITORY,
+    load_chunks,
+    read_rank_file,
+    run_on_cpu,
+    version_directory,
+)
 
 BETAS, EPS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
 
@@ -30,12 +36,20 @@ def train_with_core(
     """
     torch.save(tokens, directory / "tokens.pt")
     answer, job = directory / "answer.json", directory / "job.json"
-    job.write_text(json.dumps([list(map(str, checkpoints)), str(directory / "tokens.pt"), lr, str(answer)]))
+    job.write_text(
+        json.dumps([list(map(str, checkpoints)), str(directory / "tokens.pt"), lr, str(answer)])
+    )
     command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.parallel.core_oracle", str(job)]
     # Dynamo fuses gelu with what stands for CUDA here; threads of such small products wait for each other on a busy machine.
     environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=480, check=False
+        command,
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=480,
+        check=False,
     )
     assert not done.returncode, done.stderr[-4000:]
     found: list[list[tuple[float, float]]] = json.loads(answer.read_text())
@@ -63,13 +77,19 @@ def without_cuda() -> None:
     def named_as_on_cuda(self: torch.Tensor, *arguments: Any, **words: Any) -> Any:
         found = plain_type(self, *arguments, **words)
         # A mode that is entered looks the method up again, and so passes here twice.
-        return re.sub(r"^torch\.(?!cuda)", "torch.cuda.", found) if isinstance(found, str) else found
+        return (
+            re.sub(r"^torch\.(?!cuda)", "torch.cuda.", found) if isinstance(found, str) else found
+        )
 
     torch.Tensor.type = named_as_on_cuda  # type: ignore[method-assign, assignment]
 
 
 def train(checkpoint: Path, tokens: torch.Tensor, lr: float) -> list[tuple[float, float]]:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -79,7 +99,9 @@ def train(checkpoint: Path, tokens: torch.Tensor, lr: float) -> list[tuple[float
     (model,) = load_chunks(args, version)
     model.output_layer.gather_output = False  # built for logits, not for a loss
     model.config.mtp_num_layers = args.mtp_num_layers  # taken away for the same reason
-    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+    wrapped = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+    )
     model.config.finalize_model_grads_func = finalize_model_grads
     settings = OptimizerConfig(
         lr=lr,
@@ -103,7 +125,9 @@ def train(checkpoint: Path, tokens: torch.Tensor, lr: float) -> list[tuple[float
     return found
 
 
-def train_step(model: Any, optimizer: Any, step: torch.Tensor, forward_backward: Any) -> tuple[float, float]:
+def train_step(
+    model: Any, optimizer: Any, step: torch.Tensor, forward_backward: Any
+) -> tuple[float, float]:
     """step int64 [microbatches, batch, sequence + 1]."""
 
     def forward(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:

@@ -13,16 +13,27 @@ from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine, StepReport
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
-from megatron_lite.settings.options import ModelOptions, MuonOptions, OptimizerOptions, QkClip, Recompute
+from megatron_lite.settings.options import (
+    ModelOptions,
+    MuonOptions,
+    OptimizerOptions,
+    QkClip,
+    Recompute,
+)
 from megatron_lite.settings.sizes import check_sizes
 
 SEQUENCE, ROWS, MICROBATCHES = 16, 2, 4
 """Tokens of a sequence, sequences of a microbatch, microbatches of a step over all data-parallel ranks."""
-NONE, FULL, BLOCK, SELECTIVE = Recompute(), Recompute("full"), Recompute("full", "block", 1), Recompute("selective")
+NONE, FULL, BLOCK, SELECTIVE = (
+    Recompute(),
+    Recompute("full"),
+    Recompute("full", "block", 1),
+    Recompute("selective"),
+)
 
 MUON = MuonOptions()
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "layers.count": 4,
     "hidden": 32,
     "attention.heads": 4,
@@ -49,20 +60,34 @@ _GEMMA_3 = {
     "attention.qk_norm": True, "norm.zero_centered": True, "norm.place": "both", "mlp.activation": "gelu_tanh", "embedding_scale": 32**0.5,
     "layers.window": (5, 5, None, 5), "positions.local_theta": 100.0, "attention.scale": 0.3,
 }  # fmt: skip
-_GPT2 = {"positions.kind": "learned", "norm.kind": "LayerNorm", "mlp.activation": "gelu_tanh", "mlp.gated": False}
+_OLMO_2 = {
+    "attention.qk_norm": True,
+    "attention.qk_norm_width": "all",
+    "norm.place": "after",
+}
+_GPT2 = {
+    "positions.kind": "learned",
+    "norm.kind": "LayerNorm",
+    "mlp.activation": "gelu_tanh",
+    "mlp.gated": False,
+}
 MODELS = {
-    "qwen3": from_fields("qwen3", {"attention.qk_norm": True, **_SIZES}),
-    "llama": from_fields("llama", {**_BIASES, "tie_embeddings": True, **_SIZES}),
-    "gpt2": from_fields("gpt2", {**_GPT2, **_BIASES, "tie_embeddings": True, **_SIZES, "attention.kv_heads": 4}),
-    "mixtral": from_fields("mixtral", {**_EXPERTS, **_SIZES}),
-    "deepseek_v3": from_fields("deepseek_v3", {**_SIZES, **_EXPERTS, **_LATENT}),
-    "further tokens": from_fields("deepseek_v3", {**_SIZES, **_EXPERTS, **_LATENT, "mtp_layers": 2}),
-    "further tokens, tied": from_fields(
-        "deepseek_v3", {**_SIZES, **_EXPERTS, **_LATENT, "mtp_layers": 2, "tie_embeddings": True}
+    "qwen3": from_fields("qwen3", {"attention.qk_norm": True, **SIZES}),
+    "llama": from_fields("llama", {**_BIASES, "tie_embeddings": True, **SIZES}),
+    "gpt2": from_fields(
+        "gpt2", {**_GPT2, **_BIASES, "tie_embeddings": True, **SIZES, "attention.kv_heads": 4}
     ),
-    "gpt_oss": from_fields("gpt_oss", {**_BIASES, **_SIZES, **_EXPERTS, **_SINKS}),
-    "gemma3": from_fields("gemma3_text", {**_SIZES, **_GEMMA_3, "tie_embeddings": True}),
-    "gpt2, untied": from_fields("gpt2", {**_GPT2, **_BIASES, **_SIZES, "attention.kv_heads": 4}),
+    "mixtral": from_fields("mixtral", {**_EXPERTS, **SIZES}),
+    "deepseek_v3": from_fields("deepseek_v3", {**SIZES, **_EXPERTS, **_LATENT}),
+    "further tokens": from_fields("deepseek_v3", {**SIZES, **_EXPERTS, **_LATENT, "mtp_layers": 2}),
+    "further tokens, tied": from_fields(
+        "deepseek_v3", {**SIZES, **_EXPERTS, **_LATENT, "mtp_layers": 2, "tie_embeddings": True}
+    ),
+    "gpt_oss": from_fields("gpt_oss", {**_BIASES, **SIZES, **_EXPERTS, **_SINKS}),
+    "gemma3": from_fields("gemma3_text", {**SIZES, **_GEMMA_3, "tie_embeddings": True}),
+    "mimo": from_fields("mimo", {**SIZES, "attention.qkv_bias": True, "mtp_layers": 1}),
+    "olmo2": from_fields("olmo2", {**SIZES, **_OLMO_2}),
+    "gpt2, untied": from_fields("gpt2", {**_GPT2, **_BIASES, **SIZES, "attention.kv_heads": 4}),
 }
 
 
@@ -94,11 +119,26 @@ class Case:
         return self.tp * self.pp * self.dp * self.cp
 
     def __str__(self) -> str:
-        words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "vpp", "dp", "cp") if getattr(self, name) > 1]
-        words += [word for word, said in (("sp", self.sequence_parallel), ("zero", self.distributed)) if said]
+        words = [
+            f"{name}{getattr(self, name)}"
+            for name in ("tp", "pp", "vpp", "dp", "cp")
+            if getattr(self, name) > 1
+        ]
+        words += [
+            word
+            for word, said in (("sp", self.sequence_parallel), ("zero", self.distributed))
+            if said
+        ]
         if self.recompute.granularity:
             words.append(self.recompute.granularity + (" block" if self.recompute == BLOCK else ""))
-        return " ".join([self.model, *words, *map(str, self.options), *([self.kind] if self.kind != "adamw" else [])])
+        return " ".join(
+            [
+                self.model,
+                *words,
+                *map(str, self.options),
+                *([self.kind] if self.kind != "adamw" else []),
+            ]
+        )
 
     def alone(self) -> "Case":
         """The same in one process."""
@@ -130,7 +170,10 @@ def make_engine(
 ) -> Engine:
     config = MODELS[case.model]
     layout = Layout(
-        case.tp, case.pp, case.vpp, stage_layers=split_layers(config.layer_count, case.pp, case.vpp, LayerSplit())
+        case.tp,
+        case.pp,
+        case.vpp,
+        stage_layers=split_layers(config.layer_count, case.pp, case.vpp, LayerSplit()),
     )
     options = ModelOptions(
         **{
@@ -153,10 +196,21 @@ def make_engine(
         overlap_param_gather=overlap,
         bf16_reduce=bf16_reduce,
     )
-    dp = check_sizes(config, layout, case.world, options, SEQUENCE, MICROBATCHES // case.dp, case.cp)
+    microbatches = MICROBATCHES // case.dp
+    dp = check_sizes(
+        config,
+        layout,
+        world=case.world,
+        options=options,
+        sequence=SEQUENCE,
+        microbatches=microbatches,
+        cp=case.cp,
+    )
     engine = Engine(
         config,
-        make_grid(layout, dp, device, cp=case.cp, near=options.near, experts=config.experts.count > 0),
+        make_grid(
+            layout, dp, device, cp=case.cp, near=options.near, experts=config.experts.count > 0
+        ),
         options,
         optimizer,
     )
@@ -196,7 +250,10 @@ class Trained:
 def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
     """By names with layers counted over the whole model."""
     firsts = [chunk.first_layer for chunk in engine.grid.chunks()]
-    return {whole_name(name, firsts[chunk]): tensor.clone() for chunk, name, tensor in engine.parameters()}
+    return {
+        whole_name(name, firsts[chunk]): tensor.clone()
+        for chunk, name, tensor in engine.parameters()
+    }
 
 
 def whole_name(name: str, first_layer: int) -> str:
@@ -205,7 +262,9 @@ def whole_name(name: str, first_layer: int) -> str:
 
 def step(engine: Engine, case: Case, number: int) -> StepReport:
     """Learning rate and decay move, as they do in a real run."""
-    return engine.train_step(own_batches(case, number, engine), lr=1e-3 * (1 - number / 100), weight_decay=0.1)
+    return engine.train_step(
+        own_batches(case, number, engine), lr=1e-3 * (1 - number / 100), weight_decay=0.1
+    )
 
 
 def train(_rank: int, case: Case) -> Trained:

@@ -21,7 +21,7 @@ from megatron_lite.checkpoint.weights import init_weights, load_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.bert import SWAPPED, Bert
-from megatron_lite.models.plan import make_plan
+from megatron_lite.models.build_plan import make_plan
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions, Recompute
@@ -56,7 +56,9 @@ class Case:
         return self.tp * self.pp * self.dp
 
     def __str__(self) -> str:
-        sizes = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp") if getattr(self, name) > 1]
+        sizes = [
+            f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp") if getattr(self, name) > 1
+        ]
         words = {"sp": self.sequence, "zero": self.distributed, self.recompute: self.recompute}
         return " ".join([*sizes, *(word for word, said in words.items() if word and said)]) or "one"
 
@@ -65,7 +67,10 @@ def make_engine(case: Case, config: ModelConfig = CONFIG) -> Engine:
     training = EXPECTED["training"]
     layout = Layout(case.tp, case.pp, 1, stage_layers=(config.layer_count // case.pp,) * case.pp)
     options = ModelOptions(
-        "float32", sequence_parallel=case.sequence, vocab_divisor=1, recompute=Recompute(case.recompute)
+        "float32",
+        sequence_parallel=case.sequence,
+        vocab_divisor=1,
+        recompute=Recompute(case.recompute),
     )
     optimizer = OptimizerOptions(
         betas=tuple(training["betas"]), eps=training["eps"], clip_grad=training["clip_grad"],
@@ -86,7 +91,17 @@ def own_batches(engine: Engine, step: int) -> list[Microbatch]:
             torch.from_numpy(samples[f"bert/train/{name}"][rows].astype(np.int64)) for name in names
         )
         seen = visible.bool()
-        found.append(Microbatch(text, labels, mask.float(), types=types, visible=seen, swapped=swapped, index=index))
+        found.append(
+            Microbatch(
+                text,
+                labels,
+                mask.float(),
+                types=types,
+                visible=seen,
+                extras={"swapped": swapped},
+                index=index,
+            )
+        )
     return found[engine.grid.dp_rank :: engine.grid.dp]
 
 
@@ -98,7 +113,9 @@ def train(_rank: int, case: Case, steps: int = 10) -> list[Figures]:
     engine, training = make_engine(case), EXPECTED["training"]
     found = []
     for step in range(steps):
-        report = engine.train_step(own_batches(engine, step), training["lr"], training["weight_decay"])
+        report = engine.train_step(
+            own_batches(engine, step), training["lr"], training["weight_decay"]
+        )
         found.append((report.loss, report.others[SWAPPED], report.grad_norm))
     engine.finish()
     engine.grid.close()
@@ -115,7 +132,11 @@ def test_ten_steps_are_megatron_cores() -> None:
     compare(train(0, Case()))
 
 
-LAYOUTS = [Case(tp=2, sequence=True), Case(tp=2, pp=2), Case(pp=2, dp=2, distributed=True, recompute="full")]
+LAYOUTS = [
+    Case(tp=2, sequence=True),
+    Case(tp=2, pp=2),
+    Case(pp=2, dp=2, distributed=True, recompute="full"),
+]
 MORE_LAYOUTS = [
     Case(tp=2), Case(pp=2), Case(dp=2), Case(dp=2, distributed=True), Case(tp=2, pp=2, sequence=True, recompute="selective"),
     Case(tp=2, dp=2, sequence=True, distributed=True), Case(tp=4, sequence=True), Case(recompute="full"), Case(recompute="selective"),
@@ -139,7 +160,9 @@ def answers(place: Path, tokens: Tensor, types: Tensor, visible: Tensor) -> tupl
     """(logits of words [batch, sequence, vocabulary], of the order of two parts [batch, 2]) of a checkpoint, in one process."""
     source = megaconv.open(place)
     layout = Layout(stage_layers=(source.config.layer_count,))
-    engine = Engine(source.config, make_grid(layout, 1, torch.device("cpu")), ModelOptions("float32"), None)
+    engine = Engine(
+        source.config, make_grid(layout, 1, torch.device("cpu")), ModelOptions("float32"), None
+    )
     load_weights(engine, source.tensors)
     batch = Microbatch(tokens, tokens, types=types, visible=visible.bool())
     logits, last = engine.logits(batch), engine.last_stage(batch)
@@ -157,7 +180,10 @@ def test_logits_of_megatrons_own_checkpoints_are_its_own(name: str) -> None:
     place = CHECKPOINTS / name
     asked = load_file(CHECKPOINTS / name.partition("/")[0] / "logits.safetensors")
     tokens = asked["input_ids"]
-    types, visible = asked.get("token_type_ids", tokens * 0), asked.get("attention_mask", tokens * 0 + 1)
+    types, visible = (
+        asked.get("token_type_ids", tokens * 0),
+        asked.get("attention_mask", tokens * 0 + 1),
+    )
     logits, order = answers(place, tokens, types, visible)
     shown = visible.bool()
     assert torch.allclose(logits[shown], asked["logits"][shown][:, : logits.shape[-1]], atol=1e-5)
@@ -167,7 +193,12 @@ def test_logits_of_megatrons_own_checkpoints_are_its_own(name: str) -> None:
 def test_without_a_binary_head_there_is_one_loss() -> None:
     config = changed(CONFIG, {"head.binary": False, "token_types": 0})
     options = ModelOptions("float32", vocab_divisor=1)
-    engine = Engine(config, make_grid(Layout(stage_layers=(2,)), 1, torch.device("cpu")), options, OptimizerOptions())
+    engine = Engine(
+        config,
+        make_grid(Layout(stage_layers=(2,)), 1, torch.device("cpu")),
+        options,
+        OptimizerOptions(),
+    )
     init_weights(engine, 0.02, 1)
     report = engine.train_step(own_batches(engine, 0), 1e-3)
     assert report.loss == pytest.approx(np.log(config.vocab), rel=0.02)
@@ -176,5 +207,7 @@ def test_without_a_binary_head_there_is_one_loss() -> None:
 
 def test_the_original_bert_is_refused_by_what_it_does() -> None:
     config = changed(CONFIG, {"norm.place": "after_sum"})
-    with pytest.raises(NotExpressible, match="norms of the sums of each sublayer, as the original BERT"):
+    with pytest.raises(
+        NotExpressible, match="norms of the sums of each sublayer, as the original BERT"
+    ):
         make_plan(config, Layout(stage_layers=(2,)), ModelOptions(), TensorGroup())

@@ -7,14 +7,18 @@ import pytest
 import torch
 
 from megatron_lite.engine import Engine
+from megatron_lite.optimizer.buckets import Bucket
 from megatron_lite.parallel import comm
-from megatron_lite.parallel.buckets import Bucket
 from tests.trainer.parallel.small import Case, batches, make_engine, step
 from tests.trainer.parallel.worlds import World
 
 
 def layers_in(bucket: Bucket) -> set[str]:
-    return {".".join(member.info.name.split(".")[:3]) for member in bucket.members if ".layers." in member.info.name}
+    return {
+        ".".join(member.info.name.split(".")[:3])
+        for member in bucket.members
+        if ".layers." in member.info.name
+    }
 
 
 def engine_of_layers() -> Engine:
@@ -24,7 +28,10 @@ def engine_of_layers() -> Engine:
 
 def test_buckets_follow_the_model_layer_by_layer() -> None:
     (chunk,) = engine_of_layers().buckets
-    found = [sorted(layers_in(bucket)) or [bucket.members[0].info.name.split(".")[0]] for bucket in chunk.buckets]
+    found = [
+        sorted(layers_in(bucket)) or [bucket.members[0].info.name.split(".")[0]]
+        for bucket in chunk.buckets
+    ]
     layers = [[f"decoder.layers.{layer}"] for layer in range(4)]
     assert found == [["embedding"], *layers, ["decoder"], ["output_layer"]]
 
@@ -116,9 +123,13 @@ def _bf16_on_the_way(_rank: int, distributed: bool) -> tuple[list[float], set[to
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_gradients_are_sent_in_bf16_where_that_was_asked_for(world: World, distributed: bool) -> None:
+def test_gradients_are_sent_in_bf16_where_that_was_asked_for(
+    world: World, distributed: bool
+) -> None:
     expected = [
-        step(alone, Case("qwen3"), number).loss for alone in [make_engine(Case("qwen3"))] for number in range(3)
+        step(alone, Case("qwen3"), number).loss
+        for alone in [make_engine(Case("qwen3"))]
+        for number in range(3)
     ]
     for losses, sent in world.run(2, _bf16_on_the_way, distributed):
         assert sent == {torch.bfloat16}

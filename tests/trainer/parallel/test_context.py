@@ -20,7 +20,16 @@ from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import Balancing, ModelOptions
 from megatron_lite.settings.sizes import check_sizes
-from tests.trainer.parallel.small import FULL, MODELS, SELECTIVE, Case, batches, make_engine, saved_bytes, train
+from tests.trainer.parallel.small import (
+    FULL,
+    MODELS,
+    SELECTIVE,
+    Case,
+    batches,
+    make_engine,
+    saved_bytes,
+    train,
+)
 from tests.trainer.parallel.test_layouts import compare
 from tests.trainer.parallel.worlds import World
 
@@ -56,8 +65,14 @@ def test_every_pair_of_a_query_and_a_key_that_it_sees_is_in_one_block(
     found = torch.zeros(2, 24, 24, dtype=torch.int64)
     for rank, source in product(range(size), repeat=2):
         queries, keys = (member(at, size).own_part(places, 0) for at in (rank, source))
-        for rows, of_q, of_k, causal, ahead in blocks_of(member(rank, size), source, half, packed, window):
-            seen = queries[of_q][:, None] >= keys[of_k] if causal else torch.ones(1, 1, dtype=torch.bool)
+        for rows, of_q, of_k, causal, ahead in blocks_of(
+            member(rank, size), source, half, packed, window
+        ):
+            seen = (
+                queries[of_q][:, None] >= keys[of_k]
+                if causal
+                else torch.ones(1, 1, dtype=torch.bool)
+            )
             if ahead is not None:
                 assert ahead == queries[of_q][0] - keys[of_k][0]
                 seen = across._visible(queries[of_q].float(), keys[of_k], (ahead, window)) == 0  # type: ignore[operator]
@@ -74,7 +89,9 @@ def test_every_pair_of_a_query_and_a_key_that_it_sees_is_in_one_block(
     assert found.max() == 1
 
 
-def flash_sees(queries: int, keys: int, window_size_left: int, window_size_right: int) -> torch.Tensor:
+def flash_sees(
+    queries: int, keys: int, window_size_left: int, window_size_right: int
+) -> torch.Tensor:
     """Flash attention's rule: key j for query i where i + shift - left <= j <= i + shift + right; less than 0 would be no bound."""
     assert min(window_size_left, window_size_right) >= 0
     back = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
@@ -91,29 +108,43 @@ def test_every_rank_has_as_much_to_do() -> None:
 
 @pytest.mark.parametrize(
     ("device", "dtype", "tolerance"),
-    [("cpu", torch.float32, 1e-5), pytest.param("cuda", torch.bfloat16, 2e-2, marks=pytest.mark.gpu)],
+    [
+        ("cpu", torch.float32, 1e-5),
+        pytest.param("cuda", torch.bfloat16, 2e-2, marks=pytest.mark.gpu),
+    ],
 )
 @pytest.mark.parametrize("causal", [False, True])
-def test_blocks_put_together_are_one_call(device: str, dtype: torch.dtype, tolerance: float, causal: bool) -> None:
+def test_blocks_put_together_are_one_call(
+    device: str, dtype: torch.dtype, tolerance: float, causal: bool
+) -> None:
     """With either device's kernel: keys before the queries', and then (causal) their own or more that all are seen."""
     generator = torch.Generator().manual_seed(1)
     shapes = [(16, 2, 4, 64), (32, 2, 2, 64), (32, 2, 2, 64), (16, 2, 4, 64)]
-    q, k, v, grad = (torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes)
+    q, k, v, grad = (
+        torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+        for shape in shapes
+    )
     mask = torch.ones(16, 32, dtype=torch.bool, device=device).tril(16 if causal else 32)
     expected = sdpa(q, k, v, mask, 0.0)
     gradients = torch.autograd.grad(expected, (q, k, v), grad)
-    out, logs = torch.zeros_like(expected, dtype=torch.float32), torch.full((16, 2, 4), -torch.inf, device=device)
+    out, logs = (
+        torch.zeros_like(expected, dtype=torch.float32),
+        torch.full((16, 2, 4), -torch.inf, device=device),
+    )
     q, k, v, grad = (x.detach() for x in (q, k, v, grad))
     halves = (slice(0, 16), False), (slice(16, 32), causal)
     for part, own in halves:
         across._merge(out, logs, *across._attended(q, k[part], v[part], None, causal=own))
     found = [
-        across._gradients(grad, q, k[part], v[part], out.to(dtype), logs, None, causal=own) for part, own in halves
+        across._gradients(grad, q, k[part], v[part], out.to(dtype), logs, None, causal=own)
+        for part, own in halves
     ]
     torch.testing.assert_close(out, expected.float(), rtol=tolerance, atol=tolerance)
     dq = found[0][0].float() + found[1][0].float()
     for one, other in zip(
-        (dq, *(torch.cat(parts) for parts in list(zip(*found, strict=True))[1:])), gradients, strict=True
+        (dq, *(torch.cat(parts) for parts in list(zip(*found, strict=True))[1:])),
+        gradients,
+        strict=True,
     ):
         torch.testing.assert_close(one.float(), other.float(), rtol=tolerance, atol=tolerance)
 
@@ -153,7 +184,9 @@ def attended(
 
 @pytest.mark.parametrize("how", ONE_LEVEL)
 @pytest.mark.parametrize("packed", [False, True])
-def test_attention_and_its_gradients_are_those_of_one_process(how: str, packed: bool, world: World) -> None:
+def test_attention_and_its_gradients_are_those_of_one_process(
+    how: str, packed: bool, world: World
+) -> None:
     for window, sinks in ((None, False), (None, True), (5, False), (5, True)):
         arguments = {"packed": packed, "window": window, "value": 6, "sinks": sinks}
         expected = attended(0, 1, how, **arguments)  # type: ignore[arg-type]
@@ -176,7 +209,9 @@ COVERING = [
     Case("gpt2", cp=2, pp=2, vpp=2, distributed=True, options=how("all_gather")),
     Case("llama", cp=2, dp=2, distributed=True, recompute=SELECTIVE, options=how("a2a")),
     Case("qwen3", cp=4, options=how("p2p")),
-    Case("mixtral", cp=2, tp=2, sequence_parallel=True, distributed=True, options=how("all_gather")),
+    Case(
+        "mixtral", cp=2, tp=2, sequence_parallel=True, distributed=True, options=how("all_gather")
+    ),
     Case("deepseek_v3", cp=2, options=how("p2p")),
     Case("gpt_oss", cp=2, options=how("all_gather")),
     Case("mixtral", cp=2, options=(*how("p2p"), ("balance", BALANCED))),
@@ -199,7 +234,9 @@ EVERY = [
             ({"cp": 2, "pp": 2, "vpp": 2}, False, SELECTIVE),
         ],
     )
-    if word != "a2a" or model == "gpt2" or (layout["cp"] * layout.get("tp", 1) <= 2)  # qwen3 has two kv heads here
+    if word != "a2a"
+    or model == "gpt2"
+    or (layout["cp"] * layout.get("tp", 1) <= 2)  # qwen3 has two kv heads here
 ]
 
 EVERY += [
@@ -230,7 +267,12 @@ def test_the_same_run_twice_gives_the_same_bits(world: World) -> None:
 
 
 def test_what_dropout_drops_depends_on_no_layout(world: World) -> None:
-    compare(Case("gpt2", cp=2, tp=2, sequence_parallel=True, steps=3, options=(("hidden_dropout", 0.2),)), world)
+    compare(
+        Case(
+            "gpt2", cp=2, tp=2, sequence_parallel=True, steps=3, options=(("hidden_dropout", 0.2),)
+        ),
+        world,
+    )
 
 
 def gradients(_rank: int, case: Case) -> dict[str, torch.Tensor]:
@@ -238,7 +280,9 @@ def gradients(_rank: int, case: Case) -> dict[str, torch.Tensor]:
     engine = make_engine(case)
     engine.train_step(list(batches(case, 0))[engine.grid.dp_rank :: case.dp], lr=0.0)
     assert engine.optimizer is not None
-    found = {f"{item.chunk} {item.name}": item.gradient.clone() for item in engine.optimizer.ranges()}
+    found = {
+        f"{item.chunk} {item.name}": item.gradient.clone() for item in engine.optimizer.ranges()
+    }
     engine.grid.close()
     return found
 
@@ -309,7 +353,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "sizes", "options", "said"), REFUSED, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(
+    ("model", "sizes", "options", "said"), REFUSED, ids=lambda value: str(value)[:30]
+)
 def test_what_can_not_be_is_refused_with_the_arithmetic(
     model: str, sizes: dict[str, int], options: dict[str, Any], said: str
 ) -> None:

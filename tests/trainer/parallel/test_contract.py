@@ -14,20 +14,21 @@ from megaconv.model.fields import changed
 from megaconv.model.layout import LayerSplit, Layout, padded_vocab, split_layers
 from megaconv.model.naming import CORE
 from megaconv.model.natives import native_tensors
+from megatron_lite.commands.models import table
+from megatron_lite.models.build_plan import make_plan
 from megatron_lite.models.chunk import ModelChunk
-from megatron_lite.models.networks import NETWORKS
-from megatron_lite.models.plan import NETWORKS_OF_THEIR_OWN, TRAINED, make_plan
+from megatron_lite.models.network_by_family import NETWORKS
 from megatron_lite.models.rotary import Rotary
-from megatron_lite.models.table import table
+from megatron_lite.models.trainable import NOT_TRAINED, TRAINED
 from megatron_lite.parallel.grid import Grid, make_grid
-from megatron_lite.parallel.kinds import declared
+from megatron_lite.parallel.parameter_kinds import declared
 from megatron_lite.parallel.parameters import parameter_infos
 from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.settings.architecture import OF_THEIR_OWN
 from megatron_lite.settings.options import LoRA, ModelOptions
 from megatron_lite.settings.sizes import check_sizes
 from tests.trainer.parallel.small import MODELS
-from tests.transformers_oracle import MIXTURES, VARIANTS
+from tests.transformers_oracle import MIXTURES, NAMED, RELATIVES, VARIANTS
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,6 +44,10 @@ FEATURES = {
     "phi3": changed(replace(MODELS["qwen3"], family="phi3"), {"attention.qk_norm": False, "layers.window": 5}),
     "qwen2": changed(
         replace(MODELS["qwen3"], family="qwen2"), {"attention.qk_norm": False, "attention.qkv_bias": True}
+    ),
+    "mimo": changed(
+        replace(MODELS["qwen3"], family="mimo"),
+        {"attention.qk_norm": False, "attention.qkv_bias": True},
     ),
     "qwen3": MODELS["qwen3"],
     "mixtral": changed(replace(MODELS["qwen3"], family="mixtral"), {"attention.qk_norm": False, **EXPERTS}),
@@ -81,6 +86,7 @@ FEATURES = {
             ("deepseek_v2", {"latent.q_rank": 0, "experts.renormalize": False}),
             ("deepseek_v3", {"experts.score": "sigmoid", "experts.router_bias": True}),
             ("glm4_moe_lite", {"experts.score": "sigmoid", "experts.router_bias": True}),
+            ("sarvam_mla", {"latent.q_rank": 0, "experts.score": "sigmoid", "experts.router_bias": True}),
         )
     },
     "smollm3": changed(
@@ -105,8 +111,32 @@ FEATURES = {
                 "experts.router_bias": True, "experts.shared_ffn": 24,
             },
         )
-        for name in ("dots1", "glm4_moe", "hy_v3")
+        for name in ("bailing_moe2", "dots1", "exaone_moe", "glm4_moe", "hy_v3", "sarvam_moe")
     },
+    "glm4": changed(
+        replace(MODELS["qwen3"], family="glm4"),
+        {"attention.qk_norm": False, "positions.interleaved": True, "positions.rotary_percent": 0.5, "norm.place": "both"},
+    ),
+    "exaone4": changed(
+        replace(MODELS["qwen3"], family="exaone4"),
+        {"norm.place": "after", "layers.window": (5, 5, 5, None), "layers.rotates": (True, True, True, False)},
+    ),
+    **{
+        name: changed(replace(MODELS["olmo2"], family=name), {"layers.window": window})
+        for name, window in (("olmo2", None), ("olmo3", (5, 5, 5, None)))
+    },
+    "olmoe": changed(replace(MODELS["qwen3"], family="olmoe"), {"attention.qk_norm_width": "all", **EXPERTS}),
+    "minimax_m2": changed(
+        replace(MODELS["qwen3"], family="minimax_m2"),
+        {"attention.qk_norm_width": "all", **EXPERTS, "experts.score": "sigmoid", "experts.router_bias": True},
+    ),
+    "ernie4_5_moe": changed(
+        replace(MODELS["qwen3"], family="ernie4_5_moe"),
+        {
+            **EXPERTS, "attention.qk_norm": False, "positions.interleaved": True, "experts.router_bias": True,
+            "experts.shared_ffn": 24, "layers.mlp": ("dense", "experts", "experts", "experts"),
+        },
+    ),
     "solar_open": changed(
         replace(MODELS["qwen3"], family="solar_open"),
         {**EXPERTS, "attention.qk_norm": False, "experts.score": "sigmoid", "experts.router_bias": True, "experts.shared_ffn": 24},
@@ -127,55 +157,82 @@ def config_of(family: str, *, tied: bool) -> ModelConfig:
 def test_parameters_are_named_and_cut_as_the_table_says(family: str, tied: bool) -> None:
     config = config_of(family, tied=tied)
     for tp, pp, vpp in LAYOUTS:
-        layout = Layout(tp, pp, vpp, stage_layers=split_layers(config.layer_count, pp, vpp, LayerSplit()))
+        layout = Layout(
+            tp, pp, vpp, stage_layers=split_layers(config.layer_count, pp, vpp, LayerSplit())
+        )
         options = ModelOptions(vocab_divisor=8)
         for chunk in layout.chunks():
             for tp_rank in range(tp):
                 for ep in (1, 2) if config.experts.count else (1,):
                     shared_out = replace(layout, ep=ep)
-                    plan = make_plan(config, shared_out, options, TensorGroup(None, tp_rank, tp, True))
+                    plan = make_plan(
+                        config, shared_out, options, TensorGroup(None, tp_rank, tp, True)
+                    )
                     with torch.device("meta"):
-                        found = {name: tuple(p.shape) for name, p in ModelChunk(plan, chunk).named_parameters()}
+                        found = {
+                            name: tuple(p.shape)
+                            for name, p in ModelChunk(plan, chunk).named_parameters()
+                        }
                     padded = padded_vocab(config.vocab, 8, tp)
-                    natives = native_tensors(families()[family].rows, config, CORE, shared_out, tp_rank, chunk, padded)
-                    expected = {n.name: n.shape for n in natives if n.copy is None or n.copy.written}
+                    natives = native_tensors(
+                        families()[family].rows, config, CORE, shared_out, tp_rank, chunk, padded
+                    )
+                    expected = {
+                        n.name: n.shape for n in natives if n.copy is None or n.copy.written
+                    }
                     assert found == expected
 
 
 def test_every_family_that_can_be_trained_is_compared() -> None:
     """Its parameters here, its logits and gradients with transformers'."""
     assert set(TRAINED) == set(COMPARED) <= set(families())
-    assert set(NETWORKS) == set(NETWORKS_OF_THEIR_OWN) == set(OF_THEIR_OWN)
-    oracles = {variant.model_type for variant in (VARIANTS | MIXTURES).values()}
-    assert set(TRAINED) <= oracles
+    assert set(NETWORKS) == set(OF_THEIR_OWN)
+    oracles = {variant.model_type for variant in (VARIANTS | MIXTURES | NAMED).values()}
+    assert set(TRAINED) <= oracles | set(RELATIVES)
+    assert oracles.isdisjoint(RELATIVES)
+
+
+def test_every_other_family_is_listed_with_the_reason() -> None:
+    assert set(NOT_TRAINED) == set(families()) - set(TRAINED) - set(NETWORKS)
+    for family, reason in NOT_TRAINED.items():
+        assert any(
+            line.startswith(f"| {family} |") and line.endswith(f"| no: {reason} |")
+            for line in table().splitlines()
+        )
 
 
 def test_the_documentation_lists_what_can_be_trained() -> None:
     found, listed = (
-        (text.splitlines()) for text in (table(), (ROOT / "docs" / "trainer-models.md").read_text("utf-8"))
+        (text.splitlines())
+        for text in (table(), (ROOT / "docs" / "trainer-models.md").read_text("utf-8"))
     )
     trained = [line.removesuffix(" yes |") for line in found if line.endswith("| yes |")]
     assert len(trained) == len(TRAINED) + len(NETWORKS)
-    assert [line for line in listed if line.startswith("| ")] == ["| family | architectures |", *trained]
+    assert [line for line in listed if line.startswith("| ")] == [
+        "| family | architectures |",
+        *trained,
+    ]
 
 
 @pytest.mark.parametrize("family", sorted(set(families()) - set(COMPARED) - set(NETWORKS)))
 def test_no_other_family_is_trained_as_if_it_were_one_of_these(family: str) -> None:
     model = replace(MODELS["qwen3"], family=family)
-    with pytest.raises(NotExpressible, match=f"a {family} can't be trained yet"):
+    with pytest.raises(
+        NotExpressible, match=f"a {family} can't be trained yet: {NOT_TRAINED[family]};"
+    ):
         make_plan(model, Layout(stage_layers=(4,)), ModelOptions(), TensorGroup())
 
 
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"norm.place": "after"}, "norms after its sublayers, not before them"),
-        ({"attention.qk_norm": True, "attention.qk_norm_width": "all"}, "norms of q and k over all heads"),
         ({"attention.score_cap": 50.0}, "capped attention scores"),
         ({"head.logit_cap": 30.0}, "capped logits"),
     ],
 )
-def test_what_this_decoder_does_not_compute_is_refused_by_name(fields: dict[str, Any], what: str) -> None:
+def test_what_this_decoder_does_not_compute_is_refused_by_name(
+    fields: dict[str, Any], what: str
+) -> None:
     model = changed(MODELS["llama"], {"layers.count": 4, **fields})
     with pytest.raises(NotExpressible, match=f"the model has {what}, which can't be trained yet"):
         make_plan(model, Layout(stage_layers=(4,)), ModelOptions(), TensorGroup())
@@ -189,9 +246,13 @@ def test_a_parameter_is_a_share_exactly_where_its_activations_are() -> None:
     for sequence in (False, True):
         ranks = TensorGroup(None, 1, 2, sequence)
         module = ModelChunk(make_plan(config, layout, ModelOptions(), ranks), chunk)
-        infos = list(parameter_infos(declared(module), config, grid, 0, chunk, 256, sequence=sequence))
+        infos = list(
+            parameter_infos(declared(module), config, grid, 0, chunk, 256, sequence=sequence)
+        )
         partial = {
-            info.name.rpartition(".layers.3.")[2] for info in infos if info.partial and ".layers.3." in info.name
+            info.name.rpartition(".layers.3.")[2]
+            for info in infos
+            if info.partial and ".layers.3." in info.name
         }
         heads = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
         norms = {"self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"}
@@ -217,12 +278,21 @@ def test_sizes_that_can_not_be_are_refused_with_the_arithmetic(
     layout = Layout(**{"stage_layers": (4 // pp // vpp,) * (pp * vpp), **sizes})  # type: ignore[arg-type]
     arguments = {"world": 1, "sequence": 16, "microbatches": 4, **run}
     with pytest.raises(LayoutError, match=said.replace("+", r"\+")):
-        check_sizes(MODELS["qwen3"], layout, options=ModelOptions(sequence_parallel=True), **arguments)
+        check_sizes(
+            MODELS["qwen3"], layout, options=ModelOptions(sequence_parallel=True), **arguments
+        )
 
 
 def test_a_sequence_longer_than_learned_positions_is_refused() -> None:
     with pytest.raises(LayoutError, match="33 tokens is longer than the model's 32 positions"):
-        check_sizes(MODELS["gpt2"], Layout(stage_layers=(4,)), 1, ModelOptions(), 33, 1)
+        check_sizes(
+            MODELS["gpt2"],
+            Layout(stage_layers=(4,)),
+            world=1,
+            options=ModelOptions(),
+            sequence=33,
+            microbatches=1,
+        )
 
 
 def test_a_grid_of_another_size_than_the_world_is_refused() -> None:
@@ -252,13 +322,26 @@ def test_experts_that_have_biases_or_adapters_are_not_cut() -> None:
 
 def test_expert_parallel_sizes_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
     layout = Layout(1, 1, 1, 4, stage_layers=(4,))
-    with pytest.raises(LayoutError, match="etp x ep = 1 x 4 = 4 has to divide the tp x dp = 6 ranks"):
-        check_sizes(FEATURES["mixtral"], layout, 6, ModelOptions(), 16, 1)
+    with pytest.raises(
+        LayoutError, match="etp x ep = 1 x 4 = 4 has to divide the tp x dp = 6 ranks"
+    ):
+        check_sizes(
+            FEATURES["mixtral"],
+            layout,
+            world=6,
+            options=ModelOptions(),
+            sequence=16,
+            microbatches=1,
+        )
     with pytest.raises(LayoutError, match="the model has no experts"):
-        check_sizes(MODELS["qwen3"], layout, 4, ModelOptions(), 16, 1)
+        check_sizes(
+            MODELS["qwen3"], layout, world=4, options=ModelOptions(), sequence=16, microbatches=1
+        )
 
 
 def test_unknown_rope_scaling_is_refused() -> None:
-    dynamic = changed(MODELS["qwen3"], {"positions.scaling": {"rope_type": "dynamic", "factor": 4.0}})
+    dynamic = changed(
+        MODELS["qwen3"], {"positions.scaling": {"rope_type": "dynamic", "factor": 4.0}}
+    )
     with pytest.raises(NotExpressible, match="'dynamic' can't be trained with"):
         Rotary(dynamic, torch.device("cpu"), torch.float32)

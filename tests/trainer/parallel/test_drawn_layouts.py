@@ -78,7 +78,9 @@ def draw(seed: int) -> Drawn:
     vpp = chance.choice((1, 2)) if pp == 2 else 1
     cuts = sorted(chance.sample(range(1, LAYERS), pp * vpp - 1))
     each = pp * chance.choice((1, 2)) if vpp > 1 else chance.choice((1, 2, 3))
-    losses = tuple((kind, 0.1) for kind in ("aux_loss", "seq_aux_loss") if experts and chance.random() < 0.5)
+    losses = tuple(
+        (kind, 0.1) for kind in ("aux_loss", "seq_aux_loss") if experts and chance.random() < 0.5
+    )
     contexts = ("p2p", "all_gather", "a2a") if tp * cp <= most else ("p2p", "all_gather")
     return Drawn(
         model, seed, each * dp, chance.choice((1, 2, 3)), chance.random() < 0.5, chance.random() < 0.5,
@@ -103,7 +105,16 @@ def make_engine(drawn: Drawn) -> Engine:
         betas=(0.9, 0.95), distributed=drawn.distributed, bucket_elements=drawn.bucket_elements,
         overlap_grad_reduce=drawn.overlap_grad_reduce, overlap_param_gather=drawn.overlap_param_gather,
     )  # fmt: skip
-    dp = check_sizes(config, layout, drawn.world, options, 16, drawn.microbatches // drawn.dp, drawn.cp)
+    microbatches = drawn.microbatches // drawn.dp
+    dp = check_sizes(
+        config,
+        layout,
+        world=drawn.world,
+        options=options,
+        sequence=16,
+        microbatches=microbatches,
+        cp=drawn.cp,
+    )
     grid = make_grid(layout, dp, torch.device("cpu"), cp=drawn.cp, experts=config.experts.count > 0)
     engine = Engine(config, grid, options, optimizer)
     init_weights(engine, std=0.1, seed=5)
@@ -112,7 +123,10 @@ def make_engine(drawn: Drawn) -> Engine:
 
 def batches(drawn: Drawn, step: int) -> Iterator[Microbatch]:
     """Of all data-parallel ranks; in some of them no label counts, or rows consist of documents."""
-    generator, chance = torch.Generator().manual_seed(100 * drawn.seed + step), Random(100 * drawn.seed + step)
+    generator, chance = (
+        torch.Generator().manual_seed(100 * drawn.seed + step),
+        Random(100 * drawn.seed + step),
+    )
     for index in range(drawn.microbatches):
         tokens = torch.randint(MODELS[drawn.model].vocab, (drawn.rows, 17), generator=generator)
         mask = torch.rand(drawn.rows, 16, generator=generator) < chance.choice((0.0, 0.7, 0.7, 0.7))

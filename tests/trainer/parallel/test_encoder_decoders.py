@@ -24,7 +24,7 @@ from megaconv.model.table import canonical_shapes
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.plan import make_plan
+from megatron_lite.models.build_plan import make_plan
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions, Recompute
@@ -73,14 +73,18 @@ class Case:
         stages = f"pp{self.encoder_stages}+{self.decoder_stages}" if self.encoder_stages else ""
         words = [f"{name}{getattr(self, name)}" for name in ("tp", "dp") if getattr(self, name) > 1]
         words += [stages, "zero" if self.distributed else "", self.recompute.granularity or ""]
-        return " ".join(filter(None, [*words, *(str(value) for _, value in self.config)])) or "alone"
+        return (
+            " ".join(filter(None, [*words, *(str(value) for _, value in self.config)])) or "alone"
+        )
 
 
 def canonical(config: ModelConfig, file: Path) -> dict[str, np.ndarray]:
     """What a file of core's whole tensors holds, in our pieces."""
     rows, layout = family(config.family).rows, Layout(stage_layers=(config.layer_count,))
     (chunk,) = layout.chunks()
-    found = {name: np.zeros(shape, np.float32) for name, shape in canonical_shapes(rows, config).items()}
+    found = {
+        name: np.zeros(shape, np.float32) for name, shape in canonical_shapes(rows, config).items()
+    }
     tensors = load_file(file)
     for native in native_tensors(rows, config, CORE_LOCAL, layout, 0, chunk, config.vocab):
         if native.copy is not None:
@@ -90,7 +94,9 @@ def canonical(config: ModelConfig, file: Path) -> dict[str, np.ndarray]:
             matrix = found[name].reshape(matrix_shape(found[name].shape))
             for region in regions:
                 box = region.box
-                rows_here = whole[region.row : region.row + box.rows, region.col : region.col + box.cols]
+                rows_here = whole[
+                    region.row : region.row + box.rows, region.col : region.col + box.cols
+                ]
                 matrix[box.row0 : box.row1, box.col0 : box.col1] = rows_here
     return found
 
@@ -118,13 +124,25 @@ def make_engine(case: Case) -> Engine:
 
 def microbatches(step: int) -> list[Microbatch]:
     samples = np.load(FIXTURES / "masked" / "expected.npz")
-    arrays = {name: samples[f"t5/train/{name}"] for name in ("text_enc", "text_dec", "labels", "loss_mask", "enc_mask")}
+    arrays = {
+        name: samples[f"t5/train/{name}"]
+        for name in ("text_enc", "text_dec", "labels", "loss_mask", "enc_mask")
+    }
     found = []
     for index, rows in enumerate(EXPECTED["steps"][step]["rows"]):
         source, tokens, labels, counting, seen = (
             torch.from_numpy(array[rows].astype(np.int64)) for array in arrays.values()
         )
-        found.append(Microbatch(tokens, labels, counting.float(), source=source, source_visible=seen > 0, index=index))
+        found.append(
+            Microbatch(
+                tokens,
+                labels,
+                counting.float(),
+                source=source,
+                source_visible=seen > 0,
+                index=index,
+            )
+        )
     return found
 
 
@@ -147,13 +165,20 @@ def compare(found: list[tuple[float, float]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "recompute", [NONE, Recompute("full"), Recompute("selective")], ids=lambda again: again.granularity
+    "recompute",
+    [NONE, Recompute("full"), Recompute("selective")],
+    ids=lambda again: again.granularity,
 )
 def test_ten_steps_of_one_process_are_megatron_cores(recompute: Recompute) -> None:
     compare(train(0, Case(recompute=recompute)))
 
 
-LAYOUTS = [Case(tp=2), Case(dp=2, distributed=True), Case(encoder_stages=1), Case(encoder_stages=1, decoder_stages=2)]
+LAYOUTS = [
+    Case(tp=2),
+    Case(dp=2, distributed=True),
+    Case(encoder_stages=1),
+    Case(encoder_stages=1, decoder_stages=2),
+]
 MORE_LAYOUTS = [
     Case(dp=2), Case(encoder_stages=2), Case(encoder_stages=2, decoder_stages=2, recompute=Recompute("full")),
     Case(tp=2, encoder_stages=1), Case(tp=2, dp=2, distributed=True), Case(encoder_stages=1, dp=2, distributed=True),
@@ -173,19 +198,25 @@ def test_ten_steps_at_any_layout_are_megatron_cores(case: Case, world: World) ->
         compare(found)
 
 
-@pytest.mark.parametrize("name", ["core-t5-tp2pp1/checkpoint", "pipelined-t5-tp2e1d1/checkpoint", "dist-t5-tp1pp1"])
+@pytest.mark.parametrize(
+    "name", ["core-t5-tp2pp1/checkpoint", "pipelined-t5-tp2e1d1/checkpoint", "dist-t5-tp1pp1"]
+)
 def test_logits_of_megatrons_own_checkpoints(name: str) -> None:
     """Saved by runs of core 0.16, and of one that had stages; its own answers lie beside them."""
     checkpoint = Path(__file__).parents[2] / "fixtures" / name
     place = checkpoint.parent if checkpoint.name == "checkpoint" else checkpoint
     opened, answers = megaconv.open(checkpoint), load_file(place / "logits.safetensors")
     layout = Layout(stage_layers=(opened.config.layer_count,))
-    engine = Engine(opened.config, make_grid(layout, 1, torch.device("cpu")), ModelOptions("float32"), None)
+    engine = Engine(
+        opened.config, make_grid(layout, 1, torch.device("cpu")), ModelOptions("float32"), None
+    )
     load_weights(engine, opened.tensors)
     tokens = answers["decoder_input_ids"]
     found = engine.logits(Microbatch(tokens, tokens, source=answers["input_ids"]))
     assert found is not None
-    torch.testing.assert_close(found, answers["logits"][..., : opened.config.vocab], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        found, answers["logits"][..., : opened.config.vocab], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_gradients_of_the_first_step_are_megatron_cores() -> None:
@@ -213,6 +244,8 @@ def test_gradients_of_the_first_step_are_megatron_cores() -> None:
         ({"encoder.layers": 3}, "3 layers in its encoder and 2 in its decoder"),
     ],
 )  # fmt: skip
-def test_a_t5_that_is_another_function_than_cores_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_a_t5_that_is_another_function_than_cores_is_refused(
+    fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(NotExpressible, match=message):
         make_plan(changed(CONFIG, fields), Layout(stage_layers=(2,)), ModelOptions(), TensorGroup())

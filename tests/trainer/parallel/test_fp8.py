@@ -15,11 +15,11 @@ from torch import Tensor
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.model.fields import fields_of, from_fields
 from megaconv.model.layout import Layout
-from megatron_lite.models.fp8 import delayed_products
-from megatron_lite.models.plan import make_plan
-from megatron_lite.parallel.fp8 import KINDS, DelayedProduct
-from megatron_lite.parallel.product import PLAIN, OtherProduct
+from megatron_lite.models.build_plan import make_plan
 from megatron_lite.parallel.tensor import TensorGroup
+from megatron_lite.products.fp8 import KINDS, DelayedProduct
+from megatron_lite.products.product import PLAIN, OtherProduct
+from megatron_lite.products.selection import delayed_products
 from megatron_lite.settings.options import FP8, ModelOptions
 from tests.trainer.parallel.small import MODELS, Case, make_engine, own_batches, step
 from tests.trainer.parallel.worlds import World
@@ -33,13 +33,23 @@ def emulated(values: Tensor, recipe: str, kind: tuple[torch.dtype, float], weigh
     dtype, most = kind
     rows, columns = values.shape
     wide = {"blockwise": 128, "mxfp8": 32}.get(recipe, columns)
-    high = 128 if recipe == "blockwise" and weight else rows if recipe in ("tensorwise", "delayed") else 1
+    high = (
+        128
+        if recipe == "blockwise" and weight
+        else rows
+        if recipe in ("tensorwise", "delayed")
+        else 1
+    )
     found = torch.empty_like(values, dtype=torch.float32)
     for row in range(0, rows, high):
         for column in range(0, columns, wide):
             block = values[row : row + high, column : column + wide].float()
             largest = block.abs().max().item()
-            scale = most / largest if recipe in ("tensorwise", "delayed") else 2.0 ** -ceil(log2(largest / most))
+            scale = (
+                most / largest
+                if recipe in ("tensorwise", "delayed")
+                else 2.0 ** -ceil(log2(largest / most))
+            )
             found[row : row + high, column : column + wide] = (block * scale).clamp(-most, most).to(
                 dtype
             ).float() / scale
@@ -48,25 +58,53 @@ def emulated(values: Tensor, recipe: str, kind: tuple[torch.dtype, float], weigh
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("form", ["e4m3", "hybrid"])
-def test_three_products_are_those_of_quantized_and_dequantized_matrices(recipe: str, form: str) -> None:
+def test_three_products_are_those_of_quantized_and_dequantized_matrices(
+    recipe: str, form: str
+) -> None:
     """Tokens and outputs are of very different sizes, though their products aren't: along the wrong axis blocks would lose small ones."""
     torch.manual_seed(3)
-    of_tokens, of_outputs = (2.0 ** (torch.arange(count) * 7 % 13 - 6).float() for count in (74, 192))
+    of_tokens, of_outputs = (
+        2.0 ** (torch.arange(count) * 7 % 13 - 6).float() for count in (74, 192)
+    )
     of_x = of_tokens.view(37, 2, 1)
     x, weight = torch.randn(37, 2, 160) * of_x, torch.randn(192, 160) * of_outputs[:, None]
     grad = torch.randn(37, 2, 192) * 1e-4 / of_x / of_outputs
-    product, of_gradients = KINDS[recipe](FP8(form, recipe)), E5M2 if form == "hybrid" else E4M3
+    product, of_gradients = (
+        KINDS[recipe](FP8(format=form, recipe=recipe)),
+        E5M2 if form == "hybrid" else E4M3,
+    )
     rows, grads = x.flatten(0, 1), grad.flatten(0, 1)
 
     def quantized(values: Tensor, role: str) -> Tensor:
-        return emulated(values, recipe, of_gradients if role == "gradient" else E4M3, role == "weight")
+        return emulated(
+            values, recipe, of_gradients if role == "gradient" else E4M3, role == "weight"
+        )
 
-    made, dx, dw = (product.forward(x, weight), product.of_input(grad, weight), product.of_weight(grads, rows))
+    made, dx, dw = (
+        product.forward(x, weight),
+        product.of_input(grad, weight),
+        product.of_weight(grads, rows),
+    )
     tokens = of_tokens[:, None]
     for found, left, right, sizes in (
-        (made.flatten(0, 1), quantized(rows, "input"), quantized(weight, "weight"), tokens * of_outputs),
-        (dx.flatten(0, 1), quantized(grads, "gradient"), quantized(weight.t(), "weight"), 1 / tokens),
-        (dw, quantized(grads.t(), "gradient"), quantized(rows.t(), "input"), 1 / of_outputs[:, None]),
+        (
+            made.flatten(0, 1),
+            quantized(rows, "input"),
+            quantized(weight, "weight"),
+            tokens * of_outputs,
+        ),
+        (
+            dx.flatten(0, 1),
+            quantized(grads, "gradient"),
+            quantized(weight.t(), "weight"),
+            1 / tokens,
+        ),
+        (
+            dw,
+            quantized(grads.t(), "gradient"),
+            quantized(rows.t(), "input"),
+            1 / of_outputs[:, None],
+        ),
     ):
         expected = left @ right.t() / sizes
         assert (found / sizes - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -84,8 +122,12 @@ def test_delayed_scales_follow_the_largest_elements_of_the_steps_before() -> Non
         product = DelayedProduct(FP8(recipe="delayed", history=3, algorithm=algorithm))
         for largest in (100.0, 8.0, 4.0, 2.0):  # the first is forgotten by then
             product.end_step(torch.tensor([largest, 0.0, 0.0]))
-        assert product.scale("input", torch.tensor([[1000.0]]), torch.float8_e4m3fn).item() == expected
-        assert product.forward(torch.full((1, 16), 1000.0), torch.eye(16)).max() <= 8.0, "larger ones are clamped"
+        assert (
+            product.scale("input", torch.tensor([[1000.0]]), torch.float8_e4m3fn).item() == expected
+        )
+        assert product.forward(torch.full((1, 16), 1000.0), torch.eye(16)).max() <= 8.0, (
+            "larger ones are clamped"
+        )
 
 
 SIZES = {"mlp.ffn": 64, "experts.count": 4, "experts.per_token": 2, "experts.ffn": 32}
@@ -102,7 +144,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def case(fp8: FP8 | None, **more: Any) -> Case:
-    return Case("in fp8", masked=False, steps=12, options=(("dtype", "bfloat16"), ("fp8", fp8)), **more)
+    return Case(
+        "in fp8", masked=False, steps=12, options=(("dtype", "bfloat16"), ("fp8", fp8)), **more
+    )
 
 
 def losses(_rank: int, run: Case) -> list[float]:
@@ -116,7 +160,9 @@ def losses(_rank: int, run: Case) -> list[float]:
 
 SLOW = ("tensorwise", "delayed")
 """On a CPU: torch's product by one scale of each matrix takes its elements one by one."""
-EACH_RECIPE = [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in RECIPES]
+EACH_RECIPE = [
+    pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in RECIPES
+]
 
 
 class IdealProduct(OtherProduct):
@@ -135,7 +181,9 @@ class IdealProduct(OtherProduct):
     def rounded(self, values: Tensor, mantissa: int = 3) -> Tensor:
         fraction, exponent = torch.frexp(values.float() * self.factor)
         steps = 2.0 ** (mantissa + 1)  # the fraction is at least a half
-        return (torch.ldexp((fraction * steps).round() / steps, exponent) / self.factor).to(values.dtype)
+        return (torch.ldexp((fraction * steps).round() / steps, exponent) / self.factor).to(
+            values.dtype
+        )
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         made = self.rounded(x) @ self.rounded(weight).t()
@@ -154,7 +202,7 @@ def ideal(make: Callable[[FP8], Found], form: str, draws: int) -> list[Found]:
     with mock.patch.dict(KINDS, mxfp8=IdealProduct):
         for draw in range(draws):
             IdealProduct.draws.seed(draw)
-            found.append(make(FP8(form, "mxfp8")))
+            found.append(make(FP8(format=form, recipe="mxfp8")))
     return found
 
 
@@ -167,7 +215,11 @@ def gradients(fp8: FP8 | None) -> dict[str, Tensor]:
     engine = make_engine(run)
     engine.train_step(own_batches(run, 0, engine), lr=0.0, weight_decay=0.0)
     assert engine.optimizer is not None
-    return {item.name: item.gradient.clone() for item in engine.optimizer.ranges() if ".layers." in item.name}
+    return {
+        item.name: item.gradient.clone()
+        for item in engine.optimizer.ranges()
+        if ".layers." in item.name
+    }
 
 
 @cache
@@ -191,7 +243,7 @@ def test_gradients_part_as_far_as_the_precision_of_the_format_has_it(recipe: str
     Neither more nor less: a mean over all parameters to 15%, thrice what one draw's parts from that of all draws.
     """
     plain = gradients(None)
-    e4m3, hybrid = (gradients(FP8(form, recipe)) for form in ("e4m3", "hybrid"))
+    e4m3, hybrid = (gradients(FP8(format=form, recipe=recipe)) for form in ("e4m3", "hybrid"))
     ideal_e4m3, ideal_hybrid = (gradients_by_chance(form) for form in ("e4m3", "hybrid"))
     for found, expected in (
         (departures(e4m3, plain), [departures(each, plain) for each in ideal_e4m3]),
@@ -199,7 +251,9 @@ def test_gradients_part_as_far_as_the_precision_of_the_format_has_it(recipe: str
         (departures(hybrid, e4m3), list(map(departures, ideal_hybrid, ideal_e4m3))),
     ):
         assert (torch.stack(expected) > 0).all(), "else a mean is 0 whatever the others are"
-        assert geometric_mean(found) == pytest.approx(geometric_mean(torch.stack(expected)), rel=0.15)
+        assert geometric_mean(found) == pytest.approx(
+            geometric_mean(torch.stack(expected)), rel=0.15
+        )
 
 
 @cache
@@ -217,7 +271,7 @@ def departed() -> float:
 @pytest.mark.parametrize("recipe", EACH_RECIPE)
 def test_a_model_learns_in_fp8_as_in_any_rounding_of_its_precision(recipe: str) -> None:
     """Within half of how far such rounding parts from bf16 by chance: single draws are within a quarter of their root mean square."""
-    plain, found = in_bf16(), losses(0, case(FP8("e4m3", recipe)))
+    plain, found = in_bf16(), losses(0, case(FP8(format="e4m3", recipe=recipe)))
     assert dist(found, plain) == pytest.approx(departed(), rel=0.5)
     assert plain[-1] < 0.7 * plain[0], "else there was nothing to learn"
 
@@ -225,16 +279,24 @@ def test_a_model_learns_in_fp8_as_in_any_rounding_of_its_precision(recipe: str) 
 def test_layers_at_both_ends_stay_in_bf16_where_asked_for() -> None:
     engine = make_engine(case(FP8(first_in_bf16=1, last_in_bf16=2)))
     (chunk,) = engine.chunks
-    kinds = [{type(getattr(module, "product", PLAIN)) for module in layer.modules()} for layer in chunk.decoder.layers]
+    kinds = [
+        {type(getattr(module, "product", PLAIN)) for module in layer.modules()}
+        for layer in chunk.decoder.layers
+    ]
     assert [DelayedProduct in found for found in kinds] == [False, True, False, False]
     assert chunk.output_layer is not None
     assert not hasattr(chunk.output_layer, "product")
 
 
 def test_a_network_of_its_own_is_not_taken_for_a_decoder() -> None:
-    with pytest.raises(NotExpressible, match="--fp8-format is for decoders; a bert is computed in bf16"):
+    with pytest.raises(
+        NotExpressible, match="--fp8-format is for decoders; a bert is computed in bf16"
+    ):
         make_plan(
-            replace(MODELS["gpt2"], family="bert"), Layout(stage_layers=(4,)), ModelOptions(fp8=FP8()), TensorGroup()
+            replace(MODELS["gpt2"], family="bert"),
+            Layout(stage_layers=(4,)),
+            ModelOptions(fp8=FP8()),
+            TensorGroup(),
         )
 
 
@@ -249,7 +311,10 @@ def largest_of_a_step(_rank: int, run: Case) -> list[list[float]]:
     engine = make_engine(run)
     step(engine, run, 0)
     (chunk,) = engine.chunks
-    found = [[float(history[0]) for history in product.history.values()] for _, product in delayed_products(chunk)]
+    found = [
+        [float(history[0]) for history in product.history.values()]
+        for _, product in delayed_products(chunk)
+    ]
     engine.finish()
     engine.grid.close()
     return found
@@ -261,6 +326,9 @@ def test_ranks_train_in_fp8_as_one_process_and_share_what_was_largest(world: Wor
     first, second = world.run(2, largest_of_a_step, shared)
     assert first == second
     shared = replace(shared, steps=4)
-    for run in (shared, replace(case(FP8("e4m3", "tensorwise"), dp=2, distributed=True), steps=4)):
+    for run in (
+        shared,
+        replace(case(FP8(format="e4m3", recipe="tensorwise"), dp=2, distributed=True), steps=4),
+    ):
         for found in world.run(run.world, losses, run):
             assert found == pytest.approx(losses(0, run.alone()), rel=1e-2)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megaconv import open as open_checkpoint
+from tests.megatron.test_optimizer import assert_one_step
 from tests.optimizer_models import load
 from tests.optimizer_oracle import step as go_on
 from tests.runs import run as megaconv
-from tests.test_optimizer import assert_one_step
 from tests.trainer.loop.launches import DEEPSEEK, LLAMA, launch
 from tests.trainer.loop.launches import train as launch_and_wait
 from tests.trainer.parallel.core_oracle import train_with_core
@@ -43,6 +43,7 @@ def test_a_step_is_that_of_megatron_core(tmp_path: Path) -> None:
     "case",
     [
         Case(MODEL, pp=2, steps=5),
+        Case("mimo", tp=2, pp=2, steps=5),
         *(
             pytest.param(case, marks=pytest.mark.slow)
             for case in (
@@ -58,7 +59,9 @@ def test_every_layout_trains_as_one_process_does(case: Case, world: World) -> No
     (expected,) = world.run(1, train, case.alone())
     for found in world.run(case.world, train, case):
         for one, other in zip(found.reports, expected.reports, strict=True):
-            assert (one.loss, *one.others.values()) == pytest.approx((other.loss, *other.others.values()), rel=1e-5)
+            assert (one.loss, *one.others.values()) == pytest.approx(
+                (other.loss, *other.others.values()), rel=1e-5
+            )
             assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
 
 
@@ -73,7 +76,9 @@ def test_a_run_of_two_stages_goes_on_to_the_same_bits_and_is_converted(tmp_path:
         for name in ("straight", "stopped")
     )
     assert [line["mtp_1_loss"] for line in straight] == [line["mtp_1_loss"] for line in stopped]
-    assert megaconv("diff", tmp_path / "straight" / "ckpt", tmp_path / "stopped" / "ckpt").status == 0
+    assert (
+        megaconv("diff", tmp_path / "straight" / "ckpt", tmp_path / "stopped" / "ckpt").status == 0
+    )
     whole = ("--saver", "core", "--tp", "2", "--pp", "1")
     assert megaconv("convert", tmp_path / "stopped" / "ckpt", tmp_path / "one", *whole).status == 0
     assert megaconv("diff", tmp_path / "stopped" / "ckpt", tmp_path / "one").status == 0
@@ -82,26 +87,52 @@ def test_a_run_of_two_stages_goes_on_to_the_same_bits_and_is_converted(tmp_path:
 STAGES = f"pretrain {TIED} --bf16 --pipeline-model-parallel-size 2 --save ckpt"
 
 
-@pytest.mark.parametrize("more", ["", pytest.param("--use-distributed-optimizer", marks=pytest.mark.slow)])
-def test_rank_files_of_several_stages_hold_what_the_format_without_stages_does(more: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more", ["", pytest.param("--use-distributed-optimizer", marks=pytest.mark.slow)]
+)
+def test_rank_files_of_several_stages_hold_what_the_format_without_stages_does(
+    more: str, tmp_path: Path
+) -> None:
     """Weights and optimizer; a run goes on from them at another layout as from that, and megaconv makes the one of the other."""
     ranks = 4 if more else 2
     for name, form in (("ranks", "torch"), ("dist", "torch_dist")):
-        launch_and_wait(tmp_path / name, ranks, f"{STAGES} {more} --train-iters 2 --ckpt-format {form}")
+        launch_and_wait(
+            tmp_path / name, ranks, f"{STAGES} {more} --train-iters 2 --ckpt-format {form}"
+        )
         launch_and_wait(
             tmp_path / f"{name} on",
             1,
             f"pretrain {TIED} --bf16 --train-iters 3 --load {tmp_path / name / 'ckpt'} --save ckpt",
         )
     for ending in ("", " on"):
-        assert megaconv("diff", tmp_path / f"ranks{ending}" / "ckpt", tmp_path / f"dist{ending}" / "ckpt").status == 0
-    two_stages = ("--saver", "core", "--ckpt-format", "torch", "--pp", "2", "--transformer-impl", "transformer_engine")
+        assert (
+            megaconv(
+                "diff", tmp_path / f"ranks{ending}" / "ckpt", tmp_path / f"dist{ending}" / "ckpt"
+            ).status
+            == 0
+        )
+    two_stages = (
+        "--saver",
+        "core",
+        "--ckpt-format",
+        "torch",
+        "--pp",
+        "2",
+        "--transformer-impl",
+        "transformer_engine",
+    )
     for name in ("ranks", "dist"):
-        assert megaconv("convert", tmp_path / name / "ckpt", tmp_path / f"{name} out", *two_stages).status == 0
+        assert (
+            megaconv(
+                "convert", tmp_path / name / "ckpt", tmp_path / f"{name} out", *two_stages
+            ).status
+            == 0
+        )
         assert megaconv("diff", tmp_path / f"{name} out", tmp_path / "ranks" / "ckpt").status == 0
     last = "mp_rank_00_001/model_optim_rng.pt"
     ours, theirs = (
-        load(next(path.glob(f"*/{last}"))) for path in (tmp_path / "ranks" / "ckpt", tmp_path / "ranks out")
+        load(next(path.glob(f"*/{last}")))
+        for path in (tmp_path / "ranks" / "ckpt", tmp_path / "ranks out")
     )
     assert list(ours["model"]) == list(theirs["model"])
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -117,12 +148,18 @@ def numbers(state: Any) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.oracle
 def test_megatrons_own_optimizers_go_on_from_rank_files_of_several_stages(tmp_path: Path) -> None:
-    launch_and_wait(tmp_path, 2, f"{STAGES} --train-iters 2 --ckpt-format torch --transformer-impl local")
+    launch_and_wait(
+        tmp_path, 2, f"{STAGES} --train-iters 2 --ckpt-format torch --transformer-impl local"
+    )
     go_on([(tmp_path / "ckpt", tmp_path / "to")], tmp_path)
-    assert_one_step(open_checkpoint(tmp_path / "ckpt"), open_checkpoint(tmp_path / "to"), "tied, further tokens")
+    assert_one_step(
+        open_checkpoint(tmp_path / "ckpt"), open_checkpoint(tmp_path / "to"), "tied, further tokens"
+    )
 
 
-def test_a_model_whose_checkpoints_have_no_such_layers_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_model_whose_checkpoints_have_no_such_layers_is_refused_in_one_line(
+    tmp_path: Path,
+) -> None:
     running = launch(tmp_path, 1, f"pretrain {LLAMA} --mtp-num-layers 1 --train-iters 2")
     assert running.wait() == [2]
     assert "would be a llama that predicts further tokens" in running.log(0)

@@ -33,11 +33,17 @@ print(len(made), sum(len(ranks) - 1 for ranks in made.values() if len(ranks) < 5
 """What backends are asked for in a world of 512, of which this process plays one rank."""
 
 
-@pytest.mark.parametrize(("rank", "groups", "peers"), [(0, 6, 27), (130, 5, 26)], ids=["an end", "the middle"])
+@pytest.mark.parametrize(
+    ("rank", "groups", "peers"), [(0, 6, 27), (130, 5, 26)], ids=["an end", "the middle"]
+)
 def test_of_512_ranks_each_has_groups_with_a_few_alone(rank: int, groups: int, peers: int) -> None:
     """The world; 8 tensor ranks, which share experts, too; 16 replicas; 2 of a sequence; 4 stages, and at these ends 2 of them."""
     found = subprocess.run(
-        [sys.executable, "-c", COUNT_GROUPS, str(rank)], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-c", COUNT_GROUPS, str(rank)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
     assert tuple(map(int, found.stdout.split())) == (groups, peers)
 
@@ -65,17 +71,24 @@ class Counting:
 def _load(_rank: int, case: Case) -> tuple[dict[str, torch.Tensor], list[tuple[str, Box]]]:
     config = MODELS[case.model]
     shapes = canonical_shapes(family(config.family).rows, config)
-    tensors = {name: Counting(RandomTensor(shape, 0.0, 1.0, seed)) for seed, (name, shape) in enumerate(shapes.items())}
+    tensors = {
+        name: Counting(RandomTensor(shape, 0.0, 1.0, seed))
+        for seed, (name, shape) in enumerate(shapes.items())
+    }
     engine = make_engine(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm, "PIECE", 100)  # so that a matrix goes in several
         load_weights(engine, tensors)
     engine.grid.close()
-    return weights_of(engine), [(name, box) for name, tensor in tensors.items() for box in tensor.reads]
+    return weights_of(engine), [
+        (name, box) for name, tensor in tensors.items() for box in tensor.reads
+    ]
 
 
 @pytest.mark.parametrize("model", ["qwen3", "mixtral"])
-def test_one_of_the_ranks_that_hold_a_weight_reads_it_and_passes_it_on(world: World, model: str) -> None:
+def test_one_of_the_ranks_that_hold_a_weight_reads_it_and_passes_it_on(
+    world: World, model: str
+) -> None:
     expected, once = _load(0, Case(model))
     loaded = world.run(2, _load, Case(model, dp=2, distributed=True))
     assert Counter(once) == Counter(read for _, reads in loaded for read in reads)

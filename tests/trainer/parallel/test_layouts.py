@@ -35,6 +35,8 @@ COVERING = [
     Case("qwen3", tp=2, pp=2, vpp=2, kind="sgd"),
     Case("gpt2", dp=4, distributed=True),
     Case("gemma3", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
+    Case("olmo2", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
+    Case("olmo2", tp=2, cp=2),
 ]
 EVERY = [
     Case(model, distributed=distributed, recompute=recompute, **layout)
@@ -72,7 +74,11 @@ def test_every_layout_trains_as_one_process_does(case: Case, world: World) -> No
     compare(case, world)
 
 
-PIPELINES = [Case("qwen3", pp=2), Case("gpt2, untied", pp=2, vpp=2), Case("qwen3", pp=4, recompute=FULL)]
+PIPELINES = [
+    Case("qwen3", pp=2),
+    Case("gpt2, untied", pp=2, vpp=2),
+    Case("qwen3", pp=4, recompute=FULL),
+]
 
 
 @pytest.mark.parametrize("case", PIPELINES, ids=str)
@@ -114,7 +120,13 @@ def test_what_dropout_drops_depends_on_no_layout(case: Case, world: World) -> No
 def test_bf16_layouts_agree_as_far_as_bf16_does(world: World) -> None:
     """And with fp32: weights and gradients are kept in it."""
     case = Case(
-        "qwen3", tp=2, dp=2, sequence_parallel=True, distributed=True, options=(("dtype", "bfloat16"),), steps=6
+        "qwen3",
+        tp=2,
+        dp=2,
+        sequence_parallel=True,
+        distributed=True,
+        options=(("dtype", "bfloat16"),),
+        steps=6,
     )
     expected = alone(replace(case.alone(), options=()), world)
     for found in world.run(case.world, train, case):

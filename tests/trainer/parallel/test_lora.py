@@ -59,8 +59,16 @@ class Case:
         return PEFT / f"peft-{self.model}" / "adapter"
 
     def __str__(self) -> str:
-        words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "ep", "cp") if getattr(self, name) > 1]
-        flags = [word for word, said in (("sp", self.sequence_parallel), ("zero", self.distributed)) if said]
+        words = [
+            f"{name}{getattr(self, name)}"
+            for name in ("tp", "pp", "dp", "ep", "cp")
+            if getattr(self, name) > 1
+        ]
+        flags = [
+            word
+            for word, said in (("sp", self.sequence_parallel), ("zero", self.distributed))
+            if said
+        ]
         return " ".join([self.model, *words, *flags, self.recompute.granularity or ""]).strip()
 
 
@@ -69,14 +77,22 @@ def make(case: Case, *, trained: bool = True) -> Engine:
     source = open_checkpoint(case.base)
     start = read_adapter(case.adapter, source.config) if case.lora is None else None
     layout = Layout(
-        case.tp, case.pp, 1, case.ep, stage_layers=split_layers(source.config.layer_count, case.pp, 1, LayerSplit())
+        case.tp,
+        case.pp,
+        1,
+        case.ep,
+        stage_layers=split_layers(source.config.layer_count, case.pp, 1, LayerSplit()),
     )
-    grid = make_grid(layout, case.dp, torch.device("cpu"), cp=case.cp, experts=source.config.experts.count > 0)
+    grid = make_grid(
+        layout, case.dp, torch.device("cpu"), cp=case.cp, experts=source.config.experts.count > 0
+    )
     options = ModelOptions(
         "float32", sequence_parallel=case.sequence_parallel, recompute=case.recompute, vocab_divisor=1 if case.tp == 1 else 2,
         lora=start.options if start is not None else case.lora,
     )  # fmt: skip
-    optimizer = OptimizerOptions(betas=(0.9, 0.95), clip_grad=0, distributed=case.distributed, bucket_elements=500)
+    optimizer = OptimizerOptions(
+        betas=(0.9, 0.95), clip_grad=0, distributed=case.distributed, bucket_elements=500
+    )
     engine = Engine(source.config, grid, options, optimizer if trained else None)
     load_weights(engine, source.tensors)
     if start is not None:
@@ -95,14 +111,23 @@ def batches(case: Case, step: int, engine: Engine) -> list[Microbatch]:
 
 def train(_rank: int, case: Case, steps: int) -> tuple[list[float], dict[Key, torch.Tensor]]:
     engine = make(case)
-    losses = [engine.train_step(batches(case, step, engine), 5e-3, 0.1).loss for step in range(steps)]
+    losses = [
+        engine.train_step(batches(case, step, engine), 5e-3, 0.1).loss for step in range(steps)
+    ]
     found = gather_adapters(engine)
     engine.grid.close()
     return losses, found
 
 
 CASES = [
-    Case("llama-all-linear", tp=2, dp=2, sequence_parallel=True, distributed=True, recompute=Recompute("selective")),
+    Case(
+        "llama-all-linear",
+        tp=2,
+        dp=2,
+        sequence_parallel=True,
+        distributed=True,
+        recompute=Recompute("selective"),
+    ),
     Case("gpt2-conv1d", pp=2),
     Case("mixtral-experts", tp=2, ep=2, sequence_parallel=True),
 ]
@@ -165,7 +190,9 @@ def test_a_fresh_adapter_changes_nothing_and_nothing_else_is_trained() -> None:
     assert all(torch.equal(tensor, weights[name]) for _, name, tensor in engine.parameters())
     assert engine.optimizer is not None
     owned = sum(item.end - item.start for item in engine.optimizer.ranges())
-    assert owned == sum(torch.Size(info.native.shape).numel() for infos in engine.adapters for info in infos)
+    assert owned == sum(
+        torch.Size(info.native.shape).numel() for infos in engine.adapters for info in infos
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,7 +212,9 @@ def test_what_is_saved_is_merged_and_read_back(model: str, lora: LoRA, tmp_path:
 
 
 @pytest.mark.oracle
-def test_latent_attention_and_shared_experts_have_adapters_too(world: World, tmp_path: Path) -> None:
+def test_latent_attention_and_shared_experts_have_adapters_too(
+    world: World, tmp_path: Path
+) -> None:
     create((VARIANTS | MIXTURES)["deepseek_v3"], tmp_path / "base")
     lora = LoRA(2, 4.0)
     case = Case("deepseek_v3", lora=lora, directory=tmp_path / "base")
@@ -201,7 +230,9 @@ def assert_saved_and_merged(case: Case, lora: LoRA, tmp_path: Path) -> None:
     engine = make(case)
     for step in range(3):
         engine.train_step(batches(case, step, engine), 1e-2)
-    saved = {key.name: tensor for key, tensor in gather_adapters(engine).items() if key.slot == WEIGHT}
+    saved = {
+        key.name: tensor for key, tensor in gather_adapters(engine).items() if key.slot == WEIGHT
+    }
     directory = tmp_path / "adapter"
     directory.mkdir()
     for name, content in adapter_files(saved, engine.config, lora, str(case.base)).items():
@@ -209,13 +240,15 @@ def assert_saved_and_merged(case: Case, lora: LoRA, tmp_path: Path) -> None:
     back = read_adapter(directory, engine.config)
     assert (back.options.rank, back.options.scale) == (lora.rank, lora.scale)
     assert back.tensors.keys() == saved.keys()
-    assert all(torch.equal(getattr(tensor, "values"), saved[name]) for name, tensor in back.tensors.items())  # noqa: B009
+    assert all(torch.equal(tensor.values, saved[name]) for name, tensor in back.tensors.items())
     again = Engine(engine.config, engine.grid, replace(engine.options, lora=back.options), None)
     assert {info.name for info in again.adapters[0]} == {info.name for info in engine.adapters[0]}
 
     batch = batches(case, 0, engine)[0]
     unmerged = engine.logits(batch)
-    megaconv.convert(case.base, tmp_path / "merged", saver="hf", adapters=[str(directory)], dtype="float32")
+    megaconv.convert(
+        case.base, tmp_path / "merged", saver="hf", adapters=[str(directory)], dtype="float32"
+    )
     merged = Engine(engine.config, engine.grid, replace(engine.options, lora=None), None)
     load_weights(merged, open_checkpoint(tmp_path / "merged").tensors)
     logits = merged.logits(batch)
@@ -224,7 +257,9 @@ def assert_saved_and_merged(case: Case, lora: LoRA, tmp_path: Path) -> None:
     assert (logits - unmerged).abs().max() <= 1e-5 * unmerged.abs().max()
 
 
-def test_dropout_of_adapters_is_the_same_at_every_layout_and_when_computed_again(world: World) -> None:
+def test_dropout_of_adapters_is_the_same_at_every_layout_and_when_computed_again(
+    world: World,
+) -> None:
     case = Case("llama-all-linear", lora=LoRA(4, 8, ("q_proj", "v_proj", "gate_proj"), dropout=0.3))
     (alone,) = world.run(1, train, case, 3)
     (plain,) = world.run(1, train, replace(case, lora=replace(case.lora, dropout=0.0)), 3)
@@ -234,7 +269,9 @@ def test_dropout_of_adapters_is_the_same_at_every_layout_and_when_computed_again
         replace(case, tp=2, sequence_parallel=True),
         replace(case, tp=2),
     ):
-        assert world.run(other.world, train, other, 3)[0][0] == pytest.approx(alone[0], rel=TOLERANCE)
+        assert world.run(other.world, train, other, 3)[0][0] == pytest.approx(
+            alone[0], rel=TOLERANCE
+        )
 
 
 def test_the_stacked_matrices_of_experts_are_those_of_the_file() -> None:
@@ -246,7 +283,10 @@ def test_the_stacked_matrices_of_experts_are_those_of_the_file() -> None:
     files = adapter_files(values, source.config, adapter.options, "base")
     from safetensors.torch import load
 
-    ours, theirs = load(files["adapter_model.safetensors"]), load_file(place / "adapter_model.safetensors")
+    ours, theirs = (
+        load(files["adapter_model.safetensors"]),
+        load_file(place / "adapter_model.safetensors"),
+    )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     config = json.loads(files["adapter_config.json"])
@@ -256,7 +296,8 @@ def test_the_stacked_matrices_of_experts_are_those_of_the_file() -> None:
 
 def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(
-        UsageError, match="--lora-targets embed_tokens: is no matrix of this model; there are all-linear, down_proj"
+        UsageError,
+        match="--lora-targets embed_tokens: is no matrix of this model; there are all-linear, down_proj",
     ):
         make(Case("llama-all-linear", lora=LoRA(4, 8, ("embed_tokens",))))
     with pytest.raises(UsageError, match="no matrix of this model's layers is among them"):

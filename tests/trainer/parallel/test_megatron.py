@@ -39,25 +39,44 @@ def test_ten_steps_are_those_of_megatron_core(tmp_path: Path) -> None:
     for model, variant in MODELS.items():
         create(variant, tmp_path / model)
         # Not padded: in Megatron padding takes part in the softmax.
-        unpadded: dict[str, Any] = {"saver": "core", "transformer_impl": "local", "vocab_divisor": 1}
+        unpadded: dict[str, Any] = {
+            "saver": "core",
+            "transformer_impl": "local",
+            "make_vocab_size_divisible_by": 1,
+        }
         megaconv.convert(tmp_path / model, tmp_path / f"{model}, core", **unpadded)
     checkpoints = [tmp_path / f"{model}, core" for model in MODELS]
-    for checkpoint, expected in zip(checkpoints, train_with_core(checkpoints, tokens, LR, tmp_path), strict=True):
-        for step, (report, (loss, norm)) in enumerate(zip(train(checkpoint, tokens), expected, strict=True)):
+    for checkpoint, expected in zip(
+        checkpoints, train_with_core(checkpoints, tokens, LR, tmp_path), strict=True
+    ):
+        for step, (report, (loss, norm)) in enumerate(
+            zip(train(checkpoint, tokens), expected, strict=True)
+        ):
             assert report.loss == pytest.approx(loss, rel=1e-5), f"{checkpoint.name}, step {step}"
-            assert report.grad_norm == pytest.approx(norm, rel=1e-4), f"{checkpoint.name}, step {step}"
+            assert report.grad_norm == pytest.approx(norm, rel=1e-4), (
+                f"{checkpoint.name}, step {step}"
+            )
     # What a comparison that leaves the biases of experts alone would find: another model, from the first other choice on.
     still = list(train(checkpoints[-1], tokens, bias_rate=0.0))
-    assert max(abs(report.loss / loss - 1) for report, (loss, _) in zip(still, expected, strict=True)) > 2e-5
+    assert (
+        max(abs(report.loss / loss - 1) for report, (loss, _) in zip(still, expected, strict=True))
+        > 2e-5
+    )
 
 
-def train(directory: Path, tokens: torch.Tensor, bias_rate: float = BIAS_RATE) -> Iterator[StepReport]:
+def train(
+    directory: Path, tokens: torch.Tensor, bias_rate: float = BIAS_RATE
+) -> Iterator[StepReport]:
     """The same with ours."""
     checkpoint = open_checkpoint(directory)
-    grid = make_grid(Layout(stage_layers=(checkpoint.config.layer_count,)), 1, torch.device("cpu"), experts=True)
+    grid = make_grid(
+        Layout(stage_layers=(checkpoint.config.layer_count,)), 1, torch.device("cpu"), experts=True
+    )
     optimizer = OptimizerOptions(betas=BETAS, eps=EPS, clip_grad=CLIP)
     options = ModelOptions(dtype="float32", balance=Balancing(bias_rate=bias_rate))
     engine = Engine(checkpoint.config, grid, options, optimizer)
     load_weights(engine, checkpoint.tensors)
     for step in tokens:
-        yield engine.train_step([Microbatch(batch[:, :-1], batch[:, 1:]) for batch in step], LR, WEIGHT_DECAY)
+        yield engine.train_step(
+            [Microbatch(batch[:, :-1], batch[:, 1:]) for batch in step], LR, WEIGHT_DECAY
+        )

@@ -17,12 +17,18 @@ def test_every_rank_is_in_one_group_along_any_axes() -> None:
         groups = mesh.groups(*names)
         assert sorted(rank for group in groups for rank in group) == list(range(24))
         for group in groups:
-            fixed = [{name: at for name, at in mesh.place(rank).items() if name not in names} for rank in group]
+            fixed = [
+                {name: at for name, at in mesh.place(rank).items() if name not in names}
+                for rank in group
+            ]
             assert all(place == fixed[0] for place in fixed)
 
 
 def test_eight_ranks_word_for_word() -> None:
-    dense, expert = dense_mesh(Layout(tp=2, pp=2), 2), expert_mesh(Layout(tp=2, pp=2, ep=2, etp=1), 2)
+    dense, expert = (
+        dense_mesh(Layout(tp=2, pp=2), 2),
+        expert_mesh(Layout(tp=2, pp=2, ep=2, etp=1), 2),
+    )
     assert dense.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert dense.groups("dp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert dense.groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]

@@ -59,11 +59,17 @@ class Mixture:
     def config(self) -> dict[str, Any]:
         """In core's words."""
         whole = self.expected()
-        found: dict[str, Any] = {"mtp_loss_scaling_factor": 0.1} | whole["base"] | whole["runs"][self.run]["config"]
+        found: dict[str, Any] = (
+            {"mtp_loss_scaling_factor": 0.1} | whole["base"] | whole["runs"][self.run]["config"]
+        )
         return found
 
     def __str__(self) -> str:
-        words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "ep", "etp") if getattr(self, name) > 1]
+        words = [
+            f"{name}{getattr(self, name)}"
+            for name in ("tp", "pp", "dp", "ep", "etp")
+            if getattr(self, name) > 1
+        ]
         words += ["zero"] * self.distributed + [self.dispatcher] * (self.dispatcher != "alltoall")
         return " ".join([self.run, *words, *filter(None, [self.recompute])])
 
@@ -75,7 +81,15 @@ def describe(case: Mixture) -> tuple[ModelConfig, Balancing]:
     sigmoid = base.get("moe_router_score_function") == "sigmoid"
     of_layers = base.get("moe_layer_freq", [1] * base["num_layers"])
     latent, further = base.get("multi_latent_attention", False), base.get("mtp_num_layers", 0)
-    family = "deepseek_v3" if latent else "glm4_moe" if sigmoid or further else "qwen2_moe" if shared else "mixtral"
+    family = (
+        "deepseek_v3"
+        if latent
+        else "glm4_moe"
+        if sigmoid or further
+        else "qwen2_moe"
+        if shared
+        else "mixtral"
+    )
     rope_dim, heads = base.get("qk_pos_emb_head_dim", 0), base["num_attention_heads"]
     config = from_fields(
         family,
@@ -96,7 +110,10 @@ def describe(case: Mixture) -> tuple[ModelConfig, Balancing]:
             "experts.groups": base.get("moe_router_num_groups"), "experts.group_topk": base.get("moe_router_group_topk"),
         },
     )  # fmt: skip
-    kinds, coefficients = base["moe_router_load_balancing_type"], base.get("moe_aux_loss_coeff", 0.0)
+    kinds, coefficients = (
+        base["moe_router_load_balancing_type"],
+        base.get("moe_aux_loss_coeff", 0.0),
+    )
     if isinstance(kinds, str):
         kinds, coefficients = [kinds], [coefficients]
     dtype = {"fp32": "float32"}.get(base.get("moe_router_dtype", ""))
@@ -112,17 +129,23 @@ def canonical(config: ModelConfig, file: Path) -> dict[str, np.ndarray]:
     """What a file of core's whole tensors holds, in our pieces."""
     rows, layout = family(config.family).rows, Layout(stage_layers=(config.layer_count,))
     (chunk,) = layout.chunks()
-    found = {name: np.zeros(shape, np.float32) for name, shape in canonical_shapes(rows, config).items()}
+    found = {
+        name: np.zeros(shape, np.float32) for name, shape in canonical_shapes(rows, config).items()
+    }
     tensors = load_file(file)
     for native in native_tensors(rows, config, CORE_LOCAL, layout, 0, chunk, config.vocab):
-        if native.copy is not None or (native.name.endswith("expert_bias") and native.name not in tensors):
+        if native.copy is not None or (
+            native.name.endswith("expert_bias") and native.name not in tensors
+        ):
             continue  # a second one, or without a gradient
         whole = tensors[native.name].numpy().reshape(matrix_shape(native.shape))
         for name, regions in native.parts.items():
             matrix = found[name].reshape(matrix_shape(found[name].shape))
             for region in regions:
                 box = region.box
-                rows_here = whole[region.row : region.row + box.rows, region.col : region.col + box.cols]
+                rows_here = whole[
+                    region.row : region.row + box.rows, region.col : region.col + box.cols
+                ]
                 matrix[box.row0 : box.row1, box.col0 : box.col1] = rows_here
     return found
 
@@ -141,7 +164,9 @@ def make_engine(case: Mixture) -> Engine:
         betas=tuple(training["betas"]), eps=training["eps"], clip_grad=training["clip_grad"],
         distributed=case.distributed, bucket_elements=5000,
     )  # fmt: skip
-    engine = Engine(config, make_grid(layout, case.dp, torch.device("cpu"), experts=True), options, optimizer)
+    engine = Engine(
+        config, make_grid(layout, case.dp, torch.device("cpu"), experts=True), options, optimizer
+    )
     weights = canonical(config, case.directory / "weights.safetensors")
     load_weights(engine, {name: as_lazy(array) for name, array in weights.items()})
     return engine
@@ -157,13 +182,21 @@ Figures = tuple[float, float, list[list[float]], list[float]]
 """Of one step: loss, norm, after it the experts' biases of this rank's routers that have them, losses of further tokens."""
 
 
-def train(_rank: int, case: Mixture, steps: int = 10) -> tuple[list[Figures], dict[str, dict[int, float]]]:
+def train(
+    _rank: int, case: Mixture, steps: int = 10
+) -> tuple[list[Figures], dict[str, dict[int, float]]]:
     """(figures of each step; balancing losses of the first, by name and layer)."""
     engine, training = make_engine(case), case.expected()["training"]
     found, logged = list[Figures](), dict[str, dict[int, float]]()
     for step in range(steps):
-        report = engine.train_step(own_batches(case, engine, step), training["lr"], training["weight_decay"])
-        biases = [tensor.tolist() for _, name, tensor in engine.parameters() if name.endswith("expert_bias")]
+        report = engine.train_step(
+            own_batches(case, engine, step), training["lr"], training["weight_decay"]
+        )
+        biases = [
+            tensor.tolist()
+            for _, name, tensor in engine.parameters()
+            if name.endswith("expert_bias")
+        ]
         found.append((report.loss, report.grad_norm, biases, list(report.others.values())))
         if not step:
             logged = engine.balancing_losses()
@@ -176,7 +209,9 @@ def compare(case: Mixture, found: list[Figures]) -> None:
     answers = case.expected()["runs"][case.run]["answers"]
     # The loss over all ranks is another one by definition where they share out microbatches.
     answers = answers["ep2 dp2" if case.run == "global" and case.dp == 2 else "one process"]
-    for step, ((loss, norm, biases, further), answer) in enumerate(zip(found, answers, strict=True)):
+    for step, ((loss, norm, biases, further), answer) in enumerate(
+        zip(found, answers, strict=True)
+    ):
         assert loss == pytest.approx(answer["loss"], rel=1e-5), f"step {step}"
         assert norm == pytest.approx(answer["grad_norm"], rel=1e-5), f"step {step}"
         assert further == pytest.approx(answer.get("mtp_loss", []), rel=1e-5), f"step {step}"
@@ -225,7 +260,9 @@ MORE_LAYOUTS = [
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
-def test_ten_steps_at_a_layout_are_megatron_cores_in_one_process(case: Mixture, world: World) -> None:
+def test_ten_steps_at_a_layout_are_megatron_cores_in_one_process(
+    case: Mixture, world: World
+) -> None:
     """Also where core itself goes wrong: tp 2 with whole experts on every rank."""
     for found, _ in world.run(case.world, train, case):
         compare(case, found)
@@ -258,12 +295,20 @@ def test_gradients_of_the_first_step_are_megatron_cores() -> None:
                 whole = expected[name].reshape(matrix_shape(expected[name].shape))
                 for region in regions:
                     box = region.box
-                    ours = gradient[region.row : region.row + box.rows, region.col : region.col + box.cols]
+                    ours = gradient[
+                        region.row : region.row + box.rows, region.col : region.col + box.cols
+                    ]
                     theirs = whole[box.row0 : box.row1, box.col0 : box.col1]
-                    assert np.abs(ours - theirs).max() <= 1e-5 * max(np.abs(whole).max(), 1e-3), name
+                    assert np.abs(ours - theirs).max() <= 1e-5 * max(np.abs(whole).max(), 1e-3), (
+                        name
+                    )
 
 
-LOGGED = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss", "z_loss": "z_loss"}
+LOGGED = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "z_loss": "z_loss",
+}
 """In core's words."""
 
 

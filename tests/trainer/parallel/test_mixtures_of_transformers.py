@@ -1,5 +1,6 @@
 """Mixtures of experts: transformers and we compute the same logits, loss and gradients from the same files."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,15 @@ from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.weights import load_weights, read_rows
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.plan import TRAINED
+from megatron_lite.models.trainable import TRAINED
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 from tests.trainer.parallel.worlds import World
-from tests.transformers_oracle import LAYERS, MIXTURES, VOCAB, create, load
+from tests.transformers_oracle import LAYERS, MIXTURES, NAMED, RELATIVES, VOCAB, create, load
 
 pytestmark = pytest.mark.oracle
 TOLERANCE = 2e-5
+VARIANTS = MIXTURES | NAMED | RELATIVES
 TOKENS = torch.randint(7, VOCAB, (2, 33), generator=torch.Generator().manual_seed(4))
 
 
@@ -29,26 +31,31 @@ def compute(name: str, directory: Path) -> None:
 
     Gradients are saved as if they were a model's weights, so that the converter finds out which is which.
     """
-    create(MIXTURES[name], directory / "weights")
+    create(VARIANTS[name], directory / "weights")
     model = load(directory / "weights")
     logits = model(input_ids=TOKENS[:, :-1]).logits
     loss = F.cross_entropy(logits.reshape(-1, VOCAB), TOKENS[:, 1:].reshape(-1))
     loss.backward()
     torch.save((logits.detach(), loss.item()), directory / "answers")
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.data = parameter.grad
+    for key, parameter in model.named_parameters():
+        if not key.endswith("e_score_correction_bias"):
+            assert parameter.grad is not None
+            parameter.data = parameter.grad
     model.save_pretrained(directory / "gradients")
 
 
-def compare(_rank: int, directory: Path, layout: Layout) -> None:
-    """On each rank. The gradient of what several ranks have is whole on each of them."""
+def compare(_rank: int, directory: Path, layout: Layout, family: str | None = None) -> None:
+    """On each rank. The gradient of what several ranks have is whole on each of them.
+
+    family: computes the model in place of the family of the files.
+    """
     logits, loss = torch.load(directory / "answers")
     gradients = open_checkpoint(directory / "gradients").tensors
     source = open_checkpoint(directory / "weights")
-    grid = make_grid(layout, 1, torch.device("cpu"), experts=True)
+    config = replace(source.config, family=family or source.config.family)
+    grid = make_grid(layout, 1, torch.device("cpu"), experts=config.experts.count > 0)
     options = ModelOptions("float32", sequence_parallel=layout.tp > 1)
-    engine = Engine(source.config, grid, options, OptimizerOptions(clip_grad=0))
+    engine = Engine(config, grid, options, OptimizerOptions(clip_grad=0))
     load_weights(engine, source.tensors)
     batch = Microbatch(TOKENS[:, :-1], TOKENS[:, 1:])
     ours = engine.logits(batch)
@@ -62,15 +69,42 @@ def compare(_rank: int, directory: Path, layout: Layout) -> None:
             for region in regions:
                 expected = read_rows(gradients[part], region, 0, region.box.rows).numpy()
                 own = found[region.row : region.row + region.box.rows].numpy()
-                assert np.abs(own - expected).max() <= TOLERANCE * max(np.abs(expected).max(), 1e-4), part
+                assert np.abs(own - expected).max() <= TOLERANCE * max(
+                    np.abs(expected).max(), 1e-4
+                ), part
     engine.finish()
     grid.close()
 
 
-@pytest.mark.parametrize("name", [name for name, variant in MIXTURES.items() if variant.model_type in TRAINED])
-def test_logits_loss_and_every_gradient_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name, variant in VARIANTS.items() if variant.model_type in TRAINED]
+)
+def test_logits_loss_and_every_gradient_are_those_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
     compute(name, tmp_path)
     compare(0, tmp_path, Layout(stage_layers=(LAYERS,)))
+
+
+@pytest.mark.parametrize("family", RELATIVES)
+def test_a_family_without_a_class_computes_what_its_relative_does(
+    family: str, tmp_path: Path
+) -> None:
+    compute(family, tmp_path)
+    compare(0, tmp_path, Layout(stage_layers=(LAYERS,)), family)
+
+
+@pytest.mark.parametrize("tp", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", RELATIVES)
+def test_and_such_a_family_at_other_layouts(
+    family: str, tp: int, tmp_path: Path, world: World
+) -> None:
+    experts = 1 if family == "mimo" else 2
+    compute(family, tmp_path)
+    layout = Layout(tp, 1, 1, experts, stage_layers=(LAYERS,))
+    world.run(
+        2, compare, tmp_path, layout if tp == 2 else Layout(1, 2, stage_layers=(1, 3)), family
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +112,17 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(name: str, tmp
     [
         ("gpt_oss", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
         ("deepseek_v3", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
-        pytest.param("deepseek_v2", Layout(2, 2, 1, 2, stage_layers=(1, 3)), marks=pytest.mark.slow),
+        ("olmoe", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
+        ("minimax_m2", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
+        ("ernie4_5_moe", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
+        ("exaone_moe", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
+        *(
+            pytest.param(name, Layout(2, 2, 1, 2, stage_layers=(1, 3)), marks=pytest.mark.slow)
+            for name in ("olmoe", "minimax_m2", "ernie4_5_moe", "exaone_moe")
+        ),
+        pytest.param(
+            "deepseek_v2", Layout(2, 2, 1, 2, stage_layers=(1, 3)), marks=pytest.mark.slow
+        ),
         pytest.param("glm4_moe", Layout(2, 2, 1, 2, stage_layers=(1, 3)), marks=pytest.mark.slow),
         pytest.param("gpt_oss", Layout(2, 2, 1, 1, stage_layers=(1, 3)), marks=pytest.mark.slow),
     ],

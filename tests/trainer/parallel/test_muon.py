@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron_lite.engine import Engine
-from megatron_lite.parallel.muon import orthogonalized, pieces, scale, takes
+from megatron_lite.optimizer.muon import MUON
+from megatron_lite.optimizer.muon_update import orthogonalized, pieces, scale
 from megatron_lite.settings.options import MuonOptions
 from tests.trainer.parallel.small import FULL, Case, make_engine, own_batches, train
 from tests.trainer.parallel.test_optimizer import save_and_continue
@@ -26,9 +27,11 @@ def matrices(engine: Engine) -> dict[str, torch.Tensor]:
     found = {}
     for item in engine.optimizer.ranges():
         whole = item.tensors["master"].view(item.shape)
-        if takes(item.info):
+        if MUON.takes(item.info):
             names = item.info.native.parts
-            found |= {name: whole[at].clone() for name, at in zip(names, pieces(item.info), strict=True)}
+            found |= {
+                name: whole[at].clone() for name, at in zip(names, pieces(item.info), strict=True)
+            }
         else:
             found[item.name] = whole.clone()
     return found
@@ -39,9 +42,10 @@ def gradients(engine: Engine) -> dict[str, torch.Tensor]:
     found = {}
     for item in engine.optimizer.ranges():
         whole = item.gradient.view(item.shape)
-        if takes(item.info):
+        if MUON.takes(item.info):
             found |= {
-                name: whole[at].clone() for name, at in zip(item.info.native.parts, pieces(item.info), strict=True)
+                name: whole[at].clone()
+                for name, at in zip(item.info.native.parts, pieces(item.info), strict=True)
             }
         else:
             found[item.name] = whole.clone()
@@ -50,12 +54,20 @@ def gradients(engine: Engine) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("mode", ["shape_scaling", "spectral"])
-def test_a_step_is_pytorchs_own_on_each_matrix_and_adams_on_the_rest(nesterov: bool, mode: str) -> None:
+def test_a_step_is_pytorchs_own_on_each_matrix_and_adams_on_the_rest(
+    nesterov: bool, mode: str
+) -> None:
     """PyTorch rounds to bf16 before it divides by the norm, where NVIDIA's rounds afterwards: hence the tolerance."""
     factor = 0.2 if mode == "spectral" else 1.0
-    engine = make_engine(muon("qwen3", nesterov=nesterov, coefficients="simple", scale_mode=mode, factor=factor))
+    engine = make_engine(
+        muon("qwen3", nesterov=nesterov, coefficients="simple", scale_mode=mode, factor=factor)
+    )
     copies = {name: tensor.requires_grad_() for name, tensor in matrices(engine).items()}
-    layers = {name: copy for name, copy in copies.items() if name.startswith("layers.") and copy.dim() == 2}
+    layers = {
+        name: copy
+        for name, copy in copies.items()
+        if name.startswith("layers.") and copy.dim() == 2
+    }
     assert {name.split(".", 2)[2] for name in layers} >= {
         "attn.q.weight",
         "attn.k.weight",
@@ -94,12 +106,22 @@ def test_singular_values_become_alike() -> None:
         assert made.shape == matrix.shape
         assert 0.7 < found.min() <= found.max() < 1.3
         u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-        assert torch.nn.functional.cosine_similarity(made.flatten(), (u @ v).flatten(), dim=0) > 0.99
+        assert (
+            torch.nn.functional.cosine_similarity(made.flatten(), (u @ v).flatten(), dim=0) > 0.99
+        )
 
 
 def test_scales_are_megatrons() -> None:
-    assert [scale(64, 16, mode) for mode in ("spectral", "shape_scaling", "unit_rms_norm")] == [8, 2, 2]
-    assert [scale(16, 64, mode) for mode in ("spectral", "shape_scaling", "unit_rms_norm")] == [8, 1, 0.5]
+    assert [scale(64, 16, mode) for mode in ("spectral", "shape_scaling", "unit_rms_norm")] == [
+        8,
+        2,
+        2,
+    ]
+    assert [scale(16, 64, mode) for mode in ("spectral", "shape_scaling", "unit_rms_norm")] == [
+        8,
+        1,
+        0.5,
+    ]
 
 
 LAYOUTS = [
@@ -147,7 +169,7 @@ def state_of(_rank: int, case: Case) -> list[tuple[str, int, int]]:
     """(name, elements that this rank updates, elements) of Muon's matrices."""
     engine = make_engine(case)
     assert engine.optimizer is not None
-    ranges = [item for item in engine.optimizer.ranges() if takes(item.info)]
+    ranges = [item for item in engine.optimizer.ranges() if MUON.takes(item.info)]
     engine.grid.close()
     return [(item.name, item.end - item.start, torch.Size(item.shape).numel()) for item in ranges]
 

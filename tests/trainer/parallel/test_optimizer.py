@@ -10,10 +10,18 @@ from megaconv.model.fields import changed
 from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine, StepReport
+from megatron_lite.optimizer.precision import LossScaler
 from megatron_lite.parallel.grid import make_grid
-from megatron_lite.parallel.precision import LossScaler
 from megatron_lite.settings.options import LossScale, ModelOptions, OptimizerOptions
-from tests.trainer.parallel.small import MODELS, Case, batches, make_engine, own_batches, step, weights_of
+from tests.trainer.parallel.small import (
+    MODELS,
+    Case,
+    batches,
+    make_engine,
+    own_batches,
+    step,
+    weights_of,
+)
 from tests.trainer.parallel.worlds import World
 
 
@@ -28,7 +36,9 @@ def test_a_step_is_pytorchs_own_on_whole_parameters(kind: str) -> None:
         {"params": [p for p in copies.values() if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in copies.values() if p.dim() == 1], "weight_decay": 0.0},
     ]
-    theirs: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), foreach=False)
+    theirs: torch.optim.Optimizer = torch.optim.AdamW(
+        groups, lr=1e-3, betas=(0.9, 0.95), foreach=False
+    )
     if kind == "sgd":
         theirs = torch.optim.SGD(groups, lr=1e-3, momentum=0.9, foreach=False)
     for number in range(5):
@@ -53,7 +63,9 @@ def test_gradients_are_clipped_by_the_norm_of_all_of_them() -> None:
     torch.testing.assert_close(less, whole * (0.25 / norm), rtol=1e-4, atol=0)
 
 
-def weights_after_a_step(_rank: int, case: Case, lr: float, decoupled_lr: float | None) -> dict[str, torch.Tensor]:
+def weights_after_a_step(
+    _rank: int, case: Case, lr: float, decoupled_lr: float | None
+) -> dict[str, torch.Tensor]:
     engine = make_engine(case)
     engine.train_step(own_batches(case, 0, engine), lr, weight_decay=0.1, decoupled_lr=decoupled_lr)
     engine.finish()
@@ -75,7 +87,9 @@ OF_WORDS = ("word_embeddings.weight", "output_layer.weight")
     ],
     ids=str,
 )
-def test_embedding_and_head_may_have_a_rate_of_their_own(case: Case, tables: int, world: World) -> None:
+def test_embedding_and_head_may_have_a_rate_of_their_own(
+    case: Case, tables: int, world: World
+) -> None:
     """Bit for bit what the whole model's rate would have made of each; positions that are learned have that of all others."""
 
     def ranks(lr: float, decoupled_lr: float | None = None) -> list[dict[str, torch.Tensor]]:
@@ -95,7 +109,8 @@ def gradients(_rank: int, case: Case) -> list[tuple[str, bool, bool, torch.Tenso
     assert engine.optimizer is not None
     step(engine, case, 0)
     found = [
-        (item.name, item.info.replicated, item.info.tied, item.gradient.clone()) for item in engine.optimizer.ranges()
+        (item.name, item.info.replicated, item.info.tied, item.gradient.clone())
+        for item in engine.optimizer.ranges()
     ]
     engine.finish()
     engine.grid.close()
@@ -103,7 +118,9 @@ def gradients(_rank: int, case: Case) -> list[tuple[str, bool, bool, torch.Tenso
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_replicated_parameter_has_one_gradient_on_all_its_ranks(sequence_parallel: bool, world: World) -> None:
+def test_a_replicated_parameter_has_one_gradient_on_all_its_ranks(
+    sequence_parallel: bool, world: World
+) -> None:
     """Bit for bit; so copies never drift apart."""
     for model, names in (("qwen3", "qk_norm"), ("gpt2", "bias")):
         case = Case(model, tp=2, pp=2, sequence_parallel=sequence_parallel)
@@ -114,7 +131,12 @@ def test_a_replicated_parameter_has_one_gradient_on_all_its_ranks(sequence_paral
             for (name, replicated, _, one), (_, _, _, other) in zip(first, second, strict=True):
                 assert torch.equal(one, other) == replicated, name
         for tp_rank in range(2):
-            tied = [gradient for rank in (tp_rank, tp_rank + 2) for _, _, is_tied, gradient in ranks[rank] if is_tied]
+            tied = [
+                gradient
+                for rank in (tp_rank, tp_rank + 2)
+                for _, _, is_tied, gradient in ranks[rank]
+                if is_tied
+            ]
             assert len(tied) == (2 if MODELS[model].tie_embeddings else 0)
             assert not tied or torch.equal(tied[0], tied[1])
 
@@ -123,7 +145,9 @@ def live_bytes(_rank: int, dtype: str, dp: int, distributed: bool) -> tuple[floa
     """(bytes of all tensors that are alive after a step, by formula) per parameter."""
     gc.collect()
     before = _tensor_bytes()
-    config = changed(MODELS["qwen3"], {"layers.count": 2, "hidden": 128, "mlp.ffn": 512, "vocab": 2048})
+    config = changed(
+        MODELS["qwen3"], {"layers.count": 2, "hidden": 128, "mlp.ffn": 512, "vocab": 2048}
+    )
     grid = make_grid(Layout(stage_layers=(2,)), dp, torch.device("cpu"))
     optimizer = OptimizerOptions(distributed=distributed, bucket_elements=200_000)
     engine = Engine(config, grid, ModelOptions(dtype=dtype), optimizer)
@@ -219,14 +243,19 @@ def test_a_scale_halves_after_its_hysteresis_and_doubles_after_its_window() -> N
     assert constant.scale == 128.0
 
 
-def save_and_continue(_rank: int, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def save_and_continue(
+    _rank: int, case: Case
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Weights after six steps at one go, and with everything given up and taken over after three."""
     engine = make_engine(case)
     for number in range(3):
         step(engine, case, number)
     engine.finish()
     assert engine.optimizer is not None
-    saved = [{name: tensor.clone() for name, tensor in item.tensors.items()} for item in engine.optimizer.ranges()]
+    saved = [
+        {name: tensor.clone() for name, tensor in item.tensors.items()}
+        for item in engine.optimizer.ranges()
+    ]
     state = engine.state()
     for number in range(3, 6):
         step(engine, case, number)

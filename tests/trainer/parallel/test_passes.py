@@ -1,6 +1,7 @@
 """What one pass of a microbatch is told: positions, documents, a cache; and what passes between stages, and comes out as losses."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,14 +9,16 @@ import torch.nn.functional as F  # noqa: N812
 
 from megaconv.model.fields import changed
 from megaconv.model.layout import Layout
-from megatron_lite.models.attention import attend, window_mask
+from megatron_lite.inference.cache import SlotCache
+from megatron_lite.models.attention import attend
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.cache import ContiguousCache
-from megatron_lite.models.network import Counted, Network
+from megatron_lite.models.masks import window_mask
+from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.passes import Pass, Passes
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.parallel.payload import Payload, Wire, Wires, with_gradient
-from megatron_lite.parallel.pipeline import Action, Executor, order
+from megatron_lite.parallel.pipeline import Executor
+from megatron_lite.parallel.pipeline_order import Action, order
 from tests.trainer.parallel.small import MODELS, Case, batches, make_engine, step
 from tests.trainer.parallel.worlds import World
 
@@ -23,7 +26,9 @@ CPU = torch.device("cpu")
 
 
 def heads(count: int, length: int = 12, batch: int = 2, width: int = 8) -> torch.Tensor:
-    return torch.randn(length, batch, count, width, generator=torch.Generator().manual_seed(count + width))
+    return torch.randn(
+        length, batch, count, width, generator=torch.Generator().manual_seed(count + width)
+    )
 
 
 def made(batch: Microbatch) -> Pass:
@@ -48,7 +53,9 @@ def test_documents_are_what_a_block_mask_makes_of_them(window: int | None) -> No
     q, k, v = heads(4), heads(2), heads(2, width=5)
     number = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
     mask = (number[:, :, None] == number[:, None, :]) & window_mask(12, window or 12, CPU)
-    torch.testing.assert_close(attend(q, k, v, run, window=window), by_mask(q, k, v, mask), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        attend(q, k, v, run, window=window), by_mask(q, k, v, mask), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -68,9 +75,14 @@ def incremental(_rank: int, case: Case) -> tuple[torch.Tensor | None, torch.Tens
     """Logits of one pass, and of the same tokens in four."""
     engine = make_engine(case)
     tokens = next(batches(case, 0)).tokens
-    whole, cache, parts, start = engine.logits(Microbatch(tokens, tokens)), ContiguousCache(16), [], 0
+    whole, parts, start = engine.logits(Microbatch(tokens, tokens)), [], 0
+    declared = {layer: engine.cache_of(layer) for layer in range(engine.config.layer_count)}
+    cache = SlotCache(declared, len(tokens), 16, torch.float32, CPU)
     for count in (6, 1, 1, 8):
-        part, positions = tokens[:, start : start + count], torch.arange(start, start + count).expand(2, -1)
+        part, positions = (
+            tokens[:, start : start + count],
+            cache.select((0, 1), (start, start), count, CPU),
+        )
         parts.append(engine.logits(Microbatch(part, part, positions=positions), cache))
         start += count
     engine.grid.close()
@@ -90,17 +102,21 @@ def test_tokens_that_come_little_by_little_get_the_logits_of_the_whole_pass(
 @pytest.mark.slow
 def test_a_cache_goes_through_stages_and_tensor_ranks(world: World) -> None:
     expected, _ = incremental(0, Case("qwen3"))
-    found = [parts for _, parts in world.run(4, incremental, Case("qwen3", tp=2, pp=2)) if parts is not None]
+    found = [
+        parts
+        for _, parts in world.run(4, incremental, Case("qwen3", tp=2, pp=2))
+        if parts is not None
+    ]
     assert len(found) == 2  # the last stage's tensor ranks
     for parts in found:
         torch.testing.assert_close(parts, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_full_cache_says_so() -> None:
-    cache = ContiguousCache(4)
-    cache.append(0, heads(2, length=3), heads(2, length=3))
+    cache = SlotCache({}, 1, 4, torch.float32, CPU)
+    cache.select([0], [0], 3, CPU)
     with pytest.raises(ValueError, match="5 tokens don't fit into a cache of 4"):
-        cache.append(0, heads(2, length=2), heads(2, length=2))
+        cache.select([0], [3], 2, CPU)
 
 
 WIRES: Wires = (Wire((2, 3), torch.float32), Wire((4,), torch.int64), Wire((1,), torch.float32))
@@ -121,12 +137,17 @@ def pass_three_tensors(rank: int) -> list[list[float]]:
         assert counts.tolist() == [number] * 4
         return ((x.square() * (number + 1)).sum(),)
 
-    Executor(grid, forward, lambda action: with_gradient(WIRES) if action.backward else WIRES).run(actions)
+    def arriving(action: Action) -> Wires:
+        return with_gradient(WIRES) if action.backward else WIRES
+
+    Executor(grid, forward, arriving, lambda _: nullcontext()).run(actions)
     grid.close()
     return [weight.grad.flatten().tolist() if weight.grad is not None else [] for weight in weights]
 
 
-def test_several_tensors_pass_between_stages_and_gradients_of_those_that_have_any(world: World) -> None:
+def test_several_tensors_pass_between_stages_and_gradients_of_those_that_have_any(
+    world: World,
+) -> None:
     """Of 3w comes (n + 1)(3w)², whose gradient is 18(n + 1)w."""
     first, _ = world.run(2, pass_three_tensors)
     assert first == [[18.0] * 6, [72.0] * 6]
@@ -155,14 +176,21 @@ def test_a_model_may_have_more_than_one_loss() -> None:
     chunk.loss = AnotherLoss(chunk)  # type: ignore[method-assign]
     engine._loss_names = ("loss", "second")
     found = step(engine, case, 0)
-    assert (found.loss, found.grad_norm, found.tokens) == (expected.loss, expected.grad_norm, expected.tokens)
+    assert (found.loss, found.grad_norm, found.tokens) == (
+        expected.loss,
+        expected.grad_norm,
+        expected.tokens,
+    )
     by_hand, count = 0.0, 0
     fresh = make_engine(case)
     for batch in batches(case, 0):
         logits = fresh.logits(batch)
         assert logits is not None
         by_hand += (
-            2 * F.cross_entropy(logits[:, ::2].flatten(0, 1), batch.labels[:, ::2].flatten(), reduction="sum").item()
+            2
+            * F.cross_entropy(
+                logits[:, ::2].flatten(0, 1), batch.labels[:, ::2].flatten(), reduction="sum"
+            ).item()
         )
         count += batch.labels[:, ::2].numel()
     assert found.others == {"second": pytest.approx(by_hand / count, rel=1e-6)}

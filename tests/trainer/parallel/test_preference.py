@@ -17,8 +17,9 @@ from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine, StepReport
 from megatron_lite.inference.weights import hugging_face_tensors
 from megatron_lite.models.batch import Microbatch
+from megatron_lite.objectives.pair_loss import REFERENCE, PairLoss, Preference
 from megatron_lite.parallel.grid import make_grid
-from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions, Preference, Recompute
+from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions, Recompute
 from tests.trainer.parallel.worlds import World
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -50,11 +51,26 @@ class Case:
         return FIXTURES / f"peft-{self.model}" / "base"
 
     def __str__(self) -> str:
-        words = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "cp") if getattr(self, name) > 1]
-        flags = [word for word, said in (("sp", self.sequence_parallel), ("zero", self.distributed)) if said]
+        words = [
+            f"{name}{getattr(self, name)}"
+            for name in ("tp", "pp", "dp", "cp")
+            if getattr(self, name) > 1
+        ]
+        flags = [
+            word
+            for word, said in (("sp", self.sequence_parallel), ("zero", self.distributed))
+            if said
+        ]
         lora = ["lora"] if self.lora is not None else []
         return " ".join(
-            [self.model, self.preference.loss, *lora, *words, *flags, self.recompute.granularity or ""]
+            [
+                self.model,
+                self.preference.loss,
+                *lora,
+                *words,
+                *flags,
+                self.recompute.granularity or "",
+            ]
         ).strip()
 
 
@@ -74,14 +90,23 @@ def pairs(step: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 def make(case: Case) -> Engine:
     source = open_checkpoint(case.base)
-    layout = Layout(case.tp, case.pp, 1, stage_layers=split_layers(source.config.layer_count, case.pp, 1, LayerSplit()))
-    grid = make_grid(layout, case.dp, torch.device("cpu"), cp=case.cp, experts=source.config.experts.count > 0)
+    layout = Layout(
+        case.tp,
+        case.pp,
+        1,
+        stage_layers=split_layers(source.config.layer_count, case.pp, 1, LayerSplit()),
+    )
+    grid = make_grid(
+        layout, case.dp, torch.device("cpu"), cp=case.cp, experts=source.config.experts.count > 0
+    )
     options = ModelOptions(
         "float32", sequence_parallel=case.sequence_parallel, recompute=case.recompute, vocab_divisor=1 if case.tp == 1 else 2,
-        preference=case.preference, lora=case.lora,
+        lora=case.lora,
     )  # fmt: skip
-    optimizer = OptimizerOptions(betas=BETAS, clip_grad=0, distributed=case.distributed, bucket_elements=500)
-    engine = Engine(source.config, grid, options, optimizer)
+    optimizer = OptimizerOptions(
+        betas=BETAS, clip_grad=0, distributed=case.distributed, bucket_elements=500
+    )
+    engine = Engine(source.config, grid, options, optimizer, PairLoss(case.preference))
     load_weights(engine, source.tensors)
     return engine
 
@@ -91,8 +116,8 @@ def own(engine: Engine, step: int, reference: Tensor | None) -> list[Microbatch]
     every = []
     for index, first in enumerate(range(0, PAIRS, 2)):
         rows = [torch.cat(parts) for parts in zip(*pairs(step)[first : first + 2], strict=True)]
-        known = None if reference is None else reference[first : first + 2].flatten()
-        every.append(Microbatch(rows[0], rows[1], rows[2], reference=known, index=index))
+        extras = {} if reference is None else {REFERENCE: reference[first : first + 2].flatten()}
+        every.append(Microbatch(rows[0], rows[1], rows[2], extras=extras, index=index))
     return every[engine.grid.dp_rank :: engine.grid.dp]
 
 
@@ -106,13 +131,17 @@ def train(_rank: int, case: Case) -> tuple[list[StepReport], dict[str, Tensor]]:
     known = [references(engine, step) for step in range(STEPS)]
     if case.lora is not None:
         init_adapters(engine, seed=7)
-    reports = [engine.train_step(own(engine, step, known[step]), LR, DECAY) for step in range(STEPS)]
+    reports = [
+        engine.train_step(own(engine, step, known[step]), LR, DECAY) for step in range(STEPS)
+    ]
     weights = {name: tensor.clone() for name, tensor in hugging_face_tensors(engine)}
     engine.grid.close()
     return reports, weights
 
 
-def log_probs(model: Any, tokens: Tensor, labels: Tensor, counting: Tensor) -> tuple[Tensor, Tensor]:
+def log_probs(
+    model: Any, tokens: Tensor, labels: Tensor, counting: Tensor
+) -> tuple[Tensor, Tensor]:
     """(summed over an answer, its length), of each row."""
     each = model(tokens).logits.log_softmax(-1).gather(2, labels.unsqueeze(2)).squeeze(2)
     return (each * counting).sum(1), counting.sum(1)
@@ -213,14 +242,26 @@ def test_ten_steps_at_every_layout_are_those_of_one_process(case: Case, world: W
 
 def assert_as_alone(case: Case, world: World) -> None:
     expected, weights = train(
-        0, replace(case, tp=1, pp=1, dp=1, cp=1, sequence_parallel=False, distributed=False, recompute=Recompute())
+        0,
+        replace(
+            case,
+            tp=1,
+            pp=1,
+            dp=1,
+            cp=1,
+            sequence_parallel=False,
+            distributed=False,
+            recompute=Recompute(),
+        ),
     )
     assert expected[-1].loss < 0.9 * expected[0].loss
     for reports, found in world.run(case.world, train, case):
         for report, alone in zip(reports, expected, strict=True):
             assert figures(report) == pytest.approx(figures(alone), rel=TOLERANCE, abs=TOLERANCE)
         for name, tensor in weights.items():
-            if tensor.ndim > 1:  # a bias of keys has no gradient but rounding, which Adam makes as large as any
+            if (
+                tensor.ndim > 1
+            ):  # a bias of keys has no gradient but rounding, which Adam makes as large as any
                 assert (found[name] - tensor).norm() <= 1e-4 * tensor.norm(), name
 
 
@@ -232,6 +273,11 @@ def test_the_reference_of_adapters_is_their_base_and_at_first_nothing_is_preferr
     assert torch.equal(known, references(engine, 0))
     report = engine.train_step(own(engine, 0, known), LR)
     assert report.loss == pytest.approx(0.6931471805599453, rel=1e-12)
-    assert report.others == {"chosen_reward": 0, "rejected_reward": 0, "reward_margin": 0, "reward_accuracy": 0}
+    assert report.others == {
+        "chosen_reward": 0,
+        "rejected_reward": 0,
+        "reward_margin": 0,
+        "reward_accuracy": 0,
+    }
     assert report.grad_norm > 0
     assert not torch.equal(known, references(engine, 0))

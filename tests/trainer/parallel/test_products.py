@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from megatron_lite.parallel.product import TURNED_ROUND, linear
 from megatron_lite.parallel.tensor import normalize
+from megatron_lite.products.product import TURNED_ROUND, linear
 
 
 def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -17,7 +17,9 @@ def compare(own: torch.Tensor, theirs: torch.Tensor, inputs: list[torch.Tensor])
     torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-5)
     along = torch.randn_like(own)
     for mine, expected in zip(
-        torch.autograd.grad(own, inputs, along), torch.autograd.grad(theirs, inputs, along), strict=True
+        torch.autograd.grad(own, inputs, along),
+        torch.autograd.grad(theirs, inputs, along),
+        strict=True,
     ):
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-4)
 

@@ -12,12 +12,20 @@ from megatron_lite.models import scores
 from megatron_lite.models.attention import attend
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.passes import Passes
-from megatron_lite.models.qk_clip import rows_of_latent_keys, rows_of_latent_queries, rows_of_qkv
+from megatron_lite.optimizer.qk_clip import rows_of_latent_keys, rows_of_latent_queries, rows_of_qkv
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import QkClip
-from tests.trainer.parallel.small import FULL, MODELS, Case, make_engine, own_batches, train, weights_of
+from tests.trainer.parallel.small import (
+    FULL,
+    MODELS,
+    Case,
+    make_engine,
+    own_batches,
+    train,
+    weights_of,
+)
 from tests.trainer.parallel.worlds import World
 
 CPU = torch.device("cpu")
@@ -33,10 +41,15 @@ def scores_met(
     group = grid.group("cp")
     context = None if group is None else ContextGroup(group, rank, size, how)
     generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(16, 2, heads, width, generator=generator) for heads, width in ((4, 8), (2, 8), (2, value)))
+    q, k, v = (
+        torch.randn(16, 2, heads, width, generator=generator)
+        for heads, width in ((4, 8), (2, 8), (2, value))
+    )
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     documents = ((5, 11), (16,)) if packed else None
-    run = Passes(MODELS["gpt2"], CPU, torch.float32, context).make(Microbatch(tokens, tokens, documents=documents))
+    run = Passes(MODELS["gpt2"], CPU, torch.float32, context).make(
+        Microbatch(tokens, tokens, documents=documents)
+    )
     largest = torch.full((4,), -torch.inf)
     own = [x if context is None else context.own_part(x, 0) for x in (q, k, v)]
     attend(*own, run, window=window, scale=0.7, largest=largest)
@@ -48,7 +61,10 @@ def scores_met(
         for query in range(16):
             for key in range(query + 1):
                 if number[query] == number[key] and (window is None or query - key < window):
-                    score = 0.7 * (q[query, row].view(2, 2, 8) * k[key, row].unsqueeze(1)).sum(-1).flatten()
+                    score = (
+                        0.7
+                        * (q[query, row].view(2, 2, 8) * k[key, row].unsqueeze(1)).sum(-1).flatten()
+                    )
                     expected = torch.maximum(expected, score)
     return largest, expected
 
@@ -161,12 +177,21 @@ def test_steps_bring_the_largest_score_of_their_batch_down_to_the_threshold(mode
     """With a learning rate of 0 nothing else moves. A layer's scores follow from those before it: so as many steps as layers."""
     engine = make_engine(clipped(model))
     before = weights_of(engine)
-    found = [engine.train_step(own_batches(clipped(model), 0, engine), lr=0.0).largest_score for _ in range(8)]
+    found = [
+        engine.train_step(own_batches(clipped(model), 0, engine), lr=0.0).largest_score
+        for _ in range(8)
+    ]
     assert found[0] is not None
     assert found[0] > CLIP.threshold
     assert found[-1] == pytest.approx(CLIP.threshold, rel=1e-5)
-    moved = {name for name, tensor in weights_of(engine).items() if not torch.equal(tensor, before[name])}
-    assert {name.rsplit(".", 2)[1] for name in moved} <= {"linear_qkv", "linear_q_up_proj", "linear_kv_up_proj"}
+    moved = {
+        name for name, tensor in weights_of(engine).items() if not torch.equal(tensor, before[name])
+    }
+    assert {name.rsplit(".", 2)[1] for name in moved} <= {
+        "linear_qkv",
+        "linear_q_up_proj",
+        "linear_kv_up_proj",
+    }
     assert any(name.startswith("mtp") for name in moved) == (model == "further tokens")
 
 
@@ -185,12 +210,17 @@ MANY = [
         (clipped("gpt2", steps=8), {"tp": 2, "cp": 2, "sequence_parallel": True}),
         (clipped("gpt2", steps=8), {"cp": 4, "options": (("context", "all_gather"),)}),
         (clipped("gpt2", steps=8), {"cp": 4, "options": (("context", "a2a+p2p"), ("near", 2))}),
-        (clipped("gpt2", steps=8, kind="sgd"), {"dp": 2, "cp": 2, "options": (("context", "a2a"),)}),
+        (
+            clipped("gpt2", steps=8, kind="sgd"),
+            {"dp": 2, "cp": 2, "options": (("context", "a2a"),)},
+        ),
     )
 ]
 
 
-@pytest.mark.parametrize("case", [*LAYOUTS, *(pytest.param(case, marks=pytest.mark.slow) for case in MANY)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*LAYOUTS, *(pytest.param(case, marks=pytest.mark.slow) for case in MANY)], ids=str
+)
 def test_every_layout_clips_as_one_process_does(case: Case, world: World) -> None:
     (expected,) = world.run(1, train, case.alone())
     for found in world.run(case.world, train, case):

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.recompute import keep, make_again
-from megatron_lite.parallel import product
+from megatron_lite.products import product
 from tests.trainer.parallel.small import MODELS, SELECTIVE, Case, make_engine, weights_of
 
 WEIGHT = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -50,7 +50,11 @@ USES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_any_view_of_what_is_made_again_is_found_as_it_was_saved(
     use: Callable[[Tensor], Tensor], order: tuple[int, ...]
 ) -> None:
-    x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(2)).permute(order).requires_grad_()
+    x = (
+        torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(2))
+        .permute(order)
+        .requires_grad_()
+    )
     found = []
     for how in (keep, make_again):
         made = how(lambda x: torch.tanh(x) + 0.5, x, use)
@@ -60,21 +64,29 @@ def test_any_view_of_what_is_made_again_is_found_as_it_was_saved(
         assert (kept is None and again is None) or torch.equal(kept, again)
 
 
-def trained(model: str, tokens: int, *, again: bool) -> tuple[float, float | None, dict[str, Tensor]]:
+def trained(
+    model: str, tokens: int, *, again: bool
+) -> tuple[float, float | None, dict[str, Tensor]]:
     """Loss, norm of gradients and weights after a step of one sequence."""
     case = Case(model)
     engine: Engine = make_engine(replace(case, recompute=SELECTIVE) if again else case)
-    words = torch.randint(MODELS[model].vocab, (1, tokens + 1), generator=torch.Generator().manual_seed(tokens))
+    words = torch.randint(
+        MODELS[model].vocab, (1, tokens + 1), generator=torch.Generator().manual_seed(tokens)
+    )
     report = engine.train_step([Microbatch(words[:, :-1], words[:, 1:])], 1e-3)
     return report.loss, report.grad_norm, weights_of(engine)
 
 
 @pytest.mark.parametrize("round_", [False, True], ids=["as it is", "turned round"])
 @pytest.mark.parametrize("model", ["qwen3", "gpt2", "deepseek_v3"])
-def test_layers_of_few_rows_learn_the_same_bits(model: str, round_: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_few_rows_learn_the_same_bits(
+    model: str, round_: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if round_:
         monkeypatch.setattr(product, "linear", turned_round)
     for tokens in (product.TURNED_ROUND.start, product.TURNED_ROUND.stop - 1):
-        (*figures, weights), (*again, others) = (trained(model, tokens, again=again) for again in (False, True))
+        (*figures, weights), (*again, others) = (
+            trained(model, tokens, again=again) for again in (False, True)
+        )
         assert figures == again
         assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())

@@ -21,12 +21,18 @@ def spoil(rank: int, case: Case, name: str | None) -> list[tuple[str, tuple[int,
     return found
 
 
-@pytest.mark.parametrize("case", [Case("gpt2", dp=2, distributed=True), Case("qwen3", tp=2, dp=2)], ids=str)
-def test_one_bit_on_one_rank_is_found_on_all_that_should_hold_the_same(case: Case, world: World) -> None:
+@pytest.mark.parametrize(
+    "case", [Case("gpt2", dp=2, distributed=True), Case("qwen3", tp=2, dp=2)], ids=str
+)
+def test_one_bit_on_one_rank_is_found_on_all_that_should_hold_the_same(
+    case: Case, world: World
+) -> None:
     name = "decoder.layers.1.mlp.linear_fc1.weight"
     ranks = world.run(case.world, spoil, case, name)
     others = [found for rank, found in enumerate(ranks) if rank % case.tp != case.tp - 1]
-    assert [found for rank, found in enumerate(ranks) if rank % case.tp == case.tp - 1] == [[(name, (1,))]] * 2
+    assert [found for rank, found in enumerate(ranks) if rank % case.tp == case.tp - 1] == [
+        [(name, (1,))]
+    ] * 2
     assert not any(others)
 
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import pytest
 
 from megatron_lite.parallel.grid import Channel, Meeting, meetings
-from megatron_lite.parallel.pipeline import (
+from megatron_lite.parallel.pipeline import channel
+from megatron_lite.parallel.pipeline_order import (
     Action,
     Operation,
-    channel,
     edge,
     forward_order,
     last_backward,
@@ -39,11 +39,15 @@ def simulate(orders: Sequence[Sequence[Action]], vpp: int) -> Iterator[tuple[int
                     on_the_way.remove((needed.pp_rank, rank, needed.tag))
                 made = edge(action, pp, vpp, rank, outgoing=True)
                 if made is not None:
-                    assert (rank, made.pp_rank, made.tag) not in on_the_way, "two messages with one tag"
+                    assert (rank, made.pp_rank, made.tag) not in on_the_way, (
+                        "two messages with one tag"
+                    )
                     on_the_way.add((rank, made.pp_rank, made.tag))
                 yield rank, action
                 at[rank], moved = at[rank] + 1, True
-        assert moved, f"every rank waits: {[orders[rank][at[rank] : at[rank] + 1] for rank in range(pp)]}"
+        assert moved, (
+            f"every rank waits: {[orders[rank][at[rank] : at[rank] + 1] for rank in range(pp)]}"
+        )
     assert not on_the_way, "messages that nobody receives"
 
 
@@ -68,7 +72,9 @@ def test_no_order_ever_gets_stuck() -> None:
                     assert own == list(range(microbatches))
             place = {action: index for index, action in enumerate(actions)}
             assert all(
-                place[action._replace(backward=True)] > place[action] for action in actions if not action.backward
+                place[action._replace(backward=True)] > place[action]
+                for action in actions
+                if not action.backward
             )
 
 
@@ -97,7 +103,9 @@ class NCCL:
     c-th of those that share a sequence on stage s; a turn of their ring is over when all of them have come to it.
     """
 
-    def __init__(self, programs: Sequence[Sequence[Meeting | Operation | Turn]], cp: int = 1) -> None:
+    def __init__(
+        self, programs: Sequence[Sequence[Meeting | Operation | Turn]], cp: int = 1
+    ) -> None:
         self.programs, self.at, self.cp = programs, [0] * len(programs), cp
         self.turns = [[item for item in each if isinstance(item, Turn)] for each in programs]
         self.begun, self.done = ([0] * len(programs) for _ in range(2))
@@ -108,7 +116,9 @@ class NCCL:
         self.asked: dict[tuple[Communicator, int], list[int]] = defaultdict(list)
 
     def next(self, rank: int) -> Meeting | Operation | Turn | None:
-        return self.programs[rank][self.at[rank]] if self.at[rank] < len(self.programs[rank]) else None
+        return (
+            self.programs[rank][self.at[rank]] if self.at[rank] < len(self.programs[rank]) else None
+        )
 
     def uses(self, rank: int) -> Communicator | None:
         """What this rank's next call goes through, if it is one that makes communicators."""
@@ -117,7 +127,9 @@ class NCCL:
             return item.channel, frozenset(self.beside(rank, stage) for stage in item.ranks)
         if not isinstance(item, Operation) or item.edge is None or item.kind == "wait":
             return None
-        return channel(item.action, item.edge), frozenset((rank, self.beside(rank, item.edge.pp_rank)))
+        return channel(item.action, item.edge), frozenset(
+            (rank, self.beside(rank, item.edge.pp_rank))
+        )
 
     def beside(self, rank: int, stage: int) -> int:
         """Who has the same tokens on another stage."""
@@ -128,7 +140,9 @@ class NCCL:
         first, number = rank // self.cp * self.cp, self.done[rank] + 1
         ring = range(first, first + self.cp)
         self.begun[rank] = number
-        assert all(self.turns[other][number - 1] == item for other in ring), "not the turn that the others make"
+        assert all(self.turns[other][number - 1] == item for other in ring), (
+            "not the turn that the others make"
+        )
         over = all(self.begun[other] >= number for other in ring)
         self.done[rank] += over
         return over
@@ -156,7 +170,9 @@ class NCCL:
                 place = self.asked[where, rank].index(item.edge.tag)
                 if len(self.sent[where, rank]) <= place:
                     return False
-                assert self.sent[where, rank][place] == item.edge.tag, "another message than the one that was asked for"
+                assert self.sent[where, rank][place] == item.edge.tag, (
+                    "another message than the one that was asked for"
+                )
         self.at[rank] += 1
         return True
 
@@ -175,7 +191,11 @@ def programs(
     return [
         [
             *(meeting for meeting in meetings(pp, vpp) if warm and rank in meeting.ranks),
-            *(step for operation in program(actions, pp, vpp, rank) for step in with_ring(operation, cp)),
+            *(
+                step
+                for operation in program(actions, pp, vpp, rank)
+                for step in with_ring(operation, cp)
+            ),
         ]
         for rank, actions in enumerate(orders)
         for _ in range(cp)
@@ -209,7 +229,9 @@ def test_no_schedule_gets_stuck_where_ranks_share_sequences(cp: int) -> None:
 def test_ranks_that_share_a_sequence_but_not_its_order_would_get_stuck() -> None:
     """A ring of which one rank goes backward first."""
     orders = [order(2, 1, 4, rank) for rank in range(2)]
-    late = [forward_order(2, 1, 4) + [item for item in actions if item.backward] for actions in orders]
+    late = [
+        forward_order(2, 1, 4) + [item for item in actions if item.backward] for actions in orders
+    ]
     mixed = programs(orders, 1, cp=2)
     mixed[0] = programs(late, 1, cp=2)[0]
     with pytest.raises(AssertionError, match="not the turn that the others make"):
@@ -236,7 +258,10 @@ def test_few_activations_are_kept() -> None:
 
 
 def test_the_order_of_two_ranks_word_for_word() -> None:
-    written = [" ".join(f"{'FB'[a.backward]}{a.microbatch}" for a in order(2, 1, 3, rank)) for rank in range(2)]
+    written = [
+        " ".join(f"{'FB'[a.backward]}{a.microbatch}" for a in order(2, 1, 3, rank))
+        for rank in range(2)
+    ]
     assert written == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
     interleaved = " ".join(f"{'FB'[a.backward]}{a.chunk}.{a.microbatch}" for a in order(2, 2, 2, 1))
     assert interleaved == "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 B0.0 B0.1"
@@ -275,7 +300,9 @@ def test_interleaving_is_megatron_cores() -> None:
 
     for pp, vpp, microbatches in SIZES:
         if vpp > 1:
-            ours = [(action.microbatch, action.chunk) for action in forward_order(pp, vpp, microbatches)]
+            ours = [
+                (action.microbatch, action.chunk) for action in forward_order(pp, vpp, microbatches)
+            ]
             assert ours == get_schedule_table(microbatches, vpp, pp)
 
 

@@ -1,9 +1,7 @@
 """What one pass makes of its batch: documents, masks, padding, windows, recomputation, dropout."""
 
-import sys
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from megaconv.model.fields import changed
 from megaconv.model.table import canonical_shapes
 from megatron_lite.checkpoint.weights import RandomTensor, init_weights, load_weights
 from megatron_lite.engine import Engine
-from megatron_lite.models.attention import flash
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.loss import _gpu_rows
 from megatron_lite.models.rng import mix
@@ -57,7 +54,9 @@ def test_masked_labels_take_no_part() -> None:
     case = Case("qwen3")
     changed = make_engine(case)
     plain = [replace(batch, documents=None) for batch in batches(case, 0)]
-    others = [replace(batch, labels=torch.where(batch.loss_mask, batch.labels, 0)) for batch in plain]  # type: ignore[arg-type]
+    others = [
+        replace(batch, labels=torch.where(batch.loss_mask, batch.labels, 0)) for batch in plain
+    ]  # type: ignore[arg-type]
     engine = make_engine(case)
     assert engine.train_step(plain, 1e-3) == changed.train_step(others, 1e-3)
     same = weights_of(changed)
@@ -71,7 +70,11 @@ def test_the_loss_is_the_mean_over_the_tokens_of_all_microbatches() -> None:
     own = list(batches(case, 0))
     loss_sum, tokens = engine.evaluate(own)["loss"]
     report = engine.train_step(own, 0.0)
-    assert report.tokens == tokens == sum(float(batch.loss_mask.sum()) for batch in own if batch.loss_mask is not None)
+    assert (
+        report.tokens
+        == tokens
+        == sum(float(batch.loss_mask.sum()) for batch in own if batch.loss_mask is not None)
+    )
     assert report.loss == pytest.approx(loss_sum / tokens, rel=1e-12)
     by_hand = torch.zeros(())
     for batch in own:
@@ -119,7 +122,9 @@ def test_norms_that_multiply_with_their_weight_plus_one_learn_as_others(
     assert centered.losses == pytest.approx(plain.losses, rel=1e-6)
     for name, weight in plain.weights.items():
         is_norm = "norm" in name and name.endswith("weight")
-        torch.testing.assert_close(centered.weights[name] + is_norm, weight, rtol=0, atol=3e-7, msg=name)
+        torch.testing.assert_close(
+            centered.weights[name] + is_norm, weight, rtol=0, atol=3e-7, msg=name
+        )
 
 
 def padded(_rank: int, case: Case) -> float:
@@ -153,7 +158,10 @@ def test_what_is_computed_again_is_the_same_bits(
 
 
 def test_recomputing_keeps_less() -> None:
-    kept = {mode.granularity: kept_bytes(Case("llama", recompute=mode)) for mode in (Case().recompute, SELECTIVE, FULL)}
+    kept = {
+        mode.granularity: kept_bytes(Case("llama", recompute=mode))
+        for mode in (Case().recompute, SELECTIVE, FULL)
+    }
     assert kept["full"] < 0.5 * kept["selective"]
     assert kept["selective"] < 0.85 * kept[None]
 
@@ -239,7 +247,8 @@ def test_weights_that_do_not_fit_are_refused_before_anything_changes() -> None:
     engine = make_engine(Case("llama"))
     config = MODELS["llama"]
     tensors = {
-        name: RandomTensor(shape, 0.0, 1.0, 1) for name, shape in canonical_shapes(family("llama").rows, config).items()
+        name: RandomTensor(shape, 0.0, 1.0, 1)
+        for name, shape in canonical_shapes(family("llama").rows, config).items()
     }
     before = weights_of(engine)
     missing = {name: tensor for name, tensor in tensors.items() if name != "layers.2.attn.k.weight"}
@@ -264,12 +273,16 @@ def test_layers_are_traced_whole_and_only_once(monkeypatch: pytest.MonkeyPatch) 
     case = Case("qwen3", masked=False, options=(("compile", True),))
     traced, plain = make_engine(case), make_engine(replace(case, options=()))
     for number in range(2):
-        assert step(traced, case, number).loss == pytest.approx(step(plain, case, number).loss, rel=1e-6)
+        assert step(traced, case, number).loss == pytest.approx(
+            step(plain, case, number).loss, rel=1e-6
+        )
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_compiled_mixture_is_traced_once_and_left_for_its_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_mixture_is_traced_once_and_left_for_its_experts_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """How many rows an expert gets changes all the time: the mixture runs as it is, and nothing is traced anew for other numbers."""
     from torch._dynamo.utils import counters
 
@@ -279,12 +292,16 @@ def test_a_compiled_mixture_is_traced_once_and_left_for_its_experts_alone(monkey
     traced, plain = make_engine(case), make_engine(replace(case, options=()))
     found = []
     for number in range(3):
-        assert step(traced, case, number).loss == pytest.approx(step(plain, case, number).loss, rel=1e-6)
+        assert step(traced, case, number).loss == pytest.approx(
+            step(plain, case, number).loss, rel=1e-6
+        )
         found.append(counters["stats"]["unique_graphs"])
     assert found[0] == found[-1] <= 2, "before the mixture and behind it"
 
 
-def test_with_dropout_all_layers_share_what_was_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_dropout_all_layers_share_what_was_traced_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A layer is then four graphs: up to the attention, from there to each of its two dropouts, and the sum at its end."""
     from torch._dynamo.utils import counters
 
@@ -295,14 +312,27 @@ def test_with_dropout_all_layers_share_what_was_traced_once(monkeypatch: pytest.
     case = Case("qwen3", masked=False, options=(("compile", True), *dropout))
     traced, plain = make_engine(case), make_engine(replace(case, options=dropout))
     for number in range(2):
-        assert step(traced, case, number).loss == pytest.approx(step(plain, case, number).loss, rel=1e-6)
+        assert step(traced, case, number).loss == pytest.approx(
+            step(plain, case, number).loss, rel=1e-6
+        )
     assert counters["stats"]["unique_graphs"] == 4
 
 
 class Waits(TorchFunctionMode):
     """What makes a program wait for a GPU, or would if its tensors were on one; seen on a CPU."""
 
-    WAITS = ("item", "tolist", "numpy", "cpu", "nonzero", "unique", "__bool__", "__float__", "__int__", "__index__")
+    WAITS = (
+        "item",
+        "tolist",
+        "numpy",
+        "cpu",
+        "nonzero",
+        "unique",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__index__",
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,27 +362,12 @@ def test_logits_of_as_many_tokens_exist_as_fit_a_gpu() -> None:
     assert _gpu_rows(l4, 262_144) == 256
 
 
-def test_flash_attention_is_only_made_deterministic_where_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-
-    def kernel(q: torch.Tensor, *_: Any, deterministic: bool, **__: Any) -> torch.Tensor:
-        asked.append(deterministic)
-        return q
-
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=kernel))
-    x = torch.zeros(4, 1, 2, 8)
-    flash(x, x, x, None, 0.0, None)
-    try:
-        torch.use_deterministic_algorithms(True)
-        flash(x, x, x, None, 0.0, None)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert asked == [False, True]
-
-
 @pytest.mark.slow
 def test_compiled_layers_train_alike(world: World) -> None:
-    for case in (Case("qwen3"), Case("qwen3", tp=2, dp=2, sequence_parallel=True, distributed=True, recompute=FULL)):
+    for case in (
+        Case("qwen3"),
+        Case("qwen3", tp=2, dp=2, sequence_parallel=True, distributed=True, recompute=FULL),
+    ):
         expected = _train_some(0, Case("qwen3"))
         compiled = replace(case, options=(("compile", True),))
         for found in world.run(case.world, _train_some, compiled):
@@ -380,7 +395,9 @@ class Gathering:
 
 def test_logits_wait_for_every_parameter_that_is_still_being_gathered() -> None:
     case = Case("qwen3")
-    engine = make_engine(case, bucket_elements=1)  # one for each parameter, so that nothing waits for another's
+    engine = make_engine(
+        case, bucket_elements=1
+    )  # one for each parameter, so that nothing waits for another's
     (batch, *_) = batches(case, 0)
     expected = engine.logits(batch)
     for bucket in (bucket for chunk in engine.buckets for bucket in chunk.buckets):

@@ -20,9 +20,10 @@ from megaconv.model.natives import native_tensors
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.bert import ACCURACY, Bert
-from megatron_lite.models.plan import make_plan
+from megatron_lite.models.bert import Bert
+from megatron_lite.models.build_plan import make_plan
 from megatron_lite.models.rng import Seed
+from megatron_lite.objectives.answer_loss import ACCURACY, ANSWERS, COUNTING, AnswerLoss
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions, Recompute
@@ -88,8 +89,7 @@ def batches(kind: Kind, step: int) -> list[Microbatch]:
                 tokens,
                 types=types * visible,
                 visible=visible,
-                answers=answers,
-                counting=counting,
+                extras={ANSWERS: answers, COUNTING: counting},
                 index=index,
             )
         )
@@ -112,14 +112,20 @@ def scores_of(engine: Engine, batch: Microbatch) -> Tensor | None:
 def train(_rank: int, directory: Path, kind: Kind, case: Case) -> tuple[Figures, Tensor | None]:
     """Losses, and what the trained model gives."""
     source = megaconv.open(directory)
-    layout = Layout(case.tp, case.pp, 1, stage_layers=(source.config.layer_count // case.pp,) * case.pp)
+    layout = Layout(
+        case.tp, case.pp, 1, stage_layers=(source.config.layer_count // case.pp,) * case.pp
+    )
     options = ModelOptions(
-        "float32", sequence_parallel=case.sequence, vocab_divisor=1, recompute=Recompute(case.recompute)
+        "float32",
+        sequence_parallel=case.sequence,
+        vocab_divisor=1,
+        recompute=Recompute(case.recompute),
     )
     optimizer = OptimizerOptions(
         betas=BETAS, eps=EPS, clip_grad=CLIP, distributed=case.distributed, bucket_elements=5000
     )
-    engine = Engine(source.config, make_grid(layout, case.dp, torch.device("cpu")), options, optimizer)
+    grid = make_grid(layout, case.dp, torch.device("cpu"))
+    engine = Engine(source.config, grid, options, optimizer, AnswerLoss())
     load_weights(engine, source.tensors)
     found = []
     for step in range(STEPS):
@@ -137,7 +143,11 @@ def theirs(directory: Path, kind: Kind, batch: Microbatch, model: Any) -> Tensor
     shape = (EXAMPLES, kind.rows, LENGTH) if kind.rows > 1 else (EXAMPLES, LENGTH)
     assert batch.types is not None
     assert batch.visible is not None
-    given = {"input_ids": batch.tokens, "token_type_ids": batch.types, "attention_mask": batch.visible.long()}
+    given = {
+        "input_ids": batch.tokens,
+        "token_type_ids": batch.types,
+        "attention_mask": batch.visible.long(),
+    }
     logits: Tensor = model(**{name: value.view(shape) for name, value in given.items()}).logits
     return logits
 
@@ -148,16 +158,22 @@ def expected(directory: Path, kind: Kind) -> tuple[Figures, Tensor]:
 
     model: Any = getattr(transformers, kind.model).from_pretrained(directory, dtype=torch.float64)
     groups = [
-        {"params": [each for each in model.parameters() if (each.ndim > 1) == decays], "weight_decay": DECAY * decays}
+        {
+            "params": [each for each in model.parameters() if (each.ndim > 1) == decays],
+            "weight_decay": DECAY * decays,
+        }
         for decays in (True, False)
     ]
     optimizer, found = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPS), []
     for step in range(STEPS):
         scores = torch.cat([theirs(directory, kind, batch, model) for batch in batches(kind, step)])
         answers, counting = (
-            torch.cat([getattr(batch, name) for batch in batches(kind, step)]) for name in ("answers", "counting")
+            torch.cat([batch.extras[name] for batch in batches(kind, step)])
+            for name in (ANSWERS, COUNTING)
         )
-        loss = (F.cross_entropy(scores, answers, reduction="none") * counting).sum() / counting.sum()
+        loss = (
+            F.cross_entropy(scores, answers, reduction="none") * counting
+        ).sum() / counting.sum()
         right = ((scores.argmax(1) == answers) * counting).sum() / counting.sum()
         optimizer.zero_grad()
         loss.backward()
@@ -174,7 +190,10 @@ def compare(found: tuple[Figures, Tensor | None], answer: tuple[Figures, Tensor]
     if (
         found[1] is not None
     ):  # a score that all choices have more is none: rounding alone decides where the bias of their head goes
-        ours, theirs = (scores.double() - scores.double().mean(1, keepdim=True) for scores in (found[1], answer[1]))
+        ours, theirs = (
+            scores.double() - scores.double().mean(1, keepdim=True)
+            for scores in (found[1], answer[1])
+        )
         assert torch.allclose(ours, theirs, atol=1e-5)
 
 
@@ -196,7 +215,9 @@ MORE_LAYOUTS = [
 
 def config_of(kind: Kind) -> ModelConfig:
     heads = {"head.activation": "", "head.binary": False, "tie_embeddings": False}
-    return changed(CONFIG, {**heads, "head.classes": 3} if kind is CLASSES else {**heads, "head.choices": True})
+    return changed(
+        CONFIG, {**heads, "head.classes": 3} if kind is CLASSES else {**heads, "head.choices": True}
+    )
 
 
 @pytest.mark.parametrize("kind", [CLASSES, CHOICES], ids=lambda kind: kind.model)
@@ -205,17 +226,27 @@ def test_parameters_are_named_and_cut_as_the_table_says(kind: Kind) -> None:
     for tp, pp in ((1, 1), (2, 1), (2, 2)):
         layout = Layout(tp, pp, 1, stage_layers=(2 // pp,) * pp)
         for chunk in layout.chunks():
-            plan = make_plan(config, layout, ModelOptions(vocab_divisor=8), TensorGroup(None, 0, tp, True))
+            plan = make_plan(
+                config, layout, ModelOptions(vocab_divisor=8), TensorGroup(None, 0, tp, True)
+            )
             with torch.device("meta"):
-                found = {name: tuple(parameter.shape) for name, parameter in Bert(plan, chunk).named_parameters()}
-            natives = native_tensors(rows, config, CORE, layout, 0, chunk, padded_vocab(config.vocab, 8, tp))
+                found = {
+                    name: tuple(parameter.shape)
+                    for name, parameter in Bert(plan, chunk).named_parameters()
+                }
+            natives = native_tensors(
+                rows, config, CORE, layout, 0, chunk, padded_vocab(config.vocab, 8, tp)
+            )
             assert found == {native.name: native.shape for native in natives}
 
 
 def test_a_heads_dropout_is_that_of_hidden_states() -> None:
     """Of the pooled token, whose elements are 0 or twice as large at 0.5."""
     plan = make_plan(
-        config_of(CLASSES), Layout(stage_layers=(2,)), ModelOptions("float32", hidden_dropout=0.5), TensorGroup()
+        config_of(CLASSES),
+        Layout(stage_layers=(2,)),
+        ModelOptions("float32", hidden_dropout=0.5),
+        TensorGroup(),
     )
     network = Bert(plan, next(iter(Layout(stage_layers=(2,)).chunks())))
     head, hidden = network.classification_head, torch.randn(4, 5, 32)
@@ -238,11 +269,15 @@ def shown(value: Kind | Case) -> str:
 
 
 @pytest.mark.parametrize(("kind", "case"), LAYOUTS, ids=shown)
-def test_ten_steps_are_those_of_transformers_with_adamw(kind: Kind, case: Case, tmp_path: Path, world: World) -> None:
+def test_ten_steps_are_those_of_transformers_with_adamw(
+    kind: Kind, case: Case, tmp_path: Path, world: World
+) -> None:
     directory = make(kind, tmp_path / "hf")
     answer = expected(directory, kind)
     for found in (
-        world.run(case.world, train, directory, kind, case) if case.world > 1 else [train(0, directory, kind, case)]
+        world.run(case.world, train, directory, kind, case)
+        if case.world > 1
+        else [train(0, directory, kind, case)]
     ):
         compare(found, answer)
 

@@ -15,7 +15,7 @@ from megaconv.model.natives import native_tensors
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.plan import TRAINED
+from megatron_lite.models.trainable import TRAINED
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 from megatron_lite.settings.sizes import check_sizes
@@ -39,9 +39,14 @@ def batch() -> Microbatch:
 def engine_for(directory: Path, tp: int, options: ModelOptions) -> Engine:
     checkpoint = open_checkpoint(directory)
     layout = Layout(tp, 1, 1, stage_layers=(checkpoint.config.layer_count,))
-    dp = check_sizes(checkpoint.config, layout, tp, options, 32, 1)
+    dp = check_sizes(
+        checkpoint.config, layout, world=tp, options=options, sequence=32, microbatches=1
+    )
     engine = Engine(
-        checkpoint.config, make_grid(layout, dp, torch.device("cpu")), options, OptimizerOptions(clip_grad=0)
+        checkpoint.config,
+        make_grid(layout, dp, torch.device("cpu")),
+        options,
+        OptimizerOptions(clip_grad=0),
     )
     load_weights(engine, checkpoint.tensors)
     return engine
@@ -54,7 +59,9 @@ def step(_rank: int, directory: Path, tp: int, options: ModelOptions) -> Compute
     logits = engine.logits(batch())
     assert logits is not None
     loss = engine.train_step([batch()], lr=0.0).loss
-    gradients = {item.name: item.gradient.view(item.shape).clone() for item in engine.optimizer.ranges()}
+    gradients = {
+        item.name: item.gradient.view(item.shape).clone() for item in engine.optimizer.ranges()
+    }
     engine.finish()
     engine.grid.close()
     return logits, loss, gradients
@@ -85,26 +92,36 @@ def expected_gradients(directory: Path, tp: int, tp_rank: int, dtype: torch.dtyp
         for name, regions in native.parts.items():
             (region,) = regions  # rectangles of Hugging Face's tensors are whole canonical ones
             height, width = (
-                (region.box.cols, region.box.rows) if region.transposed else (region.box.rows, region.box.cols)
+                (region.box.cols, region.box.rows)
+                if region.transposed
+                else (region.box.rows, region.box.cols)
             )
             piece = matrix[region.row : region.row + height, region.col : region.col + width]
             whole[name] = piece.T if region.transposed else piece
     layout = Layout(tp, 1, 1, stage_layers=(config.layer_count,))
     cut = {}
-    for native in native_tensors(rows, config, CORE, layout, tp_rank, chunk, -(-VOCAB // (128 * tp)) * 128 * tp):
+    for native in native_tensors(
+        rows, config, CORE, layout, tp_rank, chunk, -(-VOCAB // (128 * tp)) * 128 * tp
+    ):
         if native.copy:
             continue
         matrix = torch.zeros(matrix_shape(native.shape), dtype=dtype)
         for name, regions in native.parts.items():
             for region in regions:
                 box = region.box
-                matrix[region.row : region.row + box.rows] = whole[name][box.row0 : box.row1, box.col0 : box.col1]
+                matrix[region.row : region.row + box.rows] = whole[name][
+                    box.row0 : box.row1, box.col0 : box.col1
+                ]
         cut[native.name] = matrix.view(native.shape)
     return logits.detach(), loss.item(), cut
 
 
-@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.model_type in TRAINED])
-def test_logits_loss_and_every_gradient_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name, variant in VARIANTS.items() if variant.model_type in TRAINED]
+)
+def test_logits_loss_and_every_gradient_are_those_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
     """Rows of the loss at a time: fewer than tokens, so that it is done in several pieces."""
     create(VARIANTS[name], tmp_path)
     compare(step(0, tmp_path, 1, ModelOptions(dtype="float32", loss_rows=20)), tmp_path, 1, 0)
@@ -112,17 +129,36 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(name: str, tmp
 
 def compare(found: Computed, directory: Path, tp: int, tp_rank: int) -> None:
     """With float64, of which float32 may stray twice as far as transformers' own does at worst."""
-    exact, rounded = (expected_gradients(directory, tp, tp_rank, dtype) for dtype in (torch.float64, torch.float32))
+    exact, rounded = (
+        expected_gradients(directory, tp, tp_rank, dtype)
+        for dtype in (torch.float64, torch.float32)
+    )
     assert found[1] == pytest.approx(exact[1], rel=TOLERANCE)
     assert set(found[2]) == set(exact[2])
     ours, expected, theirs = ({"logits": each[0], **each[2]} for each in (found, exact, rounded))
-    allowed = max(TOLERANCE, *(2 * distance(theirs[name], value) for name, value in expected.items()))
+    allowed = max(
+        TOLERANCE, *(2 * distance(theirs[name], value) for name, value in expected.items())
+    )
     strays = {name: distance(ours[name], value) for name, value in expected.items()}
     assert {name: far for name, far in strays.items() if far > allowed} == {}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", ["llama, all biases", "mistral", "qwen2, tied", "qwen3", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama, all biases",
+        "mistral",
+        "qwen2, tied",
+        "qwen3",
+        "gpt2",
+        "gemma3_text",
+        "glm4",
+        "olmo2",
+        "olmo3",
+        "exaone4",
+    ],
+)
 def test_two_tensor_ranks_compute_what_transformers_does(
     name: str, sequence_parallel: bool, tmp_path: Path, world: World
 ) -> None:

@@ -36,7 +36,9 @@ class World:
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """function(rank, *arguments) on each of `size` ranks of a process group. function: of a module, not a closure."""
         new = [self._start() for _ in range(size - len(self._ranks))]
-        for pipe in new:  # importing torch takes longer on a busy machine than ranks wait for each other
+        for (
+            pipe
+        ) in new:  # importing torch takes longer on a busy machine than ranks wait for each other
             pipe.recv()
         self._count += 1
         meeting = self._directory / f"meeting-{self._count}"
@@ -46,12 +48,18 @@ class World:
         replies = []
         for process, pipe in ranks:
             try:
-                replies.append(pipe.recv() if pipe.poll(4 * TIMEOUT.total_seconds()) else ("failed", "no answer"))
+                replies.append(
+                    pipe.recv()
+                    if pipe.poll(4 * TIMEOUT.total_seconds())
+                    else ("failed", "no answer")
+                )
             except EOFError:
                 replies.append(("failed", f"ended with status {process.exitcode}"))
         if any(word != "done" for word, _ in replies):
             self._stop()
-            raise RankFailed("\n".join(f"rank {rank}: {said}" for rank, (_, said) in enumerate(replies)))
+            raise RankFailed(
+                "\n".join(f"rank {rank}: {said}" for rank, (_, said) in enumerate(replies))
+            )
         return [value for _, value in replies]
 
     def _start(self) -> Connection:
@@ -88,7 +96,11 @@ def serve(rank: int, pipe: Connection) -> None:
         try:
             if size > 1:
                 dist.init_process_group(
-                    "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=TIMEOUT
+                    "gloo",
+                    init_method=f"file://{meeting}",
+                    rank=rank,
+                    world_size=size,
+                    timeout=TIMEOUT,
                 )
             value = function(rank, *arguments)
             if size > 1:

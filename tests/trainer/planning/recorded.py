@@ -91,12 +91,19 @@ class Planned:
         )  # fmt: skip
         optimizer = OptimizerOptions(self.kind, distributed=self.distributed, bucket_elements=4000)
         batch = BatchSize(2 * self.microbatches * self.dp, 2 * self.microbatches * self.dp)
-        return Described(config, Sizes(layout, self.dp, batch, 2, SEQUENCE, self.cp), options, optimizer)
+        sizes = Sizes(
+            layout=layout, dp=self.dp, batch=batch, micro_batch=2, seq=SEQUENCE, cp=self.cp
+        )
+        return Described(config, sizes, options, optimizer)
 
     def __str__(self) -> str:
         plain = Planned()
         return (
-            " ".join(f"{name} {value}" for name, value in vars(self).items() if value != getattr(plain, name))
+            " ".join(
+                f"{name} {value}"
+                for name, value in vars(self).items()
+                if value != getattr(plain, name)
+            )
             or "plain"
         )
 
@@ -118,13 +125,19 @@ def make_engine(planned: Planned) -> Engine:
 
 def step(engine: Engine, planned: Planned) -> None:
     generator = torch.Generator().manual_seed(engine.grid.dp_rank)
-    tokens = torch.randint(engine.config.vocab, (planned.microbatches, 2, SEQUENCE + 1), generator=generator)
-    batches = [Microbatch(rows[:, :-1], rows[:, 1:], index=index) for index, rows in enumerate(tokens)]
+    tokens = torch.randint(
+        engine.config.vocab, (planned.microbatches, 2, SEQUENCE + 1), generator=generator
+    )
+    batches = [
+        Microbatch(rows[:, :-1], rows[:, 1:], index=index) for index, rows in enumerate(tokens)
+    ]
     engine.train_step(batches, 1e-3, 0.1, (0.0, 0.0))
     engine.finish()
 
 
-def traffic_of_a_step(_rank: int, planned: Planned) -> tuple[int, dict[tuple[str, str], int], dict[str, str]]:
+def traffic_of_a_step(
+    _rank: int, planned: Planned
+) -> tuple[int, dict[tuple[str, str], int], dict[str, str]]:
     """(pipeline rank, bytes by group and kind, what groups are called: of the same ranks one name)."""
     engine = make_engine(planned)
     with _recording(engine) as counted:
@@ -160,7 +173,11 @@ def _recording(engine: Engine) -> Iterator[Counter[tuple[str, str]]]:
         "reduce_to_owners": lambda whole, bounds, group: (group, size(whole)),
         "gather_from_owners": lambda whole, bounds, group: (group, size(whole)),
     }
-    same = {"shift": "send", "reduce_to_owners": "reduce_scatter", "gather_from_owners": "all_gather"}
+    same = {
+        "shift": "send",
+        "reduce_to_owners": "reduce_scatter",
+        "gather_from_owners": "all_gather",
+    }
     functions = {kind: "exchange" if kind == "all_to_all" else kind for kind in sizes}
     before = {name: getattr(comm, name) for name in functions.values()}
 

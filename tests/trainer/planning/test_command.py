@@ -37,7 +37,9 @@ def planned(capsys: pytest.CaptureFixture[str], words: str) -> dict[str, Any]:
     return found
 
 
-def test_gpt3_takes_what_its_paper_and_megatrons_formula_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpt3_takes_what_its_paper_and_megatrons_formula_say(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """174.6 billion parameters; without a distributed optimizer 18 bytes of each; arXiv:2104.04473 trains it at TP 8, PP 8."""
     found = planned(capsys, f"{GPT3} --world-size 1024 --tp 8 --pp 8 --global-batch-size 1536")
     assert found["parameters"] == 96 * (12 * 12288**2 + 13 * 12288) + (50257 + 2048 + 2) * 12288
@@ -47,12 +49,18 @@ def test_gpt3_takes_what_its_paper_and_megatrons_formula_say(capsys: pytest.Capt
     assert found["bubble"] == pytest.approx(7 / (96 + 7))
     assert all(stage["state_bytes"] == 18 * stage["parameters"] for stage in found["stages"])
     between = found["stages"][1:-1]
-    assert {stage["parameters"] for stage in between} == {12 * (12 * 12288**2 // 8 + 7 * 12288 // 8 + 6 * 12288)}
-    messages = {item["kind"]: item["bytes"] for item in between[0]["communication"] if item["group"] == "pp"}
+    assert {stage["parameters"] for stage in between} == {
+        12 * (12 * 12288**2 // 8 + 7 * 12288 // 8 + 6 * 12288)
+    }
+    messages = {
+        item["kind"]: item["bytes"] for item in between[0]["communication"] if item["group"] == "pp"
+    }
     assert messages == {"send": 96 * 2 * 2048 * 12288 * 2}
 
 
-def test_llama_3_405b_takes_what_its_shape_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_llama_3_405b_takes_what_its_shape_says(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_405B))
     flags = "--tp 8 --pp 18 --sequence-parallel --use-distributed-optimizer --seq-length 8192 --global-batch-size 2016"
     found = planned(capsys, f"--load {tmp_path / 'config.json'} --world-size 16128 {flags}")
@@ -69,7 +77,9 @@ def test_deepseek_v3_is_planned_though_it_may_not_be_trained_yet(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """671,026,419,200 parameters without the layer that predicts a further token; experts have their own data-parallel ranks."""
-    (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK_V3, "num_nextn_predict_layers": 0}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**DEEPSEEK_V3, "num_nextn_predict_layers": 0})
+    )
     layers = "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2"
     flags = f"--pp 16 --ep 64 {layers} --use-distributed-optimizer --seq-length 4096 --global-batch-size 15360"
     found = planned(capsys, f"--load {tmp_path} --world-size 2048 {flags}")
@@ -80,9 +90,16 @@ def test_deepseek_v3_is_planned_though_it_may_not_be_trained_yet(
     assert exchanged["bytes"] == 4 * (2 * rows + 120 * 256 * 8)
 
 
-def test_a_plan_for_people_names_every_stage_and_group(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_plan_for_people_names_every_stage_and_group(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     model = write_llama(tmp_path / "model", layers=4)
-    assert main(f"--load {model} --world-size 8 --tp 2 --pp 2 --seq-length 16 --global-batch-size 8".split()) == 0
+    assert (
+        main(
+            f"--load {model} --world-size 8 --tp 2 --pp 2 --seq-length 16 --global-batch-size 8".split()
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "TP 2, PP 2" in out
     assert "DP 2" in out
@@ -90,7 +107,9 @@ def test_a_plan_for_people_names_every_stage_and_group(capsys: pytest.CaptureFix
         assert f"\n{group:>8}  " in out
 
 
-def test_of_one_rank_there_is_nothing_to_say_about_traffic(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_of_one_rank_there_is_nothing_to_say_about_traffic(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main(["--load", str(write_llama(tmp_path / "model"))]) == 0
     assert "hands over" not in capsys.readouterr().out
 

@@ -9,7 +9,13 @@ from megatron_lite.planning.memory import activations, stage_memory
 from megatron_lite.planning.traffic import stage_traffic
 from megatron_lite.settings.options import Recompute
 from tests.trainer.parallel.worlds import World
-from tests.trainer.planning.recorded import Planned, bytes_kept, bytes_of_a_pass, bytes_of_a_pass_by, traffic_of_a_step
+from tests.trainer.planning.recorded import (
+    Planned,
+    bytes_kept,
+    bytes_of_a_pass,
+    bytes_of_a_pass_by,
+    traffic_of_a_step,
+)
 
 FULL = Recompute("full")
 STEPS = [
@@ -20,7 +26,9 @@ STEPS = [
     Planned("mixture", tp=2, dp=2, ep=2, sequence=True, recompute=FULL),
     Planned("deepseek_v3", tp=2, dp=2, ep=2, sequence=True),
     Planned("mixture", tp=2, dp=2, etp=2, sequence=True),
-    Planned("mixture", tp=2, dp=2, ep=2, etp=2, sequence=True, recompute=FULL, dispatcher="allgather"),
+    Planned(
+        "mixture", tp=2, dp=2, ep=2, etp=2, sequence=True, recompute=FULL, dispatcher="allgather"
+    ),
     Planned("llama", pp=2, dp=2, distributed=True, recompute=Recompute("full", "block", 1)),
     Planned("qwen3", cp=2, recompute=FULL),
     Planned("gpt2", tp=2, cp=2, sequence=True, context="a2a"),
@@ -32,7 +40,9 @@ STEPS = [
 
 
 @pytest.mark.parametrize("planned", STEPS, ids=str)
-def test_bytes_of_communication_are_those_that_a_step_hands_over(planned: Planned, world: World) -> None:
+def test_bytes_of_communication_are_those_that_a_step_hands_over(
+    planned: Planned, world: World
+) -> None:
     """Over the ranks of a stage, since these may have unequal parts of what they share."""
     recorded: dict[int, Counter[tuple[str, str]]] = {}
     groups: dict[int, dict[str, str]] = {}
@@ -43,7 +53,9 @@ def test_bytes_of_communication_are_those_that_a_step_hands_over(planned: Planne
     for pp_rank, counted in recorded.items():
         expected: Counter[tuple[str, str]] = Counter()
         for item in stage_traffic(run, pp_rank):
-            expected[groups[pp_rank].get(item.group, item.group), item.kind] += round(item.bytes * ranks)
+            expected[groups[pp_rank].get(item.group, item.group), item.kind] += round(
+                item.bytes * ranks
+            )
         assert counted == expected
 
 
@@ -61,7 +73,9 @@ KEPT = [
 
 
 @pytest.mark.parametrize("planned", KEPT, ids=str)
-def test_memory_of_parameters_gradients_and_optimizer_is_that_of_a_run(planned: Planned, world: World) -> None:
+def test_memory_of_parameters_gradients_and_optimizer_is_that_of_a_run(
+    planned: Planned, world: World
+) -> None:
     """Of the ranks of a stage that of the one that keeps most: Muon's matrices are dealt out whole."""
     stages = stage_memory(planned.described())
     most = [0] * planned.pp
@@ -82,7 +96,9 @@ def test_each_optimizer_is_counted_with_its_own_state(distributed: bool) -> None
     config = Planned().config
     layers = config.layer_count * (4 * 32 * 8 * (4 + 2) // 2 + 3 * 32 * config.mlp.ffn)
     if distributed:
-        assert 0 < adam.kept - muon.kept <= layers * 4 / 4, "no more than if matrices could be dealt out evenly"
+        assert 0 < adam.kept - muon.kept <= layers * 4 / 4, (
+            "no more than if matrices could be dealt out evenly"
+        )
     else:
         assert adam.kept - muon.kept == layers * 4
 
@@ -111,14 +127,20 @@ def test_what_is_computed_again_is_not_kept() -> None:
 
 def test_the_first_stage_keeps_the_passes_of_all_stages_behind_it() -> None:
     run = Planned("gpt2, untied", pp=4, microbatches=8).described()
-    head = activations(run, 3) - activations(Planned("gpt2, untied", pp=4, microbatches=1).described(), 2)
+    head = activations(run, 3) - activations(
+        Planned("gpt2, untied", pp=4, microbatches=1).described(), 2
+    )
     assert [activations(run, rank) // activations(run, 2) for rank in (0, 1, 2)] == [2, 1, 1]
     assert activations(run, 0) == 2 * activations(run, 2)
     assert head > 0
 
 
-@pytest.mark.parametrize(("pp", "vpp", "microbatches"), [(1, 1, 4), (4, 1, 4), (4, 1, 32), (4, 2, 8), (8, 4, 16)])
-def test_the_bubble_of_equal_stages_is_the_published_one(pp: int, vpp: int, microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("pp", "vpp", "microbatches"), [(1, 1, 4), (4, 1, 4), (4, 1, 32), (4, 2, 8), (8, 4, 16)]
+)
+def test_the_bubble_of_equal_stages_is_the_published_one(
+    pp: int, vpp: int, microbatches: int
+) -> None:
     """arXiv:2104.04473, 2.2.2: (p - 1) / (v m) of the ideal time."""
     found = bubble(pp, vpp, microbatches, [2] * pp * vpp)
     assert found == pytest.approx((pp - 1) / (vpp * microbatches + pp - 1))
@@ -126,4 +148,6 @@ def test_the_bubble_of_equal_stages_is_the_published_one(pp: int, vpp: int, micr
 
 def test_a_long_stage_makes_the_others_wait() -> None:
     assert bubble(4, 1, 8, [3, 2, 2, 2]) > 0
-    assert bubble(2, 1, 4, [1, 3]) < bubble(2, 1, 4, [2, 2]), "of the busiest rank's time less is lost"
+    assert bubble(2, 1, 4, [1, 3]) < bubble(2, 1, 4, [2, 2]), (
+        "of the busiest rank's time less is lost"
+    )

@@ -11,7 +11,7 @@ import torch
 
 from megaconv.errors import CheckpointError, LayoutError, UnknownFamily, UsageError
 from megaconv.model.config import ModelConfig
-from megatron_lite.loop.launch import start
+from megatron_lite.processes.launch import start
 from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
 from megatron_lite.settings.arguments import (
     ANY_NUMBER,
@@ -62,7 +62,9 @@ def test_help_is_grouped_by_subject_has_examples_and_needs_no_torch() -> None:
     for heading in ("Parallelism:", "Optimizer and learning rate:", "Checkpoints:", "examples:"):
         assert heading in text
     code = "import sys; from megatron_lite.cli import main\ntry: main(['pretrain', '--help'])\nfinally: assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert "--tensor-model-parallel-size" in done.stdout
 
@@ -76,11 +78,13 @@ def test_every_flag_is_read_with_its_own_type(name: str) -> None:
         "tuple[str, ...] | None": ("0.5 a", ("0.5", "a")), "tuple[str, ...]": ("0.5 a", ("0.5", "a")),
         "tuple[float, ...]": ("0.5 1", (0.5, 1.0)), "tuple[int, ...]": ("1 2 3", (1, 2, 3)),
     }  # fmt: skip
-    kind = item.type if isinstance(item.type, str) else getattr(item.type, "__name__", str(item.type))
+    kind = (
+        item.type if isinstance(item.type, str) else getattr(item.type, "__name__", str(item.type))
+    )
     kind = str(item.type) if "|" in str(item.type) or "[" in str(item.type) else kind
     text, expected = values[kind]
     if item.metadata["choices"]:
-        text = expected = item.metadata["choices"][-1]
+        text = expected = [*item.metadata["choices"]][-1]
     found = settings(f"--{name.replace('_', '-')} {text}")
     assert getattr(getattr(found, subject), name) == expected
     assert found.given == {name}
@@ -93,20 +97,28 @@ def test_every_flag_is_read_with_its_own_type(name: str) -> None:
         ("--lr high", "invalid float value: 'high'"),
         ("--normalization Batch", "invalid choice: 'Batch'"),
         ("--dataloader-type=cyclic", "--dataloader-type cyclic is not available"),
-        ("--moe-token-dispatcher-type=flex", "invalid choice: 'flex' (choose from 'alltoall', 'allgather')"),
+        (
+            "--moe-token-dispatcher-type=flex",
+            "invalid choice: 'flex' (choose from 'alltoall', 'allgather')",
+        ),
         ("--bf16 perhaps", "expected true or false"),
-        ("--muon-use-syrk", "--muon-use-syrk: a kernel of its own can't be had yet"),
+        ("--muon-use-syrk", "--muon-use-syrk: a kernel of its own is not supported yet"),
         ("7", "is not a flag"),
     ],
 )
-def test_a_flag_that_is_wrong_is_refused_with_what_was_probably_meant(words: str, message: str) -> None:
+def test_a_flag_that_is_wrong_is_refused_with_what_was_probably_meant(
+    words: str, message: str
+) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         settings(words)
 
 
 def test_flags_of_megatron_that_choose_nothing_here_are_accepted_and_named() -> None:
     values = {ANY_NUMBER: " x y z"}
-    words = [f"--{name.replace('_', '-')}" + values.get(count, " x" * count) for name, count in WITHOUT_EFFECT.items()]
+    words = [
+        f"--{name.replace('_', '-')}" + values.get(count, " x" * count)
+        for name, count in WITHOUT_EFFECT.items()
+    ]
     words += [f"--{name.replace('_', '-')} {value}" for name, value in NOT_YET.items()]
     found, ignored = parse("pretrain", " ".join([*words, "--lr 1"]).split())
     assert (found.optimizer.lr, found.given, len(ignored)) == (1.0, {"lr"}, len(words))
@@ -202,11 +214,17 @@ that finetune on RACE and MNLI, and of tasks/main.py as far as its tasks are her
 @pytest.mark.parametrize("script", EXAMPLES_OF_MEGATRON)
 def test_every_flag_of_megatrons_example_scripts_is_known(script: str) -> None:
     known = set(flags()) | set(WITHOUT_EFFECT) | set(NOT_YET) | {"no_position_embedding"}
-    assert {name.replace("-", "_") for name in EXAMPLES_OF_MEGATRON[script].split()} - known == set()
+    assert {
+        name.replace("-", "_") for name in EXAMPLES_OF_MEGATRON[script].split()
+    } - known == set()
 
 
-def test_no_table_of_positions_is_asked_for_where_positions_rotate_and_refused_where_there_would_be_none() -> None:
-    _, ignored = parse("pretrain", ["--no-position-embedding", "--position-embedding-type", "rope", "--lr", "1"])
+def test_no_table_of_positions_is_asked_for_where_positions_rotate_and_refused_where_there_would_be_none() -> (
+    None
+):
+    _, ignored = parse(
+        "pretrain", ["--no-position-embedding", "--position-embedding-type", "rope", "--lr", "1"]
+    )
     assert ignored == ["--no-position-embedding"]
     with pytest.raises(UsageError, match="a model without any positions"):
         parse("pretrain", ["--no-position-embedding", "--lr", "1"])
@@ -221,7 +239,11 @@ def test_a_keep_last_without_a_number_is_that_of_megatrons_tasks() -> None:
 
 
 def test_a_choice_may_be_said_in_any_case() -> None:
-    assert [settings(f"--task {word}").tasks.task for word in ("mnli", "Race", "QQP")] == ["MNLI", "RACE", "QQP"]
+    assert [settings(f"--task {word}").tasks.task for word in ("mnli", "Race", "QQP")] == [
+        "MNLI",
+        "RACE",
+        "QQP",
+    ]
     with pytest.raises(UsageError, match="invalid choice: 'sst'"):
         settings("--task sst")
 
@@ -238,7 +260,10 @@ def test_yarn_of_latent_attention_is_asked_for_as_in_megatrons_scripts() -> None
     assert model_from_flags(settings(LATENT), 100).positions.scaling == {**yarn, **both}
     one = LATENT.replace(" --mscale 1.0 --mscale-all-dim 1.0", "")
     assert model_from_flags(settings(one), 100).positions.scaling == yarn
-    for plain in (f"{LATENT} --rope-type rope --mscale-all-dim 0", LATENT.replace("factor 40", "factor 1")):
+    for plain in (
+        f"{LATENT} --rope-type rope --mscale-all-dim 0",
+        LATENT.replace("factor 40", "factor 1"),
+    ):
         assert model_from_flags(settings(plain), 100).positions.scaling is None
     with pytest.raises(UsageError, match="--rotary-scaling-factor is of latent attention's yarn"):
         model_from_flags(settings(LATENT.replace("--multi-latent-attention", "")), 100)
@@ -251,13 +276,23 @@ BERT = "--model-type bert --num-layers 2 --hidden-size 32 --num-attention-heads 
 
 def test_a_bert_is_described_by_megatrons_flags() -> None:
     config = model_from_flags(settings(BERT), 100)
-    assert (config.family, config.token_types, config.head.binary, config.max_positions) == ("bert", 2, True, 64)
+    assert (config.family, config.token_types, config.head.binary, config.max_positions) == (
+        "bert",
+        2,
+        True,
+        64,
+    )
     assert (config.mlp.activation, config.head.activation) == ("gelu_tanh", "gelu")
     config = model_from_flags(settings(f"{BERT} --bert-no-binary-head --no-bias-gelu-fusion"), 100)
     assert (config.token_types, config.head.binary, config.mlp.activation) == (0, False, "gelu")
-    with pytest.raises(UsageError, match="--bert-no-binary-head False contradicts the checkpoint ckpt, which has True"):
+    with pytest.raises(
+        UsageError,
+        match="--bert-no-binary-head False contradicts the checkpoint ckpt, which has True",
+    ):
         check_against(settings("--bert-no-binary-head false"), config, {}, "ckpt")
-    with pytest.raises(UsageError, match="--model-type gpt contradicts the checkpoint, which is a bert"):
+    with pytest.raises(
+        UsageError, match="--model-type gpt contradicts the checkpoint, which is a bert"
+    ):
         model_type(settings("--model-type gpt"), config)
 
 
@@ -274,30 +309,45 @@ def t5_sizes(text: str, world: int) -> Sizes:
 
 def test_a_t5_is_described_by_megatrons_flags() -> None:
     config = model_from_flags(settings(f"{T5} --encoder-num-layers 2 --decoder-num-layers 2"), 100)
-    assert (config.family, config.encoder.layers, config.layer_count, config.max_positions) == ("t5", 2, 2, 64)
+    assert (config.family, config.encoder.layers, config.layer_count, config.max_positions) == (
+        "t5",
+        2,
+        2,
+        64,
+    )
     assert (config.head.bias, config.tie_embeddings, config.norm.final) == (True, True, True)
     local = model_from_flags(settings(f"{T5} --num-layers 2 --transformer-impl local"), 100)
     assert not local.norm.final
     found = t5_sizes("--num-layers 2", 1)
     assert (found.seq, found.decoder_seq, found.layout.split_rank) == (64, 32, 0)
     check_against(settings("--encoder-num-layers 2"), config, {}, "ckpt")
-    with pytest.raises(UsageError, match="--encoder-num-layers 3 contradicts the checkpoint ckpt, which has 2"):
+    with pytest.raises(
+        UsageError, match="--encoder-num-layers 3 contradicts the checkpoint ckpt, which has 2"
+    ):
         check_against(settings("--encoder-num-layers 3"), config, {}, "ckpt")
 
 
 @pytest.mark.parametrize(
-    "words", ["--pp 4 --pipeline-model-parallel-split-rank 2", "--pp 2 --encoder-pipeline-model-parallel-size 2"]
+    "words",
+    [
+        "--pp 4 --pipeline-model-parallel-split-rank 2",
+        "--pp 2 --encoder-pipeline-model-parallel-size 2",
+    ],
 )
 def test_either_of_megatrons_ways_shares_out_the_stages_of_a_t5(words: str) -> None:
     layout = t5_sizes(f"--num-layers 2 {words}", 4).layout
-    assert (layout.pp, layout.encoder_stage_layers, layout.stage_layers) == (4, (1, 1), (0, 0, 1, 1))
+    assert (layout.pp, layout.encoder_stage_layers, layout.stage_layers) == (
+        4,
+        (1, 1),
+        (0, 0, 1, 1),
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--num-layers 2 --pp 2", "pp = 2: no stage has layers of both stacks of a T5; --pipeline-model-parallel-split-rank N"),
-        ("--num-layers 2 --pp 2 --num-virtual-stages-per-pipeline-rank 2", "--num-virtual-stages-per-pipeline-rank can't be had"),
+        ("--num-layers 2 --pp 2 --num-virtual-stages-per-pipeline-rank 2", "--num-virtual-stages-per-pipeline-rank is not supported"),
         ("--num-layers 3 --pp 4 --pipeline-model-parallel-split-rank 2", "layers of the encoder = 3 can't be divided"),
         ("--num-layers 2 --decoder-num-layers 3", "gives a T5's decoder as many layers as its encoder; give one number"),
         ("--num-layers 2 --seq-length 63", "--seq-length 63 and --encoder-seq-length 64 are the same length"),
@@ -312,26 +362,64 @@ def test_a_t5_that_can_not_be_shared_out_is_refused(words: str, message: str) ->
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--model-type t5 --cp 2", "--context-parallel-size has no part in a t5: there is code for 1 alone"),
-        ("--model-type t5 --num-experts 4", "--num-experts has no part in a t5: its layers have plain attention"),
-        ("--model-type t5 --fp8-format hybrid", "--fp8-format has no part in a t5: there is no code for it"),
-        ("--model-type t5 --compile", "--compile has no part in a t5: there is no code for it; leave it out"),
-        ("--model-type t5 --lora-rank 4", "--lora-rank has no part in a t5: adapters are for decoders so far"),
-        ("--model-type t5 --finetune-data x", "--finetune-data has no part in a t5: examples are for models"),
-        ("--vocab-extra-ids 5", "--vocab-extra-ids has no part in a gpt: it is about another --model-type"),
+        (
+            "--model-type t5 --cp 2",
+            "--context-parallel-size has no part in a t5: there is code for 1 alone",
+        ),
+        (
+            "--model-type t5 --num-experts 4",
+            "--num-experts has no part in a t5: its layers have plain attention",
+        ),
+        (
+            "--model-type t5 --fp8-format hybrid",
+            "--fp8-format has no part in a t5: there is no code for it",
+        ),
+        (
+            "--model-type t5 --compile",
+            "--compile has no part in a t5: there is no code for it; leave it out",
+        ),
+        (
+            "--model-type t5 --lora-rank 4",
+            "--lora-rank has no part in a t5: adapters are for decoders so far",
+        ),
+        (
+            "--model-type t5 --finetune-data x",
+            "--finetune-data has no part in a t5: examples are for models",
+        ),
+        (
+            "--vocab-extra-ids 5",
+            "--vocab-extra-ids has no part in a gpt: it is about another --model-type",
+        ),
         ("--model-type bert --decoder-seq-length 5", "--decoder-seq-length has no part in a bert"),
-        ("--model-type bert --cp 2", "--context-parallel-size has no part in a bert: there is code for 1 alone"),
-        ("--model-type bert --num-experts 4", "--num-experts has no part in a bert: its layers have plain attention"),
-        ("--model-type bert --reset-attention-mask", "--reset-attention-mask has no part in a bert: its samples are"),
-        ("--model-type bert --lora-rank 4", "--lora-rank has no part in a bert: adapters are for decoders so far"),
-        ("--model-type bert --position-embedding-type rope", "there is code for learned_absolute alone"),
+        (
+            "--model-type bert --cp 2",
+            "--context-parallel-size has no part in a bert: there is code for 1 alone",
+        ),
+        (
+            "--model-type bert --num-experts 4",
+            "--num-experts has no part in a bert: its layers have plain attention",
+        ),
+        (
+            "--model-type bert --reset-attention-mask",
+            "--reset-attention-mask has no part in a bert: its samples are",
+        ),
+        (
+            "--model-type bert --lora-rank 4",
+            "--lora-rank has no part in a bert: adapters are for decoders so far",
+        ),
+        (
+            "--model-type bert --position-embedding-type rope",
+            "there is code for learned_absolute alone",
+        ),
         ("--model-type bert --mock-data", "there are no random sentences; give --data-path"),
         ("--mask-prob 0.2", "--mask-prob has no part in a gpt: it is about another --model-type"),
         ("--bert-no-binary-head", "--bert-no-binary-head has no part in a gpt"),
         ("--task MNLI", "--task has no part in a gpt: it is about another --model-type"),
     ],
 )
-def test_flags_that_a_kind_of_model_has_no_use_for_are_refused_by_name(words: str, message: str) -> None:
+def test_flags_that_a_kind_of_model_has_no_use_for_are_refused_by_name(
+    words: str, message: str
+) -> None:
     asked = settings(words)
     with pytest.raises(UsageError, match=re.escape(message)):
         check_kind(asked, model_type(asked, None))
@@ -339,7 +427,10 @@ def test_flags_that_a_kind_of_model_has_no_use_for_are_refused_by_name(words: st
 
 def test_parallel_sizes_have_short_flags() -> None:
     found = settings("--tp 4 --pp 2")
-    assert (found.parallel.tensor_model_parallel_size, found.parallel.pipeline_model_parallel_size) == (4, 2)
+    assert (
+        found.parallel.tensor_model_parallel_size,
+        found.parallel.pipeline_model_parallel_size,
+    ) == (4, 2)
     assert found.given == {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
 
 
@@ -354,7 +445,9 @@ def test_a_sequence_as_long_as_the_models_positions_is_capped_unless_asked_for()
     long = settings(LLAMA.replace("--seq-length 32", "--max-position-embeddings 131072"))
     config = model_from_flags(long, 100)
     assert work_out(long, config, ModelOptions(), 1).seq == 4096
-    asked = settings(LLAMA.replace("--seq-length 32", "--max-position-embeddings 131072 --seq-length 8192"))
+    asked = settings(
+        LLAMA.replace("--seq-length 32", "--max-position-embeddings 131072 --seq-length 8192")
+    )
     assert work_out(asked, config, ModelOptions(), 1).seq == 8192
 
 
@@ -365,10 +458,19 @@ def test_yaml_says_the_same_as_flags_and_the_command_line_wins(tmp_path: Path) -
         "data_path: [0.3, a, 0.7, b]\nrampup_batch_size: 2 2 8\nuse-mcore-models: true\nseed: null\n"
     )
     for flag in ("--yaml-cfg", "--config-file"):
-        found, ignored = parse("pretrain", f"{flag} {path} --micro-batch-size 2 --bf16 false".split())
-        assert (found.optimizer.lr, found.optimizer.min_lr, found.training.micro_batch_size) == (1e-4, 1e-5, 2)
+        found, ignored = parse(
+            "pretrain", f"{flag} {path} --micro-batch-size 2 --bf16 false".split()
+        )
+        assert (found.optimizer.lr, found.optimizer.min_lr, found.training.micro_batch_size) == (
+            1e-4,
+            1e-5,
+            2,
+        )
         assert (found.model.swiglu, found.precision.bf16) == (True, False)
-        assert (found.data.data_path, found.training.rampup_batch_size) == (("0.3", "a", "0.7", "b"), (2, 2, 8))
+        assert (found.data.data_path, found.training.rampup_batch_size) == (
+            ("0.3", "a", "0.7", "b"),
+            (2, 2, 8),
+        )
         assert found.training.seed == 1234
         assert ignored == [f"{path}: use-mcore-models"]
 
@@ -385,7 +487,9 @@ def test_yaml_says_the_same_as_flags_and_the_command_line_wins(tmp_path: Path) -
         ("dataloader_type: cyclic", "--dataloader-type cyclic is not available"),
     ],
 )
-def test_a_yaml_file_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+def test_a_yaml_file_that_is_wrong_is_refused_by_name(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(UsageError, match=re.escape(message)) as error:
@@ -397,7 +501,13 @@ def test_a_yaml_file_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str,
 
 def test_flags_describe_llama_and_gpt2() -> None:
     llama = model_from_flags(settings(LLAMA), 100)
-    assert (llama.family, llama.attention.kv_heads, llama.mlp.ffn, llama.tie_embeddings, llama.attention.qkv_bias) == (
+    assert (
+        llama.family,
+        llama.attention.kv_heads,
+        llama.mlp.ffn,
+        llama.tie_embeddings,
+        llama.attention.qkv_bias,
+    ) == (
         "llama",
         2,
         128,
@@ -405,9 +515,17 @@ def test_flags_describe_llama_and_gpt2() -> None:
         False,
     )
     gpt2 = model_from_flags(
-        settings("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64"), 50
+        settings(
+            "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64"
+        ),
+        50,
     )
-    assert (gpt2.family, gpt2.mlp.ffn, gpt2.positions.kind, gpt2.tie_embeddings) == ("gpt2", 128, "learned", True)
+    assert (gpt2.family, gpt2.mlp.ffn, gpt2.positions.kind, gpt2.tie_embeddings) == (
+        "gpt2",
+        128,
+        "learned",
+        True,
+    )
     assert (gpt2.mlp.activation, gpt2.norm.kind, gpt2.mlp.bias) == ("gelu_tanh", "LayerNorm", True)
     scaled = model_from_flags(
         settings(LLAMA + " --use-rope-scaling --rope-scaling-factor 32 --rotary-base 500000"), 100
@@ -441,7 +559,8 @@ def test_sizes_that_fit_are_worked_out() -> None:
     assert (found.dp, found.batch.full, str(found.layout)) == (3, 12, "TP 2, PP 2")
     assert sizes("", 3).batch.full == 3
     virtual = sizes(
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4", 2
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4",
+        2,
     )
     assert (virtual.layout.vpp, virtual.layout.stage_layers) == (2, (1, 1, 1, 1))
     uneven = sizes("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", 2)
@@ -458,16 +577,23 @@ def test_sizes_that_fit_are_worked_out() -> None:
         ("--tp 2 --moe-ffn-hidden-size 25", 2, 1),
     ],
 )
-def test_each_expert_is_shared_as_in_megatron_where_that_fits(words: str, world: int, etp: int) -> None:
-    assert sizes(f"--num-experts 4 --sequence-parallel --swiglu --disable-bias-linear {words}", world).layout.etp == etp
+def test_each_expert_is_shared_as_in_megatron_where_that_fits(
+    words: str, world: int, etp: int
+) -> None:
+    assert (
+        sizes(
+            f"--num-experts 4 --sequence-parallel --swiglu --disable-bias-linear {words}", world
+        ).layout.etp
+        == etp
+    )
 
 
 IMPOSSIBLE = [
     ("--expert-model-parallel-size 2", 2, "the model has no experts"),
     ("--expert-tensor-parallel-size 2", 2, "(etp) is 2, but the model has no experts"),
     ("--num-experts 4 --ep 2 --etp 2", 2, "etp x ep = 2 x 2 = 4 has to divide"),
-    ("--num-experts 4 --etp 0", 2, "etp = 0: parallel sizes have to be 1 or more"),
-    ("--moe-router-load-balancing-type sinkhorn", 1, "--moe-router-load-balancing-type sinkhorn can't be had yet"),
+    ("--num-experts 4 --etp 0", 2, "etp = 0: parallel sizes must be 1 or more"),
+    ("--moe-router-load-balancing-type sinkhorn", 1, "--moe-router-load-balancing-type sinkhorn is not supported yet"),
     ("--moe-aux-loss-coeff 0.1 0.2", 1, "need as many words as numbers"),
     ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 6, "2 x 2 = 4"),
     ("--tensor-model-parallel-size 4", 4, "kv_heads = 2"),
@@ -479,24 +605,24 @@ IMPOSSIBLE = [
     ("--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1", 1, "not both"),
     ("--num-virtual-stages-per-pipeline-rank 2", 1, "pipeline parallel size of 2 or more"),
     ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 31", 2, "31"),
-    ("--tensor-model-parallel-size 0", 1, "have to be 1 or more"),
+    ("--tensor-model-parallel-size 0", 1, "must be 1 or more"),
     ("--cp 2 --seq-length 30", 2, "cuts 30 tokens into 2 x cp = 2 x 2 blocks"),
     ("--cp 4 --tp 2", 4, "tp x cp x pp = 2 x 4 x 1 = 8"),
-    ("--cp-comm-type ring", 1, "--cp-comm-type ring can't be had; take one of p2p, all_gather, a2a, a2a+p2p for all layers"),
-    ("--cp-comm-type p2p a2a", 1, "--cp-comm-type p2p a2a can't be had"),
-    ("--micro-batch-size 0", 1, "--micro-batch-size 0 has to be 1 or more"),
+    ("--cp-comm-type ring", 1, "--cp-comm-type ring is not supported; choose one of p2p, all_gather, a2a, a2a+p2p for all layers"),
+    ("--cp-comm-type p2p a2a", 1, "--cp-comm-type p2p a2a is not supported"),
+    ("--micro-batch-size 0", 1, "--micro-batch-size 0 must be 1 or more"),
     ("--bf16 --fp16", 1, "contradict each other"),
-    ("--fp8-format hybrid", 1, "--fp8-format goes with --bf16"),
-    ("--fp8-format e4m3 --bf16 --compile", 1, "--fp8-format can't be had with --compile"),
-    ("--fp8-format e4m3 --bf16 --lora-rank 4", 1, "--fp8-format can't be had with adapters"),
+    ("--fp8-format hybrid", 1, "--fp8-format requires --bf16"),
+    ("--fp8-format e4m3 --bf16 --compile", 1, "--fp8-format can't be combined with --compile"),
+    ("--fp8-format e4m3 --bf16 --lora-rank 4", 1, "--fp8-format can't be combined with adapters"),
     ("--fp8-format hybrid --bf16 --fp8-recipe mxfp8", 1, "take --fp8-format e4m3"),
     ("--train-samples 10", 1, "not several of them"),
     ("--save-interval 3", 1, "needs --save"),
     ("--resume", 1, "--save, which is missing"),
     ("--recompute-granularity full", 1, "needs --recompute-method"),
-    ("--recompute-method block", 1, "goes with --recompute-granularity full"),
-    ("--eval-iters -1", 1, "has to be 0 or more"),
-    ("--log-interval 0", 1, "has to be 1 or more"),
+    ("--recompute-method block", 1, "requires --recompute-granularity full"),
+    ("--eval-iters -1", 1, "must be 0 or more"),
+    ("--log-interval 0", 1, "must be 1 or more"),
     ("--rampup-batch-size 2 2 10 --global-batch-size 8", 1, "give --train-samples"),
     ("--rampup-batch-size 3 2 10 --global-batch-size 8", 1, "8 (the global batch) - 3 = 5"),
     ("--decoder-first-pipeline-num-layers 5 --pipeline-model-parallel-size 2", 2, "leave -1 of 4 layers"),
@@ -504,12 +630,16 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("words", "world", "message"), IMPOSSIBLE)
-def test_an_impossible_size_is_refused_with_its_arithmetic(words: str, world: int, message: str) -> None:
+def test_an_impossible_size_is_refused_with_its_arithmetic(
+    words: str, world: int, message: str
+) -> None:
     with pytest.raises((UsageError, LayoutError), match=re.escape(message)):
         sizes(words, world)
 
 
-@pytest.mark.parametrize("missing", ["--num-layers 4", "--hidden-size 64", "--num-attention-heads 4"])
+@pytest.mark.parametrize(
+    "missing", ["--num-layers 4", "--hidden-size 64", "--num-attention-heads 4"]
+)
 def test_a_model_without_its_sizes_is_refused(missing: str) -> None:
     with pytest.raises(UsageError, match=f"{missing.split()[0]} is missing"):
         model_from_flags(settings(LLAMA.replace(missing, "")), 100)
@@ -530,7 +660,7 @@ def test_a_longer_sequence_than_learned_positions_is_refused() -> None:
     ("flags_given", "said"),
     [
         ("--qk-clip --qk-layernorm", "norms of q and k come after them"),
-        ("--qk-clip-threshold 50", "--qk-clip-threshold goes with --qk-clip"),
+        ("--qk-clip-threshold 50", "--qk-clip-threshold requires --qk-clip"),
         ("--qk-clip --qk-clip-alpha 2", "--qk-clip-alpha 2 has to lie between 0 and 1"),
         ("--qk-clip --lora-rank 4 --load x", "--qk-clip changes weights"),
     ],
@@ -544,10 +674,15 @@ def test_a_clip_that_could_do_nothing_is_refused(flags_given: str, said: str) ->
     ("flags_given", "said"),
     [
         ("--cp 4 --cp-comm-type a2a+p2p", "NEAR FAR, of 2 or more, which make --cp = 4"),
-        ("--cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 1", "which make --cp = 4"),
-        ("--cp 2 --hierarchical-context-parallel-sizes 2 1", "goes with --cp-comm-type a2a.p2p"),
+        (
+            "--cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 1",
+            "which make --cp = 4",
+        ),
+        ("--cp 2 --hierarchical-context-parallel-sizes 2 1", "requires --cp-comm-type a2a.p2p"),
     ],
 )
-def test_two_levels_of_context_parallelism_have_to_make_its_size(flags_given: str, said: str) -> None:
+def test_two_levels_of_context_parallelism_have_to_make_its_size(
+    flags_given: str, said: str
+) -> None:
     with pytest.raises(UsageError, match=said):
         sizes(flags_given, 4)

@@ -1,0 +1,129 @@
+"""Parts and joins of an adapter's matrices as lazy tensors, which translate between layouts of modules."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from formats.lazy_numpy import np
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape, row_blocks
+
+_COMPARED_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a matrix."""
+
+    source: LazyTensor
+    first: int
+    count: int
+
+    @property
+    def shape(self) -> Shape:
+        return self.count, *self.source.shape[1:]
+
+    @property
+    def dtype(self) -> str:
+        return self.source.dtype
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        self.source.read_into(
+            box._replace(row0=box.row0 + self.first, row1=box.row1 + self.first), out
+        )
+
+
+@dataclass(frozen=True)
+class EveryNth:
+    """The columns first, first + step ... of a matrix."""
+
+    source: LazyTensor
+    first: int
+    step: int
+
+    @property
+    def shape(self) -> Shape:
+        rows, cols = self.source.shape
+        return rows, cols // self.step
+
+    @property
+    def dtype(self) -> str:
+        return self.source.dtype
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        item = np.dtype((np.void, ITEMSIZE[self.dtype]))
+        first, last = box.col0 * self.step + self.first, (box.col1 - 1) * self.step + self.first + 1
+        read = np.empty((box.rows, (last - first) * item.itemsize), np.uint8)
+        self.source.read_into(Box(box.row0, box.row1, first, last), read)
+        np.copyto(out, np.ascontiguousarray(read.view(item)[:, :: self.step]).view(np.uint8))
+
+
+@dataclass(frozen=True)
+class Window:
+    """A matrix of zeros with a tensor placed at (row, col). Without a tensor, all elements are zero."""
+
+    shape: Shape
+    dtype: str
+    source: LazyTensor | None = None
+    row: int = 0
+    col: int = 0
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        out[:] = 0  # zero has all bits 0 in every dtype
+        self.add_into(box, out)
+
+    def add_into(self, box: Box, out: Bytes) -> None:
+        """Write the tensor's own elements. The rest of `out` stays unchanged."""
+        if self.source is None:
+            return
+        rows, cols = matrix_shape(self.source.shape)
+        row0, row1 = max(box.row0, self.row), min(box.row1, self.row + rows)
+        col0, col1 = max(box.col0, self.col), min(box.col1, self.col + cols)
+        if row0 >= row1 or col0 >= col1:
+            return
+        item = ITEMSIZE[self.dtype]
+        there = out[
+            row0 - box.row0 : row1 - box.row0, (col0 - box.col0) * item : (col1 - box.col0) * item
+        ]
+        self.source.read_into(
+            Box(row0 - self.row, row1 - self.row, col0 - self.col, col1 - self.col), there
+        )
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices one below the other, followed by rows of zeros."""
+
+    sources: tuple[LazyTensor, ...]
+    rows: int
+
+    @property
+    def shape(self) -> Shape:
+        return self.rows, self.sources[0].shape[1]
+
+    @property
+    def dtype(self) -> str:
+        return self.sources[0].dtype
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        out[:] = 0
+        row = 0
+        for source in self.sources:
+            Window(self.shape, self.dtype, source, row).add_into(box, out)
+            row += source.shape[0]
+
+
+def are_equal(tensors: Iterable[LazyTensor]) -> bool:
+    """True if all tensors have the same bits. Stops reading at the first difference."""
+    first, *others = tensors
+    if any((tuple(each.shape), each.dtype) != (tuple(first.shape), first.dtype) for each in others):
+        return False
+    return all(
+        np.array_equal(_read(first, box), _read(other, box))
+        for other in others
+        for box in row_blocks(tuple(first.shape), first.dtype, _COMPARED_AT_ONCE)
+    )
+
+
+def _read(tensor: LazyTensor, box: Box) -> Bytes:
+    found = np.empty((box.rows, box.cols * ITEMSIZE[tensor.dtype]), np.uint8)
+    tensor.read_into(box, found)
+    return found

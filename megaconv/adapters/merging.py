@@ -1,0 +1,169 @@
+"""A source with adapters merged into its tensors, one after the other. All other tensors stay unchanged."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from formats.ceilings import SIDECAR_BYTES
+from formats.regular_files import read_small
+from formats.tensor import InputFile, LazyTensor
+from megaconv.adapters.low_rank import MergedTensor
+from megaconv.adapters.peft_files import CONFIG, Adapter, open_adapter
+from megaconv.adapters.targets import Changes, changes_of
+from megaconv.errors import NotExpressible, UsageError
+from megaconv.families import family
+from megaconv.hub import resolve
+from megaconv.model.config import ModelConfig
+from megaconv.model.ir import Header, Key, Source, TensorInfo, shift_of
+from megaconv.model.table import canonical_shapes
+from megaconv.options import AdapterChoice
+from megaconv.values.cast import CastTensor
+
+_HASHED_AT_ONCE = 8 << 20
+
+
+@dataclass(frozen=True)
+class Merged:
+    """One adapter, and the changes that it makes to the model."""
+
+    choice: AdapterChoice
+    adapter: Adapter
+    changes: Changes
+
+    @property
+    def summary(self) -> str:
+        """A line for people: which adapter was merged, and how."""
+        config, count = self.adapter.config, len(self.adapter.modules)
+        kind = "DoRA" if config.dora else "rsLoRA" if config.rslora else "LoRA"
+        weight = "" if self.choice.weight == 1 else f" times {self.choice.weight:g}"
+        copied = (
+            f", {len(self.adapter.replaced)} tensors replaced by its own"
+            if self.adapter.replaced
+            else ""
+        )
+        return f"merged {kind} adapter {self.choice.place}{weight}: {count} modules of rank {config.rank}{copied}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry for megaconv.json. Reads the adapter's weights."""
+        return {
+            "path": self.choice.place,
+            "weight": self.choice.weight,
+            "base": self.adapter.config.base,
+            "sha256": _sha256(self.adapter.weights),
+            "config_sha256": hashlib.sha256(
+                read_small(self.adapter.directory / CONFIG, SIDECAR_BYTES)
+            ).hexdigest(),
+        }
+
+
+def _sha256(path: Path) -> str:
+    file, hashed = InputFile.open(path), hashlib.sha256()
+    for offset in range(0, file.size, _HASHED_AT_ONCE):
+        hashed.update(file.read(offset, min(_HASHED_AT_ONCE, file.size - offset)))
+    return hashed.hexdigest()
+
+
+@dataclass(frozen=True)
+class MergedSource:
+    """A source of weights with adapters merged into them. Each weight keeps its dtype."""
+
+    source: Source
+    merged: Sequence[Merged]
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.merged[-1].changes.config
+
+    @property
+    def changed(self) -> frozenset[Key]:
+        """Keys of tensors whose values differ from the source's.
+
+        They include a head that an adapter unties from the embedding.
+        """
+        names = {
+            name for each in self.merged for name in (*each.changes.deltas, *each.changes.replaced)
+        }
+        return frozenset(map(Key, names)) | (
+            self.header.manifest.keys() - self.source.header.manifest.keys()
+        )
+
+    @property
+    def header(self) -> Header:
+        header = self.source.header
+        replaced = {
+            Key(name): lazy for each in self.merged for name, lazy in each.changes.replaced.items()
+        }
+        shifts = {key: shift for key, shift in header.shifts.items() if key not in replaced}
+        shifts |= {key: shift_of(tensor) for key, tensor in replaced.items() if shift_of(tensor)}
+        return replace(header, config=self.config, manifest=self._manifest(header), shifts=shifts)
+
+    def _manifest(self, header: Header) -> Mapping[Key, TensorInfo]:
+        if self.config.tie_embeddings == header.config.tie_embeddings:
+            return header.manifest
+        names = canonical_shapes(family(self.config.family).rows, self.config)
+        tied = header.manifest[Key("embed.weight")]
+        return {Key(name): header.manifest.get(Key(name), tied) for name in names}
+
+    def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
+        found = dict(self.source.tensors())
+        for key in self.header.manifest:
+            tensor = found[key] if key in found else found[Key("embed.weight")]
+            for each in self.merged:
+                tensor = _changed(key.name, tensor, each.changes)
+            yield key, tensor
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        untied = self.config.tie_embeddings != self.source.header.config.tie_embeddings
+        said = (
+            ("head and embedding are no longer tied: the adapter changes one of them",)
+            if untied
+            else ()
+        )
+        quantized = (self.source.header.config.hf or {}).get("quantization_config")
+        plain = (
+            ("the base is quantized: adapters are merged into its dequantized weights",)
+            if quantized
+            else ()
+        )
+        return (*(each.summary for each in self.merged), *said, *plain)
+
+
+def _changed(name: str, tensor: LazyTensor, changes: Changes) -> LazyTensor:
+    if name in changes.replaced:
+        own = changes.replaced[name]
+        tensor = (
+            own
+            if own.dtype == tensor.dtype
+            else CastTensor(own, tensor.dtype, name, overflow=False)
+        )
+    return MergedTensor(tensor, changes.deltas[name], name) if name in changes.deltas else tensor
+
+
+def merge(source: Source, choices: Sequence[AdapterChoice]) -> MergedSource:
+    """Open adapters and check them against a source. Raises CheckpointError."""
+    config, merged = source.header.config, list[Merged]()
+    if source.header.carries_optimizer:
+        raise UsageError(
+            "--adapter: weights that an adapter changes no longer go with the optimizer's state; add --no-optimizer"
+        )
+    for choice in choices:
+        place = resolve(choice.place)
+        if isinstance(place, str):
+            raise UsageError(f"--adapter {place}: expected a directory or a Hub id")
+        adapter = open_adapter(place)
+        if adapter.directory != place:  # an iteration of a run: the record names the iteration
+            choice = choice._replace(place=f"{choice.place.rstrip('/')}/{adapter.directory.name}")
+        changes = changes_of(adapter, choice.weight, family(config.family), config)
+        again = [name for each in merged for name in each.changes.deltas if name in changes.deltas]
+        if again and any(
+            each.adapter.config.dora for each in (*merged, Merged(choice, adapter, changes))
+        ):
+            raise NotExpressible(
+                f"{adapter.weights}: {again[0]} has two adapters, one of them DoRA, which is about the base's own weights"
+            )
+        merged.append(Merged(choice, adapter, changes))
+        config = changes.config
+    return MergedSource(source, merged)

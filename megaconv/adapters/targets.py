@@ -1,0 +1,262 @@
+"""Finds the tensors of a model that an adapter changes.
+
+An adapter names modules as transformers does. So its addition to a module is a native tensor of the naming scheme `hf`,
+and the family's table gives the rectangles of canonical tensors. Fused, transposed and stacked weights need no code
+here.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from formats.tensor import LazyTensor, Shape
+from megaconv.adapters.low_rank import Change, Delta, ScaledVector, Spread
+from megaconv.adapters.peft_files import Adapter, ModuleAdapter, module_path
+from megaconv.errors import NotExpressible, TensorMismatch
+from megaconv.families import Family
+from megaconv.model.assembled import Placed, assemble
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
+from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import HF, HF_STACKED
+from megaconv.model.natives import NativeTensor, native_tensors
+from megaconv.model.regions import Region
+from megaconv.model.table import canonical_shapes
+
+
+@dataclass
+class Changes:
+    """The changes of a model by one adapter, by canonical name."""
+
+    config: ModelConfig
+    """The model's configuration. Its head is untied if the adapter changes only one of head and embedding."""
+    deltas: dict[str, Change] = field(default_factory=dict)
+    replaced: dict[str, LazyTensor] = field(default_factory=dict)
+    """Whole replaced tensors, in the adapter's dtype."""
+
+
+def changes_of(adapter: Adapter, weight: float, family: Family, config: ModelConfig) -> Changes:
+    """The changes of a model by an adapter. weight: the factor of the adapter's deltas.
+
+    Raises TensorMismatch for an adapter of another model, NotExpressible for a change that can't be merged.
+    """
+    names = _Names(family, _untied(adapter, family, config), str(adapter.weights))
+    found = Changes(names.config)
+    for name, tensor in adapter.replaced.items():
+        found.replaced |= names.canonical(names.native(name), tensor)
+    if weight != 1 and found.replaced:
+        raise NotExpressible(
+            f"{adapter.weights}: holds whole tensors ({', '.join(sorted(adapter.replaced)[:3])}), which have no weight; "
+            "give the adapter without one"
+        )
+    for module in adapter.modules:
+        for name, change in _changes_of_module(module, adapter, weight, names):
+            if name in found.deltas:
+                raise TensorMismatch(
+                    f"{adapter.weights}: {module.module} changes {name}, which another module does too"
+                )
+            found.deltas[name] = change
+    return found
+
+
+def weights_of(
+    adapter: Adapter, family: Family, config: ModelConfig
+) -> Iterator[tuple[ModuleAdapter, NativeTensor]]:
+    """Each module's adapter with its weight, which has transformers' name. Raises TensorMismatch, NotExpressible."""
+    names = _Names(family, config, str(adapter.weights))
+    for module in adapter.modules:
+        yield module, names.target(module)
+
+
+def _untied(adapter: Adapter, family: Family, config: ModelConfig) -> ModelConfig:
+    """The model's configuration; head and embedding are untied if the adapter changes only one of them."""
+    if not config.tie_embeddings or adapter.config.keeps_tie:
+        return config
+    names = _Names(family, config, str(adapter.weights))
+    shared = {
+        name
+        for native in names.natives.values()
+        if native.copy is not None
+        for name in native.parts
+    }
+    touched = [
+        *adapter.replaced,
+        *(module_path(module.module) + ".weight" for module in adapter.modules),
+    ]
+    if not any(
+        name in names.natives and shared & names.natives[name].parts.keys() for name in touched
+    ):
+        return config
+    untied = changed(config, {"tie_embeddings": False})
+    if not shared < set(canonical_shapes(family.rows, untied)):
+        raise NotExpressible(
+            f"{adapter.weights}: changes the embedding alone, which this family's models have as their head too"
+        )
+    return untied
+
+
+@dataclass
+class _Names:
+    """The tensors of a model under transformers' names, including the stacked tensors of all experts of a layer."""
+
+    family: Family
+    config: ModelConfig
+    where: str
+    natives: Mapping[str, NativeTensor] = field(init=False)
+    shapes: Mapping[str, Shape] = field(init=False)
+
+    def __post_init__(self) -> None:
+        whole = Chunk(0, 0, 0, self.config.layer_count, is_first=True, is_last=True)
+        self.natives = {
+            native.name: native
+            for naming in (HF_STACKED, HF)
+            for native in native_tensors(
+                self.family.rows, self.config, naming, Layout(), 0, whole, self.config.vocab
+            )
+        }
+        self.shapes = canonical_shapes(self.family.rows, self.config)
+
+    def native(self, name: str) -> NativeTensor:
+        """The native tensor of a name.
+
+        Raises TensorMismatch for a tensor that the model doesn't have, NotExpressible for a tied tensor's second name.
+        """
+        native = self.natives.get(name) or self.natives.get(self.family.prefix + name)
+        if native is None:
+            raise TensorMismatch(f"{self.where}: {name} is not in the model", code="unknown-tensor")
+        if native.copy is not None:
+            raise NotExpressible(
+                f"{self.where}: has an adapter of {name}, which the model keeps tied (ensure_weight_tying); "
+                "the embedding's own adapter holds for both"
+            )
+        return native
+
+    def target(self, module: ModuleAdapter) -> NativeTensor:
+        """The weight that a module's adapter changes."""
+        path = module_path(module.module)
+        if (
+            path + ".weight" in self.natives
+            or self.family.prefix + path + ".weight" in self.natives
+        ):
+            return self.native(path + ".weight")
+        stacked = [self.natives[name] for name in self.natives if name.rpartition(".")[0] == path]
+        fitting = [native for native in stacked if len(native.shape) == 3 and _fits(module, native)]
+        if not stacked:
+            raise TensorMismatch(
+                f"{self.where}: {module.module}: the model has no such module",
+                code="unknown-tensor",
+            )
+        if len(fitting) != 1:
+            which = "none" if not fitting else " and ".join(native.name for native in fitting)
+            raise TensorMismatch(
+                f"{self.where}: {module.module} has matrices {list(module.a.shape)} and {list(module.b.shape)}, which are those "
+                f"of {which}; expected those of one of {', '.join(native.name for native in stacked)}",
+                code="misshapen-tensor",
+            )
+        return fitting[0]
+
+    def canonical(self, native: NativeTensor, tensor: LazyTensor) -> dict[str, LazyTensor]:
+        """The canonical tensors in a native tensor. Raises NotExpressible if it doesn't hold all of each."""
+        shapes = {name: self.shapes[name] for name in native.parts}
+        for name, regions in native.parts.items():
+            if sum(region.box.rows * region.box.cols for region in regions) < _elements(
+                shapes[name]
+            ):
+                raise NotExpressible(
+                    f"{self.where}: {native.name} is only a part of {name}, and can't be changed alone"
+                )
+        found = assemble(shapes, [Placed(native, tensor, self.where)], strict=True)
+        return {key.name: lazy for key, lazy in found.items()}
+
+
+def _elements(shape: Shape) -> int:
+    return shape[0] * (shape[1] if len(shape) > 1 else 1) if shape else 1
+
+
+def _flipped(native: NativeTensor) -> bool:
+    """True if the model stores this weight as [in, out]."""
+    regions: tuple[Region, ...] = next(iter(native.parts.values()))
+    return regions[0].transposed
+
+
+def _sizes(native: NativeTensor) -> tuple[int, int, int]:
+    """(number of experts, out, in) of a weight."""
+    experts = native.shape[0] if len(native.shape) == 3 else 1
+    rows, cols = native.shape[-2:]
+    return (experts, cols, rows) if _flipped(native) else (experts, rows, cols)
+
+
+def _fits(module: ModuleAdapter, native: NativeTensor) -> bool:
+    if not len(module.a.shape) == len(module.b.shape) == 2:
+        return False
+    experts, outs, ins = _sizes(native)
+    (a_rows, a_cols), (b_rows, b_cols) = module.a.shape, module.b.shape
+    return (a_cols, b_rows) == (ins, outs) and a_rows == b_cols and a_rows % experts == 0
+
+
+def _changes_of_module(
+    module: ModuleAdapter, adapter: Adapter, weight: float, names: _Names
+) -> Iterator[tuple[str, Change]]:
+    if len(module.a.shape) != 2 or len(module.b.shape) != 2:
+        raise TensorMismatch(
+            f"{adapter.weights}: {module.module}: its matrices have to have two axes"
+        )
+    native, path = names.target(module), module_path(module.module)
+    experts, outs, ins = _sizes(native) if len(native.shape) > 1 else (1, native.shape[0], 1)
+    flipped = _flipped(native)
+    if (
+        module.embedding
+    ):  # in peft, the vocabulary is an embedding's input; in the model, it is the number of rows
+        outs, ins, flipped = ins, outs, True
+    rank = module.a.shape[0] // experts
+    if (
+        tuple(module.a.shape) != (rank * experts, ins)
+        or tuple(module.b.shape) != (outs, rank * experts)
+        or not rank
+    ):
+        raise TensorMismatch(
+            f"{adapter.weights}: {module.module} has matrices {list(module.a.shape)} and {list(module.b.shape)}; "
+            f"{native.name} is {list(native.shape)}, so expected [r, {ins}] and [{outs}, r]",
+            code="misshapen-tensor",
+        )
+    if rank != adapter.config.rank_of(path):
+        raise TensorMismatch(
+            f"{adapter.weights}: {module.module} has rank {rank}; its configuration says {adapter.config.rank_of(path)}",
+            code="misshapen-tensor",
+        )
+    scale = adapter.config.scale_of(path, rank) * weight
+    deltas = names.canonical(
+        native, Delta(module.a, module.b, scale, native.shape, flipped, experts)
+    )
+    magnitudes = _magnitudes(module, adapter, weight, names, native)
+    parameter = experts > 1 or any(
+        f".{native.name}".endswith(f".{name}") for name in adapter.config.parameters
+    )
+    for name, delta in deltas.items():
+        yield name, Change(delta, module.embedding or parameter, magnitudes.get(name))
+    if module.bias is not None:
+        bias = names.native(native.name.removesuffix("weight") + "bias")
+        for name, delta in names.canonical(bias, ScaledVector(module.bias, scale)).items():
+            yield name, Change(delta)
+
+
+def _magnitudes(
+    module: ModuleAdapter, adapter: Adapter, weight: float, names: _Names, native: NativeTensor
+) -> dict[str, LazyTensor]:
+    """DoRA's magnitudes by canonical name; empty without DoRA.
+
+    Raises NotExpressible if peft has no DoRA of this kind.
+    """
+    if module.contradicts(adapter.config):
+        has = "no" if module.magnitude is None else "a"
+        raise TensorMismatch(
+            f"{adapter.weights}: {module.module} has {has} magnitude, its configuration says otherwise"
+        )
+    if module.magnitude is None:
+        return {}
+    experts, outs, _ = _sizes(native)
+    if weight != 1 or module.embedding or experts > 1 or tuple(module.magnitude.shape) != (outs,):
+        raise NotExpressible(
+            f"{adapter.weights}: {module.module}: DoRA is merged into Linear and Conv1D alone, with a magnitude [{outs}], and whole "
+            "(no weight)"
+        )
+    return names.canonical(native, Spread(module.magnitude, native.shape, _flipped(native)))

@@ -1,0 +1,161 @@
+"""Compares a source with its own megaconv.json, to find out whether it is still what was written.
+
+The fingerprints of an output with other stored values than readers get (GGUF) are of the stored values. Such tensors
+are read as they are stored.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megaconv import registry
+from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
+from megaconv.engine.plan import default_workers
+from megaconv.engine.reading_back import Stored
+from megaconv.engine.record import RECORD_NAME, Record, digest, find_record
+from megaconv.errors import CorruptCheckpoint
+from megaconv.hub import Place
+from megaconv.model.check import listing
+from megaconv.model.ir import Header, Key, Source, TensorInfo
+
+
+def as_stored(place: Place, record: Record) -> Stored | None:
+    """The source with its stored values, for a saver that stores other values than readers get; None for other savers.
+
+    Raises CheckpointError for a source that can't be such an output any more.
+    """
+    if record.saver not in registry.SAVERS:
+        return None
+    reader = registry.saver(record.saver).as_stored
+    return reader(place) if reader is not None and isinstance(place, Path) else None
+
+
+def differing(place: Place, record: Record, header: Header) -> dict[str, str]:
+    """Tensors whose name or shape differs from the record, and files that are `changed`.
+
+    A file is `changed` if it describes another model.
+    """
+    stored = as_stored(place, record)
+    manifest = header.manifest if stored is None else stored.source.header.manifest
+    return record.other_tensors(manifest) | changed_descriptions(record, stored)
+
+
+def changed_descriptions(record: Record, stored: Stored | None) -> dict[str, str]:
+    """Weight files that are `changed`, because their description of the model differs from the record."""
+    now = (
+        {}
+        if stored is None
+        else {name: digest(content) for name, content in stored.descriptions.items()}
+    )
+    return {
+        name: "changed" for name, was in record.descriptions.items() if now.get(name, was) != was
+    }
+
+
+@dataclass
+class SourceCheck:
+    """A source's record, compared with the tensors that are read from the source."""
+
+    record: Record | None = None
+    unlike: frozenset[str] = frozenset()
+    """Tensors that can't be compared, because they were requested in another dtype or with another vocabulary."""
+    notices: tuple[str, ...] = ()
+    """Notices for the user about the source's small files."""
+    stored: Source | None = None
+    """The same tensors as they are stored, if readers get other values. They are read in addition."""
+    damaged: list[str] = field(default_factory=list)
+
+    def expects(self, key: Key) -> str | None:
+        """The recorded fingerprint of a tensor that is read as it was written, otherwise None."""
+        if self.record is None or self.stored is not None or str(key) in self.unlike:
+            return None
+        return self.record.tensors.get(str(key))
+
+    def found(self, key: Key, fingerprint: str) -> None:
+        """Compare one tensor's fingerprint. Any thread may call this."""
+        if self.expects(key) not in (None, fingerprint):
+            self.damaged.append(str(key))
+
+    def compare(self, fingerprint: Fingerprint) -> None:
+        """Raises CorruptCheckpoint if the source has changed since it was written."""
+        for key, now in fingerprint.tensors.items():
+            self.found(key, now)
+        self.require_intact()
+
+    def require_intact(self) -> None:
+        """Raises CorruptCheckpoint, which names the tensors that differ from the record."""
+        self._read_stored()
+        if self.record is not None and self.damaged:
+            _refuse(
+                self.record,
+                f"{len(self.damaged)} tensors have other values than were written: {listing(sorted(self.damaged))}",
+            )
+
+    def _read_stored(self) -> None:
+        if self.record is None or self.stored is None:
+            return
+        recorded = self.record.tensors
+        wanted = [
+            key
+            for key in self.stored.header.manifest
+            if str(key) in recorded and str(key) not in self.unlike
+        ]
+        found = fingerprint_source(
+            self.stored, default_workers(writing=False), only=frozenset(wanted)
+        )
+        self.damaged += (
+            str(key) for key, now in found.tensors.items() if recorded[str(key)] != now
+        )
+
+
+def check_source(
+    place: Place,
+    source: Source,
+    streamed: Mapping[Key, TensorInfo] | None = None,
+    *,
+    other_shapes: bool = False,
+    altered: Collection[Key] = (),
+) -> SourceCheck:
+    """Compare an opened source with its record, if it has one. Raises CorruptCheckpoint if names or shapes differ.
+
+    streamed: the tensors in the requested dtypes. other_shapes: True if the user has given the vocabulary's size.
+    altered: tensors that something else is merged into.
+    """
+    record = find_record(place)
+    if record is None:
+        return SourceCheck()
+    written, stored = source.header.manifest, as_stored(place, record)
+    if stored is not None:
+        written = stored.source.header.manifest
+    differing = record.other_tensors(written)
+    missing = {
+        name: what for name, what in differing.items() if what == "missing" or not other_shapes
+    }
+    if missing:
+        _refuse(
+            record,
+            f"{len(missing)} tensors are not as written: {listing([f'{name} {what}' for name, what in missing.items()])}",
+        )
+    described = changed_descriptions(record, stored)
+    if described:
+        _refuse(record, f"the metadata in {listing(sorted(described))} are not as written")
+    cast = {
+        str(key)
+        for key, info in written.items()
+        if streamed is not None and streamed.get(key) != info
+    }
+    cast |= {str(key) for key in altered}
+    notices = [
+        f"{name}: {kind} since the source was written (its {RECORD_NAME} says)"
+        for name, kind in record.changed_files().items()
+    ]
+    if stored is not None:
+        return SourceCheck(record, frozenset(differing), tuple(notices), stored.source)
+    return SourceCheck(record, frozenset(cast | differing.keys()), tuple(notices))
+
+
+def _refuse(record: Record, what: str) -> None:
+    raise CorruptCheckpoint(
+        f"{record.root}: {what}. It was damaged or changed since ({RECORD_NAME}); --no-check-source accepts it",
+        code="changed-since-written",
+    )

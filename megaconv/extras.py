@@ -1,0 +1,19 @@
+"""Optional packages: the extras of pyproject.toml, and the message for a missing one."""
+
+from megaconv.errors import UsageError
+
+
+def install(extras: str) -> str:
+    """The instruction for a message that some extras are missing. extras: their names, such as `train,data`.
+
+    The instruction names a clone: the name on the package index belongs to somebody else.
+    """
+    return f"in a clone of megaconv: pip install '.[{extras}]'"
+
+
+def require_torch(what: str, extras: str = "torch") -> None:
+    """Raises UsageError if torch isn't installed. what: the feature that needs torch, for the message."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"{what} needs torch ({error}); {install(extras)}") from error

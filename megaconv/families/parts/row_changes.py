@@ -1,0 +1,71 @@
+"""Tables made from Llama's rows, for models that differ only in the norms' biases, a gate or some names.
+
+in_core(rows)            without names in Megatron's legacy models and Meta's files
+with_norm_biases(rows)   LayerNorm: model.norm.{weight|bias}, decoder.final_layernorm.{weight|bias}
+without_gate(rows)       mlp.up_proj, mlp.down_proj; linear_fc1 holds only the first
+respelled(rows, names)   other names for some rows
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megaconv.model.table import Row, Separate, Spelling
+
+Rows = tuple[Row, ...]
+_GATE_UP = "{gate|up}"
+
+
+def in_core(rows: Rows) -> Rows:
+    """The rows with only the names of Hugging Face and Megatron core. Any other naming scheme is then refused for lack
+    of names."""
+    return tuple(row.without("legacy", "meta") for row in rows)
+
+
+def with_norm_biases(rows: Rows) -> Rows:
+    """The rows with biases on the norms of hidden states. Norms of q and k, which are shorter, have none."""
+
+    return tuple(_with_bias(row) if _is_norm(row) else row for row in rows)
+
+
+def _is_norm(row: Row) -> bool:
+    return row.canonical.endswith("_norm.weight") and row.shapes == ("hidden",)
+
+
+def _with_bias(row: Row) -> Row:
+    names = {}
+    for key, spelled in row.names.items():
+        names[key] = tuple(replace(one, name=_weight_and_bias(one.name)) for one in spelled)
+    return replace(
+        row, canonical=_weight_and_bias(row.canonical), shapes=row.shapes * 2, names=names
+    )
+
+
+def _weight_and_bias(name: str) -> str:
+    return name.removesuffix("weight") + "{weight|bias}"
+
+
+def without_gate(rows: Rows) -> Rows:
+    """The rows with MLPs of two matrices."""
+
+    return tuple(_only_up(row) if _GATE_UP in row.canonical else row for row in rows)
+
+
+def _only_up(row: Row) -> Row:
+    names = {}
+    for key, spelled in row.names.items():
+        names[key] = tuple(Separate(one.name.replace(_GATE_UP, "up")) for one in spelled)
+    return replace(
+        row, canonical=row.canonical.replace(_GATE_UP, "up"), shapes=row.shapes[:1], names=names
+    )
+
+
+def respelled(rows: Rows, names: Mapping[str, Mapping[str, Spelling]]) -> Rows:
+    """The rows with other names for some of them. Raises KeyError for an unknown row.
+
+    names: canonical pattern of a row -> its names by naming scheme.
+    """
+    known = {row.canonical for row in rows}
+    for canonical in names:
+        if canonical not in known:
+            raise KeyError(f"no row of the table is {canonical}")
+    return tuple(row.renamed(**names.get(row.canonical, {})) for row in rows)

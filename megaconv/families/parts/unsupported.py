@@ -1,0 +1,102 @@
+"""Known architectures that no family can represent, each with the reason.
+
+Architectures that are neither here nor in a family are unknown. Both are refused, these with their reason.
+"""
+
+_REASONS: dict[str, tuple[str, ...]] = {
+    "of Gemma 3, only models like Gemma3ForCausalLM are supported, and not Gemma 3n": (
+        "Gemma3nForCausalLM",
+        "Gemma3nForConditionalGeneration",
+    ),
+    "its language model attends to a prompt in both directions, and Megatron core attends to earlier tokens only": (
+        "PaliGemmaForConditionalGeneration",
+    ),
+    "its attention and its MLP work in parallel on the same input, and Megatron core has no such layer": (
+        "GPTNeoXForCausalLM",
+        "GPTJForCausalLM",
+        "PhiForCausalLM",
+        "FalconForCausalLM",
+        "CodeGenForCausalLM",
+        "CohereForCausalLM",
+        "Cohere2ForCausalLM",
+    ),
+    "it encodes positions by ALiBi (biases on attention scores), which Megatron core doesn't have": (
+        "BloomForCausalLM",
+        "MptForCausalLM",
+        "MPTForCausalLM",
+    ),
+    "it multiplies each layer's output by a factor, which Megatron core doesn't support": (
+        "GraniteForCausalLM",
+        "GraniteMoeForCausalLM",
+        "GraniteMoeSharedForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+    ),
+    "its router chooses experts by sparsemixer, which Megatron core doesn't have": (
+        "PhimoeForCausalLM",
+        "PhiMoEForCausalLM",
+    ),
+    "its activation (xIELU) has trained parameters, and Megatron core has no such activation": (
+        "ApertusForCausalLM",
+    ),
+    "its layers have two attentions, two MLPs and experts without computation, and Megatron core has no such layer": (
+        "LongcatFlashForCausalLM",
+    ),
+    "it applies the norms of q and k after the rotary embedding, and Megatron core applies them before it": (
+        "HunYuanDenseV1ForCausalLM",
+        "HunYuanMoEV1ForCausalLM",
+    ),
+    "its layers with full attention have another head size than those with a window, use keys as values, and scale their output": (
+        "Gemma4ForCausalLM",
+        "Gemma4ForConditionalGeneration",
+    ),
+    "it has several residual streams, which are mixed (hyper-connections), and attention to compressed tokens": (
+        "DeepseekV4ForCausalLM",
+    ),
+    "its layers with a window have other numbers of key/value heads than the other layers": (
+        "MiMoV2FlashForCausalLM",
+    ),
+    "its layers with a window have other numbers of heads than the other layers, and the base of rope differs by layer": (
+        "Step3p5ForCausalLM",
+        "Step3p7ForConditionalGeneration",
+    ),
+    "its layers apply attention and Mamba 2 in parallel to the same input": (
+        "FalconH1ForCausalLM",
+    ),
+    "its layers differ in the widths of their MLPs, and some have no attention": (
+        "DeciLMForCausalLM",
+    ),
+    "most of its layers have Kimi Delta Attention, which has other projections than a gated delta net": (
+        "KimiLinearForCausalLM",
+        "KimiK3ForConditionalGeneration",
+    ),
+    "it attends to blocks of tokens that a special indexer chooses": (
+        "MiniMaxM3SparseForConditionalGeneration",
+    ),
+    "its layers have separate experts for images, with another width than those for text": (
+        "Ernie4_5_VLMoeForConditionalGeneration",
+    ),
+    "its language model is inside a `thinker` with audio encoders, and their tensor names in Megatron are not known": (
+        "Qwen2_5OmniForConditionalGeneration",
+        "Qwen3OmniMoeForConditionalGeneration",
+        "Qwen3ASRForConditionalGeneration",
+    ),
+    "its vision encoder (RADIO) is in no transformers release; its language model, a Nemotron-H, has no text_config": (
+        "NemotronH_Nano_VL_V2",
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Super_Omni_Reasoning_V3",
+    ),
+    "its head classifies tokens instead of predicting the next one": (
+        "Qwen3_5ForTokenClassification",
+    ),
+}
+
+
+def _by_architecture() -> dict[str, str]:
+    found = {}
+    for reason, architectures in _REASONS.items():
+        found.update(dict.fromkeys(architectures, reason))
+    return found
+
+
+UNSUPPORTED = _by_architecture()
+"""Architecture -> the reason why no family can represent it."""

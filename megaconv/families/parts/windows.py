@@ -1,0 +1,120 @@
+"""Windows of attention: one for all layers, or one for each layer, in the keys of several architectures."""
+
+from collections.abc import Callable
+
+from megaconv.errors import NotExpressible
+from megaconv.families.parts.keys import (
+    CONFIG_NAME,
+    Fields,
+    Keys,
+    Raw,
+    need_size,
+    require_each_layer,
+)
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import per_layer
+
+
+def window(default: int | None) -> Keys:
+    """One window for all layers, or none."""
+    return Keys(
+        ("sliding_window",),
+        lambda raw: {"layers.window": raw.get("sliding_window", default) or None},
+        lambda config: {"sliding_window": config.window},
+    )
+
+
+def layer_types(config: ModelConfig) -> list[str]:
+    """transformers' name of each layer's attention."""
+    return [
+        "full_attention" if kind.window is None else "sliding_attention" for kind in config.layers
+    ]
+
+
+def windowed_layers(raw: Raw, otherwise: list[str]) -> tuple[int, ...]:
+    """The layers with a window, by layer_types. otherwise: the layer_types if the key is missing."""
+    layers = need_size(raw, "num_hidden_layers")
+    kinds = raw.get("layer_types") or otherwise
+    for kind in kinds:
+        if kind not in ("sliding_attention", "full_attention"):
+            raise NotExpressible(
+                f"{CONFIG_NAME}: layer_types has {kind!r}, which this architecture doesn't support"
+            )
+    require_each_layer("layer_types", kinds, layers)
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+
+
+def windows_on(raw: Raw, layers: tuple[int, ...], size_of_window: int | None) -> Fields:
+    """The field layers.window, with a window on these layers."""
+    return {
+        "layers.window": per_layer(
+            layers, need_size(raw, "num_hidden_layers"), size_of_window, None
+        )
+    }
+
+
+def windows_by_layer(default: int, *, full_every: int, pattern: tuple[str, ...] = ()) -> Keys:
+    """A window for each layer. default, full_every: without layer_types, every full_every-th layer has no window, and
+    the others have this size.
+
+    pattern: further keys, the first of which gives full_every if layer_types is missing.
+    """
+
+    def read(raw: Raw) -> Fields:
+        given = [key for key in pattern if raw.get(key) is not None]
+        every = need_size(raw, given[0]) if given else full_every
+        windowed = windowed_layers(raw, windows_but_every(every, raw))
+        return windows_on(raw, windowed, raw.get("sliding_window", default) or None)
+
+    def write(config: ModelConfig) -> Raw:
+        # Write a size even if no layer has a window: transformers' models need it to make a mask.
+        return {"sliding_window": config.window or default, "layer_types": layer_types(config)}
+
+    return Keys(("sliding_window", "layer_types", *pattern), read, write)
+
+
+def windows_but_every(step: int, raw: Raw) -> list[str]:
+    """The layer_types of a model in which every step-th layer has no window."""
+    layers = need_size(raw, "num_hidden_layers")
+    return [
+        "sliding_attention" if (layer + 1) % step else "full_attention" for layer in range(layers)
+    ]
+
+
+def qwen_windows(every_layer: Callable[[Raw], list[str]]) -> Keys:
+    """Qwen's windows, which apply only if use_sliding_window is true. every_layer: the layer_types if that key is
+    missing.
+
+    The layers are written one by one, which old and new transformers both read.
+    """
+
+    def read(raw: Raw) -> Fields:
+        size = raw.get("sliding_window", 4096)
+        if not raw.get("use_sliding_window") or not size:
+            return {}
+        return windows_on(raw, windowed_layers(raw, every_layer(raw)), size)
+
+    def write(config: ModelConfig) -> Raw:
+        windowed = config.layers_with("window")
+        return {
+            "use_sliding_window": bool(windowed),
+            "sliding_window": config.window,
+            "max_window_layers": windowed[0] if windowed else config.layer_count,
+            "layer_types": layer_types(config),
+        }
+
+    return Keys(
+        ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), read, write
+    )
+
+
+def windows_at_the_end(raw: Raw, default: int) -> list[str]:
+    """The layer_types of a model in which the layers from max_window_layers on have a window. default: the value of a
+    missing key."""
+    layers = need_size(raw, "num_hidden_layers")
+    first = raw.get("max_window_layers", default) or 0
+    return ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+
+
+QWEN_WINDOWS = qwen_windows(lambda raw: windows_at_the_end(raw, 28))
+"""Windows of Qwen 2 and 3: without layer_types, the layers from max_window_layers on have them."""

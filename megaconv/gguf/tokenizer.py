@@ -1,0 +1,328 @@
+"""A tokenizer in GGUF's form: SentencePiece's tokenizer.model, or the byte-level BPE of a tokenizer.json.
+
+tokenizer.model is a protobuf message. Its repeated field 1 is a piece: 1 text, 2 score (a float), 3 type (GGUF's
+numbers).
+Source: sentencepiece_model.proto.
+"""
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from formats.ceilings import SIDECAR_BYTES
+from formats.gguf import Value
+from formats.regular_files import read_json, read_small
+from megaconv.errors import CorruptCheckpoint, NotExpressible, UsageError
+from megaconv.model.check import well_formed
+from megaconv.model.config import ModelConfig
+
+_NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5
+_ADDED_SCORE = -1000.0
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_O200K = "|".join(
+    (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+PATTERNS = {
+    (_LLAMA3,): "llama-bpe", (_LLAMA3.replace("{1,3}", ""),): "qwen2", (): "gpt-2", (_O200K,): "gpt-4o", _DEEPSEEK: "deepseek-v3",
+}  # fmt: skip
+"""Regular expressions with which a tokenizer splits text -> llama.cpp's name for them."""
+_PREFIX = "tokenizer.ggml."
+
+
+def tokenizer_values(
+    files: Mapping[str, Path], config: ModelConfig, extra: Mapping[str, str]
+) -> dict[str, Value]:
+    """GGUF metadata of the tokenizer.
+
+    Raises UsageError if there is no tokenizer, NotExpressible for a tokenizer that llama.cpp isn't known to support.
+    """
+    if extra.get("tokenizer") == "none":
+        return {_PREFIX + "model": Value("string", "none")}
+    settings = (
+        read_json(files["tokenizer_config.json"], SIDECAR_BYTES)
+        if "tokenizer_config.json" in files
+        else {}
+    )
+    if "tokenizer.model" in files:
+        path = files["tokenizer.model"]
+        with well_formed(str(path)):
+            found = _sentencepiece(read_small(path, SIDECAR_BYTES), _added(files, settings), config)
+        named: Mapping[str, int] = {}
+    elif "tokenizer.json" in files:
+        path = files["tokenizer.json"]
+        with well_formed(str(path)):
+            raw = read_json(path, SIDECAR_BYTES)
+            found, named = _byte_level(raw, config, extra, str(path))
+            found |= _added_around(raw, found["pre"].value)
+    else:
+        _refuse_ranks(files)
+        raise UsageError(
+            "--saver gguf: the source has no tokenizer.model and no tokenizer.json; --config gives its Hugging Face directory, "
+            "--option tokenizer=none leaves the tokenizer out"
+        )
+    _require_distinct(found["tokens"].value, str(path))
+    with well_formed("tokenizer_config.json"):
+        found |= _ids(settings, named, config)
+        found |= {
+            f"add_{word}_token": Value("bool", settings[f"add_{word}_token"])
+            for word in ("bos", "eos")
+            if isinstance(settings.get(f"add_{word}_token"), bool)
+        }
+        if config.family == "gemma":
+            found["add_space_prefix"] = Value("bool", False)
+    template = settings.get("chat_template")
+    if "chat_template.jinja" in files:
+        template = read_small(files["chat_template.jinja"], SIDECAR_BYTES).decode(errors="replace")
+    chat = (
+        {"tokenizer.chat_template": Value("string", template)} if isinstance(template, str) else {}
+    )
+    named_as = (
+        {"general.name": Value("string", "Phi-3")}
+        if _strips_as_phi3(found, files, settings, config)
+        else {}
+    )
+    return named_as | {_PREFIX + name: value for name, value in found.items()} | chat
+
+
+def _require_distinct(tokens: Sequence[str], where: str) -> None:
+    """Raises NotExpressible for a duplicate token: llama.cpp would abort."""
+    twice = next((token for token, count in Counter(tokens).items() if count > 1), None)
+    if twice is not None:
+        raise NotExpressible(
+            f"{where}: two tokens are {twice!r}; llama.cpp has each once; leave the tokenizer out with --option tokenizer=none"
+        )
+
+
+_PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
+
+
+def _strips_as_phi3(
+    found: Mapping[str, Value],
+    files: Mapping[str, Path],
+    settings: Mapping[str, Any],
+    config: ModelConfig,
+) -> bool:
+    """True if special tokens strip the white space behind them, which llama.cpp does only for the name Phi-3.
+
+    For that name llama.cpp requires four tokens, and doesn't load a vocabulary without them.
+    """
+    strips = any(token.get("rstrip") for token in _added(files, settings).values())
+    return config.family == "phi3" and strips and set(found["tokens"].value) >= _PHI3_TOKENS
+
+
+def _added(files: Mapping[str, Path], settings: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """Number -> content, special, rstrip ... of the tokens that other files add to a tokenizer.model."""
+    if "tokenizer.json" in files:
+        listed = read_json(files["tokenizer.json"], SIDECAR_BYTES).get("added_tokens") or ()
+        return {token["id"]: token for token in listed}
+    if decoder := settings.get("added_tokens_decoder"):
+        return {int(number): token for number, token in decoder.items()}
+    if "added_tokens.json" in files:
+        plain = read_json(files["added_tokens.json"], SIDECAR_BYTES)
+        return {number: {"content": text} for text, number in plain.items()}
+    return {}
+
+
+def _ids(
+    settings: Mapping[str, Any], named: Mapping[str, int], config: ModelConfig
+) -> dict[str, Value]:
+    of_model = (
+        ("bos", "bos", config.bos_token_id),
+        ("eos", "eos", _first(config.eos_token_id)),
+        ("pad", "padding", config.pad_token_id),
+    )
+    found: dict[str, Value] = {}
+    for word, name, otherwise in of_model:
+        given = settings.get(f"{word}_token")
+        text = given.get("content") if isinstance(given, dict) else given
+        number = named.get(text, otherwise) if isinstance(text, str) else otherwise
+        if number is not None:
+            found[f"{name}_token_id"] = Value("u32", number)
+    return found
+
+
+def _first(ids: int | tuple[int, ...] | None) -> int | None:
+    if isinstance(ids, int):
+        return ids
+    return ids[0] if ids else None
+
+
+class _Piece(NamedTuple):
+    """A token of a tokenizer.model."""
+
+    text: str
+    score: float
+    type: int
+
+
+def _sentencepiece(
+    content: bytes, added: Mapping[int, Mapping[str, Any]], config: ModelConfig
+) -> dict[str, Value]:
+    """GGUF metadata of a tokenizer.model.
+
+    added: further tokens by number. A token without a row in the embedding is left out.
+    """
+    pieces = _pieces(content)
+    _require_room(len(pieces), config)
+    pieces += [
+        _Piece(f"[PAD{index}]", -1000.0, _UNUSED) for index in range(len(pieces), config.vocab)
+    ]
+    for number, token in added.items():
+        if number < config.vocab and _changes(token, pieces[number]):
+            pieces[number] = _Piece(token["content"], _ADDED_SCORE, _type_of_added(token))
+    return {
+        "model": Value("string", "llama"),
+        "pre": Value("string", "default"),
+        "tokens": Value("string", [piece.text for piece in pieces]),
+        "scores": Value("f32", [piece.score for piece in pieces]),
+        "token_type": Value("i32", [piece.type for piece in pieces]),
+    }
+
+
+def _pieces(content: bytes) -> list[_Piece]:
+    return [
+        _piece(value)
+        for number, value in _fields(content)
+        if number == 1 and isinstance(value, bytes)
+    ]
+
+
+def _changes(token: Mapping[str, Any], piece: _Piece) -> bool:
+    """True if an added token has another text than the piece with its number, or that is an ordinary piece."""
+    return token["content"] != piece.text or piece.type == _NORMAL
+
+
+def _type_of_added(token: Mapping[str, Any]) -> int:
+    return _CONTROL if token.get("special") else _USER
+
+
+def _piece(content: bytes) -> _Piece:
+    fields = dict(_fields(content))
+    text, score = fields.get(1, b""), fields.get(2, bytes(4))
+    assert isinstance(text, bytes)
+    assert isinstance(score, bytes)
+    (number,) = struct.unpack("<f", score)
+    kind = fields.get(3, _NORMAL)
+    return _Piece(text.decode(), number, int(kind) if isinstance(kind, int) else _NORMAL)
+
+
+def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """(number, value) of each field of a protobuf message. Raises ValueError or IndexError if it isn't one."""
+    at = 0
+    while at < len(content):
+        tag, at = _varint(content, at)
+        wire = tag & 7
+        if wire == 0:
+            value, at = _varint(content, at)
+            yield tag >> 3, value
+            continue
+        size = {1: 8, 5: 4}.get(wire)
+        if wire == 2:
+            size, at = _varint(content, at)
+        if size is None or at + size > len(content):
+            raise ValueError("not a protobuf message")
+        yield tag >> 3, content[at : at + size]
+        at += size
+
+
+def _varint(content: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = content[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128 or shift > 63:
+            return value, at
+
+
+def _refuse_ranks(files: Mapping[str, Path]) -> None:
+    """Raises NotExpressible if there are only tiktoken's ranks (Qwen 1, Kimi).
+
+    Such a file has lines of bytes in base64 and a number.
+    """
+    ranks = [name for name in files if name == "tiktoken.model" or name.endswith(".tiktoken")]
+    if ranks:
+        raise NotExpressible(
+            f"{files[ranks[0]]}: has the ranks of tiktoken's tokens, but neither the expression that text is split by nor the special "
+            "tokens, which are in the model's Python code; write a tokenizer.json with transformers (TikTokenConverter), put it "
+            "beside and give the directory as --config, or leave the tokenizer out with --option tokenizer=none"
+        )
+
+
+def _byte_level(
+    raw: Mapping[str, Any], config: ModelConfig, extra: Mapping[str, str], where: str
+) -> tuple[dict[str, Value], dict[str, int]]:
+    model = raw["model"]
+    if model["type"] != "BPE" or model.get("byte_fallback"):
+        raise NotExpressible(
+            f"{where}: a tokenizer of the kind {model['type']} that is not byte-level BPE; there is no tokenizer.model"
+        )
+    added = raw.get("added_tokens") or ()
+    ids = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
+    _require_room(max(ids.values()) + 1, config)
+    tokens = [f"[PAD{index}]" for index in range(config.vocab)]
+    types = [_UNUSED] * config.vocab
+    for text, number in ids.items():
+        tokens[number] = text
+        types[number] = _NORMAL
+    for token in added:
+        types[token["id"]] = _type_of_added(token)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    pre = extra.get("tokenizer_pre") or _pre(raw.get("pre_tokenizer"), where)
+    found = {
+        "model": Value("string", "gpt2"),
+        "pre": Value("string", pre),
+        "tokens": Value("string", tokens),
+        "token_type": Value("i32", types),
+        "merges": Value("string", merges),
+    }
+    return found, ids
+
+
+def _added_around(raw: Mapping[str, Any], pre: str) -> dict[str, Value]:
+    """add_bos_token and add_eos_token, where the tokenizer differs from llama.cpp's default.
+
+    By its name, Llama 3 begins a text with a token in llama.cpp; other tokenizers neither begin nor end a text with
+    one.
+    """
+    found = raw.get("post_processor") or {}
+    steps = found.get("processors", [found])
+    single: Sequence[Mapping[str, Any]] = next(
+        (step["single"] for step in steps if step.get("type") == "TemplateProcessing"), []
+    )
+    begins, ends = ("SpecialToken" in (single[at] if single else {}) for at in (0, -1))
+    bos = {"add_bos_token": Value("bool", begins)} if begins or pre == "llama-bpe" else {}
+    return bos | ({"add_eos_token": Value("bool", True)} if ends else {})
+
+
+def _pre(raw: Any, where: str) -> str:
+    steps = raw.get("pretokenizers", [raw]) if isinstance(raw, dict) else []
+    given = (step["pattern"].get("Regex", "") for step in steps if step.get("type") == "Split")
+    # The JSON file has a line break either as itself or escaped.
+    patterns = tuple(pattern.replace("\r", r"\r").replace("\n", r"\n") for pattern in given)
+    if patterns not in PATTERNS or not any(step.get("type") == "ByteLevel" for step in steps):
+        raise NotExpressible(
+            f"{where}: splits text in a way that has no known name in llama.cpp; give it with --option tokenizer_pre=NAME "
+            f"(known: {', '.join(PATTERNS.values())}): {json.dumps(patterns)[:200]}"
+        )
+    return PATTERNS[patterns]
+
+
+def _require_room(tokens: int, config: ModelConfig) -> None:
+    if tokens > config.vocab:
+        raise CorruptCheckpoint(
+            f"the tokenizer has {tokens:,} tokens, the embedding {config.vocab:,} rows"
+        )

@@ -1,0 +1,247 @@
+"""Named tensors of whole models in safetensors or torch files, with or without an index, and the model they form."""
+
+import logging
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from formats import safetensors, torch_zip
+from formats.errors import CorruptCheckpoint
+from formats.tensor import LazyTensor
+from megaconv.errors import TensorMismatch
+from megaconv.families import Family
+from megaconv.families.parts.keys import WEIGHT_NAMES
+from megaconv.model.assembled import Placed, assemble
+from megaconv.model.check import listing, same_names
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
+from megaconv.model.ir import WEIGHT, Key
+from megaconv.model.layout import Chunk, Layout
+from megaconv.model.naming import HF, HF_STACKED, HF_STACKED_TRANSPOSED, Naming, with_mtp_stacked
+from megaconv.model.natives import NativeTensor, native_tensors
+from megaconv.model.table import canonical_shapes
+
+_log = logging.getLogger("megaconv")
+
+_STACKED = (".experts.gate_up_proj", ".experts.down_proj")
+"""Suffixes of tensors with all experts of a layer.
+
+transformers 5 has them; Qwen 3 VL on the Hub has each one transposed.
+"""
+_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".index.json",
+)
+
+
+def is_weights(path: Path) -> bool:
+    """True if a file of a Hugging Face directory holds weights or is their index."""
+    return path.name.endswith(_SUFFIXES)
+
+
+def has_weights(path: Path) -> bool:
+    """True if a directory has a weight file with one of the names that transformers looks for."""
+    return any((path / name).is_file() for name in WEIGHT_NAMES)
+
+
+def read_directory(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
+    """The weight file that decides how a Hugging Face directory is read, and every tensor by its name."""
+    for name in WEIGHT_NAMES:
+        weights = path / name
+        if not weights.is_file():
+            continue
+        if name.endswith(".index.json"):
+            return weights, read_sharded(weights)
+        return weights, read_file(weights)
+    raise no_weights(path)
+
+
+def no_weights(path: Path) -> CorruptCheckpoint:
+    """The error for a directory with a config.json, or for that file itself, if weights are needed."""
+    if path.is_file():
+        what = "is a configuration; give the directory that holds the weights too"
+    else:
+        what = f"has a config.json but no weights; expected one of {', '.join(WEIGHT_NAMES)}"
+    return CorruptCheckpoint(f"{path}: {what}", code="missing-file")
+
+
+def read_file(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a `.safetensors` file, or of a torch-saved file of any other name."""
+    if path.suffix == ".safetensors":
+        return dict(safetensors.read(path))
+    value = torch_zip.read(path)
+    if not isinstance(value, Mapping):
+        raise CorruptCheckpoint(
+            f"{path}: expected a dictionary of tensors, found {type(value).__name__}"
+        )
+    for name, tensor in value.items():
+        if not isinstance(name, str) or not hasattr(tensor, "read_into"):
+            raise CorruptCheckpoint(f"{path}: {name!r} is not a tensor")
+    return dict(value)
+
+
+def read_sharded(index: Path) -> dict[str, LazyTensor]:
+    """All tensors of a model in several files, in the order of its index.
+
+    Raises TensorMismatch if index and files disagree.
+    """
+    files = safetensors.read_index(index)
+    shards = {name: read_file(index.parent / name) for name in sorted(set(files.values()))}
+    for name, file in files.items():
+        if name not in shards[file]:
+            raise TensorMismatch(
+                f"{index}: assigns {name} to {file}, but the file doesn't hold it",
+                code="missing-tensor",
+            )
+    for file, tensors in shards.items():
+        _require_placed(tensors, file, files, index)
+    return {name: shards[file][name] for name, file in files.items()}
+
+
+def _require_placed(
+    tensors: Collection[str], file: str, files: Mapping[str, str], index: Path
+) -> None:
+    """Raise TensorMismatch for a tensor in a file that the index places elsewhere, or nowhere."""
+    for name in tensors:
+        if files.get(name) != file:
+            raise TensorMismatch(
+                f"{index.parent / file}: holds {name}, which {index.name} doesn't place there"
+            )
+
+
+def renamed(
+    tensors: Mapping[str, LazyTensor], names: Mapping[str, str], where: str
+) -> dict[str, LazyTensor]:
+    """The tensors that have a new name in `names` (old -> new). where: for messages.
+
+    Raises TensorMismatch if two tensors would get the same name: neither is dropped.
+    """
+    found: dict[str, LazyTensor] = {}
+    taken: dict[str, str] = {}
+    for old, new in names.items():
+        if new in found:
+            both = " and ".join(sorted([taken[new], old]))
+            raise TensorMismatch(
+                f"{where}: holds both {both}, two names of one tensor; remove the one that is wrong"
+            )
+        found[new], taken[new] = tensors[old], old
+    return found
+
+
+def whole_model(
+    family: Family,
+    config: ModelConfig,
+    naming: Naming,
+    found: Mapping[str, LazyTensor],
+    where: str,
+    slots: Mapping[str, Mapping[str, LazyTensor]] = MappingProxyType({}),
+) -> tuple[ModelConfig, dict[Key, LazyTensor]]:
+    """The canonical tensors of an unsharded model, and its configuration, completed from the tensors.
+
+    where: for messages. slots: the optimizer's tensors by slot and native name, for the parameters that have any; each
+    comes after its weight. Raises TensorMismatch for tensors that are missing, unknown or of the wrong shape.
+    """
+    _warn_of_left_out(family, found, where)
+    kept = _without_ignored(family, found)
+    config = family.complete(config, kept)
+    spellings = hf_namings(kept) if naming == HF else (naming,)
+    if spellings == (HF,):
+        _require_experts(config, len(kept), where)
+    spelling, natives = _best_spelling(family, config, spellings, kept)
+    if config.whole is not None:
+        config = replace(config, whole=replace(config.whole, experts=spelling.variants))
+    same_names([native.name for native in natives], kept, where)
+    placed = [Placed(native, kept[native.name], where) for native in natives]
+    shapes = canonical_shapes(family.rows, config)
+    tensors = assemble(shapes, placed, strict=True)
+    for slot, held in slots.items():
+        stored = [native for native in natives if native.name in held]
+        placed = [Placed(native, held[native.name], where) for native in stored]
+        tensors |= assemble(shapes, placed, strict=True, slot=slot)
+    if not slots:
+        return config, tensors
+    order = (Key(name, slot) for name in shapes for slot in (WEIGHT, *slots))
+    return config, {key: tensors[key] for key in order if key in tensors}
+
+
+def _without_ignored(family: Family, found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The tensors whose names match no pattern of the family's ignored ones."""
+    patterns = [f"(?:{pattern})" for pattern in (*family.ignored, *family.left_out)]
+    ignored = re.compile("|".join(patterns) or "(?!)")
+    return {name: tensor for name, tensor in found.items() if not ignored.fullmatch(name)}
+
+
+def _best_spelling(
+    family: Family,
+    config: ModelConfig,
+    spellings: tuple[Naming, ...],
+    kept: Mapping[str, LazyTensor],
+) -> tuple[Naming, list[NativeTensor]]:
+    """The naming scheme that fits the tensors best, and the native tensors in it."""
+    # With more layers than tensors, some layer must be missing: this bounds the work for an absurd configuration.
+    most = len(kept) + 1
+    bounded = changed(config, {"encoder.layers": min(config.encoder.layers, most)})
+    whole = Chunk(0, 0, 0, min(config.layer_count, most), is_first=True, is_last=True)
+    listed = {each: _expected(family, bounded, each, whole, kept) for each in spellings}
+    best = max(spellings, key=lambda each: _fitting(kept, listed[each]))
+    return best, listed[best]
+
+
+def hf_namings(names: Collection[str]) -> tuple[Naming, ...]:
+    """The naming schemes that the tensors of a Hugging Face directory may have."""
+    stacked = [name for name in names if name.endswith(_STACKED)]
+    found = (HF, HF_STACKED, HF_STACKED_TRANSPOSED) if stacked else (HF,)
+    return (
+        tuple(map(with_mtp_stacked, found))
+        if any(name.startswith("mtp.") for name in stacked)
+        else found
+    )
+
+
+def _warn_of_left_out(family: Family, found: Collection[str], where: str) -> None:
+    for pattern, what in family.left_out.items():
+        names = [name for name in found if re.fullmatch(pattern, name)]
+        if names:
+            _log.warning(
+                "%s: %s are not converted, %d tensors are left out: %s; --base adds them to an hf output again",
+                where,
+                what,
+                len(names),
+                listing(names),
+            )
+
+
+def _require_experts(config: ModelConfig, held: int, where: str) -> None:
+    """Raises TensorMismatch if most of the experts must be missing. This check comes before their names are listed."""
+    layers = len(config.layers_with("moe"))
+    if layers * config.experts.count > 2 * held + 10_000:
+        what = f"{held} tensors, the configuration has {config.experts.count:,} experts in each of {layers:,} layers"
+        raise TensorMismatch(f"{where}: holds {what}; it is incomplete, or of another model")
+
+
+def _expected(
+    family: Family,
+    config: ModelConfig,
+    naming: Naming,
+    whole: Chunk,
+    found: Mapping[str, LazyTensor],
+) -> list[NativeTensor]:
+    natives = native_tensors(family.rows, config, naming, Layout(), 0, whole, config.vocab)
+    return [native for native in natives if native.copy is None or native.name in found]
+
+
+def _fitting(found: Mapping[str, LazyTensor], natives: list[NativeTensor]) -> int:
+    """The number of native tensors that were found in their shape."""
+    return sum(
+        native.name in found and tuple(found[native.name].shape) == native.shape
+        for native in natives
+    )

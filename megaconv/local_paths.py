@@ -1,0 +1,29 @@
+"""Paths that have to be local: outputs, configurations, data. A URI is refused here, before it is used as a path.
+
+    s3://bucket/out     Path() turns it into s3:/bucket/out, a directory below the working directory
+
+Inputs that may be a URI go to `megaconv.hub.resolve`.
+"""
+
+import re
+from pathlib import Path
+
+from megaconv.errors import UsageError
+
+_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+"""Matches a URI with one slash too, because a Path reduces two slashes to one. A Windows drive has only one letter."""
+
+
+def local_path(place: str | Path) -> Path:
+    """The place as a Path. Raises UsageError for a URI."""
+    return Path(local_word(str(place)))
+
+
+def local_word(word: str) -> str:
+    """The word unchanged: a path, or another value that must not be a URI. Raises UsageError for a URI."""
+    match = _URI.match(word)
+    if match is not None:
+        raise UsageError(
+            f"{word}: is a URI, and only a local path can be given here; mount {match[1]}:// as a directory, or copy it from or to one"
+        )
+    return word

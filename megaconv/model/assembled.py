@@ -1,0 +1,192 @@
+"""Canonical tensors, each assembled from rectangles of native tensors: the form in which loaders stream them."""
+
+import logging
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+from formats.lazy_numpy import np
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, reshaped
+from megaconv.errors import TensorMismatch
+from megaconv.model.ir import WEIGHT, Key
+from megaconv.model.natives import NativeTensor, Region
+from megaconv.model.training import MASTER, ParamGroup
+
+_log = logging.getLogger("megaconv")
+
+
+class Copy(NamedTuple):
+    """A second copy of the whole tensor, or of the part that `source` holds. It must equal the first copy."""
+
+    part: "Part"
+    description: str
+    strict: bool
+    """True if a difference is an error. If False, a difference is reported and the first copy wins."""
+
+
+class Part(NamedTuple):
+    """One rectangle of a canonical tensor, and the native tensor that holds it.
+
+    `region` gives the rectangle, and the row and column of the native tensor at which it begins.
+    """
+
+    region: Region
+    source: LazyTensor
+    native: str = ""
+    """The native tensor's name."""
+    where: str = ""
+    """The file or rank that holds the native tensor, for messages."""
+
+    def read_into(self, wanted: Box, out: Bytes) -> None:
+        """Read a rectangle of the canonical tensor into `out`. wanted: a rectangle inside this part's box."""
+        self.region.order.read(self.region, wanted, self.source, out)
+
+
+@dataclass(slots=True)
+class Assembled:
+    """A lazy canonical tensor. Its parts cover it without overlap."""
+
+    key: Key
+    shape: Shape
+    dtype: str
+    parts: Sequence[Part]
+    copies: Sequence[Copy] = ()
+    shift: int = 0
+    """The number that the native tensors have added to the canonical values."""
+    _starts: list[int] | None = field(default=None, repr=False)
+    """First rows of the parts, in ascending order.
+
+    The parts are sorted only when the tensor is first read, because a model may have very many of them.
+    """
+    _reported: set[str] | None = field(default=None, repr=False)
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        itemsize = ITEMSIZE[self.dtype]
+        for part in self._overlapping(box):
+            wanted = overlap(part.region.box, box)
+            if wanted is not None:
+                part.read_into(wanted, window(out, box, wanted, itemsize))
+        for copy in self.copies:
+            wanted = overlap(copy.part.region.box, box)
+            if wanted is not None:
+                self._compare(copy, wanted, window(out, box, wanted, itemsize))
+
+    def _overlapping(self, box: Box) -> Sequence[Part]:
+        if len(self.parts) == 1:
+            return self.parts
+        if self._starts is None:
+            self.parts = sorted(
+                self.parts, key=lambda part: (part.region.box.row0, part.region.box.col0)
+            )
+            self._starts = [part.region.box.row0 for part in self.parts]
+        # Several parts (column shards) may share a row range: step back to the first part that still overlaps the box.
+        first = max(0, bisect_right(self._starts, box.row0) - 1)
+        while first and self.parts[first - 1].region.box.row1 > box.row0:
+            first -= 1
+        return self.parts[first : bisect_right(self._starts, box.row1 - 1)]
+
+    def _compare(self, copy: Copy, wanted: Box, expected: Bytes) -> None:
+        found = np.empty(expected.shape, np.uint8)
+        copy.part.read_into(wanted, found)
+        if not np.array_equal(found, expected):
+            if copy.strict:
+                raise TensorMismatch(
+                    f"{self.key}: {copy.description} has other values; the checkpoint contradicts itself"
+                )
+            self._reported = self._reported or set()
+            if copy.description not in self._reported:
+                self._reported.add(copy.description)
+                _log.warning(
+                    "%s: %s has other values; they are ignored", self.key, copy.description
+                )
+
+
+def overlap(left: Box, right: Box) -> Box | None:
+    """The intersection of two rectangles, or None."""
+    row0, row1 = max(left.row0, right.row0), min(left.row1, right.row1)
+    col0, col1 = max(left.col0, right.col0), min(left.col1, right.col1)
+    return Box(row0, row1, col0, col1) if row0 < row1 and col0 < col1 else None
+
+
+def window(buffer: Bytes, box: Box, wanted: Box, itemsize: int) -> Bytes:
+    """The part of a buffer that holds the rectangle `wanted`. box: the rectangle that the whole buffer holds."""
+    cols = slice((wanted.col0 - box.col0) * itemsize, (wanted.col1 - box.col0) * itemsize)
+    return buffer[wanted.row0 - box.row0 : wanted.row1 - box.row0, cols]
+
+
+class Placed(NamedTuple):
+    """A native tensor of the model, and the checkpoint's tensor for it."""
+
+    native: NativeTensor
+    tensor: LazyTensor
+    where: str
+    """The file, for messages."""
+    slots: Mapping[str, LazyTensor] = MappingProxyType({})
+    """The optimizer's tensors of this parameter, by slot."""
+    group: ParamGroup | None = None
+    """The optimizer's parameter group of this parameter; None if there is no optimizer state."""
+
+    def of_slot(self, slot: str) -> "Placed":
+        """The same place with the optimizer's tensor of this slot instead of the weight."""
+        return self._replace(tensor=self.slots[slot], slots={})
+
+
+def assemble(
+    shapes: Mapping[str, Shape], placed: Iterable[Placed], *, strict: bool, slot: str = WEIGHT
+) -> dict[Key, LazyTensor]:
+    """Every canonical tensor, from the native tensors of a whole checkpoint, in the order of `shapes`.
+
+    slot: the kind of tensor (WEIGHT or an optimizer slot). Slots other than WEIGHT exist only for parameters in
+    `placed`.
+
+    Replicas on other ranks and second copies of tied embeddings are compared while the tensor is read. A difference is
+    an error if `strict`, otherwise it is reported. Raises TensorMismatch for native tensors of an unexpected shape.
+    """
+    parts: dict[str, list[Part]] = {}
+    copies: dict[str, list[Copy]] = {}
+    dtypes: dict[str, str] = {}
+    shifts: dict[str, int] = {}
+    for item in placed:
+        check_shape(item)
+        copy = item.native.copy
+        again = copy is not None or (
+            item.native.replicated and any(name in parts for name in item.native.parts)
+        )
+        tensor = (
+            item.tensor if item.native.view is None else reshaped(item.tensor, item.native.view)
+        )
+        for name, regions in item.native.parts.items():
+            found = [Part(region, tensor, item.native.name, item.where) for region in regions]
+            if again:
+                copies.setdefault(name, []).extend(
+                    Copy(
+                        part,
+                        f"the copy {item.native.name} in {item.where}",
+                        strict or (copy is not None and copy.must_equal),
+                    )
+                    for part in found
+                )
+                continue
+            parts.setdefault(name, []).extend(found)
+            shifts[name] = item.native.shift if slot in (WEIGHT, MASTER) else 0
+            if dtypes.setdefault(name, item.tensor.dtype) != item.tensor.dtype:
+                raise TensorMismatch(
+                    f"{item.where}: {item.native.name} is {item.tensor.dtype}, other ranks have {dtypes[name]}"
+                )
+    return {
+        (key := Key(name, slot)): Assembled(
+            key, shape, dtypes[name], parts[name], copies.get(name, ()), shifts[name]
+        )
+        for name, shape in shapes.items()
+        if slot == WEIGHT or name in parts
+    }
+
+
+def check_shape(item: Placed) -> None:
+    if tuple(item.tensor.shape) != item.native.shape:
+        raise TensorMismatch(
+            f"{item.where}: {item.native.name} is {list(item.tensor.shape)}, expected {list(item.native.shape)} by the configuration",
+            code="misshapen-tensor",
+        )

@@ -1,0 +1,32 @@
+"""The notation of a table: patterns of tensor names, and shapes in sizes of the model."""
+
+import re
+from collections.abc import Mapping
+from math import prod
+
+from formats.tensor import Shape
+
+
+def expand(pattern: str) -> tuple[str, ...]:
+    """`a.{q|k}.b` -> (`a.q.b`, `a.k.b`); at most one alternative per pattern."""
+    match = re.search(r"\{([^{}]*\|[^{}]*)\}", pattern)
+    if match is None:
+        return (pattern,)
+    before, after = pattern[: match.start()], pattern[match.end() :]
+    return tuple(before + word + after for word in match[1].split("|"))
+
+
+def evaluate(shape: str, sizes: Mapping[str, int]) -> Shape:
+    """A shape in numbers: the value of `kv_heads*head_dim hidden` for these sizes."""
+    return tuple(_product(axis, sizes) for axis in shape.split())
+
+
+def _product(axis: str, sizes: Mapping[str, int]) -> int:
+    return prod(int(word) if word.isdigit() else sizes[word] for word in axis.split("*"))
+
+
+def of_layer(pattern: str, layer: int) -> str:
+    """A name with its layer number. The placeholder `{e}` stays in it."""
+    if "{l" not in pattern:
+        return pattern
+    return pattern.replace("{l}", str(layer)).replace("{l-1}", str(layer - 1))

@@ -1,0 +1,55 @@
+"""The options of the converter, each defined once, for the command line and for Python alike.
+
+A field made by `option()` is an option. Add an option to its class: the command line, `--help` and docs/options.md
+follow. A test asks for the parameter in `api.py`.
+"""
+
+from megaconv.options.converting import (
+    CHECKPOINT_TYPES,
+    ConvertOptions,
+    checkpoint_types,
+    require_workers,
+)
+from megaconv.options.option import Listed, listed
+from megaconv.options.pushing import PushOptions
+from megaconv.options.reading import LoadOptions
+from megaconv.options.unused import refuse_unused
+from megaconv.options.values import AdapterChoice
+from megaconv.options.writing import (
+    DIST_FILES,
+    FP8_BLOCK,
+    FP8_PER_CHANNEL,
+    LAYOUT_OPTIONS,
+    LOSSES,
+    NVFP4,
+    QUANTIZATIONS,
+    SaveOptions,
+)
+
+__all__ = [
+    "CHECKPOINT_TYPES",
+    "DIST_FILES",
+    "FP8_BLOCK",
+    "FP8_PER_CHANNEL",
+    "LAYOUT_OPTIONS",
+    "LOSSES",
+    "NVFP4",
+    "QUANTIZATIONS",
+    "AdapterChoice",
+    "ConvertOptions",
+    "LoadOptions",
+    "PushOptions",
+    "SaveOptions",
+    "checkpoint_types",
+    "options_of",
+    "refuse_unused",
+    "require_workers",
+]
+
+_CLASSES = (ConvertOptions, PushOptions)
+
+
+def options_of(command: str) -> dict[str, Listed]:
+    """The options of a command by parameter, in the order of `--help`."""
+    found = (each for kind in _CLASSES for each in listed(kind, command))
+    return {each.option.parameter: each for each in found}

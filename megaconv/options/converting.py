@@ -1,0 +1,135 @@
+"""The options of a conversion: those for reading and writing, and those of the run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megaconv.errors import UsageError
+from megaconv.options.commands import CONVERSIONS, CONVERT, READERS
+from megaconv.options.option import INPUT_AND_OUTPUT, VALUES, Range, inner, normalize, option
+from megaconv.options.reading import LoadOptions
+from megaconv.options.shared import OWN_OPTIONS
+from megaconv.options.values import AdapterChoice, adapter_choices, byte_size
+from megaconv.options.writing import SaveOptions
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Options of a conversion."""
+
+    loader: str | None = option(
+        None,
+        "--loader",
+        heading=INPUT_AND_OUTPUT,
+        commands=(*CONVERSIONS, *READERS),
+        help="Input format; detected from the files by default.",
+    )
+    """The loader's name; None: detected from the files."""
+    load: LoadOptions = inner(LoadOptions)
+    dtype: str | None = option(
+        None,
+        "--dtype",
+        heading=VALUES,
+        commands=CONVERSIONS,
+        help="Cast weights to bf16, fp16 or fp32; by default every bit stays.",
+    )
+    optimizer: bool | None = option(
+        None,
+        "--optimizer/--no-optimizer",
+        heading=VALUES,
+        help="Convert optimizer state too; by default wherever source and output can both hold it.",
+    )
+    """True to convert the optimizer state, False to leave it out; None: convert it if both sides can hold it."""
+    save: SaveOptions = inner(SaveOptions)
+    adapters: tuple[AdapterChoice, ...] = option(
+        (),
+        "--adapter",
+        heading=INPUT_AND_OUTPUT,
+        python="adapters",
+        words=list[str] | None,
+        read=adapter_choices,
+        metavar="DIR[:WEIGHT]",
+        help="A LoRA adapter (a directory of peft's, or a Hub id) to merge into the weights; may be repeated.",
+    )
+    """Adapters to merge into the weights, in this order."""
+    extra: Mapping[str, str] = option((), "--option", **OWN_OPTIONS)
+    """The loader's and the saver's own options (`--option`). Each gets the options that it knows."""
+    verify: bool = option(
+        False,
+        "--verify",
+        commands=CONVERSIONS,
+        help="Read the output back and compare fingerprints before it appears.",
+    )
+    resume: bool = option(
+        False,
+        "--resume",
+        commands=CONVERSIONS,
+        help="Continue a killed run of the same command; keep finished work on Ctrl-C.",
+    )
+    overwrite: bool = option(
+        False,
+        "--overwrite",
+        commands=CONVERSIONS,
+        help="Replace the files at --save-dir, in one step, once the output is complete.",
+    )
+    check_source: bool = option(
+        True,
+        "--check-source/--no-check-source",
+        commands=(*CONVERT, "inspect", "diff"),
+        help="The input must match its megaconv.json, if it has one (exit status 3 otherwise).",
+    )
+    """True if a source with a megaconv.json must match it."""
+    max_memory: int = option(
+        "256MiB",
+        "--max-memory",
+        commands=CONVERSIONS,
+        words=str,
+        read=byte_size,
+        help="Most memory that buffers may take.",
+    )
+    """Memory for buffers in bytes."""
+    workers: int = option(
+        0,
+        "--workers",
+        commands=CONVERSIONS,
+        range=Range(0, 1024),
+        help="Threads that move tensors; 0: as many as processors and one more, up to 8.",
+    )
+    """Number of threads; 0: one more than there are processors, up to 8."""
+
+    def __post_init__(self) -> None:
+        normalize(self)
+
+    def all_extra(self) -> dict[str, str]:
+        """All options of `--option`, in whichever field they were given."""
+        return {**self.load.extra, **self.save.extra, **self.extra}
+
+    def for_saver(self, saver: str) -> "ConvertOptions":
+        """The options with --checkpoint-type on the side that it is about. Raises UsageError for an unknown type."""
+        read, written = checkpoint_types(self.load.checkpoint_type, saver)
+        return replace(
+            self,
+            loader=self.loader or ("llama_mistral" if read else None),
+            load=replace(self.load, checkpoint_type=read),
+            save=replace(self.save, checkpoint_type=written),
+        )
+
+
+def require_workers(workers: int) -> None:
+    """Raises UsageError for a number of threads that is out of the option's range."""
+    ConvertOptions(workers=workers)
+
+
+CHECKPOINT_TYPES = ("hf", "meta", "mistral")
+
+
+def checkpoint_types(word: str | None, saver: str) -> tuple[str | None, str | None]:
+    """The checkpoint types (of the input, of the output) that `--checkpoint-type` gives.
+
+    The word is about the output if the saver is llama_mistral (and the word isn't `hf`), otherwise about the input.
+    Raises UsageError for an unknown word.
+    """
+    if word not in (None, *CHECKPOINT_TYPES):
+        raise UsageError(
+            f"--checkpoint-type {word}: is not known; choose one of {', '.join(CHECKPOINT_TYPES)}"
+        )
+    return (None, word) if saver == "llama_mistral" and word != "hf" else (word, None)

@@ -1,0 +1,21 @@
+"""Entries that options of several classes share."""
+
+from typing import Any
+
+from megaconv.local_paths import local_path
+from megaconv.options.option import INPUT_AND_OUTPUT
+from megaconv.options.values import pairs
+
+CONFIG: dict[str, Any] = {
+    "read": local_path,
+    "metavar": "PATH",
+    "help": "Hugging Face directory, or Megatron run with hf/, for settings that the source lacks.",
+}
+OWN_OPTIONS: dict[str, Any] = {
+    "heading": INPUT_AND_OUTPUT,
+    "python": "options",
+    "words": list[str] | None,
+    "read": pairs,
+    "metavar": "KEY=VALUE",
+    "help": "An option of the loader's or the saver's own, as `megaconv formats` lists them; may be repeated.",
+}

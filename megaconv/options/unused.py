@@ -1,0 +1,37 @@
+"""Refuses options that have no effect on an output."""
+
+from collections.abc import Collection
+from dataclasses import Field, fields
+from typing import Any
+
+from megaconv.errors import UsageError
+from megaconv.options.option import entry_of
+from megaconv.options.writing import SaveOptions
+
+_FOR_ALL = ("allow_lossy", "extra", "given")
+
+
+def refuse_unused(saver: str, used: Collection[str], options: SaveOptions) -> None:
+    """Raises UsageError for an option that has no effect on this output, because the caller expects an effect.
+
+    used: fields of SaveOptions that the saver reads. A default counts as chosen only if the caller gave it. A parallel
+    size of 1 never counts as chosen.
+    """
+    unset = SaveOptions()
+    for each in fields(options):
+        value = getattr(options, each.name)
+        size_of_one = each.name in ("tp", "pp", "vpp", "ep", "etp") and value == 1
+        chosen = value != getattr(unset, each.name) or each.name in options.given
+        if each.name not in (*used, *_FOR_ALL) and chosen and not size_of_one:
+            raise UsageError(
+                f"{_spelled(each, value)}: has no effect with --saver {saver}; leave it out"
+            )
+
+
+def _spelled(each: "Field[Any]", value: object) -> str:
+    """A chosen field as the user gave it, such as `--dist-files 4`."""
+    if each.name == "split":
+        return "a layer split"
+    entry = entry_of(each)
+    name = f"--{each.name.replace('_', '-')}" if entry is None else entry.name
+    return name if isinstance(value, bool) else f"{name} {value}"

@@ -1,0 +1,113 @@
+"""Values that users write as words: sizes with units, layer splits, adapters with weights, key=value pairs.
+
+Each function also takes the value itself, as a Python program passes it.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
+from operator import index
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megaconv.errors import UsageError
+
+
+def plain(value: Any) -> Any:
+    """A numpy number as Python's own int or float, which can be written to files; any other value unchanged."""
+    if isinstance(value, (bool, int, float)) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+class AdapterChoice(NamedTuple):
+    """An adapter to merge into the weights."""
+
+    place: str
+    """A directory or a Hub id."""
+    weight: float = 1.0
+    """The factor of the adapter's weight deltas."""
+
+
+def adapter_choices(words: Iterable[str | AdapterChoice]) -> tuple[AdapterChoice, ...]:
+    """The adapters that words such as `DIR` or `DIR:0.5` name. Raises UsageError for a weight that isn't a number."""
+    return tuple(_adapter_choice(word) if isinstance(word, str) else word for word in words)
+
+
+def _adapter_choice(word: str) -> AdapterChoice:
+    place, colon, weight = word.rpartition(":")
+    if not colon or Path(word).exists() or "/" in weight:
+        return AdapterChoice(word)
+    try:
+        number = float(weight)
+    except ValueError:
+        number = float("nan")
+    if not place or not abs(number) < float("inf"):
+        raise UsageError(f"{word}: write DIR or DIR:WEIGHT, such as my-adapter:0.5")
+    return AdapterChoice(place, number)
+
+
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 1 << 10,
+    "MI": 1 << 20,
+    "GI": 1 << 30,
+    "TI": 1 << 40,
+}
+
+
+_LEAST_BYTES = 4096
+"""A smaller size is probably a number whose unit was forgotten."""
+
+
+def byte_size(text: str | int, option: str = "") -> int:
+    """A size in bytes: 256MiB, 5GB, 1000000. A plain number counts bytes.
+
+    option: the option of the value, for messages. Raises UsageError.
+    """
+    if isinstance(text, int):
+        if text < 1:
+            raise UsageError(f"{option}{text}: expected 1 byte or more")
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
+    if not match or match[2] not in _UNITS or not float(match[1]):
+        raise UsageError(
+            f"{option}{text!r} is not a size; write a number with a unit, such as 256MiB or 5GB"
+        )
+    size = int(float(match[1]) * _UNITS[match[2]])
+    if size < _LEAST_BYTES:
+        raise UsageError(
+            f"{option}{text!r} is {size} bytes, expected {_LEAST_BYTES} bytes or more; write a number with a unit, such as 256MiB or 5GB"
+        )
+    return size
+
+
+def numbers(text: str | Iterable[int]) -> tuple[int, ...]:
+    """The numbers of a layer split: 3,5,5,3 -> (3, 5, 5, 3); an iterable of integers as a tuple.
+
+    Raises UsageError for other text, TypeError for a value that isn't an integer.
+    """
+    if not isinstance(text, str):
+        return tuple(map(index, text))
+    if not re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")):
+        raise UsageError(
+            f"{text!r}: write the layers of each stage separated by commas, such as 3,5,5,3"
+        )
+    return tuple(int(word) for word in text.replace(" ", "").split(","))
+
+
+def pairs(words: Iterable[str] | Mapping[str, str]) -> dict[str, str]:
+    """The pairs of `key=value` words as a mapping; a mapping as it is. Raises UsageError."""
+    if isinstance(words, Mapping):
+        return dict(words)
+    found: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not key or not equals or key in found:
+            raise UsageError(f"{word}: write key=value, each key once")
+        found[key] = value
+    return found

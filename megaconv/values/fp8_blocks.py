@@ -1,0 +1,208 @@
+"""Quantizes weights to FP8 by blocks as in DeepSeek-V3: float8_e4m3fn, with a float32 scale per 128 by 128 block.
+
+    scale = max |x| / 448 of the block in float32, 1 for one of zeros;  q = x / scale, to nearest even;  read as q * scale
+
+A tensor is read twice: for its scales, 128 rows at a time, then for its values. `quantized.py` is the inverse. Source:
+inference/kernel.py of DeepSeek-V3.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import sqrt
+from threading import Lock
+from typing import Protocol
+
+from formats.lazy_numpy import Floats, np
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, box_blocks, matrix_shape
+from megaconv.errors import NotExpressible
+from megaconv.model.assembled import window
+from megaconv.model.ir import TensorInfo
+from megaconv.values import rounding
+
+BLOCK = 128
+"""Rows and columns that share a scale."""
+SCALES = "_scale_inv"
+"""The suffix of the scales' name after the weight's name."""
+READ_AS = "bfloat16"
+"""The dtype that a reader dequantizes such a weight to by default."""
+LARGEST = 448.0
+AT_ONCE = 1 << 17
+"""Elements per step of arithmetic: intermediate results then stay small."""
+
+
+@dataclass
+class Rounding:
+    """The rounding error of all values that were read so far. Any thread may add to it."""
+
+    largest: float = 0.0
+    squares: float = 0.0
+    count: int = 0
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def add(self, errors: Floats) -> None:
+        largest, squares = (
+            float(np.abs(errors).max(initial=0)),
+            float(np.square(errors, dtype=np.float64).sum()),
+        )
+        with self._lock:
+            self.largest, self.squares = max(self.largest, largest), self.squares + squares
+            self.count += errors.size
+
+    @property
+    def rms(self) -> float:
+        return sqrt(self.squares / self.count) if self.count else 0.0
+
+    def to_json(self) -> dict[str, float]:
+        return {"weights": self.count, "largest_error": self.largest, "rms_error": self.rms}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix to be quantized, with the scales of its blocks."""
+
+    source: LazyTensor
+    name: str
+    """The tensor's name for messages."""
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def read(self, box: Box) -> Floats:
+        return read_floats(self.source, box)
+
+    @property
+    def scales(self) -> Floats:
+        """The scales [rows / 128, columns / 128]. Raises NotExpressible for a value that isn't finite."""
+        with self._lock:
+            return self._scales
+
+    @cached_property
+    def _scales(self) -> Floats:
+        rows, cols = matrix_shape(self.source.shape)
+        largest = np.empty(grid(self.source.shape), np.float32)
+        step = AT_ONCE // BLOCK
+        for row in range(0, rows, BLOCK):
+            for col in range(0, cols, step):
+                box = Box(row, min(row + BLOCK, rows), col, min(col + step, cols))
+                of_columns = np.abs(self.read(box)).max(axis=0)
+                of_blocks = np.maximum.reduceat(of_columns, range(0, box.cols, BLOCK))
+                first = col // BLOCK
+                largest[row // BLOCK, first : first + len(of_blocks)] = of_blocks
+        if not np.isfinite(largest).all():
+            raise NotExpressible(
+                f"{self.name}: holds values that are not finite, which FP8 by blocks can't express"
+            )
+        scales = largest / LARGEST
+        return np.where(scales == 0, np.float32(1), scales)
+
+    def scales_of(self, box: Box) -> Floats:
+        """The scale of each element of a rectangle."""
+        rows, cols = np.arange(box.row0, box.row1) // BLOCK, np.arange(box.col0, box.col1) // BLOCK
+        return self.scales[rows[:, None], cols]
+
+
+class ScaledMatrix(Protocol):
+    """A matrix to be quantized to FP8, with its scales."""
+
+    @property
+    def source(self) -> LazyTensor:
+        """The matrix."""
+        ...
+
+    def read(self, box: Box) -> Floats:
+        """The numbers of a rectangle."""
+        ...
+
+    def scales_of(self, box: Box) -> Floats:
+        """The scale of each element of a rectangle, or an array that broadcasts to it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Fp8Values:
+    """The values of a matrix, each divided by its scale."""
+
+    blocks: ScaledMatrix
+    errors: Rounding
+    dtype: str = "float8_e4m3fn"
+
+    @property
+    def shape(self) -> Shape:
+        return self.blocks.source.shape
+
+    @property
+    def read(self) -> TensorInfo:
+        """Shape and dtype of the tensor after dequantization."""
+        return TensorInfo(self.shape, READ_AS)
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        for part in box_blocks(box, self.dtype, AT_ONCE):
+            numbers, scales = self.blocks.read(part), self.blocks.scales_of(part)
+            codes = e4m3(numbers / scales)
+            self.errors.add(e4m3_values(codes) * scales - numbers)
+            np.copyto(window(out, box, part, 1), codes)
+
+    def as_read(self, box: Box, stored: Bytes) -> Bytes:
+        """The dequantized bytes of a rectangle. Fingerprints are computed from these."""
+        read = np.empty((box.rows, box.cols * ITEMSIZE[READ_AS]), np.uint8)
+        for part in box_blocks(box, self.dtype, AT_ONCE):
+            numbers = e4m3_values(window(stored, box, part, 1)) * self.blocks.scales_of(part)
+            np.copyto(
+                window(read, box, part, ITEMSIZE[READ_AS]), rounding.rounded(numbers, READ_AS)
+            )
+        return read
+
+
+@dataclass(frozen=True)
+class Fp8Scales:
+    """The scales of a matrix, as a tensor."""
+
+    blocks: Blocks
+    dtype: str = "float32"
+
+    @property
+    def shape(self) -> Shape:
+        return grid(self.blocks.source.shape)
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        part = np.ascontiguousarray(self.blocks.scales[box.row0 : box.row1, box.col0 : box.col1])
+        np.copyto(out, part.view(np.uint8))
+
+    def as_read(self, box: Box, stored: Bytes) -> Bytes:
+        """No bytes: a reader of the output gets no such tensor."""
+        return stored[:0]
+
+
+def read_floats(tensor: LazyTensor, box: Box) -> Floats:
+    """The numbers of a rectangle: float32 [rows, cols]."""
+    stored = np.empty((box.rows, box.cols * ITEMSIZE[tensor.dtype]), np.uint8)
+    tensor.read_into(box, stored)
+    numbers = rounding.exact(stored.reshape(-1), tensor.dtype).astype(np.float32)
+    return numbers.reshape(box.rows, box.cols)
+
+
+def grid(shape: Shape) -> tuple[int, int]:
+    """The number of blocks of a matrix, (down, across). The last blocks may be smaller."""
+    rows, cols = matrix_shape(shape)
+    return -(-rows // BLOCK), -(-cols // BLOCK)
+
+
+def e4m3(numbers: Floats) -> Bytes:
+    """float8_e4m3fn codes of finite numbers, rounded to nearest even. Magnitudes above 448 become 448."""
+    bits = numbers.view(np.uint32)
+    magnitude = np.minimum(np.abs(numbers), LARGEST)
+    of_magnitude = magnitude.view(np.uint32)
+    # Drop 20 bits of the mantissa; a tie rounds up only from an odd one.
+    is_odd = of_magnitude >> 20 & 1
+    half = is_odd + np.uint32(0x7FFFF)
+    kept_bits = (of_magnitude + half >> 20).astype(np.int32)
+    normal = kept_bits - (127 - 7 << 3)
+    # Subnormal codes are multiples of 2^-9, up to 2^-6.
+    small = np.rint(magnitude * np.float32(512)).astype(np.int32)
+    is_small = magnitude < np.float32(2**-6)
+    codes = np.where(is_small, small, normal).astype(np.uint8)
+    sign = (bits >> 24 & 0x80).astype(np.uint8)
+    return codes | sign
+
+
+def e4m3_values(codes: Bytes) -> Floats:
+    """The values of float8_e4m3fn codes: those that `e4m3` produces, and NaN."""
+    return rounding.numbers(codes, "float8_e4m3fn").astype(np.float32)

@@ -1,0 +1,278 @@
+"""Dequantizes weights block by block while they are read. All arithmetic is numpy's.
+
+    FP8 by blocks (DeepSeek-V3)     x.weight [out, in] float8_e4m3fn, x.weight_scale_inv [out / 128, in / 128] float32:
+                                    value * the scale of its block; the last blocks of a row or column may be narrower
+    NVFP4 (ModelOpt)                x.weight [out, in / 2] uint8, x.weight_scale [out, in / 16] float8_e4m3fn, x.weight_scale_2
+                                    float32: two values a byte, the low four bits first, times (the scale of 16 * weight_scale_2)
+    MXFP4 (GPT-OSS)                 x_blocks [..., in / 32, 16] uint8, x_scales [..., in / 32] uint8:
+                                    two values a byte, the low four bits first, times 2 ^ (scale - 127)
+    ModelOpt's FP8, INT8, INT4      `modelopt.py`
+    compressed-tensors              `compressed_tensors.py`
+
+Products are computed in float32, where they are exact or rounded once, and then rounded to nearest even. Sources:
+README_WEIGHTS.md and inference/kernel.py of DeepSeek-V3; the OCP Microscaling Formats specification, 1.0;
+nvidia-modelopt 0.47.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+from formats.lazy_numpy import Floats, np
+from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, read_tensor, reshaped
+from megaconv.errors import TensorMismatch, UnsupportedInput
+from megaconv.families.parts.hf_config import quant_method, quantization
+from megaconv.model.check import well_formed
+from megaconv.values import compressed_tensors, modelopt
+from megaconv.values.cast import CastTensor
+from megaconv.values.rounding import rounded
+from megaconv.values.scaled import ScaledTensor, fp8_values, read_bytes
+
+_SCALE_INV, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
+_GROUP = 32
+"""Elements of MXFP4 that share a scale."""
+_NVFP4_GROUP = 16
+_NVFP4_SCALE, _NVFP4_SCALE_2 = "_scale", "_scale_2"
+
+
+@dataclass(frozen=True)
+class Mxfp4Tensor:
+    """A tensor [..., in] of 4-bit values, two per byte.
+
+    Each 32 elements of a row have a power of two as their scale.
+    """
+
+    packed: LazyTensor
+    """[rows, in / 2] bytes."""
+    scales: LazyTensor
+    """[rows, in / 32] exponents."""
+    shape: Shape
+    dtype: str
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        groups, packed_box, cols = _whole_groups(box, _GROUP)
+        packed = read_bytes(self.packed, packed_box)
+        exponents = read_bytes(self.scales, groups)
+        values = _fp4_pairs()[packed].reshape(box.rows, groups.cols, _GROUP)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values *= _powers()[exponents][:, :, None]
+        wanted = values.reshape(box.rows, -1)[:, cols]
+        np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
+
+
+@dataclass(frozen=True)
+class NvFp4Tensor:
+    """A matrix [rows, cols] of 4-bit values, two per byte.
+
+    Each 16 elements of a row have a scale, and all have one more.
+    """
+
+    packed: LazyTensor
+    """[rows, cols / 2] bytes."""
+    scales: LazyTensor
+    """[rows, cols / 16] in float8_e4m3fn."""
+    scale: LazyTensor
+    """A single float32."""
+    shape: Shape
+    dtype: str
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        groups, packed_box, cols = _whole_groups(box, _NVFP4_GROUP)
+        packed = read_bytes(self.packed, packed_box)
+        group_scales = fp8_values()[read_bytes(self.scales, groups)]
+        tensor_scale = read_tensor(self.scale).view(np.float32)[0, 0]
+        values = _nvfp4_pairs()[packed].reshape(box.rows, groups.cols, _NVFP4_GROUP)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values *= (group_scales * tensor_scale)[:, :, None]
+        wanted = values.reshape(box.rows, -1)[:, cols]
+        np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
+
+
+def _whole_groups(box: Box, group: int) -> tuple[Box, Box, slice]:
+    """(the groups that overlap a rectangle, their bytes of two values each, the rectangle's columns among their values).
+
+    group: number of values with one scale, along a row.
+    """
+    first, last = box.col0 // group, -(-box.col1 // group)
+    groups = Box(box.row0, box.row1, first, last)
+    packed = Box(box.row0, box.row1, first * group // 2, last * group // 2)
+    return groups, packed, slice(box.col0 - first * group, box.col1 - first * group)
+
+
+def dequantize(
+    tensors: Mapping[str, LazyTensor],
+    config: Mapping[str, Any],
+    dtype: str | None,
+    where: str,
+    *,
+    overflow: bool = False,
+) -> dict[str, LazyTensor]:
+    """The same tensors, with plain tensors in place of quantized ones and their scales.
+
+    config: config.json. dtype: the dtype of dequantized tensors; None: bfloat16. overflow: for float16, as in
+    CastTensor.
+    Raises UnsupportedInput for another method, TensorMismatch for scales that are missing or don't fit.
+    """
+    if dtype == "float16":
+        wide = dequantize(tensors, config, "float32", where)
+        was_plain = {id(tensor) for tensor in tensors.values()}
+        return {
+            name: tensor if id(tensor) in was_plain else CastTensor(tensor, dtype, name, overflow)
+            for name, tensor in wide.items()
+        }
+    dtype = dtype or "bfloat16"
+    method = quant_method(config, where)
+    if method == "fp8":
+        return _from_fp8(tensors, _fp8_block(quantization(config), where), dtype, where)
+    if method == "modelopt":
+        settings = quantization(config)
+        form = modelopt.form_of(settings)
+        if form is not None:
+            return modelopt.dequantize(tensors, form, dtype, where)
+        _require_nvfp4(settings, where)
+        return _from_nvfp4(tensors, dtype, where)
+    if method == "compressed-tensors":
+        return compressed_tensors.dequantize(tensors, quantization(config), dtype, where)
+    return _from_mxfp4(tensors, dtype, where) if method == "mxfp4" else dict(tensors)
+
+
+def _fp8_block(quantization: Mapping[str, Any], where: str) -> tuple[int, int]:
+    block = quantization.get("weight_block_size")
+    if not (
+        isinstance(block, list)
+        and len(block) == 2
+        and all(type(size) is int and size > 0 for size in block)
+    ):
+        raise UnsupportedInput(
+            f"{where}: fp8 weights with weight_block_size {block!r}; only blocks of rows and columns are supported"
+        )
+    return block[0], block[1]
+
+
+def _from_fp8(
+    tensors: Mapping[str, LazyTensor], block: tuple[int, int], dtype: str, where: str
+) -> dict[str, LazyTensor]:
+    found: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(_SCALE_INV) and name.removesuffix(_SCALE_INV) in tensors:
+            continue
+        scales = tensors.get(name + _SCALE_INV)
+        if tensor.dtype == "float8_e4m3fn" and scales is None:
+            raise TensorMismatch(f"{where}: {name} is fp8, and there is no {name}{_SCALE_INV}")
+        if scales is None:
+            found[name] = tensor
+            continue
+        rows, cols = matrix_shape(tensor.shape)
+        grid = (-(-rows // block[0]), -(-cols // block[1]))
+        if (
+            tensor.dtype != "float8_e4m3fn"
+            or scales.dtype != "float32"
+            or tuple(scales.shape) != grid
+        ):
+            raise TensorMismatch(
+                f"{where}: {name} is {list(tensor.shape)} {tensor.dtype} with scales {list(scales.shape)} {scales.dtype}; "
+                f"expected float8_e4m3fn with {list(grid)} float32"
+            )
+        found[name] = ScaledTensor(tensor, scales, block, dtype)
+    return found
+
+
+def _from_mxfp4(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> dict[str, LazyTensor]:
+    found: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in tensors:
+            continue
+        if not name.endswith(_BLOCKS):
+            found[name] = tensor
+            continue
+        whole = name.removesuffix(_BLOCKS)
+        scales, shape = tensors.get(whole + _SCALES), tuple(tensor.shape)
+        if scales is None:
+            raise TensorMismatch(f"{where}: there is no {whole}{_SCALES} to {name}")
+        as_expected = {tensor.dtype, scales.dtype} == {"uint8"} and shape == (
+            *scales.shape,
+            _GROUP // 2,
+        )
+        if not as_expected or len(shape) < 3:
+            raise TensorMismatch(
+                f"{where}: {name} is {list(shape)} {tensor.dtype} with scales {list(scales.shape)} {scales.dtype}; "
+                f"expected [..., in / {_GROUP}, {_GROUP // 2}] and [..., in / {_GROUP}], both uint8"
+            )
+        *outer, groups, _ = shape
+        packed = reshaped(tensor, (prod(outer), groups * _GROUP // 2))
+        found[whole] = Mxfp4Tensor(packed, scales, (*outer, groups * _GROUP), dtype)
+    return found
+
+
+def _require_nvfp4(quantization: Mapping[str, Any], where: str) -> None:
+    """Raises UnsupportedInput for another algorithm of ModelOpt, or for another group size."""
+    algorithm, groups = quantization.get("quant_algo"), quantization.get("config_groups")
+    with well_formed(f"{where}: quantization_config"):
+        settings = (
+            [group["weights"] for group in groups.values()]
+            if isinstance(groups, Mapping)
+            else [quantization]
+        )
+        sizes = {
+            each.get("group_size", _NVFP4_GROUP) for each in settings if isinstance(each, Mapping)
+        }
+    if algorithm not in ("NVFP4", "W4A16_NVFP4") or sizes != {_NVFP4_GROUP}:
+        raise UnsupportedInput(
+            f"{where}: weights quantized by ModelOpt as {algorithm!r:.40} in groups of {', '.join(map(str, sizes))}; only "
+            f"NVFP4 in groups of {_NVFP4_GROUP}, {', '.join(modelopt.FORMS)} are supported"
+        )
+
+
+def _from_nvfp4(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> dict[str, LazyTensor]:
+    found: dict[str, LazyTensor] = {}
+    of_activations = modelopt.scales_of_activations(tensors, where)
+    for name, tensor in tensors.items():
+        weight = name.removesuffix(_NVFP4_SCALE_2).removesuffix(_NVFP4_SCALE)
+        if name in of_activations or (weight != name and weight in tensors):
+            continue
+        if tensor.dtype != "uint8":
+            found[name] = tensor
+            continue
+        scales, scale = tensors.get(name + _NVFP4_SCALE), tensors.get(name + _NVFP4_SCALE_2)
+        if scales is None or scale is None:
+            missing = name + (_NVFP4_SCALE if scales is None else _NVFP4_SCALE_2)
+            raise TensorMismatch(
+                f"{where}: {name} is packed, and there is no {missing}", code="missing-tensor"
+            )
+        rows, half = matrix_shape(tensor.shape)
+        grid = (rows, 2 * half // _NVFP4_GROUP)
+        fits = (
+            tuple(scales.shape) == grid and prod(scale.shape) == 1 and 2 * half % _NVFP4_GROUP == 0
+        )
+        if (scales.dtype, scale.dtype) != ("float8_e4m3fn", "float32") or not fits:
+            raise TensorMismatch(
+                f"{where}: {name} is {list(tensor.shape)} uint8 with scales {list(scales.shape)} {scales.dtype} and {list(scale.shape)} "
+                f"{scale.dtype}; expected {list(grid)} float8_e4m3fn and one float32",
+                code="misshapen-tensor",
+            )
+        found[name] = NvFp4Tensor(tensor, scales, scale, (rows, 2 * half), dtype)
+    return found
+
+
+@cache
+def _fp4_pairs() -> Floats:
+    """[256, 2]: the values of the low and the high four bits of a byte."""
+    positive = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    values = np.concatenate([positive, -positive])
+    code = np.arange(256)
+    return np.stack([values[code & 15], values[code >> 4]], axis=1)
+
+
+@cache
+def _nvfp4_pairs() -> Floats:
+    """The same for NVFP4, without the sign of a negative zero, as in ModelOpt."""
+    return _fp4_pairs() + np.float32(0)
+
+
+@cache
+def _powers() -> Floats:
+    """2 ^ (scale - 127) of all 256 scales."""
+    with np.errstate(over="ignore"):
+        return np.ldexp(1.0, np.arange(256) - 127).astype(np.float32)

@@ -1,0 +1,1 @@
+"""Commands that neither train nor generate: one file each."""

@@ -1,0 +1,36 @@
+"""`megatron-lite models`: prints the families of megaconv and whether they can be trained."""
+
+import argparse
+from collections.abc import Sequence
+
+from megaconv.families import families
+from megatron_lite.models.trainable import NOT_TRAINED, TRAINED
+from megatron_lite.settings.architecture import OF_THEIR_OWN
+
+
+def table() -> str:
+    """Return a Markdown table with a line for each family, and the reason why a family can't be trained.
+
+    Families that can't be trained can be converted.
+    """
+    lines = ["| family | architectures | trained |", "|---|---|---|"]
+    for name, family in sorted(families().items()):
+        architectures = ", ".join(family.architectures)
+        lines.append(f"| {name} | {architectures} | {_trained(name)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _trained(family: str) -> str:
+    """Return `yes`, or `no` with the reason. Families of plugins have no reason."""
+    if family in TRAINED or family in OF_THEIR_OWN:
+        return "yes"
+    reason = NOT_TRAINED.get(family)
+    return "no" if reason is None else f"no: {reason}"
+
+
+def main(words: Sequence[str]) -> int:
+    argparse.ArgumentParser(
+        prog="megatron_lite models", description="Lists the families of models."
+    ).parse_args(words)
+    print(table(), end="")
+    return 0

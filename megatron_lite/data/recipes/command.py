@@ -1,0 +1,79 @@
+"""`megatron_lite data RECIPE`: prepares a corpus of text before `preprocess`."""
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import NoReturn
+
+from megaconv.errors import CheckpointError, Interrupted, UsageError
+from megatron_lite.data.recipes import decontaminate
+from megatron_lite.data.recipes.flags import given_of
+from megatron_lite.data.recipes.removal import Report
+
+RECIPES: dict[str, ModuleType] = {"decontaminate": decontaminate}
+"""Name -> module with DESCRIPTION, add_flags(parser) and run(flags, given)."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; --help lists all flags")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all recipes."""
+    parser = _Parser(
+        prog="megatron_lite data",
+        description="Prepare a corpus of text.",
+        allow_abbrev=False,
+    )
+    recipes = parser.add_subparsers(dest="recipe", required=True, metavar="RECIPE")
+    for name, recipe in RECIPES.items():
+        description = recipe.DESCRIPTION
+        inner = recipes.add_parser(
+            name, help=description, description=description, allow_abbrev=False
+        )
+        recipe.add_flags(inner)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a recipe and return the exit status: 0 done, 1 failed, 2 wrong usage, 3 bad input, 130 interrupted."""
+    handler = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        _run(make_parser().parse_args(arguments))
+    except CheckpointError as error:
+        return _fail(str(error), error.exit_status)
+    except OSError as error:
+        return _fail(str(error), 1)
+    except (KeyboardInterrupt, Interrupted):
+        return _fail("interrupted; nothing was left behind", 130)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    return 0
+
+
+def _run(words: argparse.Namespace) -> None:
+    if words.report is not None and not words.report.absolute().parent.is_dir():
+        raise UsageError(f"--report {words.report}: its directory doesn't exist; create it first")
+    report: Report = RECIPES[words.recipe].run(words, given_of(words))
+    for line in report.lines():
+        print(line)
+    if words.report is not None:
+        _write_report(words.report, report)
+
+
+def _write_report(path: Path, report: Report) -> None:
+    path.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise Interrupted
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"megatron_lite: error: {message}", file=sys.stderr)
+    return status

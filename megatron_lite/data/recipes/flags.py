@@ -1,0 +1,85 @@
+"""The flags that all recipes share."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaconv.errors import UsageError
+from megaconv.local_paths import local_path, local_word
+from megatron_lite.data.finetuning.records import find_files
+from megatron_lite.data.recipes.documents import Reader
+
+
+@dataclass(frozen=True)
+class Given:
+    """The corpus and the outputs of a recipe."""
+
+    files: tuple[str, ...]
+    reader: Reader
+    output: Path
+    keep_removed: Path
+    overwrite: bool
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that all recipes share."""
+    add = parser.add_argument_group("corpus").add_argument
+    add(
+        "--input", type=local_word, nargs="+", required=True, metavar="FILE",
+        help="JSON lines, parquet, plain text, also .gz, .zst; directories and patterns",
+    )  # fmt: skip
+    add("--text-key", default="text", metavar="KEY", help="field with the text (text)")
+    add(
+        "--skip-bad-lines",
+        action="store_true",
+        help="leave out, and report, lines that can't be read",
+    )
+    add = parser.add_argument_group("output").add_argument
+    add(
+        "--output", type=local_path, required=True, metavar="DIR",
+        help="directory for the corpus, with the input's file names and compression",
+    )  # fmt: skip
+    add(
+        "--keep-removed", type=local_path, metavar="DIR",
+        help="directory for the removed documents, each with its reason (OUTPUT-removed)",
+    )  # fmt: skip
+    add("--report", type=local_path, metavar="FILE", help="write the report as JSON too")
+    add("--overwrite", action="store_true", help="replace existing outputs")
+
+
+def given_of(words: argparse.Namespace) -> Given:
+    """Return the corpus and the outputs. Raises UsageError for a missing file."""
+    output: Path = words.output
+    beside = output.absolute().with_name(f"{output.absolute().name}-removed")
+    removed: Path = words.keep_removed or beside
+    files = tuple(find_files(words.input, "--input"))
+    _require_separate(files, output, removed)
+    return Given(
+        files=files,
+        reader=Reader(words.text_key, words.skip_bad_lines, _warn),
+        output=output,
+        keep_removed=removed,
+        overwrite=words.overwrite,
+    )
+
+
+def _require_separate(files: Sequence[str], output: Path, removed: Path) -> None:
+    """Raise UsageError if an output lies in the other one, or holds an input: it would replace what it reads."""
+    if _is_inside(output, removed) or _is_inside(removed, output):
+        raise UsageError(f"--keep-removed {removed}: overlaps with --output {output}")
+    for place in (output, removed):
+        inside = [file for file in files if _is_inside(Path(file), place)]
+        if inside:
+            raise UsageError(
+                f"--input {inside[0]}: lies in the output {place}; choose another directory"
+            )
+
+
+def _is_inside(path: Path, directory: Path) -> bool:
+    return path.resolve().is_relative_to(directory.resolve())
+
+
+def _warn(message: str) -> None:
+    print(f"megatron_lite: warning: {message}: left out", file=sys.stderr)

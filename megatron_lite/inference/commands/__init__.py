@@ -1,0 +1,1 @@
+"""The flags of each inference command. These modules don't import torch."""

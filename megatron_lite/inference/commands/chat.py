@@ -1,0 +1,23 @@
+"""Flags of `megatron-lite chat`."""
+
+from megatron_lite.inference.flags import Parser, add_sampling, command, make_parser
+
+EXAMPLES = """  megatron-lite chat --load Llama-3.2-1B-Instruct --temperature 0.7
+  echo "What is a torus?" | megatron-lite chat --load tuned --system "Answer in one sentence." """
+
+HELP = "A line is a message; /new begins another conversation, Ctrl-C ends an answer, /quit or the end of the input the program."
+
+
+def parser() -> Parser:
+    """Return the parser of the command."""
+    made = make_parser("chat", f"Talk with a model. {HELP}", EXAMPLES)
+    made.add_argument(
+        "--system", metavar="TEXT", help="a message of the system in front of all others"
+    )
+    add_sampling(made, max_new_tokens=512)
+    return made
+
+
+def main(words: list[str]) -> int:
+    """Run the command and return the exit status."""
+    return command(parser(), words, "megatron_lite.inference.chatting")

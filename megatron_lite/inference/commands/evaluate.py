@@ -1,0 +1,55 @@
+"""Flags of `megatron-lite evaluate`."""
+
+from megaconv.local_paths import local_word
+from megatron_lite.inference.flags import Parser, command, make_parser
+
+EXAMPLES = """  megatron-lite evaluate --load gpt2 --task WIKITEXT103 --valid-data wiki.test.tokens --overlapping-eval 32
+  megatron-lite evaluate --load gpt2 --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada --output lambada.json
+  torchrun --nproc-per-node 2 -m megatron_lite evaluate --load ckpt --tp 2 --lm-eval arc_easy hellaswag --limit 100"""
+
+
+def parser() -> Parser:
+    """Return the parser of the command."""
+    made = make_parser(
+        "evaluate",
+        "Measure a model on Megatron's zero-shot tasks, or on any of lm-eval's.",
+        EXAMPLES,
+    )
+    add = made.add_argument_group("Megatron's tasks").add_argument
+    add(
+        "--task",
+        choices=("WIKITEXT103", "LAMBADA"),
+        help="perplexity by word, or the last words of texts",
+    )
+    add(
+        "--valid-data",
+        nargs="+",
+        type=local_word,
+        metavar="FILE",
+        help="wiki.test.tokens, or JSON lines of {text}",
+    )
+    add("--overlapping-eval", type=int, metavar="N", help="stride of windows (a window)")
+    add("--seq-length", type=int, metavar="N", help="tokens of a window (--max-length)")
+    add(
+        "--strict-lambada",
+        action="store_true",
+        help="all tokens of the last word count, not the last one alone",
+    )
+    add = made.add_argument_group("tasks of lm-eval (extra `evaluate`)").add_argument
+    add("--lm-eval", nargs="+", default=[], metavar="TASK", help="names of tasks")
+    add("--include-path", type=local_word, metavar="DIRECTORY", help="with tasks of your own")
+    add("--num-fewshot", type=int, metavar="N", help="examples in each prompt (the task's)")
+    add(
+        "--limit",
+        type=float,
+        metavar="X",
+        help="so many examples of each task, or this part of them",
+    )
+    add("--apply-chat-template", action="store_true", help="prompts as messages of a user")
+    made.add_argument("--output", type=local_word, metavar="FILE", help="results as JSON")
+    return made
+
+
+def main(words: list[str]) -> int:
+    """Run the command and return the exit status."""
+    return command(parser(), words, "megatron_lite.inference.evaluation.command", of_training=True)

@@ -1,0 +1,197 @@
+"""Flags that all inference commands share, and their start and end. It does not import torch, so that --help needs none."""
+
+import argparse
+import os
+import sys
+from importlib import import_module
+from typing import NoReturn
+
+from megaconv.errors import CheckpointError, UsageError
+from megaconv.extras import require_torch
+from megaconv.local_paths import local_word
+from megaconv.terminal import show
+from megatron_lite.data.tokenizer import TYPES
+from megatron_lite.processes.failure import refuse
+from megatron_lite.processes.slurm import adopt
+from megatron_lite.settings.earlier_flags import with_todays_flags
+from megatron_lite.settings.sizes import LONGEST_UNASKED
+
+DTYPES = ("bf16", "fp16", "fp32")
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises UsageError instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; --help lists all flags")
+
+
+def make_parser(command: str, description: str, examples: str) -> Parser:
+    """Return a parser with the flags for the model and its layout."""
+    parser = Parser(
+        prog=f"megatron-lite {command}", description=description, epilog=f"examples:\n{examples}", allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.set_defaults(training=None)
+    add = parser.add_argument_group("model").add_argument
+    add(
+        "--load",
+        required=True,
+        metavar="PATH",
+        help="any checkpoint that megaconv reads, or a Hub id",
+    )
+    add("--dtype", choices=DTYPES, help="to compute in (the checkpoint's)")
+    add(
+        "--slots",
+        type=int,
+        default=8,
+        metavar="N",
+        help="rows that each data-parallel rank generates at the same time (8)",
+    )
+    add(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help=f"tokens of a row, prompt and answer (the model's positions, at most {LONGEST_UNASKED})",
+    )
+    add(
+        "--tokenizer-type",
+        choices=TYPES,
+        metavar="TYPE",
+        help="kind of tokenizer: " + ", ".join(TYPES),
+    )
+    add(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="the tokenizer's file or directory (the checkpoint's)",
+    )
+    add(
+        "--vocab-file",
+        type=local_word,
+        metavar="PATH",
+        help="vocabulary of a GPT-2 or BERT tokenizer",
+    )
+    add("--merge-file", type=local_word, metavar="PATH", help="merges of a GPT-2 tokenizer")
+    add = parser.add_argument_group(
+        "parallelism (torchrun or srun starts tp x pp processes)"
+    ).add_argument
+    add(
+        "--tensor-model-parallel-size",
+        "--tp",
+        dest="tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share matrices",
+    )
+    add(
+        "--pipeline-model-parallel-size",
+        "--pp",
+        dest="pp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share the layers",
+    )
+    add(
+        "--expert-model-parallel-size",
+        "--ep",
+        dest="ep",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share experts",
+    )
+    add(
+        "--distributed-backend",
+        choices=("nccl", "gloo"),
+        help="nccl with a GPU for every process, else gloo",
+    )
+    add(
+        "--distributed-timeout-minutes",
+        type=float,
+        default=10.0,
+        metavar="X",
+        help="give up on a silent rank after (10)",
+    )
+    return parser
+
+
+def add_sampling(parser: Parser, *, max_new_tokens: int) -> None:
+    """Add the flags of generation."""
+    add = parser.add_argument_group("generation").add_argument
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=max_new_tokens,
+        metavar="N",
+        help=f"the most tokens of an answer ({max_new_tokens})",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="0: always the likeliest token (0)",
+    )
+    add("--top-k", type=int, default=0, metavar="N", help="choose among so many likeliest (all)")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="choose among the likeliest that make up this probability (1)",
+    )
+    add(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="above 1: tokens that came already become less likely (1)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of samples (0)")
+    add("--stop", nargs="+", default=[], metavar="WORD", help="end before one of these")
+    add("--ignore-eos", action="store_true", help="go on after the end of the text")
+
+
+def command(
+    parser: Parser,
+    words: list[str],
+    module: str,
+    extras: str = "train,data",
+    *,
+    of_training: bool = False,
+) -> int:
+    """Run a command and return the exit status.
+
+    module: its main(given) runs the command on every rank and needs torch. extras: the extras to install for it.
+    of_training: True if the command also takes the flags of a training script (training_flags.py).
+    """
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        adopt()
+        if {"-h", "--help"} & set(words) and not first:
+            return 0
+        given = (
+            parse_with_training_flags(parser, words) if of_training else parser.parse_args(words)
+        )
+        require_torch(parser.prog, extras)
+        import_module(module).main(given)
+    except CheckpointError as error:
+        return refuse(str(error), error.exit_status)
+    return 0
+
+
+def parse_with_training_flags(parser: Parser, words: list[str]) -> argparse.Namespace:
+    """Return the values of a command that also takes flags of a training script. Raises UsageError."""
+    from megatron_lite.inference.training_flags import take_training_flags
+
+    given, rest = parser.parse_known_args(with_todays_flags(words))
+    own_slots = any(word.partition("=")[0] == "--slots" for word in words)
+    of_training = take_training_flags(given, rest)
+    if own_slots and "micro_batch_size" in of_training.settings.given:
+        raise UsageError("--slots and --micro-batch-size are the same number here; give one")
+    given.training = of_training.settings
+    if of_training.without_effect and os.environ.get("RANK", "0") == "0":
+        show(f"without effect here: {', '.join(of_training.without_effect)}", sys.stderr)
+    return given

@@ -1,0 +1,143 @@
+"""Log lines at the start of a run: its model and ranks, its start, and the choices that no flag made."""
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+from megaconv.megatron.arguments.notices import core_notices, embedding_notices, script_notices
+from megatron_lite.checkpoint.adapter_runs import AdapterStart
+from megatron_lite.checkpoint.restore import Start
+from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
+from megatron_lite.loop.run import Run
+from megatron_lite.settings.config import PRECISION_FLAGS, flags
+from megatron_lite.settings.options import LoRA
+
+
+def introduce(
+    run: Run,
+    start: Start | None,
+    adapters: AdapterStart | None,
+    tokenizer: Tokenizer,
+    former_dtype: str | None,
+) -> None:
+    """Print the log lines. former_dtype: see prepare.Basis."""
+    _introduce_model(run)
+    _introduce_start(run, start)
+    _introduce_evaluations(run)
+    if run.saver is not None and start is not None:
+        _point_out(run, start)
+    if adapters is not None:
+        _introduce_adapters(run, adapters)
+    _mention(run, start, tokenizer)
+    if start is not None and start.arguments:
+        for name, then, now in _changes(run, start.arguments):
+            run.say(f"changed since the checkpoint: {name} {then} -> {now}")
+    if former_dtype is not None and run.progress.iteration:
+        _mention_precision(run, former_dtype)
+
+
+def _introduce_model(run: Run) -> None:
+    config = run.config
+    sizes = run.sizes
+    options = run.engine.options
+    context = f", CP {sizes.cp}" if sizes.cp > 1 else ""
+    run.say(f"{run.place}; {sizes.layout}{context}, DP {sizes.dp}")
+    if run.saver is None and run.settings.training.epochs != 0:
+        run.say("no --save: nothing of this run will be kept")
+    parameters = sum(tensor.numel() for _, _, tensor in run.engine.parameters())
+    model = f"{config.family}, {config.layer_count} layers of {config.hidden}, {options.dtype}"
+    state = _bytes_each(run) if options.lora is None else "frozen"
+    run.say(f"{model}; {parameters:,} parameters on this rank, {state}")
+
+
+def _introduce_start(run: Run, start: Start | None) -> None:
+    progress = run.progress
+    if start is not None:
+        optimizer = "with" if start.with_optimizer else "without"
+        run.say(f"weights of {start.path} ({start.header.source}), {optimizer} optimizer state")
+    if progress.iteration:
+        run.say(f"continuing after step {progress.iteration}, {progress.consumed_samples} samples")
+
+
+def _introduce_evaluations(run: Run) -> None:
+    if not run.settings.training.eval_iters:
+        return
+    for dataset, what in zip(run.datasets[1:], ("validation", "test"), strict=True):
+        if dataset is None:
+            run.say(f"no data for {what}: none will be made")
+
+
+def _point_out(run: Run, start: Start) -> None:
+    """Print the converter's notices about the model, because the run saves Megatron checkpoints of it."""
+    is_megatrons = start.header.layout is not None
+    if (
+        is_megatrons or run.settings.lora.wanted
+    ):  # the run keeps the implementation of the checkpoint
+        return
+    config = run.config
+    for notice in (*core_notices(config), *embedding_notices(config), *script_notices(config)):
+        run.say(f"note: {notice}")
+
+
+def _bytes_each(run: Run) -> str:
+    assert run.engine.optimizer is not None
+    return (
+        f"{run.engine.optimizer.bytes_per_parameter():.2f} bytes each with gradients and optimizer"
+    )
+
+
+def _adapter(options: LoRA) -> str:
+    """Return a text such as `LoRA of rank 8, alpha 16 on all-linear`."""
+    kind = "rsLoRA" if options.rslora else "LoRA"
+    dropout = f", dropout {options.dropout:g}" if options.dropout else ""
+    targets = " ".join(options.targets)
+    return f"{kind} of rank {options.rank}, alpha {options.alpha:g}{dropout} on {targets}"
+
+
+def _introduce_adapters(run: Run, start: AdapterStart) -> None:
+    load = run.settings.checkpointing.load
+    trained = 0
+    for infos in run.engine.adapters:
+        trained += sum(prod(info.native.shape) for info in infos)
+    origin = f"from {start.place}" if start.place is not None else "fresh"
+    run.say(
+        f"{_adapter(start.options)}, {origin}: {trained:,} parameters on this rank, {_bytes_each(run)}"
+    )
+    if start.base is not None and start.base != load:
+        run.say(f"warning: the adapter was trained on {start.base}, but --load is {load}")
+
+
+def _mention(run: Run, start: Start | None, tokenizer: Tokenizer) -> None:
+    """Print choices that no flag made."""
+    settings, seq = run.settings, run.sizes.seq
+    if settings.training.seq_length is None and seq < run.config.max_positions:
+        run.say(
+            f"sequences of {seq} tokens, though the model is for {run.config.max_positions}: --seq-length takes more"
+        )
+    if isinstance(tokenizer, NullTokenizer) and settings.data.tokenizer_type is None:
+        run.say(f"without a tokenizer: data are token ids below {tokenizer.vocab_size}")
+    if start is None and settings.checkpointing.load is not None:
+        run.say(f"no checkpoint in {settings.checkpointing.load} yet: starting from random weights")
+
+
+def _mention_precision(run: Run, former_dtype: str) -> None:
+    dtype = run.engine.options.dtype
+    if dtype != former_dtype:
+        then, now = (PRECISION_FLAGS.get(one, one) for one in (former_dtype, dtype))
+        run.say(f"changed since the checkpoint: precision {then} -> {now}")
+
+
+def _changes(run: Run, before: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (setting, value in the checkpoint, value now). before: the arguments of the continued run."""
+    settings = run.settings
+    now: dict[str, Any] = {}
+    for name, (subject, field) in flags().items():
+        if field.metadata["samples"]:
+            value = getattr(getattr(settings, subject), name)
+            now[name] = list(value) if isinstance(value, tuple) else value
+    now["fp8_format"] = settings.precision.fp8_format
+    now["global_batch_size"] = run.sizes.batch.full
+    now["seq_length"] = run.sizes.seq
+    for name, value in now.items():
+        if name in before and before[name] != value:
+            yield name, before[name], value

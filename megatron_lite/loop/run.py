@@ -1,0 +1,86 @@
+"""A run: the objects that a rank needs to train, and the progress."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megaconv.model.config import ModelConfig
+from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.checkpoint.state import Progress
+from megatron_lite.data.batches import GlobalBatches
+from megatron_lite.data.samples import Dataset
+from megatron_lite.engine import Engine, StepReport
+from megatron_lite.loop.log import Meter, Sink
+from megatron_lite.loop.schedule import Schedule
+from megatron_lite.loop.stop import Stop
+from megatron_lite.objectives.feeder import Feeder
+from megatron_lite.objectives.objective import Objective
+from megatron_lite.objectives.training_data import Exam
+from megatron_lite.processes.launch import Place
+from megatron_lite.settings.config import Settings
+from megatron_lite.settings.sizes import Sizes
+
+
+@dataclass
+class Run:
+    """The objects that a rank needs to train, and the progress."""
+
+    settings: Settings
+    config: ModelConfig
+    sizes: Sizes
+    dropouts: Mapping[str, float]
+    place: Place
+    objective: Objective
+    engine: Engine
+    datasets: list[Dataset | None]
+    """For training, evaluation and test."""
+    vocab: int
+    """Vocabulary size of the tokenizer."""
+    schedule: Schedule
+    meter: Meter
+    saver: Saver | None
+    sinks: list[Sink]
+    stop: Stop
+    progress: Progress = field(default_factory=Progress)
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    skipped: int = 0
+    """Number of steps whose gradients weren't finite."""
+    empty: int = 0
+    """Number of steps without a label that counts. Such a step changes no parameter."""
+    interval: list[StepReport] = field(default_factory=list)
+    """Steps since the last log line that changed parameters."""
+    saved: int | None = None
+    """The iteration of the last save."""
+    exam: Exam | None = None
+    """The measurement after each epoch, if the data has one."""
+    examined: int | None = None
+    """The iteration of the last measurement."""
+
+    def say(self, text: str) -> None:
+        """Print on rank 0."""
+        self.place.say(text)
+
+    @property
+    def scheduled(self) -> int:
+        """Samples that determine learning rate and weight decay.
+
+        If the run's length is in iterations, all iterations count with the current batch size. So schedules continue at
+        the same place after a change of the batch size.
+        """
+        progress = self.progress
+        if self.settings.training.train_samples is not None:
+            return progress.scheduled_samples
+        skipped = progress.consumed_samples - progress.scheduled_samples
+        return max(0, progress.iteration * self.sizes.batch.full - skipped)
+
+    @property
+    def feeder(self) -> Feeder:
+        grid = self.engine.grid
+        return Feeder(self.objective.microbatch, self.settings, grid.device, grid.dp, grid.dp_rank)
+
+    def batches(self, dataset: Dataset) -> GlobalBatches:
+        """Return this rank's batches of a dataset."""
+        grid, tokens = self.engine.grid, self.objective.tokens
+        return GlobalBatches(
+            dataset, self.sizes.micro_batch, grid.dp_rank, grid.dp, self.vocab, tokens
+        )

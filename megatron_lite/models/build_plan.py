@@ -1,0 +1,92 @@
+"""The plan from which all parts of a model are built."""
+
+from dataclasses import dataclass
+
+from torch.distributed import ProcessGroup
+
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import Layout, padded_vocab
+from megaconv.model.sharding import rank_sizes
+from megaconv.model.subjects import LayerKind
+from megatron_lite.models import recompute
+from megatron_lite.models.trainable import check_trained
+from megatron_lite.parallel.tensor import Keep, NormOptions, TensorGroup
+from megatron_lite.settings.options import ModelOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRanks:
+    """The groups that a layer's tokens are exchanged with; None: no other rank."""
+
+    experts: ProcessGroup | None = None
+    """The ranks that share the experts of each layer; experts are numbered in the order of these ranks."""
+    parts: ProcessGroup | None = None
+    """The ranks that share each expert."""
+
+
+NO_OTHERS = ExpertRanks()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The options and sizes from which all parts of a model are built."""
+
+    config: ModelConfig
+    options: ModelOptions
+    ranks: TensorGroup
+    sizes: dict[str, int]
+    """This tensor rank's share of heads, kv_heads, ffn."""
+    vocab_rows: int
+    """Rows of the whole vocabulary, padding included."""
+    expert_ranks: ExpertRanks = NO_OTHERS
+
+    def kind(self, layer: int) -> LayerKind:
+        """Return the kind of a layer.
+
+        Layers that predict further tokens come after all others and have the last layer's kind.
+        """
+        return self.config.layers[min(layer, self.config.layer_count - 1)]
+
+    @property
+    def norm(self) -> NormOptions:
+        """The model's norm."""
+        norm = self.config.norm
+        return NormOptions(norm.epsilon, norm.kind == "LayerNorm", norm.zero_centered)
+
+    @property
+    def norm_of_heads(self) -> NormOptions:
+        """The norm of queries and keys: without biases."""
+        return self.norm._replace(with_bias=False)
+
+    @property
+    def norm_of_latents(self) -> NormOptions:
+        """The norm of latent vectors, which may have a different epsilon."""
+        own = self.config.latent.norm_epsilon
+        return self.norm_of_heads if own is None else self.norm_of_heads._replace(epsilon=own)
+
+    @property
+    def norm_after(self) -> NormOptions | None:
+        """The norm of a sublayer's output, if there is one."""
+        return self.norm if self.config.norm.place in ("both", "after") else None
+
+    @property
+    def keep(self) -> Keep:
+        """The choice between keeping and recomputing cheap tensors (models/recompute.py)."""
+        return (
+            recompute.make_again
+            if self.options.recompute.granularity == "selective"
+            else recompute.keep
+        )
+
+
+def make_plan(
+    config: ModelConfig,
+    layout: Layout,
+    options: ModelOptions,
+    ranks: TensorGroup,
+    expert_ranks: ExpertRanks = NO_OTHERS,
+) -> Plan:
+    """Return the plan. Raises the errors of check_trained."""
+    check_trained(config, layout, options, sequence=ranks.sequence)
+    rows = padded_vocab(config.vocab, options.vocab_divisor, layout.tp)
+    return Plan(config, options, ranks, rank_sizes(config, layout), rows, expert_ranks)

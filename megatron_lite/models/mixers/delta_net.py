@@ -1,0 +1,41 @@
+"""The declaration of gated delta nets. Their cache holds the states of a convolution and of a recurrence.
+
+The trainer can't compute them yet; `plan` describes them.
+"""
+
+from collections.abc import Mapping
+
+from megaconv.model.config import ModelConfig
+from megaconv.model.subjects import LayerKind
+from megatron_lite.models.mixers.declaration import Mixer, PerRow
+
+
+def _cache(config: ModelConfig, sizes: Mapping[str, int]) -> tuple[PerRow, PerRow]:
+    linear = config.linear
+    key_heads, value_heads = sizes["linear_key_heads"], sizes["linear_value_heads"]
+    channels = 2 * key_heads * linear.key_dim + value_heads * linear.value_dim
+    convolution = PerRow((channels, linear.conv - 1))
+    return convolution, PerRow((value_heads, linear.key_dim, linear.value_dim), in_float32=True)
+
+
+def _elements(config: ModelConfig, _: LayerKind) -> float:
+    linear = config.linear
+    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    return 2 * (2 * keys + values) + 2 * values
+
+
+def _operations(config: ModelConfig, _: int) -> float:
+    """Return the operations on the state: it decays, is read at the key, is updated, and is read at the query."""
+    linear = config.linear
+    return 3 * 7.0 * linear.value_heads * linear.key_dim * linear.value_dim
+
+
+DELTA_NET = Mixer(
+    module=None,
+    in_float32=frozenset({"A_log", "dt_bias"}),
+    cache=_cache,
+    matrices=lambda _: ("out_proj", "in_proj"),
+    elements=_elements,
+    operations=_operations,
+    input_width=lambda config: config.hidden,
+)

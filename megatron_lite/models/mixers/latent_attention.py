@@ -1,0 +1,141 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), one of the mixers of a layer.
+
+    q = up(norm(down(x))), or directly            [nope | rope] in each head
+    c, r = down(x);  k, v = up(norm(c))           k = [nope | r], where r is shared by all heads
+
+Matrices that project down to the latent width are replicated on every tensor rank; matrices that project up are sharded
+by heads. Keys and values are computed in full. The form that works on the latent vectors directly is for generation.
+"""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megaconv.model.config import ModelConfig
+from megatron_lite.models import rng
+from megatron_lite.models.build_plan import Plan
+from megatron_lite.models.mixers.self_attention import attended
+from megatron_lite.models.passes import Pass
+from megatron_lite.models.rotary import neighbours_apart, rotate, sharper
+from megatron_lite.parallel import comm
+from megatron_lite.parallel.parameter_kinds import Kind
+from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear, RowLinear, adapted
+from megatron_lite.products.product import PLAIN, Product
+
+
+class WholeLinear(nn.Module):
+    """A replicated matrix, applied to this tensor rank's tokens."""
+
+    kinds: ClassVar = {"weight": Kind.OF_TOKENS}
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.adapter: nn.Module | None = None
+        self.product: Product = PLAIN
+        self.weight = nn.Parameter(torch.empty(out, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return adapted(self.product.linear(x, self.weight), self.adapter, x)
+
+
+class LatentAttention(nn.Module):
+    """Latent attention. Its input is already normed."""
+
+    def __init__(self, plan: Plan, layer: int) -> None:
+        super().__init__()
+        config, latent = plan.config, plan.config.latent
+        self.layer = layer
+        self.at = rng.At(layer, rng.ATTENTION)
+        self.ranks = plan.ranks
+        self.options = plan.options
+        self.latent = latent
+        self.heads = plan.sizes["heads"]
+        self.nope = config.attention.head_dim - latent.rope_dim
+        self.window = plan.kind(layer).window
+        self.scale = scale_of_scores(config)
+        self._add_queries(plan)
+        self.linear_kv_down_proj = WholeLinear(config.hidden, latent.kv_rank + latent.rope_dim)
+        self.linear_kv_up_proj = self._up(
+            plan, latent.kv_rank, self.heads * (self.nope + latent.v_dim)
+        )
+        self.linear_proj = RowLinear(
+            self.heads * latent.v_dim, config.hidden, plan.ranks, bias=False
+        )
+
+    def _add_queries(self, plan: Plan) -> None:
+        """Add one matrix, or two with the latent vector of queries between them."""
+        hidden, q_rank = plan.config.hidden, plan.config.latent.q_rank
+        width = self.heads * plan.config.attention.head_dim
+        direct = not q_rank
+        self.linear_q_proj = ColumnLinear(hidden, width, plan.ranks) if direct else None
+        self.linear_q_down_proj = None if direct else WholeLinear(hidden, q_rank)
+        self.linear_q_up_proj = None if direct else self._up(plan, q_rank, width)
+
+    @staticmethod
+    def _up(plan: Plan, rank: int, out: int) -> NormColumnLinear:
+        return NormColumnLinear(
+            rank, out, plan.norm_of_latents, plan.ranks, bias=False, keep=plan.keep
+        )
+
+    def forward(self, x: Tensor, run: Pass) -> Tensor:
+        """x [sequence (/ tp), batch, hidden] -> the same shape."""
+        q = self._queries(x, run)
+        k, v = self._keys_and_values(x, run)
+        if run.cache is not None:
+            k, v = run.cache.append(self.layer, k, v)
+        mixed = attended(
+            q, k, v, run, self.at, self.ranks, self.options, window=self.window, scale=self.scale
+        )
+        projected: Tensor = self.linear_proj(mixed.flatten(2))
+        return projected
+
+    def _queries(self, x: Tensor, run: Pass) -> Tensor:
+        """Return [sequence, batch, heads, head_dim]: the part without rotation, then the rotated part."""
+        q = self._by_head(self._projected_queries(x))
+        if run.rotary is None:
+            return q
+        q_nope, q_rope = torch.split(q, [self.nope, self.latent.rope_dim], -1)
+        return torch.cat((q_nope, self._rotated(q_rope, run)), -1)
+
+    def _keys_and_values(self, x: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
+        """Return keys and values of this rank's heads. All heads share the rotated part of the keys."""
+        rope = self.latent.rope_dim
+        down: Tensor = self.linear_kv_down_proj(x)
+        latent, shared = torch.split(down, [self.latent.kv_rank, rope], -1)
+        k, v = torch.split(
+            self._by_head(self.linear_kv_up_proj(latent)), [self.nope, self.latent.v_dim], -1
+        )
+        shared = comm.shared_over(shared, self.ranks.group, gather=self.ranks.sequence)
+        rotated = self._rotated(shared.unsqueeze(2), run)
+        of_each_head = rotated.expand(*k.shape[:3], rope)
+        return torch.cat((k, of_each_head), -1), v
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.heads, -1)
+
+    def _rotated(self, x: Tensor, run: Pass) -> Tensor:
+        if run.rotary is None:
+            return x
+        return rotate(neighbours_apart(x, self.latent.rope_dim), *run.rotary)
+
+    def _projected_queries(self, x: Tensor) -> Tensor:
+        if self.linear_q_proj is not None:
+            direct: Tensor = self.linear_q_proj(x)
+            return direct
+        assert self.linear_q_down_proj is not None
+        assert self.linear_q_up_proj is not None
+        made: Tensor = self.linear_q_up_proj(self.linear_q_down_proj(x))
+        return made
+
+
+def scale_of_scores(config: ModelConfig) -> float:
+    """Return the scale of scores: the usual one, times yarn's factor for mscale_all_dim if it is set."""
+    scaling = config.positions.scaling or {}
+    more = (
+        sharper(scaling["factor"], scaling["mscale_all_dim"])
+        if scaling.get("mscale_all_dim")
+        else 1.0
+    )
+    return more * more / math.sqrt(config.attention.head_dim)

@@ -1,0 +1,156 @@
+"""Self-attention, one of the mixers of a layer: a norm, the matrices, norms of q and k, rotation."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.models import rng
+from megatron_lite.models.attention import attend
+from megatron_lite.models.build_plan import Plan
+from megatron_lite.models.input_matrix import input_matrix
+from megatron_lite.models.mixers.wide_norm import WideNorm
+from megatron_lite.models.passes import Pass
+from megatron_lite.models.rotary import neighbours_apart, rotate
+from megatron_lite.models.scores import of_layer
+from megatron_lite.parallel.parameter_kinds import Kind
+from megatron_lite.parallel.tensor import Norm, RowLinear, TensorGroup
+from megatron_lite.settings.options import ModelOptions
+
+
+class Sinks(nn.Module):
+    """A score for each head that takes weight but has no value. As in Megatron, it is a parameter of the core attention."""
+
+    kinds: ClassVar = {"softmax_offset": Kind.SHARDED}
+
+    def __init__(self, heads: int) -> None:
+        """heads: number of heads on this rank."""
+        super().__init__()
+        self.softmax_offset = nn.Parameter(torch.empty(heads))
+
+
+class SelfAttention(nn.Module):
+    """Self-attention with its norm."""
+
+    def __init__(self, plan: Plan, layer: int) -> None:
+        super().__init__()
+        attention, positions, kind = plan.config.attention, plan.config.positions, plan.kind(layer)
+        self.layer = layer
+        self.at = rng.At(layer, rng.ATTENTION)
+        self.ranks = plan.ranks
+        self.options = plan.options
+        self.head_dim = attention.head_dim
+        self.kv_heads = plan.sizes["kv_heads"]
+        self.group = attention.heads // attention.kv_heads
+        self.scale = attention.scale
+        self.window = kind.window
+        self.rotates = kind.rotates
+        self.rotates_locally = kind.window is not None and positions.local_theta is not None
+        self.interleaved = positions.interleaved
+        self._add_matrices(plan)
+
+    def _add_matrices(self, plan: Plan) -> None:
+        hidden, attention, heads = plan.config.hidden, plan.config.attention, plan.sizes["heads"]
+        rows = self.kv_heads * (self.group + 2) * self.head_dim
+        self.linear_qkv = input_matrix(plan, rows, bias=attention.qkv_bias)
+        self.q_layernorm = self._norm(plan, heads) if attention.qk_norm else None
+        self.k_layernorm = self._norm(plan, self.kv_heads) if attention.qk_norm else None
+        self.core_attention = Sinks(heads) if attention.sinks else None
+        self.linear_proj = RowLinear(
+            heads * self.head_dim,
+            hidden,
+            plan.ranks,
+            bias=attention.o_bias,
+            norm_after=plan.norm_after,
+        )
+
+    def _norm(self, plan: Plan, heads: int) -> nn.Module:
+        """Return the norm of queries or keys. heads: number of heads on this rank."""
+        if plan.config.attention.qk_norm_width == "all":
+            return WideNorm(heads * self.head_dim, plan.norm_of_heads, plan.ranks)
+        return Norm(self.head_dim, plan.norm_of_heads, Kind.OF_HEADS)
+
+    def forward(self, x: Tensor, run: Pass) -> Tensor:
+        """x [sequence (/ tp), batch, hidden] -> the same shape."""
+        q, k, v = self._projected(x)
+        q, k = self._rotated(q, k, run)
+        if run.cache is not None:
+            k, v = run.cache.append(self.layer, k, v)
+        sinks = None if self.core_attention is None else self.core_attention.softmax_offset
+        mixed = attended(
+            q,
+            k,
+            v,
+            run,
+            self.at,
+            self.ranks,
+            self.options,
+            window=self.window,
+            scale=self.scale,
+            sinks=sinks,
+        )
+        projected: Tensor = self.linear_proj(mixed.flatten(2))
+        return projected
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k, v [sequence, batch, heads or kv_heads, head_dim], after the norms of q and k."""
+        grouped = self.linear_qkv(x).unflatten(-1, (self.kv_heads, self.group + 2, self.head_dim))
+        # One split, because its gradient is a single concatenation. The gradient of each slice would be as large as the whole.
+        q, k, v = (part.flatten(2, 3) for part in grouped.split((self.group, 1, 1), -2))
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        return q, k, v
+
+    def _rotated(self, q: Tensor, k: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
+        rotary = run.local_rotary if self.rotates_locally else run.rotary
+        if rotary is None or not self.rotates:
+            return q, k
+        if self.interleaved:
+            # The same order for q and k, so that their products don't change.
+            width = rotary[0].shape[-1]
+            q, k = neighbours_apart(q, width), neighbours_apart(k, width)
+        return rotate(q, *rotary), rotate(k, *rotary)
+
+
+def attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    run: Pass,
+    at: rng.At,
+    ranks: TensorGroup,
+    options: ModelOptions,
+    *,
+    window: int | None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return attention with dropout if there is any. If the pass collects largest scores, they are stored there."""
+    how: Any = {"window": window, "backend": options.attention, "scale": scale, "sinks": sinks}
+    drops = run.seed is not None and options.attention_dropout > 0
+    if run.scores is None and not drops:
+        return attend(q, k, v, run, **how)
+    found: Tensor = _by_layer(
+        q, k, v, run, at, ranks, options.attention_dropout if drops else 0.0, how
+    )
+    return found
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _by_layer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    run: Pass,
+    at: rng.At,
+    ranks: TensorGroup,
+    dropout: float,
+    how: dict[str, Any],
+) -> Tensor:
+    """Attention that depends on the layer's number. It is not compiled, because each layer would be compiled anew."""
+    largest = None if run.scores is None else of_layer(run.scores, at.layer, q)
+    if not dropout:
+        return attend(q, k, v, run, largest=largest, **how)
+    assert run.seed is not None
+    with run.seed.for_attention(at, ranks, q.device):
+        return attend(q, k, v, run, dropout=dropout, largest=largest, **how)

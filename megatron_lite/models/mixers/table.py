@@ -1,0 +1,30 @@
+"""All mixers by the words of the model description."""
+
+from megaconv.model.config import ModelConfig
+from megaconv.model.subjects import LayerKind
+from megatron_lite.models.mixers.attention import ATTENTION
+from megatron_lite.models.mixers.declaration import Mixer
+from megatron_lite.models.mixers.delta_net import DELTA_NET
+from megatron_lite.models.mixers.latent import LATENT
+from megatron_lite.models.mixers.mamba import MAMBA
+
+MIXERS: dict[str, Mixer | None] = {
+    "attention": ATTENTION,
+    "latent": LATENT,
+    "linear": DELTA_NET,
+    "mamba": MAMBA,
+    "none": None,
+}
+"""Words of LayerKind.mixer, and `latent` for attention with latent vectors -> the mixer; None: the layer is only an MLP."""
+
+
+def mixer_of(config: ModelConfig, kind: LayerKind) -> Mixer | None:
+    """Return the mixer of a layer, or None if the layer has none."""
+    latent = kind.mixer == "attention" and config.latent.kv_rank > 0
+    return MIXERS["latent" if latent else kind.mixer]
+
+
+def stays_in_float32(name: str) -> bool:
+    """Return whether a mixer declares that this parameter stays in float32. name: the full name in the model."""
+    last = name.rpartition(".")[2]
+    return any(last in mixer.in_float32 for mixer in MIXERS.values() if mixer is not None)

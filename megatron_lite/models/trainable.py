@@ -1,0 +1,195 @@
+"""The models that can be trained, and the refusals of all others.
+
+Only one refusal is elsewhere: `plan` refuses runs that it can't describe (planning/command.py).
+"""
+
+from megaconv.errors import CorruptCheckpoint, LayoutError, NotExpressible
+from megaconv.families import family
+from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.families.parts.whole_model import named
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import Layout
+from megaconv.model.sharding import rank_sizes
+from megaconv.model.subjects import RANKED_BY, Experts
+from megatron_lite.settings.architecture import OF_THEIR_OWN
+from megatron_lite.settings.options import ModelOptions
+
+TRAINED = (
+    "arcee", "bailing_moe2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "gemma",
+    "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_oss", "hy_v3", "jais2", "llama", "mimo", "minimax_m2",
+    "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "sarvam_mla",
+    "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+)  # fmt: skip
+"""Families that the decoder supports by configuration."""
+NOT_TRAINED = {
+    "deepseek_v32": "an indexer chooses the positions that a token attends to",
+    "gemma2": "attention scores and logits are capped",
+    "glm_moe_dsa": "an indexer chooses the positions that a token attends to",
+    "llama4": "attention is to chunks, and the router scales the experts' inputs",
+    "nemotron_h": "some layers are Mamba 2",
+    "qwen3_5": "some layers are gated delta nets",
+    "qwen3_5_moe": "some layers are gated delta nets",
+    "qwen3_next": "some layers are gated delta nets",
+}
+"""Family that can't be trained -> the reason."""
+NOT_COMPUTED = {
+    "indexer": "an indexer that chooses positions",
+    "output_norm mixture": "norms after its experts, not before them",
+    "output_norm mla": "norms after its latent attention, not before it",
+    "post_norm": "norms of the sums of each sublayer, as the original BERT: Megatron core has none",
+    "qk_l2_norm": "q and k divided by their L2 norm",
+    "capped_scores": "capped attention scores",
+    "capped_logits": "capped logits",
+    "expert_latent": "experts that work on a projection of the hidden states",
+}
+"""Features that the decoder does not support, whatever the family."""
+ROPE_SCALINGS = ("linear", "llama3", "yarn")
+"""The kinds of rope scaling that the trainer computes."""
+ROTATES_HEAD_DIM = ("deepseek_v3", "glm4_moe_lite")
+"""Families with latent attention whose transformers classes rotate head_dim elements if config.json contains head_dim."""
+
+
+def check_trained(
+    config: ModelConfig, layout: Layout, options: ModelOptions, *, sequence: bool
+) -> None:
+    """Raise NotExpressible if the model can't be trained, LayoutError if it can't be sharded.
+
+    sequence: whether sequence parallelism is on.
+    """
+    _check_family(config.family)
+    if config.encoder.layers:
+        _check_two_stacks(config)
+    if options.fp8 is not None and config.family in OF_THEIR_OWN:
+        raise NotExpressible(f"--fp8-format is for decoders; a {config.family} is computed in bf16")
+    check_computed(config)
+    _check_further_tokens(config)
+    if config.experts.count:
+        _check_experts(config, layout, options, sequence=sequence)
+    rank_sizes(config, layout)
+
+
+def _check_family(family: str) -> None:
+    """Raise NotExpressible for a family that can't be trained. Families of plugins have no reason."""
+    if family in TRAINED or family in OF_THEIR_OWN:
+        return
+    reason = NOT_TRAINED.get(family)
+    because = "" if reason is None else f": {reason}"
+    raise NotExpressible(
+        f"a {family} can't be trained yet{because}; `megatron-lite models` lists the families that can"
+    )
+
+
+def _check_further_tokens(config: ModelConfig) -> None:
+    if config.mtp_layers and not any(row.stage == "mtp" for row in family(config.family).rows):
+        raise NotExpressible(
+            f"the model would be a {config.family} that predicts further tokens, for whose layers no checkpoint has names; these are for "
+            "mixtures of experts as DeepSeek-V3 and GLM-4.5 (--moe-router-score-function sigmoid, --moe-router-enable-expert-bias)"
+        )
+
+
+def check_computed(config: ModelConfig) -> None:
+    """Raise NotExpressible for unsupported families and features."""
+    _check_family(config.family)
+    for feature, what in NOT_COMPUTED.items():
+        if config.has(feature):
+            raise NotExpressible(f"the model has {what}, which can't be trained yet")
+    if config.experts.count:
+        _check_groups(config.experts)
+    width = rotated_width(config)
+    if config.has("rope") and width % 2:
+        raise NotExpressible(
+            f"the model rotates {width} elements of each head; elements rotate in pairs, so their number must be even"
+        )
+
+
+def check_rope_scaling(kind: str) -> None:
+    """Raise NotExpressible for a kind of rope scaling that the trainer can't compute."""
+    if kind not in ROPE_SCALINGS:
+        raise NotExpressible(
+            f"rope scaling {kind!r} can't be trained with; supported: linear, llama3 and yarn"
+        )
+
+
+def rotated_width(config: ModelConfig) -> int:
+    """Return the number of elements of each head that rotate."""
+    return config.latent.rope_dim or int(
+        config.attention.head_dim * config.positions.rotary_percent
+    )
+
+
+def _check_groups(experts: Experts) -> None:
+    """Raise NotExpressible for groups of experts that no router can choose from; in transformers, torch raises an error."""
+    if not experts.groups or experts.groups == 1:
+        return
+    chosen = experts.group_topk or experts.groups
+    each, rest = divmod(experts.count, experts.groups)
+    if rest or each < RANKED_BY or chosen > experts.groups:
+        raise NotExpressible(
+            f"the model ranks {experts.groups} groups of its {experts.count} experts by the best {RANKED_BY} of each, and takes {chosen}; "
+            f"expected equal groups of {RANKED_BY} experts or more, and no more groups than there are (n_group, topk_group)"
+        )
+    if experts.per_token > chosen * each:
+        raise NotExpressible(
+            f"the model gives each token {experts.per_token} experts (num_experts_per_tok) of its best {chosen} groups (topk_group), "
+            f"which have {each} each, {chosen * each} in all"
+        )
+
+
+def refuse_whole(config: ModelConfig, place: str) -> None:
+    """Raise NotExpressible for a multimodal model. place: the path it was read from."""
+    if config.whole is not None:
+        raise NotExpressible(
+            f"{place}: {named(config.whole.config)} is a multimodal model, and only language models are supported; "
+            f"convert its language model: megaconv convert {place} LANGUAGE_MODEL --saver hf --text-only"
+        )
+
+
+def _check_two_stacks(config: ModelConfig) -> None:
+    if config.attention.scale is not None:
+        raise NotExpressible(
+            "the model is a T5 of transformers, whose attention scores aren't divided by the root of the head size; what can be trained "
+            "is Megatron's T5, which is another function"
+        )
+    if config.positions.kind == "relative":
+        raise NotExpressible("the model has relative positions, which can't be trained yet")
+    if config.encoder.layers != config.layer_count:
+        raise NotExpressible(
+            f"the model has {config.encoder.layers} layers in its encoder and {config.layer_count} in its decoder; what can be trained has "
+            "as many in both, as Megatron core's"
+        )
+
+
+def _check_experts(
+    config: ModelConfig, layout: Layout, options: ModelOptions, *, sequence: bool
+) -> None:
+    if layout.etp > 1 and config.mlp.bias:
+        raise LayoutError(
+            f"expert tensor parallel size (etp) is {layout.etp}, but experts with biases can't be sharded, as in Megatron core; "
+            "take 1"
+        )
+    if layout.etp > 1 and options.lora is not None:
+        raise LayoutError(
+            f"expert tensor parallel size (etp) is {layout.etp}, but adapters are for whole experts; take 1"
+        )
+    if layout.tp > 1 and not sequence and options.trains:
+        raise LayoutError(
+            f"a mixture of experts at tp = {layout.tp} needs --sequence-parallel: else each tensor rank would route the same tokens"
+        )
+
+
+def refuse_two_widths(config: ModelConfig, place: str) -> None:
+    """Raise CorruptCheckpoint if transformers would rotate a width (head_dim) that differs from qk_rope_head_dim."""
+    given, rope_dim = (config.hf or {}).get("head_dim"), config.latent.rope_dim
+    if config.family in ROTATES_HEAD_DIM and given not in (None, rope_dim):
+        raise CorruptCheckpoint(
+            f"{place}: {CONFIG_NAME} has head_dim {given!r} and qk_rope_head_dim {rope_dim}, two words for the width that rotates; "
+            "leave head_dim out"
+        )
+
+
+def refuse_encoders(config: ModelConfig, place: str) -> None:
+    """Raise NotExpressible for a model that can't generate text. place: the path it was read from."""
+    if config.family in OF_THEIR_OWN:
+        raise NotExpressible(
+            f"{place}: is a {config.family}, which predicts no next token; give a decoder"
+        )

@@ -1,0 +1,50 @@
+"""All training objectives, and the choice between them."""
+
+from collections.abc import Iterator
+
+from megaconv import plugins
+from megaconv.errors import PluginError, UsageError
+from megatron_lite.objectives.answers import Answers
+from megatron_lite.objectives.masked import MaskedSpans, MaskedWords
+from megatron_lite.objectives.objective import Objective
+from megatron_lite.objectives.pairs import Pairs
+from megatron_lite.settings.config import Settings
+
+OBJECTIVES: tuple[type[Objective], ...] = (Pairs, Answers, MaskedWords, MaskedSpans, Objective)
+"""The first one that the flags select is used. The last one, the next token, is for all other runs."""
+
+
+def objective_of(settings: Settings, model_type: str) -> Objective:
+    """Return the objective of a run. model_type: `gpt`, `bert` or `t5`.
+
+    Raises UsageError or PluginError for an --objective that can't be used.
+    """
+    name = settings.objective.objective
+    if name is not None:
+        return _of_package(name)
+    return next(_selected(settings, model_type))
+
+
+def _selected(settings: Settings, model_type: str) -> Iterator[Objective]:
+    for kind in OBJECTIVES:
+        found = kind.of(settings, model_type)
+        if found is not None:
+            yield found
+
+
+def _of_package(name: str) -> Objective:
+    """Return an objective of another package, by the name of its entry point."""
+    offered = plugins.offered("objectives")
+    if name not in offered:
+        known = (
+            f"installed: {', '.join(sorted(offered))}"
+            if offered
+            else "no installed package has one"
+        )
+        raise UsageError(f"--objective {name} is not known; {known}")
+    objective = plugins.load("objectives", offered[name])
+    if not isinstance(objective, Objective):
+        raise PluginError(
+            f"objective {name!r}: its OBJECTIVE is not a megatron_lite.objectives.objective.Objective"
+        )
+    return objective

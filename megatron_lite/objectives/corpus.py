@@ -1,0 +1,48 @@
+"""Indexed corpora as training data."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_lite.data.datasets import DataOptions, Sampling, build_datasets
+from megatron_lite.data.samples import Dataset
+from megatron_lite.objectives.training_data import Setup, TrainingData
+from megatron_lite.settings.config import Settings
+from megatron_lite.settings.sizes import Sizes
+
+MakeSampling = Callable[[Setup], Sampling | None]
+"""See Objective.sampling."""
+
+
+@dataclass(frozen=True)
+class Corpus(TrainingData):
+    """The corpora of the data flags, or --mock-data."""
+
+    sampling: MakeSampling
+
+    def datasets(self, setup: Setup, samples: Sequence[int]) -> list[Dataset | None]:
+        options = _options(setup.settings, setup.sizes)
+        return build_datasets(options, setup.tokenizer, samples, self.sampling(setup))
+
+
+def _options(settings: Settings, sizes: Sizes) -> DataOptions:
+    data = settings.data
+    return DataOptions(
+        seq_length=sizes.seq,
+        seed=settings.training.seed,
+        data_path=data.data_path or (),
+        split=data.split,
+        train_data_path=data.train_data_path or (),
+        valid_data_path=data.valid_data_path or (),
+        test_data_path=data.test_data_path or (),
+        mock_data=data.mock_data,
+        data_cache_path=cache_path(settings),
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+    )
+
+
+def cache_path(settings: Settings) -> Path | None:
+    """Return the directory that keeps the indices of samples."""
+    return Path(settings.data.data_cache_path) if settings.data.data_cache_path else None

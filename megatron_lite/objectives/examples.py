@@ -1,0 +1,197 @@
+"""Files of finetuning examples, or of pairs of answers, as training data. It computes epochs and evaluations."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megaconv.errors import UsageError
+from megatron_lite.checkpoint.state import Progress
+from megatron_lite.data.finetuning.dataset import (
+    FinetuneDataset,
+    PairDataset,
+    samples_of,
+    split_datasets,
+)
+from megatron_lite.data.finetuning.examples import (
+    Examples,
+    Pieces,
+    ReadingOptions,
+    pairs_for,
+    pieces_for,
+    read_examples,
+)
+from megatron_lite.data.finetuning.preview import preview
+from megatron_lite.data.samples import Dataset
+from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.objectives.training_data import Say, Setup, TrainingData
+from megatron_lite.settings.config import Settings
+from megatron_lite.settings.sizes import Sizes
+from megatron_lite.settings.wording import counted
+
+MOST_EVALUATION_STEPS = 100
+
+
+def read_examples_of(settings: Settings, tokenizer: Tokenizer, *, pairs: bool) -> "ExampleData":
+    """Read --finetune-data and --valid-finetune-data. Raises UsageError, CorruptCheckpoint."""
+    data = settings.data
+    assert data.finetune_data is not None
+    template = _template(data.chat_template)
+    options = ReadingOptions(data.finetune_form, data.finetune_turns, template, pairs=pairs)
+    valid = None
+    if data.valid_finetune_data:
+        valid = read_examples(data.valid_finetune_data, tokenizer, options, "--valid-finetune-data")
+    return ExampleData(read_examples(data.finetune_data, tokenizer, options), valid, pairs)
+
+
+def _template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--chat-template {path}: can't be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Examples fitted to the length of a sample."""
+
+    train: Pieces
+    valid: Pieces | None
+
+
+@dataclass(frozen=True)
+class ExampleData(TrainingData):
+    """Examples for training and, optionally, for evaluation."""
+
+    train: Examples
+    valid: Examples | None
+    pairs: bool
+    packed: Packed | None = None
+    """None before `fitted`."""
+
+    @property
+    def longest(self) -> int:
+        """See TrainingData. 0 if the training examples are empty."""
+        longest_valid = self.valid.longest if self.valid else 0
+        return max(self.train.longest, longest_valid) if self.train.longest else 0
+
+    def fitted(
+        self, settings: Settings, sizes: Sizes, progress: Progress, say: Say
+    ) -> tuple[Settings, "ExampleData"]:
+        """See TrainingData.fitted. It converts --epochs to steps, and lets an evaluation cover all evaluation examples.
+
+        Each epoch contains every example. The last step is filled up with further examples. The steps of a continued
+        run may have had another batch size, so samples are counted and not steps.
+        """
+        if settings.data.split is not None and self.valid is not None:
+            raise UsageError(
+                "--split divides --finetune-data; with --valid-finetune-data there is nothing to divide"
+            )
+        cut: Callable[[Examples, int], Pieces] = pairs_for if self.pairs else pieces_for
+        valid = cut(self.valid, sizes.seq) if self.valid else None
+        packed = Packed(cut(self.train, sizes.seq), valid)
+        changes = {
+            **_training_length(settings, sizes, packed.train, progress),
+            **_evaluations(settings, sizes, packed, say),
+        }
+        settings = replace(settings, training=replace(settings.training, **changes))
+        return settings, replace(self, packed=packed)
+
+    def datasets(self, setup: Setup, samples: Sequence[int]) -> list[Dataset | None]:
+        assert self.packed is not None
+        settings = setup.settings
+        return split_datasets(
+            self.packed.train,
+            self.packed.valid,
+            settings.data.split,
+            setup.sizes.seq,
+            settings.training.seed,
+            samples,
+        )
+
+    def introduction(self, setup: Setup, dataset: Dataset | None) -> Iterator[str]:
+        """Yield a summary of the data, and warnings about examples that were left out."""
+        assert isinstance(dataset, FinetuneDataset | PairDataset)
+        assert self.packed is not None
+        noun = "pair" if self.pairs else "example"
+        yield self._summary(setup, self.packed.train, dataset, noun)
+        training = setup.settings.training
+        if training.epochs is not None and training.train_iters is not None:
+            verb = "is" if training.epochs == 1 else "are"
+            yield f"{counted(training.epochs, 'epoch')} {verb} {counted(training.train_iters, 'step')}"
+        for what, pieces in (("", self.packed.train), (" for evaluation", self.packed.valid)):
+            if pieces is not None:
+                yield from _remarks(pieces, setup.sizes.seq, noun, what)
+        if setup.settings.data.show_sample:
+            yield from preview(dataset[0], setup.tokenizer)
+
+    def _summary(
+        self, setup: Setup, pieces: Pieces, dataset: FinetuneDataset | PairDataset, noun: str
+    ) -> str:
+        examples, seq, epoch = pieces.examples, setup.sizes.seq, dataset.epoch_samples
+        number = counted(len(examples) // (2 if self.pairs else 1), noun)
+        tokens = f"{len(examples.tokens):,} tokens ({int(examples.learned.sum()):,} learned)"
+        samples = (
+            f"2 rows of {seq} tokens each"
+            if self.pairs
+            else f"{counted(epoch, 'sample')} of {seq} tokens"
+        )
+        steps = epoch / setup.sizes.batch.full
+        plural = "" if steps == 1 else "s"
+        return f"{number}, {tokens}, {samples}, {steps:,.4g} step{plural} an epoch"
+
+
+def _training_length(
+    settings: Settings, sizes: Sizes, pieces: Pieces, progress: Progress
+) -> dict[str, Any]:
+    """Return the setting that follows from --epochs."""
+    training = settings.training
+    if training.epochs is None:
+        return {}
+    if sizes.batch.increment:
+        raise UsageError(
+            "--epochs with --rampup-batch-size: give the length of the run with --train-samples"
+        )
+    drawn = samples_of(pieces, sizes.seq, training.seed, settings.data.split, training.epochs)
+    left = max(0, drawn - progress.consumed_samples)
+    steps = -(-left // sizes.batch.full)
+    return {"train_iters": progress.iteration + steps}
+
+
+def _evaluations(settings: Settings, sizes: Sizes, packed: Packed, say: Say) -> dict[str, Any]:
+    """Return the settings of evaluations that no flag sets. say: receives a line for each of them."""
+    training, batch = settings.training, sizes.batch.full
+    found: dict[str, Any] = {}
+    if packed.valid is None:
+        return found
+    if "eval_iters" not in settings.given:
+        drawn = samples_of(packed.valid, sizes.seq, training.seed, None, 1)
+        found["eval_iters"] = min(-(-drawn // batch), MOST_EVALUATION_STEPS)
+        say(f"--eval-iters {found['eval_iters']}: of {drawn:,} samples for evaluation")
+    if "eval_interval" not in settings.given:
+        epoch = samples_of(packed.train, sizes.seq, training.seed, settings.data.split, 1)
+        found["eval_interval"] = max(1, min(-(-epoch // batch), training.eval_interval))
+        say(f"--eval-interval {found['eval_interval']}: an evaluation each epoch, or more often")
+    return found
+
+
+def _remarks(pieces: Pieces, seq: int, noun: str, what: str) -> Iterator[str]:
+    """Yield a line for each property of the examples that a user may not expect. what: the purpose of the examples."""
+    examples = pieces.examples
+    if examples.equal:
+        yield f"warning: left out, as both answers are the same: {counted(examples.equal, 'pair')}{what}"
+    if pieces.cut:
+        verbs = ("is", "was") if pieces.cut == 1 else ("are", "were")
+        number = counted(pieces.cut, noun)
+        yield f"warning: {number}{what} {verbs[0]} longer than --seq-length {seq} and {verbs[1]} cut"
+    if pieces.dropped:
+        verb, them = ("was", "it") if pieces.dropped == 1 else ("were", "them")
+        number = counted(pieces.dropped, noun)
+        yield f"warning: {number}{what} {verb} dropped: nothing to learn is left of {them}"
+    if examples.unread:
+        names = ", ".join(f'"{name}"' for name in sorted(examples.unread))
+        yield f"fields that are not read{what}: {names}"
+    if examples.plain_chats:
+        yield f"{examples.plain_chats:,} instructions{what} are written out: the tokenizer has no chat template"

@@ -1,0 +1,112 @@
+"""The reference's log-probabilities on disk, so that a continued run or another run on the same pairs can reuse them.
+
+DIRECTORY/dpo-reference-training.npz        `values` float64 [pairs, 2], NaN for pairs that weren't drawn; `made_of`, JSON: see MadeOf
+"""
+
+import json
+import os
+import tempfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import megaconv
+from formats.errors import CheckpointError
+from megatron_lite.data.finetuning.dataset import PairDataset
+from megatron_lite.data.index_cache import cache_key
+from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.sizes import Sizes
+
+MadeOf = dict[str, str]
+"""The inputs of the values, named for people -> their fingerprints."""
+Values = NDArray[np.float64]
+
+
+def weights_of(place: str) -> str:
+    """Return the fingerprint of the reference's weights. It reads all weights. Raises CheckpointError."""
+    return megaconv.fingerprint(place, optimizer=False).weights
+
+
+def made_of(
+    weights: str, dataset: PairDataset, sizes: Sizes, options: ModelOptions, device: torch.device
+) -> MadeOf:
+    """Return the fingerprints of all inputs.
+
+    Layout and batch are among them: another order of sums changes the last bits, and losses have to be equal bit by
+    bit.
+    """
+    pieces, computed = (
+        dataset.pieces,
+        (sizes.layout, sizes.dp, sizes.cp, sizes.micro_batch, sizes.batch.full, options.fp8),
+    )
+    data = {
+        "tokens": pieces.examples.tokens,
+        "learned": pieces.examples.learned,
+        "starts": pieces.starts,
+        "ends": pieces.ends,
+    }
+    how = (
+        dataset.seq_length,
+        options.dtype,
+        options.sequence_parallel,
+        options.context,
+        device.type,
+        torch.__version__,
+    )
+    return {
+        "weights of --load": weights,
+        "data, tokenizer or chat template": cache_key(**data),
+        "layout, batch, precision or version of torch": cache_key(
+            computed=repr(computed), how=list(how)
+        ),
+    }
+
+
+def path_of(directory: str, which: str) -> Path:
+    """Return the path of a dataset's file. which: `training`, `validation` or `test`."""
+    return Path(directory) / f"dpo-reference-{which}.npz"
+
+
+def read(path: Path, wanted: MadeOf, pairs: NDArray[np.int64]) -> tuple[Values | None, str | None]:
+    """Return (values of at least these pairs, None), or (None, reason to compute them; None if there is no file)."""
+    if not path.exists():
+        return None, None
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            values, found = np.array(file["values"]), json.loads(str(file["made_of"]))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        return None, f"is damaged ({error})"
+    others = [
+        name
+        for name, value in wanted.items()
+        if not isinstance(found, dict) or found.get(name) != value
+    ]
+    if others:
+        return None, f"was made with other {' and '.join(others)}"
+    if values.dtype != np.float64 or values.ndim != 2 or not np.isfinite(values[pairs]).all():
+        return None, "lacks some of the pairs"
+    return values, None
+
+
+def write(path: Path, made_of: MadeOf, values: Values) -> None:
+    """Write the file, which appears by one rename. Raises CheckpointError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, staging = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                np.savez(file, values=values, made_of=np.array(json.dumps(made_of)))
+                file.flush()
+                os.fsync(file.fileno())
+            Path(staging).chmod(0o644)
+            Path(staging).replace(path)
+        except BaseException:
+            Path(staging).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: can't be written: {error.strerror}; give a --dpo-reference-cache where there is space and permission"
+        ) from error

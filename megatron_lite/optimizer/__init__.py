@@ -1,0 +1,1 @@
+"""The optimizer: gradients in buckets, the update of parameters, and state sharded over data-parallel ranks."""

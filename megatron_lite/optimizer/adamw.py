@@ -1,0 +1,35 @@
+"""AdamW by PyTorch's fused kernels."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megaconv.model import training
+from megatron_lite.optimizer.algorithm import Algorithm, TensorGroups, Update
+from megatron_lite.settings.options import OptimizerOptions
+
+if TYPE_CHECKING:
+    from megatron_lite.optimizer.ranges import FlatRange
+
+
+class AdamW(Algorithm):
+    """Adam with decoupled weight decay."""
+
+    state = training.ADAM
+    distributed_form = True
+
+    def recorded(self, options: OptimizerOptions) -> Mapping[str, Any]:
+        return {"bias_correction": True, "betas": options.betas, "eps": options.eps}
+
+    def update_of(
+        self, ranges: Sequence["FlatRange"], options: OptimizerOptions, groups: TensorGroups
+    ) -> Update:
+        import torch
+
+        from megatron_lite.optimizer.torch_update import TorchUpdate
+
+        make = partial(torch.optim.AdamW, betas=options.betas, eps=options.eps, fused=True)
+        return TorchUpdate(make, ranges, self.state, counts_steps=True)
+
+
+ADAMW = AdamW()

@@ -1,0 +1,98 @@
+"""Pipeline parallelism: the order of passes and messages on each rank, as a pure function.
+
+Stage s of the model is chunk s // pp on pipeline rank s % pp.
+Sources: 1F1B from PipeDream-Flush (arXiv:2006.09503), interleaving from Megatron-LM (arXiv:2104.04473).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Action(NamedTuple):
+    """A forward or backward pass of one microbatch through one chunk of this rank."""
+
+    backward: bool
+    chunk: int
+    microbatch: int
+
+
+def forward_order(pp: int, vpp: int, microbatches: int) -> list[Action]:
+    """Return only the forward passes: pp microbatches through one chunk, then through the next. The same on every rank."""
+    return [
+        Action(False, chunk, microbatch)
+        for first in range(0, microbatches, pp)
+        for chunk in range(vpp)
+        for microbatch in range(first, min(first + pp, microbatches))
+    ]
+
+
+def order(pp: int, vpp: int, microbatches: int, pp_rank: int) -> list[Action]:
+    """Return the 1F1B order; interleaved if vpp > 1, which requires a multiple of pp microbatches."""
+    forward = forward_order(pp, vpp, microbatches)
+    backward = [Action(True, vpp - 1 - action.chunk, action.microbatch) for action in forward]
+    behind = pp - pp_rank - 1
+    # Number of forward passes before the first backward pass.
+    warmup = min(len(forward), behind if vpp == 1 else 2 * behind + (vpp - 1) * pp)
+    steady = zip(forward[warmup:], backward, strict=False)
+    return [
+        *forward[:warmup],
+        *(action for pair in steady for action in pair),
+        *backward[len(forward) - warmup :],
+    ]
+
+
+class Edge(NamedTuple):
+    """The other side of a message."""
+
+    pp_rank: int
+    tag: int
+    """Unique among all messages of a step between two ranks."""
+    wraps: bool
+    """True between the last pipeline rank and the first."""
+
+
+def edge(action: Action, pp: int, vpp: int, pp_rank: int, *, outgoing: bool) -> Edge | None:
+    """Return the message that an action needs, or (outgoing) sends; None at the ends of the model."""
+    stage = action.chunk * pp + pp_rank
+    to_next = outgoing != action.backward
+    other = stage + 1 if to_next else stage - 1
+    if not 0 <= other < pp * vpp:
+        return None
+    boundary = min(stage, other)
+    # Unique for each microbatch, boundary between stages, and direction.
+    tag = (action.microbatch * pp * vpp + boundary) * 2 + action.backward
+    return Edge(other % pp, tag, boundary % pp == pp - 1)
+
+
+class Operation(NamedTuple):
+    """One operation of a rank in a step."""
+
+    kind: str
+    """`post` (request a message), `wait` (for the message), `compute`, or `send`."""
+    action: Action
+    edge: Edge | None = None
+    """The message; None for `compute`."""
+
+
+def program(actions: Sequence[Action], pp: int, vpp: int, pp_rank: int) -> Iterator[Operation]:
+    """Yield all operations of a rank in order.
+
+    The next message is requested before the current pass is computed, so that it arrives during the pass.
+    """
+    incoming = [edge(action, pp, vpp, pp_rank, outgoing=False) for action in actions]
+    for here, action in enumerate(actions):
+        if here == 0 and incoming[here] is not None:
+            yield Operation("post", action, incoming[here])
+        if incoming[here] is not None:
+            yield Operation("wait", action, incoming[here])
+        if here + 1 < len(actions) and incoming[here + 1] is not None:
+            yield Operation("post", actions[here + 1], incoming[here + 1])
+        yield Operation("compute", action)
+        outgoing = edge(action, pp, vpp, pp_rank, outgoing=True)
+        if outgoing is not None:
+            yield Operation("send", action, outgoing)
+
+
+def last_backward(actions: Sequence[Action]) -> set[Action]:
+    """Return each chunk's last backward pass of a step, which completes the chunk's gradients."""
+    return set({action.chunk: action for action in actions if action.backward}.values())

@@ -1,0 +1,1 @@
+"""The processes of a run: their start, their failures, and the work that one process does for its machine."""

@@ -1,0 +1,56 @@
+"""Flags of earlier releases of Megatron-LM and of its tools: today's flags for them, or the reason why there are none."""
+
+from collections.abc import Sequence
+
+from megaconv.errors import UsageError
+
+TODAY = {
+    "--model-parallel-size": ("--tensor-model-parallel-size",),
+    "--warmup": ("--lr-warmup-fraction",),
+    "--recompute-activations": ("--recompute-granularity", "selective"),
+    "--checkpoint-activations": (
+        "--recompute-granularity", "full", "--recompute-method", "uniform",
+    ),
+    "--checkpoint-num-layers": ("--recompute-num-layers",),
+}  # fmt: skip
+"""An earlier flag -> today's flags with the same meaning. The value of an earlier flag belongs to the last of them."""
+
+_ONE_DTYPE = "all weights have the same dtype, and main weights are fp32 with --fp16 and --bf16; leave it out"
+_JSON_KEYS = "preprocess reads text; give it --json-keys"
+_RETRIEVER = "retrievers (ICT, REALM) are not supported"
+
+REPLACED = {
+    "--batch-size": "give --micro-batch-size (sequences of one data-parallel rank, as in Megatron-LM's scripts) or --global-batch-size",
+    "--max-preds-per-seq": "--mask-prob determines the number of masked tokens; leave it out",
+    "--fp32-embedding": _ONE_DTYPE,
+    "--fp32-layernorm": _ONE_DTYPE,
+    "--fp32-tokentypes": _ONE_DTYPE,
+    "--presplit-sentences": "preprocess splits texts into sentences; give it --split-sentences or --presplit-sentences",
+    "--tokenizer-model-type": "give --tokenizer-type HuggingFaceTokenizer --tokenizer-model NAME",
+    "--text-key": _JSON_KEYS,
+    "--loose-json": _JSON_KEYS,
+    "--use-tfrecords": "TFRecords can't be read; preprocess makes data from text",
+    "--model-path": "give --load",
+    "--cloze-eval": "give --task LAMBADA, with --valid-data for the file",
+    "--webtext-eval": "this mode is not supported; --task WIKITEXT103 --valid-data FILE gives a file's perplexity",
+    **dict.fromkeys(
+        (
+            "--ict-head-size", "--bert-load", "--ict-load", "--titles-data-path", "--block-data-path",
+            "--query-in-block-prob", "--indexer-batch-size", "--indexer-log-interval",
+        ),
+        _RETRIEVER,
+    ),
+}  # fmt: skip
+"""A flag that has no counterpart with the same value -> what to do instead."""
+
+
+def with_todays_flags(words: Sequence[str]) -> list[str]:
+    """Return a command line with today's flags. Raises UsageError for a flag of REPLACED."""
+    found: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in REPLACED:
+            raise UsageError(f"{name}: {REPLACED[name]}")
+        *first, last = TODAY.get(name, (name,))
+        found += [*first, last + equals + value]
+    return found

@@ -1,0 +1,93 @@
+"""Converts the settings of a run to the options of its model and of its optimizer."""
+
+from collections.abc import Mapping
+
+from megatron_lite.settings.config import Balance, Optimizer, Settings
+from megatron_lite.settings.optimizers import OPTIMIZERS
+from megatron_lite.settings.options import (
+    FP8,
+    Balancing,
+    LossScale,
+    ModelOptions,
+    MuonOptions,
+    OptimizerOptions,
+    QkClip,
+    Recompute,
+)
+
+
+def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOptions:
+    """Return the options of the model. dropouts: hidden_dropout and attention_dropout."""
+    again = settings.recompute
+    recompute = Recompute(
+        again.recompute_granularity,
+        again.recompute_method or "uniform",
+        again.recompute_num_layers or 1,
+    )
+    return ModelOptions(
+        dtype=settings.precision.dtype, sequence_parallel=settings.parallel.sequence_parallel, hidden_dropout=dropouts["hidden_dropout"],
+        attention_dropout=dropouts["attention_dropout"], recompute=recompute, compile=again.compile,
+        context=settings.parallel.cp_comm_type[0], near=(settings.parallel.hierarchical_context_parallel_sizes or (1,))[0],
+        mtp_loss_scale=settings.training.mtp_loss_scaling_factor,
+        fp8=_fp8(settings), balance=_balancing(settings.balance),
+        dispatcher=settings.parallel.moe_token_dispatcher_type,
+        vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,
+    )  # fmt: skip
+
+
+def _fp8(settings: Settings) -> FP8 | None:
+    asked = settings.precision
+    if asked.fp8_format is None:
+        return None
+    ends_in_bf16 = asked.first_last_layers_bf16
+    return FP8(
+        format=asked.fp8_format,
+        recipe=asked.fp8_recipe,
+        margin=asked.fp8_margin,
+        history=asked.fp8_amax_history_len,
+        algorithm=asked.fp8_amax_compute_algo,
+        weight_gradient=not asked.no_fp8_wgrad,
+        first_in_bf16=asked.num_layers_at_start_in_bf16 if ends_in_bf16 else 0,
+        last_in_bf16=asked.num_layers_at_end_in_bf16 if ends_in_bf16 else 0,
+        transformer_engine=settings.checkpointing.transformer_impl == "transformer_engine",
+    )
+
+
+def _balancing(balance: Balance) -> Balancing:
+    named = zip(balance.moe_router_load_balancing_type, balance.moe_aux_loss_coeff, strict=True)
+    losses = tuple(
+        (name, coefficient) for name, coefficient in named if name != "none" and coefficient
+    )
+    dtype = {"fp32": "float32", "fp64": "float64", None: None}[balance.moe_router_dtype]
+    return Balancing(
+        losses, balance.moe_z_loss_coeff, balance.moe_router_bias_update_rate, balance.moe_expert_capacity_factor,
+        balance.moe_token_drop_policy, dtype,
+    )  # fmt: skip
+
+
+def _muon(optimizer: Optimizer) -> MuonOptions:
+    return MuonOptions(
+        optimizer.muon_momentum, optimizer.muon_use_nesterov, optimizer.muon_num_ns_steps, optimizer.muon_coefficient_type,
+        optimizer.muon_scale_mode, optimizer.muon_extra_scale_factor, optimizer.muon_fp32_matmul_prec, optimizer.muon_tp_mode,
+    )  # fmt: skip
+
+
+def optimizer_options(settings: Settings) -> OptimizerOptions:
+    """Return the options of the optimizer."""
+    optimizer, precision, parallel = settings.optimizer, settings.precision, settings.parallel
+    scale = LossScale(
+        precision.initial_loss_scale, precision.min_loss_scale, precision.loss_scale_window, precision.hysteresis,
+        precision.loss_scale,
+    )  # fmt: skip
+    default = OptimizerOptions()
+    return OptimizerOptions(
+        kind=optimizer.kind, muon=_muon(optimizer),
+        betas=(optimizer.adam_beta1, optimizer.adam_beta2),
+        eps=optimizer.adam_eps, momentum=optimizer.sgd_momentum, clip_grad=optimizer.clip_grad,
+        distributed=parallel.use_distributed_optimizer or OPTIMIZERS[optimizer.optimizer].distributed,
+        bf16_reduce=parallel.grad_reduce_in_bf16,
+        bucket_elements=parallel.ddp_bucket_size or default.bucket_elements,
+        overlap_grad_reduce=parallel.overlap_grad_reduce, overlap_param_gather=parallel.overlap_param_gather, loss_scale=scale,
+        qk_clip=QkClip(optimizer.qk_clip_alpha, optimizer.qk_clip_threshold) if optimizer.qk_clip else None,
+        tell_scores=settings.logging.log_max_attention_logit,
+    )  # fmt: skip

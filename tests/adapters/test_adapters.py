@@ -1,0 +1,418 @@
+"""LoRA adapters merged into weights: against what peft made of the same files, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import megaconv
+from formats.tensor import Box, matrix_shape, read_tensor
+from megaconv.adapters.merging import merge
+from megaconv.engine.preparation import open_source
+from megaconv.input import find_input
+from megaconv.options import AdapterChoice
+from tests.conftest import FIXTURES
+from tests.runs import assert_refused, run
+
+LINEAR = FIXTURES / "peft-llama-all-linear"
+TIED = FIXTURES / "peft-llama-patterns-rslora-tied"
+DORA = FIXTURES / "peft-qwen3-dora"
+EXPERTS = FIXTURES / "peft-mixtral-experts"
+CASES = sorted(FIXTURES.glob("peft-*"))
+CONV1D = FIXTURES / "peft-gpt2-conv1d"
+PREFIX = "base_model.model."
+
+
+def edited(
+    adapter: Path,
+    target: Path,
+    config: dict[str, Any] | None = None,
+    tensors: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
+) -> Path:
+    """A copy of an adapter with other keys in its configuration, and other tensors."""
+    shutil.copytree(adapter, target)
+    file = target / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | (config or {})))
+    weights = target / "adapter_model.safetensors"
+    save_file(
+        {name: tensor.clone() for name, tensor in tensors(load_file(weights)).items()}, weights
+    )
+    return target
+
+
+def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_merged_weights_are_those_of_peft_bit_for_bit(case: Path, tmp_path: Path) -> None:
+    outcome = run("merge", case / "base", case / "adapter", "--save-dir", tmp_path / "out")
+    assert outcome.status == 0, outcome
+    assert f"adapter {case / 'adapter'}" in outcome.err  # a merge is never silent
+    assert_same_bits(
+        load_file(tmp_path / "out/model.safetensors"), load_file(case / "merged/model.safetensors")
+    )
+
+
+def test_an_adapter_is_merged_while_the_model_is_sharded(tmp_path: Path) -> None:
+    report = megaconv.convert(
+        EXPERTS / "base",
+        tmp_path / "core",
+        saver="core",
+        tp=2,
+        pp=2,
+        ep=2,
+        adapters=[str(EXPERTS / "adapter")],
+    )
+    assert (
+        report.fingerprint
+        == megaconv.fingerprint(EXPERTS / "merged")
+        == megaconv.fingerprint(tmp_path / "core")
+    )
+
+
+@pytest.mark.parametrize("case", [DORA, EXPERTS, CONV1D], ids=lambda case: case.name)
+def test_a_rectangle_of_a_merged_tensor_has_the_bits_of_the_whole(case: Path) -> None:
+    source = open_source(find_input(case / "base"))
+    for key, tensor in merge(source, [AdapterChoice(str(case / "adapter"))]).tensors():
+        rows, cols = matrix_shape(tensor.shape)
+        whole = read_tensor(tensor)
+        size = whole.shape[1] // cols
+        for box in (
+            Box(0, 1, 0, cols),
+            Box(rows - 1, rows, cols - 1, cols),
+            Box(rows // 3, rows, cols // 2, cols),
+        ):
+            part = np.empty((box.rows, box.cols * size), np.uint8)
+            tensor.read_into(box, part)
+            assert np.array_equal(
+                part, whole[box.row0 : box.row1, box.col0 * size : box.col1 * size]
+            ), key
+
+
+def test_two_adapters_are_merged_one_after_the_other_each_times_its_weight(tmp_path: Path) -> None:
+    words = (f"{LINEAR / 'adapter'}:0.5", f"{LINEAR / 'adapter'}:-2")
+    assert run("merge", LINEAR / "base", *words, "--save-dir", tmp_path / "out").status == 0
+    name = "model.layers.1.mlp.up_proj"
+    adapter = load_file(LINEAR / "adapter/adapter_model.safetensors")
+    delta = adapter[f"{PREFIX}{name}.lora_B.weight"] @ adapter[f"{PREFIX}{name}.lora_A.weight"]
+    expected = load_file(LINEAR / "base/model.safetensors")[name + ".weight"]
+    for weight in (0.5, -2):
+        expected = (expected.float() + delta * (2 * weight)).bfloat16()  # lora_alpha 8, r 4
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")[name + ".weight"], expected)
+
+
+def test_an_adapter_is_merged_in_the_wider_of_two_dtypes(tmp_path: Path) -> None:
+    adapter = LINEAR / "adapter"
+    assert (
+        run(
+            "merge", LINEAR / "base", adapter, "--save-dir", tmp_path / "wide", "--dtype", "fp32"
+        ).status
+        == 0
+    )
+    wide = load_file(tmp_path / "wide/model.safetensors")
+    merged = load_file(LINEAR / "merged/model.safetensors")
+    assert_same_bits({name: tensor.bfloat16() for name, tensor in wide.items()}, merged)
+    assert any(not torch.equal(tensor, merged[name].float()) for name, tensor in wide.items())
+
+
+def test_the_output_names_the_adapter_and_its_hash(tmp_path: Path) -> None:
+    report = megaconv.convert(
+        LINEAR / "base", tmp_path / "out", saver="hf", adapters=[f"{LINEAR / 'adapter'}:0.5"]
+    )
+    (adapter,) = json.loads((tmp_path / "out/megaconv.json").read_text())["adapters"]
+    assert (adapter["path"], adapter["weight"]) == (str(LINEAR / "adapter"), 0.5)
+    assert (
+        adapter["sha256"]
+        == sha256((LINEAR / "adapter/adapter_model.safetensors").read_bytes()).hexdigest()
+    )
+    assert report.to_json()["adapters"] == [adapter]
+
+
+@pytest.mark.parametrize("saver", ["hf", "core"])
+def test_an_adapter_is_not_merged_into_its_own_output_again(saver: str, tmp_path: Path) -> None:
+    """Also when that was converted in between, and another adapter merged into it."""
+    adapter = LINEAR / "adapter"
+    other = edited(
+        adapter,
+        tmp_path / "other",
+        tensors=lambda given: {name: 2 * each for name, each in given.items()},
+    )
+    megaconv.merge(LINEAR / "base", str(adapter), tmp_path / "first")
+    megaconv.convert(tmp_path / "first", tmp_path / "second", saver=saver)
+    megaconv.merge(tmp_path / "second", str(other), tmp_path / "third")
+    for base in ("first", "second", "third"):
+        again = run("merge", tmp_path / base, f"{adapter}:0.5", "--save-dir", tmp_path / "out")
+        assert_refused(
+            again, 2, str(adapter), f"{tmp_path / base} has it merged into its weights already"
+        )
+    record = json.loads((tmp_path / "third/megaconv.json").read_text())
+    assert [each["path"] for each in record["adapters"]] == [str(adapter), str(other)]
+    moved = shutil.copytree(tmp_path / "first", tmp_path / "moved")
+    (moved / "megaconv.json").unlink()
+    assert run("merge", moved, adapter, "--save-dir", tmp_path / "out").status == 0
+
+
+HUB_NAME = "meta-llama/Llama-2-7b-hf"
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "base", "config", "warned"),
+    [
+        (HUB_NAME, "llama-2-7B-hf", {}, False),
+        (HUB_NAME, "runs/llama-2-7b-hf/iter_0000005", {}, False),
+        (HUB_NAME, "models--meta-llama--Llama-2-7b-hf/snapshots/0123abc", {}, False),
+        ("/cache/models--meta-llama--Llama-2-7b-hf/snapshots/0123abc/", "llama-2-7b-hf", {}, False),
+        (HUB_NAME, "tuned", {"_name_or_path": HUB_NAME}, False),
+        ("", "tuned", {}, False),
+        (HUB_NAME, "Llama-2-7b-chat-hf", {}, True),
+        ("base", "tuned", {"_name_or_path": HUB_NAME}, True),
+    ],
+)
+def test_an_adapter_that_was_trained_on_a_model_of_another_name_says_so(
+    trained_on: str, base: str, config: dict[str, Any], warned: bool, tmp_path: Path
+) -> None:
+    adapter = edited(
+        LINEAR / "adapter", tmp_path / "adapter", {"base_model_name_or_path": trained_on}
+    )
+    place = shutil.copytree(LINEAR / "base", tmp_path / base)
+    file = place / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    outcome = run("merge", place, adapter, "--save-dir", tmp_path / "out")
+    assert outcome.status == 0
+    words = f"adapter {adapter} was trained on {trained_on!r}, and the base here is {place}"
+    assert (words in " ".join(outcome.err.split())) == warned
+
+
+def test_the_model_that_a_base_was_converted_from_is_its_name_too(tmp_path: Path) -> None:
+    adapter = edited(
+        LINEAR / "adapter", tmp_path / "adapter", {"base_model_name_or_path": "runs/original"}
+    )
+    shutil.copytree(LINEAR / "base", tmp_path / "original")
+    megaconv.convert(tmp_path / "original", tmp_path / "sharded", saver="core")
+    report = megaconv.merge(tmp_path / "sharded", str(adapter), tmp_path / "out")
+    assert not any("was trained on" in notice for notice in report.notices)
+
+
+def test_a_source_with_fingerprints_of_its_own_is_not_called_damaged(tmp_path: Path) -> None:
+    megaconv.convert(LINEAR / "base", tmp_path / "core", saver="core", tp=2)
+    report = megaconv.convert(
+        tmp_path / "core", tmp_path / "out", saver="hf", adapters=[str(LINEAR / "adapter")]
+    )
+    assert report.fingerprint == megaconv.fingerprint(LINEAR / "merged")
+
+
+def test_a_head_is_untied_from_an_embedding_that_alone_has_an_adapter(tmp_path: Path) -> None:
+    def of_the_embedding(_: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        name = PREFIX + "model.embed_tokens.lora_embedding_"
+        return {name + "A": torch.randn(4, 99), name + "B": torch.randn(32, 4)}
+
+    adapter = edited(TIED / "adapter", tmp_path / "adapter", {"rank_pattern": {}}, of_the_embedding)
+    outcome = run("merge", TIED / "base", adapter, "--save-dir", tmp_path / "out")
+    assert outcome.status == 0, outcome
+    assert "no longer tied" in outcome.err
+    merged, base = (
+        load_file(tmp_path / "out/model.safetensors"),
+        load_file(TIED / "base/model.safetensors"),
+    )
+    assert torch.equal(merged["lm_head.weight"], base["model.embed_tokens.weight"])
+    assert not torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+    keeps = edited(adapter, tmp_path / "keeps", {"ensure_weight_tying": True})
+    assert run("merge", TIED / "base", keeps, "--save-dir", tmp_path / "tied").status == 0
+    assert "lm_head.weight" not in load_file(tmp_path / "tied/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"peft_type": "IA3"}, ("peft_type 'IA3'", "LORA")),
+        ({"init_lora_weights": "pissa_niter_4"}, ("pissa_niter_4", "changed the base's weights")),
+        ({"layer_replication": [[0, 1]]}, ("layer_replication", "not supported")),
+        ({"a_kind_of_tomorrow": {"on": True}}, ("a_kind_of_tomorrow",)),
+        ({"r": 5}, ("rank 4", "5")),
+        ({"r": "4"}, ("adapter_config.json", "not the configuration")),
+        (
+            {"use_rslora": "yes"},
+            ("adapter_config.json", "use_rslora 'yes'", "neither true nor false"),
+        ),
+        ({"use_dora": 1}, ("use_dora 1", "neither true nor false")),
+        ({"target_parameters": "experts"}, ("target_parameters", "no list of names")),
+        ({"rank_pattern": {"(": 4}}, ("adapter_config.json", "not the configuration")),
+        ({"rank_pattern": {"(?i)q_proj": 4}}, ("adapter_config.json", "not the configuration")),
+        ({"rank_pattern": {"([a-z._0-9]+)+x": 4}}, ("adapter_config.json", "too many repeats")),
+        ({"alpha_pattern": {".*.*.*.*x": 4}}, ("adapter_config.json", "too many repeats")),
+        ({"alpha_pattern": {"m?" * 30 + "x": 4}}, ("adapter_config.json", "too many repeats")),
+        ({"alpha_pattern": {"(m|o|d)" * 30: 4}}, ("adapter_config.json", "too many repeats")),
+        (
+            {"alpha_pattern": {f"layers.{number}.*.*x": 4 for number in range(2000)}},
+            ("adapter_config.json", "2,000 patterns in alpha_pattern"),
+        ),
+        ({"use_dora": True}, ("no magnitude",)),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_adapters_of_other_kinds_are_refused_by_name(
+    config: dict[str, Any], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    adapter = edited(LINEAR / "adapter", tmp_path / "adapter", config)
+    outcome = run("merge", LINEAR / "base", adapter, "--save-dir", tmp_path / "out")
+    assert_refused(outcome, outcome.status, str(adapter), *words)
+    assert outcome.status in (2, 3)
+    assert not (tmp_path / "out").exists()
+
+
+Q = PREFIX + "model.layers.0.self_attn.q_proj."
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t | {PREFIX + "model.layers.7.mlp.up_proj.lora_A.weight": t[Q + "lora_A.weight"],
+                        PREFIX + "model.layers.7.mlp.up_proj.lora_B.weight": t[Q + "lora_B.weight"]},
+         ("model.layers.7.mlp.up_proj", "no such module")),
+        (lambda t: {name: tensor for name, tensor in t.items() if name != Q + "lora_B.weight"}, ("q_proj", "one of its two")),
+        (lambda t: t | {Q + "lora_B.weight": torch.zeros(31, 4)}, ("[31, 4]", "[32, 32]")),
+        (lambda t: t | {"model.norm.weight": torch.zeros(32)}, ("model.norm.weight", PREFIX)),
+        (lambda t: t | {PREFIX + "model.nothing.weight": torch.zeros(32)}, ("model.nothing.weight", "not in the model")),
+        (lambda t: t | {Q + "lora_C.weight": torch.zeros(4, 4)}, ("lora_C.weight", "not supported")),
+        (lambda t: t | {Q + "lora_B.bias": torch.zeros(32)}, ("q_proj.bias", "not in the model")),
+    ],
+    ids=["module", "pair", "shape", "prefix", "replaced", "kind", "bias"],
+)  # fmt: skip
+def test_no_tensor_of_an_adapter_is_left_out_silently(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    words: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    adapter = edited(LINEAR / "adapter", tmp_path / "adapter", tensors=change)
+    outcome = run("merge", LINEAR / "base", adapter, "--save-dir", tmp_path / "out")
+    assert_refused(outcome, outcome.status, *words)
+    assert outcome.status in (2, 3)
+
+
+def test_optimizer_state_does_not_go_along_with_merged_weights(tmp_path: Path) -> None:
+    source = FIXTURES / "core-llama-optim-tp2pp2/checkpoint"
+    options = (
+        "--load-dir",
+        source,
+        "--save-dir",
+        tmp_path / "out",
+        "--saver",
+        "core",
+        "--adapter",
+        LINEAR / "adapter",
+    )
+    assert_refused(run("convert", *options, "--optimizer"), 2, "--optimizer", "--adapter")
+
+
+@pytest.mark.parametrize("word", ["{}:much", "{}:nan", "{}-nothing:0.5"])
+def test_a_weight_that_is_no_number_or_a_missing_directory_is_an_error(
+    word: str, tmp_path: Path
+) -> None:
+    outcome = run(
+        "merge", LINEAR / "base", word.format(LINEAR / "adapter"), "--save-dir", tmp_path / "out"
+    )
+    assert_refused(outcome, 2, str(LINEAR / "adapter"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": "all-linear", "bias": "all", "r": 16, "lora_alpha": 17},
+        {"target_modules": ["q_proj", "k_proj"], "lora_bias": True, "r": 3, "use_rslora": True},
+        {"target_modules": ["v_proj", "up_proj"], "use_dora": True, "r": 1},
+        {
+            "target_modules": ["embed_tokens", "lm_head", "o_proj"],
+            "modules_to_save": ["norm"],
+            "r": 200,
+        },
+    ],
+    ids=["all-linear", "lora-bias", "dora", "embedding"],
+)
+def test_what_peft_itself_merges_comes_out_the_same(
+    options: dict[str, Any], adapter_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Against the installed peft, on kinds that the fixtures don't have; DoRA is compared for float32 adapters only, since
+    peft rounds more than once where the adapter has 16 bits."""
+    peft = pytest.importorskip("peft", reason="peft, the oracle, is not installed")
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    if options.get("use_dora") and adapter_dtype != torch.float32:
+        pytest.skip("peft sums DoRA's weights in the adapter's 16 bits")
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 130,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 99,
+    }
+    config = Qwen2Config(
+        **sizes, num_key_value_heads=2, tie_word_embeddings=False, initializer_range=0.2
+    )
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(base, peft.LoraConfig(**options))
+    with torch.no_grad():
+        for parameter in (each for each in model.parameters() if each.requires_grad):
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(adapter_dtype)
+    model.save_pretrained(tmp_path / "adapter")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert (
+        run("merge", tmp_path / "base", tmp_path / "adapter", "--save-dir", tmp_path / "out").status
+        == 0
+    )
+    assert_same_bits(
+        load_file(tmp_path / "out/model.safetensors"),
+        load_file(tmp_path / "merged/model.safetensors"),
+    )
+
+
+def test_an_adapter_that_is_not_there_is_told_apart_from_a_directory_of_something_else(
+    tmp_path: Path,
+) -> None:
+    model, out = FIXTURES / "peft-llama-all-linear" / "base", tmp_path / "out"
+    assert_refused(
+        run("merge", model, tmp_path / "adaptor", "--save-dir", out),
+        2,
+        "adaptor",
+        "no such directory",
+    )
+    assert_refused(run("merge", model, model, "--save-dir", out), 2, "has no adapter_config.json")
+
+
+def test_of_a_run_that_trains_an_adapter_the_newest_is_merged_and_named(tmp_path: Path) -> None:
+    case, run_of_it = LINEAR, tmp_path / "run"
+    shutil.copytree(case / "adapter", run_of_it / "iter_0000012")
+    edited(case / "adapter", run_of_it / "iter_0000010", {"lora_alpha": 1})
+    (run_of_it / "latest_checkpointed_iteration.txt").write_text("12")
+    outcome = run("merge", case / "base", run_of_it, "--save-dir", tmp_path / "out")
+    assert f"adapter {run_of_it / 'iter_0000012'}:" in outcome.err
+    assert_same_bits(
+        load_file(tmp_path / "out/model.safetensors"), load_file(case / "merged/model.safetensors")
+    )
+
+
+def test_a_quiet_merge_prints_no_summary(tmp_path: Path) -> None:
+    case = FIXTURES / "peft-llama-all-linear"
+    outcome = run(
+        "merge", case / "base", case / "adapter", "--save-dir", tmp_path / "out", "--quiet"
+    )
+    assert (outcome.status, outcome.out, outcome.err.count("\n")) == (0, "", 1)
+    assert outcome.err.startswith("merged LoRA adapter")

@@ -1,0 +1,234 @@
+"""Megatron-Bridge's own code loads our adapters and our checkpoints, at several ranks too, and computes what merged models do.
+
+It needs the environment of test_bridge_loads.py. Experts run in Bridge's sequential layers: grouped ones are Transformer Engine's.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import megaconv
+from tests.adapters.test_adapter_translation import CONV1D, EXPERTS, LINEAR, dora, edited
+from tests.bridge_oracle import REPLY
+from tests.megatron.test_bridge_loads import PYTHON, pytestmark
+from tests.megatron.test_oracles import TOLERANCE
+
+__all__ = ["pytestmark"]
+
+ROOT = Path(__file__).parents[2]
+TOKENS = [[5, 17, 42, 3, 98, 0, 61, 7], [1, 2, 3, 90, 80, 70, 60, 50]]
+
+
+def of_each_expert(_: Mapping[str, Any]) -> dict[str, Any]:
+    """As peft saves an adapter of experts that are layers of their own."""
+    import torch
+
+    generator = torch.Generator().manual_seed(11)
+    sizes = {"w1": (56, 32), "w2": (32, 56), "w3": (56, 32)}
+    name = "base_model.model.model.layers.{}.block_sparse_moe.experts.{}.{}.lora_{}.weight"
+    return {
+        name.format(layer, expert, word, which): torch.randn(*shape, generator=generator) / 3
+        for layer, expert, (word, (out, ins)) in product(range(2), range(4), sizes.items())
+        for which, shape in (("A", (4, ins)), ("B", (out, 4)))
+    }
+
+
+def of_some(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    wanted = ("layers.1.self_attn.q_proj", "layers.1.mlp.up_proj")
+    return {
+        name: tensor for name, tensor in tensors.items() if any(word in name for word in wanted)
+    }
+
+
+class Case(NamedTuple):
+    """An adapter, how it is written, and at which sizes Bridge loads it."""
+
+    base: Path
+    change: tuple[dict[str, Any], Callable[[Any], Any]] = ({}, dict)
+    options: Mapping[str, Any] = {}
+    sizes: Mapping[str, int] = {}
+    adapter: bool = True
+
+
+FUSED = {"options": {"lora": "fused"}}
+CASES: Mapping[str, Case] = {
+    "LoRA of all linear layers": Case(LINEAR),
+    "at tp 2": Case(LINEAR, options={"tp": 2}, sizes={"tp": 2}),
+    "at pp 2": Case(LINEAR, sizes={"pp": 2}),
+    "fused": Case(LINEAR, options=FUSED),
+    "fused, at tp 2": Case(LINEAR, options={**FUSED, "tp": 2}, sizes={"tp": 2}),
+    "some layers and modules": Case(LINEAR, ({}, of_some), {"tp": 2}, {"tp": 2}),
+    "DoRA": Case(LINEAR, ({"use_dora": True}, dora)),
+    "Conv1D, no gate": Case(CONV1D, options={"tp": 2}, sizes={"tp": 2}),
+    "experts as one parameter": Case(EXPERTS),
+    "each expert": Case(EXPERTS, ({"r": 4, "target_parameters": None}, of_each_expert)),
+    "each expert, fused, at tp 2": Case(
+        EXPERTS,
+        ({"r": 4, "target_parameters": None}, of_each_expert),
+        {**FUSED, "tp": 2},
+        {"tp": 2, "etp": 1},
+    ),
+    "no adapter, at tp 2": Case(LINEAR, sizes={"tp": 2}, adapter=False),
+    "no adapter, at pp 2": Case(LINEAR, sizes={"pp": 2}, adapter=False),
+    "no adapter, at ep 2": Case(EXPERTS, sizes={"ep": 2}, adapter=False),
+}
+DORA_AT_TWO_RANKS, EXPERTS_AT_EP_2 = "DoRA at tp 2", "each expert at ep 2"
+NOT_POSSIBLE: Mapping[str, Case] = {
+    DORA_AT_TWO_RANKS: Case(LINEAR, ({"use_dora": True}, dora), sizes={"tp": 2}),
+    EXPERTS_AT_EP_2: Case(
+        EXPERTS, ({"r": 4, "target_parameters": None}, of_each_expert), sizes={"ep": 2, "etp": 1}
+    ),
+}
+
+
+class Answer(NamedTuple):
+    """Of one case."""
+
+    reply: dict[str, Any]
+    logits: Any
+    expected: Any
+
+
+def ask(jobs: Sequence[dict[str, Any]], world: int, folder: Path) -> list[dict[str, Any]]:
+    """What rank 0 says of each job; where another fails, what that one says."""
+    (folder / f"jobs-{world}.json").write_text(json.dumps(jobs))
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [PYTHON, "-W", "ignore", "-m", "tests.bridge_ranks"]
+    words = [str(world), str(folder / f"meet-{world}"), str(folder / f"jobs-{world}.json")]
+    logs = [(folder / f"rank-{rank}-of-{world}").open("w+") for rank in range(world)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), *words], cwd=ROOT, env=environment, stdout=log, stderr=log
+        )
+        for rank, log in enumerate(logs)
+    ]
+    for rank in ranks:
+        rank.wait(timeout=1200)
+    replies: dict[int, dict[str, Any]] = {}
+    for log in logs:
+        log.seek(0)
+        for line in log.read().splitlines():
+            if line.startswith(REPLY):
+                reply = json.loads(line.removeprefix(REPLY))
+                if "Connection closed by peer" not in reply.get("failed", ""):
+                    replies.setdefault(reply["job"], reply)
+        log.close()
+    return [replies[number] for number in range(len(jobs))]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    """Of all cases, from one process a rank: importing Bridge takes longer than all else."""
+    import numpy as np
+
+    folder = tmp_path_factory.mktemp("bridge")
+    np.save(folder / "tokens.npy", np.array(TOKENS))
+    jobs: dict[int, dict[str, dict[str, Any]]] = {1: {}, 2: {}}
+    models = {}
+    for number, (name, case) in enumerate((CASES | NOT_POSSIBLE).items()):
+        base, job = core_of(case.base, folder), {"adapter": None}
+        models[name] = case.base / "base"
+        if case.adapter:
+            adapter = edited(case.base / "adapter", folder / f"peft-{number}", *case.change)
+            how: dict[str, Any] = {
+                "saver": "core",
+                "loader": "peft",
+                "ckpt_format": "torch_dist",
+                **case.options,
+            }
+            megaconv.convert(
+                adapter, folder / f"adapter-{number}", config=case.base / "base", **how
+            )
+            models[name] = folder / f"merged-{number}"
+            megaconv.convert(
+                case.base / "base", models[name], saver="hf", dtype="fp32", adapters=[str(adapter)]
+            )
+            job["adapter"] = str(folder / f"adapter-{number}")
+        job |= {
+            "base": str(base),
+            "tokens": str(folder / "tokens.npy"),
+            "logits": str(folder / f"{number}.npy"),
+        }
+        jobs[max(1, *case.sizes.values()) if case.sizes else 1][name] = job | dict(case.sizes)
+    said = {name: reply for world, asked in jobs.items()
+            for name, reply in zip(asked, ask(list(asked.values()), world, folder), strict=True)}  # fmt: skip
+    files = {name: Path(job["logits"]) for asked in jobs.values() for name, job in asked.items()}
+    logits = {name: np.load(file) if file.is_file() else None for name, file in files.items()}
+    return {name: Answer(said[name], logits[name], logits_of(models[name])) for name in models}
+
+
+def core_of(case: Path, folder: Path) -> Path:
+    """Bridge's checkpoint of a base, written once."""
+    target = folder / case.name
+    if not target.exists():
+        how: dict[str, Any] = {
+            "ckpt_format": "torch_dist",
+            "options": {"for": "megatron-bridge"},
+            "dtype": "fp32",
+        }
+        megaconv.convert(case / "base", target, saver="core", transformer_impl="local", **how)
+    return target
+
+
+def logits_of(model: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    made = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        return made(torch.tensor(TOKENS)).logits.numpy()
+
+
+def keys_of(adapter: Path) -> dict[str, list[int]]:
+    import torch.distributed.checkpoint as dcp
+
+    metadata = (
+        dcp.FileSystemReader(next(adapter.glob("iter_*"))).read_metadata().state_dict_metadata
+    )
+    return {name: list(each.size) for name, each in metadata.items() if hasattr(each, "size")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_megatron_bridge_computes_with_an_adapter_what_the_merged_model_does(
+    name: str, answers: dict[str, Answer]
+) -> None:
+    reply, logits, expected = answers[name]
+    assert "failed" not in reply, reply["trace"]
+    assert abs(logits[..., : expected.shape[-1]] - expected).max() < TOLERANCE
+
+
+@pytest.mark.slow
+def test_an_adapter_moves_the_logits_by_more_than_the_tolerance(answers: dict[str, Answer]) -> None:
+    base = answers["no adapter, at tp 2"].expected
+    assert abs(answers["some layers and modules"].expected - base).max() > 100 * TOLERANCE
+
+
+@pytest.mark.slow
+def test_dora_of_rows_that_ranks_share_is_another_function_in_megatron_bridge(
+    answers: dict[str, Answer],
+) -> None:
+    """Why it is refused: see require_dora_fits."""
+    reply, logits, expected = answers[DORA_AT_TWO_RANKS]
+    assert "failed" not in reply, reply["trace"]
+    assert abs(logits[..., : expected.shape[-1]] - expected).max() > 100 * TOLERANCE
+
+
+@pytest.mark.slow
+def test_megatron_bridge_cant_load_adapters_of_experts_at_several_expert_ranks(
+    answers: dict[str, Answer],
+) -> None:
+    """Which docs/adapters.md says."""
+    assert "Invalid access pattern" in answers[EXPERTS_AT_EP_2].reply["failed"]

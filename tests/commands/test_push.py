@@ -1,0 +1,241 @@
+"""Pushing to the Hub: the real client against a server that speaks the Hub's API, and what happens when it fails half-way."""
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+import megaconv
+from tests import hub_server
+from tests.hub_server import Hub
+from tests.models import write_llama
+from tests.runs import Outcome, assert_refused, finish, run, start
+
+NAME = "org/tuned"
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sharded model."""
+    root = tmp_path_factory.mktemp("models")
+    source = write_llama(root / "source", layers=1)
+    (source / "tokenizer.json").write_text("{}")
+    megaconv.convert(source, root / "core", saver="core", tp=2)
+    return root / "core"
+
+
+@pytest.fixture(scope="module")
+def model(core: Path) -> Path:
+    """A Hugging Face directory of ours, its weights in several files."""
+    megaconv.convert(core, core.parent / "hf", saver="hf", max_shard_size=20_000)
+    return core.parent / "hf"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with hub_server.running() as server:
+        hub_server.prepare_client(monkeypatch, server.address, tmp_path)
+        yield server
+
+
+def push(*arguments: object) -> Outcome:
+    """In a process of its own, since huggingface_hub reads its environment when it is imported."""
+    return finish(start("push", *arguments), 60)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_what_is_pushed_is_there_byte_by_byte_and_pushing_it_again_does_nothing(
+    hub: Hub, model: Path
+) -> None:
+    outcome = push(model, NAME, "--private", "--json")
+    assert outcome.status == 0, outcome.err
+    report = json.loads(outcome.out)
+    assert report["commit"] == hub.branches[NAME]["main"]
+    there = hub.files(NAME)
+    card = there.pop("README.md").decode()
+    record, ours = (
+        json.loads(there.pop("megaconv.json")),
+        json.loads((model / "megaconv.json").read_text()),
+    )
+    assert (record["source"]["path"], ours["source"]["path"]) == (
+        "core",
+        str(model.parent / "core"),
+    )
+    assert record | {"source": ours["source"]} == ours
+    assert there | {"megaconv.json": contents(model)["megaconv.json"]} == contents(model) | {
+        ".gitattributes": there[".gitattributes"]
+    }
+    assert hub.visibility[NAME] == "private"
+    metadata = yaml.safe_load(card.split("---")[1])
+    assert (metadata["library_name"], "license" in metadata) == ("transformers", False)
+    assert json.loads((model / "megaconv.json").read_text())["fingerprint"] in card
+    assert "no licence" in report["notices"][0]
+    again = push(model, NAME)
+    assert (again.status, "nothing to do" in again.out) == (0, True), again.err
+    assert len(hub.commits) == 2  # the one that made the repository, and ours
+
+
+def test_an_interrupted_push_leaves_the_branch_alone_and_goes_on_where_it_stopped(
+    hub: Hub, model: Path
+) -> None:
+    hub.refuses_after_uploads = 1
+    assert push(model, NAME).status == 1
+    assert list(hub.files(NAME)) == [".gitattributes"]
+    hub.refuses_after_uploads, hub.dies_at_commit = None, True
+    assert_refused(push(model, NAME), 1, NAME, "the same command uploads the remaining files")
+    assert list(hub.files(NAME)) == [".gitattributes"]
+    hub.dies_at_commit = False
+    assert push(model, NAME).status == 0
+    assert len(hub.uploads) == len(set(hub.uploads)) > 1  # nothing twice
+    assert hub.files(NAME).keys() >= contents(model).keys()
+
+
+def test_ctrl_c_says_how_to_go_on(hub: Hub, model: Path) -> None:
+    hub.hangs = True
+    process = start("push", model, NAME)
+    assert hub.hanging.wait(30)
+    process.send_signal(signal.SIGINT)
+    outcome = finish(process, 20)
+    assert (outcome.status, "the same command uploads the remaining files" in outcome.err) == (
+        130,
+        True,
+    ), outcome
+    assert list(hub.files(NAME)) == [".gitattributes"]
+
+
+def test_what_the_hub_spoils_or_drops_is_found(hub: Hub, model: Path) -> None:
+    weights = next(name for name in contents(model) if name.startswith("model-00001"))
+    hub.corrupted = {weights}
+    hub.dropped = {"generation_config.json", "config.json"}
+    outcome = push(model, NAME)
+    assert_refused(outcome, 4, NAME, weights, "config.json", hub.branches[NAME]["main"])
+
+
+def test_a_pull_request_or_a_branch_leaves_main_as_it_is(hub: Hub, model: Path) -> None:
+    assert (
+        push(
+            model, NAME, "--revision", "v2", "--include", "*.json", "--exclude", "megaconv*"
+        ).status
+        == 0
+    )
+    assert set(hub.files(NAME, "v2")) == {".gitattributes", "README.md", "config.json", *(
+        name for name in contents(model) if name.endswith(".json") and not name.startswith("megaconv")
+    )}  # fmt: skip
+    outcome = push(model, NAME, "--create-pr", "--no-card")
+    assert (outcome.status, "discussions" in outcome.out) == (0, True), outcome.err
+    assert list(hub.files(NAME)) == [".gitattributes"]
+
+
+def test_a_card_that_is_there_stays_and_one_of_the_source_is_where_the_licence_comes_from(
+    hub: Hub, tmp_path: Path
+) -> None:
+    source = write_llama(tmp_path / "source", layers=1)
+    (source / "README.md").write_text(
+        "---\nlicense: apache-2.0\nbase_model: org/base\ntags: [tiny]\n---\n# Hello\n"
+    )
+    target = tmp_path / "out"
+    outcome = finish(
+        start(
+            "convert", "--load-dir", source, "--save-dir", target, "--saver", "hf", "--push", NAME
+        ),
+        60,
+    )
+    assert outcome.status == 0, outcome.err
+    metadata = yaml.safe_load(hub.files(NAME)["README.md"].decode().split("---")[1])
+    assert (metadata["license"], metadata["base_model"], metadata["tags"]) == (
+        "apache-2.0",
+        "org/base",
+        ["megaconv", "tiny"],
+    )
+    (target / "more.txt").write_text("more")
+    before = hub.files(NAME)["README.md"]
+    hub.commit(
+        NAME,
+        "main",
+        hub.commits[hub.branches[NAME]["main"]] | {"README.md": hub_server.File(b"mine", False)},
+    )
+    assert push(target, NAME).status == 0
+    assert (hub.files(NAME)["README.md"], before != b"mine") == (b"mine", True)
+
+
+def test_a_megatron_checkpoint_is_converted_or_pushed_as_it_is(hub: Hub, core: Path) -> None:
+    assert push(core, NAME).status == 0
+    assert "model.safetensors" in hub.files(NAME)
+    assert sorted(path.name for path in core.parent.glob(".*")) == []
+    assert push(core, "org/megatron", "--as-is").status == 0
+    assert hub.files("org/megatron").keys() >= contents(core).keys()
+
+
+@pytest.mark.parametrize(
+    ("part", "status", "words"),
+    [
+        ("/api/repos/create", 403, "may not write there"),
+        ("/commit/", 412, "the branch has changed"),
+        ("/commit/", 429, "fewer requests"),
+    ],
+)
+def test_what_the_hub_refuses_is_said_in_one_line(
+    hub: Hub, model: Path, part: str, status: int, words: str
+) -> None:
+    hub.answers[part] = status
+    assert_refused(push(model, NAME), 1, NAME, words)
+
+
+def test_without_a_token_nothing_is_read_or_sent(
+    hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    assert_refused(push(model, NAME), 1, "HF_TOKEN")
+    assert {request for request in hub.requests if "whoami" not in request} == set()
+
+
+def test_a_dry_run_lists_what_would_be_pushed_and_asks_nobody(model: Path) -> None:
+    outcome = run("push", model, NAME, "--dry-run", "--json")
+    assert outcome.status == 0
+    assert json.loads(outcome.out)["files"].keys() == contents(model).keys() | {"README.md"}
+
+
+@pytest.mark.parametrize("name", ["org", "org/", "a/b/c", "-x/y", "org/na me"])
+def test_what_is_no_repository_is_refused(model: Path, name: str) -> None:
+    assert_refused(run("push", model, "--dry-run", "--", name), 2, "organisation/name")
+
+
+def test_links_out_of_the_directory_and_directories_without_a_model_are_not_pushed(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert run("push", tmp_path / "empty", NAME, "--dry-run").status == 3
+    (model / "secret.txt").symlink_to("/etc/hostname")
+    try:
+        assert_refused(run("push", model, NAME, "--dry-run"), 6, "secret.txt", "/etc/hostname")
+    finally:
+        (model / "secret.txt").unlink()
+
+
+def test_a_model_without_a_tokenizer_is_not_pushed_without_a_word(
+    hub: Hub, model: Path, core: Path, tmp_path: Path
+) -> None:
+    bare = Path(shutil.copytree(core, tmp_path / "bare"))
+    shutil.rmtree(bare / "hf")
+    said = push(bare, "org/converted", "--json")
+    assert said.status == 0
+    assert "no tokenizer" in said.err
+    assert "--config ORIGINAL" in said.err
+    assert "tokenizer" in json.loads(said.out)["missing"]
+    finished = Path(shutil.copytree(model, tmp_path / "finished"))
+    (finished / "tokenizer.json").unlink()
+    assert "has no tokenizer" in push(finished, NAME, "--dry-run").err
+    whole = push(model, NAME, "--dry-run", "--json")
+    assert "tokenizer" not in whole.err
+    assert json.loads(whole.out)["missing"] == []

@@ -1,0 +1,344 @@
+"""Every command of README.md and docs/ runs on small checkpoints, or is listed here with the reason why it doesn't."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.conftest import FIXTURES
+from tests.documented_commands import (
+    PAGES,
+    Command,
+    all_commands,
+    run_documented,
+    shell_environment,
+)
+from tests.models import write_llama
+from tests.neighbours import write_bridge, write_nemo
+from tests.runs import run
+
+NOT_RUN = {
+    "installs from the network": (r"pip install ", r"^git clone ", r"-m venv "),
+    "uploads to the Hub": (r"megaconv push .* --private$",),
+    "reads a model from the Hub": (r"hf://", r"\borg/(name|base)\b", r"fingerprint my-org/"),
+    "reads packages from the network": (r"tests/megatron_fields\.py",),
+    "serves without end; a how-to page starts and ends a server": (
+        r"(megatron-lite|-m megatron_lite) serve ",
+    ),
+    "needs several machines": (r"--nnodes 4 ", r"^#!/bin/bash"),
+    "needs a GPU or another program": (
+        r"pretrain_gpt\.py",
+        r"^vllm ",
+        r"^python -m sglang",
+        r"^llama-",
+    ),
+    "trains for days": (r"--train-iters 1000000",),
+    "leaves flags out": (r" \.\.\.( |$)",),
+    "is a variable of the command after it": (r"^export MEGATRON_LITE_API_KEY",),
+    "measures or tests for many minutes": (
+        r"^make ",
+        r"python benchmarks/",
+        r"-m tests\.trust",
+        r"-m pytest",
+    ),
+    "writes into the home directory": (r"~/",),
+    "needs a Llama 3.1 or a Mixtral of MaxText; tests/loaders/test_orbax.py makes their arrays": (
+        r"--load-dir checkpoints/7 ",
+    ),
+    "needs an archive of NeMo 1; tests/megatron/test_nemo_archives.py makes some": (r"\.nemo ",),
+    "needs a corpus and its vocabulary; tests/trainer/loop/test_bert_runs.py and test_task_runs.py make some": (
+        r"--split-sentences",
+        r"^python - <<'END'",
+        r"finetune --task MNLI",
+        r"convert mnli ",
+    ),
+}
+"""Reason -> regular expressions of commands that no test runs."""
+
+ELSEWHERE = {
+    r"^docs/how-to/": "tests/documentation/test_how_to.py",
+    r"^docs/speedrun\.md": "tests/trainer/loop/test_speedrun.py",
+}
+"""Pages -> the test that runs their commands."""
+
+AT_ONCE = ("docs/adapters.md", "docs/convert.md", "docs/inspect.md")
+"""Pages whose commands run in every test run; the commands of all other pages are slow."""
+
+CHAT = {
+    "messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A model."}]
+}
+PAIR = {"prompt": "What?", "chosen": "A model.", "rejected": "A file."}
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ': ' }}{% if message.role == 'assistant' %}{% generation %}"
+    "{{ message.content + eos_token }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+
+Make = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with a tokenizer and a chat template, which can be sharded over 8 ranks and over 8 stages."""
+    place = tmp_path_factory.mktemp("llama")
+    assert run("demo", "--dir", place).status == 0
+    sizes: dict[str, Any] = {
+        "layers": 8,
+        "hidden": 256,
+        "heads": 8,
+        "kv_heads": 8,
+        "ffn": 512,
+        "vocab": 408,
+    }
+    model = write_llama(place / "model", **sizes, extra_config={"max_position_embeddings": 512})
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(place / "llama" / name, model / name)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    return model
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return shell_environment(tmp_path_factory.mktemp("programs"))
+
+
+def copy_of(source: Path) -> Make:
+    return lambda target: shutil.copytree(source, target)
+
+
+def fixture(name: str) -> Make:
+    return copy_of(FIXTURES / name)
+
+
+def converted(source: Path, *options: str) -> Make:
+    """What `megaconv convert` makes of a checkpoint."""
+    return lambda target: run("convert", source, target, *options)
+
+
+def lines(*rows: object) -> Make:
+    """A file with a JSON document on each line."""
+    return lambda target: target.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def bert(target: Path) -> None:
+    """A MegatronBert of Hugging Face with one activation."""
+    source = FIXTURES / "core-bert-tp2pp2" / "checkpoint"
+    run("convert", source, target, "--saver", "hf", "--allow-lossy", "activation")
+
+
+def core_bert(target: Path) -> None:
+    """A BERT of Megatron core, whose layers and head have the exact gelu."""
+    bert(target.parent / "made")
+    config = target.parent / "made" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "gelu"}))
+    run("convert", target.parent / "made", target, "--saver", "core")
+
+
+def gguf(source: Path) -> Make:
+    def make(target: Path) -> None:
+        run("convert", source, target.parent / "made", "--saver", "gguf")
+        (target.parent / "made" / "model.gguf").rename(target)
+
+    return make
+
+
+def write_adapter(target: Path) -> None:
+    """A LoRA adapter of all queries of the small Llama."""
+    prefix = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    sides = {"A": (4, 256), "B": (256, 4)}
+    tensors = {
+        prefix.format(layer, side): torch.ones(shape)
+        for layer in range(8)
+        for side, shape in sides.items()
+    }
+    target.mkdir()
+    save_file(tensors, target / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj"],
+    }
+    (target / "adapter_config.json").write_text(json.dumps(config))
+
+
+def usual(llama: Path) -> dict[str, Make]:
+    """The files and directories that commands of any page name -> how to make a small one."""
+    llamas = (
+        "BASE",
+        "Llama-2-7b",
+        "Llama-2-70B",
+        "Llama-2-70b",
+        "Llama-3-8B",
+        "Llama-3.1-8B",
+        "meta-llama/Llama-3.1-8B",
+    )
+    chats = ("Llama-3.2-1B", "Llama-3.2-1B-Instruct", "chat")
+    optimizer = fixture("core-te-llama-optim-tp2pp1/checkpoint")
+    return {
+        **dict.fromkeys((*llamas, *chats), copy_of(llama)),
+        "ckpt": converted(llama, "--saver", "core", "--tp", "2"),
+        "my-adapter": write_adapter,
+        "run": optimizer,
+        "chats.jsonl": lines(*[CHAT] * 8),
+        "pairs.jsonl": lines(*[PAIR] * 8),
+        "corpus.jsonl": lines(*[{"text": "A checkpoint is a model at rest."}] * 20),
+        "rows.jsonl": lines({"text": "A checkpoint"}),
+        "lambada_test.jsonl": lines({"text": "A checkpoint is a model at rest"}),
+        "Qwen2.5-VL-7B": fixture("whole-qwen2_5_vl"),
+        "gemma-3-4b-it": fixture("whole-qwen2_5_vl"),
+        "bert-base-uncased": bert,
+        "t5": fixture("pipelined-t5-tp1e2d2/checkpoint"),
+        "old-zarr": fixture("zarr-llama-tp2pp2/checkpoint"),
+        "titan/step-1000": converted(llama, "--saver", "dcp", "--option", "names=torchtitan"),
+        "model.gguf": gguf(llama),
+        "checkpoint-500": fixture("deepspeed-zero2-llama-tied-groups-dp2/checkpoint"),
+        "global_step_100/actor": fixture("fsdp-verl-dp3"),
+        "results/checkpoints": lambda target: write_bridge(target, "dist-llama-tp2pp2"),
+        "nemo/llama3-8b": lambda target: write_nemo(target, "dist-llama-tp2pp2"),
+    }
+
+
+def special(page: str) -> Mapping[str, Make]:
+    """Files that one page needs in another form than usual."""
+    pages: dict[str, Mapping[str, Make]] = {
+        "docs/many-machines.md": {
+            "Llama-3.1-405B": lambda target: write_llama(target, layers=16, kv_heads=8)
+        },
+        "docs/trainer-parallelism.md": {
+            "Llama-3.1-405B": lambda target: write_llama(target, layers=18, kv_heads=8)
+        },
+        "docs/trainer-encoders.md": {"ckpt": core_bert},
+        "docs/data.md": {
+            "lambada_test.jsonl": lines(
+                {"text": "A checkpoint is a model at rest, and a run is one in motion"}
+            )
+        },
+    }
+    return pages.get(page, {})
+
+
+def reasons(command: Command) -> list[str]:
+    """The reasons why no test runs a command."""
+    return [
+        reason
+        for reason, found in NOT_RUN.items()
+        if any(re.search(each, command.plain) for each in found)
+    ]
+
+
+def runs_elsewhere(command: Command) -> bool:
+    return any(re.search(page, command.page) for page in ELSEWHERE)
+
+
+COMMANDS = [command for command in all_commands() if not runs_elsewhere(command)]
+RUN = [command for command in COMMANDS if not reasons(command)]
+RUN_PAGES = list(dict.fromkeys(command.page for command in RUN))
+
+
+def names_in(command: Command) -> set[str]:
+    """The words of a command that may name files."""
+    return set(re.findall(r"[^\s'\"]+", command.plain))
+
+
+def outputs(command: Command) -> set[str]:
+    """The directory that a command writes. It must not exist before."""
+    named = re.findall(r"--(?:save|save-dir|dir) (\S+)", command.plain)
+    positional = re.findall(r"megaconv convert ([^-]\S*) ([^-]\S*)", command.plain)
+    return {*named, *(target for _, target in positional)}
+
+
+def inputs(command: Command) -> set[str]:
+    """The checkpoints that a command reads."""
+    named = re.findall(r"--(?:load|load-dir|config|base|adapter) (\S+)", command.plain)
+    positional = re.findall(
+        r"megaconv (?:convert|inspect|plan|fingerprint|verify|merge|diff) ([^-]\S*)", command.plain
+    )
+    return {*named, *positional}
+
+
+def prepare(command: Command, place: Path, made: Mapping[str, Make]) -> None:
+    """Make the files that a command reads, and remove what it writes."""
+    for name in outputs(command):
+        shutil.rmtree(place / name, ignore_errors=True)
+    for name in sorted(names_in(command) & made.keys() - outputs(command)):
+        if not (place / name).exists():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            made[name](place / name)
+            assert (place / name).exists(), name
+
+
+def page_parameters() -> list[object]:
+    return [
+        pytest.param(page, marks=[] if page in AT_ONCE else [pytest.mark.slow])
+        for page in RUN_PAGES
+    ]
+
+
+@pytest.mark.parametrize("page", page_parameters())
+def test_the_commands_of_a_page_run(
+    page: str, llama: Path, shell: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other in a directory, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    made = {**usual(llama), **special(page)}
+    for command in RUN:
+        if command.page == page:
+            prepare(command, tmp_path, made)
+            run_documented(command, tmp_path, shell, 300)
+
+
+def test_every_reason_applies_to_a_command() -> None:
+    plain = [command.plain for command in all_commands()]
+    unused = [
+        each
+        for found in NOT_RUN.values()
+        for each in found
+        if not any(re.search(each, text) for text in plain)
+    ]
+    assert unused == []
+
+
+def test_every_command_is_one_of_a_known_program() -> None:
+    """A new block of another language or program needs a runner, or a reason in NOT_RUN."""
+    known = re.compile(r"^(\w+=\S+ )?(megaconv|megatron-lite|torchrun|python|cat|cmp|xargs) ")
+    assert [command.plain for command in RUN if not known.match(command.plain)] == []
+
+
+@pytest.mark.parametrize("page", RUN_PAGES)
+def test_every_checkpoint_that_a_command_reads_is_known(page: str) -> None:
+    """Another name needs a small checkpoint in `usual`, or an earlier command of the page that writes it."""
+    known = {*usual(Path()), *special(page)}
+    for command in RUN:
+        if command.page == page:
+            parents = {name.split("/")[0] for name in inputs(command)}
+            assert inputs(command) <= known or parents <= known, command.plain
+            known |= outputs(command)
+
+
+def test_every_block_of_commands_has_a_language() -> None:
+    """Without a language, the commands of a block would not be found."""
+    programs = r"(\$ |(\w+=\S+ )?(megaconv|megatron-lite|torchrun|python|pip|make|docker|srun) )"
+    unmarked = re.compile(rf"^```\n{programs}", re.MULTILINE)
+    pages = {str(page): page.read_text() for page in PAGES}
+    blocks = {
+        name: re.split(r"^```$\n(?=\n|\Z)", text, flags=re.MULTILINE)
+        for name, text in pages.items()
+    }
+    assert [
+        name for name, texts in blocks.items() if any(unmarked.search(text) for text in texts)
+    ] == []
+
+
+def test_the_commands_of_a_how_to_page_that_are_not_run_have_a_reason() -> None:
+    """Such a command is in a `bash` block."""
+    commands = [command for command in all_commands() if command.page.startswith("docs/how-to/")]
+    assert [
+        command.plain for command in commands if command.language == "bash" and not reasons(command)
+    ] == []

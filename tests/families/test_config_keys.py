@@ -1,0 +1,200 @@
+"""Every key that transformers' own configuration classes have is read, known with one value, or listed as harmless."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megaconv.errors import CheckpointError, CorruptCheckpoint
+from megaconv.families import Family, families
+from megaconv.families.parts.keys import HARMLESS, OFF
+from megaconv.model.fields import fields_of
+from tests.config_models import WITHOUT_CLASS
+from tests.families.test_same_function import BERT, T5, raw_config, raw_gpt2
+
+FAMILIES = sorted(families())
+CLASSES = [
+    (name, families()[name].model_type) for name in FAMILIES if name not in WITHOUT_CLASS
+] + [("bert", "bert")]
+SILENT = {
+    # derived by the class from other keys, which are read
+    ("deepseek_v2", "head_dim"), ("deepseek_v3", "head_dim"), ("deepseek_v2", "qk_head_dim"), ("deepseek_v3", "qk_head_dim"),
+    ("deepseek_v2", "num_key_value_heads"), ("deepseek_v3", "num_key_value_heads"), ("t5", "dense_act_fn"), ("t5", "is_gated_act"),
+    ("glm4_moe_lite", "head_dim"), ("glm4_moe_lite", "qk_head_dim"), ("glm4_moe_lite", "num_key_value_heads"),
+    *((name, key) for name in ("deepseek_v32", "glm_moe_dsa") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
+    *(("sarvam_mla", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads", "q_head_dim")),
+    # what another key says layer by layer
+    ("deepseek_v32", "first_k_dense_replace"), ("glm_moe_dsa", "first_k_dense_replace"),
+    ("exaone_moe", "sliding_window_pattern"), ("exaone_moe", "first_k_dense_replace"),
+    # of generation alone
+    ("t5", "decoder_start_token_id"),
+    # of a scaling of rope, which none of these has
+    *((name, "original_max_position_embeddings") for name in FAMILIES),
+    # another name for num_experts, which wins where both are there
+    ("qwen2_moe", "num_local_experts"), ("qwen3_moe", "num_local_experts"), ("qwen3_next", "num_local_experts"),
+    # without groups, as topk_method greedy has none
+    ("deepseek_v2", "n_group"), ("deepseek_v2", "topk_group"),
+    # another name for sliding_window_pattern, which counts where there are no layer_types
+    ("gemma3_text", "_sliding_window_pattern"),
+    # older names of hybrid_override_pattern's and head_dim's, and layers for multi-token prediction, which are left out
+    ("nemotron_h", "layers_block_type"), ("nemotron_h", "attention_head_dim"), ("nemotron_h", "num_nextn_predict_layers"),
+    ("nemotron_h", "mtp_layers_block_type"),
+    # which class it is, and which dtype the weights have: other tests
+    ("bert", "architectures"), ("bert", "model_type"),
+}  # fmt: skip
+"""(family, key) whose value changes nothing that is read, for the reason above."""
+
+
+def complete(family: str) -> dict[str, Any]:
+    """A config.json that says everything."""
+    if family == "gpt2":
+        return raw_gpt2(torch_dtype="bfloat16")
+    if family in ("bert", "t5"):
+        return {**(BERT if family == "bert" else T5)}
+    windows: dict[str, Any] = {
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 2,
+    }
+    return raw_config(family, torch_dtype="bfloat16", **({} if family == "nemotron_h" else windows))
+
+
+def declared(table: Family) -> set[str]:
+    return {key for words in table.keys for key in words.names} | set(table.only) | set(OFF)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("family", "model_type"), CLASSES)
+def test_every_key_of_transformers_class_is_declared(family: str, model_type: str) -> None:
+    """A new release of transformers that has one more makes this fail: is it read, refused unless off, or harmless?"""
+    mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    defaults, table = mapping[model_type]().to_dict(), families()[family]
+    assert set(defaults) - declared(table) - HARMLESS == set()
+    known = {**OFF, **table.only}
+    assert {key: defaults[key] for key in known if key in defaults} == {
+        key: known[key] for key in known if key in defaults
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_key_is_declared_twice_in_contradiction(family: str) -> None:
+    table = families()[family]
+    read = {key for words in table.keys for key in words.names}
+    assert not read & set(table.only)
+    assert not (read - {"architectures", "model_type", "torch_dtype", "dtype"}) & HARMLESS
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_is_known_with_one_value_is_refused_with_another(family: str) -> None:
+    table, raw = families()[family], complete(family)
+    for key, value in {**OFF, **table.only}.items():
+        other = (
+            not value
+            if isinstance(value, bool)
+            else 2 * value
+            if isinstance(value, float | int)
+            else "another"
+        )
+        with pytest.raises(CheckpointError, match=key):
+            table.read_hf({**raw, key: other})
+
+
+def others(value: Any) -> list[Any]:
+    if isinstance(value, bool) or value is None:
+        return [True, False, 5, "linear", {"rope_type": "linear", "factor": 2.0}]
+    if isinstance(value, int | float):
+        return [2 * value + 2, value + 1, 1]
+    return ["another", {"rope_type": "linear", "factor": 2.0}, ["another"], [0]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_declared_key_changes_what_is_read_or_is_refused(family: str) -> None:
+    table, raw = families()[family], complete(family)
+    before = fields_of(table.read_hf(raw))
+    unnoticed = set()
+    for key in sorted({key for declared in table.keys for key in declared.names}):
+        for other in others(raw.get(key)):
+            try:
+                if fields_of(table.read_hf({**raw, key: other})) != before:
+                    break
+            except (CheckpointError, TypeError, ValueError, AttributeError, KeyError):
+                break
+        else:
+            unnoticed.add((family, key))
+    assert unnoticed <= SILENT
+
+
+# Further names of keys.
+
+READ_UNDER_BOTH = {("qwen3_moe", "num_experts"), ("nemotron_h", "layer_types")}
+"""(family, name): what the family's keys read themselves, since config.json files have it under either name."""
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("family", "model_type"), CLASSES)
+def test_every_further_name_that_transformers_reads_is_read_as_the_key(
+    family: str, model_type: str
+) -> None:
+    """A new release of transformers that has one more makes this fail."""
+    mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    theirs = {
+        name: key
+        for name, key in mapping[model_type].attribute_map.items()
+        if (family, name) not in READ_UNDER_BOTH
+    }
+    assert families()[family].aliases == theirs
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if families()[name].aliases])
+def test_a_further_name_means_what_the_key_means(family: str) -> None:
+    table, raw = families()[family], complete(family)
+    before = table.read_hf(raw)
+    for name, key in table.aliases.items():
+        if key not in raw:
+            continue
+        others = {word: value for word, value in raw.items() if word != key}
+        assert fields_of(table.read_hf({**others, name: raw[key]})) == fields_of(before)
+        assert fields_of(table.read_hf({**raw, name: raw[key]})) == fields_of(before)
+        with pytest.raises(
+            CorruptCheckpoint, match=rf"{key} is .* and {name} .*leave the wrong one out"
+        ):
+            table.read_hf({**raw, name: raw[key] + 1})
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if families()[name].aliases])
+def test_a_further_name_of_an_unchanged_key_stays_as_it_is(family: str) -> None:
+    table, raw = families()[family], complete(family)
+    for name, key in table.aliases.items():
+        if key in raw:
+            both = {**raw, name: raw[key]}
+            assert json.loads(table.config_json(table.read_hf(both))) == both
+
+
+def test_a_further_name_does_not_bring_back_what_a_conversion_has_changed() -> None:
+    """transformers lets it win over the key itself."""
+    table, raw = families()["gpt2"], complete("gpt2")
+    raw["max_position_embeddings"] = raw.pop("n_positions")
+    longer = replace(table.read_hf(raw), max_positions=4096)
+    assert table.read_hf(json.loads(table.config_json(longer))).max_positions == 4096
+    assert "max_position_embeddings" not in json.loads(table.config_json(longer))
+
+
+@pytest.mark.oracle
+def test_transformers_reads_further_names_as_we_do() -> None:
+    transformers = pytest.importorskip("transformers")
+    raw = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 99,
+        "vocab_size": 7,
+    }
+    theirs, ours = transformers.GPT2Config(**raw), families()["gpt2"].read_hf(raw)
+    assert (ours.hidden, ours.attention.heads, ours.layer_count, ours.max_positions) == (
+        64,
+        4,
+        3,
+        99,
+    )
+    assert (theirs.n_embd, theirs.n_head, theirs.n_layer, theirs.n_positions) == (64, 4, 3, 99)

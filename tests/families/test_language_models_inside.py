@@ -1,0 +1,373 @@
+"""--text-only: the language model in a model that sees or hears, by itself and back into the original's files.
+
+The oracle is transformers: on text alone its whole model computes the logits that it computes from the language model that was
+taken out, in the class that the family has.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import megaconv
+from megaconv.families.parts.language_model import DEFAULTS
+from tests.models import write_llama
+from tests.runs import assert_refused, run
+from tests.transformers_oracle import DELTA_NET, GEMMA_LAYERS, SIZES, compute, load, meaning, rope
+
+VISION = {
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 28, "patch_size": 14,
+    "num_heads": 4, "depth": 2, "out_hidden_size": 64, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0],
+    "num_key_value_heads": 2,
+    "num_position_embeddings": 16, "embed_dim": 32, "vision_output_dim": 64, "projector_input_dim": 32, "projector_output_dim": 64,
+}  # fmt: skip
+AUDIO = {
+    "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 40, "num_mel_bins": 8,
+    "max_source_positions": 20,
+}  # fmt: skip
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MROPE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [1, 1, 2]}
+}
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A model_type with another inside."""
+
+    model_type: str
+    family: str
+    text: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, Any] = field(default_factory=lambda: {"tp": 2, "pp": 2})
+
+
+MODELS = {
+    model.model_type: model
+    for model in (
+        Inside(
+            "gemma3",
+            "gemma3_text",
+            {
+                "head_dim": 12,
+                "query_pre_attn_scalar": 5,
+                "sliding_window": 7,
+                "layer_types": GEMMA_LAYERS,
+            },
+        ),
+        Inside("mistral3", "mistral", {"model_type": "mistral", "head_dim": 12, **rope(5000.0)}),
+        Inside("llava", "llama", {"model_type": "llama", **rope(5000.0)}),
+        Inside("internvl", "qwen2", {"model_type": "qwen2", **rope(5000.0)}),
+        Inside("qwen2_vl", "qwen2", MROPE),
+        Inside("qwen2_5_vl", "qwen2", MROPE),
+        Inside("qwen3_vl", "qwen3", {"head_dim": 8, **MROPE}),
+        Inside(
+            "qwen3_vl_moe",
+            "qwen3_moe",
+            {"head_dim": 8, "num_local_experts": 4, **MOE, **MROPE},
+            layout={"tp": 2, "ep": 2},
+        ),
+        Inside(
+            "qwen3_5", "qwen3_5", DELTA_NET, layout={"tp": 2, "pp": 2, "transformer_impl": "local"}
+        ),
+        Inside(
+            "qwen3_5_moe",
+            "qwen3_5_moe",
+            {**DELTA_NET, **MOE, "num_experts": 4, "shared_expert_intermediate_size": 40},
+            layout={"tp": 2, "ep": 2, "transformer_impl": "local"},
+        ),
+        Inside("smolvlm", "llama", {"model_type": "llama", **rope(5000.0)}),
+        Inside("glm4v", "glm4", {"head_dim": 8, **MROPE}),
+        Inside(
+            "glm4v_moe",
+            "glm4_moe",
+            {"head_dim": 16, "n_routed_experts": 4, **MOE, **MROPE},
+            layout={"tp": 2, "ep": 2},
+        ),
+        Inside(
+            "llama4",
+            "llama4",
+            {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 1},
+            layout={"tp": 2, "ep": 2},
+        ),
+        Inside(
+            "kimi_k25",
+            "deepseek_v3",
+            {
+                "model_type": "deepseek_v3",
+                "num_key_value_heads": 8,
+                "kv_lora_rank": 16,
+                "q_lora_rank": 24,
+                "n_group": 2,
+                "topk_group": 1,
+                "n_routed_experts": 4,
+                "first_k_dense_replace": 1,
+                **MOE,
+            },
+            layout={"tp": 2, "ep": 2},
+        ),
+        Inside("qwen2_audio", "qwen2", {"model_type": "qwen2", **rope(5000.0)}),
+        Inside("exaone4_5", "exaone4", {"model_type": "exaone4"}),
+    )
+}
+
+
+def create(model: Inside, directory: Path, vision: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Save a small one, random in every weight; returns it as transformers loads it again. vision: what else its tower has."""
+    from transformers import AutoConfig, AutoModelForMultimodalLM
+
+    torch.manual_seed(20)
+    text = deepcopy(
+        {**SIZES, "pad_token_id": 6, **model.text}
+    )  # transformers changes what it is given
+    sense = (
+        {"audio_config": AUDIO}
+        if "audio" in model.model_type
+        else {"vision_config": {"hidden_act": "silu", **VISION, **vision}}
+    )
+    config = AutoConfig.for_model(
+        model.model_type, text_config=text, tie_word_embeddings=False, **sense
+    )
+    whole = AutoModelForMultimodalLM.from_config(config)
+    for tensor in whole.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.copy_(torch.randn(tensor.shape) * 0.2)
+    whole.save_pretrained(directory)
+    if model.model_type == "kimi_k25":
+        # As its files have it: transformers 5.23 takes layers of the language model for the tower's.
+        for file in directory.glob("*.safetensors"):
+            tensors = load_file(file)
+            save_file(
+                {
+                    name.replace("model.blocks.", "model.layers."): tensor
+                    for name, tensor in tensors.items()
+                },
+                file,
+            )
+    options: Any = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return AutoModelForMultimodalLM.from_pretrained(directory, **options).eval()
+
+
+QUICK = ("gemma3", "qwen2_5_vl", "qwen3_vl_moe")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in MODELS]
+)
+def test_the_language_model_computes_the_same_by_itself_and_goes_back_into_the_originals_files(
+    name: str, tmp_path: Path
+) -> None:
+    model, original = MODELS[name], tmp_path / "original"
+    whole = create(model, original)
+    tokens = torch.randint(7, 120, (2, 12), generator=torch.Generator().manual_seed(3))
+    megaconv.convert(original, tmp_path / "alone", saver="hf", text_only=True)
+    torch.testing.assert_close(
+        compute(load(tmp_path / "alone"), tokens), compute(whole, tokens), rtol=0, atol=2e-5
+    )
+    report = megaconv.convert(
+        original, tmp_path / "core", saver="core", text_only=True, **model.layout
+    )
+    assert report.header.config.family == model.family
+    megaconv.convert(tmp_path / "core", tmp_path / "back", saver="hf", base=original, verify=True)
+    assert megaconv.verify(tmp_path / "back").same
+    assert_same_weights(tmp_path / "back", original)
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads(
+        (original / "config.json").read_text()
+    )
+
+
+def test_what_lies_beside_the_language_model_is_named(tmp_path: Path) -> None:
+    create(MODELS["gemma3"], tmp_path / "hf")
+    outcome = run("convert", tmp_path / "hf", tmp_path / "core", "--saver", "core", "--text-only")
+    assert outcome.status == 0
+    assert (
+        "these tensors were not converted: multi_modal_projector (2 tensors), vision_tower (48 tensors); --saver hf --base"
+        in outcome.err
+    )
+
+
+def test_transposed_stacks_of_experts_are_read_and_written_into_the_original(
+    tmp_path: Path,
+) -> None:
+    """As the Hub has Qwen 3 VL's."""
+    create(MODELS["qwen3_vl_moe"], tmp_path / "rows")
+    (tmp_path / "columns").mkdir()
+    (tmp_path / "columns/config.json").write_bytes((tmp_path / "rows/config.json").read_bytes())
+    tensors = {
+        name: tensor.mT.contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(tmp_path / "rows/model.safetensors").items()
+    }
+    save_file(tensors, tmp_path / "columns/model.safetensors")
+    done = [
+        megaconv.convert(
+            tmp_path / name, tmp_path / f"{name} core", saver="core", text_only=True, tp=2, ep=2
+        )
+        for name in ("rows", "columns")
+    ]
+    assert done[0].fingerprint == done[1].fingerprint
+    megaconv.convert(
+        tmp_path / "rows core", tmp_path / "back", saver="hf", base=tmp_path / "columns"
+    )
+    assert_same_weights(tmp_path / "back", tmp_path / "columns")
+
+
+def test_a_config_json_without_a_text_config_of_its_own_is_read(tmp_path: Path) -> None:
+    """As Qwen 2.5 VL has it on the Hub: the language model's keys beside vision_config."""
+    create(MODELS["qwen2_5_vl"], tmp_path / "nested")
+    shutil.copytree(tmp_path / "nested", tmp_path / "flat")
+    raw = json.loads((tmp_path / "nested/config.json").read_text())
+    text = raw.pop("text_config")
+    del text["rope_parameters"]
+    flat = {
+        **text,
+        **raw,
+        "rope_theta": 5000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+    }
+    (tmp_path / "flat/config.json").write_text(json.dumps(flat))
+    for name in ("nested", "flat"):
+        megaconv.convert(tmp_path / name, tmp_path / f"{name} alone", saver="hf", text_only=True)
+    assert meaning(load(tmp_path / "flat alone").config) == meaning(
+        load(tmp_path / "nested alone").config
+    )
+
+
+@pytest.mark.parametrize(
+    "kind", sorted(DEFAULTS.keys() - {"mistral"})
+)  # whose class in transformers 5 has other sizes than in 4
+def test_what_a_text_config_leaves_out_is_what_its_class_has(kind: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[kind]()
+    for key, value in DEFAULTS[kind].items():
+        assert (
+            getattr(config, key, None) == value
+            or (config.rope_parameters or {}).get(key, 1.0) == value
+        ), key
+
+
+def test_an_absent_head_is_the_embedding_whatever_config_json_says(tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    create(MODELS["mistral3"], hf)
+    tensors = load_file(hf / "model.safetensors")
+    del tensors["language_model.lm_head.weight"]
+    save_file(tensors, hf / "model.safetensors")
+    megaconv.convert(hf, tmp_path / "alone", saver="hf", text_only=True)
+    assert json.loads((tmp_path / "alone/config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_fp8_that_the_text_config_speaks_of_becomes_plain(tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    create(MODELS["mistral3"], hf)
+    stored = load_file(hf / "model.safetensors")
+    name = "language_model.model.layers.1.mlp.up_proj.weight"
+    stored |= {
+        name: stored[name].to(torch.float8_e4m3fn),
+        f"{name}_scale_inv": torch.full((11, 8), 0.5),
+    }
+    save_file(stored, hf / "model.safetensors")
+    raw = json.loads((hf / "config.json").read_text())
+    raw["text_config"]["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    (hf / "config.json").write_text(json.dumps(raw))
+    megaconv.convert(hf, tmp_path / "core", saver="core", text_only=True, dtype="fp32")
+    megaconv.convert(tmp_path / "core", tmp_path / "back", saver="hf", base=hf)
+    back = {
+        key: value
+        for file in (tmp_path / "back").glob("*.safetensors")
+        for key, value in load_file(file).items()
+    }
+    assert back.keys() == stored.keys() - {f"{name}_scale_inv"}
+    assert torch.equal(back[name], stored[name].float() * 0.5)
+    del raw["text_config"]["quantization_config"]
+    assert json.loads((tmp_path / "back/config.json").read_text()) == raw
+    raw["text_config"]["quantization_config"] = {"quant_method": "gptq"}
+    (hf / "config.json").write_text(json.dumps(raw))
+    outcome = run("convert", hf, tmp_path / "out", "--saver", "core", "--text-only")
+    assert_refused(outcome, 3, "quantized (gptq)")
+
+
+def test_its_fingerprint_is_that_of_what_it_is_converted_to(tmp_path: Path) -> None:
+    create(MODELS["llava"], tmp_path / "hf")
+    report = megaconv.convert(
+        tmp_path / "hf", tmp_path / "core", saver="core", text_only=True, tp=2
+    )
+    outcome = run("fingerprint", tmp_path / "hf", "--text-only")
+    assert report.fingerprint is not None
+    assert outcome.out == report.fingerprint.weights + "\n"
+
+
+# What can't be.
+
+
+def test_without_the_option_the_refusal_says_what_to_give(tmp_path: Path) -> None:
+    create(MODELS["gemma3"], tmp_path / "hf")
+    outcome = run("convert", tmp_path / "hf", tmp_path / "out", "--saver", "gguf")
+    assert_refused(
+        outcome,
+        2,
+        "--saver gguf: can't store the multimodal model Gemma3ForConditionalGeneration",
+        "--text-only",
+    )
+
+
+def test_an_unknown_tensor_of_the_language_model_is_an_error_and_not_left_out(
+    tmp_path: Path,
+) -> None:
+    hf = tmp_path / "hf"
+    create(MODELS["gemma3"], hf)
+    tensors = load_file(hf / "model.safetensors")
+    save_file(
+        tensors | {"language_model.model.layers.0.extra.weight": torch.zeros(2, 2)},
+        hf / "model.safetensors",
+    )
+    outcome = run("convert", hf, tmp_path / "out", "--saver", "core", "--text-only")
+    assert_refused(outcome, 3, "unknown", "model.layers.0.extra.weight")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "text", "status", "words"),
+    [
+        ("PaliGemmaForConditionalGeneration", {"model_type": "gemma"}, 3, "in both directions"),
+        (
+            "MllamaForConditionalGeneration",
+            {"model_type": "mllama_text_model"},
+            3,
+            "mllama_text_model, which is not supported",
+        ),
+        ("LlavaForConditionalGeneration", "llama", 3, "text_config should be an object"),
+        ("LlamaForCausalLM", None, 2, "is a language model by itself"),
+    ],
+)
+def test_a_language_model_that_cannot_be_taken_out_is_refused_with_its_reason(
+    architecture: str, text: Any, status: int, words: str, tmp_path: Path
+) -> None:
+    hf = write_llama(
+        tmp_path / "hf",
+        extra_config={"architectures": [architecture]} | ({"text_config": text} if text else {}),
+    )
+    assert_refused(
+        run("convert", hf, tmp_path / "out", "--saver", "core", "--text-only"), status, words
+    )
+
+
+def test_only_a_hugging_face_directory_is_read_so(tmp_path: Path) -> None:
+    megaconv.convert(write_llama(tmp_path / "hf"), tmp_path / "core", saver="core")
+    outcome = run("convert", tmp_path / "core", tmp_path / "out", "--saver", "hf", "--text-only")
+    assert_refused(outcome, 2, "--text-only", "leave it out")
+
+
+def assert_same_weights(found: Path, expected: Path) -> None:
+    ours, theirs = (
+        {k: v for f in sorted(d.glob("*.safetensors")) for k, v in load_file(f).items()}
+        for d in (found, expected)
+    )
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name].view(torch.int32), tensor.view(torch.int32)), name

@@ -1,0 +1,106 @@
+"""Published models at their real sizes: a conversion of each is planned, and Megatron's arguments lead back to the same model.
+
+tests/fixtures/published_models.json has what a model's config.json says, as far as `source` gives it; what no source gives is
+left out. The sources are training scripts, tables of sizes and tests of others, at one commit each; the keys are transformers'.
+Checkpoints are sparse: headers of all tensors, and no data.
+"""
+
+import json
+import struct
+from argparse import Namespace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaconv import registry
+from megaconv.engine.preparation import prepare
+from megaconv.families import family_of_hf
+from megaconv.input import find_input
+from megaconv.megatron.arguments.read import from_arguments, tensor_fields
+from megaconv.megatron.arguments.write import to_arguments
+from megaconv.model.fields import NOT_COMPUTED, lost_fields
+from megaconv.model.layout import Chunk, LayerSplit, Layout
+from megaconv.model.naming import HF
+from megaconv.model.natives import native_tensors
+from megaconv.model.training import TrainingState
+from megaconv.options import ConvertOptions, SaveOptions
+from tests.conftest import FIXTURES
+
+PUBLISHED = {
+    each["model"]: each for each in json.loads((FIXTURES / "published_models.json").read_text())
+}
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+def write_sparse(raw: dict[str, Any], path: Path) -> None:
+    """One safetensors file as large as the model, of which the header alone takes room."""
+    family = family_of_hf(raw, "config.json")
+    config = family.read_hf(raw)
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
+    header: dict[str, Any] = {}
+    start = 0
+    for native in native_tensors(family.rows, config, HF, Layout(), 0, whole, config.vocab):
+        if not native.copy:
+            end = start + 2 * prod(native.shape)
+            header[native.name] = {
+                "dtype": "BF16",
+                "shape": list(native.shape),
+                "data_offsets": [start, end],
+            }
+            start = end
+    text = json.dumps(header).encode()
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(raw))
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + start)
+
+
+def has_experts(raw: dict[str, Any]) -> bool:
+    return any(key in raw for key in EXPERTS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if has_experts(each["config"]) else [])
+        for name, each in PUBLISHED.items()
+    ],
+)
+def test_a_conversion_of_a_published_model_is_planned(name: str, tmp_path: Path) -> None:
+    published = PUBLISHED[name]
+    assert published["source"]
+    layout = dict(published["layout"])
+    split = (
+        LayerSplit(layers=tuple(layout.pop("layer_split")))
+        if "layer_split" in layout
+        else LayerSplit()
+    )
+    write_sparse(published["config"], tmp_path / "hf")
+    options = ConvertOptions(save=SaveOptions(**layout, split=split))
+    _, report = prepare(
+        find_input(tmp_path / "hf"), tmp_path / "core", registry.saver("core"), options
+    )
+    assert len(report.files) >= layout.get("tp", 1) * layout.get("pp", 1)
+    assert not (tmp_path / "core").exists()
+
+
+def test_there_are_sixty_of_them_and_each_has_a_source() -> None:
+    assert len(PUBLISHED) >= 60
+    assert all(
+        address.startswith("https://") for each in PUBLISHED.values() for address in each["source"]
+    )
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_megatrons_arguments_of_a_published_model_mean_the_same(name: str) -> None:
+    raw = PUBLISHED[name]["config"]
+    config = family_of_hf(raw, "config.json").read_hf(raw)
+    arguments = to_arguments(
+        config, Layout(stage_layers=(config.layer_count,)), TrainingState(), transformer_impl="transformer_engine",
+        grouped_experts=True, vocab_divisor=128, padded_vocab=config.vocab,
+    )  # fmt: skip
+    back = from_arguments(Namespace(**arguments), tensor_fields(config), family=config.family)
+    assert not lost_fields(config, back, but=NOT_COMPUTED)

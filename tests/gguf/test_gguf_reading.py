@@ -1,0 +1,341 @@
+"""GGUF read: files that llama.cpp's own converter made, against the models that it made them of."""
+
+import os
+import shutil
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import megaconv
+from formats import gguf_header
+from formats.errors import CorruptCheckpoint
+from megaconv.engine.fingerprints import fingerprint_source
+from megaconv.engine.preparation import open_source
+from megaconv.input import find_input
+from megaconv.model.fields import config_differences
+from megaconv.options import LoadOptions
+from tests.conftest import FIXTURES
+from tests.runs import assert_refused, run
+
+CASES = sorted(FIXTURES.glob("gguf-*/*.gguf"))
+PLAIN = [case for case in CASES if "q8_0" not in case.name]
+QUANTIZED = [case for case in CASES if "q8_0" in case.name]
+LLAMA = FIXTURES / "gguf-llama-spm"
+
+
+def original(case: Path) -> Path:
+    here = case.parent / "hf"
+    return here if here.is_dir() else LLAMA / "hf"
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=lambda case: case.parent.name)
+def test_the_model_that_llama_cpp_converted_comes_back_bit_for_bit(case: Path) -> None:
+    options = LoadOptions(config=original(case))
+    source = open_source(find_input(case, options=options), options)
+    expected = open_source(find_input(original(case)))
+    assert source.header.manifest == expected.header.manifest
+    assert fingerprint_source(source, 1).weights == megaconv.fingerprint(original(case)).weights
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in PLAIN if "llama3" not in case.name], ids=lambda case: case.parent.name
+)
+def test_a_file_alone_says_what_model_it_is(
+    case: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = Path(shutil.copy(case, tmp_path / "model.gguf"))
+    source = open_source(find_input(alone))
+    expected = open_source(find_input(original(case)))
+    assert "its tokenizer is not converted" in caplog.text
+    differences = config_differences(source.header.config, expected.header.config)
+    assert {name for name, _, _ in differences} <= {
+        "pad_token_id"
+    }  # the tokenizer's, which config.json doesn't repeat
+    assert fingerprint_source(source, 1).weights == megaconv.fingerprint(original(case)).weights
+
+
+@pytest.mark.parametrize("case", QUANTIZED, ids=lambda case: case.parent.name)
+def test_blocks_of_q8_0_are_multiplied_out(case: Path, tmp_path: Path) -> None:
+    """By independent arithmetic, for a tensor whose rows lie as the model's do; the others are close to the original."""
+    outcome = run(
+        "convert",
+        case,
+        tmp_path / "out",
+        "--saver",
+        "hf",
+        "--config",
+        original(case),
+        "--dtype",
+        "fp32",
+    )
+    assert outcome.status == 0, outcome.err
+    found, expected = (
+        load_file(tmp_path / "out/model.safetensors"),
+        load_file(original(case) / "model.safetensors"),
+    )
+    assert found.keys() == expected.keys()
+    embedding = next(name for name in found if name.endswith(("embed_tokens.weight", "wte.weight")))
+    stored = gguf_header.read(case).tensors["token_embd.weight"]
+    blocks = np.frombuffer(
+        case.read_bytes()[stored.offset : stored.offset + stored.nbytes], np.uint8
+    ).reshape(-1, 34)
+    values = blocks[:, :2].copy().view(np.float16).astype(np.float32) * blocks[:, 2:].copy().view(
+        np.int8
+    )
+    assert torch.equal(found[embedding], torch.from_numpy(values.reshape(stored.shape)))
+    for name, tensor in expected.items():
+        assert (found[name] - tensor.float()).abs().max() <= tensor.float().abs().max() / 127, name
+
+
+def test_it_is_sharded_on_the_way(tmp_path: Path) -> None:
+    case = next(case for case in PLAIN if "mixtral" in case.parent.name)
+    outcome = run(
+        "convert",
+        case,
+        tmp_path / "out",
+        "--saver",
+        "core",
+        "--config",
+        original(case),
+        "--tp",
+        2,
+        "--ep",
+        2,
+        "--verify",
+    )
+    assert outcome.status == 0, outcome.err
+    assert (
+        megaconv.fingerprint(tmp_path / "out").weights
+        == megaconv.fingerprint(original(case)).weights
+    )
+
+
+def test_what_we_write_we_read_again(tmp_path: Path) -> None:
+    for kind in ("f32", "bf16"):
+        outcome = run(
+            "convert",
+            LLAMA / "hf",
+            tmp_path / kind,
+            "--saver",
+            "gguf",
+            "--option",
+            f"gguf_type={kind}",
+        )
+        assert outcome.status == 0, outcome.err
+        shutil.copy(LLAMA / "hf/config.json", tmp_path / kind)
+        back = run(
+            "convert", tmp_path / kind, tmp_path / f"{kind}-hf", "--saver", "hf", "--dtype", "bf16"
+        )
+        assert back.status == 0, back.err
+        assert (
+            megaconv.fingerprint(tmp_path / f"{kind}-hf").weights
+            == megaconv.fingerprint(LLAMA / "hf").weights
+        )
+        assert run("verify", tmp_path / kind).status == 0
+
+
+# What is refused.
+
+
+def copied(tmp_path: Path, name: str = "model.gguf") -> Path:
+    (tmp_path / "in").mkdir()
+    return Path(shutil.copy(next(LLAMA.glob("*.gguf")), tmp_path / "in" / name))
+
+
+def refused(path: Path, config: Path, tmp_path: Path, status: int, *words: str) -> None:
+    assert_refused(
+        run("convert", path, tmp_path / "out", "--saver", "hf", "--config", config), status, *words
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_the_file_leaves_open_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    path = shutil.copy(
+        next((FIXTURES / "gguf-llama3-bpe").glob("*.gguf")), tmp_path / "in/model.gguf"
+    )
+    assert_refused(run("fingerprint", path), 2, "scales positions", "give --config")
+
+
+def test_an_architecture_that_isnt_known_is_refused(tmp_path: Path) -> None:
+    path = copied(tmp_path)
+    path.write_bytes(
+        path.read_bytes().replace(
+            b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama",
+            b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0rwkv7",
+        )
+    )
+    assert_refused(run("fingerprint", path), 3, "architecture 'rwkv7'", "supported are llama")
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    refused(
+        copied(tmp_path),
+        FIXTURES / "gguf-qwen2-bpe/hf",
+        tmp_path,
+        3,
+        "architecture 'llama'",
+        "'qwen2' there",
+    )
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    refused(
+        copied(tmp_path), FIXTURES / "peft-llama-all-linear/base", tmp_path, 3, "the configuration"
+    )
+
+
+def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
+    path = copied(tmp_path)
+    path.write_bytes(path.read_bytes()[:-5000])
+    refused(path, LLAMA / "hf", tmp_path, 3, "reaches past the end of the file")
+
+
+def test_one_of_several_files_is_refused(tmp_path: Path) -> None:
+    refused(
+        copied(tmp_path, "model-00001-of-00002.gguf"),
+        LLAMA / "hf",
+        tmp_path,
+        3,
+        "llama-gguf-split --merge",
+    )
+
+
+# Files that a stranger wrote.
+
+
+def text(word: str) -> bytes:
+    return struct.pack("<Q", len(word)) + word.encode()
+
+
+def number(value: int) -> bytes:
+    return struct.pack("<II", 4, value)
+
+
+def array(*values: int) -> bytes:
+    return struct.pack("<IIQ", 9, 4, len(values)) + struct.pack(f"<{len(values)}I", *values)
+
+
+LLAMA_KEYS = {
+    "general.architecture": struct.pack("<I", 8) + text("llama"),
+    **{
+        f"llama.{name}": number(16)
+        for name in ("embedding_length", "block_count", "feed_forward_length", "context_length")
+    },
+    **{f"llama.attention.{name}": number(2) for name in ("head_count", "head_count_kv")},
+    "llama.attention.layer_norm_rms_epsilon": struct.pack("<If", 6, 1e-5),
+}
+EMBEDDING = ("token_embd.weight", (8, 16), 0, 0)
+"""Name, shape, type, offset."""
+
+
+def write(
+    folder: Path,
+    keys: list[tuple[str, bytes]],
+    *tensors: tuple[str, tuple[int, ...], int, int],
+    data: int = 512,
+) -> Path:
+    head = (
+        b"GGUF"
+        + struct.pack("<IQQ", 3, len(tensors), len(keys))
+        + b"".join(text(key) + value for key, value in keys)
+    )
+    for name, shape, kind, offset in tensors:
+        head += text(name) + struct.pack(
+            f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset
+        )
+    path = folder / "model.gguf"
+    path.write_bytes(head + bytes(-len(head) % 32) + bytes(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"llama.attention.head_count": number(0)},
+        {"llama.attention.head_count": array(2, 2, 2)},
+        {"llama.attention.head_count": struct.pack("<I", 8) + text("x")},
+        {"llama.attention.head_count_kv": array(2, 2)},
+        {"llama.embedding_length": array(2)},
+        {"llama.rope.freq_base": array(1, 2)},
+        {"llama.expert_count": struct.pack("<I", 8) + text("x")},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("config", [(), ("--config", LLAMA / "hf")], ids=["alone", "config"])
+def test_metadata_of_a_wrong_kind_end_in_one_line(
+    changed: dict[str, bytes], config: tuple[object, ...], tmp_path: Path
+) -> None:
+    path = write(tmp_path, [*(LLAMA_KEYS | changed).items()], EMBEDDING)
+    assert_refused(run("fingerprint", path, *config), 3)
+
+
+def test_a_file_that_names_no_architecture_is_no_model_of_a_family_that_gguf_hasnt(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path, [], EMBEDDING)
+    config = FIXTURES / "peft-llama-all-linear/base"
+    other = tmp_path / "config"
+    shutil.copytree(config, other)
+    (other / "config.json").write_text(
+        (config / "config.json").read_text().replace("llama", "granite").replace("Llama", "Granite")
+    )
+    outcome = run("fingerprint", path, "--config", other)
+    assert_refused(outcome, 3)
+    shutil.copy(FIXTURES / "hybrid-nemotron-h-tp2/hf/config.json", other / "config.json")
+    assert_refused(run("fingerprint", path, "--config", other), 3, "architecture None")
+
+
+def test_a_type_that_cant_be_undone_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, [*LLAMA_KEYS.items()], ("token_embd.weight", (8, 32), 2, 0), data=160)
+    assert_refused(run("fingerprint", path), 3, "token_embd.weight is of type Q4_0")
+
+
+SECOND = ("blk.0.attn_norm.weight", (16,), 0, 512)
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "data", "word"),
+    [
+        ([*LLAMA_KEYS.items()] * 2, (EMBEDDING,), 512, "general.architecture twice"),
+        ([*LLAMA_KEYS.items()], (EMBEDDING, (*EMBEDDING[:3], 512)), 1024, "token_embd.weight twice"),
+        ([*LLAMA_KEYS.items()], (EMBEDDING, (*SECOND[:3], 480)), 576, "should begin at 512"),
+        ([*LLAMA_KEYS.items()], (EMBEDDING, (*SECOND[:3], 544)), 640, "should begin at 512"),
+        ([*LLAMA_KEYS.items()], (EMBEDDING, SECOND), 576 + 4096, "more bytes than its tensors"),
+        ([("general.alignment", number(24))], (EMBEDDING,), 512, "general.alignment is 24"),
+        ([("general.alignment", struct.pack("<I?", 7, True))], (EMBEDDING,), 512, "general.alignment is True"),
+        ([], (("x", (0, 1 << 63), 0, 0),), 0, "sizes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_header_that_contradicts_itself_or_the_file_is_refused(
+    keys: list[tuple[str, bytes]], tensors: tuple[Any, ...], data: int, word: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CorruptCheckpoint, match=word):
+        gguf_header.read(write(tmp_path, keys, *tensors, data=data))
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        struct.pack("<QQ", 0, 1) + text("a") + struct.pack("<IIQ", 9, 8, 1 << 36),
+        struct.pack("<QQ", 0, 1) + text("a") + struct.pack("<IQ", 8, 1 << 39),
+        struct.pack("<QQ", 0, 1 << 40),
+        struct.pack("<QQ", 1 << 40, 0),
+    ],
+    ids=["array", "string", "keys", "tensors"],
+)
+def test_a_terabyte_of_header_is_not_read(head: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<I", 3) + head)
+    os.truncate(path, 1 << 40)
+    started = time.monotonic()
+    with pytest.raises(CorruptCheckpoint, match="is not a valid GGUF file"):
+        gguf_header.read(path)
+    assert time.monotonic() - started < 20

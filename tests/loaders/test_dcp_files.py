@@ -1,0 +1,150 @@
+"""Plain distributed checkpoints: what torch.distributed.checkpoint writes is read, and it reads what we write."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+import megaconv
+from formats import safetensors, sharded_safetensors
+from tests.conftest import FIXTURES
+from tests.models import write_llama
+from tests.runs import assert_refused, run
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("model") / "hf", layers=2)
+
+
+def save(tensors: dict[str, Any], path: Path, **options: Any) -> Path:
+    dcp.save(tensors, storage_writer=FileSystemWriter(path, **options), no_dist=True)
+    return path
+
+
+def load_all(path: Path) -> dict[str, torch.Tensor]:
+    """By PyTorch."""
+    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in found.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(state, storage_reader=FileSystemReader(path), no_dist=True)
+    return state
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "app.model."])
+@pytest.mark.parametrize("form", [SerializationFormat.TORCH_SAVE, SerializationFormat.SAFETENSORS])
+def test_a_state_dict_with_transformers_names_is_read_below_any_prefix(
+    prefix: str, form: SerializationFormat, model: Path, tmp_path: Path
+) -> None:
+    weights = load_file(model / "model.safetensors")
+    state: dict[str, Any] = {prefix + name: tensor for name, tensor in weights.items()}
+    state |= {
+        f"optimizer.state.{name}.exp_avg": torch.zeros_like(tensor)
+        for name, tensor in weights.items()
+    }
+    if form == SerializationFormat.TORCH_SAVE:
+        state["train_state.step"] = 7
+    path = save(state, tmp_path / "dcp", serialization_format=form)
+    found = run("fingerprint", path, "--config", model)
+    assert found.out.strip() == megaconv.fingerprint(model).weights
+    assert_refused(run("fingerprint", path), 2, "--config")
+
+
+def test_torchtitans_names_and_rotary_order_are_read(model: Path, tmp_path: Path) -> None:
+    """Its Llama computes with Meta's order of rows, and is called as Meta's files are."""
+    megaconv.convert(model, tmp_path / "meta", saver="llama_mistral")
+    weights = torch.load(tmp_path / "meta/consolidated.00.pth", weights_only=True)
+    path = save({**weights, "lr_scheduler": {"last_epoch": 3}}, tmp_path / "titan")
+    (path / "config.json").write_bytes((model / "config.json").read_bytes())
+    opened = megaconv.open(path)
+    assert megaconv.diff(path, model).same
+    assert "torchtitan" in megaconv.inspect(path).header.source
+    assert opened.config.layer_count == 2
+
+
+def test_pytorch_loads_what_we_write_and_we_read_it_again(model: Path, tmp_path: Path) -> None:
+    outcome = run(
+        "convert",
+        "--load-dir",
+        model,
+        "--saver",
+        "dcp",
+        "--save-dir",
+        tmp_path / "dcp",
+        "--dist-files",
+        3,
+        "--verify",
+    )
+    assert outcome.status == 0
+    assert sorted(path.name for path in (tmp_path / "dcp").glob("*.distcp")) == [
+        f"__{n}_0.distcp" for n in range(3)
+    ]
+    found, expected = load_all(tmp_path / "dcp"), load_file(model / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
+    assert megaconv.diff(tmp_path / "dcp", model).same
+
+
+def test_pytorch_reads_our_torch_dist(model: Path, tmp_path: Path) -> None:
+    megaconv.convert(model, tmp_path / "dist", saver="core", ckpt_format="torch_dist", tp=2, pp=2)
+    found, expected = load_all(tmp_path / "dist/release"), load_file(model / "model.safetensors")
+    assert found["embedding.word_embeddings.weight"][:131].equal(
+        expected["model.embed_tokens.weight"]
+    )
+    down = torch.stack(
+        [expected[f"model.layers.{layer}.mlp.down_proj.weight"] for layer in range(2)]
+    )
+    assert found["decoder.layers.mlp.linear_fc2.weight"].equal(down)
+    gate, up = (expected[f"model.layers.1.mlp.{word}_proj.weight"] for word in ("gate", "up"))
+    assert found["decoder.layers.mlp.linear_fc1.weight"][1].equal(torch.cat([gate, up]))
+
+
+def test_gpt2s_transposed_matrices_survive(tmp_path: Path) -> None:
+    source = FIXTURES / "dist-gpt2-tp2pp2"
+    megaconv.convert(source, tmp_path / "dcp", saver="dcp")
+    expected = load_file(source / "expected.safetensors")
+    found = load_all(tmp_path / "dcp")
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
+
+
+def test_shards_of_the_hugging_face_writer_are_put_together(tmp_path: Path) -> None:
+    name = "shard-00001-model-00001-of-00001.safetensors"
+    stored = sharded_safetensors.read(FIXTURES / "dcp-hf-writer/ckpt")
+    assert stored.keys() == safetensors.read(FIXTURES / "dcp-hf-writer/expected.safetensors").keys()
+    header = {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [2, 0]}})}
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(1, 3)}, tmp_path / name, metadata=header)
+    with pytest.raises(
+        megaconv.errors.CorruptCheckpoint, match="a: its chunks hold 3 of 9 elements"
+    ):
+        sharded_safetensors.read(tmp_path)
+
+
+def test_a_model_that_the_configuration_does_not_describe_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    weights = load_file(model / "model.safetensors")
+    weights.pop("model.norm.weight")
+    path = save({**weights, "model.extra": torch.ones(2)}, tmp_path / "dcp")
+    assert_refused(
+        run("inspect", path, "--config", model), 3, "missing: model.norm.weight", "model.extra"
+    )
+    shutil.rmtree(path)
+    save({"net.0.weight": torch.ones(2)}, path)
+    assert_refused(
+        run("inspect", path, "--config", model), 3, "model.embed_tokens.weight", "net.0.weight"
+    )

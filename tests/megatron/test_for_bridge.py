@@ -1,0 +1,114 @@
+"""`--option for=megatron-bridge`: what stands in the files. Whether Bridge loads them: tests/megatron/test_bridge_loads.py."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+
+import megaconv
+from megaconv.checkpoint import open_checkpoint
+from megaconv.errors import NotExpressible
+from megaconv.megatron.arguments.provider_fields import provider_fields
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import Layout
+from tests.config_models import configs
+from tests.conftest import FIXTURES
+from tests.families.test_families import write_model
+from tests.megatron.test_megatron_args import arguments
+from tests.runs import assert_refused, run
+
+FOR_BRIDGE: dict[str, Any] = {
+    "saver": "core",
+    "ckpt_format": "torch_dist",
+    "options": {"for": "megatron-bridge"},
+}
+VERSION = "iter_0000001"
+
+
+@pytest.mark.parametrize("family", ["smollm3", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_the_model_is_read_from_run_config_alone(family: str, tmp_path: Path) -> None:
+    megaconv.convert(write_model(tmp_path / "hf", family), tmp_path / "out", **FOR_BRIDGE, tp=1)
+    written = tmp_path / "out" / VERSION
+    original = open_checkpoint(tmp_path / "out")
+    common = torch.load(written / "common.pt", weights_only=False)
+    del common["args"]
+    torch.save(common, written / "common.pt")
+    (tmp_path / "out/hf").rename(tmp_path / "elsewhere")
+    (tmp_path / "out/megaconv.json").unlink()
+    found = open_checkpoint(tmp_path / "out")
+    assert "Megatron-Bridge" in str(found.header.source)
+    assert found.config.sizes() == original.config.sizes()
+    assert found.config.layers == original.config.layers
+    assert (
+        megaconv.fingerprint(tmp_path / "out").weights
+        == megaconv.fingerprint(tmp_path / "elsewhere/../hf").weights
+    )
+
+
+def test_pyyaml_reads_every_number_as_a_number(tmp_path: Path) -> None:
+    """It takes 1e-05 for a text."""
+    megaconv.convert(
+        write_model(tmp_path / "hf", "smollm3", rms_norm_eps=1e-5), tmp_path / "out", **FOR_BRIDGE
+    )
+    model = yaml.safe_load((tmp_path / "out" / VERSION / "run_config.yaml").read_text())["model"]
+    assert model["layernorm_epsilon"] == 1e-5
+    state = torch.load(tmp_path / "out/latest_train_state.pt")
+    assert {name: value.item() for name, value in state.items()} == {
+        "step": 1,
+        "consumed_train_samples": 0,
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "floating_point_operations_so_far": 0,
+        "do_train": False,
+        "do_valid": False,
+        "do_test": False,
+    }
+    assert (
+        torch.load(tmp_path / "out" / VERSION / "common.pt", weights_only=False)["content_metadata"]
+        is not None
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "what"), [("gemma2", "norms after sublayers"), ("olmoe", "norms of q and k over")]
+)
+def test_a_model_that_needs_a_provider_of_its_own_is_refused_by_what_it_has(
+    family: str, what: str, tmp_path: Path
+) -> None:
+    with pytest.raises(NotExpressible, match=f"{what}.*providers of their own"):
+        megaconv.convert(write_model(tmp_path / "hf", family), tmp_path / "out", **FOR_BRIDGE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_word_and_another_format_are_refused(tmp_path: Path) -> None:
+    base = FIXTURES / "peft-llama-all-linear/base"
+    convert = (
+        "convert",
+        "--load-dir",
+        base,
+        "--saver",
+        "core",
+        "--save-dir",
+        tmp_path / "out",
+        "--option",
+    )
+    assert_refused(run(*convert, "for=nemo"), 2, "for=nemo", "choose megatron-bridge")
+    assert_refused(run(*convert, "for=megatron-bridge"), 2, "give --ckpt-format torch_dist")
+    release = (*convert, "for=megatron-bridge", "--ckpt-format", "torch_dist", "--release")
+    assert_refused(run(*release), 2, "--release: Megatron-Bridge saves iterations")
+
+
+@settings(max_examples=20, deadline=None)
+@given(configs())
+def test_any_model_is_kept_or_refused_by_name(config: ModelConfig) -> None:
+    """provider_fields itself compares what is read back."""
+    try:
+        fields = provider_fields(config, Layout(), Namespace(**arguments(config)))
+    except NotExpressible:
+        return
+    assert fields["num_layers"] == config.layer_count
+    assert yaml.safe_load(yaml.safe_dump(fields)) == fields

@@ -1,0 +1,199 @@
+"""What --overwrite replaces, and what no output ever replaces: reported in one line before a tensor is read."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import megaconv
+from megaconv.errors import UsageError
+from tests.conftest import FIXTURES
+from tests.models import write_llama
+from tests.runs import Outcome, assert_refused, run, snapshot, unchanged, write_old_output
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "model", layers=2)
+
+
+def convert(model: Path, target: object, *options: object, saver: str = "core") -> Outcome:
+    return run("convert", "--load-dir", model, "--saver", saver, "--save-dir", target, *options)
+
+
+# Places.
+
+
+@pytest.mark.parametrize("options", [[], ["--overwrite"], ["--overwrite", "--resume"]])
+def test_an_empty_path_is_no_target(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """What `--save-dir "$UNSET"` asks for."""
+    monkeypatch.chdir(write_old_output(tmp_path / "here"))
+    with unchanged(tmp_path):
+        assert_refused(convert(model, "", *options), 2, "empty", "variable")
+        with pytest.raises(UsageError, match="empty"):
+            megaconv.convert(model, "", saver="core", overwrite=True)
+
+
+@pytest.mark.parametrize("target", ["~/out", "~"])
+def test_a_home_directory_that_no_shell_has_looked_up_is_no_target(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """What `--save-dir=~/out` asks for, and "~/out" from Python."""
+    monkeypatch.chdir(tmp_path)
+    for options in ([], ["--dry-run"], ["--overwrite"]):
+        with unchanged(tmp_path):
+            assert_refused(
+                convert(model, target, *options), 2, f"{target}: ~ is for a shell", "in full"
+            )
+    assert_refused(run("inspect", target), 2, f"{target}: no such file", "~ is for a shell")
+    assert convert(model, "~backup").status == 0
+
+
+def test_an_empty_path_is_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write_llama(tmp_path / "model", layers=1))
+    assert_refused(
+        run("convert", "--load-dir", "", "--saver", "core", "--save-dir", tmp_path / "out"),
+        2,
+        "empty",
+    )
+    assert_refused(run("inspect", ""), 2, "empty")
+
+
+@pytest.mark.parametrize("target", [".", "./", "..", "../..", "/", "../here", "{here}", "link"])
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+def test_the_working_directory_and_what_it_lies_in_are_no_targets(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, options: list[str]
+) -> None:
+    here = write_old_output(tmp_path / "above" / "here")
+    (here / "link").symlink_to(tmp_path / "above")
+    monkeypatch.chdir(here)
+    with unchanged(tmp_path):
+        assert_refused(
+            convert(model, target.format(here=here), *options), 2, "the working directory"
+        )
+
+
+@pytest.mark.parametrize(
+    "target", ["model", "model/out", "model/a/b", ".", "link", "model/../model"]
+)
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+def test_the_source_and_what_lies_in_it_or_around_it_are_no_targets(
+    tmp_path: Path, target: str, options: list[str]
+) -> None:
+    place = write_old_output(tmp_path / "place")
+    model = write_llama(place / "model", layers=1)
+    (place / "link").symlink_to("model")
+    with unchanged(tmp_path):
+        words = "source" if options or target in ("model/out", "model/a/b") else "already exists"
+        assert_refused(convert(model, place / target, *options), 2, words)
+
+
+@pytest.mark.parametrize("target", ["original", "."])
+def test_what_else_is_read_is_not_replaced_either(model: Path, tmp_path: Path, target: str) -> None:
+    place = write_old_output(tmp_path / "place")
+    original = write_llama(place / "original", layers=2)
+    with unchanged(tmp_path):
+        base = convert(model, place / target, "--overwrite", "--base", original, saver="hf")
+        assert_refused(base, 2, "source", str(original))
+        config = convert(model, place / target, "--overwrite", "--config", original)
+        assert_refused(config, 2, "source", str(original))
+
+
+def test_an_output_may_lie_in_the_directory_that_only_completes_its_source(tmp_path: Path) -> None:
+    original = write_llama(tmp_path / "original", layers=2)
+    assert convert(original, tmp_path / "core").status == 0
+    assert (
+        convert(tmp_path / "core", original / "back", "--config", original, saver="hf").status == 0
+    )
+
+
+# What is there.
+
+
+def occupy(target: Path, what: str) -> None:
+    if what == "a file":
+        target.write_text("precious")
+        return
+    target.mkdir()
+    if what == "a project":
+        (target / "src").mkdir()
+        (target / "src" / "megaconv.json").write_text("{}")
+    elif what == "a link to a record":
+        (target / "megaconv.json").symlink_to("nowhere")
+    elif what == "a broken tracker":
+        (target / "latest_checkpointed_iteration.txt").write_text("elsewhere")
+    elif what == "a directory of checkpoints":
+        write_llama(target / "llama", layers=1)
+    else:
+        (target / "precious.txt").write_text("precious")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a file",
+        "files",
+        "a project",
+        "a link to a record",
+        "a broken tracker",
+        "a directory of checkpoints",
+    ],
+)
+@pytest.mark.parametrize("options", [["--overwrite"], ["--overwrite", "--resume"]])
+def test_what_is_no_checkpoint_is_not_replaced(
+    model: Path, tmp_path: Path, what: str, options: list[str]
+) -> None:
+    occupy(tmp_path / "out", what)
+    with unchanged(tmp_path):
+        assert_refused(
+            convert(model, tmp_path / "out", *options), 2, str(tmp_path / "out"), "megaconv.json"
+        )
+
+
+CHECKPOINTS = {
+    "dist": FIXTURES / "dist-llama-tp2pp2", "core": FIXTURES / "core-llama-tp2pp2" / "checkpoint",
+    "zarr": FIXTURES / "zarr-llama-tp2pp2" / "checkpoint", "dcp": FIXTURES / "dcp-plain-single" / "ckpt",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["hf", "llama_mistral", "our own", *CHECKPOINTS])
+def test_a_checkpoint_of_any_kind_is_replaced_on_demand(
+    model: Path, tmp_path: Path, kind: str
+) -> None:
+    target = tmp_path / "out"
+    if kind == "hf":
+        write_llama(target, layers=1)
+    elif kind == "our own":
+        write_old_output(target)
+    elif kind == "llama_mistral":
+        assert convert(model, target, saver=kind).status == 0
+        (target / "megaconv.json").unlink()
+    else:
+        shutil.copytree(CHECKPOINTS[kind], target)
+    assert convert(model, target, "--overwrite").status == 0
+    assert run("diff", model, target).status == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+def test_an_output_of_another_user_that_can_not_be_exchanged_is_an_error(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's EACCES: nothing is tried in its place."""
+    from formats import renames
+
+    def refuse(left: Path, right: Path) -> bool:
+        raise PermissionError(13, os.strerror(13))
+
+    before = snapshot(write_old_output(tmp_path / "out"))
+    monkeypatch.setattr(renames, "exchange", refuse)
+    assert_refused(
+        convert(model, tmp_path / "out", "--overwrite"),
+        1,
+        str(tmp_path / "out"),
+        "Permission denied",
+    )
+    assert snapshot(tmp_path / "out") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]

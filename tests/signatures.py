@@ -1,0 +1,147 @@
+"""Signatures of optional GPU packages, read from their sources without a GPU.
+
+Make the file of signatures again, with clones of the two repositories that have all tags:
+
+    python -m tests.signatures FLASH_ATTENTION_CLONE TRANSFORMER_ENGINE_CLONE
+
+Sources: github.com/Dao-AILab/flash-attention and github.com/NVIDIA/TransformerEngine.
+"""
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+PATH = Path(__file__).parent / "fixtures/signatures.json"
+
+FLASH_FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func")
+FLASH = {
+    "flash_attn": ("flash_attn/flash_attn_interface.py", ("v2.6.0", "v2.7.4", "v2.8.3")),
+    "flash_attn_interface": ("hopper/flash_attn_interface.py", ("v2.8.0", "v2.8.3", "0251105a")),
+    "flash_attn.cute": (
+        "flash_attn/cute/interface.py",
+        ("v2.8.3", "fa4-v4.0.0.beta20", "fa4-v4.0.0.beta27", "0251105a"),
+    ),
+}
+"""The file and the versions (tags or commits) of each module. FlashAttention 2 begins at pyproject.toml's oldest version."""
+
+ENGINE = ("v1.11", "v1.13", "v2.0", "v2.2", "v2.3", "v2.8", "v2.9", "v2.13", "v2.18")
+"""Versions of Transformer Engine from pyproject.toml's oldest one, with those where a signature changed."""
+ENGINE_FILES = {
+    "Linear": "transformer_engine/pytorch/module/linear.py",
+    "fp8_autocast": "transformer_engine/pytorch/{file}.py",
+    "autocast": "transformer_engine/pytorch/{file}.py",
+    "DelayedScaling": "transformer_engine/common/recipe/__init__.py",
+    "Float8CurrentScaling": "transformer_engine/common/recipe/__init__.py",
+    "Float8BlockScaling": "transformer_engine/common/recipe/__init__.py",
+    "MXFP8BlockScaling": "transformer_engine/common/recipe/__init__.py",
+}
+
+Parameters = list[dict[str, Any]]
+"""The parameters in order: each with `name`, `kind` and, if it has a default, `optional`."""
+
+
+def signatures(package: str) -> dict[str, dict[str, dict[str, Parameters]]]:
+    """Return the stored signatures of a package: by module (or package), version and function."""
+    found: dict[str, dict[str, dict[str, Parameters]]] = json.loads(PATH.read_text())[package]
+    return found
+
+
+def stub(parameters: Parameters, body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with these parameters. It calls body with the arguments by name."""
+    signature = inspect.Signature([_parameter(each) for each in parameters])
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return body(**signature.bind(*args, **kwargs).arguments)
+
+    setattr(function, "__signature__", signature)  # noqa: B010
+    return function
+
+
+def _parameter(given: dict[str, Any]) -> inspect.Parameter:
+    default = None if given.get("optional") else inspect.Parameter.empty
+    kind = getattr(inspect.Parameter, given["kind"])
+    return inspect.Parameter(given["name"], kind, default=default)
+
+
+def parse(source: str, name: str) -> Parameters | None:
+    """Return the parameters of a function or a class in source text; None if there is no such name."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return list(_arguments(node.args))
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return list(_constructor(node))
+    return None
+
+
+def _constructor(node: ast.ClassDef) -> Iterator[dict[str, Any]]:
+    """Yield the parameters of `__init__` without self, or the fields of a dataclass."""
+    for each in node.body:
+        if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+            yield from list(_arguments(each.args))[1:]
+            return
+    for each in node.body:
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+            yield _described(each.target.id, "POSITIONAL_OR_KEYWORD", each.value is not None)
+
+
+def _arguments(args: ast.arguments) -> Iterator[dict[str, Any]]:
+    places = [*args.posonlyargs, *args.args]
+    first_optional = len(places) - len(args.defaults)
+    for index, place in enumerate(places):
+        kind = "POSITIONAL_ONLY" if index < len(args.posonlyargs) else "POSITIONAL_OR_KEYWORD"
+        yield _described(place.arg, kind, index >= first_optional)
+    for keyword, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        yield _described(keyword.arg, "KEYWORD_ONLY", default is not None)
+
+
+def _described(name: str, kind: str, optional: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": name, "kind": kind}
+    return found | {"optional": True} if optional else found
+
+
+def _text(clone: str, version: str, path: str) -> str | None:
+    """Return a file of a version, or None if the version has no such file."""
+    command = ["git", "-C", clone, "show", f"{version}:{path}"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout if found.returncode == 0 else None
+
+
+def _flash(clone: str) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for module, (path, versions) in FLASH.items():
+        made[module] = {}
+        for version in versions:
+            source = _text(clone, version, path)
+            assert source is not None, f"{clone} has no {path} at {version}"
+            made[module][version] = {name: parse(source, name) for name in FLASH_FUNCTIONS}
+    return made
+
+
+def _engine(clone: str) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for version in ENGINE:
+        made[version] = {}
+        for name, path in ENGINE_FILES.items():
+            for file in ("fp8", "quantization"):  # the newer versions' name of the file
+                source = _text(clone, version, path.format(file=file))
+                parameters = None if source is None else parse(source, name)
+                if parameters is not None:
+                    made[version][name] = parameters
+    return {"transformer_engine": made}
+
+
+def main() -> None:
+    """Write the file."""
+    flash_clone, engine_clone = sys.argv[1:]
+    found = {"flash-attention": _flash(flash_clone), "engine": _engine(engine_clone)}
+    lines = json.dumps(found, separators=(",", ":")).replace("}]", "}]\n")
+    PATH.write_text(lines + "\n")
+
+
+if __name__ == "__main__":
+    main()

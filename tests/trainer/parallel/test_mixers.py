@@ -1,0 +1,321 @@
+"""Mixers that keep a state of fixed size and float32 parameters, by a delta net of the test's own: it trains, saves, resumes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+import megaconv
+from megaconv.families import family
+from megaconv.model.fields import changed, from_fields
+from megaconv.model.layout import Layout
+from megatron_lite.checkpoint.rank_state import rank_snapshot
+from megatron_lite.checkpoint.restore import find_start, load
+from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.checkpoint.snapshot import dist_snapshot
+from megatron_lite.checkpoint.state import Progress, common_state
+from megatron_lite.engine import Engine
+from megatron_lite.inference.batching import Request, generate
+from megatron_lite.inference.cache import SlotCache
+from megatron_lite.inference.model import EngineModel
+from megatron_lite.inference.sampling import Sampling
+from megatron_lite.inference.slots import Recomputed
+from megatron_lite.models import trainable
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.build_plan import Plan, make_plan
+from megatron_lite.models.layer import Layer
+from megatron_lite.models.mixers.delta_net import DELTA_NET
+from megatron_lite.models.mixers.mamba import MAMBA
+from megatron_lite.models.mixers.table import MIXERS, mixer_of, stays_in_float32
+from megatron_lite.models.passes import Pass
+from megatron_lite.parallel.parameter_kinds import Kind
+from megatron_lite.parallel.tensor import NormColumnLinear, RowLinear, TensorGroup
+from megatron_lite.settings.config import Checkpointing, Settings
+from megatron_lite.settings.model import Model
+from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.sizes import BatchSize, Sizes
+from tests.trainer.parallel import small
+from tests.trainer.parallel.small import (
+    CPU,
+    MICROBATCHES,
+    MODELS,
+    ROWS,
+    SEQUENCE,
+    Case,
+    make_engine,
+    weights_of,
+)
+from tests.trainer.parallel.worlds import World
+
+NAME = "delta nets"
+CONFIG = from_fields(
+    "qwen3_5",
+    {
+        **small.SIZES, "layers.count": 2, "layers.mixer": "linear", "attention.qk_norm": True, "attention.output_gate": True,
+        "norm.zero_centered": True, "linear.key_heads": 2, "linear.value_heads": 4, "linear.key_dim": 4, "linear.value_dim": 6,
+        "linear.conv": 3,
+    },
+)  # fmt: skip
+FLOAT32 = ("A_log", "dt_bias")
+
+
+class Convolution(nn.Module):
+    """Each channel of the last positions with weights of its own."""
+
+    kinds: ClassVar = {"weight": Kind.SHARDED}
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+
+    def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """x [tokens, batch, channels], before [batch, channels, width - 1] -> (the same shape as x, the next `before`)."""
+        whole = torch.cat((before, x.permute(1, 2, 0)), -1)
+        kept = whole[..., whole.shape[-1] - before.shape[-1] :]
+        return F.conv1d(whole, self.weight, groups=len(self.weight)).permute(2, 0, 1), kept
+
+
+class HeadNorm(nn.Module):
+    """A norm that sees this rank's heads alone."""
+
+    kinds: ClassVar = {"weight": Kind.OF_HEADS}
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight + 1)
+
+
+class DeltaNet(nn.Module):
+    """A gated delta net, token by token: slow, and without documents."""
+
+    kinds: ClassVar = {"A_log": Kind.SHARDED, "dt_bias": Kind.SHARDED}
+    in_float32: ClassVar = DELTA_NET.in_float32
+
+    def __init__(self, plan: Plan, layer: int) -> None:
+        super().__init__()
+        config, linear = plan.config, plan.config.linear
+        self.layer, self.key_heads, self.value_heads = (
+            layer,
+            plan.sizes["linear_key_heads"],
+            plan.sizes["linear_value_heads"],
+        )
+        self.convolution, self.state = DELTA_NET.cache(config, plan.sizes)
+        keys, values = self.key_heads * linear.key_dim, self.value_heads * linear.value_dim
+        self.widths = [2 * keys + values, values, self.value_heads, self.value_heads]
+        self.inner = [keys, keys, values]
+        self.in_proj = NormColumnLinear(
+            config.hidden, sum(self.widths), plan.norm, plan.ranks, bias=False, keep=plan.keep
+        )
+        self.conv1d = Convolution(sum(self.inner), linear.conv)
+        self.dt_bias = nn.Parameter(torch.empty(self.value_heads))
+        self.A_log = nn.Parameter(torch.empty(self.value_heads))
+        self.out_norm = HeadNorm(linear.value_dim)
+        self.out_proj = RowLinear(values, config.hidden, plan.ranks, bias=False)
+
+    def forward(self, x: Tensor, run: Pass) -> Tensor:
+        mixed, gate, write, forget = self.in_proj(x).split(self.widths, -1)
+        before, state = self._before(mixed) if run.cache is None else run.cache.states(self.layer)
+        mixed, before = self.conv1d(mixed, before)
+        q, k, v = (
+            part.unflatten(-1, (heads, -1))
+            for part, heads in zip(mixed.split(self.inner, -1), self._heads, strict=True)
+        )
+        q, k = (part.repeat_interleave(self.value_heads // self.key_heads, 2) for part in (q, k))
+        assert self.A_log.dtype == torch.float32
+        kept = (-self.A_log.exp() * F.softplus(forget.float() + self.dt_bias)).exp()
+        found = []
+        for token in range(len(q)):
+            change = torch.einsum(
+                "bhk,bhv->bhkv",
+                k[token].float(),
+                v[token].float() * write[token].sigmoid().unsqueeze(-1),
+            )
+            state = state * kept[token][..., None, None] + change
+            found.append(torch.einsum("bhk,bhkv->bhv", q[token].float(), state))
+        if run.cache is not None:
+            run.cache.keep(self.layer, before, state)
+        out = self.out_norm(torch.stack(found).to(x.dtype)).flatten(2) * F.silu(gate)
+        projected: Tensor = self.out_proj(out)
+        return projected
+
+    @property
+    def _heads(self) -> tuple[int, int, int]:
+        return self.key_heads, self.key_heads, self.value_heads
+
+    def _before(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = x.shape[1]
+        return x.new_zeros(rows, *self.convolution.shape), x.new_zeros(
+            rows, *self.state.shape, dtype=torch.float32
+        )
+
+
+@contextmanager
+def delta_nets() -> Iterator[None]:
+    """The trainer with the test's mixer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MIXERS, "linear", replace(DELTA_NET, module=lambda: DeltaNet))
+        patch.setattr(trainable, "TRAINED", (*trainable.TRAINED, CONFIG.family))
+        patch.setitem(MODELS, NAME, CONFIG)
+        yield
+
+
+def step(engine: Engine, case: Case, number: int) -> float:
+    found = small.step(engine, case, number)
+    engine.finish()
+    return found.loss
+
+
+def save(engine: Engine, case: Case, root: Path, form: str) -> None:
+    """Save as a run does."""
+    layout, dtype = engine.grid.layout, {"dtype": engine.options.dtype}
+    batch = BatchSize(ROWS * MICROBATCHES, ROWS * MICROBATCHES)
+    sizes = Sizes(layout=layout, dp=case.dp, batch=batch, micro_batch=ROWS, seq=SEQUENCE)
+    settings = Settings(
+        model=Model(make_vocab_size_divisible_by=4), checkpointing=Checkpointing(ckpt_format=form)
+    )
+    progress = Progress(engine.step, engine=engine.state())
+    config = changed(engine.config, dtype)
+    common = common_state(
+        settings, config, sizes, {}, progress, {}, (1e-3, 0.1, None), with_optimizer=True
+    )
+    take = dist_snapshot if form == "torch_dist" else rank_snapshot
+    group = dist.new_group(backend="gloo") if case.world > 1 else None
+    sidecars = {"config.json": family(config.family).config_json(config)}
+    saver = Saver(root, form, engine.grid.rank, group, sidecars)
+    saver.save(take(engine, common, with_optimizer=True, impl="local"))
+    saver.finish()
+
+
+def resumed(case: Case, root: Path) -> Engine:
+    engine = make_engine(case)
+    start = find_start(Settings(checkpointing=Checkpointing(load=str(root))), finetune=False)
+    assert start is not None
+    assert start.with_optimizer
+    load(engine, start)
+    return engine
+
+
+def run(
+    _rank: int, case: Case, root: Path, form: str
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """(losses, weights after two steps and a third, the same weights where a saved run made the third step)."""
+    with delta_nets():
+        engine = make_engine(case)
+        losses = [step(engine, case, number) for number in range(2)]
+        save(engine, case, root, form)
+        again = resumed(case, root)
+        assert {name: tensor.dtype for name, tensor in weights_of(again).items()} == {
+            name: torch.float32 if name.endswith(FLOAT32) else engine.dtype
+            for name in weights_of(engine)
+        }
+        losses.append(step(engine, case, 2))
+        assert step(again, case, 2) == losses[2]
+        weights, of_resumed = weights_of(engine), weights_of(again)
+        engine.grid.close()
+        again.grid.close()
+    return losses, weights, of_resumed
+
+
+IN_BF16 = (("dtype", "bfloat16"),)
+CASES = [
+    (Case(NAME, options=IN_BF16), "torch"),
+    (Case(NAME, tp=2, sequence_parallel=True), "torch_dist"),
+    (Case(NAME, dp=2, options=IN_BF16), "torch"),
+    (Case(NAME, dp=2, distributed=True, options=IN_BF16), "torch_dist"),
+    (Case(NAME, tp=2, dp=2, distributed=True, options=IN_BF16), "torch"),
+]
+
+
+@pytest.mark.parametrize(("case", "form"), CASES, ids=str)
+def test_a_model_of_two_dtypes_trains_as_in_one_process_and_resumes_bit_for_bit(
+    case: Case, form: str, world: World, tmp_path: Path
+) -> None:
+    ((losses, expected, _),) = world.run(1, run, case.alone(), tmp_path / "alone", "torch_dist")
+    in_bf16 = case.options == IN_BF16
+    for rank, (found, weights, of_resumed) in enumerate(
+        world.run(case.world, run, case, tmp_path / "save", form)
+    ):
+        assert found == pytest.approx(losses, rel=1e-3 if in_bf16 else 1e-5)
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, of_resumed[name]), name
+            if name.endswith(FLOAT32):
+                whole = expected[name]
+                own = whole.chunk(case.tp)[rank % case.tp]
+                torch.testing.assert_close(
+                    tensor, own, rtol=2e-2 if in_bf16 else 1e-4, atol=3e-4 if in_bf16 else 1e-6
+                )
+                assert tensor.bfloat16().float().ne(tensor).any(), "more than bf16 can hold"
+    checkpoint = megaconv.open(tmp_path / "save")
+    assert checkpoint.tensors["layers.0.linear.A_log"].dtype == "float32"
+
+
+def test_rows_with_states_of_fixed_size_are_generated_as_if_they_were_computed_anew() -> None:
+    """Prompts of unequal length, beside each other: a token of padding would change a state."""
+    requests = [
+        Request(prompt, 5, Sampling(0)) for prompt in ((3, 9, 4), (7,), (1, 2, 3, 4, 5, 6), (8, 8))
+    ]
+    with delta_nets():
+        engine = make_engine(Case(NAME))
+
+        def logits(rows: Any) -> list[Tensor]:
+            tokens = [torch.tensor([row]) for row in rows]
+            found = [engine.logits(Microbatch(each, each)) for each in tokens]
+            return [each[0] for each in found if each is not None]
+
+        expected = generate(Recomputed(logits, 2, 16), requests)
+        model = EngineModel(engine, 2, 16)
+        assert [answer.tokens for answer in generate(model, requests)] == [
+            answer.tokens for answer in expected
+        ]
+        assert model.cache.bytes() == 2 * 2 * 4 * (2 * (2 * 2 * 4 + 4 * 6) + 4 * 4 * 6)
+
+
+def test_states_are_copied_whole_and_begin_with_zeros() -> None:
+    cache = SlotCache({0: DELTA_NET.cache(CONFIG, CONFIG.sizes())}, 3, 8, torch.bfloat16, CPU)
+    cache.select([0, 2], [0, 0], 1, CPU)
+    convolution, state = cache.states(0)
+    assert (convolution.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    assert not convolution.any()
+    cache.keep(0, convolution + 1, state + torch.tensor([1.0, 2.0])[:, None, None, None])
+    cache.copy([2], [1], used=1)
+    cache.select([0, 1, 2], [1, 1, 0], 1, CPU)
+    _, found = cache.states(0)
+    assert found[:, 0, 0, 0].tolist() == [1.0, 2.0, 0.0]
+
+
+def test_every_mixer_of_the_model_description_is_declared() -> None:
+    assert set(MIXERS) == {"attention", "latent", "linear", "mamba", "none"}
+    assert mixer_of(MODELS["deepseek_v3"], MODELS["deepseek_v3"].layers[0]) is MIXERS["latent"]
+    mamba = changed(
+        CONFIG, {"mamba.heads": 4, "mamba.head_dim": 3, "mamba.groups": 2, "mamba.state": 5}
+    )
+    convolution, state = MAMBA.cache(mamba, mamba.sizes())
+    assert (convolution.shape, state.shape) == ((4 * 3 + 2 * 2 * 5, 3), (4, 3, 5))
+    assert stays_in_float32("decoder.layers.0.mixer.D")
+    assert not stays_in_float32("decoder.layers.0.mixer.norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [({"layers.mixer": "none"}, {"mlp"}), ({"layers.mlp": "none"}, {"self_attention"})],
+)
+def test_a_layer_may_have_a_mixer_alone_or_an_mlp_alone(
+    fields: dict[str, str], parts: set[str]
+) -> None:
+    plan = make_plan(MODELS["llama"], Layout(stage_layers=(4,)), ModelOptions(), TensorGroup())
+    whole, alone = Layer(plan, 0), Layer(replace(plan, config=changed(plan.config, fields)), 0)
+    assert {name.partition(".")[0] for name, _ in whole.named_parameters()} == {
+        "self_attention",
+        "mlp",
+    }
+    assert {name.partition(".")[0] for name, _ in alone.named_parameters()} == parts

@@ -1,0 +1,78 @@
+"""Our calls of torch's private operators, against the schemas of the installed torch."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_lite
+
+ROOT = Path(megatron_lite.__file__).parent
+PREFIX = "torch.ops.aten."
+STARRED = {"batch_first": 3, "tensors": 5}
+"""The number of tensors that a starred argument stands for, by its name."""
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    """Yield the operators that our code calls, with the calls."""
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(PREFIX):
+                yield f"{path.name}:{node.lineno}", node
+
+
+CALLS = list(calls())
+
+
+def places(call: ast.Call) -> int:
+    """Return the number of positional arguments."""
+    count = 0
+    for each in call.args:
+        if not isinstance(each, ast.Starred):
+            count += 1
+        elif isinstance(each.value, ast.Name):
+            count += STARRED[each.value.id]
+        else:
+            # *map(function, (q, k, v))
+            assert isinstance(each.value, ast.Call)
+            several = each.value.args[1]
+            assert isinstance(several, ast.Tuple)
+            count += len(several.elts)
+    return count
+
+
+def keywords(call: ast.Call) -> set[str]:
+    """Return the names of keyword arguments, with those of _window_size."""
+    named = {each.arg for each in call.keywords if each.arg is not None}
+    spread = [ast.unparse(each.value) for each in call.keywords if each.arg is None]
+    if spread:
+        assert spread == ["_window_size(q, k, seen)"]
+        named |= {"window_size_left", "window_size_right"}
+    return named
+
+
+def overload(call: ast.Call) -> Any:
+    """Return the operator's overload, as named in the call or the default one."""
+    found: Any = torch.ops.aten
+    for part in ast.unparse(call.func).removeprefix(PREFIX).split("."):
+        found = getattr(found, part)
+    return getattr(found, "default", found)
+
+
+@pytest.mark.parametrize("call", [call for _, call in CALLS], ids=[place for place, _ in CALLS])
+def test_a_call_fits_the_schema(call: ast.Call) -> None:
+    arguments = overload(call)._schema.arguments
+    by_place = [each for each in arguments if not each.kwarg_only]
+    given = {each.name for each in by_place[: places(call)]}
+    assert places(call) <= len(by_place)
+    assert not given & keywords(call), "given twice"
+    assert keywords(call) <= {each.name for each in arguments}
+    missing = [each.name for each in arguments if not each.has_default_value()]
+    assert set(missing) <= given | keywords(call)
+
+
+def test_all_operators_are_found() -> None:
+    assert len(CALLS) == 6

@@ -1,0 +1,178 @@
+"""Kernels that exist only on a GPU: what they refuse, and what they compute, by plain operations on the CPU."""
+
+import math
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ATEN = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
+MULTIPLE_BYTES = 16
+"""Grouped products read rows of which each begins at a multiple of this."""
+
+
+class KernelRefused(RuntimeError):
+    """A kernel does not support its arguments."""
+
+
+def require(allowed: bool, message: str) -> None:
+    """Raise KernelRefused unless allowed."""
+    if not allowed:
+        raise KernelRefused(message)
+
+
+class Scores(NamedTuple):
+    """The scaled scores of flash attention, and its operands with heads first, in float32."""
+
+    scores: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    queries_per_key: int
+
+
+def _mask(queries: int, keys: int, causal: bool, left: int | None, right: int | None) -> Tensor:
+    """Return bool [queries, keys]. Windows are relative to the last query and the last key; None and -1: no limit."""
+    shift = keys - queries
+    distance = torch.arange(keys)[None, :] - torch.arange(queries)[:, None] - shift
+    seen = torch.ones(queries, keys, dtype=torch.bool)
+    if causal:
+        seen &= distance <= 0
+    if left is not None and left >= 0:
+        seen &= distance >= -left
+    if right is not None and right >= 0:
+        seen &= distance <= right
+    return seen
+
+
+def _scores(q: Tensor, k: Tensor, v: Tensor, causal: bool, how: dict[str, Any]) -> Scores:
+    require(q.dtype in HALF, f"flash attention takes fp16 and bf16, not {q.dtype}")
+    width = q.shape[-1]
+    require(width % 8 == 0 and width <= 256, f"flash attention refuses heads of {width}")
+    contiguous = all(x.stride(-1) == 1 for x in (q, k, v))
+    require(contiguous, "flash attention needs contiguous heads")
+    times = q.shape[2] // k.shape[2]
+    scale = how.get("scale") or width**-0.5
+    wide = [x.repeat_interleave(times, 2) for x in (k, v)]
+    q, k, v = (x.float().permute(0, 2, 1, 3) for x in (q, *wide))
+    left, right = how.get("window_size_left"), how.get("window_size_right")
+    seen = _mask(q.shape[2], k.shape[2], causal, left, right)
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -math.inf)
+    return Scores(scores, q, k, v, scale, times)
+
+
+def _row_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, how: Any) -> list[Tensor]:
+    """Return (output, log-sum-exp [batch, heads, length]) of whole rows."""
+    found = _scores(q, k, v, causal, how)
+    logs = found.scores.logsumexp(-1)
+    weights = (found.scores - logs.clamp(min=-1e30).unsqueeze(-1)).exp()
+    out = (weights @ found.v).permute(0, 2, 1, 3).to(q.dtype)
+    return [out, logs]
+
+
+def _row_backward(
+    grad: Tensor, qkv: list[Tensor], out: Tensor, logs: Tensor, causal: bool, how: Any
+) -> list[Tensor]:
+    """Return the gradients of q, k, v of whole rows."""
+    q, k, v = qkv
+    found = _scores(q, k, v, causal, how)
+    weights = (found.scores - logs.clamp(min=-1e30).unsqueeze(-1)).exp()
+    of_out, wide_out = (x.float().permute(0, 2, 1, 3) for x in (grad, out))
+    of_weights = of_out @ found.v.transpose(-1, -2)
+    along = (of_out * wide_out).sum(-1, keepdim=True)
+    of_scores = weights * (of_weights - along) * found.scale
+    of_q, of_k = of_scores @ found.k, of_scores.transpose(-1, -2) @ found.q
+    of_v = weights.transpose(-1, -2) @ of_out
+    of_k, of_v = (x.unflatten(1, (-1, found.queries_per_key)).sum(2) for x in (of_k, of_v))
+    each = zip((of_q, of_k, of_v), (q, k, v), strict=True)
+    return [x.permute(0, 2, 1, 3).to(like.dtype) for x, like in each]
+
+
+def _documents(starts: Tensor) -> list[slice]:
+    """Return the tokens of each document. starts: int32 [documents + 1]."""
+    require(starts.dtype == torch.int32, "flash attention takes int32 starts")
+    bounds = starts.tolist()
+    return [slice(start, end) for start, end in pairwise(bounds)]
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **how: Any) -> tuple[Tensor, ...]:
+    starts, _, _, _, dropout, causal, _ = rest
+    require(not dropout, "the pretended kernel has no dropout")
+    if starts is None:
+        out, logs = _row_forward(q, k, v, causal, how)
+    else:
+        made = []
+        for tokens in _documents(starts):
+            row = [x[tokens].unsqueeze(0) for x in (q, k, v)]
+            made.append(_row_forward(*row, causal, how))
+        out = torch.cat([of_document.squeeze(0) for of_document, _ in made])
+        logs = torch.cat([of_document.squeeze(0) for _, of_document in made], -1)
+    state = torch.zeros(2, dtype=torch.uint64)
+    return out, logs, state, state.clone(), torch.empty(0)
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, *rest: Any, **how: Any
+) -> tuple[Tensor, ...]:
+    starts, causal = rest[0], rest[5]
+    if starts is None:
+        return tuple(_row_backward(grad, [q, k, v], out, logs, causal, how))
+    made = []
+    for tokens in _documents(starts):
+        of_out, *qkv, own = (x[tokens].unsqueeze(0) for x in (grad, q, k, v, out))
+        own_logs = logs[:, tokens].unsqueeze(0)
+        made.append(_row_backward(of_out, qkv, own, own_logs, causal, how))
+    return tuple(torch.cat(parts, 1).squeeze(0) for parts in zip(*made, strict=True))
+
+
+def _aligned(x: Tensor) -> bool:
+    """Return whether one of the last two axes is contiguous, and the other's stride is a multiple of 16 bytes."""
+    *_, first, second = x.stride()
+    step = max(first, second) * x.element_size()
+    return 1 in (first, second) and step % MULTIPLE_BYTES == 0
+
+
+def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *rest: Any, **_: Any) -> Tensor:
+    """Return products of groups of a's rows, or, with two matrices, of groups of the summed axis."""
+    require(offs is not None and offs.dtype == torch.int32, "grouped_mm takes int32 offsets")
+    require(a.dtype == b.dtype == torch.bfloat16, "grouped_mm takes bf16")
+    require(_aligned(a) and _aligned(b), f"grouped_mm refuses strides {a.stride()}, {b.stride()}")
+    assert offs is not None
+    ends = offs.tolist()
+    bounds = list(zip([0, *ends[:-1]], ends, strict=True))
+    if b.dim() == 3:
+        pieces = [a[start:end] @ b[number] for number, (start, end) in enumerate(bounds)]
+        return torch.cat(pieces)
+    return torch.stack([a[:, start:end] @ b[start:end] for start, end in bounds])
+
+
+def _scaled(a: Tensor, b: Tensor, *rest: Any, **how: Any) -> Tensor:
+    require(
+        a.stride(1) == 1 and b.stride(0) == 1, "_scaled_mm takes a row-major and a column-major"
+    )
+    sides = (a.shape[1], *b.shape)
+    require(all(side % 16 == 0 for side in sides), f"_scaled_mm refuses {a.shape} @ {b.shape}")
+    both_e5m2 = a.dtype == b.dtype == torch.float8_e5m2
+    require(not both_e5m2, "_scaled_mm refuses two operands in e5m2")
+    made: Tensor = ATEN._scaled_mm.default(a, b, *rest, **how)
+    return made
+
+
+KERNELS: dict[Any, Callable[..., Any]] = {
+    ATEN._grouped_mm.default: _grouped,
+    ATEN._scaled_mm.default: _scaled,
+}
+
+
+@cache
+def install_flash() -> torch.library.Library:
+    """Give torch flash attention on CPUs, for the rest of the process. torch's varlen attention calls it too."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", _flash_forward, "CPU")
+    library.impl("_flash_attention_backward", _flash_backward, "CPU")
+    return library

@@ -1,0 +1,1 @@
+"""Training on simulated NCCL: ranks are threads, communicators behave as NCCL's, and data is real."""

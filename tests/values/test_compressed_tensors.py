@@ -1,0 +1,162 @@
+"""llm-compressor's checkpoints (`compressed-tensors`): FP8, INT8 and packed INT4 become plain weights."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megaconv.engine.stream import as_lazy
+from megaconv.values.quantized import dequantize
+from tests.runs import assert_refused, run
+from tests.values.test_modelopt import EXPORTS, MATRICES, SOURCE
+from tests.values.test_quantized import as_torch, assert_same, in_rectangles
+
+Tensors = dict[str, torch.Tensor]
+
+
+def settings(kind: str, bits: int, strategy: str, **changed: Any) -> dict[str, Any]:
+    weights = {"type": kind, "num_bits": bits, "strategy": strategy, "symmetric": True} | {
+        key: value
+        for key, value in changed.items()
+        if key in ("group_size", "symmetric", "actorder")
+    }
+    layout = "pack-quantized" if bits == 4 else f"{kind}-quantized"
+    groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+    found = {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
+    return found | {key: value for key, value in changed.items() if key not in weights}
+
+
+SCHEMES = {
+    "fp8-tensor": settings("float", 8, "tensor"),
+    "fp8-channel": settings("float", 8, "channel"),
+    "int8-channel": settings("int", 8, "channel"),
+    "int4-channel": settings("int", 4, "channel"),
+    "int4-group": settings("int", 4, "group", group_size=32),
+}
+
+
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """[rows, cols] numbers of 4 bits -> [rows, cols / 8] int32, the lowest bits first."""
+    rows, cols = codes.shape
+    padded = torch.zeros(rows, -(-cols // 8) * 8, dtype=torch.int64)
+    padded[:, :cols] = codes.long() + 8
+    words = (padded.reshape(rows, -1, 8) << torch.arange(0, 32, 4)).sum(dim=2)
+    return words.to(torch.int32)
+
+
+def quantized(weight: torch.Tensor, scheme: str) -> tuple[Tensors, torch.Tensor]:
+    """(the tensors of a module, its dequantized weight in float32)."""
+    largest = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}[scheme.split("-")[0]]
+    rows, cols = weight.shape
+    groups = weight.float().reshape(rows, -1, 32 if scheme == "int4-group" else cols)
+    scale = groups.abs().amax(dim=2) / largest
+    if scheme == "fp8-tensor":
+        scale = scale.max().reshape(1)
+    scale = scale.bfloat16()
+    wide = scale.float().reshape(-1, 1) if scheme == "fp8-tensor" else scale.float()
+    factors = wide.expand(rows, -1).repeat_interleave(cols // wide.shape[1], dim=1)
+    quotients = (weight.float() / factors).clamp(-largest, largest)
+    is_fp8 = scheme.startswith("fp8")
+    codes = quotients.to(torch.float8_e4m3fn) if is_fp8 else quotients.round().to(torch.int8)
+    stored = {"weight_scale": scale}
+    if scheme.startswith("int4"):
+        stored |= {"weight_packed": packed(codes), "weight_shape": torch.tensor([rows, cols])}
+    else:
+        stored["weight"] = codes
+    return stored, codes.float() * factors
+
+
+def write(path: Path, scheme: str, config: dict[str, Any] | None = None) -> Path:
+    """The model of ModelOpt's fixtures with quantized matrices."""
+    path.mkdir()
+    shutil.copy(EXPORTS / "src/config.json", path)
+    described = json.loads((path / "config.json").read_text())
+    described["quantization_config"] = SCHEMES[scheme] if config is None else config
+    (path / "config.json").write_text(json.dumps(described))
+    tensors = {name: tensor for name, tensor in SOURCE.items() if name not in MATRICES}
+    for name in MATRICES:
+        module = name.removesuffix(".weight")
+        stored = quantized(SOURCE[name], scheme)[0]
+        tensors |= {f"{module}.{end}": tensor.contiguous() for end, tensor in stored.items()}
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_values_are_the_products_of_codes_and_scales_in_any_rectangle(
+    scheme: str, dtype: str
+) -> None:
+    columns = 96 if scheme == "int4-group" else 93
+    weight = torch.randn(9, columns, generator=torch.Generator().manual_seed(3)).bfloat16()
+    stored, expected = quantized(weight, scheme)
+    tensors = {f"x.{end}": as_lazy(tensor) for end, tensor in stored.items()}
+    config = {"quantization_config": SCHEMES[scheme]}
+    (found,) = dequantize(tensors, config, dtype, "here").values()
+    assert_same(as_torch(found), expected.to(getattr(torch, dtype)))
+    assert_same(in_rectangles(found, 4, 7), expected.to(getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_model_becomes_a_plain_one(scheme: str, tmp_path: Path) -> None:
+    outcome = run("convert", write(tmp_path / "in", scheme), tmp_path / "out", "--saver", "hf")
+    assert outcome.status == 0, outcome.err
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == SOURCE.keys()
+    for name in MATRICES:
+        assert torch.equal(found[name], quantized(SOURCE[name], scheme)[1].bfloat16()), name
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+def test_inspect_names_the_scheme(tmp_path: Path) -> None:
+    outcome = run("inspect", write(tmp_path / "in", "int4-group"))
+    assert "compressed-tensors (INT4 by groups of 32)" in outcome.out
+    outcome = run("inspect", write(tmp_path / "fp8", "fp8-channel"))
+    assert "compressed-tensors (FP8 by channel)" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        (settings("int", 4, "group", group_size=32, symmetric=False), "asymmetric numbers"),
+        (settings("int", 4, "group", group_size=32, actorder="group"), "in another order"),
+        (settings("float", 4, "group", group_size=32), "float of 4 bits"),
+        (settings("float", 8, "block"), "strategy 'block'"),
+        (settings("int", 8, "channel", format="pack-quantized"), "packed INT8"),
+        (settings("int", 4, "channel", transform_config={"a": 1}), "rotated weights"),
+        (settings("int", 4, "channel", format="marlin-24"), "format 'marlin-24'"),
+        ({"quant_method": "compressed-tensors"}, "has no config_groups"),
+    ],
+)
+def test_other_schemes_are_refused_by_name(
+    config: dict[str, Any], word: str, tmp_path: Path
+) -> None:
+    assert_refused(run("fingerprint", write(tmp_path / "in", "int4-group", config)), 3, word)
+
+
+@pytest.mark.parametrize(
+    ("end", "tensor", "words"),
+    [
+        ("weight_scale", None, ["there is no", "down_proj.weight_scale"]),
+        ("weight_shape", None, ["there is no", "down_proj.weight_shape"]),
+        ("weight_scale", torch.ones(128, 16), ["down_proj.weight is", "[out, in / group]"]),
+        ("weight_shape", torch.tensor([128, 300]), ["weight of [128, 300]", "expected int32"]),
+        ("weight_shape", torch.ones(2), ["expected [2] int64"]),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    end: str, tensor: torch.Tensor | None, words: list[str], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "in", "int4-group")
+    tensors = load_file(path / "model.safetensors")
+    name = f"model.layers.0.mlp.down_proj.{end}"
+    if tensor is None:
+        del tensors[name]
+    else:
+        tensors[name] = tensor
+    save_file(tensors, path / "model.safetensors")
+    assert_refused(run("fingerprint", path), 3, *words)

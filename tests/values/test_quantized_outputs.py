@@ -1,0 +1,121 @@
+"""`--quantize fp8-block`: what torch and transformers make of what is written."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import megaconv
+from megaconv.errors import UsageError
+from megaconv.values.fp8_blocks import e4m3
+from tests.families.test_families import write_model
+from tests.models import write_llama
+
+ROUNDED = tuple(f"{kind}_proj.weight" for kind in ("q", "k", "v", "o", "gate", "up", "down"))
+
+
+def test_every_float32_becomes_the_fp8_that_torch_makes_of_it() -> None:
+    near = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    near = near[near.isfinite()]
+    ties = (near.sort().values[1:] + near.sort().values[:-1]) / 2
+    numbers = torch.cat(
+        [near, ties, ties.nextafter(torch.tensor(9.0)), ties.nextafter(torch.tensor(-9.0))]
+    )
+    expected = numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(e4m3(numbers.numpy()), expected)
+
+
+def test_an_output_in_fp8_holds_blocks_as_torch_computes_them(tmp_path: Path) -> None:
+    write_llama(tmp_path / "hf", hidden=160, ffn=264, layers=2)
+    report = megaconv.convert(
+        tmp_path / "hf", tmp_path / "fp8", saver="hf", quantize="fp8-block", verify=True
+    )
+    given, found = (
+        load_file(tmp_path / "hf/model.safetensors"),
+        load_file(tmp_path / "fp8/model.safetensors"),
+    )
+    errors = []
+    for name, weight in given.items():
+        if not name.endswith(ROUNDED):
+            assert torch.equal(found[name], weight), name
+            continue
+        scales = found[name + "_scale_inv"]
+        rows, cols = weight.shape
+        for row in range(0, rows, 128):
+            for col in range(0, cols, 128):
+                block = weight[row : row + 128, col : col + 128].float()
+                scale = block.abs().max() / 448
+                assert scales[row // 128, col // 128] == scale
+                stored = found[name][row : row + 128, col : col + 128]
+                assert torch.equal(
+                    stored.view(torch.uint8),
+                    (block / scale).to(torch.float8_e4m3fn).view(torch.uint8),
+                )
+                errors.append((stored.float() * scale - block).flatten())
+    off = torch.cat(errors).double()
+    assert report.rounding is not None
+    assert report.rounding.largest == off.abs().max().item()
+    assert report.rounding.rms == pytest.approx(off.square().mean().sqrt().item())
+    assert report.rounding.count == len(off)
+    config = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]
+    assert config["weight_block_size"] == [128, 128]
+    assert "lm_head" in config["modules_to_not_convert"]
+    assert json.loads((tmp_path / "fp8/megaconv.json").read_text())["quantized"] == "fp8-block"
+
+
+def test_an_output_in_fp8_is_read_as_its_record_says(tmp_path: Path) -> None:
+    write_llama(tmp_path / "hf", hidden=160, ffn=264, layers=2)
+    report = megaconv.convert(tmp_path / "hf", tmp_path / "fp8", saver="hf", quantize="fp8-block")
+    assert report.fingerprint is not None
+    assert megaconv.fingerprint(tmp_path / "fp8").weights == report.fingerprint.weights
+    assert megaconv.verify(tmp_path / "fp8").same
+    plain = megaconv.convert(tmp_path / "fp8", tmp_path / "plain", saver="hf")
+    assert plain.fingerprint is not None
+    assert plain.fingerprint.weights == report.fingerprint.weights
+
+
+@pytest.mark.oracle
+def test_transformers_dequantizes_an_output_in_fp8_to_what_we_read(tmp_path: Path) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    write_llama(
+        tmp_path / "hf", hidden=128, ffn=256, layers=2
+    )  # whole blocks: it knows no narrower ones
+    megaconv.convert(tmp_path / "hf", tmp_path / "fp8", saver="hf", quantize="fp8-block")
+    megaconv.convert(tmp_path / "fp8", tmp_path / "plain", saver="hf")
+    stored, read = (
+        load_file(tmp_path / "fp8/model.safetensors"),
+        load_file(tmp_path / "plain/model.safetensors"),
+    )
+    for name in (name for name in read if name.endswith(ROUNDED)):
+        scales = stored[name + "_scale_inv"]
+        expected = Fp8Dequantize(None)._dequantize_one(
+            stored[name], scales, output_dtype=torch.bfloat16
+        )
+        assert torch.equal(read[name], expected), name
+
+
+def test_a_fused_tensor_is_quantized_where_its_pieces_fill_whole_blocks(tmp_path: Path) -> None:
+    for ffn, is_quantized in ((128, True), (96, False)):
+        given, made = (
+            write_model(tmp_path / f"{ffn}", "glm4", intermediate_size=ffn),
+            tmp_path / f"{ffn}-fp8",
+        )
+        megaconv.convert(given, made, saver="hf", quantize="fp8-block", verify=True)
+        name = "model.layers.0.mlp.gate_up_proj"
+        kept = json.loads((made / "config.json").read_text())["quantization_config"][
+            "modules_to_not_convert"
+        ]
+        assert (f"{name}.weight_scale_inv" in load_file(made / "model.safetensors")) == is_quantized
+        assert (name in kept) != is_quantized
+
+
+def test_an_unknown_quantization_names_the_known_one(tmp_path: Path) -> None:
+    write_llama(tmp_path / "hf", hidden=160, ffn=264, layers=2)
+    with pytest.raises(UsageError, match="fp8-block"):
+        megaconv.convert(tmp_path / "hf", tmp_path / "out", saver="hf", quantize="int4")
+    with pytest.raises(UsageError, match="--quantize"):
+        megaconv.convert(tmp_path / "hf", tmp_path / "out", saver="core", quantize="fp8-block")
