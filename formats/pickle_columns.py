@@ -95,13 +95,14 @@ class Columns:
     def _rows(self, start: int, until: int) -> tuple[bytes, list[tuple[bytes, ...]], int]:
         """(kinds of the repeated instructions, their operands in each repetition, end of the last repetition)."""
         data = self._machine.data
-        found = _TWICE.match(_kinds(data[start : min(until, start + _WINDOW)]))
-        if found is None or (
-            found[1] not in self._patterns and len(self._patterns) == _MOST_PATTERNS
-        ):
+        window = data[start : min(until, start + _WINDOW)]
+        found = _TWICE.match(_kinds(window))
+        if found is None:
             return b"", [], start
         kinds = found[1]
         if kinds not in self._patterns:
+            if len(self._patterns) == _MOST_PATTERNS:
+                return b"", [], start
             wanted = b"".join([_PATTERNS[kind] for kind in kinds])
             self._patterns[kinds] = re.compile(wanted + b"|" + _REST, re.DOTALL)
         rows: list[tuple[bytes, ...]] = self._patterns[kinds].findall(data, start, until)

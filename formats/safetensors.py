@@ -129,7 +129,8 @@ class SafetensorsLayout:
     def __init__(self, tensors: Mapping[str, tuple[Shape, str]]) -> None:
         """tensors: name -> (shape, dtype)."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        position, spans = 0, {}
+        position = 0
+        spans: dict[str, tuple[int, int]] = {}
         for name, (shape, dtype) in tensors.items():
             end = position + byte_count(shape, dtype)
             header[name] = {
@@ -144,9 +145,9 @@ class SafetensorsLayout:
         self._header = len(text).to_bytes(8, "little") + text
         start = len(self._header)
         self.size = start + position
-        self.records = {
-            name: Record(start + begin, end - begin) for name, (begin, end) in spans.items()
-        }
+        self.records = {}
+        for name, (begin, end) in spans.items():
+            self.records[name] = Record(start + begin, end - begin)
 
     def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         yield 0, self._header

@@ -66,15 +66,18 @@ def _headers(file: InputFile) -> Iterator[tuple[_Header, int]]:
         block = file.read(position, _BLOCK)
         if not any(block):
             return
-        header, start = _parse(block, file.path, position), position + _BLOCK
+        header = _parse(block, file.path, position)
+        start = position + _BLOCK
         if large:
             header = header._replace(size=large)
         if start + header.size > file.size:
             raise CorruptCheckpoint(
-                f"{file.path}: {header.name!r:.100} should have {header.size:,} bytes, but the archive ends before; copy it again",
+                f"{file.path}: {header.name!r:.100} should have {header.size:,} bytes, "
+                "but the archive ends before; copy it again",
                 code="truncated-file",
             )
-        position = start + -(-header.size // _BLOCK) * _BLOCK
+        content_blocks = -(-header.size // _BLOCK)
+        position = start + content_blocks * _BLOCK
         if header.kind in (b"L", b"x", b"g"):
             if header.size > _MOST_NAME_BYTES:
                 raise CorruptCheckpoint(f"{file.path}: a name of {header.size:,} bytes")
@@ -147,8 +150,10 @@ def _fields(text: bytes) -> Iterator[tuple[bytes, bytes]]:
         if not space or not re.fullmatch(rb"[0-9]+", digits):
             raise ValueError(f"no length at byte {start}")
         end = start + int(digits)
-        key, equals, value = text[start + len(digits) + 1 : end].partition(b"=")
-        if not key or not equals or not value.endswith(b"\n") or end > len(text):
+        after_length = start + len(digits) + 1
+        key, equals, value = text[after_length:end].partition(b"=")
+        is_complete = value.endswith(b"\n") and end <= len(text)
+        if not key or not equals or not is_complete:
             raise ValueError(f"no key=value at byte {start}")
         yield key, value[:-1]
         start = end

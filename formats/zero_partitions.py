@@ -234,13 +234,10 @@ def _require_own_slices(
     paddings: Any,
 ) -> None:
     """Raise CorruptCheckpoint if a file lists other slices of a group than its rank has."""
-    listed = [
-        [
-            {_plain(name): at for name, at in group.items()}
-            for group in partition.get("param_slice_mappings") or ()
-        ]
-        for partition in by_file.values()
-    ]
+    listed = []
+    for partition in by_file.values():
+        groups = partition.get("param_slice_mappings") or ()
+        listed.append([{_plain(name): at for name, at in group.items()} for group in groups])
     for index, group in enumerate(shapes):
         partitions = [vectors[index].shape[0] for vectors in masters]
         starts, _ = _starts(group, paddings, index)
@@ -343,9 +340,9 @@ def _steps(state: Mapping[int, Mapping[str, Any]]) -> Iterator[float]:
         if hasattr(step, "read_into"):
             if prod(step.shape) != 1:
                 raise ValueError(f"a step of shape {list(step.shape)}")
-            yield float(
-                read_tensor(step).view("float32" if step.dtype == "float32" else "int64")[0, 0]
-            )
+            dtype = "float32" if step.dtype == "float32" else "int64"
+            values = read_tensor(step).view(dtype)
+            yield float(values[0, 0])
         elif step is not None:
             yield float(step)
 

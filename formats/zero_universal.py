@@ -122,16 +122,15 @@ def _compared(
     vector."""
     found, start = dict[str, LazyTensor](), 0
     for name, tensor in tensors.items():
+        file = step / FOLDER / name / _FILES[slot]
         numel = prod(tensor.shape)
         piece = -(-numel // ranks)
         if tensor.dtype != whole.dtype:
-            raise CorruptCheckpoint(
-                f"{step / FOLDER / name / _FILES[slot]}: is {tensor.dtype}, in {_GROUPS} {whole.dtype}"
-            )
+            raise CorruptCheckpoint(f"{file}: is {tensor.dtype}, in {_GROUPS} {whole.dtype}")
         copy = beginning(whole, start, min(piece, numel), tuple(tensor.shape))
         message = (
-            f"{step / FOLDER / name / _FILES[slot]}: differs from this parameter in {_GROUPS}; was the file replaced by another "
-            "parameter's? make the universal checkpoint again"
+            f"{file}: differs from this parameter in {_GROUPS}; "
+            "was the file replaced by another parameter's? make the universal checkpoint again"
         )
         found[name] = ComparedTensor(tensor, copy, message)
         start += piece
@@ -148,7 +147,9 @@ def _tensor(file: Path, shape: Shape) -> LazyTensor:
     if not hasattr(held, "read_into"):
         raise CorruptCheckpoint(f"{file}: expected a tensor, found {type(held).__name__}")
     found: LazyTensor = held  # type: ignore[assignment]
-    if prod(found.shape) != prod(shape) or (len(found.shape) > 1 and tuple(found.shape) != shape):
+    is_flat = len(found.shape) <= 1
+    fits = prod(found.shape) == prod(shape) if is_flat else tuple(found.shape) == shape
+    if not fits:
         raise CorruptCheckpoint(f"{file}: is {list(found.shape)}, the parameter {list(shape)}")
     return reshaped(found, shape)
 

@@ -67,7 +67,7 @@ def _with_indexer(
 ) -> Naming:
     """The naming scheme of a model with indexers. Raises UsageError.
 
-    If latent norms are modules of their own, names don't show the library of the layers. The checkpoint's args then
+    If latent norms are separate modules, names don't show the library of the layers. The checkpoint's args then
     decide.
     """
     rope_last = reads_rope_last(args, names, asked)

@@ -160,15 +160,16 @@ def _dcp(path: Path, only: str | None = None) -> Contents:
     metadata = torch_dist.open_directory(path).metadata
     tensors = []
     for name, tensor in metadata.tensors.items():
-        places = [chunk.place for chunk in tensor.chunks if only in (None, chunk.place.file)]
-        if not places:
+        chunks = [chunk for chunk in tensor.chunks if only in (None, chunk.place.file)]
+        if not chunks:
             continue
-        shape, nbytes = tuple(tensor.shape), byte_count(tensor.shape, tensor.dtype)
+        is_one_chunk = len(chunks) == 1
+        shape = tuple(tensor.shape)
+        nbytes = byte_count(shape, tensor.dtype)
         if only is not None:
-            chunks = [chunk for chunk in tensor.chunks if chunk.place.file == only]
             nbytes = sum(byte_count(chunk.shape, tensor.dtype) for chunk in chunks)
-            shape = tuple(chunks[0].shape) if len(chunks) == 1 else shape
-        files = ", ".join(dict.fromkeys(place.file for place in places))
+            shape = tuple(chunks[0].shape) if is_one_chunk else shape
+        files = ", ".join(dict.fromkeys(chunk.place.file for chunk in chunks))
         tensors.append(
             StoredTensor(
                 name,
@@ -176,7 +177,7 @@ def _dcp(path: Path, only: str | None = None) -> Contents:
                 tensor.dtype,
                 nbytes,
                 files,
-                places[0].offset if len(places) == 1 else None,
+                chunks[0].place.offset if is_one_chunk else None,
             )
         )
     objects = [name for name, place in metadata.objects.items() if only in (None, place.file)]

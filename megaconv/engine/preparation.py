@@ -90,21 +90,20 @@ class Report:
     @property
     def notices(self) -> tuple[str, ...]:
         """Notices for the user about the output."""
-        left_out = self.header.has_optimizer and not self.header.carries_optimizer
-        code = (CODE_LEFT_OUT.format(", ".join(self.code)),) if self.code else ()
-        optimizer = (LEFT_OUT,) if left_out else ()
-        named = ", ".join(f"{name} ({count} tensors)" for name, count in self.header.beside.items())
-        beside = (BESIDE.format(named),) if named else ()
-        incomplete = completeness_notices(self.header, self.missing)
-        return (
-            *beside,
-            *incomplete,
-            *self.merging,
-            *optimizer,
-            *self.check.notices,
-            *code,
-            *self.plan.notices,
-        )
+        header = self.header
+        found: list[str] = []
+        if header.beside:
+            parts = [f"{name} ({count} tensors)" for name, count in header.beside.items()]
+            found.append(BESIDE.format(", ".join(parts)))
+        found += completeness_notices(header, self.missing)
+        found += self.merging
+        if header.has_optimizer and not header.carries_optimizer:
+            found.append(LEFT_OUT)
+        found += self.check.notices
+        if self.code:
+            found.append(CODE_LEFT_OUT.format(", ".join(self.code)))
+        found += self.plan.notices
+        return tuple(found)
 
     @property
     def files(self) -> dict[str, int]:

@@ -128,14 +128,13 @@ def check_source(
     if stored is not None:
         written = stored.source.header.manifest
     differing = record.other_tensors(written)
-    missing = {
-        name: what for name, what in differing.items() if what == "missing" or not other_shapes
-    }
-    if missing:
-        _refuse(
-            record,
-            f"{len(missing)} tensors are not as written: {listing([f'{name} {what}' for name, what in missing.items()])}",
-        )
+    refused = [
+        f"{name} {what}"
+        for name, what in differing.items()
+        if what == "missing" or not other_shapes
+    ]
+    if refused:
+        _refuse(record, f"{len(refused)} tensors are not as written: {listing(refused)}")
     described = changed_descriptions(record, stored)
     if described:
         _refuse(record, f"the metadata in {listing(sorted(described))} are not as written")

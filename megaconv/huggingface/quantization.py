@@ -2,7 +2,7 @@
 
 Weights of attention, MLP and experts are quantized. Embeddings, head, norms, routers and indexers are not. A fused
 native tensor is quantized only if each canonical tensor in it fills whole blocks: 128 rows for FP8 by blocks, 16 elements of
-a row for NVFP4. FP8 by rows needs whole rows. Otherwise it stays unquantized and is listed with the others.
+a row for NVFP4. FP8 by rows needs whole rows. Any other tensor stays unquantized and is listed with the others.
 Source of NVFP4's settings: convert_hf_config.py of ModelOpt 0.47. Its W4A16_NVFP4 quantizes only weights, so it needs
 no scales of activations, which require a calibration.
 """

@@ -135,7 +135,12 @@ def from_fields(
             flat[inner] = value
     subjects = {subject: kind(**grouped[subject]) for subject, kind in _SUBJECTS.items()}
     return ModelConfig(
-        family=family, layers=_layers(values), hf=hf, whole=whole, **flat, **subjects
+        family=family,
+        layers=_layers(values),
+        hf=hf,
+        whole=whole,
+        **flat,
+        **subjects,
     )
 
 

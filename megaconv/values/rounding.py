@@ -29,16 +29,19 @@ def convert(values: Bytes, source: str, out: Bytes, target: str, *, overflow: bo
 
     overflow: if True, numbers beyond the target's range become infinite; if False, they raise BeyondRange.
     """
-    flat, made = values.reshape(-1), out.reshape(-1)
+    flat = values.reshape(-1)
+    made = out.reshape(-1)
     if (source, target) == ("bfloat16", "float32"):
         np.left_shift(flat.view(np.uint16), 16, out=made.view(np.uint32), dtype=np.uint32)
         return
-    for start in range(0, flat.size // ITEMSIZE[source], _CHUNK):
-        stop = start + _CHUNK
-        chunk = flat[start * ITEMSIZE[source] : stop * ITEMSIZE[source]]
-        made[start * ITEMSIZE[target] : stop * ITEMSIZE[target]] = _converted(
-            chunk, source, target, overflow
-        )
+    source_bytes = _CHUNK * ITEMSIZE[source]
+    target_bytes = _CHUNK * ITEMSIZE[target]
+    reads = range(0, flat.size, source_bytes)
+    writes = range(0, made.size, target_bytes)
+    for read, write in zip(reads, writes, strict=True):
+        chunk = flat[read : read + source_bytes]
+        converted = _converted(chunk, source, target, overflow)
+        made[write : write + target_bytes] = converted
 
 
 def _converted(values: Bytes, source: str, target: str, overflow: bool) -> Bytes:
@@ -64,9 +67,9 @@ def _widened(values: Bytes, dtype: str, overflow: bool) -> Floats:
     with np.errstate(over="ignore", invalid="ignore"):
         made = stored.astype(np.float32)
     if dtype == "float16":
-        made.view(np.uint32)[np.isnan(made)] |= (
-            0x400000  # a signalling NaN becomes a quiet one, as in any processor
-        )
+        # A signalling NaN becomes a quiet one, as in any processor.
+        bits = made.view(np.uint32)
+        bits[np.isnan(made)] |= 0x400000
     elif not overflow and np.any(np.isinf(made) & np.isfinite(stored)):
         raise BeyondRange
     return made
@@ -133,13 +136,12 @@ def rounded(values: Floats, dtype: str, *, overflow: bool = True) -> Bytes:
     if magnitude.max(initial=0) >= _TOO_LARGE[dtype]:
         if not overflow and np.any((magnitude >= _TOO_LARGE[dtype]) & (magnitude < _INFINITE)):
             raise BeyondRange
-        unknown = magnitude > _INFINITE
-        kept = (
-            0x7FC0
-            if dtype == "bfloat16"
-            else bits[unknown] >> 16 & 0x8000 | 0x7E00 | bits[unknown] >> 13 & 0x3FF
-        )
-        made[unknown] = kept
+        is_nan = magnitude > _INFINITE
+        if dtype == "bfloat16":
+            made[is_nan] = 0x7FC0
+        else:
+            nans = bits[is_nan]
+            made[is_nan] = nans >> 16 & 0x8000 | 0x7E00 | nans >> 13 & 0x3FF
     return made.view(np.uint8)
 
 

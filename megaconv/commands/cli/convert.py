@@ -213,6 +213,8 @@ def _dry_run(request: Request) -> None:
     for name, size in report.files.items():
         show(f"{size:>18,}  {Path(request.save_dir) / name}")
     _say_notices(report)
+    memory = readable(report.memory)
     show(
-        f"{report.nbytes:>18,}  bytes in {len(report.files)} files; buffers will take {readable(report.memory)} of memory at most"
+        f"{report.nbytes:>18,}  bytes in {len(report.files)} files; "
+        f"buffers will take {memory} of memory at most"
     )

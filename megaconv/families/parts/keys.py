@@ -214,11 +214,13 @@ def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Key
         return {field: values[word]}
 
     def write(config: ModelConfig) -> Raw:
-        named = [word for word, value in values.items() if value == value_of(config, field)]
+        wanted = value_of(config, field)
+        named = [word for word, value in values.items() if value == wanted]
         if not named:
+            possible = map(str, dict.fromkeys(values.values()))
             raise NotExpressible(
-                f"the model's {field} is {value_of(config, field)}, which {key} of this architecture's {CONFIG_NAME} "
-                f"can't represent: it has {' and '.join(map(str, dict.fromkeys(values.values())))}"
+                f"the model's {field} is {wanted}, which {key} of this architecture's {CONFIG_NAME} "
+                f"can't represent: it has {' and '.join(possible)}"
             )
         return {key: named[0]}
 
@@ -226,7 +228,7 @@ def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Key
 
 
 def follows(field: str, rule: Callable[[Raw], Any]) -> Keys:
-    """A field that follows from other keys, without a key of its own."""
+    """A field that follows from other keys and has no key."""
     return Keys((), lambda raw: {field: rule(raw)}, lambda config: {})
 
 

@@ -2,7 +2,7 @@
 
     decay       matrices: layers' weights, embeddings, head, router
     no decay    vectors: norms and biases
-    decoupled   embedding and head, where they have a learning rate of their own
+    decoupled   embedding and head, where they have their own learning rate
 
 With expert parallelism, a second optimizer trains the experts; its groups are of the same kinds. Groups are recognised
 by their values, never by their order, which differs between releases and pipeline stages. Checkpoints don't name the
@@ -153,15 +153,15 @@ def write_order(groups: Iterable[ParamGroup]) -> list[int]:
     """Indices in the order of core 0.16: the default group, then the others by their overrides, name by name."""
 
     def overrides(group: ParamGroup) -> list[tuple[str, float]]:
-        rates = (
-            {name: group.settings.get(name) or 0.0 for name in ("max_lr", "min_lr")}
-            if group.decoupled_lr
-            else {}
-        )
-        factors = {"lr_mult": group.lr_mult, "wd_mult": group.wd_mult}
-        return sorted(
-            (rates | {name: factor for name, factor in factors.items() if factor != 1}).items()
-        )
+        found: dict[str, float] = {}
+        if group.decoupled_lr:
+            for name in ("max_lr", "min_lr"):
+                found[name] = group.settings.get(name) or 0.0
+        if group.lr_mult != 1:
+            found["lr_mult"] = group.lr_mult
+        if group.wd_mult != 1:
+            found["wd_mult"] = group.wd_mult
+        return sorted(found.items())
 
     listed = list(groups)
     return sorted(range(len(listed)), key=lambda index: overrides(listed[index]))

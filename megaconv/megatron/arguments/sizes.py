@@ -112,13 +112,16 @@ def find_layout(ranks: Ranks, args: Namespace, names: SizeTensors) -> Layout:
     vpp = max(len(chunks) for chunks in ranks.weights.values())
     counts = _stage_layers(ranks, vpp, names.layers)
     encoder = _encoder_layers(ranks, vpp, names)
+    layers = sum(counts)
     expected = getattr(args, "num_layers", None)
-    if sum(encoder) and sum(counts) == getattr(args, "decoder_num_layers", None):
+    if sum(encoder) and layers == getattr(args, "decoder_num_layers", None):
         # Legacy models; Megatron core uses num_layers for a decoder and ignores decoder_num_layers.
-        expected = sum(counts)
-    if expected is not None and sum(counts) != expected:
+        expected = layers
+    if expected is not None and layers != expected:
+        by_stage = "+".join(map(str, counts))
         raise TensorMismatch(
-            f"the rank files hold {sum(counts)} layers ({'+'.join(map(str, counts))}), their args say {expected}; is a stage missing?"
+            f"the rank files hold {layers} layers ({by_stage}), their args say {expected}; "
+            "is a stage missing?"
         )
     if not sum(encoder) or ranks.pp == 1:
         return Layout(ranks.tp, ranks.pp, vpp, ranks.ep, stage_layers=counts)
@@ -273,11 +276,9 @@ def _mixers(layers: Mapping[int, Weights], names: SizeTensors) -> tuple[str, ...
             return "linear"
         if any(name.startswith(names.mamba) for name in layer):
             return "mamba"
-        return (
-            "none"
-            if hybrid and not any(name.startswith("self_attention.") for name in layer)
-            else "attention"
-        )
+        if any(name.startswith("self_attention.") for name in layer):
+            return "attention"
+        return "none" if hybrid else "attention"
 
     return tuple(mixer(layers[index]) for index in sorted(layers))
 

@@ -361,8 +361,8 @@ class DistOptimizer:
         matches = [_OBJECT.fullmatch(name) for name in self.directory.objects()]
         prefixes = sorted({match[1] for match in matches if match})
         # Data-parallel groups are numbered over (pp, tp), those of experts over (pp, ep, etp), before core 0.12 over
-        # (ep, pp, tp). Of several ranks with the same parameters, the first has the state: ep 0 for dense ones, a tp
-        # below etp for experts.
+        # (ep, pp, tp). If several ranks have the same parameters, the first one has the state: ep 0 for dense ones, a
+        # tp below etp for experts.
         dense = rank.pp * layout.tp + rank.tp if rank.ep == 0 else None
         if len(prefixes) == 1:
             return self._part(prefixes[0], dense)

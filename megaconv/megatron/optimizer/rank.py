@@ -151,11 +151,15 @@ def parameters(
     for chunk, weights in enumerate(chunks):
         for listed, tensor in weights.items():
             name = aliases.get(listed, listed)
-            if not name.endswith(BUFFERS):
-                found.setdefault(
-                    (chunk, name),
-                    Parameter(chunk, name, tuple(tensor.shape), tensor.dtype, name == shared),
-                )
+            if name.endswith(BUFFERS) or (chunk, name) in found:
+                continue
+            found[chunk, name] = Parameter(
+                chunk,
+                name,
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                shared=name == shared,
+            )
     return list(found.values())
 
 
@@ -181,7 +185,8 @@ def read(
             continue
         reader = _Part(part, share, args, pp_rank, where, result)
         if _is_distributed(part):
-            reader.read_buffers(flat, gathered_elsewhere=isinstance(buffers, list) and flat is None)
+            gathered_elsewhere = isinstance(buffers, list) and flat is None
+            reader.read_buffers(flat, gathered_elsewhere=gathered_elsewhere)
         else:
             reader.read_states()
     return result

@@ -133,17 +133,20 @@ def _choose_stacks(
         split_rank = source.split_rank if pp == source.pp else 0
     ep, etp = _expert_sizes(config, source, tp, options)
     stacks = f"{config.encoder.layers} layers of an encoder and {config.layer_count} of a decoder"
+    vpp = options.vpp or 1
     if pp == 1 and not split_rank:
-        return Layout(
-            tp, 1, 1, ep, etp, split_layers(config.layer_count, 1, options.vpp or 1, options.split)
-        )
-    if (options.vpp or 1) > 1 or replace(options.split, split_rank=None) != LayerSplit():
+        layers = split_layers(config.layer_count, 1, vpp, options.split)
+        return Layout(tp, 1, 1, ep, etp, layers)
+    is_split_evenly = replace(options.split, split_rank=None) == LayerSplit()
+    if vpp > 1 or not is_split_evenly:
         raise LayoutError(
-            f"the model has {stacks}: Megatron shares them out evenly and without virtual stages; leave --vpp and layer splits out"
+            f"the model has {stacks}: Megatron shares them out evenly and without virtual stages; "
+            "leave --vpp and layer splits out"
         )
     if not split_rank:
         raise LayoutError(
-            f"pp = {pp}: the model has {stacks}, each on separate pipeline stages; pass the encoder's number of the {pp} stages with "
+            f"pp = {pp}: the model has {stacks}, each on separate pipeline stages; "
+            f"pass the encoder's number of the {pp} stages with "
             "--pipeline-model-parallel-split-rank"
         )
     encoder, stages = split_stacks(config.encoder.layers, config.layer_count, pp, split_rank)

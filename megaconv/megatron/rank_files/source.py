@@ -277,16 +277,18 @@ def _configure(
     described = dict(found)
     if hasattr(args, "num_attention_heads"):
         described["attention.heads"] = args.num_attention_heads
+    where = str(directory / CONFIG_NAME)
     for name in STRUCTURE:
-        if name in described and value_of(config, name) != described[name]:
+        if name not in described:
+            continue
+        stated = value_of(config, name)
+        if stated != described[name]:
             raise TensorMismatch(
-                f"{directory / CONFIG_NAME}: says {name} = {value_of(config, name)}, the checkpoint has {described[name]}; "
+                f"{where}: says {name} = {stated}, the checkpoint has {described[name]}; "
                 "it describes another model"
             )
-    config = changed(
-        config, {"mtp_layers": found["mtp_layers"]}
-    )  # config.json may list layers that weren't saved
-    where = str(directory / CONFIG_NAME)
+    # config.json may list layers that weren't saved.
+    config = changed(config, {"mtp_layers": found["mtp_layers"]})
     with well_formed("the rank files' args"):
         given = read_fields(args, found, legacy=legacy)
         compared = _compared(given, found, args)
@@ -387,7 +389,7 @@ def _training(source: RankSource) -> TrainingState:
         raise CorruptCheckpoint(
             f"{listing.directory}: its num_floating_point_operations_so_far should be from 0 to {OPERATIONS:.0e}"
         )
-    # Arguments that replace missing args describe the model. Of their run, keep only the optimization.
+    # Arguments that replace missing args describe the model. Only the optimization is about their run.
     run = {
         name: value
         for name, value in vars(args).items()
