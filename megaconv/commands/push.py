@@ -32,8 +32,9 @@ from megaconv import registry
 from megaconv.commands.model_card import CARD, describe, published_record
 from megaconv.engine.completeness import TOKENIZER, has_tokenizer
 from megaconv.engine.conversion import convert
-from megaconv.engine.preparation import Report, open_source
+from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME, find_record
+from megaconv.engine.report import Report
 from megaconv.engine.source_check import check_source
 from megaconv.errors import CheckpointError, Interrupted, ModelsDiffer, UnsafeContent, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
