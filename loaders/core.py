@@ -10,7 +10,7 @@ from pathlib import Path
 from formats import rank_files
 from megaconv.errors import UsageError
 from megaconv.loader import Loader
-from megaconv.megatron.arguments.sizes import CORE_SIZE_TENSORS
+from megaconv.megatron.arguments.size_tensors import CORE_SIZE_TENSORS
 from megaconv.megatron.arguments.sparse import (
     INDEXER_FROM,
     INDEXER_ORDER,

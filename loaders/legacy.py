@@ -21,7 +21,7 @@ from formats.errors import CorruptCheckpoint
 from formats.tensor import Box, Bytes, LazyTensor
 from megaconv.errors import UnknownFamily
 from megaconv.loader import Loader
-from megaconv.megatron.arguments.sizes import LEGACY_SIZE_TENSORS
+from megaconv.megatron.arguments.size_tensors import LEGACY_SIZE_TENSORS
 from megaconv.megatron.rank_files.source import Spellings, open_model, open_ranks
 from megaconv.megatron.states.ranks import Ranks, holds_legacy
 from megaconv.model.ir import OpenedSource

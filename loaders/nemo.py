@@ -24,7 +24,7 @@ from megaconv.errors import UnknownFormat, UnsupportedInput, UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.loader import Loader
-from megaconv.megatron.arguments.sizes import CORE_SIZE_TENSORS
+from megaconv.megatron.arguments.size_tensors import CORE_SIZE_TENSORS
 from megaconv.megatron.rank_files.source import RankSource, Spellings, open_model
 from megaconv.megatron.states.names import describe_naming, naming_of
 from megaconv.megatron.states.ranks import RankId, ranks_of_models

@@ -11,7 +11,7 @@ param_and_grad_buffer.py of Megatron core 0.16.
 from collections.abc import Mapping
 
 from megaconv.families import family
-from megaconv.megatron.arguments.sizes import SizeTensors
+from megaconv.megatron.arguments.size_tensors import SizeTensors
 from megaconv.model.config import ModelConfig
 from megaconv.model.natives import NativeTensor
 

@@ -24,7 +24,7 @@ from formats.errors import CorruptCheckpoint, UnsupportedInput
 from megaconv.errors import UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.megatron.arguments.sizes import LEGACY_SIZE_TENSORS
+from megaconv.megatron.arguments.size_tensors import LEGACY_SIZE_TENSORS
 from megaconv.megatron.rank_files.source import RankSource, Spellings, open_model
 from megaconv.megatron.states.legacy_names import MODEL, present
 from megaconv.megatron.states.ranks import RankId, ranks_of_models
