@@ -226,17 +226,18 @@ class _Repetitions:
         One dictionary is copied for all repetitions, and values that differ are set in the copies.
         """
         items = self._to_mark()
+        key_columns, value_columns = items[::2], items[1::2]
         target = self.stack[-1]
-        pairs = [(keys[0], values) for keys, values in zip(items[::2], items[1::2], strict=True)]
-        _require(_among(target, self.empty) and all(isinstance(keys, _Same) for keys in items[::2]))
+        pairs = [(keys[0], values) for keys, values in zip(key_columns, value_columns, strict=True)]
+        _require(_among(target, self.empty))
+        _require(all(isinstance(keys, _Same) for keys in key_columns))
         for key, _ in pairs:
             check_key(key)
         first = {key: values[0] for key, values in pairs}
         _require(len(first) == len(pairs))
         self.empty = [column for column in self.empty if column is not target]
-        target[:] = [
-            first.copy() for _ in target
-        ]  # in place: the column may also be among the columns for the memo
+        # In place: the column may also be among the columns for the memo.
+        target[:] = [first.copy() for _ in target]
         for key, values in pairs:
             if not isinstance(values, _Same):
                 for made, value in zip(target, values, strict=True):

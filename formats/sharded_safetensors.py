@@ -61,8 +61,10 @@ def _offsets(path: Path) -> dict[str, Shape]:
 
 def _join(directory: Path, name: str, parts: list[tuple[Shape, FileTensor]]) -> ChunkedTensor:
     """Join the chunks of a tensor. No file gives the tensor's shape, so it is the smallest that holds all chunks."""
-    dtypes = {tensor.dtype for _, tensor in parts}
-    axes = {len(tensor.shape) for _, tensor in parts} | {len(offset) for offset, _ in parts}
+    dtypes, axes = set[str](), set[int]()
+    for offset, tensor in parts:
+        dtypes.add(tensor.dtype)
+        axes |= {len(offset), len(tensor.shape)}
     if len(axes) > 1 or len(dtypes) > 1:
         raise CorruptCheckpoint(
             f"{directory}: the parts of {name} have different numbers of axes, or dtypes"

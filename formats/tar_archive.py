@@ -93,14 +93,17 @@ def _headers(file: InputFile) -> Iterator[tuple[_Header, int]]:
     )
 
 
+def _size(field: bytes) -> int:
+    """A size in octal digits or, if it has too many digits, in bytes after the mark 0x80."""
+    return int.from_bytes(field[1:], "big") if field[0] == 0x80 else _octal(field)
+
+
 def _parse(block: bytes, path: Path, position: int) -> _Header:
     try:
         unsigned = sum(block[:148]) + 8 * ord(" ") + sum(block[156:])
         if _octal(block[148:156]) != unsigned:
             raise ValueError("its checksum is wrong")
-        size = (
-            int.from_bytes(block[125:136], "big") if block[124] == 0x80 else _octal(block[124:136])
-        )
+        size = _size(block[124:136])
         name = _text(block[:100])
         prefix = _text(block[345:500]) if block[257:263] == b"ustar\0" else ""
     except ValueError as error:

@@ -52,9 +52,10 @@ def read(step: Path, shapes: Mapping[str, Shape], shared: Collection[str] = ()) 
     """
     folder = step / FOLDER
     _require_directories(folder, shapes, shared)
-    state = torch_zip.read(folder / _GROUPS)
+    state_file = folder / _GROUPS
+    state = torch_zip.read(state_file)
     if not isinstance(state, dict) or not isinstance(state.get("param_groups"), list):
-        raise CorruptCheckpoint(f"{folder / _GROUPS}: has no param_groups")
+        raise CorruptCheckpoint(f"{state_file}: has no param_groups")
     slots: dict[str, dict[str, LazyTensor]] = {}
     for slot, file in _FILES.items():
         slots[slot] = {}
@@ -63,8 +64,9 @@ def read(step: Path, shapes: Mapping[str, Shape], shared: Collection[str] = ()) 
     for slot, whole in _first_rank(state).items():
         partitions = int(state["partition_count"])
         slots[slot] = _compared(step, slot, slots[slot], whole, partitions)
+    stage = _stage(state.get("zero_stage"))
     steps = _steps_in_files(folder, shapes) or _steps_in_state(state)
-    return Universal(_stage(state.get("zero_stage")), slots, state["param_groups"], steps)
+    return Universal(stage, slots, state["param_groups"], steps)
 
 
 def _require_directories(

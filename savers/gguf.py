@@ -229,12 +229,15 @@ def _require_kept(config: ModelConfig, values: Mapping[str, Value], names: Colle
     if divisors(config):  # the divisors replace the metadata of position scaling
         config = changed(config, {"positions.scaling": None})
         said = {name: value for name, value in said.items() if ".rope.scaling." not in name}
-    raw = config_of(
-        said, [name for name in names if name not in DIVISORS], config.vocab, "--saver gguf"
-    )
+    tensors = [name for name in names if name not in DIVISORS]
+    raw = config_of(said, tensors, config.vocab, where="--saver gguf")
     back = family_of_hf(raw, "--saver gguf").read_hf(raw)
-    where = f"llama.cpp's {ARCHITECTURES[config.family]}"
-    require_kept(_comparable(config), _comparable(back), where, but=(*NOT_COMPUTED, "mtp_layers"))
+    require_kept(
+        _comparable(config),
+        _comparable(back),
+        f"llama.cpp's {ARCHITECTURES[config.family]}",
+        but=(*NOT_COMPUTED, "mtp_layers"),
+    )
 
 
 def _comparable(config: ModelConfig) -> ModelConfig:

@@ -157,11 +157,11 @@ class _Names:
         """The canonical tensors in a native tensor. Raises NotExpressible if it doesn't hold all of each."""
         shapes = {name: self.shapes[name] for name in native.parts}
         for name, regions in native.parts.items():
-            if sum(region.box.rows * region.box.cols for region in regions) < _elements(
-                shapes[name]
-            ):
+            held = sum(region.box.rows * region.box.cols for region in regions)
+            if held < _elements(shapes[name]):
                 raise NotExpressible(
-                    f"{self.where}: {native.name} is only a part of {name}, and can't be changed alone"
+                    f"{self.where}: {native.name} is only a part of {name}, "
+                    "and can't be changed alone"
                 )
         found = assemble(shapes, [Placed(native, tensor, self.where)], strict=True)
         return {key.name: lazy for key, lazy in found.items()}

@@ -99,11 +99,11 @@ def read_directory(path: Path) -> Contents | None:
     if torch_dist.is_dcp(version):
         return _dcp(version)
     if torch_dist.read_backend(version) == "zarr":
-        tensors = zarr_arrays.open_directory(version).tensors()
-        return Contents(
-            "zarr", tuple(stored(name, tensor, name, None) for name, tensor in tensors.items()), {}
-        )
-    if (tree := orbax_arrays.find_tree(path)) is not None:
+        arrays = zarr_arrays.open_directory(version).tensors()
+        tensors = tuple(stored(name, array, name, None) for name, array in arrays.items())
+        return Contents("zarr", tensors, {})
+    tree = orbax_arrays.find_tree(path)
+    if tree is not None:
         return _orbax(tree)
     files = [file for file in _files(path) if file.suffix in SUFFIXES]
     if not files:
@@ -111,7 +111,8 @@ def read_directory(path: Path) -> Contents | None:
     parts = [read_file(file, str(file.relative_to(path))) for file in files]
     kinds = ", ".join(dict.fromkeys(part.kind for part in parts))
     facts = {label: text for part in parts for label, text in part.facts.items()}
-    return Contents(kinds, tuple(chain.from_iterable(part.tensors for part in parts)), facts)
+    all_tensors = chain.from_iterable(part.tensors for part in parts)
+    return Contents(kinds, tuple(all_tensors), facts)
 
 
 def _files(path: Path) -> list[Path]:

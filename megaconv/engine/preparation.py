@@ -134,7 +134,16 @@ def prepare(
     check = _checked(found, opened, header, streamed.altered, options)
     plan = saver.plan(header, save)
     require_complete(plan, header.manifest)
-    return streamed.source, _report(found, Path(save_dir), saver, options, streamed, plan, check)
+    report = _report(
+        found,
+        Path(save_dir),
+        saver,
+        options,
+        streamed,
+        plan,
+        check,
+    )
+    return streamed.source, report
 
 
 def _refuse_options(saver: Saver, save: SaveOptions) -> None:
@@ -302,13 +311,17 @@ def _changed(source: Source, options: ConvertOptions) -> tuple[Source, "MergedSo
     overflow = "overflow" in options.save.allow_lossy
     if not options.adapters:
         return (source if cast is None else CastSource(source, cast, overflow)), None
-    widens = cast is not None and ITEMSIZE[cast] > ITEMSIZE[main_dtype(source.header.manifest)]
     from megaconv.adapters.merging import merge
 
-    merged = merge(
-        CastSource(source, cast, overflow) if cast and widens else source, options.adapters
-    )
-    return (CastSource(merged, cast, overflow) if cast and not widens else merged), merged
+    if cast is None:
+        merged = merge(source, options.adapters)
+        return merged, merged
+    stored = main_dtype(source.header.manifest)
+    if ITEMSIZE[cast] > ITEMSIZE[stored]:
+        merged = merge(CastSource(source, cast, overflow), options.adapters)
+        return merged, merged
+    merged = merge(source, options.adapters)
+    return CastSource(merged, cast, overflow), merged
 
 
 def _stored(

@@ -174,9 +174,13 @@ def _scaling(said: _Said) -> _Raw | None:
         return found
     found["original_max_position_embeddings"] = said(_ORIGINAL)
     if said(_MSCALE) is not None:
-        found["mscale"] = found["mscale_all_dim"] = float(f"{10 * said(_MSCALE):.6g}")
-    betas = {key: said(f"rope.scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
-    return found | {key: value for key, value in betas.items() if value is not None}
+        mscale = float(f"{10 * said(_MSCALE):.6g}")
+        found |= {"mscale": mscale, "mscale_all_dim": mscale}
+    for key in ("beta_fast", "beta_slow"):
+        beta = said(f"rope.scaling.yarn_{key}")
+        if beta is not None:
+            found[key] = beta
+    return found
 
 
 def _experts(said: _Said) -> _Raw:

@@ -140,15 +140,18 @@ def with_scales(native: NativeTensor, header: Header) -> Iterator[NativeTensor]:
     kind = _quantization_of(native, header)
     if kind == FP8_BLOCK:
         yield native
-        across = grid(native.shape)[1]
-        yield _scaled(native, fp8_blocks.SCALES, BLOCK, across)._replace(shape=grid(native.shape))
+        blocks = grid(native.shape)
+        scales_of_blocks = _scaled(native, fp8_blocks.SCALES, BLOCK, blocks[1])
+        yield scales_of_blocks._replace(shape=blocks)
     elif kind == FP8_PER_CHANNEL:
         yield native
         scales_of_rows = _scaled(native, fp8_rows.SCALES, 1, 1)
         yield scales_of_rows._replace(shape=fp8_rows.scales_shape(native.shape))
     elif kind == NVFP4:
-        half, scales = native.shape[1] // 2, scales_shape(native.shape)
-        yield _scaled(native, "", 1, half)._replace(shape=(native.shape[0], half))
+        rows, cols = native.shape
+        pairs = cols // 2
+        yield _scaled(native, "", 1, pairs)._replace(shape=(rows, pairs))
+        scales = scales_shape(native.shape)
         yield _scaled(native, nvfp4.SCALES, 1, scales[1])._replace(shape=scales)
         first = next(iter(native.parts))  # scale_2 is stored with the first part
         number = {first + nvfp4.SCALE_2: (Region(Box(0, 1, 0, 1), 0),)}

@@ -106,12 +106,14 @@ def _eight_bits(dtype: str) -> Doubles:
     code = np.arange(256)
     if dtype == "float8_e8m0fnu":
         return np.where(code < 255, np.ldexp(1.0, code - 127), np.nan)
-    bits, no_zero_sign = (3 if "e4m3" in dtype else 2), dtype.endswith("fnuz")
+    bits = 3 if "e4m3" in dtype else 2
+    no_zero_sign = dtype.endswith("fnuz")
     bias = (7 if bits == 3 else 15) + no_zero_sign
-    exponent, mantissa = code >> bits & 0x7F >> bits, (code & (1 << bits) - 1) / (1 << bits)
-    values = np.where(
-        exponent > 0, np.ldexp(1 + mantissa, exponent - bias), np.ldexp(mantissa, 1 - bias)
-    )
+    exponent = code >> bits & 0x7F >> bits
+    mantissa = (code & (1 << bits) - 1) / (1 << bits)
+    normal = np.ldexp(1 + mantissa, exponent - bias)
+    subnormal = np.ldexp(mantissa, 1 - bias)
+    values = np.where(exponent > 0, normal, subnormal)
     values *= np.where(code > 127, -1, 1)
     if no_zero_sign:
         values[0x80] = np.nan

@@ -135,18 +135,21 @@ def by_class(groups: Iterable[ParamGroup], args: Namespace, where: str) -> dict[
 
 def require_same(group: ParamGroup, other: ParamGroup, where: str) -> None:
     """Raises NotExpressible, which names the differences, unless two groups of one class are equal."""
-    if group != other:
-        ours, theirs = ({"wd_mult": each.wd_mult, **each.settings} for each in (group, other))
-        names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-        differs = ", ".join(f"{name} {ours.get(name)} and {theirs.get(name)}" for name in names)
-        decay, decoupled = group_class(group)
-        kind = f"with{'' if decay else 'out'} weight decay" + (
-            ", of embedding and head" if decoupled else ""
-        )
-        raise NotExpressible(
-            f"{where}: parameter groups of one kind ({kind}) differ in {differs}; which parameters are in which can't be determined "
-            f"in another layout; {WITHOUT}"
-        )
+    if group == other:
+        return
+    ours = {"wd_mult": group.wd_mult, **group.settings}
+    theirs = {"wd_mult": other.wd_mult, **other.settings}
+    names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    differs = ", ".join(f"{name} {ours.get(name)} and {theirs.get(name)}" for name in names)
+    decay, decoupled = group_class(group)
+    kind = "with weight decay" if decay else "without weight decay"
+    if decoupled:
+        kind += ", of embedding and head"
+    raise NotExpressible(
+        f"{where}: parameter groups of one kind ({kind}) differ in {differs}; "
+        "which parameters are in which can't be determined in another layout; "
+        f"{WITHOUT}"
+    )
 
 
 def write_order(groups: Iterable[ParamGroup]) -> list[int]:

@@ -394,15 +394,21 @@ class DistOptimizer:
         """The buckets as older releases have them in distrib_optim.pt: one tensor per bucket."""
         unpadded = "per_bucket_numel_unpadded"
         made: dict[Any, Any] = {unpadded: self.directory.read_object(f"{base}{unpadded}/shard_0_1")}
+        for (index, dtype, gradients, slot), numbered in self._numbered(prefix, group).items():
+            dtypes = TorchDtype(dtype), TorchDtype(gradients)
+            buffer = made.setdefault(index, {})
+            entry = buffer.setdefault(dtypes, {})
+            entry[slot] = [numbered[bucket] for bucket in range(len(numbered))]
+        return made
+
+    def _numbered(
+        self, prefix: str, group: int
+    ) -> dict[tuple[int, str, str, str], dict[int, ChunkedTensor]]:
+        """(buffer, dtype, dtype of gradients, slot) -> the tensors by number of their bucket."""
         buckets: dict[tuple[int, str, str, str], dict[int, ChunkedTensor]] = {}
         for name, tensor in self.tensors.items():
             found = _BUCKET.fullmatch(name)
             if found and (found[1], int(found[2])) == (prefix, group):
                 key = int(found[3]), found[4], found[5], found[7]
                 buckets.setdefault(key, {})[int(found[6])] = tensor
-        for (index, dtype, gradients, slot), numbered in buckets.items():
-            entry = made.setdefault(index, {}).setdefault(
-                (TorchDtype(dtype), TorchDtype(gradients)), {}
-            )
-            entry[slot] = [numbered[bucket] for bucket in range(len(numbered))]
-        return made
+        return buckets

@@ -197,11 +197,13 @@ def _share_out(listed: Sequence[Any], found: Sequence[Parameter]) -> list[list[P
     if len(listed) == 1:
         return [list(found)]
     kinds = [{bool(group.get("is_expert_parallel")) for group in _groups(part)} for part in listed]
+    first_chunk_is_separate = kinds.count({False}) > 1
     shares = []
     for index, kind in enumerate(kinds):
         share = [parameter for parameter in found if is_expert(parameter.name) in kind]
-        if kinds.count({False}) > 1 and kind == {False}:  # the first chunk has a separate optimizer
-            share = [parameter for parameter in share if (parameter.chunk == 0) == (index == 0)]
+        if first_chunk_is_separate and kind == {False}:
+            is_first = index == 0
+            share = [parameter for parameter in share if (parameter.chunk == 0) == is_first]
         shares.append(share)
     return shares
 

@@ -315,18 +315,19 @@ class _Planner:
         for native in natives:
             dtype = native_dtype(self.header, native)
             entries[native.name] = Placeholder(f"{model}/{native.name}", native.shape, dtype)
-
         # Transformer Engine's modules have extra states: empty tensors or None.
-        language_names = [name for name in entries if not name.startswith(BESIDE)]
-        encoder_names = []
-        if whole := self.header.config.whole:
-            encoder_names = [name.removeprefix(BESIDE) for name in entries if whole.builds(name)]
-        for prefix, names in (("", language_names), (BESIDE, encoder_names)):
+        for prefix, names in self._names_by_prefix(list(entries)):
             for name, is_tensor in self.style.extra_states(names).items():
-                entries[prefix + name] = (
-                    Placeholder(f"{model}/{name}", (0,), "uint8") if is_tensor else None
-                )
+                empty = Placeholder(f"{model}/{name}", (0,), "uint8")
+                entries[prefix + name] = empty if is_tensor else None
         yield from sorted(entries.items(), key=lambda entry: self._order(entry[0]))
+
+    def _names_by_prefix(self, names: list[str]) -> Iterator[tuple[str, list[str]]]:
+        """Yield the names of the language model, then those of an encoder that Megatron builds, without its prefix."""
+        yield "", [name for name in names if not name.startswith(BESIDE)]
+        whole = self.header.config.whole
+        if whole:
+            yield BESIDE, [name.removeprefix(BESIDE) for name in names if whole.builds(name)]
 
     def _place(
         self,

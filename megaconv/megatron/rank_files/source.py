@@ -324,10 +324,11 @@ def _place_chunk(
     if chunk.vpp_rank == 0:
         outside = ranks.beside.get(rank, {})
         weights |= {BESIDE + name: tensor for name, tensor in outside.items()}
-    natives = [native for native in natives if native.copy is None or native.name in weights]
-    virtual_stage = "" if layout.vpp == 1 else f" (model{chunk.vpp_rank})"
-    where = ranks.files[rank] + virtual_stage
-    same_names([native.name for native in natives], weights, where)
-    for native in natives:
+    stored = [native for native in natives if native.copy is None or native.name in weights]
+    where = ranks.files[rank]
+    if layout.vpp > 1:
+        where += f" (model{chunk.vpp_rank})"
+    same_names([native.name for native in stored], weights, where)
+    for native in stored:
         if native.copy is None or native.copy.used:
             yield Placed(native, weights[native.name], where)
