@@ -145,11 +145,12 @@ class ChunkedTensor:
             raise CorruptCheckpoint("a scalar can't be unstacked")
         slices: list[list[Chunk]] = [[] for _ in range(self.shape[0])]
         for chunk in self.chunks:
-            first, offset, shape = chunk.offset[0], chunk.offset[1:], chunk.shape[1:]
+            first = chunk.offset[0]
+            offset = chunk.offset[1:]
+            shape = chunk.shape[1:]
             for index in range(chunk.shape[0]):
-                inner = Chunk(
-                    offset, shape, chunk.stored, chunk.stored_shape, (*chunk.fixed, index)
-                )
+                fixed = (*chunk.fixed, index)
+                inner = Chunk(offset, shape, chunk.stored, chunk.stored_shape, fixed)
                 slices[first + index].append(inner)
         return [ChunkedTensor(self.shape[1:], self.dtype, chunks) for chunks in slices]
 

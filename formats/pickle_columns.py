@@ -226,7 +226,8 @@ class _Repetitions:
         One dictionary is copied for all repetitions, and values that differ are set in the copies.
         """
         items = self._to_mark()
-        key_columns, value_columns = items[::2], items[1::2]
+        key_columns = items[::2]
+        value_columns = items[1::2]
         target = self.stack[-1]
         pairs = [(keys[0], values) for keys, values in zip(key_columns, value_columns, strict=True)]
         _require(_among(target, self.empty))

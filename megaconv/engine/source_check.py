@@ -144,13 +144,13 @@ def check_source(
         if streamed is not None and streamed.get(key) != info
     }
     cast |= {str(key) for key in altered}
-    notices = [
+    notices = tuple(
         f"{name}: {kind} since the source was written (its {RECORD_NAME} says)"
         for name, kind in record.changed_files().items()
-    ]
+    )
     if stored is not None:
-        return SourceCheck(record, frozenset(differing), tuple(notices), stored.source)
-    return SourceCheck(record, frozenset(cast | differing.keys()), tuple(notices))
+        return SourceCheck(record, frozenset(differing), notices, stored.source)
+    return SourceCheck(record, frozenset(cast | differing.keys()), notices)
 
 
 def _refuse(record: Record, what: str) -> None:

@@ -73,6 +73,7 @@ def _times(row: Row, config: ModelConfig, chunk: Chunk) -> int:
         return found
     if config.tie_embeddings and row.has_copies("head"):
         found += 1
-    if config.mtp_layers and any("core" in copied.names for copied in row.copied_with("mtp")):
+    copies_with_mtp = row.copied_with("mtp") if config.mtp_layers else ()
+    if any("core" in copied.names for copied in copies_with_mtp):
         found += 1
     return found

@@ -108,7 +108,8 @@ def _unpacked(module: str, tensors: Mapping[str, LazyTensor], where: str) -> Nib
     fits = len(sizes) == 2 and tuple(packed.shape) == (sizes[0], -(-sizes[1] // 8))
     if packed.dtype != "int32" or not fits:
         raise TensorMismatch(
-            f"{where}: {module}{_PACKED} is {list(packed.shape)} {packed.dtype} for a weight of {list(sizes)}; "
+            f"{where}: {module}{_PACKED} is {list(packed.shape)} {packed.dtype} "
+            f"for a weight of {list(sizes)}; "
             "expected int32, each with eight numbers of a row",
             code="misshapen-tensor",
         )

@@ -209,7 +209,8 @@ def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Key
         word = raw.get(key, default)
         if word not in values:
             raise UnknownFamily(
-                f"{CONFIG_NAME}: {key} {word!r} is not supported in this architecture; expected {' or '.join(values)}"
+                f"{CONFIG_NAME}: {key} {word!r} is not supported in this architecture; "
+                f"expected {' or '.join(values)}"
             )
         return {field: values[word]}
 

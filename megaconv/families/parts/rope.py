@@ -98,7 +98,8 @@ def read_rope(raw: Raw, default_theta: float) -> tuple[float, dict[str, Any] | N
     """(theta, scaling or None), by the keys of either version of transformers. Values inside the object take
     precedence."""
     scaling = _rope_object(raw)
-    theta = need_number({**raw, **scaling}, "rope_theta", default_theta)
+    merged = {**raw, **scaling}
+    theta = need_number(merged, "rope_theta", default_theta)
     older_kind = scaling.pop("type", None)
     kind = scaling.get("rope_type") or older_kind or "default"
     scaling["rope_type"] = kind

@@ -33,10 +33,9 @@ def find_layout(ranks: Ranks, args: Namespace, names: SizeTensors) -> Layout:
         # Legacy models; Megatron core uses num_layers for a decoder and ignores decoder_num_layers.
         expected = layers
     if expected is not None and layers != expected:
-        by_stage = "+".join(map(str, counts))
         raise TensorMismatch(
-            f"the rank files hold {layers} layers ({by_stage}), their args say {expected}; "
-            "is a stage missing?"
+            f"the rank files hold {layers} layers ({_by_stage(counts)}), "
+            f"their args say {expected}; is a stage missing?"
         )
     if not sum(encoder) or ranks.pp == 1:
         return Layout(ranks.tp, ranks.pp, vpp, ranks.ep, stage_layers=counts)
@@ -55,18 +54,25 @@ def _own_stages(
 ) -> tuple[int, ...]:
     """The encoder's layers on the stages before the decoder's. Raises TensorMismatch if stages hold layers of both."""
     split = sum(1 for _ in takewhile(lambda layers: layers == 0, decoder))
-    if sum(encoder[:split]) != sum(encoder) or not all(decoder[split:]):
+    own = encoder[:split]
+    layers = sum(encoder)
+    if sum(own) != layers or not all(decoder[split:]):
         raise TensorMismatch(
-            f"the pipeline stages hold {'+'.join(map(str, encoder))} layers of an encoder and {'+'.join(map(str, decoder))} of a decoder; "
+            f"the pipeline stages hold {_by_stage(encoder)} layers of an encoder "
+            f"and {_by_stage(decoder)} of a decoder; "
             "expected all of the encoder's on stages before the decoder's"
         )
     expected = getattr(args, "encoder_num_layers", None)
-    if expected is not None and sum(encoder) != expected:
+    if expected is not None and layers != expected:
         raise TensorMismatch(
-            f"the rank files hold {sum(encoder)} layers of an encoder ({'+'.join(map(str, encoder[:split]))}), their args say {expected}; "
-            "is a stage missing?"
+            f"the rank files hold {layers} layers of an encoder ({_by_stage(own)}), "
+            f"their args say {expected}; is a stage missing?"
         )
-    return encoder[:split]
+    return own
+
+
+def _by_stage(layers: tuple[int, ...]) -> str:
+    return "+".join(map(str, layers))
 
 
 def _stage_layers(ranks: Ranks, vpp: int, before_number: str) -> tuple[int, ...]:

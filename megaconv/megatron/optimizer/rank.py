@@ -312,11 +312,11 @@ class _Part:
     def _moments(self, state: Any, parameter: Parameter) -> dict[str, LazyTensor]:
         if not state:
             self._fail(f"no state of {parameter.name} (was it never trained?)")
-        kind = next((kind for kind in (ADAM, SGD) if set(state) - {"step"} == set(kind)), None)
+        stored = set(state) - {"step"}
+        kind = next((kind for kind in (ADAM, SGD) if stored == set(kind)), None)
         if kind is None:
-            raise other_optimizer(
-                self.where, f"{', '.join(sorted(map(str, state)))} of {parameter.name}"
-            )
+            entries = ", ".join(sorted(map(str, state)))
+            raise other_optimizer(self.where, f"{entries} of {parameter.name}")
         if "step" in state:
             self.result.parameter_steps.add(updates(state["step"]))
         return {slot: state[slot] for slot in kind}

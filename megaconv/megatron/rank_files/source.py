@@ -266,11 +266,9 @@ def _training(source: RankSource) -> TrainingState:
             f"{listing.directory}: its num_floating_point_operations_so_far should be from 0 to {OPERATIONS:.0e}"
         )
     # Arguments that replace missing args describe the model. Only the optimization is about their run.
-    run = {
-        name: value
-        for name, value in vars(args).items()
-        if not source.writer or name in OPTIMIZATION
-    }
+    run = vars(args)
+    if source.writer:
+        run = {name: value for name, value in run.items() if name in OPTIMIZATION}
     return TrainingState(
         iteration if isinstance(iteration, int) else None,
         release=listing.iteration is None and listing.directory.name == rank_files.RELEASE,
