@@ -21,6 +21,7 @@ from megaconv.model.subjects import (
     Mamba,
     Norm,
     Positions,
+    Temperature,
 )
 
 _SUBJECTS: Mapping[str, type[Any]] = {
@@ -28,6 +29,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "mlp": MLP,
     "norm": Norm,
     "positions": Positions,
+    "temperature": Temperature,
     "latent": LatentAttention,
     "indexer": Indexer,
     "linear": LinearAttention,

@@ -15,6 +15,7 @@ from megatron_lite.models.across import attend_across
 from megatron_lite.models.flash import Kernel, kernel_for
 from megatron_lite.models.masks import causal_mask, narrow_mask
 from megatron_lite.models.passes import Packed, Pass
+from megatron_lite.models.scored_attention import Rules, attend_by_scores
 from megatron_lite.models.scores import raise_by_rows
 from megatron_lite.parallel.context import ContextGroup, heads_for_tokens, tokens_for_heads
 
@@ -31,6 +32,7 @@ def attend(
     scale: float | None = None,
     sinks: Tensor | None = None,
     largest: Tensor | None = None,
+    rules: Rules | None = None,
 ) -> Tensor:
     """Return causal attention: shape of q, with v's width.
 
@@ -45,7 +47,14 @@ def attend(
     sinks [heads]: one more score for every query of a head, without a value.
     largest: float32 [heads], raised to the largest scores of the keys that this rank computes. Only for decoders
     without a cache.
+    rules: None if a kernel can compute the scores. Only without sinks.
     """
+    if rules is not None:
+        assert sinks is None, "no family has sinks and such rules"
+        scored: Tensor = attend_by_scores(
+            q, k, v, run, rules, window=window, dropout=dropout, scale=scale, largest=largest
+        )
+        return scored
     if run.visible is not None:
         return sdpa(q, k, v, run.visible[:, None, None, :], dropout, scale, sinks)
     if run.context is not None:

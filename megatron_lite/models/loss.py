@@ -53,17 +53,28 @@ def head_loss(
     vocab: int,
     rows: int,
     ranks: TensorGroup,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (sum of weights * losses, differentiable; the losses, float32 [tokens], not differentiable).
 
     hidden [sequence (/ tp), batch, width]. weight [padded vocabulary / tp, width], bias [padded vocabulary / tp].
     labels int64 [tokens] and weights float32 [tokens], with tokens in the order of [sequence, batch].
-    vocab: number of columns without padding. rows: tokens at a time.
+    vocab: number of columns without padding. rows: tokens at a time. cap: see `capped`.
     """
     made: tuple[Tensor, Tensor] = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, labels, weights, vocab, rows, ranks, torch.is_grad_enabled()
+        hidden, weight, bias, labels, weights, vocab, rows, ranks, cap, torch.is_grad_enabled()
     )
     return made
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Limit logits to the range between minus and plus `cap` by a tanh, in place. None: no limit."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _slope(logits: Tensor, cap: float | None) -> Tensor | None:
+    """Return the derivative of `capped` for capped logits; None if it is 1."""
+    return None if cap is None else 1 - (logits / cap).square_()
 
 
 @dataclass(frozen=True)
@@ -149,6 +160,7 @@ class _HeadLoss(torch.autograd.Function):
         vocab: int,
         rows: int,
         ranks: TensorGroup,
+        cap: float | None,
         backward_follows: bool,
     ) -> tuple[Tensor, Tensor]:
         whole = comm.gathered(hidden, ranks.group) if ranks.group and ranks.sequence else hidden
@@ -161,12 +173,14 @@ class _HeadLoss(torch.autograd.Function):
             gradients = _Gradients.zeros(x, weight, bias, trained=trained, one_block=one_block)
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
-            logits = F.linear(x[part], own.weight, own.bias).float()
+            logits = capped(F.linear(x[part], own.weight, own.bias).float(), cap)
+            slope = None if gradients is None else _slope(logits, cap)
             index, held = _own_labels(labels[part], own.first, own.count)
             losses[part], scale = _losses(logits, index, held, ranks)
             if gradients is not None:
                 weighted_softmax = logits.mul_((scale * weights[part]).unsqueeze(1))
                 of_logits = _of_logits(weighted_softmax, index, held, weights[part])
+                of_logits = of_logits if slope is None else of_logits.mul_(slope)
                 gradients.add(part, x[part], of_logits, own)
         if gradients is not None:
             of_hidden = gradients.of_input.view_as(whole)
@@ -180,7 +194,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         dx, *others = ctx.saved_tensors
         dw, db = (None if each is None else each.mul_(grad) for each in others)
-        return dx.mul_(grad), dw, db, None, None, None, None, None, None
+        return dx.mul_(grad), dw, db, *[None] * 7
 
 
 def _rounded(gradients: _Gradients, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:

@@ -125,6 +125,8 @@ class Pass:
     """float32 []: the sum of the whole microbatch's weights; None if `ahead` is empty."""
     scores: LargestScores | None = None
     """Where attention stores its largest scores; None: nowhere."""
+    masks: dict[tuple[int, int | None, int | None], Tensor] = field(default_factory=dict)
+    """Masks that layers share, by (keys, window, chunk); see scored_attention.py."""
     _seen: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
 
     def label_weights(self) -> Tensor:

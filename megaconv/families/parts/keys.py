@@ -78,6 +78,7 @@ HARMLESS = frozenset(
         ),
         # used only by the initialization, and a width that mamba_num_heads gives
         *("time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand"),
+        *("time_step_min", "time_step_rank"),
         # for generation: which logits are computed
         "num_logits_to_keep",
         # for training only
