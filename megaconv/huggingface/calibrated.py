@@ -85,11 +85,14 @@ class Calibrated:
     def own_factors(self, native: NativeTensor) -> Floats:
         """A matrix's own pre_quant_scale [in], float32."""
         if self.kind != INT8_SQ:
-            return np.float32(1) / np.maximum(self.channels(native, AWQ_SCALE), _LEAST_AWQ_SCALE)
+            scale = self.channels(native, AWQ_SCALE).clip(np.float32(_LEAST_AWQ_SCALE))
+            inverse: Floats = (np.float32(1) / scale).astype(np.float32)
+            return inverse
         amax = self.channels(native, CHANNEL_AMAX)
         unseen = amax <= _UNSEEN
         factors = np.float32(1) / np.where(unseen, np.float32(1), amax)
-        return np.minimum(np.maximum(factors, np.float32(_LEAST)), np.float32(_MOST))
+        bounded: Floats = factors.clip(_LEAST, _MOST).astype(np.float32)
+        return bounded
 
     def input_amax(self, native: NativeTensor, own: Floats) -> float:
         """The largest scaled input of a matrix. own: its own pre_quant_scale."""

@@ -85,3 +85,22 @@ def read_calibration(path: Path) -> Calibration:
             f"{path}: has no {FINGERPRINT} in its metadata, so it is no file of `megatron-lite calibrate`"
         )
     return Calibration(path, fingerprint, safetensors.read(path))
+
+
+def calibration_bytes(
+    weights_fingerprint: str, measured: Mapping[str, Floats], how: Mapping[str, str]
+) -> bytes:
+    """The content of a file of statistics.
+
+    measured: float32 numbers and vectors by name. how: facts about the calibration, for people, as metadata.
+    """
+    metadata = {**how, FINGERPRINT: weights_fingerprint}
+    shapes = {name: (each.shape, "float32") for name, each in measured.items()}
+    layout = safetensors.SafetensorsLayout(shapes, metadata)
+    content = bytearray(layout.size)
+    for offset, part in layout.headers({}):
+        content[offset : offset + len(part)] = part
+    for name, each in measured.items():
+        offset, size = layout.records[name]
+        content[offset : offset + size] = np.ascontiguousarray(each, np.float32).tobytes()
+    return bytes(content)
