@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from formats.ceilings import HEADER_BYTES, HEADER_VALUES, INDEX_BYTES
@@ -126,9 +127,13 @@ class SafetensorsLayout:
 
     needs_checksums = False
 
-    def __init__(self, tensors: Mapping[str, tuple[Shape, str]]) -> None:
-        """tensors: name -> (shape, dtype)."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    def __init__(
+        self,
+        tensors: Mapping[str, tuple[Shape, str]],
+        metadata: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """tensors: name -> (shape, dtype). metadata: further entries of `__metadata__`."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
         position = 0
         spans: dict[str, tuple[int, int]] = {}
         for name, (shape, dtype) in tensors.items():

@@ -65,6 +65,8 @@ def convert(
     text_only: bool = False,
     dtype: str | None = None,
     quantize: str | None = None,
+    kv_cache: str | None = None,
+    calibration: str | Path | None = None,
     optimizer: bool | None = None,
     use_distributed_optimizer: bool | None = None,
     allow_lossy: Sequence[str] = (),

@@ -24,6 +24,7 @@ commands:
   score        Log-probabilities of given tokens.
   serve        A model behind OpenAI's routes and Megatron's PUT /api.
   evaluate     Measure a model on Megatron's zero-shot tasks, or on lm-eval's.
+  calibrate    Measure the inputs of each matrix, for `megaconv convert --quantize fp8 --calibration`.
   models       List the families of models, and which of them can be trained.
 
 `megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:
@@ -40,6 +41,7 @@ OTHERS = {
     "score": "megatron_lite.inference.commands.score",
     "serve": "megatron_lite.inference.commands.serve",
     "evaluate": "megatron_lite.inference.commands.evaluate",
+    "calibrate": "megatron_lite.inference.commands.calibrate",
 }
 """Commands that don't train -> the module whose main(words) returns the exit status."""
 

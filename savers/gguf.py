@@ -28,7 +28,8 @@ from megaconv.model.natives import NativeTensor, unsharded_tensors
 from megaconv.model.table import canonical_shapes
 from megaconv.options import SaveOptions
 from megaconv.saver import Saver
-from megaconv.values.stored_forms import LEFT_OUT, Form, stored_shape
+from megaconv.values.forms import LEFT_OUT, Form
+from megaconv.values.stored_forms import stored_shape
 
 FILE = "model.gguf"
 _TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0"}

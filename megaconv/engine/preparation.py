@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from formats.rank_files import is_version
 from formats.tensor import ITEMSIZE, LazyTensor
 from megaconv import registry
+from megaconv.engine.calibrated_weights import require_same_weights
 from megaconv.engine.completeness import missing_parts
 from megaconv.engine.coverage import require_complete
 from megaconv.engine.early_check import refuse_sizes
@@ -129,6 +130,7 @@ def prepare(
     _refuse_source(opened.header, found, saver, options)
     files = options.save.files or max(DIST_FILES, processes)
     save = replace(options.save, files=files, extra=extra)
+    require_same_weights(found.given, opened, options, workers_of(options))
     streamed = _streamed(opened, saver, options, save, processes)
     header = streamed.source.header
     check = _checked(found, opened, header, streamed.altered, options)

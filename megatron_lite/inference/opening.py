@@ -81,10 +81,33 @@ def run(given: argparse.Namespace, use: Callable[[Opened], None], *, lasting: bo
         launch.leave(report(error, f"rank {launch.rank()}", place.store if place else None))
 
 
+@dataclass(frozen=True)
+class OpenedEngine:
+    """A model on every rank, without memory for the generation of rows."""
+
+    engine: Engine
+    start: Start
+    tokenizer: Tokenizer
+    length: int
+    """Tokens of the longest row."""
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.engine.config
+
+
 def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Place) -> Opened:
     """Open the model. Collective. Raises CheckpointError."""
     if given.slots < 1:
         raise UsageError(f"--slots {given.slots} must be 1 or more")
+    found = open_engine(given, parallel, place)
+    stops = all_or_none(lambda: stop_ids(found.config, found.tokenizer, found.start.files))
+    model = EngineModel(found.engine, given.slots, found.length)
+    return Opened(model, found.config, found.tokenizer, stops, given.load, place.store)
+
+
+def open_engine(given: argparse.Namespace, parallel: Parallel, place: launch.Place) -> OpenedEngine:
+    """Open the checkpoint, its tokenizer and an engine with its weights. Collective. Raises CheckpointError."""
     start = once_a_node(lambda: open_weights(given.load), place.node)
     tokenizer = all_or_none(lambda: _tokenizer(given, start))
     config, dtype = start.config, start.config.dtype
@@ -94,13 +117,9 @@ def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Plac
     if given.dtype:
         dtype = _TORCH[given.dtype]
     length = given.max_length or min(config.max_positions, LONGEST_UNASKED)
-    config = changed(config, {"dtype": dtype})
-    engine = make_engine(config, parallel, place, length)
+    engine = make_engine(changed(config, {"dtype": dtype}), parallel, place, length)
     load_weights(engine, {key.name: tensor for key, tensor in start.tensors.items()})
-    stops = all_or_none(lambda: stop_ids(config, tokenizer, start.files))
-    return Opened(
-        EngineModel(engine, given.slots, length), config, tokenizer, stops, given.load, place.store
-    )
+    return OpenedEngine(engine, start, tokenizer, length)
 
 
 def _check_flags_of_model(training: Settings, config: ModelConfig, load: str) -> None:
