@@ -23,7 +23,7 @@ commands:
   chat         Talk with a model.
   score        Log-probabilities of given tokens.
   serve        A model behind OpenAI's routes and Megatron's PUT /api.
-  evaluate     Measure a model on Megatron's zero-shot tasks, or on lm-eval's.
+  evaluate     Measure a model on zero-shot tasks, on a corpus, or on tasks of lm-eval.
   models       List the families of models, and which of them can be trained.
 
 `megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:

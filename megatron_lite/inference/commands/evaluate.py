@@ -5,6 +5,7 @@ from megatron_lite.inference.flags import Parser, command, make_parser
 
 EXAMPLES = """  megatron-lite evaluate --load gpt2 --task WIKITEXT103 --valid-data wiki.test.tokens --overlapping-eval 32
   megatron-lite evaluate --load gpt2 --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada --output lambada.json
+  megatron-lite evaluate --load ckpt --corpus 'held-out/*.jsonl.gz' --seq-length 1024 --output perplexity.json
   torchrun --nproc-per-node 2 -m megatron_lite evaluate --load ckpt --tp 2 --lm-eval arc_easy hellaswag --limit 100"""
 
 
@@ -12,7 +13,7 @@ def parser() -> Parser:
     """Return the parser of the command."""
     made = make_parser(
         "evaluate",
-        "Measure a model on Megatron's zero-shot tasks, or on any of lm-eval's.",
+        "Measure a model on Megatron's zero-shot tasks, on a corpus, or on any task of lm-eval.",
         EXAMPLES,
     )
     add = made.add_argument_group("Megatron's tasks").add_argument
@@ -35,6 +36,18 @@ def parser() -> Parser:
         action="store_true",
         help="all tokens of the last word count, not the last one alone",
     )
+    add = made.add_argument_group("perplexity of a corpus").add_argument
+    add(
+        "--corpus",
+        nargs="+",
+        default=[],
+        type=local_word,
+        metavar="FILE",
+        help="JSON lines, parquet, plain text, also .gz, .zst; directories, patterns, prefixes of indexed datasets",
+    )
+    add("--json-key", default="text", metavar="KEY", help="field with the text (text)")
+    add("--limit-tokens", type=int, metavar="N", help="end with the document that has token N")
+    add("--skip-bad-lines", action="store_true", help="leave out, and report, unreadable lines")
     add = made.add_argument_group("tasks of lm-eval (extra `evaluate`)").add_argument
     add("--lm-eval", nargs="+", default=[], metavar="TASK", help="names of tasks")
     add("--include-path", type=local_word, metavar="DIRECTORY", help="with tasks of your own")
