@@ -82,10 +82,12 @@ def read_prompts(path: str) -> Iterator[str]:
         lines = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: can't be read: {error}") from error
-    for number, line in enumerate(lines.splitlines(), 1):
+    is_json = path.endswith((".jsonl", ".json"))
+    # A text in JSON may have other line ends within, such as U+2028.
+    for number, line in enumerate(lines.split("\n") if is_json else lines.splitlines(), 1):
         if not line.strip():
             continue
-        if path.endswith((".jsonl", ".json")):
+        if is_json:
             yield _prompt_of(line, f"{path}, line {number}")
         else:
             yield line

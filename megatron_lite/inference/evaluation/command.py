@@ -1,7 +1,6 @@
-"""`megatron-lite evaluate`: prints a table, and writes JSON to a file."""
+"""`megatron-lite evaluate`: opens the model and runs the asked measurements."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from megaconv.errors import UsageError
 from megaconv.terminal import show
 from megatron_lite.data.recipes.documents import Reader
 from megatron_lite.inference.evaluation import corpus, zeroshot
-from megatron_lite.inference.generating import open_output
+from megatron_lite.inference.evaluation.tables import evaluate_toxicity, report
 from megatron_lite.inference.opening import Opened, run
 
 
@@ -23,7 +22,7 @@ def main(given: argparse.Namespace) -> None:
 
 def _check(given: argparse.Namespace) -> None:
     if given.task is None and not given.lm_eval and not given.corpus:
-        raise UsageError("give --task, --corpus, or --lm-eval")
+        raise UsageError("give --task, --corpus, or --lm-eval; --toxicity alone needs no --load")
     if given.task is not None and not given.valid_data:
         raise UsageError(f"--task {given.task} needs --valid-data")
     if given.task == "LAMBADA" and given.overlapping_eval is not None:
@@ -34,6 +33,8 @@ def _check(given: argparse.Namespace) -> None:
 
 def _use(opened: Opened, given: argparse.Namespace) -> None:
     results: dict[str, dict[str, Any]] = {}
+    if given.toxicity is not None:
+        results |= evaluate_toxicity(given)
     for path in map(Path, given.valid_data or ()) if given.task else ():
         results[f"{given.task} {path.name}"] = _zeroshot(opened, given, path)
     if given.sources:
@@ -49,14 +50,7 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
             given.limit,
             chat=given.apply_chat_template,
         )
-    if given.output:
-        with open_output(given.output) as file:
-            print(
-                json.dumps({"model": opened.path, "results": results}, indent=1, default=str),
-                file=file,
-            )
-    for line in table(results):
-        show(line)
+    report(results, opened.path, given.output)
 
 
 def _zeroshot(opened: Opened, given: argparse.Namespace, path: Path) -> dict[str, Any]:
@@ -86,22 +80,3 @@ def _corpus(opened: Opened, given: argparse.Namespace) -> dict[str, Any]:
 
 def _warn(message: str) -> None:
     show(f"megatron_lite: warning: {message}: left out", sys.stderr)
-
-
-def table(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a line for each measure."""
-    rows = [
-        (
-            task,
-            name.removesuffix(",none"),
-            f"{value:.6g}" if isinstance(value, float) else str(value),
-        )
-        for task, measures in results.items()
-        for name, value in measures.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    ]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-    return [
-        f"{task:<{widths[0]}}  {name:<{widths[1]}}  {value:>{widths[2]}}"
-        for task, name, value in rows
-    ]
