@@ -18,12 +18,12 @@ commands:
   finetune     {finetune}
   plan         What a run would take: memory of each rank, bytes between ranks, the pipeline's bubble.
   preprocess   Turn text into Megatron's indexed files.
-  data         Prepare a corpus of text: `data decontaminate`.
+  data         Prepare a corpus of text: `data decontaminate`, `data score`, `data select`.
   generate     Let a model continue texts.
   chat         Talk with a model.
   score        Log-probabilities of given tokens.
   serve        A model behind OpenAI's routes and Megatron's PUT /api.
-  evaluate     Measure a model on Megatron's zero-shot tasks, or on lm-eval's.
+  evaluate     Measure a model on zero-shot tasks, on a corpus, or on tasks of lm-eval.
   calibrate    Measure the inputs of each matrix, for `megaconv convert --quantize fp8 --calibration`.
   models       List the families of models, and which of them can be trained.
 

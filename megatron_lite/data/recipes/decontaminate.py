@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from megaconv.errors import UsageError
 from megatron_lite.data.finetuning.records import find_files
 from megatron_lite.data.recipes.documents import Document, Reader, texts_of
-from megatron_lite.data.recipes.flags import Given, add_common
+from megatron_lite.data.recipes.flags import Given, add_common, given_of
 from megatron_lite.data.recipes.ngrams import Finder, NgramSizes, count, ngrams_of
 from megatron_lite.data.recipes.removal import Corpus, Report
 
@@ -85,8 +85,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, type=int, default=default, help=f"{text} ({default})")
 
 
-def run(words: argparse.Namespace, given: Given) -> Report:
+def run(words: argparse.Namespace) -> Report:
     """Decontaminate the corpus. Raises CorruptCheckpoint, UsageError, TargetExists."""
+    given = given_of(words)
     sizes = NgramSizes(words.min_ngram_size, words.max_ngram_size)
     cutting = Cutting(
         words.key_threshold,

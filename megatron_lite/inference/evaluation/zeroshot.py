@@ -9,7 +9,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,12 @@ from typing import Any
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UsageError
 from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.inference.evaluation.windows import ROWS, Window, grouped, log_prob_sum
 from megatron_lite.inference.prompts import tokens_of
 from megatron_lite.inference.slots import LanguageModel, require_finite
 
 _HIGHEST = 20.0
 """Larger losses are clamped for perplexities, so that e^20 is the largest perplexity."""
-_ROWS = 32
-"""Number of rows that are scored together."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """A row of a task, without padding."""
-
-    tokens: tuple[int, ...]
-    counted: int
-    """Number of last tokens that count."""
 
 
 def wikitext_windows(
@@ -128,16 +117,8 @@ def wikitext(
             f"{path}: has {words} words and {len(tokens)} tokens; there is nothing to predict"
         )
     total = 0.0
-    for windows in _groups(wikitext_windows(tokens, length, stride)):
-        for window, scored in zip(
-            windows, model.score([window.tokens for window in windows]), strict=True
-        ):
-            total -= float(
-                require_finite(scored)
-                .log_probs[len(window.tokens) - 1 - window.counted :]
-                .double()
-                .sum()
-            )
+    for windows in grouped(wikitext_windows(tokens, length, stride), ROWS):
+        total -= log_prob_sum(model, windows)
     loss, ratio = total / (len(tokens) - 1), (len(tokens) - 1) / (words - 1)
     return {
         "loss": loss, "perplexity": math.exp(min(_HIGHEST, loss)), "word_perplexity": math.exp(min(_HIGHEST, loss * ratio)),
@@ -150,7 +131,7 @@ def lambada(
 ) -> dict[str, float]:
     """Return how many last words (strict) or tokens are the likeliest ones. Raises UsageError, CorruptCheckpoint, NotFinite."""
     right = count = 0
-    for windows in _groups(_lambada_windows(path, tokenizer, strict=strict)):
+    for windows in grouped(_lambada_windows(path, tokenizer, strict=strict), ROWS):
         for window, scored in zip(
             windows, model.score([window.tokens for window in windows]), strict=True
         ):
@@ -190,17 +171,6 @@ def _tokens(tokenizer: Tokenizer, text: str, where: str) -> list[int]:
         return tokens_of(tokenizer, text)
     except UsageError as error:
         raise CorruptCheckpoint(f"{where}: {error}") from error
-
-
-def _groups(windows: Iterator[Window]) -> Iterator[list[Window]]:
-    group: list[Window] = []
-    for window in windows:
-        group.append(window)
-        if len(group) == _ROWS:
-            yield group
-            group = []
-    if group:
-        yield group
 
 
 def _read(path: Path) -> str:
