@@ -25,9 +25,10 @@ from megatron_lite.processes import launch
 from megatron_lite.processes.failure import all_or_none, report
 from megatron_lite.processes.node import once_a_node
 from megatron_lite.settings.architecture import check_against, model_type
-from megatron_lite.settings.config import Parallel, Settings
+from megatron_lite.settings.config import Settings
 from megatron_lite.settings.learning import Data
 from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.parallel import Parallel
 from megatron_lite.settings.sizes import LONGEST_UNASKED, check_sizes
 
 _TORCH = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

@@ -9,7 +9,8 @@ from megatron_lite.checkpoint.adapter_runs import AdapterStart
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
 from megatron_lite.loop.run import Run
-from megatron_lite.settings.config import PRECISION_FLAGS, flags
+from megatron_lite.settings.config import flags
+from megatron_lite.settings.optimization import PRECISION_FLAGS
 from megatron_lite.settings.options import LoRA
 
 

@@ -38,10 +38,11 @@ from megatron_lite.processes.failure import all_or_none
 from megatron_lite.processes.launch import Place
 from megatron_lite.processes.node import once_a_node
 from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
-from megatron_lite.settings.config import PRECISION_FLAGS, Settings, subjects
+from megatron_lite.settings.config import Settings, subjects
 from megatron_lite.settings.contradictions import check_flags, check_steps
 from megatron_lite.settings.kinds import check_kind
 from megatron_lite.settings.objective_flags import check_objective_flags
+from megatron_lite.settings.optimization import PRECISION_FLAGS
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.run_options import model_options, optimizer_options
 from megatron_lite.settings.sizes import work_out

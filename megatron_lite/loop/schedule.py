@@ -9,7 +9,8 @@ from math import cos, pi, sqrt
 from typing import Any, NamedTuple
 
 from megaconv.errors import UsageError
-from megatron_lite.settings.config import Optimizer, Training
+from megatron_lite.settings.config import Training
+from megatron_lite.settings.optimization import Optimizer
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import torch
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.batches import prefetch
 from megatron_lite.data.samples import Dataset
-from megatron_lite.engine import StepReport
 from megatron_lite.loop import plot
 from megatron_lite.loop.garbage import Garbage
 from megatron_lite.loop.log import METRICS, line
@@ -24,6 +23,7 @@ from megatron_lite.loop.saving import check_space, save
 from megatron_lite.loop.schedule import Rates
 from megatron_lite.objectives.training_data import Exam
 from megatron_lite.processes.failure import TrainingError
+from megatron_lite.rank.report import StepReport
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
 

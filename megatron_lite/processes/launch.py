@@ -20,7 +20,7 @@ from megatron_lite.processes.heartbeat import Heartbeat
 from megatron_lite.processes.interfaces import explained
 from megatron_lite.processes.node import node_group
 from megatron_lite.processes.slurm import sees_own_gpu
-from megatron_lite.settings.config import Parallel
+from megatron_lite.settings.parallel import Parallel
 
 HEAD_START_S = 60.0
 """Time from --distributed-timeout-minutes until calls of groups fail. The heartbeat reports the cause meanwhile."""

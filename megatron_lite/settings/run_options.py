@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from megatron_lite.settings.config import Balance, Optimizer, Settings
+from megatron_lite.settings.config import Settings
+from megatron_lite.settings.optimization import Optimizer
 from megatron_lite.settings.optimizers import OPTIMIZERS
 from megatron_lite.settings.options import (
     FP8,
@@ -14,6 +15,7 @@ from megatron_lite.settings.options import (
     QkClip,
     Recompute,
 )
+from megatron_lite.settings.parallel import Balance
 
 
 def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOptions:

@@ -6,9 +6,10 @@ from megaconv.errors import LayoutError, UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.model.sharding import rank_sizes
-from megatron_lite.settings.config import Parallel, Settings, Training
+from megatron_lite.settings.config import Settings, Training
 from megatron_lite.settings.contradictions import check_flags, check_steps
 from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.parallel import Parallel
 from megatron_lite.settings.stacks import check_one_stack, layout_of_two_stacks
 from megatron_lite.settings.wording import counted
 
