@@ -130,7 +130,7 @@ class Engine:
             self.buckets.append(buckets)
         groups = TensorGroups(grid.group("tp"), grid.group("etp"))
         self.optimizer = Optimizer(self.buckets, optimizer, groups)
-        if optimizer.qk_clip is not None or optimizer.tell_scores:
+        if optimizer.qk_clip is not None or optimizer.log_scores:
             self._watch = ScoreWatch(self.chunks, grid.group("replicas"), grid.group("world"))
 
     def train_step(
@@ -147,17 +147,18 @@ class Engine:
         signals: any numbers (for example a request to stop), which are summed over all ranks in the same collective.
         decoupled_lr: the learning rate of embedding and head.
         """
+        grid = self.grid
         optimizer = self.optimizer
         assert optimizer is not None, "the engine was made for evaluation"
         # Weight of each position in the mean as if all labels counted. `factor` below corrects for labels that don't count.
-        positions = self.grid.dp * sum(map(self.criterion.counts, microbatches))
+        positions = grid.dp * sum(map(self.criterion.counts, microbatches))
         scale = self.scaler.scale
-        losses = LossSum(self._loss_names, self.grid.device, scale / positions)
+        losses = LossSum(self._loss_names, grid.device, scale / positions)
         self._begin_step()
         self._pass_forward_and_back(microbatches, losses)
         square = self._reduce_gradients(optimizer)
         scores = None if self._watch is None else self._watch.found()
-        totals = sum_over_world(losses, square, signals, self.grid)
+        totals = sum_over_world(losses, square, signals, grid)
         loss, tokens = totals.losses[0]
         norm = 0.0
         factor = 1.0
@@ -173,8 +174,9 @@ class Engine:
             rates = Rates(lr, weight_decay, decoupled_lr)
             row_factors = self._row_factors(scores)
             optimizer.step(rates, factor, row_factors)
-        end_step(self._delayed, partial(raise_to_largest, grid=self.grid))
+        end_step(self._delayed, partial(raise_to_largest, grid=grid))
         self.step += 1
+        largest_score = None if scores is None else float(scores.top)
         return StepReport(
             loss=loss / (tokens or 1.0),
             tokens=tokens,
@@ -183,7 +185,7 @@ class Engine:
             loss_scale=scale,
             signals=tuple(totals.signals),
             others=totals.means_of_others(self._loss_names),
-            largest_score=None if scores is None else float(scores.top),
+            largest_score=largest_score,
         )
 
     def _begin_step(self) -> None:
@@ -291,13 +293,14 @@ class Engine:
         """
         self.finish()  # the head's weight is used without calling the module, so no hook waits for it
         run = self.make_pass(batch, cache=cache)
-        found: list[tuple[Network, Tensor]] = []
+        found: tuple[Network, Tensor] | None = None
 
         def forward(action: Action, taken: Payload) -> Payload:
+            nonlocal found
             chunk = self.chunks[action.chunk]
             given: Payload = chunk(taken, run)
             if chunk.is_last:
-                found.append((chunk, given[0]))
+                found = chunk, given[0]
             return given
 
         layout = self.grid.layout
@@ -306,7 +309,7 @@ class Engine:
         executor = Executor(self.grid, forward, arriving, self._region)
         with torch.no_grad():
             executor.run(actions)
-        return found[0] if found else None
+        return found
 
     def _run(
         self,

@@ -114,11 +114,11 @@ def make_engine(
     config: ModelConfig, parallel: Parallel, place: launch.Place, length: int
 ) -> Engine:
     """Return an engine for inference; its weights are zero until they are loaded. length: of the longest row."""
+    tp = parallel.tensor_model_parallel_size
     pp = parallel.pipeline_model_parallel_size
-    layout = Layout(
-        parallel.tensor_model_parallel_size, pp, 1, parallel.expert_model_parallel_size,
-        stage_layers=split_layers(config.layer_count, pp, 1, LayerSplit()),
-    )  # fmt: skip
+    ep = parallel.expert_model_parallel_size
+    stage_layers = split_layers(config.layer_count, pp, 1, LayerSplit())
+    layout = Layout(tp, pp, 1, ep, stage_layers=stage_layers)
     options = ModelOptions(dtype=config.dtype or "float32", trains=False)
     dp = check_sizes(
         config, layout, world=place.world, options=options, sequence=length, microbatches=1

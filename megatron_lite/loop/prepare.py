@@ -250,17 +250,24 @@ def with_token_ids(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
 
 def _sample_counts(setup: Setup, progress: Progress) -> list[int]:
     """Return the least number of samples for training, evaluation and test."""
-    settings, sizes = setup.settings, setup.sizes
-    training, each = settings.training, settings.training.eval_iters * sizes.batch.full
+    settings = setup.settings
+    training = settings.training
+    interval = training.eval_interval
+    batch = setup.sizes.batch
+    each = training.eval_iters * batch.full
     if training.train_samples is not None:
-        smallest = min(sizes.batch.sizes())
-        rounds = training.train_samples // smallest // training.eval_interval + 1
+        smallest = min(batch.sizes())
+        most_steps = training.train_samples // smallest
+        rounds = most_steps // interval + 1
     else:
         rounds = evaluations(settings)
     # Earlier evaluations may have had another batch size.
-    left = max(0, rounds - progress.iteration // training.eval_interval)
-    validation = max(each * rounds, progress.consumed_valid_samples + each * left)
-    return [total_samples(settings, sizes, progress) + sizes.batch.full, validation, each]
+    done = progress.iteration // interval
+    left = max(0, rounds - done)
+    with_earlier = progress.consumed_valid_samples + each * left
+    validation = max(each * rounds, with_earlier)
+    train = total_samples(settings, setup.sizes, progress) + batch.full
+    return [train, validation, each]
 
 
 def _sinks(settings: Settings, place: Place) -> list[Sink]:

@@ -47,7 +47,7 @@ class Place:
     watch: StoreWatch | None = None
     heartbeat: Heartbeat | None = None
     timeout: timedelta | None = None
-    """How long a call of any group waits for other ranks; None in a single process."""
+    """The time that a call of any group waits for other ranks; None in a single process."""
 
     def __str__(self) -> str:
         """Return a text such as `4 x cpu, gloo`."""

@@ -16,13 +16,14 @@ def context_group(grid: Grid, options: ModelOptions) -> ContextGroup | None:
     group = grid.group("cp")
     if group is None:
         return None
+    levels = None
     near = options.near
     near_group = grid.group("cp_near")
     far_group = grid.group("cp_far")
-    levels = None
     if near_group is not None and far_group is not None:
-        over_heads = ContextGroup(near_group, grid.cp_rank % near, near, "a2a")
-        over_blocks = ContextGroup(far_group, grid.cp_rank // near, grid.cp // near, "p2p")
+        far_rank, near_rank = divmod(grid.cp_rank, near)
+        over_heads = ContextGroup(near_group, near_rank, near, "a2a")
+        over_blocks = ContextGroup(far_group, far_rank, grid.cp // near, "p2p")
         levels = over_heads, over_blocks
     return ContextGroup(group, grid.cp_rank, grid.cp, options.context, levels)
 

@@ -42,11 +42,8 @@ def sum_over_world(losses: LossSum, square: Tensor, signals: Sequence[float], gr
     end = len(own_losses)
     sums = found[0:end:2]
     counts = found[1:end:2]
-    return Totals(
-        losses=list(zip(sums, counts, strict=True)),
-        square=found[end],
-        signals=found[end + 1 :],
-    )
+    pairs = list(zip(sums, counts, strict=True))
+    return Totals(pairs, square=found[end], signals=found[end + 1 :])
 
 
 def _on_device(numbers: Sequence[float], device: torch.device) -> Tensor:

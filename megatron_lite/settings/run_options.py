@@ -91,5 +91,5 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
         bucket_elements=parallel.ddp_bucket_size or default.bucket_elements,
         overlap_grad_reduce=parallel.overlap_grad_reduce, overlap_param_gather=parallel.overlap_param_gather, loss_scale=scale,
         qk_clip=QkClip(optimizer.qk_clip_alpha, optimizer.qk_clip_threshold) if optimizer.qk_clip else None,
-        tell_scores=settings.logging.log_max_attention_logit,
+        log_scores=settings.logging.log_max_attention_logit,
     )  # fmt: skip
