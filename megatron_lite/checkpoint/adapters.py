@@ -177,7 +177,8 @@ def _joined(pieces: list[_Piece]) -> dict[Key, Tensor]:
             matrix = found[Key(name, piece.slot)]
             for region in regions:
                 box = region.box
-                places = elements[region.row : region.row + box.rows] - piece.start
+                end = region.row + box.rows
+                places = elements[region.row : end] - piece.start
                 here = (places >= 0) & (places < len(piece.values))
                 into = matrix[box.row0 : box.row1, box.col0 : box.col1]
                 into[here] = piece.values[places[here]]

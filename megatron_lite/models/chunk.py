@@ -97,15 +97,17 @@ class ModelChunk(Network):
         if self.mtp is None or not torch.is_grad_enabled():
             return total, found
         (hidden,) = given
-        names = self.loss_names(self.plan.config)[1:]
-        share = run.share * self.plan.options.mtp_loss_scale / len(self.mtp.layers)
+        plan = self.plan
+        _, *names = self.loss_names(plan.config)
+        share = run.share * plan.options.mtp_loss_scale / len(self.mtp.layers)
         assert run.counting is not None
         predicted = self.mtp(hidden, run, self._embed(run))
         for name, (made, ahead) in zip(names, predicted, strict=True):
             # As in Megatron, this is the mean over the microbatch's remaining labels. It has the weight of
             # the mean over all labels.
             each = share * run.counting / ahead.counting.clamp(min=1)
-            further, losses = self.label_losses((made,), ahead.labels, ahead.weights * each)
+            shares = ahead.weights * each
+            further, losses = self.label_losses((made,), ahead.labels, shares)
             total = total + further
             found[name] = Counted(losses, ahead.weights)
         return total, found
