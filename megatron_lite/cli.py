@@ -70,14 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _train(command: str, words: list[str]) -> None:
     try:
         adopt()
-        if {"-h", "--help"} & set(words) and not _is_first():
+        asks_for_help = "-h" in words or "--help" in words
+        if asks_for_help and not _is_first():
             sys.exit(0)
         settings, ignored = parse(command, words)
         require_torch(f"megatron-lite {command}", extras="train,data")
     except CheckpointError as error:
         _refuse(str(error), error.exit_status)
     if ignored and _is_first():
-        print(f"without effect here: {', '.join(ignored)}", file=sys.stderr)
+        flags = ", ".join(ignored)
+        print(f"without effect here: {flags}", file=sys.stderr)
     from megatron_lite.loop.session import run
 
     run(settings, finetune=command == "finetune")

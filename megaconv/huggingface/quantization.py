@@ -239,7 +239,7 @@ def _with_weight_scales(
     elif quantize == FP8_BLOCK:
         yield native
         blocks = grid(native.shape)
-        yield _scaled(native, SCALE, BLOCK, blocks[1])._replace(shape=blocks)
+        yield _scaled(native, fp8_blocks.SCALES, BLOCK, blocks[1])._replace(shape=blocks)
     elif quantize in (FP8_PER_CHANNEL, INT8_SQ):
         yield native
         scales_of_rows = _scaled(native, SCALE, 1, 1)
