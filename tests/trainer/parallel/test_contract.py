@@ -47,6 +47,8 @@ FEATURES = {
         for name, fields in (
             ("ministral", {"layers.window": (5, None, 5, None)}),
             ("cwm", {"layers.window": (None, 5, 5, 5)}),
+            ("granite", {"residual_scale": 0.3, "head.divisor": 3.0, "embedding_scale": 12.0, "attention.scale": 0.1}),
+            ("ministral3", {"temperature.scale": 0.3, "temperature.interval": 4, "temperature.everywhere": True}),
             ("helium", {"positions.interleaved": True}),
             ("internlm2", {"attention.qkv_bias": True, "attention.o_bias": True}),
             ("qwen", {"attention.qkv_bias": True}),
