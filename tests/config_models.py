@@ -576,10 +576,6 @@ def configs(draw: Draw) -> ModelConfig:
         heads = config.attention.heads
         sizes = {"attention.kv_heads": heads, "hidden": heads * config.attention.head_dim}
         return changed(config, {**sizes, "attention.qkv_bias": True, "positions.scaling": None})
-    if name == "internlm2":
-        return changed(
-            config, dict.fromkeys(("attention.qkv_bias", "attention.o_bias"), draw(st.booleans()))
-        )
     if name == "mellum":
         config = draw(with_windows(changed(config, {"attention.qk_norm": True})))
         own = {"positions.local_theta": config.positions.local_theta or config.positions.theta}
