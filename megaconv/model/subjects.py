@@ -231,7 +231,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Head:
-    """The parts after the last layer, apart from the output matrix."""
+    """The parts after the last layer, without the output matrix."""
 
     bias: bool = False
     """True if the head has a bias per token of the vocabulary. It matters only for heads that may lack one."""

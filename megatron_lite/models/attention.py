@@ -106,7 +106,8 @@ def _with_others(
         "largest": largest,
         "dropout": dropout,
     }
-    return tokens_for_heads(attend(q, k, v, replace(run, context=None), **how), near)
+    of_heads = attend(q, k, v, replace(run, context=None), **how)
+    return tokens_for_heads(of_heads, near)
 
 
 def choose(backend: str, q: Tensor, v: Tensor, dropout: float) -> Kernel | None:
@@ -212,12 +213,9 @@ def _packed(
         queries, keys, values = map(_row_after_row, (q, k, v))
         made = kernel.attend_packed(queries, keys, values, packed, window, dropout, scale)
         return _rows_again(made, q)
-    fits = (
-        q.is_cuda
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[-1] == v.shape[-1]
-        and sinks is None
-    )
+    half_precision = q.dtype in (torch.float16, torch.bfloat16)
+    same_width = q.shape[-1] == v.shape[-1]
+    fits = q.is_cuda and half_precision and same_width and sinks is None
     if fits and not dropout and has_varlen():
         return _varlen_packed(q, k, v, packed, window, scale)
     rows = []
@@ -226,8 +224,10 @@ def _packed(
         for document in documents:
             mask = narrow_mask(document.length, window, q.device)
             part = document.place
-            pieces.append(sdpa(q[part], k[part], v[part], mask, dropout, scale, sinks))
-        rows.append(torch.cat(pieces))
+            attended = sdpa(q[part], k[part], v[part], mask, dropout, scale, sinks)
+            pieces.append(attended)
+        row = torch.cat(pieces)
+        rows.append(row)
     return torch.cat(rows, 1)
 
 

@@ -120,17 +120,19 @@ class _Gradients:
 
     def add(self, part: slice, x: Tensor, of_logits: Tensor, own: _OwnColumns) -> None:
         """Add a block. x [rows, width]; of_logits float32 [rows, own columns]."""
+        weight = own.weight
         if self.of_bias is not None:
             self.of_bias[: own.count] += of_logits.sum(0)
-        rounded = of_logits.to(own.weight.dtype)
-        torch.mm(rounded, own.weight, out=self.of_input[part])
+        rounded = of_logits.to(weight.dtype)
+        torch.mm(rounded, weight, out=self.of_input[part])
         if self.of_weight is None:
             return
         of_own = self.of_weight[: own.count]
+        columns = rounded.t()
         if of_own.dtype == rounded.dtype:
-            of_own.addmm_(rounded.t(), x)
+            of_own.addmm_(columns, x)
         else:
-            of_own += rounded.t() @ x
+            of_own += columns @ x
 
 
 def _of_logits(softmax: Tensor, index: Tensor, held: Tensor, weights: Tensor) -> Tensor:
@@ -229,19 +231,23 @@ def _losses(
     The logits are replaced by exponentials relative to this rank's maximum. One collective exchanges each rank's
     maximum, its sum of exponentials, and the label's logit.
     """
-    if logits.shape[1]:
+    rows, columns = logits.shape
+    if columns:
         own_largest = logits.amax(1)
         picked = logits.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill(~held, 0)
         exponentials = logits.sub_(own_largest.unsqueeze(1)).exp_().sum(1)
     else:  # this rank has only padding
-        own_largest = logits.new_full((len(logits),), -torch.inf)
-        exponentials = picked = logits.new_zeros(len(logits))
+        own_largest = logits.new_full((rows,), -torch.inf)
+        exponentials = logits.new_zeros(rows)
+        picked = exponentials
     largest = own_largest
     if ranks.group:
-        all_ranks = comm.gathered(
-            torch.stack((own_largest, exponentials, picked)), ranks.group
-        ).view(ranks.size, 3, -1)
-        largest = all_ranks[:, 0].amax(0)
-        exponentials = (all_ranks[:, 1] * (all_ranks[:, 0] - largest).exp()).sum(0)
-        picked = all_ranks[:, 2].sum(0)
-    return largest + exponentials.log() - picked, (own_largest - largest).exp_() / exponentials
+        own = torch.stack((own_largest, exponentials, picked))
+        all_ranks = comm.gathered(own, ranks.group).view(ranks.size, 3, -1)
+        each_largest, each_sum, each_picked = all_ranks.unbind(1)
+        largest = each_largest.amax(0)
+        exponentials = (each_sum * (each_largest - largest).exp()).sum(0)
+        picked = each_picked.sum(0)
+    losses = largest + exponentials.log() - picked
+    scale = (own_largest - largest).exp_() / exponentials
+    return losses, scale

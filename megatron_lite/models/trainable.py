@@ -116,19 +116,21 @@ def rotated_width(config: ModelConfig) -> int:
 
 def _check_groups(experts: Experts) -> None:
     """Raise NotExpressible for groups of experts that no router can choose from; in transformers, torch raises an error."""
-    if not experts.groups or experts.groups == 1:
+    groups = experts.groups
+    if not groups or groups == 1:
         return
-    chosen = experts.group_topk or experts.groups
-    each, rest = divmod(experts.count, experts.groups)
-    if rest or each < RANKED_BY or chosen > experts.groups:
+    chosen = experts.group_topk or groups
+    each, rest = divmod(experts.count, groups)
+    if rest or each < RANKED_BY or chosen > groups:
         raise NotExpressible(
-            f"the model ranks {experts.groups} groups of its {experts.count} experts by the best {RANKED_BY} of each, and takes {chosen}; "
+            f"the model ranks {groups} groups of its {experts.count} experts by the best {RANKED_BY} of each, and takes {chosen}; "
             f"expected equal groups of {RANKED_BY} experts or more, and no more groups than there are (n_group, topk_group)"
         )
-    if experts.per_token > chosen * each:
+    available = chosen * each
+    if experts.per_token > available:
         raise NotExpressible(
             f"the model gives each token {experts.per_token} experts (num_experts_per_tok) of its best {chosen} groups (topk_group), "
-            f"which have {each} each, {chosen * each} in all"
+            f"which have {each} each, {available} in all"
         )
 
 

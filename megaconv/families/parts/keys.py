@@ -225,16 +225,19 @@ def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Key
         word = raw.get(key, default)
         if word not in values:
             raise UnknownFamily(
-                f"{CONFIG_NAME}: {key} {word!r} is not supported in this architecture; expected {' or '.join(values)}"
+                f"{CONFIG_NAME}: {key} {word!r} is not supported in this architecture; "
+                f"expected {' or '.join(values)}"
             )
         return {field: values[word]}
 
     def write(config: ModelConfig) -> Raw:
-        named = [word for word, value in values.items() if value == value_of(config, field)]
+        wanted = value_of(config, field)
+        named = [word for word, value in values.items() if value == wanted]
         if not named:
+            possible = map(str, dict.fromkeys(values.values()))
             raise NotExpressible(
-                f"the model's {field} is {value_of(config, field)}, which {key} of this architecture's {CONFIG_NAME} "
-                f"can't represent: it has {' and '.join(map(str, dict.fromkeys(values.values())))}"
+                f"the model's {field} is {wanted}, which {key} of this architecture's {CONFIG_NAME} "
+                f"can't represent: it has {' and '.join(possible)}"
             )
         return {key: named[0]}
 
@@ -242,7 +245,7 @@ def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Key
 
 
 def follows(field: str, rule: Callable[[Raw], Any]) -> Keys:
-    """A field that follows from other keys, without a key of its own."""
+    """A field that follows from other keys and has no key."""
     return Keys((), lambda raw: {field: rule(raw)}, lambda config: {})
 
 

@@ -105,18 +105,18 @@ class LatentAttention(nn.Module):
 
     def _keys_and_values(self, x: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
         """Return keys and values of this rank's heads. All heads share the rotated part of the keys."""
-        rope = self.latent.rope_dim
+        sizes = self.latent
+        ranks = self.ranks
+        rope = sizes.rope_dim
         down: Tensor = self.linear_kv_down_proj(x)
-        latent, shared = torch.split(down, [self.latent.kv_rank, rope], -1)
-        k, v = torch.split(
-            self._by_head(self.linear_kv_up_proj(self._normed_latent(latent))),
-            [self.nope, self.latent.v_dim],
-            -1,
-        )
-        shared = comm.shared_over(shared, self.ranks.group, gather=self.ranks.sequence)
+        latent, shared = torch.split(down, [sizes.kv_rank, rope], -1)
+        up: Tensor = self.linear_kv_up_proj(self._normed_latent(latent))
+        k, v = torch.split(self._by_head(up), [self.nope, sizes.v_dim], -1)
+        shared = comm.shared_over(shared, ranks.group, gather=ranks.sequence)
         rotated = self._rotated(shared.unsqueeze(2), run)
         of_each_head = rotated.expand(*k.shape[:3], rope)
-        return torch.cat((k, of_each_head), -1), v
+        keys = torch.cat((k, of_each_head), -1)
+        return keys, v
 
     def _normed_latent(self, latent: Tensor) -> Tensor:
         """Return the input of linear_kv_up_proj, which contains the norm."""

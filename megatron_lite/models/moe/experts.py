@@ -105,15 +105,15 @@ class SharedExperts(nn.Module):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
-        config, ffn = plan.config, plan.sizes["shared_ffn"]
-        self.shape = config.mlp
-        self.gate_weight = (
-            nn.Parameter(torch.empty(1, config.hidden)) if config.experts.shared_gate else None
-        )
-        self.linear_fc1 = ColumnLinear(
-            config.hidden, ffn * (2 if self.shape.gated else 1), plan.ranks
-        )
-        self.linear_fc2 = RowLinear(ffn, config.hidden, plan.ranks, bias=False)
+        hidden = plan.config.hidden
+        ffn = plan.sizes["shared_ffn"]
+        self.shape = plan.config.mlp
+        self.gate_weight = None
+        if plan.config.experts.shared_gate:
+            self.gate_weight = nn.Parameter(torch.empty(1, hidden))
+        up = 2 * ffn if self.shape.gated else ffn
+        self.linear_fc1 = ColumnLinear(hidden, up, plan.ranks)
+        self.linear_fc2 = RowLinear(ffn, hidden, plan.ranks, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.linear_fc2(activate(self.linear_fc1(x), self.shape))

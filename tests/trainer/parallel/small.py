@@ -10,9 +10,10 @@ import torch
 from megaconv.model.fields import from_fields
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megatron_lite.checkpoint.weights import init_weights
-from megatron_lite.engine import Engine, StepReport
+from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
+from megatron_lite.rank.report import StepReport
 from megatron_lite.settings.options import (
     ModelOptions,
     MuonOptions,
