@@ -246,3 +246,5 @@ class Head:
     """True if a head scores the pooled first token of each of several choices (multiple choice)."""
     logit_cap: float | None = None
     """A tanh limits logits to the range between minus and plus this value; None: no limit."""
+    divisor: float | None = None
+    """A number that logits are divided by; None for 1."""

@@ -60,8 +60,8 @@ class ParameterInfo:
 
     @property
     def decays(self) -> bool:
-        """True if weight decay applies: to matrices, but not to norms and biases."""
-        return len(self.native.shape) > 1
+        """True if weight decay applies: to matrices, but not to norms, to biases and to what keeps its value."""
+        return len(self.native.shape) > 1 and self.kind is not Kind.CONSTANT
 
     @property
     def decoupled(self) -> bool:

@@ -50,6 +50,7 @@ def compute(name: str, directory: Path) -> None:
     for key, parameter in model.named_parameters():
         if ".indexer." in key:
             assert parameter.grad is None, "an indexer chooses, which has no gradient"
+            parameter.data.zero_()
         elif not key.endswith("e_score_correction_bias"):
             assert parameter.grad is not None
             parameter.data = parameter.grad
