@@ -90,6 +90,12 @@ class Mamba:
     """Number of groups of heads. Each group has one B and one C."""
     state: int = 0
     """Elements of B, and of C."""
+    least_time_step: float | None = field(default=None, compare=False)
+    """Lower limit of time steps; None: no limit.
+
+    Configurations are compared without it, since each library uses its own value. transformers has the limit
+    LEAST_TIME_STEP, Megatron has none. The families' notices report the difference.
+    """
 
 
 @dataclass(frozen=True)

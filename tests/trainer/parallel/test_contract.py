@@ -166,6 +166,12 @@ FEATURES = {
             "experts.shared_ffn": 24, "layers.mlp": ("dense", "experts", "experts", "experts"),
         },
     ),
+    "nemotron_h": MODELS["hybrid"],
+    "qwen3_5": MODELS["delta nets"],
+    **{
+        name: changed(replace(MODELS["delta nets, experts"], family=name), {"mtp_layers": 0})
+        for name in ("qwen3_next", "qwen3_5_moe")
+    },
     "solar_open": changed(
         replace(MODELS["qwen3"], family="solar_open"),
         {**EXPERTS, "attention.qk_norm": False, "experts.score": "sigmoid", "experts.router_bias": True, "experts.shared_ffn": 24},
