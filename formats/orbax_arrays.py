@@ -23,7 +23,7 @@ from formats.ceilings import TREE_BYTES
 from formats.errors import CorruptCheckpoint
 from formats.lazy_numpy import np
 from formats.regular_files import read_json, regular_size
-from formats.tensor import ITEMSIZE, Box, Bytes, Shape
+from formats.tensor import ITEMSIZE, Box, Bytes, InputFile, Shape
 
 METADATA = "_METADATA"
 _ITEMS = ("items", "default", "state", "params")
@@ -72,8 +72,8 @@ def _trees(path: Path) -> Iterator[Path]:
 
 
 def _is_tree(path: Path) -> bool:
-    with (path / METADATA).open("rb") as file:
-        return b'"tree_metadata"' in file.read(256)
+    file = InputFile.open(path / METADATA)
+    return b'"tree_metadata"' in file.read(0, min(file.size, 256))
 
 
 def read_tree(path: Path) -> OrbaxTree:

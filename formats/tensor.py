@@ -7,7 +7,7 @@ which needs only bytes. Dtypes are torch's names, and buffers are arrays of byte
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from formats.errors import CorruptCheckpoint
 from formats.lazy_numpy import Bytes as Bytes
 from formats.lazy_numpy import np
 from formats.opened import note_checked
-from formats.partial_files import PartialFile
+from formats.partial_files import PartialFile, Span
 from formats.partial_files import find as find_partial
 from formats.regular_files import open_regular, regular_size
 
@@ -154,13 +154,23 @@ class InputFile:
                 self._descriptor = open_regular(self.path)
             return self._descriptor
 
-    def read_into(self, offset: int, out: Bytes) -> None:
-        """Fill a contiguous buffer with the bytes from offset on."""
-        self._fill(offset, out.data.cast("B"))
+    def read_into(self, offset: int, out: Bytes, tensor: Span | None = None) -> None:
+        """Fill a contiguous buffer with the bytes from offset on.
+
+        tensor: the range of the tensor that is read. A stand-in fetches the next bytes of the tensor ahead.
+        """
+        if self._partial is None:
+            self._fill(offset, out.data.cast("B"))
+        else:
+            self._partial.read_into(offset, out.data.cast("B"), tensor)
+
+    def expect(self, spans: Sequence[Span]) -> None:
+        """Announce small ranges that will be read one by one. A stand-in fetches them together."""
+        if self._partial is not None:
+            inside = [(start, min(end, self.size)) for start, end in spans if start < self.size]
+            self._partial.expect(inside)
 
     def _fill(self, offset: int, view: memoryview) -> None:
-        if self._partial is not None:
-            self._partial.require(offset, offset + len(view))
         try:
             descriptor = self._descriptor if self._descriptor is not None else self._open()
             while view:
@@ -181,9 +191,21 @@ class InputFile:
                 f"{self.path}: {count} bytes at {offset} were expected, but the file has {self.size}",
                 code="truncated-file",
             )
+        if self._partial is not None:
+            return self._partial.read(offset, count)
         out = bytearray(count)
         self._fill(offset, memoryview(out))
         return bytes(out)
+
+    def require(self, start: int, end: int) -> None:
+        """Put a range into the local file, for a memory map."""
+        if self._partial is not None:
+            self._partial.require(start, end)
+
+    @property
+    def is_partial(self) -> bool:
+        """True for a stand-in, whose local file has holes."""
+        return self._partial is not None
 
     def checked(self, start: int, size: int, crc: int) -> EntryCheck:
         """A new check of a zip entry in the file."""
@@ -230,10 +252,11 @@ class FileTensor:
         itemsize = ITEMSIZE[self.dtype]
         _, cols = matrix_shape(self.shape)
         start = self.offset + (box.row0 * cols + box.col0) * itemsize
+        span = self.offset, self.offset + byte_count(self.shape, self.dtype)
         # Whole rows, or a part of one row, are contiguous in the file: one read is enough.
         if box.cols == cols or box.rows == 1:
             whole = out if out.flags.c_contiguous else np.empty(out.shape, np.uint8)
-            self.file.read_into(start, whole)
+            self.file.read_into(start, whole, span)
             if self.check is not None:
                 self.check.add(start, whole)
             if whole is not out:
@@ -243,7 +266,7 @@ class FileTensor:
             # The rows are scattered: the entry's checksum is compared after the rest of the entry has been read.
             self.check.touch()
         for row in range(box.rows):
-            self.file.read_into(start + row * cols * itemsize, out[row])
+            self.file.read_into(start + row * cols * itemsize, out[row], span)
 
 
 @dataclass(frozen=True)
@@ -299,8 +322,9 @@ class StridedTensor:
         """The tensor's bytes, mapped from the file: [*shape, itemsize]."""
         itemsize = ITEMSIZE[self.dtype]
         byte_strides = [stride * itemsize for stride in self.strides]
+        self.file.require(self.offset, self.offset + self._extent * itemsize)
         try:
-            with os.fdopen(open_regular(self.file.path), "rb") as file:
+            with os.fdopen(open_regular(self.file.path, holes=True), "rb") as file:
                 flat = np.memmap(file, np.uint8, "r", self.offset, (self._extent * itemsize,))
         except (OSError, ValueError) as error:
             raise CorruptCheckpoint(
