@@ -11,9 +11,11 @@ this register first, so that it never reads a hole as zeros:
 
 import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+_THREADS = 16
 Span = tuple[int, int]
 """The first byte of a range, and the byte after its last one."""
 
@@ -88,10 +90,13 @@ def find(path: str | Path) -> PartialFile | None:
 
 def fetch_whole(paths: Iterable[Path]) -> None:
     """Put the bytes of files into their local files. For libraries that open paths themselves."""
-    for path in paths:
-        file = find(path)
-        if file is not None:
+    files = [file for path in paths if (file := find(path)) is not None]
+    if len(files) < 2:
+        for file in files:
             file.require(0, file.state.size)
+        return
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(lambda file: file.require(0, file.state.size), files))
 
 
 def displayed(text: str) -> str:
