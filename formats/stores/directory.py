@@ -33,21 +33,26 @@ def open_directory(store: Store, prefix: str, beside: Sequence[str]) -> Path | N
     removed when the process ends. Raises UnsafeContent for names that can't be paths.
     """
     prefix = prefix.strip("/")
-    found = store.listing(f"{prefix}/" if prefix else "").objects
-    neighbours = _beside(store, prefix, beside)
-    if not any(not each.key.endswith("/") for each in found):
-        found = []
-        if not any(each.key == prefix for each in neighbours):
-            return None
+    inside = _files(store.listing(f"{prefix}/" if prefix else "").objects)
+    neighbours = _files(_beside(store, prefix, beside))
+    is_object = any(each.key == prefix for each in neighbours)
+    if not inside and not is_object:
+        return None
     root = Path(os.path.realpath(tempfile.mkdtemp(prefix="megaconv-")))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     register_root(root, store.uri)
-    _make(store, root, {each.key: each for each in (*neighbours, *found)}.values())
+    by_key = {each.key: each for each in (*neighbours, *inside)}
+    _make(store, root, by_key.values())
     return root / prefix if prefix else root
 
 
+def _files(found: Iterable[Listed]) -> list[Listed]:
+    """Objects without those that consoles of stores make for folders."""
+    return [each for each in found if not each.key.endswith("/")]
+
+
 def _beside(store: Store, prefix: str, names: Iterable[str]) -> list[Listed]:
-    """Objects next to a prefix. None if the parent must not be listed."""
+    """Objects next to a prefix; none if the credentials don't allow to list the level above."""
     above = prefix.rpartition("/")[0]
     parent = f"{above}/" if above else ""
     if not prefix:
@@ -69,8 +74,6 @@ def _make(store: Store, root: Path, found: Iterable[Listed]) -> None:
     """Create the stand-ins of objects below a directory."""
     alike: dict[tuple[str, ...], list[StandIn]] = {}
     for each in found:
-        if each.key.endswith("/"):
-            continue  # consoles of stores make such objects for folders
         parts = _parts(store, each.key)
         path = root.joinpath(*parts)
         try:

@@ -46,6 +46,11 @@ class SmallRanges:
                 self._hold(start, content)
             return content[offset - start : offset - start + count]
 
+    def held(self, offset: int, count: int) -> bytes | None:
+        """The bytes from offset on if they are in memory."""
+        with self._lock:
+            return self._find(offset, offset + count)
+
     def give(self, start: int, content: bytes) -> None:
         """Hold bytes that are known already."""
         with self._lock:
@@ -60,10 +65,15 @@ class SmallRanges:
                 return
             with ThreadPoolExecutor(min(_THREADS, len(joined))) as pool:
                 contents = list(pool.map(lambda span: self._fetch(*span), joined))
-            for (start, end), content in zip(joined, contents, strict=True):
-                for first, last in missing:
-                    if start <= first and last <= end:
-                        self._hold(first, content[first - start : last - start])
+            for span, content in zip(joined, contents, strict=True):
+                self._hold_parts(span, content, missing)
+
+    def _hold_parts(self, fetched: Span, content: bytes, wanted: Sequence[Span]) -> None:
+        """Hold the wanted ranges of a fetched one, without the gaps between them."""
+        start, end = fetched
+        for first, last in wanted:
+            if start <= first and last <= end:
+                self._hold(first, content[first - start : last - start])
 
     def _find(self, start: int, end: int) -> bytes | None:
         place = bisect_right(self._starts, start) - 1

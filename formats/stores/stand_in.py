@@ -55,6 +55,8 @@ class StandIn:
         if not count:
             return b""
         held = self._windows.held(offset, offset + count)
+        if held is None:
+            held = self._small.held(offset, count)
         if held is not None:
             return held
         if self.state.size > PAGE:
