@@ -1,5 +1,7 @@
 """Errors of files. Every error has the exit status of the command, and a code for scripts."""
 
+from formats.partial_files import displayed
+
 
 class CheckpointError(Exception):
     """An error that a user can act on. The message names the file or tensor, what was expected, and what to do."""
@@ -10,7 +12,7 @@ class CheckpointError(Exception):
 
     def __init__(self, message: str = "", *, code: str | None = None) -> None:
         """code: for a cause that a script would treat differently from other errors of this class."""
-        super().__init__(message)
+        super().__init__(displayed(message))  # a stand-in's path would tell a user nothing
         if code is not None:
             self.code = code
 

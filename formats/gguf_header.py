@@ -8,7 +8,6 @@ A name is a u64 length and that many bytes of UTF-8. The data section begins at 
 `general.alignment`. All numbers are little-endian. Source: docs/gguf.md of ggml, and its table of types.
 """
 
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from typing import BinaryIO, NamedTuple
 
 from formats.ceilings import AXES, AXIS, GGUF_ENTRIES, GGUF_HEADER_BYTES, GGUF_STRINGS
 from formats.errors import CorruptCheckpoint
-from formats.regular_files import open_regular
+from formats.regular_files import regular_size
+from formats.streams import open_stream
 from formats.tensor import Shape
 
 MAGIC = b"GGUF"
@@ -92,15 +92,15 @@ class GgufHeader:
 
 def is_gguf(path: Path) -> bool:
     """True if a file begins with GGUF's magic bytes. Raises OSError."""
-    with os.fdopen(open_regular(path), "rb") as file:
+    with open_stream(path) as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
 def read(path: Path) -> GgufHeader:
     """Read the header of a GGUF file. Raises CorruptCheckpoint for impossible values and for other versions."""
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            return _Reader(file, os.fstat(file.fileno()).st_size).header()
+        with open_stream(path) as file:
+            return _Reader(file, regular_size(path)).header()
     except ValueError as error:
         raise CorruptCheckpoint(
             f"{path}: is not a valid GGUF file ({error}); copy it again"

@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 
 from formats.entry_check import Entry, EntryCheck, Readable
 from formats.errors import CorruptCheckpoint
+from formats.partial_files import Origin, RemoteState
+from formats.partial_files import find as find_partial
 
 
 class FileState(NamedTuple):
@@ -49,6 +51,8 @@ class OpenedFiles:
 
     def __init__(self) -> None:
         self._states: dict[str, FileState] = {}
+        self._remote: dict[str, tuple[RemoteState, Origin]] = {}
+        """URI of each object of a store, instead of the path of its stand-in."""
         self._tokens: list[Token[OpenedFiles | None]] = []
         self._checked: list[Checked] = []
 
@@ -66,17 +70,27 @@ class OpenedFiles:
 
     def note(self, path: Path, status: os.stat_result) -> None:
         """Record a file's state. Only the first state of each file counts."""
+        partial = find_partial(path)
+        if partial is not None:
+            self._remote.setdefault(partial.state.uri, (partial.state, partial.origin))
+            return
         self._states.setdefault(os.path.abspath(path), FileState.of(status))  # noqa: PTH100 (resolves no links)
 
-    def listing(self) -> list[tuple[str, int, int]]:
-        """(path, size, modification time in ns) of each file. The list is the same on every machine that sees the same
-        files."""
-        return [(path, state.size, state.mtime_ns) for path, state in sorted(self._states.items())]
+    def listing(self) -> list[tuple[str, int, int | str]]:
+        """(path, size, modification time in ns) of each file, (URI, size, tag) of each object of a store. The list is
+        the same on every machine that sees the same files."""
+        local: list[tuple[str, int, int | str]] = [
+            (path, state.size, state.mtime_ns) for path, state in sorted(self._states.items())
+        ]
+        remote = [state for _, (state, _) in sorted(self._remote.items())]
+        return local + [(state.uri, state.size, state.tag) for state in remote]
 
     def inode_changes(self) -> list[int]:
         """The inode change time of each file in ns, in the same order: the last write, rename or exchange. It is valid
-        on this machine only."""
-        return [state.ctime_ns for _, state in sorted(self._states.items())]
+        on this machine only. An object of a store has none: its tag changes with its content."""
+        return [state.ctime_ns for _, state in sorted(self._states.items())] + [0] * len(
+            self._remote
+        )
 
     def note_checked(self, file: "Checked") -> None:
         self._checked.append(file)
@@ -119,6 +133,11 @@ class OpenedFiles:
                 raise CorruptCheckpoint(
                     f"{path}: was {_change(state, now)} while it was read; {_AGAIN}"
                 )
+        by_origin: dict[int, tuple[Origin, list[RemoteState]]] = {}
+        for state_of_object, origin in self._remote.values():
+            by_origin.setdefault(id(origin), (origin, []))[1].append(state_of_object)
+        for origin, states in by_origin.values():
+            origin.require_unchanged(states)
 
 
 _AGAIN = "the data that was read mixes two states, so nothing was written. Run again when no program writes to the source"

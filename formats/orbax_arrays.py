@@ -12,7 +12,10 @@ caches the last ones. It would read a missing chunk as zeros, so megaconv first 
 orbax-checkpoint 0.12, tensorstore 0.1.86.
 """
 
+import logging
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,10 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from formats.ceilings import TREE_BYTES
-from formats.errors import CorruptCheckpoint
+from formats.errors import CorruptCheckpoint, NotEnoughSpace
 from formats.lazy_numpy import np
+from formats.partial_files import fetch_whole
+from formats.partial_files import find as find_partial
 from formats.regular_files import read_json, regular_size
-from formats.tensor import ITEMSIZE, Box, Bytes, Shape
+from formats.tensor import ITEMSIZE, Box, Bytes, InputFile, Shape
+
+_log = logging.getLogger("megaconv")
 
 METADATA = "_METADATA"
 _ITEMS = ("items", "default", "state", "params")
@@ -72,8 +79,8 @@ def _trees(path: Path) -> Iterator[Path]:
 
 
 def _is_tree(path: Path) -> bool:
-    with (path / METADATA).open("rb") as file:
-        return b'"tree_metadata"' in file.read(256)
+    file = InputFile.open(path / METADATA)
+    return b'"tree_metadata"' in file.read(0, min(file.size, 256))
 
 
 def read_tree(path: Path) -> OrbaxTree:
@@ -120,6 +127,7 @@ def open_arrays(tree: OrbaxTree, names: Mapping[str, str]) -> dict[str, Any]:
     """
     import tensorstore as ts
 
+    _fetch_remote(tree.path)
     context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHED_BYTES}})
     base: dict[str, Any] = {"driver": "file", "path": f"{tree.path}/"}
     store = {"driver": "ocdbt", "base": base} if tree.ocdbt else base
@@ -147,6 +155,22 @@ def open_arrays(tree: OrbaxTree, names: Mapping[str, str]) -> dict[str, Any]:
                 f"{tree.path}: {names[name]} is of {array.dtype.name}, which no weights are"
             )
     return opened
+
+
+def _fetch_remote(path: Path) -> None:
+    """Fetch all files of a tree in a store: tensorstore opens the files itself. Raises NotEnoughSpace."""
+    files = [file for file in path.rglob("*") if find_partial(file) is not None]
+    if not files:
+        return
+    nbytes = sum(file.stat().st_size for file in files)
+    free = shutil.disk_usage(path).free
+    if nbytes > free:
+        raise NotEnoughSpace(
+            f"{path}: tensorstore reads local files only: {nbytes:,} bytes would be fetched to {tempfile.gettempdir()}, "
+            f"which has {free:,}; set TMPDIR to a larger disk"
+        )
+    _log.warning("%s: %s bytes are fetched to a temporary directory", path, f"{nbytes:,}")
+    fetch_whole(files)
 
 
 def _path(tree: OrbaxTree, name: str) -> str:

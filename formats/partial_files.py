@@ -1,66 +1,115 @@
-"""Local sparse files that stand for remote files. They have the same size and some of the bytes; others are fetched on
-demand.
+"""The register of stand-ins: local sparse files that stand for remote objects.
 
-`InputFile` asks this module before it reads, so that it never reads the holes of such a file as zeros. The creator of a
-PartialFile decides where the bytes come from.
+A stand-in has the size of its object, and holes where nothing was fetched. Code that opens a file of a checkpoint asks
+this register first, so that it never reads a hole as zeros:
+
+    InputFile                      reads tensors and headers through the stand-in; nothing of them stays on disk
+    open_regular, memory maps      first have the stand-in fetch the bytes, which then stay in the sparse file
+
+`formats/stores/` makes the stand-ins. This module imports nothing, so that every reader of files may import it.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
+from typing import NamedTuple, Protocol
 
-Fetch = Callable[[int, int], bytes]
-"""A function that returns exactly the bytes from `start` up to `end`. Raises CheckpointError."""
+_THREADS = 16
+Span = tuple[int, int]
+"""The first byte of a range, and the byte after its last one."""
 
 
-class PartialFile:
-    """A sparse file of `size` bytes at `path`, which must not exist. Any thread may use it."""
+class RemoteState(NamedTuple):
+    """The state of an object. It changes when the object is replaced."""
 
-    def __init__(self, path: Path, size: int, fetch: Fetch) -> None:
-        self._path, self._fetch, self._lock = path, fetch, Lock()
-        self._held: list[tuple[int, int]] = []
-        """Ranges whose bytes are present: half open, sorted, with gaps between them."""
-        with path.open("xb") as file:
-            file.truncate(size)
-        _partial[os.fspath(path)] = self
+    uri: str
+    size: int
+    tag: str
+    """The store's tag of this content: the ETag."""
 
-    def hold(self, start: int, content: bytes) -> None:
-        """Store bytes that are known already."""
-        with self._lock:
-            self._write(start, content)
+
+class Origin(Protocol):
+    """The place that the objects of some stand-ins come from."""
+
+    def require_unchanged(self, states: Sequence[RemoteState]) -> None:
+        """Raise CorruptCheckpoint if one of the objects was replaced or deleted."""
+        ...
+
+
+class PartialFile(Protocol):
+    """A stand-in. Any thread may use it. Every method raises CheckpointError if the bytes can't be fetched."""
+
+    @property
+    def state(self) -> RemoteState: ...
+
+    @property
+    def origin(self) -> Origin: ...
+
+    def read_into(self, offset: int, out: memoryview, tensor: Span | None) -> None:
+        """Fill a buffer with bytes of a tensor. tensor: the range of the whole tensor, which is likely to be read."""
+        ...
+
+    def read(self, offset: int, count: int) -> bytes:
+        """A small range that is not part of a tensor: of a header, a directory, a pickle."""
+        ...
+
+    def expect(self, spans: Sequence[Span]) -> None:
+        """Fetch small ranges that will be read, with few requests, at the same time."""
+        ...
 
     def require(self, start: int, end: int) -> None:
-        """Fetch the missing bytes of a range. Raises what `fetch` raises."""
-        with self._lock:
-            for begin, stop in self._gaps(start, end):
-                self._write(begin, self._fetch(begin, stop))
-
-    def _gaps(self, start: int, end: int) -> list[tuple[int, int]]:
-        gaps = []
-        for begin, stop in self._held:
-            if begin > start and start < end:
-                gaps.append((start, min(begin, end)))
-            start = max(start, stop)
-        return [*gaps, (start, end)] if start < end else gaps
-
-    def _write(self, start: int, content: bytes) -> None:
-        with self._path.open("r+b") as file:
-            file.seek(start)
-            file.write(content)
-        merged: list[tuple[int, int]] = []
-        for begin, stop in sorted([*self._held, (start, start + len(content))]):
-            if merged and begin <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-            else:
-                merged.append((begin, stop))
-        self._held = merged
+        """Put the bytes of a range into the local file, where they stay."""
+        ...
 
 
-_partial: dict[str, PartialFile] = {}
-"""Path -> partial file, until the process ends: tensors may be read as long as somebody holds them."""
+_files: dict[str, PartialFile] = {}
+"""Path -> stand-in, until the process ends: tensors may be read as long as somebody holds them."""
+_roots: dict[str, str] = {}
+"""Directory of stand-ins -> the URI that it stands for, both without a final slash."""
 
 
-def find(path: Path) -> PartialFile | None:
-    """The partial file at a path; None for a complete file."""
-    return _partial.get(os.fspath(path))
+def register(path: Path, file: PartialFile) -> None:
+    """Make a stand-in known under its path."""
+    _files[os.fspath(path)] = file
+
+
+def register_root(root: Path, uri: str) -> None:
+    """Make a directory of stand-ins known. Messages show the URI instead of the directory."""
+    _roots[os.fspath(root)] = uri
+
+
+def find(path: str | Path) -> PartialFile | None:
+    """The stand-in at a path; None for a complete file."""
+    text = os.fspath(path)
+    found = _files.get(text)
+    if found is None and any(text.startswith(root) for root in _roots):
+        return _files.get(os.path.abspath(text))  # noqa: PTH100 (resolves no links; there are none)
+    return found
+
+
+def fetch_whole(paths: Iterable[Path]) -> None:
+    """Put the bytes of files into their local files. For libraries that open paths themselves."""
+    files = [file for path in paths if (file := find(path)) is not None]
+    if len(files) < 2:
+        for file in files:
+            file.require(0, file.state.size)
+        return
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(lambda file: file.require(0, file.state.size), files))
+
+
+def displayed(text: str) -> str:
+    """A text with URIs in the places of directories of stand-ins."""
+    for root, uri in _roots.items():
+        if root in text:
+            text = text.replace(root, uri)
+    return text
+
+
+def local(text: str) -> str:
+    """The path of the stand-in that `displayed` shows as this URI; any other text unchanged."""
+    for root, uri in _roots.items():
+        if text == uri or text.startswith(f"{uri}/"):
+            return root + text[len(uri) :]
+    return text

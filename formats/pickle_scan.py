@@ -22,7 +22,8 @@ from formats.pickle_machine import Machine
 from formats.pickle_records import Global, Opaque
 from formats.pickle_run import run
 from formats.regular_files import open_regular, regular_size
-from formats.stored_zip import read_directory, window
+from formats.stored_zip import read_directory
+from formats.streams import range_of
 from formats.tensor import InputFile
 
 ZIP = b"PK\3\4"
@@ -141,15 +142,19 @@ def scan_file(path: Path, ranges: list[tuple[int, int]] | None = None) -> Iterat
     if not regular_size(path):
         return
     with (
-        fdopen(open_regular(path), "rb") as stream,
+        fdopen(open_regular(path, holes=True), "rb") as stream,
         mmap(stream.fileno(), 0, access=ACCESS_READ) as data,
     ):
         file = InputFile.open(path)
         for start, nbytes in [(0, file.size)] if ranges is None else ranges:
-            if data[start : start + len(ZIP)] == ZIP:
+            head = file.read(start, min(nbytes, len(torch_legacy.MAGIC), file.size - start))
+            if head.startswith(ZIP):
                 yield from _of_archive(file, start, nbytes)
-            else:
-                yield from _of_content(data, start)
+                continue
+            # The pickles of a legacy file are at its start; the pickles of other files may be anywhere.
+            read = min(nbytes, PICKLE_BYTES) if head == torch_legacy.MAGIC else nbytes
+            file.require(start, start + read)
+            yield from _of_content(data, start)
         file.close()
 
 
@@ -178,7 +183,7 @@ def _of_compressed(
     Raises the fault if the archive has another problem than compression.
     """
     try:
-        with ZipFile(window(file, start, nbytes)) as archive:
+        with ZipFile(range_of(file, start, nbytes)) as archive:
             infos = archive.infolist()
             if not any(info.compress_type for info in infos):
                 raise fault

@@ -14,6 +14,8 @@ from formats.ceilings import JSON_DEPTH, JSON_VALUE_BYTES, JSON_VALUES
 from formats.errors import CorruptCheckpoint
 from formats.mistaken_files import SEEN_BYTES, mistaken
 from formats.opened import note
+from formats.partial_files import fetch_whole
+from formats.partial_files import find as find_partial
 
 _KINDS = {
     stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket",
@@ -29,9 +31,15 @@ def regular_size(path: Path) -> int:
         raise _unreadable(path, error) from error
 
 
-def open_regular(path: Path) -> int:
-    """A descriptor for reading a regular file, which the caller closes. Raises CorruptCheckpoint for anything else."""
-    regular_size(path)  # merely opening some devices has effects
+def open_regular(path: Path, *, holes: bool = False) -> int:
+    """A descriptor for reading a regular file, which the caller closes. Raises CorruptCheckpoint for anything else.
+
+    holes: don't fetch the missing bytes of a stand-in; the caller reads only ranges that it has required.
+    """
+    size = regular_size(path)  # merely opening some devices has effects
+    partial = None if holes else find_partial(path)
+    if partial is not None:
+        partial.require(0, size)
     try:
         # The file may have become a pipe just now. Opening it must not wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -47,9 +55,11 @@ def open_regular(path: Path) -> int:
 
 def read_small(path: Path, ceiling: int) -> bytes:
     """The content of a regular file of at most `ceiling` bytes. Raises CorruptCheckpoint for anything else."""
-    descriptor = open_regular(path)
+    descriptor = open_regular(path, holes=True)
     try:
         size = os.fstat(descriptor).st_size
+        if size <= ceiling and (partial := find_partial(path)) is not None:
+            partial.require(0, size)
         content = b"" if size > ceiling else _read(descriptor, ceiling)
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -62,10 +72,11 @@ def read_small(path: Path, ceiling: int) -> bytes:
 def check_size(path: Path, ceiling: int) -> None:
     """Raise CorruptCheckpoint unless a file is regular and has at most `ceiling` bytes. It is for files that other
     libraries read whole."""
-    descriptor = open_regular(path)
+    descriptor = open_regular(path, holes=True)
     size = os.fstat(descriptor).st_size
     os.close(descriptor)
     _within(path, size, ceiling)
+    fetch_whole([path])
 
 
 def _within(path: Path, size: int, ceiling: int) -> None:

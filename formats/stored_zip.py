@@ -9,17 +9,16 @@ torch would choose, at a multiple of 64. The padding is an extra field, as in to
 are in zip64 extra fields. Format: PKWARE's APPNOTE.TXT 6.3, sections 4.3 to 4.5.
 """
 
-import io
-import os
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from stat import S_ISLNK
-from typing import IO, NamedTuple, cast
+from typing import NamedTuple
 from zipfile import BadZipFile, ZipFile, ZipInfo
 
 from formats.errors import CorruptCheckpoint
-from formats.tensor import Bytes, InputFile
+from formats.streams import range_of
+from formats.tensor import InputFile
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
@@ -45,41 +44,6 @@ class ZipEntry(NamedTuple):
     crc: int
 
 
-class _Window(io.RawIOBase):
-    """A range of a file, in the form that ZipFile expects."""
-
-    def __init__(self, file: InputFile, start: int, nbytes: int) -> None:
-        self._file, self._start, self._nbytes, self._position = file, start, nbytes, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = (
-            offset
-            + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
-        )
-        if self._position < 0:
-            raise ValueError("a place before the start of the archive")
-        return self._position
-
-    def readinto(self, out: Bytes) -> int:  # type: ignore[override]
-        count = min(len(out), self._nbytes - self._position)
-        if count <= 0:
-            return 0
-        out[:count] = self._file.read(self._start + self._position, count)
-        self._position += count
-        return count
-
-
-def window(file: InputFile, start: int, nbytes: int) -> IO[bytes]:
-    """A range of a file as a separate file."""
-    return cast(IO[bytes], _Window(file, start, nbytes))
-
-
 def read_directory(
     file: InputFile, start: int = 0, nbytes: int | None = None
 ) -> dict[str, ZipEntry]:
@@ -92,7 +56,7 @@ def read_directory(
     """
     try:
         with ZipFile(
-            _Window(file, start, file.size - start if nbytes is None else nbytes)
+            range_of(file, start, file.size - start if nbytes is None else nbytes)
         ) as archive:
             infos, end = archive.infolist(), start + archive.start_dir
     except (
@@ -108,6 +72,8 @@ def read_directory(
             f"{file.path}: a zip file without a valid directory at its end ({error}); it is incomplete, copy it again",
             code="truncated-file",
         ) from error
+    if file.is_partial:  # one request for each header would take longer than the tensors
+        file.expect([_header_span(info, start) for info in infos])
     entries: dict[str, ZipEntry] = {}
     for info in sorted(infos, key=lambda info: info.header_offset, reverse=True):
         entry = _locate(file, info, start)
@@ -122,6 +88,12 @@ def read_directory(
         entries[info.orig_filename] = entry
         end = start + info.header_offset
     return {name: entry for name, entry in reversed(entries.items()) if not name.endswith("/")}
+
+
+def _header_span(info: ZipInfo, start: int) -> tuple[int, int]:
+    """The range of a local header and the name behind it. start: offset of the archive."""
+    place = start + info.header_offset
+    return place, place + _LOCAL.size + len(info.orig_filename.encode())
 
 
 def _locate(file: InputFile, info: ZipInfo, start: int) -> ZipEntry:

@@ -5,24 +5,20 @@ has n rows and one column, and a scalar is 1 by 1. Moving, sharding and joining 
 which needs only bytes. Dtypes are torch's names, and buffers are arrays of bytes.
 """
 
-import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 from formats.ceilings import AXES, AXIS
 from formats.entry_check import Entry, EntryCheck
 from formats.errors import CorruptCheckpoint
+from formats.input_file import InputFile as InputFile
 from formats.lazy_numpy import Bytes as Bytes
 from formats.lazy_numpy import np
-from formats.opened import note_checked
-from formats.partial_files import PartialFile
-from formats.partial_files import find as find_partial
-from formats.regular_files import open_regular, regular_size
+from formats.regular_files import open_regular
 
 Shape = tuple[int, ...]
 
@@ -120,89 +116,6 @@ def box_blocks(box: Box, dtype: str, block_bytes: int) -> Iterator[Box]:
                 yield Box(row, row + 1, col, min(col + block_elements, box.col1))
 
 
-@dataclass
-class InputFile:
-    """A file that is only read, by position, from any thread. It is opened at the first read."""
-
-    path: Path
-    size: int
-    checks: list[EntryCheck] = field(default_factory=list, compare=False, repr=False)
-    """Checks of its zip entries that were looked up."""
-    begun: set[Entry] = field(default_factory=set, compare=False, repr=False)
-    """Entries that were read partly, so that their checksums are still to be compared."""
-    _partial: PartialFile | None = field(default=None, compare=False, repr=False)
-    """The partial file, if only some of the bytes are local."""
-    _descriptor: int | None = field(default=None, repr=False)
-    _lock: Lock = field(default_factory=Lock, repr=False)
-
-    @classmethod
-    def open(cls, path: Path) -> "InputFile":
-        """The file at a path. Raises CorruptCheckpoint if it doesn't exist or is not regular."""
-        file = cls(path, regular_size(path), _partial=find_partial(path))
-        note_checked(file)
-        return file
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the file for another process of this machine, which opens the file itself."""
-        if self._partial is not None:
-            raise TypeError(f"{self.path}: only this process can fetch what is missing of it")
-        return InputFile, (self.path, self.size, self.checks)
-
-    def _open(self) -> int:
-        with self._lock:
-            if self._descriptor is None:
-                self._descriptor = open_regular(self.path)
-            return self._descriptor
-
-    def read_into(self, offset: int, out: Bytes) -> None:
-        """Fill a contiguous buffer with the bytes from offset on."""
-        self._fill(offset, out.data.cast("B"))
-
-    def _fill(self, offset: int, view: memoryview) -> None:
-        if self._partial is not None:
-            self._partial.require(offset, offset + len(view))
-        try:
-            descriptor = self._descriptor if self._descriptor is not None else self._open()
-            while view:
-                count = os.preadv(descriptor, [view], offset)
-                if not count:
-                    raise CorruptCheckpoint(
-                        f"{self.path}: ends at byte {offset}, before its last tensor; was it changed while it was read?",
-                        code="truncated-file",
-                    )
-                view, offset = view[count:], offset + count
-        except OSError as error:
-            raise CorruptCheckpoint(f"{self.path}: can't be read: {error.strerror}") from error
-
-    def read(self, offset: int, count: int) -> bytes:
-        """The `count` bytes from offset on. Raises CorruptCheckpoint if the file is shorter."""
-        if offset < 0 or count < 0 or offset + count > self.size:
-            raise CorruptCheckpoint(
-                f"{self.path}: {count} bytes at {offset} were expected, but the file has {self.size}",
-                code="truncated-file",
-            )
-        out = bytearray(count)
-        self._fill(offset, memoryview(out))
-        return bytes(out)
-
-    def checked(self, start: int, size: int, crc: int) -> EntryCheck:
-        """A new check of a zip entry in the file."""
-        check = EntryCheck(self.path, start, size, crc, self.begun)
-        self.checks.append(check)
-        return check
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file. It may be called again, even after an error: the descriptor may then belong to another file."""
-        with self._lock:
-            descriptor, self._descriptor = self._descriptor, None
-            if descriptor is not None:
-                with contextlib.suppress(OSError):  # nothing was written through it
-                    os.close(descriptor)
-
-
 @dataclass(frozen=True)
 class FileTensor:
     """A contiguous tensor somewhere in a file."""
@@ -230,10 +143,11 @@ class FileTensor:
         itemsize = ITEMSIZE[self.dtype]
         _, cols = matrix_shape(self.shape)
         start = self.offset + (box.row0 * cols + box.col0) * itemsize
+        span = self.offset, self.offset + byte_count(self.shape, self.dtype)
         # Whole rows, or a part of one row, are contiguous in the file: one read is enough.
         if box.cols == cols or box.rows == 1:
             whole = out if out.flags.c_contiguous else np.empty(out.shape, np.uint8)
-            self.file.read_into(start, whole)
+            self.file.read_into(start, whole, span)
             if self.check is not None:
                 self.check.add(start, whole)
             if whole is not out:
@@ -243,7 +157,7 @@ class FileTensor:
             # The rows are scattered: the entry's checksum is compared after the rest of the entry has been read.
             self.check.touch()
         for row in range(box.rows):
-            self.file.read_into(start + row * cols * itemsize, out[row])
+            self.file.read_into(start + row * cols * itemsize, out[row], span)
 
 
 @dataclass(frozen=True)
@@ -300,8 +214,9 @@ class StridedTensor:
         itemsize = ITEMSIZE[self.dtype]
         byte_strides = [stride * itemsize for stride in self.strides]
         nbytes = self._extent * itemsize
+        self.file.require(self.offset, self.offset + nbytes)
         try:
-            with os.fdopen(open_regular(self.file.path), "rb") as file:
+            with os.fdopen(open_regular(self.file.path, holes=True), "rb") as file:
                 flat = np.memmap(file, np.uint8, "r", self.offset, (nbytes,))
         except (OSError, ValueError) as error:
             raise CorruptCheckpoint(

@@ -5,8 +5,10 @@ per name: element count (int64) · elements
 """
 
 import os
+from collections.abc import Iterator
 from mmap import ACCESS_READ, mmap
 
+from formats.ceilings import PICKLE_BYTES
 from formats.errors import CorruptCheckpoint
 from formats.pickle_guard import load_at
 from formats.regular_files import open_regular
@@ -21,34 +23,54 @@ _PROTOCOL = 1001
 def read(file: InputFile) -> object:
     """The saved object, with lazy tensors. The places of the storages follow the object in the file, so the object is
     read twice."""
-    path = str(file.path)
+    most = min(file.size, PICKLE_BYTES)
+    for data in _contents(file):
+        try:
+            return _read(file, data)
+        except CorruptCheckpoint:
+            if len(data) >= most:
+                raise
+    raise CorruptCheckpoint(f"{file.path}: is empty; copy it again")
+
+
+def _contents(file: InputFile) -> Iterator[bytes | mmap]:
+    """Yield the mapped file. For a stand-in, yield longer and longer beginnings, which hold the pickles and few storages."""
+    if file.is_partial:
+        for nbytes in (1 << 20, 16 << 20, PICKLE_BYTES):
+            yield file.read(0, min(file.size, nbytes))
+        return
     with (
         os.fdopen(open_regular(file.path), "rb") as stream,
         mmap(stream.fileno(), 0, access=ACCESS_READ) as data,
     ):
-        protocol, offset = load_at(data, len(MAGIC), None, path)
-        if protocol != _PROTOCOL:
-            raise CorruptCheckpoint(
-                f"{path}: is not of protocol {_PROTOCOL}; save it again with torch 1.6 or newer"
-            )
-        system, start = load_at(data, offset, None, path)
-        if not isinstance(system, dict) or system.get("little_endian") is not True:
-            raise CorruptCheckpoint(
-                f"{path}: was written on a big-endian machine; load and save it on another one"
-            )
-        seen: dict[str, StorageId] = {}
+        yield data
 
-        def note(identity: object) -> StorageId:
-            storage = StorageId.parse(identity, path)
-            return seen.setdefault(storage.name, storage)
 
-        _, offset = load_at(data, start, note, path)
-        names, offset = load_at(data, offset, None, path)
-        storages = _locate(file, names, seen, offset)
-        value, _ = load_at(
-            data, start, lambda identity: _part(identity, storages, path), path, lazy_tensor
+def _read(file: InputFile, data: bytes | mmap) -> object:
+    path = str(file.path)
+    protocol, offset = load_at(data, len(MAGIC), None, path)
+    if protocol != _PROTOCOL:
+        raise CorruptCheckpoint(
+            f"{path}: is not of protocol {_PROTOCOL}; save it again with torch 1.6 or newer"
         )
-        return value
+    system, start = load_at(data, offset, None, path)
+    if not isinstance(system, dict) or system.get("little_endian") is not True:
+        raise CorruptCheckpoint(
+            f"{path}: was written on a big-endian machine; load and save it on another one"
+        )
+    seen: dict[str, StorageId] = {}
+
+    def note(identity: object) -> StorageId:
+        storage = StorageId.parse(identity, path)
+        return seen.setdefault(storage.name, storage)
+
+    _, offset = load_at(data, start, note, path)
+    names, offset = load_at(data, offset, None, path)
+    storages = _locate(file, names, seen, offset)
+    value, _ = load_at(
+        data, start, lambda identity: _part(identity, storages, path), path, lazy_tensor
+    )
+    return value
 
 
 def _locate(
@@ -62,6 +84,8 @@ def _locate(
         raise CorruptCheckpoint(
             f"{file.path}: its storages don't match its tensors; copy the file again"
         )
+    if file.is_partial:
+        file.expect(_counts(listed, seen, offset))
     storages: dict[str, Storage] = {}
     for name in listed:
         expected = seen[name]
@@ -78,6 +102,15 @@ def _locate(
             f"{file.path}: has {file.size} bytes but needs {offset}; copy the file again"
         )
     return storages
+
+
+def _counts(names: list[str], seen: dict[str, StorageId], offset: int) -> list[tuple[int, int]]:
+    """The ranges of the element counts before the storages, if all storages are as long as the pickle says."""
+    spans = []
+    for name in names:
+        spans.append((offset, offset + 8))
+        offset += 8 + (seen[name].nbytes or 0)
+    return spans
 
 
 def _part(identity: object, storages: dict[str, Storage], path: str) -> Storage:

@@ -134,6 +134,13 @@ CODES = {
     "hub-refused": Cause(
         1, "the Hugging Face Hub refuses a push: no token, no permission, a branch that has moved"
     ),
+    "store-unreachable": Cause(
+        1, "an object store (s3://) doesn't answer, or answers wrongly, also after several attempts"
+    ),
+    "store-refused": Cause(
+        1,
+        "an object store (s3://) refuses a request: no credentials, no permission, another region",
+    ),
     "plugin-broken": Cause(1, "a loader, saver or family of another package can't be used"),
     "rank-lost": Cause(
         1, "one of several processes doesn't start, or ended without reporting an error"

@@ -17,6 +17,7 @@ from formats.regular_files import read_small
 from megaconv import hub_headers
 from megaconv.errors import CheckpointError, UsageError
 from megaconv.local_paths import local_path
+from megaconv.store_inputs import is_store, stand_in
 
 Place = Path | str
 """The place of an input: a local path, or a URI for the loader that reads its scheme."""
@@ -66,7 +67,8 @@ def scheme_of(uri: str) -> str:
 
 
 def resolve(place: str | Path, *, metadata_only: bool = False) -> Place:
-    """The local path of an input. A Hub id is downloaded into the Hub's own cache; any other URI is returned unchanged.
+    """The local path of an input. A Hub id is downloaded into the Hub's own cache. A URI of a store becomes a directory of
+    stand-ins, whose bytes are fetched when they are read. Any other URI is returned unchanged.
 
     A Path is always treated as a path, even if it looks like a URI or a Hub id.
     metadata_only: read only the headers of safetensors files (`megaconv/hub_headers.py`). The path is then valid until
@@ -80,6 +82,8 @@ def resolve(place: str | Path, *, metadata_only: bool = False) -> Place:
     if not place:
         raise UsageError("the path to read is empty; is a variable unset that it was made of?")
     place = _of_page(place)
+    if is_store(place):
+        return stand_in(place)
     if not place.startswith(_SCHEME):
         if scheme_of(place):
             return place

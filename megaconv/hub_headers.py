@@ -3,8 +3,8 @@
     GET /org/name/resolve/<commit>/model.safetensors   Range: bytes=0-16383
     206, Content-Range: bytes 0-16383/4976698672
 
-A temporary directory holds a sparse placeholder for each file: it has the same size, and the header is in place. A read
-of any other byte fetches that byte from the Hub (`formats/partial_files.py`). The client is huggingface_hub 0.30 to
+A temporary directory holds a stand-in for each file (`formats/stores/stand_in.py`): it has the same size, and its header
+is in memory. A read of any other byte fetches that byte from the Hub. The client is huggingface_hub 0.30 to
 2.4, used for its endpoint, token and proxies.
 """
 
@@ -14,14 +14,14 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from formats.ceilings import HEADER_BYTES
-from formats.partial_files import PartialFile
+from formats.partial_files import RemoteState
+from formats.stores.stand_in import StandIn
 from megaconv.errors import CheckpointError
 from megaconv.threads import thread_pool
 
@@ -80,21 +80,33 @@ def directory(name: str, commit: str, small: Sequence[Path], weights: Sequence[s
 
 
 def _stand_in(path: Path, url: str) -> None:
-    """Create the placeholder of a remote file, with its whole header if the header's stated length is plausible."""
+    """Create the stand-in of a remote file, with its whole header if the header's stated length is plausible."""
     first = _get(url, 0, _FIRST_BYTES)
-    try:
-        file = PartialFile(path, first.size, partial(_more, url, first))
-    except (OSError, OverflowError) as error:
-        raise CheckpointError(
-            f"{path}: no file of {first.size:,} bytes can be made here: {error}"
-        ) from error
-    file.hold(0, first.content)
+    file = StandIn(path, _CommitFiles(), url, RemoteState(url, first.size, first.etag or ""))
+    file.give(0, first.content)
     end = 8 + int.from_bytes(first.content[:8], "little")
-    if end <= min(first.size, 8 + HEADER_BYTES):  # otherwise reading the file reports the error
-        file.require(0, end)
+    if (
+        len(first.content) < end <= min(first.size, 8 + HEADER_BYTES)
+    ):  # otherwise reading the file reports the error
+        rest = _more(url, file.state, len(first.content), end)
+        file.give(0, first.content + rest)
 
 
-def _more(url: str, first: _Part, start: int, end: int) -> bytes:
+class _CommitFiles:
+    """Files of one commit, by URL (formats.stores.objects.Objects)."""
+
+    def request(self, key: str) -> str:
+        return f"GET {key}"
+
+    def fetch(self, key: str, state: RemoteState, start: int, out: memoryview) -> Iterator[int]:
+        out[:] = _more(key, state, start, start + len(out))
+        yield len(out)
+
+    def require_unchanged(self, states: Sequence[RemoteState]) -> None:
+        """A commit never changes."""
+
+
+def _more(url: str, state: RemoteState, start: int, end: int) -> bytes:
     """Bytes `start` up to `end` of the same file.
 
     Raises CheckpointError, also if the file changed since the first request.
@@ -105,7 +117,7 @@ def _more(url: str, first: _Part, start: int, end: int) -> bytes:
         raise
     except Exception as error:  # the client's network errors have no common class
         raise CheckpointError(f"{url}: {reason(error)}", code="hub-unreachable") from error
-    if (part.size, part.etag) != (first.size, first.etag):
+    if (part.size, part.etag or "") != (state.size, state.tag):
         raise CheckpointError(
             f"{url}: was changed on the Hub while it was read; run again", code="hub-unreachable"
         )

@@ -11,6 +11,8 @@ import sys
 import textwrap
 from typing import TextIO
 
+from formats.partial_files import displayed
+
 LONGEST = 4000
 """The longest line in characters. A longer line is truncated, with a note of how many characters are missing."""
 
@@ -20,7 +22,7 @@ def one_line(text: object, encoding: str | None = None) -> str:
 
     encoding: characters outside this encoding are escaped too; None: only invisible ones are.
     """
-    line = str(text)
+    line = displayed(str(text))
     if len(line) > LONGEST:
         line = f"{line[:LONGEST]} ... ({len(line) - LONGEST:,} more characters)"
     if not line.isprintable():

@@ -174,8 +174,8 @@ def _look_into(file: Path, name: str, found: Scan) -> None:
 
 
 def _starts(file: Path, starts: tuple[bytes, ...]) -> bool:
-    with file.open("rb") as stream:
-        return stream.read(8).startswith(starts)
+    opened = InputFile.open(file)
+    return opened.read(0, min(8, opened.size)).startswith(starts)
 
 
 def _add(pickle: Pickle, name: str, found: Scan) -> None:

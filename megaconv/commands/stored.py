@@ -24,6 +24,7 @@ from formats import (
 from formats.ceilings import CONFIG_BYTES
 from formats.dcp_metadata import METADATA_NAME
 from formats.errors import CorruptCheckpoint
+from formats.partial_files import fetch_whole
 from formats.pickle_records import Opaque
 from formats.regular_files import read_json
 from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, StridedTensor, byte_count
@@ -207,6 +208,7 @@ def _distcp(path: Path, shown: str) -> Contents:
 def _archives(path: Path) -> Iterator[tuple[int, int]]:
     """(start, size) of consecutive zip archives. Each ends with an end record without a comment."""
     end = b"PK\5\6" + bytes(4)
+    fetch_whole([path])
     with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
         if data[:4] != b"PK\3\4":
             raise CorruptCheckpoint(f"{path}: should begin with a zip archive, as .distcp files do")

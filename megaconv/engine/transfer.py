@@ -19,6 +19,7 @@ from isal import isal_zlib
 from formats.entry_check import Entry
 from formats.opened import begun_entries
 from formats.output import FileLayout
+from formats.partial_files import displayed, local
 from formats.staging import StagedFile, Staging
 from formats.tensor import (
     ITEMSIZE,
@@ -104,7 +105,7 @@ class Transfer:
         sizes = {name: layout.size for name, layout in plan.files.items()}
         entries = staging.open({**source, **plan.identity()}, resume=resume, sizes=sizes)
         # Zip entries that an earlier run read in part. Their finished tensors aren't read again here.
-        self._begun = {Entry(*entry[_BEGUN]) for entry in entries if _BEGUN in entry}
+        self._begun = {_entry(entry[_BEGUN]) for entry in entries if _BEGUN in entry}
         check_later(self._begun)
         self._done: dict[Key, _Finished] = {}
         for entry in entries:
@@ -225,7 +226,8 @@ class Transfer:
         self._begun.update(begun)
         # Write these before the tensors: if the journal is truncated, every tensor in it still has its zip entries.
         self._staging.record(
-            [{_BEGUN: entry} for entry in begun] + [item.to_json() for item in finished]
+            [{_BEGUN: [displayed(entry.path), *entry[1:]]} for entry in begun]
+            + [item.to_json() for item in finished]
         )
 
     def _write_headers(self) -> None:
@@ -250,6 +252,12 @@ class Transfer:
             zeros = Run(offset, nbytes, isal_zlib.crc32(bytes(nbytes)))
             runs.setdefault((file, record), []).append(zeros)
         return runs
+
+
+def _entry(stored: Sequence[Any]) -> Entry:
+    """A zip entry in the journal. An object of a store has its URI there, since its stand-in is another in each run."""
+    path, *rest = stored
+    return Entry(local(path), *rest)
 
 
 def _total(runs: list[Run], size: int, checksummed: bool, what: str) -> int:

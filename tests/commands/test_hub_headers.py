@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from formats import safetensors
-from formats.partial_files import PartialFile, find
-from formats.tensor import InputFile, read_tensor
+from formats.tensor import read_tensor
 from megaconv.engine.conversion import fingerprint
 from tests import hub_server
 from tests.hub_server import File, Hub
@@ -221,20 +220,3 @@ def test_what_the_hub_refuses_is_said_in_one_line(
     put(hub, sharded)
     hub.answers[part] = status
     assert_refused(megaconv("inspect", f"hf://{NAME}"), 1, NAME, words)
-
-
-def test_what_is_not_here_is_fetched_once_when_it_is_read(tmp_path: Path) -> None:
-    content, fetched = bytes(range(100)), []
-
-    def fetch(start: int, end: int) -> bytes:
-        fetched.append((start, end))
-        return content[start:end]
-
-    part = PartialFile(tmp_path / "part", 100, fetch)
-    part.hold(0, content[:10])
-    part.hold(40, content[40:50])
-    assert find(tmp_path / "part") is part
-    file = InputFile.open(tmp_path / "part")
-    for begin, count in [(5, 3), (8, 40), (20, 10), (45, 10), (0, 100)]:
-        assert file.read(begin, count) == content[begin : begin + count]
-    assert fetched == [(10, 40), (50, 55), (55, 100)]

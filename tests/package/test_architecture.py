@@ -42,6 +42,7 @@ ROOMS = {
         (
             "megaconv.hub",
             "megaconv.hub_headers",
+            "megaconv.store_inputs",
             "megaconv.local_paths",
             "megaconv.plugins",
             "megaconv.loader",
@@ -301,7 +302,16 @@ def test_circles_are_found() -> None:
     assert list(circles({"a": {"b": 1, "c": 1}, "b": {"c": 1}, "c": {}})) == []
 
 
-HEAVY = {"torch", "safetensors", "transformers", "huggingface_hub", "tokenizers", "rich"}
+HEAVY = {
+    "boto3",
+    "botocore",
+    "torch",
+    "safetensors",
+    "transformers",
+    "huggingface_hub",
+    "tokenizers",
+    "rich",
+}
 
 
 def test_what_is_heavy_is_imported_only_where_it_is_used() -> None:

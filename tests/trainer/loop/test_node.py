@@ -1,7 +1,7 @@
 """What a checkpoint says of its tensors is read by one rank of a node, and passed on to the others."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +99,21 @@ def test_what_was_opened_in_any_format_reads_the_same_bytes_in_another_process(n
 
 
 def test_a_file_that_is_only_partly_here_is_not_passed_on(tmp_path: Path) -> None:
-    from formats.partial_files import PartialFile
+    from formats.partial_files import RemoteState
+    from formats.stores.stand_in import StandIn
 
-    PartialFile(tmp_path / "part", 100, lambda start, end: b"x" * (end - start))
+    class Nothing:
+        """Objects that nobody reads."""
+
+        def request(self, key: str) -> str:
+            raise AssertionError
+
+        def fetch(self, *arguments: object) -> Iterator[int]:
+            raise AssertionError
+
+        def require_unchanged(self, states: object) -> None:
+            raise AssertionError
+
+    StandIn(tmp_path / "part", Nothing(), "part", RemoteState("s3://bucket/part", 100, "tag"))
     with pytest.raises(TypeError, match="only this process can fetch"):
         pickle.dumps(InputFile.open(tmp_path / "part"))

@@ -1,0 +1,57 @@
+"""Decides how often and for how long a request to a store is repeated.
+
+The pause before attempt n is random, up to 0.1 s * 2^n and at most 20 s ("full jitter": many processes don't return at
+the same moment). Progress of the request starts the count again.
+"""
+
+import random
+import time
+
+from formats.errors import CheckpointError
+
+ATTEMPTS = 8
+"""Most attempts in a row without a byte of progress."""
+MOST_ATTEMPTS = 64
+"""Most attempts of one request in all: a store that sends a few bytes each time must not keep a run for ever."""
+SECONDS = 300.0
+"""Longest time without a byte of progress."""
+_FIRST_PAUSE = 0.1
+_LONGEST_PAUSE = 20.0
+
+
+class Transient(Exception):
+    """A failure of a request that may not happen again."""
+
+    def __init__(self, reason: str, after: float = 0.0) -> None:
+        """reason: for the message of the end. after: seconds that the store asks to wait."""
+        super().__init__(reason)
+        self.after = after
+
+
+class Patience:
+    """Counts the failures of one request."""
+
+    def __init__(self, request: str) -> None:
+        """request: its name in the message, such as `s3:GetObject on bucket/key`."""
+        self._request = request
+        self._failures = self._attempts = 0
+        self._since = time.monotonic()
+
+    def progress(self) -> None:
+        """Note that bytes came."""
+        self._failures = 0
+        self._since = time.monotonic()
+
+    def wait(self, failure: Transient) -> None:
+        """Pause before the next attempt. Raises CheckpointError if there should be none."""
+        self._failures += 1
+        self._attempts += 1
+        waited = time.monotonic() - self._since
+        if self._failures >= ATTEMPTS or self._attempts >= MOST_ATTEMPTS or waited > SECONDS:
+            raise CheckpointError(
+                f"{self._request}: failed {self._attempts} times, last with: {failure}; "
+                "check the network and the endpoint, and run again",
+                code="store-unreachable",
+            )
+        pause = random.uniform(0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**self._failures))
+        time.sleep(max(pause, min(failure.after, _LONGEST_PAUSE)))

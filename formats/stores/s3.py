@@ -1,0 +1,187 @@
+"""Buckets of S3, and of every store that speaks its protocol (R2, MinIO, Ceph, GCS with HMAC keys), read with boto3.
+
+    GET /bucket?list-type=2&prefix=run/            the objects, 1,000 a request
+    GET /bucket/key   Range: bytes=0-8388607   If-Match: "<ETag of the listing>"
+    206, Content-Range: bytes 0-8388607/4976698672
+
+boto3 finds credentials, region, endpoint and proxies as it does everywhere: environment, profile, single sign-on, web
+identity, instance metadata. Requests are repeated by `patience.py` and not by boto3, which repeats no broken body.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from threading import Lock
+from typing import Any
+
+from formats.ceilings import LISTED_OBJECTS
+from formats.errors import CheckpointError, CorruptCheckpoint
+from formats.partial_files import RemoteState
+from formats.stores import s3_errors
+from formats.stores.objects import Listed, Listing
+from formats.stores.patience import Patience, Transient
+from formats.stores.windows import CONNECTIONS
+
+_TIMEOUT_SECONDS = 20
+"""For a connection, for the first byte of an answer, and between two bytes."""
+_PIECE_BYTES = 256 << 10
+_log = logging.getLogger("megaconv")
+
+
+class S3Bucket:
+    """A bucket (formats.stores.objects.Store)."""
+
+    def __init__(self, bucket: str, *, requester_pays: bool = False) -> None:
+        """bucket: its name. requester_pays: agree to pay for requests and traffic.
+
+        Raises ImportError without boto3, and CheckpointError for a configuration that boto3 can't use.
+        """
+        self.uri = f"s3://{bucket}"
+        self._bucket = bucket
+        self._extra = {"RequestPayer": "requester"} if requester_pays else {}
+        self._signed, self._client = _client()
+
+    def listing(self, prefix: str, *, deep: bool = True) -> Listing:
+        found, wanted = Listing([], []), {"Delimiter": "/"} if not deep else {}
+        token: dict[str, str] = {}
+        while True:
+            page = self._page({"Prefix": prefix, **wanted, **token})
+            for each in page.get("Contents", ()):
+                found.objects.append(Listed(each["Key"], int(each["Size"]), str(each["ETag"])))
+            found.folders.extend(each["Prefix"] for each in page.get("CommonPrefixes", ()))
+            if len(found.objects) > LISTED_OBJECTS:
+                raise CorruptCheckpoint(
+                    f"{self.uri}/{prefix}: has more than {LISTED_OBJECTS:,} objects; choose a deeper prefix"
+                )
+            following = page.get("NextContinuationToken")
+            if not page.get("IsTruncated"):
+                return found
+            if not following or following == token.get("ContinuationToken"):
+                raise CheckpointError(
+                    f"{self.uri}/{prefix}: the store's listing doesn't end; is the endpoint one of S3?",
+                    code="store-unreachable",
+                )
+            token = {"ContinuationToken": following}
+
+    def _page(self, asked: dict[str, str]) -> Any:
+        request = f"s3:ListBucket on {self._bucket}/{asked['Prefix']}"
+        patience = Patience(request)
+        while True:
+            try:
+                return self._client.list_objects_v2(Bucket=self._bucket, **asked, **self._extra)
+            except Exception as error:  # boto's errors have no common class
+                patience.wait(self._transient(error, request))
+
+    def request(self, key: str) -> str:
+        return f"s3:GetObject on {self._bucket}/{key}"
+
+    def fetch(self, key: str, state: RemoteState, start: int, out: memoryview) -> Iterator[int]:
+        wanted = f"bytes={start}-{start + len(out) - 1}"
+        try:
+            answer = self._client.get_object(
+                Bucket=self._bucket, Key=key, Range=wanted, IfMatch=state.tag, **self._extra
+            )
+        except Exception as error:
+            if s3_errors.is_replaced(error):
+                raise _replaced(state) from None
+            raise self._transient(error, self.request(key)) from None
+        body = answer["Body"]
+        try:
+            _require_range(answer, state, start, len(out))
+            yield from _pieces(body, out)
+        finally:
+            # The connection can be used again only if the body was read to its end.
+            body.close()
+
+    def require_unchanged(self, states: Sequence[RemoteState]) -> None:
+        names = [state.uri.removeprefix(f"{self.uri}/") for state in states]
+        prefix = _common_prefix(names)
+        now = {each.key: each for each in self.listing(prefix).objects}
+        for name, state in zip(names, states, strict=True):
+            if name not in now or (now[name].size, now[name].tag) != (state.size, state.tag):
+                raise _replaced(state)
+
+    def _transient(self, error: Exception, request: str) -> Transient:
+        """The failure to repeat. Raises CheckpointError if repeating can't help."""
+        return s3_errors.transient(error, request, signed=self._signed, endpoint=self.endpoint)
+
+    @property
+    def endpoint(self) -> str:
+        """The store's address, for messages."""
+        return s3_errors.shown_endpoint(str(self._client.meta.endpoint_url))
+
+
+def _replaced(state: RemoteState) -> CorruptCheckpoint:
+    return CorruptCheckpoint(
+        f"{state.uri}: was replaced or deleted while it was read; the data that was read mixes two states, so nothing was "
+        "written. Run again when no program writes to the source"
+    )
+
+
+def _common_prefix(names: Sequence[str]) -> str:
+    """The longest prefix of names that ends with a slash; the name if there is only one."""
+    if len(names) == 1:
+        return names[0]
+    first, last = min(names), max(names)
+    common = next((n for n, each in enumerate(first) if last[n : n + 1] != each), len(first))
+    return first[: first.rfind("/", 0, common) + 1]
+
+
+def _require_range(answer: Any, state: RemoteState, start: int, count: int) -> None:
+    """Check that an answer holds the range that was asked for, of the object that was listed."""
+    told = str(answer.get("ContentRange", ""))
+    if answer.get("ETag") != state.tag:
+        raise _replaced(state)
+    status = answer["ResponseMetadata"]["HTTPStatusCode"]
+    encoding = answer.get("ContentEncoding") or "identity"
+    expected = f"bytes {start}-{start + count - 1}/{state.size}"
+    if status != 206 or told != expected or encoding not in ("identity", "aws-chunked"):
+        found = f"status {status}, {told or 'no Content-Range'}, encoding {encoding}"
+        raise CheckpointError(
+            f"{state.uri}: the store answered a request for {expected} with {found}; is a proxy in between?",
+            code="store-unreachable",
+        )
+
+
+def _pieces(body: Any, out: memoryview) -> Iterator[int]:
+    """Fill a buffer from a body. Yields the sizes of the pieces. Raises Transient if it breaks off."""
+    done = 0
+    while done < len(out):
+        try:
+            content = body.read(min(_PIECE_BYTES, len(out) - done))
+        except Exception as error:  # urllib3's and botocore's errors have no common class
+            raise Transient(f"a broken body: {type(error).__name__}") from error
+        if not content:
+            raise Transient(f"a body that ended after {done} of {len(out)} bytes")
+        out[done : done + len(content)] = content
+        done += len(content)
+        yield len(content)
+
+
+_making = Lock()
+"""boto3's sessions must not be used by several threads at the same time."""
+
+
+def _client() -> tuple[bool, Any]:
+    """(True if requests are signed, boto3's client). Without any credentials, requests go out unsigned."""
+    import boto3
+    from botocore import UNSIGNED
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+
+    settings: dict[str, Any] = {
+        "retries": {"total_max_attempts": 1},
+        "connect_timeout": _TIMEOUT_SECONDS,
+        "read_timeout": _TIMEOUT_SECONDS,
+        "max_pool_connections": 2 * CONNECTIONS,
+        "response_checksum_validation": "when_required",
+    }
+    try:
+        with _making:
+            session = boto3.Session()
+            signed = session.get_credentials() is not None
+            if not signed:
+                _log.warning("s3: no credentials were found; requests are not signed")
+                settings["signature_version"] = UNSIGNED
+            return signed, session.client("s3", config=Config(**settings))
+    except (BotoCoreError, ValueError) as error:
+        raise s3_errors.of_configuration(error) from error

@@ -1,0 +1,135 @@
+"""A store that fails: requests are repeated within bounds, and a source that changes ends the run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from formats.stores import patience
+from megaconv.engine.conversion import fingerprint
+from megaconv.errors import CheckpointError, CorruptCheckpoint
+from tests.conftest import FIXTURES
+from tests.runs import assert_refused, run
+from tests.stores.conftest import BUCKET, plain_client, put
+from tests.stores.proxy import Fault, Proxy
+
+LLAMA = FIXTURES / "peft-llama-all-linear/base"
+CORE = FIXTURES / "core-llama-tp2pp2/checkpoint"
+PASSING = {
+    "503": Fault("status", 503, "SlowDown"),
+    "500": Fault("status", 500, "InternalError"),
+    "429": Fault("status", 429, "TooManyRequests"),
+    "reset": Fault("reset"),
+    "half": Fault("half"),
+    "slow": Fault("slow", seconds=0.05),
+}
+"""Faults that a second attempt overcomes."""
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_every_second_request_may_fail(store: Proxy, fault: str) -> None:
+    uri, expected = put(store, LLAMA, "model"), fingerprint(LLAMA)
+    store.faults = lambda number, method, key: PASSING[fault] if number % 2 else None
+    assert fingerprint(uri) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", PASSING)
+def test_any_request_may_fail_once(store: Proxy, fault: str) -> None:
+    uri, expected = put(store, CORE, "run"), fingerprint(CORE)
+    fingerprint(uri)
+    for failing in range(1, store.count + 1):
+        store.reset()
+        store.faults = lambda number, method, key, failing=failing: (  # type: ignore[misc]
+            PASSING[fault] if number == failing else None
+        )
+        assert fingerprint(uri) == expected
+
+
+@pytest.mark.parametrize("fault", ["503", "reset", "half"])
+def test_a_store_that_always_fails_ends_the_run(store: Proxy, fault: str) -> None:
+    uri = put(store, LLAMA, "model")
+    store.faults = lambda number, method, key: PASSING[fault] if key else None
+    with pytest.raises(CheckpointError, match="s3:GetObject on models/model/") as caught:
+        fingerprint(uri)
+    assert caught.value.code == "store-unreachable"
+    assert len(store.requests) <= patience.MOST_ATTEMPTS + 10
+
+
+def test_a_store_that_is_not_there_is_named(store: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://name:secret@127.0.0.1:9")
+    outcome = run("inspect", f"s3://{BUCKET}/model")
+    assert_refused(outcome, 1, "s3:ListBucket on models/model/", "http://127.0.0.1:9")
+    assert "secret" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (403, "AccessDenied", "ask the bucket's owner"),
+        (403, "ExpiredToken", "log in again"),
+        (403, "RequestTimeTooSkewed", "clock"),
+        (403, "InvalidObjectState", "Glacier"),
+        (400, "AuthorizationHeaderMalformed", "AWS_REGION"),
+    ],
+)
+def test_a_refusal_names_the_request_and_is_not_repeated(
+    store: Proxy, status: int, code: str, words: str
+) -> None:
+    uri = put(store, LLAMA, "model")
+    refused = Fault("status", status, code)
+    store.faults = lambda number, method, key: refused if key.endswith("config.json") else None
+    outcome = run("fingerprint", uri)
+    assert outcome.status in (1, 3)
+    assert "s3:GetObject on models/model/config.json" in outcome.err
+    assert words in outcome.err
+    assert len([each for each in store.requests if each.key.endswith("config.json")]) == 1
+
+
+def test_a_store_that_ignores_ranges_ends_the_run(store: Proxy) -> None:
+    uri = put(store, LLAMA, "model")
+    store.faults = lambda number, method, key: Fault("ignore-range") if key else None
+    with pytest.raises(CheckpointError, match="answered a request for bytes"):
+        fingerprint(uri)
+
+
+def change(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+@pytest.mark.parametrize("ignores_conditions", [False, True])
+@pytest.mark.parametrize("how", ["replaced", "deleted"])
+def test_an_object_that_changes_ends_the_run(
+    store: Proxy, tmp_path: Path, how: str, ignores_conditions: bool
+) -> None:
+    """At any request after the listings: also if the object was read to its end before."""
+    uri, client = put(store, CORE, "run"), plain_client(store)
+    files = sorted(file for file in CORE.rglob("*.pt") if file.is_file())
+    victim = f"run/{files[-1].relative_to(CORE)}"
+    content = files[-1].read_bytes()
+    fingerprint(uri)
+    reads = [each.number for each in store.requests if each.key == victim]
+    for moment in (reads[0], reads[-1] + 1):
+        client.put_object(Bucket=BUCKET, Key=victim, Body=content)
+        store.reset()
+        store.faults = _at(moment, client, victim, content, how, ignores_conditions)
+        with pytest.raises(CorruptCheckpoint, match="replaced or deleted while it was read"):
+            fingerprint(uri, workers=1)
+        outcome = tmp_path / "out"
+        assert not outcome.exists()
+
+
+def _at(
+    moment: int, client: object, key: str, content: bytes, how: str, ignores_conditions: bool
+) -> Callable[[int, str, str], Fault | None]:
+    """Change an object before request number `moment`."""
+
+    def fault(number: int, method: str, asked: str) -> Fault | None:
+        if number == moment:
+            if how == "deleted":
+                client.delete_object(Bucket=BUCKET, Key=key)  # type: ignore[attr-defined]
+            else:
+                client.put_object(Bucket=BUCKET, Key=key, Body=change(content))  # type: ignore[attr-defined]
+        return Fault("no-condition") if ignores_conditions else None
+
+    return fault
