@@ -326,10 +326,15 @@ def a_llama4(draw: Draw, config: ModelConfig) -> ModelConfig:
     """With one expert a token; Megatron's yarn is for heads that rotate by halves."""
     layers = range(config.layer_count)
     with_experts, rotating = (draw(st.sets(st.sampled_from(layers), min_size=1)) for _ in range(2))
+    rotates = {
+        "layers.count": len(layers),
+        "layers.rotates": per_layer(rotating, len(layers), True, False),
+    }
     return changed(
         config,
         {
             **families()["llama4"].fixed,
+            **families()["llama4"].assumed(rotates),
             "experts.per_token": 1,
             "experts.shared_ffn": config.experts.ffn,
             "layers.mlp": per_layer(with_experts, len(layers), "experts", "dense"),
@@ -564,6 +569,8 @@ def configs(draw: Draw) -> ModelConfig:
         windowed = draw(st.sets(st.integers(0, layers - 1)))
         size = draw(st.integers(1, 99)) if windowed else None
         return changed(config, {"layers.window": per_layer(windowed, layers, size, None)})
+    if name in ("granite", "internlm2"):
+        return config
     if name == "ministral3":
         return changed(
             config, families()[name].assumed({"positions.scaling": config.positions.scaling})

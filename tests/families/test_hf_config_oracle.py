@@ -82,6 +82,7 @@ def as_transformers_has_it(raw: Raw) -> Any:
     is_latent = raw["model_type"].startswith("deepseek") or raw["model_type"] in (
         "glm4_moe_lite",
         "glm_moe_dsa",
+        "youtu",
     )
     latent = latent_as_transformers_has_it(config) if is_latent else {}
     return {
