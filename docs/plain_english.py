@@ -40,7 +40,7 @@ class Limit(NamedTuple):
 LIMITS = {
     "docs": Limit(inverted=0.2, long=0.5),
     "docstrings": Limit(inverted=0.2, long=1.3),
-    "messages": Limit(inverted=0.2, long=1.4),
+    "messages": Limit(inverted=0.2, long=1.3),
 }
 
 
