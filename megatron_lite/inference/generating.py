@@ -34,18 +34,21 @@ def sampling_of(given: argparse.Namespace) -> Sampling:
 def main(given: argparse.Namespace) -> None:
     """Run the command. Raises UsageError."""
     sampling_of(given)  # raises before anything is loaded
+    has_file = given.prompts_file is not None
+    has_log_probs = given.log_probs is not None
     check_questions(given)
-    if given.log_probs is not None and given.log_probs < 0:
+    if has_log_probs and given.log_probs < 0:
         raise UsageError(f"--log-probs {given.log_probs} must be 0 or more")
-    if given.beams is not None and (
-        given.beams < 1 or given.temperature or given.stop or given.log_probs is not None
-    ):
-        raise UsageError(
-            "--beams must be 1 or more, and excludes --temperature, --stop, --log-probs"
-        )
-    if given.prompts_file is None:  # don't allocate slots for more rows than there are
-        rows = max(len(given.prompts), 1) * (given.samples_per_prompt or given.num_samples)
-        given.slots = min(given.slots, rows)
+    if given.beams is not None:
+        excluded = given.temperature or given.stop or has_log_probs
+        if given.beams < 1 or excluded:
+            raise UsageError(
+                "--beams must be 1 or more, and excludes --temperature, --stop, --log-probs"
+            )
+    if not has_file:  # don't allocate slots for more rows than there are
+        prompts = max(len(given.prompts), 1)
+        samples = given.samples_per_prompt or given.num_samples
+        given.slots = min(given.slots, prompts * samples)
     given.slots = max(given.slots, given.beams or 0)
     run(given, lambda opened: _use(opened, given))
 

@@ -27,7 +27,7 @@ _SENTENCE_ENDS = ".!?"
 
 @dataclass(frozen=True)
 class Cutting:
-    """How much is cut and kept; the fields are flags of the command, the defaults Megatron's."""
+    """The amounts to cut and to keep. The fields are flags of the command, with Megatron's defaults."""
 
     key_threshold: int = 10
     """An n-gram with at least this many counts is common."""
@@ -164,12 +164,15 @@ def pieces_of(text: str, finder: Finder, cutting: Cutting) -> list[str] | None:
     hit = finder.first(text)
     if hit is None:
         return None
+    margin = cutting.remove_char_each_side
+    shortest = cutting.filter_text_char_len
     pieces: list[str] = []
     while hit is not None:
-        left = _before(text, hit.start - cutting.remove_char_each_side)
-        text = _behind(text, hit.end + cutting.remove_char_each_side)
-        pieces += [left] if len(left) > cutting.filter_text_char_len else []
-        if len(text) <= cutting.filter_text_char_len or len(pieces) > cutting.splits_count:
+        before = _before(text, hit.start - margin)
+        text = _behind(text, hit.end + margin)
+        if len(before) > shortest:
+            pieces.append(before)
+        if len(text) <= shortest or len(pieces) > cutting.splits_count:
             return pieces
         hit = finder.first(text)
     return [*pieces, text]

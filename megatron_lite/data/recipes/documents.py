@@ -47,7 +47,10 @@ class Reader:
 
     def _document(self, record: Record) -> Document:
         content = record.content
-        fields = {self.key: content} if isinstance(content, str) else read_fields(content)
+        if isinstance(content, str):
+            fields: Mapping[str, Any] = {self.key: content}
+        else:
+            fields = read_fields(content)
         text = fields.get(self.key)
         if not isinstance(text, str):
             known = ", ".join(map(repr, fields)) or "nothing"

@@ -112,32 +112,40 @@ def wikitext(
     text = _read(path)
     words = len(text.strip().split(" "))
     tokens = _tokens(tokenizer, text_of(path)(text), str(path))
-    if len(tokens) < 2 or words < 2:
+    count = len(tokens)
+    if count < 2 or words < 2:
         raise CorruptCheckpoint(
-            f"{path}: has {words} words and {len(tokens)} tokens; there is nothing to predict"
+            f"{path}: has {words} words and {count} tokens; there is nothing to predict"
         )
     total = 0.0
     for windows in grouped(wikitext_windows(tokens, length, stride), ROWS):
         total -= log_prob_sum(model, windows)
-    loss, ratio = total / (len(tokens) - 1), (len(tokens) - 1) / (words - 1)
+    predicted = count - 1
+    loss = total / predicted
+    ratio = predicted / (words - 1)
+    by_word = loss * ratio
     return {
-        "loss": loss, "perplexity": math.exp(min(_HIGHEST, loss)), "word_perplexity": math.exp(min(_HIGHEST, loss * ratio)),
-        "token_ratio": ratio, "tokens": len(tokens), "words": words,
-    }  # fmt: skip
+        "loss": loss,
+        "perplexity": math.exp(min(_HIGHEST, loss)),
+        "word_perplexity": math.exp(min(_HIGHEST, by_word)),
+        "token_ratio": ratio,
+        "tokens": count,
+        "words": words,
+    }
 
 
 def lambada(
     model: LanguageModel, tokenizer: Tokenizer, path: Path, *, strict: bool
 ) -> dict[str, float]:
     """Return how many last words (strict) or tokens are the likeliest ones. Raises UsageError, CorruptCheckpoint, NotFinite."""
-    right = count = 0
+    right = 0
+    count = 0
     for windows in grouped(_lambada_windows(path, tokenizer, strict=strict), ROWS):
-        for window, scored in zip(
-            windows, model.score([window.tokens for window in windows]), strict=True
-        ):
-            right += bool(
-                require_finite(scored).greedy[len(window.tokens) - 1 - window.counted :].all()
-            )
+        scores = model.score([window.tokens for window in windows])
+        for window, scored in zip(windows, scores, strict=True):
+            require_finite(scored)
+            first_counted = len(window.tokens) - 1 - window.counted
+            right += bool(scored.greedy[first_counted:].all())
             count += 1
     if not count:
         raise CorruptCheckpoint(f"{path}: has no lines")
@@ -148,20 +156,20 @@ def _lambada_windows(path: Path, tokenizer: Tokenizer, *, strict: bool) -> Itera
     for number, line in enumerate(_read(path).splitlines(), 1):
         if not line.strip():
             continue
+        where = f"{path}, line {number}"
         try:
             text: Any = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError) as error:
+            start = line[:60]
             raise CorruptCheckpoint(
-                f'{path}, line {number}: expected {{"text": ...}}, found {line[:60]!r}'
+                f'{where}: expected {{"text": ...}}, found {start!r}'
             ) from error
         if not isinstance(text, str) or not text.strip():
-            raise CorruptCheckpoint(f"{path}, line {number}: has no text")
-        where = f"{path}, line {number}"
-        window = lambada_window(text, partial(_tokens, tokenizer, where=where), strict=strict)
+            raise CorruptCheckpoint(f"{where}: has no text")
+        encode = partial(_tokens, tokenizer, where=where)
+        window = lambada_window(text, encode, strict=strict)
         if len(window.tokens) <= window.counted:
-            raise CorruptCheckpoint(
-                f"{path}, line {number}: has one word alone, and nothing to predict it by"
-            )
+            raise CorruptCheckpoint(f"{where}: has one word alone, and nothing to predict it by")
         yield window
 
 
