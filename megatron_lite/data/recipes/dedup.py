@@ -54,18 +54,22 @@ class KeepFirst:
     listed: Path
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+        by_file: dict[int, list[int]] = {}
+        for file, position in self._groups().others():
+            by_file.setdefault(file, []).append(position)
+        self.listed.mkdir(exist_ok=True)
+        for file, positions in by_file.items():
+            packed = map(_POSITION.pack, sorted(positions))
+            path = self.listed / f"{file:06d}.remove"
+            path.write_bytes(b"".join(packed))
+        return iter(())
+
+    def _groups(self) -> "Groups":
         groups = Groups()
         for path in sorted(self.pairs.glob("*.dups")):
             for first_file, first, second_file, second in _PAIR.iter_unpack(path.read_bytes()):
                 groups.join((first_file, first), (second_file, second))
-        self.listed.mkdir(exist_ok=True)
-        by_file: dict[int, list[int]] = {}
-        for file, position in groups.others():
-            by_file.setdefault(file, []).append(position)
-        for file, positions in by_file.items():
-            content = b"".join(map(_POSITION.pack, sorted(positions)))
-            (self.listed / f"{file:06d}.remove").write_bytes(content)
-        return iter(())
+        return groups
 
 
 class Groups:
@@ -148,14 +152,19 @@ def run(words: argparse.Namespace) -> PipelineReport:
 def _stages(run: Run, place: Path, minhash: Any, config: Any) -> Iterator[Stage]:
     from megatron_lite.data.recipes.shingle_words import Words
 
-    signatures, pairs, listed = (place / name for name in ("signatures", "pairs", "listed"))
-    files, (read, write) = len(run.given.files), first_and_last(run)
-    uncounted = ReadFile(run.given.files, run.given.reader)
-    sign = minhash.MinhashDedupSignature(str(signatures), config=config, language=Words())
-    yield Stage([uncounted, sign], files)
-    yield Stage(
-        [minhash.MinhashDedupBuckets(str(signatures), str(pairs), config=config)],
-        config.num_buckets,
-    )
+    signatures = str(place / "signatures")
+    pairs = place / "pairs"
+    listed = place / "listed"
+    files = len(run.given.files)
+
+    read = ReadFile(run.given.files, run.given.reader)
+    sign = minhash.MinhashDedupSignature(signatures, config=config, language=Words())
+    yield Stage([read, sign], files)
+
+    compare = minhash.MinhashDedupBuckets(signatures, str(pairs), config=config)
+    yield Stage([compare], config.num_buckets)
+
     yield Stage([KeepFirst(pairs, listed)], 1)
+
+    read, write = first_and_last(run)
     yield Stage([read, MarkDuplicates(listed), write], files)

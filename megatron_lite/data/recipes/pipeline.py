@@ -93,16 +93,25 @@ class ReadFile:
     """Directory for the numbers of documents and bytes that were read."""
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        made = package("datatrove.data", "data").Document
         share, warnings = Share(), list[str]()
         reader = replace(self.reader, warn=warnings.append)
-        for position, document in enumerate(reader.documents(self.files[rank])):
+        documents = reader.documents(self.files[rank])
+        for position, document in enumerate(documents):
             share.add(document.size)
-            metadata = {_ORIGINAL: document.fields, "where": document.where}
-            yield made(text=document.text, id=f"{rank}/{position}", metadata=metadata)
+            yield _for_datatrove(document, f"{rank}/{position}")
         if self.counts is not None:
-            content = json.dumps([share.documents, share.bytes, warnings])
-            (self.counts / f"{rank}.json").write_text(content, encoding="utf-8")
+            _write_counts(self.counts / f"{rank}.json", share, warnings)
+
+
+def _write_counts(path: Path, share: Share, warnings: Sequence[str]) -> None:
+    content = json.dumps([share.documents, share.bytes, warnings])
+    path.write_text(content, encoding="utf-8")
+
+
+def _for_datatrove(document: Document, name: str) -> Any:
+    metadata = {_ORIGINAL: document.fields, "where": document.where}
+    data = package("datatrove.data", "data")
+    return data.Document(text=document.text, id=name, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -204,12 +213,7 @@ def first_and_last(run: Run) -> tuple[ReadFile, WriteFile]:
 
 def _prepare(run: Run) -> str:
     """Make the directory of the run, or check that an interrupted run had the same options. Returns their hash."""
-    partial = run.partial
-    sizes = [(file, Path(file).stat().st_size) for file in run.given.files]
-    reader = run.given.reader
-    everything = {"files": sizes, "key": reader.key, "skip": reader.skip_bad_lines, **run.options}
-    text = json.dumps(everything, sort_keys=True, default=str)
-    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    partial, digest = run.partial, _hash_of(run)
     if partial.exists() and not run.resume:
         shutil.rmtree(partial)
     known = partial / _OPTIONS
@@ -219,6 +223,19 @@ def _prepare(run: Run) -> str:
         (partial / name).mkdir(parents=True, exist_ok=True)
     known.write_text(digest, encoding="utf-8")
     return digest
+
+
+def _hash_of(run: Run) -> str:
+    """Return a hash of everything that changes the output."""
+    given = run.given
+    everything = {
+        "files": [(file, Path(file).stat().st_size) for file in given.files],
+        "key": given.reader.key,
+        "skip": given.reader.skip_bad_lines,
+        **run.options,
+    }
+    text = json.dumps(everything, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _execute(stage: Stage, workers: int, logs: Path) -> None:
