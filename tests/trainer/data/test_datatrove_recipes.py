@@ -1,7 +1,9 @@
 """`data clean`, `data dedup` and `data run`: every document is kept or removed with a reason, at any number of processes."""
 
 import json
+import os
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -245,3 +247,44 @@ def test_a_file_without_a_pipeline_is_refused(
         path.write_text(content)
     assert run("run", path) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+STUBS = {
+    "sbatch": (
+        'script="${@: -1}"\n'
+        """last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$script")\n"""
+        "for task in $(seq 0 $last); do\n"
+        '    SLURM_ARRAY_TASK_ID=$task SLURM_ARRAY_JOB_ID=7 SLURM_JOB_ID=7 SLURM_NODELIST=box bash "$script" >&2\n'
+        "done\n"
+        "echo Submitted batch job 7\n"
+    ),
+    "scontrol": "echo box\n",
+    "srun": 'while [[ $1 != launch_pickled_pipeline ]]; do shift; done\nexec "$@"\n',
+}
+"""Programs of Slurm that run a job at once."""
+
+
+def test_a_file_with_slurms_executor_submits_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, content in STUBS.items():
+        path = tmp_path / name
+        path.write_text(f"#!/usr/bin/env bash\nset -euo pipefail\n{content}")
+        path.chmod(0o755)
+    programs = [str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]
+    monkeypatch.setenv("PATH", os.pathsep.join(programs))
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write(folder / "a.jsonl", ["of a"])
+    write(folder / "b.jsonl", ["of b"])
+    (tmp_path / "slurm_recipe.py").write_text(
+        "from datatrove.executor.slurm import SlurmPipelineExecutor\n"
+        "from datatrove.pipeline.readers import JsonlReader\n"
+        "from datatrove.pipeline.writers import JsonlWriter\n"
+        f"steps = [JsonlReader({str(folder)!r}), JsonlWriter({str(tmp_path / 'out')!r}, compression=None)]\n"
+        "executor = SlurmPipelineExecutor(steps, tasks=2, time='1:00:00', partition='cpu', requeue=False,\n"
+        f"    logging_dir={str(tmp_path / 'logs')!r})\n"
+    )
+    assert run("run", tmp_path / "slurm_recipe.py") == 0
+    found = {read(tmp_path / "out" / f"0000{task}.jsonl")[0]["text"] for task in (0, 1)}
+    assert found == {"of a", "of b"}
