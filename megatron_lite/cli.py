@@ -18,7 +18,7 @@ commands:
   finetune     {finetune}
   plan         What a run would take: memory of each rank, bytes between ranks, the pipeline's bubble.
   preprocess   Turn text into Megatron's indexed files.
-  data         Prepare a corpus of text: `data decontaminate`, `data score`, `data select`.
+  data         Prepare a corpus of text: clean, dedup, decontaminate, split, score and others.
   generate     Let a model continue texts.
   chat         Talk with a model.
   score        Log-probabilities of given tokens.

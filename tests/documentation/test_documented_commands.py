@@ -51,6 +51,11 @@ NOT_RUN = {
     "needs a Llama 3.1 or a Mixtral of MaxText; tests/loaders/test_orbax.py makes their arrays": (
         r"--load-dir checkpoints/7 ",
     ),
+    "needs a corpus, scores or the extra data-recipes; tests/trainer/data/ and tests/trainer/inference/ run them": (
+        r"megatron-lite data (clean|dedup|split|urls|tokenizer|score|select) ",
+        r"megatron-lite evaluate --(load ckpt --corpus|toxicity) ",
+        r"--samples-per-prompt 25 ",
+    ),
     "needs an archive of NeMo 1; tests/megatron/test_nemo_archives.py makes some": (r"\.nemo ",),
     "needs a corpus and its vocabulary; tests/trainer/loop/test_bert_runs.py and test_task_runs.py make some": (
         r"--split-sentences",

@@ -46,7 +46,7 @@ def build_mapping(
         if samples is None or len(found) >= samples or len(found) == before:
             break
     mapping = np.array(found, np.int64).reshape(-1, 3)
-    order = _shuffled(len(mapping), seed + 1)
+    order = shuffled_order(len(mapping), seed + 1)
     return mapping[order]
 
 
@@ -76,7 +76,8 @@ def _targets(longest: int, short_probability: float, seed: int) -> Iterator[int]
             yield 2 + drawn % (longest - 1) if drawn % one_in == 0 else longest
 
 
-def _shuffled(count: int, seed: int) -> list[int]:
+def shuffled_order(count: int, seed: int) -> list[int]:
+    """Return the numbers below `count` in the order of Megatron's samples (Fisher and Yates, mt19937_64)."""
     order, random = list(range(count)), mt19937_64(seed)
     for last in range(count - 1, 0, -1):
         other = next(random) % (last + 1)

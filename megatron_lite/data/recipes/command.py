@@ -10,12 +10,28 @@ from types import FrameType, ModuleType
 from typing import Any, NoReturn, Protocol
 
 from megaconv.errors import CheckpointError, Interrupted, UsageError
-from megatron_lite.data.recipes import decontaminate, score, select
+from megatron_lite.data.recipes import (
+    clean,
+    decontaminate,
+    dedup,
+    run_file,
+    score,
+    select,
+    split,
+    tokenizer,
+    urls,
+)
 
 RECIPES: dict[str, ModuleType] = {
+    "clean": clean,
+    "dedup": dedup,
     "decontaminate": decontaminate,
+    "split": split,
+    "urls": urls,
+    "tokenizer": tokenizer,
     "score": score,
     "select": select,
+    "run": run_file,
 }
 """Name -> module with DESCRIPTION, add_flags(parser) and run(flags), which returns a report."""
 
@@ -44,7 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Prepare a corpus of text.",
         allow_abbrev=False,
     )
-    recipes = parser.add_subparsers(dest="recipe", required=True, metavar="RECIPE")
+    recipes = parser.add_subparsers(dest="name_of_recipe", required=True, metavar="RECIPE")
     for name, recipe in RECIPES.items():
         description = recipe.DESCRIPTION
         inner = recipes.add_parser(
@@ -65,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), 1)
     except (KeyboardInterrupt, Interrupted):
         return _fail(
-            "interrupted; --resume continues `score`, other recipes leave nothing behind", 130
+            "interrupted; the recipes with --resume can continue, others leave nothing behind", 130
         )
     finally:
         signal.signal(signal.SIGTERM, handler)
@@ -75,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: argparse.Namespace) -> None:
     if words.report is not None and not words.report.absolute().parent.is_dir():
         raise UsageError(f"--report {words.report}: its directory doesn't exist; create it first")
-    report: Report = RECIPES[words.recipe].run(words)
+    report: Report = RECIPES[words.name_of_recipe].run(words)
     for line in report.lines():
         print(line)
     if words.report is not None:

@@ -23,8 +23,8 @@ class Given:
     overwrite: bool
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that all recipes share."""
+def add_input(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the corpus."""
     add = parser.add_argument_group("corpus").add_argument
     add(
         "--input", type=local_word, nargs="+", required=True, metavar="FILE",
@@ -36,6 +36,16 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave out, and report, lines that can't be read",
     )
+
+
+def reader_of(words: argparse.Namespace) -> tuple[list[str], Reader]:
+    """Return the files of the corpus and their reader. Raises UsageError for a missing file."""
+    return find_files(words.input, "--input"), Reader(words.text_key, words.skip_bad_lines, _warn)
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of recipes from a corpus to a corpus."""
+    add_input(parser)
     add = parser.add_argument_group("output").add_argument
     add(
         "--output", type=local_path, required=True, metavar="DIR",
@@ -54,11 +64,12 @@ def given_of(words: argparse.Namespace) -> Given:
     output: Path = words.output
     beside = output.absolute().with_name(f"{output.absolute().name}-removed")
     removed: Path = words.keep_removed or beside
-    files = tuple(find_files(words.input, "--input"))
+    found, reader = reader_of(words)
+    files = tuple(found)
     _require_separate(files, output, removed)
     return Given(
         files=files,
-        reader=Reader(words.text_key, words.skip_bad_lines, _warn),
+        reader=reader,
         output=output,
         keep_removed=removed,
         overwrite=words.overwrite,

@@ -53,23 +53,27 @@ def staged_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
 
     After an error nothing is left. Raises TargetExists.
     """
-    if target.exists():
-        if not overwrite:
-            raise TargetExists(f"{target}: exists; choose another directory, or pass --overwrite")
-        if not target.is_dir():
-            raise TargetExists(f"{target}: is no directory, so --overwrite doesn't replace it")
-    parent = target.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=parent))
+    require_free(target, overwrite=overwrite)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         staging.chmod(0o755)
         yield staging
-        _take_place(staging, target)
+        take_place(staging, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _take_place(staging: Path, target: Path) -> None:
+def require_free(target: Path, *, overwrite: bool) -> None:
+    """Raise TargetExists if the target can't become an output."""
+    if target.exists() and not overwrite:
+        raise TargetExists(f"{target}: exists; choose another directory, or pass --overwrite")
+    if target.exists() and not target.is_dir():
+        raise TargetExists(f"{target}: is no directory, so --overwrite doesn't replace it")
+
+
+def take_place(staging: Path, target: Path) -> None:
+    """Rename a directory to the target, and remove the target's old content."""
     if not target.exists():
         staging.rename(target)
         return

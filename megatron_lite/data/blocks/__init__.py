@@ -1,0 +1,1 @@
+"""Blocks of consecutive sentences with their titles: samples of the inverse cloze task (ICT), which trains retrievers."""

@@ -1,0 +1,81 @@
+"""docs/megatron.md: every command that the page names is parsed by the command itself, and every script exists."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.data.preprocess import make_parser as preprocess_parser
+from megatron_lite.data.recipes.command import make_parser as recipes_parser
+from megatron_lite.inference.commands import calibrate, chat, evaluate, generate, serve
+from megatron_lite.inference.flags import parse_with_training_flags
+from megatron_lite.settings.arguments import parse
+from tests.runs import run
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "megatron.md").read_text(encoding="utf-8")
+MARKS = ("yes", "partly", "no")
+
+
+def rows() -> list[list[str]]:
+    """The cells of each promise: promise, mark, command, difference."""
+    found = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in PAGE.splitlines()
+        if line.startswith("|")
+    ]
+    return [cells for cells in found if len(cells) == 4 and cells[1] in MARKS]
+
+
+COMMANDS = [cells[2].strip("`") for cells in rows() if cells[2]]
+
+
+def test_every_promise_has_a_mark_and_what_works_has_a_command() -> None:
+    assert len(rows()) > 60
+    for promise, mark, command, difference in rows():
+        assert bool(command) == (mark != "no"), promise
+        assert difference or mark != "partly", promise
+        assert not command or re.fullmatch(r"`[^`]+`", command), promise
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("megatron-lite ")])
+def test_a_command_of_the_trainer_is_understood(line: str) -> None:
+    command, *words = shlex.split(line)[1:]
+    if command in ("pretrain", "finetune"):
+        assert parse(command, words) is not None
+    elif command == "preprocess":
+        assert preprocess_parser().parse_args(words) is not None
+    elif command == "data":
+        assert recipes_parser().parse_args(words) is not None
+    elif command == "evaluate" and "--toxicity" in words:
+        assert evaluate.parser(needs_model=False).parse_args(words) is not None
+    else:
+        modules = (calibrate, chat, evaluate, generate, serve)
+        parsers = {module.__name__.rpartition(".")[2]: module.parser for module in modules}
+        parser = parsers[command]()
+        of_training = command in ("evaluate", "serve")
+        read = parse_with_training_flags if of_training else type(parser).parse_args
+        assert read(parser, words) is not None
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("megaconv ")])
+def test_a_command_of_the_converter_is_understood(line: str) -> None:
+    """The input doesn't exist, and this is the only complaint."""
+    words = shlex.split(line)[1:]
+    outcome = run(*words)
+    assert outcome.status != 0
+    assert "Usage" not in outcome.err
+    assert re.search(r"no such|doesn't exist", outcome.err), outcome.err
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("examples/")])
+def test_a_script_exists(line: str) -> None:
+    path = ROOT / line.split()[0]
+    assert path.is_file()
+    assert path.stat().st_mode & 0o100
+
+
+def test_every_command_is_tested() -> None:
+    known = ("megatron-lite ", "megaconv ", "examples/", "pip install ", "curl ")
+    assert [line for line in COMMANDS if not line.startswith(known)] == []

@@ -1,0 +1,146 @@
+"""`data split`, `data urls` and `data tokenizer`: parts, reasons and tokenizers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lite.data.recipes.command import main
+from megatron_lite.data.tokenizer import TokenizerOptions, build_tokenizer
+
+WORDS = "the sea is wide and the wind over the old town is strong today again".split()  # noqa: SIM905
+
+
+def run(recipe: str, *words: object) -> int:
+    return main([recipe, *map(str, words)])
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def corpus(path: Path, count: int) -> Path:
+    texts = [" ".join(WORDS[n % 7 : n % 7 + 5]) + f" {n % 10}" for n in range(count)]
+    path.write_text(
+        "".join(json.dumps({"n": n, "text": text}) + "\n" for n, text in enumerate(texts))
+    )
+    return path
+
+
+def test_each_document_is_in_one_part(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "in.jsonl", 2000)
+    words = ("--input", source, "--report", tmp_path / "report.json", "--output")
+    assert run("split", *words, tmp_path / "out") == 0
+    parts = {name: read(tmp_path / "out" / f"{name}.jsonl") for name in ("train", "test", "valid")}
+    numbers = sorted(line["n"] for lines in parts.values() for line in lines)
+    assert numbers == list(range(2000))
+    assert 60 < len(parts["test"]) < 140
+    assert 5 < len(parts["valid"]) < 40
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["parts"] == {name: len(lines) for name, lines in parts.items()}
+    assert run("split", *words, tmp_path / "again") == 0
+    assert run("split", *words, tmp_path / "other", "--seed", 1, "--test-fraction", 0.05) == 0
+    test = (tmp_path / "out" / "test.jsonl").read_bytes()
+    assert (tmp_path / "again" / "test.jsonl").read_bytes() == test
+    assert (tmp_path / "other" / "test.jsonl").read_bytes() != test
+    assert not (tmp_path / "other" / "valid.jsonl").exists()
+
+
+def test_fractions_of_one_or_more_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = corpus(tmp_path / "in.jsonl", 3)
+    words = ("--input", source, "--output", tmp_path / "out", "--test-fraction")
+    assert run("split", *words, 0.6, 0.4) == 2
+    assert "--test-fraction" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_urls_are_removed_for_the_first_reason_that_holds(tmp_path: Path) -> None:
+    urls = {
+        "https://example.org/page": None,
+        "https://www.unwanted.co.uk/a.pdf": "domain",
+        "https://example.org/a.PDF?x=1": "ending",
+        "http://x": "short",
+        "ftp://example.org/": "malformed",
+        "https://": "short",
+        "https://a.org/7z.ai": "ending",
+        "https://ai.org/page": None,
+    }
+    (tmp_path / "urls.txt").write_text("\n".join([*urls, "https://example.org/page", ""]))
+    (tmp_path / "domains.txt").write_text("unwanted\n")
+    domains: tuple[object, ...] = ("--domains", tmp_path / "domains.txt")
+    try:
+        import tldextract  # noqa: F401
+    except ImportError:
+        domains, urls["https://www.unwanted.co.uk/a.pdf"] = (), "ending"
+    words = ("--input", tmp_path / "urls.txt", "--output", tmp_path / "kept.txt", *domains)
+    assert run("urls", *words) == 0
+    kept = [url for url, reason in urls.items() if reason is None]
+    assert (tmp_path / "kept.txt").read_text().splitlines() == kept
+    removed = [
+        tuple(line.split("\t")) for line in (tmp_path / "kept.txt-removed").read_text().splitlines()
+    ]
+    expected = [(reason, url) for url, reason in urls.items() if reason is not None]
+    assert removed == [*expected, ("duplicate", "https://example.org/page")]
+    assert run("urls", *words) != 0  # the output exists
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece", "unigram"])
+def test_a_trained_tokenizer_is_loaded_here_and_by_transformers(tmp_path: Path, kind: str) -> None:
+    from transformers import AutoTokenizer
+
+    source = corpus(tmp_path / "in.jsonl", 300)
+    size = {"bpe": 300, "wordpiece": 60, "unigram": 30}[kind]
+    for name in ("one", "two"):
+        words = (
+            "--input",
+            source,
+            "--type",
+            kind,
+            "--vocab-size",
+            size,
+            "--output",
+            tmp_path / name,
+        )
+        assert run("tokenizer", *words) == 0
+    one, two = tmp_path / "one", tmp_path / "two"
+    for path in one.iterdir():
+        assert path.read_bytes() == (two / path.name).read_bytes(), path.name
+    options = {
+        "bpe": TokenizerOptions(
+            "GPT2BPETokenizer", vocab_file=one / "vocab.json", merge_file=one / "merges.txt"
+        ),
+        "wordpiece": TokenizerOptions("BertWordPieceLowerCase", vocab_file=one / "vocab.txt"),
+        "unigram": TokenizerOptions("SentencePieceTokenizer", str(one / "tokenizer.model")),
+    }[kind]
+    ours, theirs = build_tokenizer(options), AutoTokenizer.from_pretrained(one)
+    text = "the sea is wide 7"
+    ids = ours.tokenize(text)
+    assert ours.detokenize(ids) == text
+    for each in (text, "unknown: é"):
+        assert theirs(each, add_special_tokens=False).input_ids == ours.tokenize(each)
+    assert ours.eod is not None
+    assert len(ids) < len(text)
+
+
+def test_a_vocabulary_that_is_too_large_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sentencepiece")
+    source = corpus(tmp_path / "in.jsonl", 20)
+    words = (
+        "--input",
+        source,
+        "--type",
+        "unigram",
+        "--vocab-size",
+        5000,
+        "--output",
+        tmp_path / "out",
+    )
+    assert run("tokenizer", *words) == 2
+    assert "--vocab-size 5000: sentencepiece says" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
