@@ -24,6 +24,8 @@ from megaconv.values.calibration import (
 )
 from megatron_lite.inference.calibration.recording import CachedAmax, Inputs, Matrix
 
+_CACHED = ((".attn.k.weight", K_AMAX), (".attn.v.weight", V_AMAX))
+"""Weights that make keys and values -> their statistic, in the order of a cache."""
 Vector = NDArray[np.float64]
 
 
@@ -72,15 +74,18 @@ class Merged:
                 found[f"{module}.{INPUT_AMAX}"] = amax.max(keepdims=True).reshape(())
                 found[f"{module}.{CHANNEL_AMAX}"] = amax
                 found[f"{module}.{CHANNEL_MEAN}"] = columns.mean
-            for place, (end, name) in enumerate(
-                ((".attn.k.weight", K_AMAX), (".attn.v.weight", V_AMAX))
-            ):
-                for part in native.parts:
-                    layer = _layer_of(part)
-                    if part.endswith(end) and layer in self.cached:
-                        found[f"{module}.{name}"] = np.float32(self.cached[layer][place]).reshape(
-                            ()
-                        )
+            found |= self._largest_cached(native)
+        return found
+
+    def _largest_cached(self, native: NativeTensor) -> dict[str, Floats]:
+        """The largest key and value that a matrix makes, by name."""
+        found: dict[str, Floats] = {}
+        for place, (end, name) in enumerate(_CACHED):
+            for part in native.parts:
+                layer = _layer_of(part)
+                if part.endswith(end) and layer in self.cached:
+                    largest: Floats = np.array(self.cached[layer][place], np.float32)
+                    found[f"{native.name.removesuffix('.weight')}.{name}"] = largest
         return found
 
 
