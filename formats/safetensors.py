@@ -134,7 +134,8 @@ class SafetensorsLayout:
     ) -> None:
         """tensors: name -> (shape, dtype). metadata: further entries of `__metadata__`."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-        position, spans = 0, {}
+        position = 0
+        spans: dict[str, tuple[int, int]] = {}
         for name, (shape, dtype) in tensors.items():
             end = position + byte_count(shape, dtype)
             header[name] = {
@@ -149,9 +150,9 @@ class SafetensorsLayout:
         self._header = len(text).to_bytes(8, "little") + text
         start = len(self._header)
         self.size = start + position
-        self.records = {
-            name: Record(start + begin, end - begin) for name, (begin, end) in spans.items()
-        }
+        self.records = {}
+        for name, (begin, end) in spans.items():
+            self.records[name] = Record(start + begin, end - begin)
 
     def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         yield 0, self._header

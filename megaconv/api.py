@@ -22,7 +22,7 @@ from megaconv.commands.verification import Verification
 from megaconv.engine import conversion
 from megaconv.engine.fingerprints import Fingerprint
 from megaconv.engine.plan import default_workers
-from megaconv.engine.preparation import Report
+from megaconv.engine.report import Report
 from megaconv.errors import UsageError
 from megaconv.options import ConvertOptions, LoadOptions, PushOptions, require_workers
 from megaconv.options.option import built

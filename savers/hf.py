@@ -23,9 +23,8 @@ from megaconv.model.beside import Whole
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header, Key
-from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF, Naming
-from megaconv.model.natives import NativeTensor, native_tensors
+from megaconv.model.natives import NativeTensor, unsharded_tensors
 from megaconv.options import SaveOptions
 from megaconv.saver import Saver
 from megaconv.values.forms import Form
@@ -125,8 +124,7 @@ def _notices(header: Header, config: ModelConfig, options: SaveOptions) -> tuple
 
 
 def _natives(table: Family, config: ModelConfig, naming: Naming) -> list[NativeTensor]:
-    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
-    return list(native_tensors(table.rows, config, naming, Layout(), 0, whole, config.vocab))
+    return list(unsharded_tensors(table.rows, config, naming))
 
 
 def _as_in(base: BaseModel, table: Family, config: ModelConfig) -> list[NativeTensor]:

@@ -238,8 +238,8 @@ def _with_weight_scales(
         yield native
     elif quantize == FP8_BLOCK:
         yield native
-        across = grid(native.shape)[1]
-        yield _scaled(native, fp8_blocks.SCALES, BLOCK, across)._replace(shape=grid(native.shape))
+        blocks = grid(native.shape)
+        yield _scaled(native, fp8_blocks.SCALES, BLOCK, blocks[1])._replace(shape=blocks)
     elif quantize in (FP8_PER_CHANNEL, INT8_SQ):
         yield native
         scales_of_rows = _scaled(native, SCALE, 1, 1)

@@ -25,9 +25,10 @@ from megatron_lite.processes import launch
 from megatron_lite.processes.failure import all_or_none, report
 from megatron_lite.processes.node import once_a_node
 from megatron_lite.settings.architecture import check_against, model_type
-from megatron_lite.settings.config import Parallel, Settings
+from megatron_lite.settings.config import Settings
 from megatron_lite.settings.learning import Data
 from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.parallel import Parallel
 from megatron_lite.settings.sizes import LONGEST_UNASKED, check_sizes
 
 _TORCH = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -132,11 +133,11 @@ def make_engine(
     config: ModelConfig, parallel: Parallel, place: launch.Place, length: int
 ) -> Engine:
     """Return an engine for inference; its weights are zero until they are loaded. length: of the longest row."""
+    tp = parallel.tensor_model_parallel_size
     pp = parallel.pipeline_model_parallel_size
-    layout = Layout(
-        parallel.tensor_model_parallel_size, pp, 1, parallel.expert_model_parallel_size,
-        stage_layers=split_layers(config.layer_count, pp, 1, LayerSplit()),
-    )  # fmt: skip
+    ep = parallel.expert_model_parallel_size
+    stage_layers = split_layers(config.layer_count, pp, 1, LayerSplit())
+    layout = Layout(tp, pp, 1, ep, stage_layers=stage_layers)
     options = ModelOptions(dtype=config.dtype or "float32", trains=False)
     dp = check_sizes(
         config, layout, world=place.world, options=options, sequence=length, microbatches=1

@@ -41,15 +41,20 @@ def squares(ranges: Iterable[FlatRange], grid: Grid, *, distributed: bool) -> Te
     """Return the sum of squares, float64 [], of the gradients that this rank counts. Over all ranks, each counts once."""
     sums = [torch.zeros((), device=grid.device)]
     for item in ranges:
-        # Another rank counts it: tensor rank 0, data-parallel rank 0, or the stage with the first copy.
-        elsewhere = (
-            (item.info.replicated and grid.tp_rank)
-            or (not distributed and grid.rank_along(item.info.reduced_over))
-            or item.info.is_copy
-        )
-        if not elsewhere:
-            sums += (torch.dot(part, part) for part in torch.split(item.gradient, BLOCK))
+        if not _counts_elsewhere(item, grid, distributed=distributed):
+            for part in torch.split(item.gradient, BLOCK):
+                sums.append(torch.dot(part, part))
     return torch.stack(sums).double().sum()
+
+
+def _counts_elsewhere(item: FlatRange, grid: Grid, *, distributed: bool) -> bool:
+    """Return True if another rank counts a gradient: tensor rank 0, data-parallel rank 0, or the stage with the first copy."""
+    info = item.info
+    if info.is_copy:
+        return True
+    if info.replicated and grid.tp_rank:
+        return True
+    return not distributed and grid.rank_along(info.reduced_over) > 0
 
 
 def clip_factor(norm: float, most: float) -> float:

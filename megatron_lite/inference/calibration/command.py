@@ -31,7 +31,7 @@ from megatron_lite.models.cache import Cache
 from megatron_lite.models.mixers.declaration import PerRow
 from megatron_lite.processes import launch
 from megatron_lite.processes.failure import all_or_none, report
-from megatron_lite.settings.config import Parallel
+from megatron_lite.settings.parallel import Parallel
 
 
 def main(given: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.trainer.parallel.small import Case
-from tests.trainer.pretended_cuda.library import PretendedWorld
+from tests.trainer.pretended_cuda.guarded_processes import PretendedWorld
 from tests.trainer.pretended_cuda.steps import MICROBATCHES, take_steps
 from tests.trainer.pretended_cuda.test_same_results import BALANCED, BF16, FURTHER
 
