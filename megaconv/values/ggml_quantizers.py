@@ -11,7 +11,7 @@ fused multiply-add. Arrays of a search are [numbers, groups]. Source: ggml-quant
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from formats.lazy_numpy import Booleans, Floats, np
 from formats.tensor import Bytes
@@ -66,27 +66,39 @@ def q5_k(blocks: Floats) -> Bytes:
 def q6_k(blocks: Floats) -> Bytes:
     """[blocks, 256] float32 -> [blocks, 210] bytes."""
     groups = blocks.reshape(-1, 16)
-    found, searched = _best_scale(np.ascontiguousarray(groups.T))
-    scales = found.reshape(-1, 16)
-    place = np.abs(scales).argmax(axis=1)[:, None]
-    largest = np.take_along_axis(scales, place, axis=1)
-    is_zero = np.abs(largest) < _LEAST
-    inverse = np.where(is_zero, np.float32(0), _quotient(np.float32(-128), largest))
-    stored = np.rint(inverse * scales).clip(-128, 127).astype(np.int8)
-    half = _half(_inverse(inverse))
-    steps = _read_half(half) * stored.astype(np.float32)
+    scales, searched = _best_scale(np.ascontiguousarray(groups.T))
+    unit, stored, is_zero = _in_eight_bits(scales.reshape(-1, 16))
+    steps = _read_half(unit) * stored.astype(np.float32)
     steps = steps.reshape(-1, 1)
     rounded = np.rint(_quotient(groups, steps)).clip(-32, 31)
     # A group whose scale became zero keeps the codes of the search, which then stand for nothing.
     signed = np.where(steps == 0, searched.T, rounded)
-    # A block of zeros has bytes of zero only.
-    codes = np.where(is_zero, np.float32(0), signed.reshape(-1, 256) + 32)
-    codes = codes.astype(np.uint8).reshape(-1, 2, 4, 32)
-    low = codes[:, :, :2] & 15 | (codes[:, :, 2:] & 15) << 4
+    codes = signed.reshape(-1, 256) + np.float32(32)
+    codes[is_zero[:, 0]] = 0  # a block of zeros has bytes of zero only
+    low, high = _packed_six_bits(codes.astype(np.uint8))
+    return np.concatenate([low, high, stored.view(np.uint8), unit], axis=1)
+
+
+def _in_eight_bits(scales: Floats) -> tuple[Bytes, "np.ndarray[Any, np.dtype[np.int8]]", Booleans]:
+    """(float16 unit of each block as bytes, signed multiples of the unit [blocks, 16], True for blocks of zeros)."""
+    place = np.abs(scales).argmax(axis=1)[:, None]
+    largest = np.take_along_axis(scales, place, axis=1)
+    is_zero = np.abs(largest) < _LEAST
+    largest[is_zero] = 0
+    inverse = _quotient(np.float32(-128), largest)
+    multiples = np.rint(inverse * scales)
+    stored = multiples.clip(-128, 127).astype(np.int8)
+    return _half(_inverse(inverse)), stored, is_zero
+
+
+def _packed_six_bits(codes: Bytes) -> tuple[Bytes, Bytes]:
+    """[blocks, 256] codes -> (low four bits [blocks, 128], high two bits [blocks, 64]), as ggml interleaves them."""
+    quarters = codes.reshape(-1, 2, 4, 32)
+    four_bits = quarters & np.uint8(15)
+    low = four_bits[:, :, :2] | four_bits[:, :, 2:] << np.uint8(4)
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-    high = np.bitwise_or.reduce((codes >> 4) << shifts, axis=2)
-    parts = (low.reshape(-1, 128), high.reshape(-1, 64), stored.view(np.uint8), half)
-    return np.concatenate(parts, axis=1)
+    high = np.bitwise_or.reduce((quarters >> np.uint8(4)) << shifts, axis=2)
+    return low.reshape(-1, 128), high.reshape(-1, 64)
 
 
 QUANTIZERS: Mapping[str, Callable[[Floats], Bytes]] = {
@@ -101,19 +113,18 @@ QUANTIZERS: Mapping[str, Callable[[Floats], Bytes]] = {
 
 def _scaled_with_minima(blocks: Floats, search: _Search) -> tuple[Bytes, Bytes]:
     """(scales and minima of all blocks [blocks, 16], codes [blocks, 8, 32])."""
-    groups = blocks.reshape(-1, 32)
-    found, offsets, searched = _best_pair(np.ascontiguousarray(groups.T), search)
-    scales, minima = found.reshape(-1, 8), offsets.reshape(-1, 8)
-    d, six_bits = _in_six_bits(scales)
-    m, six_bits_of_minima = _in_six_bits(minima)
-    steps = _read_half(d) * six_bits
-    moved = groups.reshape(-1, 8, 32) + (_read_half(m) * six_bits_of_minima)[:, :, None]
-    codes = np.rint(_quotient(moved, steps[:, :, None])).clip(0, search.most)
+    groups = blocks.reshape(-1, 8, 32)
+    by_group = np.ascontiguousarray(groups.reshape(-1, 32).T)
+    found, offsets, searched = _best_pair(by_group, search)
+    d, scales = _in_six_bits(found.reshape(-1, 8))
+    m, minima = _in_six_bits(offsets.reshape(-1, 8))
+    steps = (_read_half(d) * scales)[:, :, None]
+    moved = groups + (_read_half(m) * minima)[:, :, None]
+    rounded = np.rint(_quotient(moved, steps)).clip(0, search.most)
     # A group whose scale became zero keeps the codes of the search, which then stand for nothing.
-    codes = np.where(steps[:, :, None] == 0, searched.T.reshape(codes.shape), codes)
-    codes = codes.astype(np.uint8)
-    packed = _packed_scales(six_bits.astype(np.uint8), six_bits_of_minima.astype(np.uint8))
-    return np.concatenate([d, m, packed], axis=1), codes
+    codes = np.where(steps == 0, searched.T.reshape(rounded.shape), rounded)
+    packed = _packed_scales(scales.astype(np.uint8), minima.astype(np.uint8))
+    return np.concatenate([d, m, packed], axis=1), codes.astype(np.uint8)
 
 
 def _in_six_bits(numbers: Floats) -> tuple[Bytes, Floats]:
@@ -141,23 +152,23 @@ def _best_pair(x: Floats, search: _Search) -> tuple[Floats, Floats, Floats]:
     """x [32, groups] -> (scale, -minimum) of each group, and its codes [32, groups]. The minimum is 0 or less."""
     magnitude = np.sqrt((x * x).sum(axis=0) / np.float32(32))
     weights = magnitude + np.abs(x)
-    sum_w, sum_x = weights.sum(axis=0), (weights * x).sum(axis=0)
-    low, high = np.minimum(x.min(axis=0), np.float32(0)), x.max(axis=0)
+    low, high = x.min(axis=0).clip(None, 0), x.max(axis=0)
     is_flat = high == low
     inverse = _quotient(np.float32(search.most), high - low)
-    scale = _inverse(inverse)
-    best_codes = _codes(x, low, inverse, search.most)
-    best = _squared_error(x, weights, best_codes, scale, low)
+    scale, codes = _inverse(inverse), _codes(x, low, inverse, search.most)
+    best = _squared_error(x, weights, codes, scale, low)
     for step in range(search.steps):
         width = np.float32(search.first) + np.float32(0.1) * np.float32(step)
         inverse = _quotient(width + np.float32(search.most), high - low)
-        codes = _codes(x, low, inverse, search.most)
-        new_scale, new_low, is_solved = _fitted(x, weights, codes, sum_w, sum_x)
-        error = _squared_error(x, weights, codes, new_scale, new_low)
+        tried = _codes(x, low, inverse, search.most)
+        new_scale, new_low, is_solved = _fitted(x, weights, tried)
+        error = _squared_error(x, weights, tried, new_scale, new_low)
         is_better = is_solved & (error < best) & ~is_flat
-        scale, low = np.where(is_better, new_scale, scale), np.where(is_better, new_low, low)
-        best, best_codes = np.where(is_better, error, best), np.where(is_better, codes, best_codes)
-    return scale, -low, best_codes
+        np.copyto(scale, new_scale, where=is_better)
+        np.copyto(low, new_low, where=is_better)
+        np.copyto(best, error, where=is_better)
+        np.copyto(codes, tried, where=is_better)
+    return scale, -low, codes
 
 
 def _codes(x: Floats, low: Floats, inverse: Floats, most: int) -> Floats:
@@ -171,10 +182,9 @@ def _squared_error(x: Floats, weights: Floats, codes: Floats, scale: Floats, low
     return error
 
 
-def _fitted(
-    x: Floats, weights: Floats, codes: Floats, sum_w: Floats, sum_x: Floats
-) -> tuple[Floats, Floats, Booleans]:
+def _fitted(x: Floats, weights: Floats, codes: Floats) -> tuple[Floats, Floats, Booleans]:
     """(scale, minimum) of least squared error for these codes, and whether they exist. The minimum is 0 or less."""
+    sum_w, sum_x = weights.sum(axis=0), (weights * x).sum(axis=0)
     weighted = weights * codes
     sum_l = weighted.sum(axis=0)
     sum_l2 = (weighted * codes).sum(axis=0)
@@ -182,30 +192,37 @@ def _fitted(
     determinant = sum_w * sum_l2 - sum_l * sum_l
     scale = _quotient(sum_w * sum_xl - sum_x * sum_l, determinant)
     low = _quotient(sum_l2 * sum_x - sum_l * sum_xl, determinant)
-    is_above = low > 0
-    scale = np.where(is_above, _quotient(sum_xl, sum_l2), scale)
-    return scale, np.where(is_above, np.float32(0), low), determinant > 0
+    without_minimum = _quotient(sum_xl, sum_l2)
+    np.copyto(scale, without_minimum, where=low > 0)
+    return scale, low.clip(None, 0), determinant > 0
 
 
 def _best_scale(x: Floats) -> tuple[Floats, Floats]:
     """x [16, groups] -> (the scale of each group, its codes [16, groups] from -32 to 31)."""
     place = np.abs(x).argmax(axis=0)[None]
     extreme = np.take_along_axis(x, place, axis=0)[0]
-    extreme = np.where(np.abs(extreme) < _LEAST, np.float32(0), extreme)
+    extreme[np.abs(extreme) < _LEAST] = 0
     weights = x * x
-    best_codes = np.rint(_quotient(np.float32(-32), extreme) * x).clip(-32, 31)
-    sum_lx, sum_l2 = _sums(x, weights, best_codes)
+    codes = _signed_codes(x, np.float32(-32), extreme)
+    sum_lx, sum_l2 = _sums(x, weights, codes)
     scale = _quotient(sum_lx, sum_l2)
     best = scale * sum_lx
     for step in (*range(-9, 0), *range(1, 10)):
         width = np.float32(32) + np.float32(0.1) * np.float32(step)
-        codes = np.rint(_quotient(-width, extreme) * x).clip(-32, 31)
-        sum_lx, sum_l2 = _sums(x, weights, codes)
+        tried = _signed_codes(x, -width, extreme)
+        sum_lx, sum_l2 = _sums(x, weights, tried)
         is_better = (sum_l2 > 0) & (sum_lx * sum_lx > best * sum_l2)
-        scale = np.where(is_better, _quotient(sum_lx, sum_l2), scale)
-        best = np.where(is_better, scale * sum_lx, best)
-        best_codes = np.where(is_better, codes, best_codes)
-    return scale, np.where(extreme == 0, np.float32(-32), best_codes)
+        new_scale = _quotient(sum_lx, sum_l2)
+        np.copyto(scale, new_scale, where=is_better)
+        np.copyto(best, new_scale * sum_lx, where=is_better)
+        np.copyto(codes, tried, where=is_better)
+    codes[:, extreme == 0] = -32
+    return scale, codes
+
+
+def _signed_codes(x: Floats, width: "np.float32", extreme: Floats) -> Floats:
+    codes: Floats = np.rint(_quotient(width, extreme) * x).clip(-32, 31)
+    return codes
 
 
 def _sums(x: Floats, weights: Floats, codes: Floats) -> tuple[Floats, Floats]:
