@@ -66,17 +66,27 @@ def q5_k(blocks: Floats) -> Bytes:
 def q6_k(blocks: Floats) -> Bytes:
     """[blocks, 256] float32 -> [blocks, 210] bytes."""
     groups = blocks.reshape(-1, 16)
-    scales, searched = _best_scale(np.ascontiguousarray(groups.T))
+    by_group = np.ascontiguousarray(groups.T)
+    scales, searched = _best_scale(by_group)
     unit, stored, is_zero = _in_eight_bits(scales.reshape(-1, 16))
-    steps = _read_half(unit) * stored.astype(np.float32)
-    steps = steps.reshape(-1, 1)
-    rounded = np.rint(_quotient(groups, steps)).clip(-32, 31)
-    # A group whose scale became zero keeps the codes of the search, which then stand for nothing.
-    signed = np.where(steps == 0, searched.T, rounded)
+    multiples = stored.astype(np.float32)
+    steps = _read_half(unit) * multiples
+    signed = _rounded(groups, steps.reshape(-1, 1), searched.T, -32, 31)
     codes = signed.reshape(-1, 256) + np.float32(32)
     codes[is_zero[:, 0]] = 0  # a block of zeros has bytes of zero only
     low, high = _packed_six_bits(codes.astype(np.uint8))
-    return np.concatenate([low, high, stored.view(np.uint8), unit], axis=1)
+    parts = (low, high, stored.view(np.uint8), unit)
+    return np.concatenate(parts, axis=1)
+
+
+def _rounded(numbers: Floats, steps: Floats, searched: Floats, least: int, most: int) -> Floats:
+    """The codes of numbers for steps that were rounded.
+
+    A group whose step became zero keeps the codes of the search, which then stand for nothing.
+    """
+    quotients = _quotient(numbers, steps)
+    codes = np.rint(quotients).clip(least, most)
+    return np.where(steps == 0, searched, codes)
 
 
 def _in_eight_bits(scales: Floats) -> tuple[Bytes, "np.ndarray[Any, np.dtype[np.int8]]", Booleans]:
@@ -113,18 +123,18 @@ QUANTIZERS: Mapping[str, Callable[[Floats], Bytes]] = {
 
 def _scaled_with_minima(blocks: Floats, search: _Search) -> tuple[Bytes, Bytes]:
     """(scales and minima of all blocks [blocks, 16], codes [blocks, 8, 32])."""
-    groups = blocks.reshape(-1, 8, 32)
-    by_group = np.ascontiguousarray(groups.reshape(-1, 32).T)
+    groups = blocks.reshape(-1, 32)
+    by_group = np.ascontiguousarray(groups.T)
     found, offsets, searched = _best_pair(by_group, search)
     d, scales = _in_six_bits(found.reshape(-1, 8))
     m, minima = _in_six_bits(offsets.reshape(-1, 8))
-    steps = (_read_half(d) * scales)[:, :, None]
-    moved = groups + (_read_half(m) * minima)[:, :, None]
-    rounded = np.rint(_quotient(moved, steps)).clip(0, search.most)
-    # A group whose scale became zero keeps the codes of the search, which then stand for nothing.
-    codes = np.where(steps == 0, searched.T.reshape(rounded.shape), rounded)
+    steps = _read_half(d) * scales
+    stored_offsets = _read_half(m) * minima
+    moved = groups + stored_offsets.reshape(-1, 1)
+    codes = _rounded(moved, steps.reshape(-1, 1), searched.T, 0, search.most)
     packed = _packed_scales(scales.astype(np.uint8), minima.astype(np.uint8))
-    return np.concatenate([d, m, packed], axis=1), codes.astype(np.uint8)
+    head = np.concatenate([d, m, packed], axis=1)
+    return head, codes.reshape(-1, 8, 32).astype(np.uint8)
 
 
 def _in_six_bits(numbers: Floats) -> tuple[Bytes, Floats]:
