@@ -29,7 +29,7 @@ IN_TRANSFORMERS = [name for name in LLAMA_LIKE if name not in WITHOUT_CLASS]
 SCALED = [
     name
     for name in IN_TRANSFORMERS
-    if name not in ("phi3", "gpt_oss", "olmo3", "gemma3_text", "mellum")
+    if name not in ("phi3", "gpt_oss", "olmo3", "gemma3_text", "mellum", "cwm", "ministral3")
 ]
 """Phi-3 knows one kind of rope scaling, of its own; GPT-OSS is scaled if it says nothing; the others have two ropes."""
 LATENT_SIZES: Raw = {
@@ -564,6 +564,10 @@ def configs(draw: Draw) -> ModelConfig:
         windowed = draw(st.sets(st.integers(0, layers - 1)))
         size = draw(st.integers(1, 99)) if windowed else None
         return changed(config, {"layers.window": per_layer(windowed, layers, size, None)})
+    if name == "ministral3":
+        return changed(
+            config, families()[name].assumed({"positions.scaling": config.positions.scaling})
+        )
     if name == "helium":
         return changed(config, {"positions.interleaved": True, "positions.scaling": None})
     if name == "youtu":
@@ -572,10 +576,6 @@ def configs(draw: Draw) -> ModelConfig:
         heads = config.attention.heads
         sizes = {"attention.kv_heads": heads, "hidden": heads * config.attention.head_dim}
         return changed(config, {**sizes, "attention.qkv_bias": True, "positions.scaling": None})
-    if name == "internlm2":
-        return changed(
-            config, dict.fromkeys(("attention.qkv_bias", "attention.o_bias"), draw(st.booleans()))
-        )
     if name == "mellum":
         config = draw(with_windows(changed(config, {"attention.qk_norm": True})))
         own = {"positions.local_theta": config.positions.local_theta or config.positions.theta}

@@ -308,7 +308,9 @@ def build_gpt(args: Namespace, virtual_stage: int | None, needs: Needs) -> "GPTM
         )
         if args.num_experts or delta_net_oracle.layers(args)
         else get_gpt_layer_local_spec(
-            qk_layernorm=args.qk_layernorm, normalization=args.normalization
+            qk_layernorm=args.qk_layernorm,
+            multi_latent_attention=args.multi_latent_attention,
+            normalization=args.normalization,
         )
     )
     custom_layers.adapt(spec, needs, args)

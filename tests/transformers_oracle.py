@@ -233,6 +233,12 @@ VARIANTS = {
         {"no scaling": two_ropes(rope_of(5000.0), rope_of(5000.0))},
         ("tp2 pp2",),
     ),
+    "ministral3": Variant(
+        "ministral3",
+        {"head_dim": 12, **rope(5000.0, **{**YARN, "original_max_position_embeddings": 64}, llama_4_scaling_beta=0.1)},
+        {"no scaling": rope(5000.0)},
+        quick=QUICK,
+    ),
     "ministral": Variant(
         "ministral",
         {"head_dim": 12, "sliding_window": WINDOW, **every_other_window()},
@@ -505,6 +511,16 @@ MIXTURES["youtu"] = Variant(
 )
 """Dense, with a tensor that is cut by heads, as tests of mixtures read."""
 BEYOND_MEGATRON = {
+    "granite": Variant(
+        "granite",
+        {"embedding_multiplier": 12.0, "logits_scaling": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1},
+        {"embedding": {"embedding_multiplier": 11.0}, "logits": {"logits_scaling": 4.0}, "residual": {"residual_multiplier": 0.5},
+         "scores": {"attention_multiplier": 0.2}},
+    ),
+    "ministral3, long": Variant(
+        "ministral3", {"head_dim": 12, **rope(5000.0, **YARN, llama_4_scaling_beta=0.3) },
+        {"no temperature": rope(5000.0, **YARN)},
+    ),
     "llama4, short chunks": Variant(
         "llama4_text", LLAMA4_LONG,
         {"longer chunks": {"attention_chunk_size": WINDOW + 1}, "no temperature": {"attn_temperature_tuning": False},

@@ -23,14 +23,14 @@ ROWS = in_core((
 ))  # fmt: skip
 
 _POSITIONS = 1 << 20
-"""A number of positions that no sequence reaches."""
+"""A number of positions that no sequence reaches: the default for a model without a limit."""
+_LIMIT = "max_position_embeddings"
 _FIXED = {
     "layers.mixer": "mamba",
     "layers.mlp": "none",
     "positions.kind": "none",
     "norm.kind": "RMSNorm",
     "norm.epsilon": 1e-5,
-    "max_positions": _POSITIONS,
 }
 
 
@@ -42,6 +42,11 @@ def _unused(hidden: int, heads: int, head_dim: int) -> Fields:
         "attention.head_dim": head_dim,
         "mlp.ffn": 4 * hidden,
     }
+
+
+def _write_positions(config: ModelConfig) -> Raw:
+    """Write a limit only if the model came with one. transformers' class has no such key."""
+    return {} if config.max_positions == _POSITIONS else {_LIMIT: config.max_positions}
 
 
 def _read_heads(raw: Raw) -> Fields:
@@ -58,9 +63,10 @@ def _write_heads(config: ModelConfig) -> Raw:
 
 def _assumed(fields: Mapping[str, Any]) -> Fields:
     """The fields that Megatron's arguments may give otherwise, although they change nothing."""
+    if "mamba.heads" not in fields:
+        return {}  # none of the layers is Mamba 2
     unused = _unused(fields["hidden"], fields["mamba.heads"], fields["mamba.head_dim"])
-    plain = {"mlp.activation": "silu", "mlp.gated": True}
-    return {**unused, **plain, "max_positions": _POSITIONS, "positions.kind": "none"}
+    return {**unused, "mlp.activation": "silu", "mlp.gated": True, "positions.kind": "none"}
 
 
 _KEYS = (
@@ -70,6 +76,11 @@ _KEYS = (
     size("n_groups", "mamba.groups", 8),
     size("state_size", "mamba.state", 128),
     TIME_STEP_LIMIT,
+    Keys(
+        (_LIMIT,),
+        lambda raw: {"max_positions": need_size(raw, _LIMIT, _POSITIONS)},
+        _write_positions,
+    ),
     *model_keys(tied=False, tokens=(0, 2, 1)),
 )
 _OTHER_NAMES = ("mamba_hidden_act", "mamba_proj_bias", "time_step_min")

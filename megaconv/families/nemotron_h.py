@@ -9,6 +9,7 @@ from megaconv.families.parts.deepseek_experts import SIGMOID_ROUTER, routed_expe
 from megaconv.families.parts.keys import Keys, size
 from megaconv.families.parts.mamba import (
     HEADS,
+    LIMITED_TIME_STEPS,
     MAMBA_ONLY,
     MAMBA_SIZES,
     PATTERN,
@@ -122,7 +123,13 @@ _KEYS = (
     Keys(("num_nextn_predict_layers", "mtp_layers_block_type"), lambda raw: {}, lambda config: {}),
     *model_keys(tied=False, tokens=(1, 2, 0)),
 )
-_FIXED = {**SQUARED_RELU, "positions.kind": "none", "norm.kind": "RMSNorm", "norm.epsilon": 1e-5}
+_FIXED = {
+    **SQUARED_RELU,
+    **LIMITED_TIME_STEPS,
+    "positions.kind": "none",
+    "norm.kind": "RMSNorm",
+    "norm.epsilon": 1e-5,
+}
 _ONLY = {
     **MAMBA_ONLY,
     **{
@@ -136,7 +143,7 @@ _ONLY = {
 
 FAMILY = Family(
     "nemotron_h", ("NemotronHForCausalLM",), "nemotron_h", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY, left_out=MTP_LEFT_OUT,
-    recognized="mamba_layers !only_mamba !rope !learned !norm_bias !zero_centered relu2 plain", proven="custom module",
+    recognized="mamba_layers !only_mamba !rope !learned !norm_bias !zero_centered plain", proven="custom module",
     notices=limited_time_steps,
     aliases={"num_local_experts": "n_routed_experts"},
 )  # fmt: skip

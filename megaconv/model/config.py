@@ -55,6 +55,8 @@ class ModelConfig:
     tie_embeddings: bool = False
     embedding_scale: float | None = None
     """A factor on the embedding's output."""
+    residual_scale: float | None = None
+    """A factor on the output of each attention and each MLP, before it is added; None for 1."""
     token_types: int = 0
     """Number of segment types that have an embedding."""
     mtp_layers: int = 0

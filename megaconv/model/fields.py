@@ -213,6 +213,7 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
     experts, positions = config.experts, config.positions
     # Each library uses its own value and ignores the configuration. The families' notices say so.
     yield "latent.norm_epsilon"
+    yield "mamba.least_time_step"
     if not config.has("rope"):
         yield from _OF_ROPE
     if not config.attention.qk_norm:

@@ -90,6 +90,12 @@ class Mamba:
     """Number of groups of heads. Each group has one B and one C."""
     state: int = 0
     """Elements of B, and of C."""
+    least_time_step: float | None = field(default=None, compare=False)
+    """Lower limit of time steps; None: no limit.
+
+    Configurations are compared without it, since each library uses its own value. transformers has the limit
+    LEAST_TIME_STEP, Megatron has none. The families' notices report the difference.
+    """
 
 
 @dataclass(frozen=True)
@@ -246,3 +252,5 @@ class Head:
     """True if a head scores the pooled first token of each of several choices (multiple choice)."""
     logit_cap: float | None = None
     """A tanh limits logits to the range between minus and plus this value; None: no limit."""
+    divisor: float | None = None
+    """A number that logits are divided by; None for 1."""

@@ -12,8 +12,9 @@ from megaconv.errors import TensorMismatch
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.natives import NativeTensor
 from megaconv.model.regions import Region
+from megatron_lite.checkpoint.initial_weights import ConstantTensor, RandomTensor, normal
 from megatron_lite.checkpoint.restore import read_range
-from megatron_lite.checkpoint.weights import RandomTensor, fill
+from megatron_lite.checkpoint.weights import fill
 from megatron_lite.engine import Engine
 from megatron_lite.models.rng import mix
 from megatron_lite.optimizer.zero import Optimizer
@@ -103,13 +104,14 @@ def init_adapters(engine: Engine, seed: int) -> None:
     _agree(engine, widths)
     tensors: dict[Key, LazyTensor] = {}
     for name, regions in parts:
-        width = widths[name]
-        is_random = name.endswith("lora_A.weight")
+        shape = max(region.box.row1 for region in regions), widths[name]
+        if not name.endswith("lora_A.weight"):
+            tensors[Key(name)] = ConstantTensor(shape, 0.0)
+            continue
         # peft's kaiming_uniform_(a=sqrt(5)) has the variance 1 / (3 · width).
-        std = (3 * width) ** -0.5 if is_random else 0.0
-        rows = max(region.box.row1 for region in regions)
+        std = (3 * widths[name]) ** -0.5
         own_seed = mix(seed, *name.encode())
-        tensors[Key(name)] = RandomTensor((rows, width), 0.0, std, own_seed)
+        tensors[Key(name)] = RandomTensor(shape, own_seed, normal(std))
     load_adapters(engine, tensors)
 
 

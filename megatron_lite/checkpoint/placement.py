@@ -8,19 +8,20 @@ the offset of one in the other.
 - If layers differ, each layer has its own keys.
 - Experts of all ranks are stacked along the next axis.
 - Norms have Transformer Engine's names.
+- The projections and convolutions of mixers with a state have a key for each part: `in_proj.weight.z`, `.x` …
 
 Source: megatron/core/dist_checkpointing.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from formats.tensor import Shape, matrix_shape
 from megaconv.families import family
-from megaconv.megatron.distributed.keys import stacks_layers
+from megaconv.megatron.distributed.keys import pieces, stacks_layers
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.layout import Chunk, Layout
@@ -46,6 +47,8 @@ class Run:
     rows: int
     whole_row: int
     whole_col: int
+    piece: str = ""
+    """The end of the key if the tensor's parts have keys of their own: `.z`."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +59,14 @@ class Place:
     stacked: tuple[tuple[int, int], ...]
     """(index, size) of each leading axis over the whole model: layers first, then experts."""
     local: Shape
-    whole: Shape
-    """The shape without the leading axes."""
+    wholes: Mapping[str, Shape]
+    """The shape without the leading axes of each piece, by the end of its key; of one tensor with the end "" as a rule."""
     runs: tuple[Run, ...]
     native: NativeTensor
 
-    @property
-    def global_shape(self) -> Shape:
-        return *(count for _, count in self.stacked), *self.whole
+    def global_shape(self, piece: str) -> Shape:
+        """Return the shape of a piece over the whole model."""
+        return *(count for _, count in self.stacked), *self.wholes[piece]
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,10 @@ def places(
     """
     padded = changed(config, {"vocab": vocab_rows})  # padding rows are placed like any others
     rows = family(config.family).rows
-    # Local layers of latent attention are saved under their own names.
+    # Local layers of latent attention, and of hybrids with Mamba layers, are saved under their own names.
     # Other local layers have Transformer Engine's names, except for _LOCAL.
-    latent = config.latent.kv_rank > 0
-    keys = CORE_LOCAL if local and latent else CORE
+    own_names = config.latent.kv_rank > 0 or config.has("mamba_layers")
+    keys = CORE_LOCAL if local and own_names else CORE
     at_rank = layout, tp_rank, chunk, vocab_rows, ep_rank, etp_rank
     named = native_tensors(rows, padded, naming, *at_rank)
     keyed = native_tensors(rows, padded, keys, *at_rank)
@@ -113,14 +116,14 @@ def places(
     for native, other in zip(named, keyed, strict=True):
         name = other.name
         whole = whole_by_name[_numbered(name, first_expert)]
-        spelled = name.replace(*_LOCAL) if local and not latent else name
+        spelled = name.replace(*_LOCAL) if local and not own_names else name
         key, of_layer = _key(spelled, config, chunk)
         of_expert = _expert_axis(name, config, first_expert)
         found[native.name] = Place(
             key=key,
             stacked=(*of_layer, *of_expert),
             local=native.shape,
-            whole=whole.shape,
+            wholes={_end(piece, whole): piece.shape for piece in pieces(whole)},
             runs=tuple(_runs(native, whole)),
             native=native,
         )
@@ -174,22 +177,28 @@ def _numbered(name: str, first: int) -> str:
 
 def _runs(native: NativeTensor, whole: NativeTensor) -> Iterator[Run]:
     """Yield the contiguous runs. Adjacent runs are joined: an interleaved qkv is one run, [gate; up] are two."""
-    pieces = sorted(
-        (
-            Run(region.row, region.box.rows, *_place_in(region, whole.parts[name]))
-            for name, regions in native.parts.items()
-            for region in regions
-        ),
-        key=lambda run: run.row,
-    )
-    current = pieces[0]
-    for run in pieces[1:]:
-        if run.whole_row - current.whole_row == run.row - current.row == current.rows:
+    found = []
+    for piece in pieces(whole):
+        end = _end(piece, whole)
+        for name, candidates in piece.parts.items():
+            for region in native.parts.get(name, ()):
+                row, col = _place_in(region, candidates)
+                found.append(Run(region.row, region.box.rows, row, col, end))
+    found.sort(key=lambda run: run.row)
+    current = found[0]
+    for run in found[1:]:
+        follows = run.whole_row - current.whole_row == run.row - current.row == current.rows
+        if follows and run.piece == current.piece:
             current = replace(current, rows=current.rows + run.rows)
         else:
             yield current
             current = run
     yield current
+
+
+def _end(piece: NativeTensor, whole: NativeTensor) -> str:
+    """Return the end of a piece's key; empty for a tensor that is not split."""
+    return piece.name.removeprefix(whole.name)
 
 
 def _place_in(region: Region, candidates: tuple[Region, ...]) -> tuple[int, int]:
@@ -221,17 +230,25 @@ def flat_shards(place: Place, key: str, flat: Tensor, start: int, end: int) -> I
             block = flat[at : at + rows * columns]  # contiguous: whole rows, or a single row
             whole_row = run.whole_row + first - run.row
             whole_col = run.whole_col + col0
-            yield _shard(place, key, block, (whole_row, whole_col), (rows, columns))
+            yield _shard(place, key, run.piece, block, (whole_row, whole_col), (rows, columns))
 
 
 def _shard(
-    place: Place, key: str, block: Tensor, corner: tuple[int, int], size: tuple[int, int]
+    place: Place,
+    key: str,
+    piece: str,
+    block: Tensor,
+    corner: tuple[int, int],
+    size: tuple[int, int],
 ) -> Shard:
-    """Return a block of the whole tensor. corner: row and column of its first element. size: rows and columns."""
-    stacked = tuple(number for number, _ in place.stacked)
-    offset = (*stacked, *_with_axes(place.whole, *corner, fill=0))
-    shape = (*(1 for _ in stacked), *_with_axes(place.whole, *size, fill=1))
-    return Shard(key, offset, place.global_shape, block.view(shape))
+    """Return a block of a piece of the whole tensor.
+
+    key: without the piece's end. corner: row and column of its first element. size: rows and columns.
+    """
+    stacked, whole = tuple(number for number, _ in place.stacked), place.wholes[piece]
+    offset = (*stacked, *_with_axes(whole, *corner, fill=0))
+    shape = (*(1 for _ in stacked), *_with_axes(whole, *size, fill=1))
+    return Shard(key + piece, offset, place.global_shape(piece), block.view(shape))
 
 
 def _with_axes(whole: Shape, row: int, col: int, *, fill: int) -> Shape:

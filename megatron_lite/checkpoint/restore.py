@@ -21,7 +21,7 @@ from megaconv.local_paths import local_path
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key, Source
 from megaconv.model.natives import NativeTensor
-from megaconv.model.training import ADAM, SGD
+from megaconv.model.training import ADAM, MASTER, SGD
 from megatron_lite.checkpoint import amax
 from megatron_lite.checkpoint.saver import has_checkpoint
 from megatron_lite.checkpoint.state import (
@@ -31,7 +31,7 @@ from megatron_lite.checkpoint.state import (
     read_dropouts,
     read_progress,
 )
-from megatron_lite.checkpoint.weights import load_weights, read_rows
+from megatron_lite.checkpoint.weights import load_weights, read_rows, shifted
 from megatron_lite.engine import Engine
 from megatron_lite.models.trainable import refuse_two_widths, refuse_whole
 from megatron_lite.settings.config import Settings
@@ -243,6 +243,6 @@ def read_range(
                 continue
             into = out[row0 - first : row1 - first, region.col : region.col + box.cols]
             values = read_rows(tensor, region, row0 - region.row, row1 - region.row)
-            into.copy_(values)
+            into.copy_(shifted(values, native, tensor) if slot == MASTER else values)
     skipped = first * cols
     return out.reshape(-1)[start - skipped : end - skipped]

@@ -20,6 +20,7 @@ from megatron_lite.checkpoint.files import empty_object
 from megatron_lite.checkpoint.placement import Place, Shard, flat_shards, places, shards
 from megatron_lite.checkpoint.rank_file import RankFile
 from megatron_lite.engine import Engine
+from megatron_lite.models.layer_kinds import layer_kind
 from megatron_lite.models.mixers.declaration import Mixer
 from megatron_lite.models.mixers.table import mixer_of
 from megatron_lite.optimizer.ranges import FlatRange
@@ -184,7 +185,8 @@ def _extra_keys(config: ModelConfig, chunk: Chunk, impl: str) -> Iterator[str]:
     stacked = stacks_layers(config)
     bert = config.has("transform !encoder")
     stack = "encoder" if bert else "decoder"
-    if bert and chunk.is_last:  # Megatron omits it for a decoder's head
+    # Megatron omits it for the head of other decoders.
+    if chunk.is_last and (bert or config.has("mamba_layers")):
         yield "output_layer._extra_state/shard_0_1"
     for layer in range(chunk.first_layer, chunk.first_layer + chunk.layers):
         if stacked:
@@ -196,7 +198,7 @@ def _extra_keys(config: ModelConfig, chunk: Chunk, impl: str) -> Iterator[str]:
     for depth in range(config.mtp_layers if chunk.is_last else 0):
         yield f"mtp.layers.{depth}.eh_proj._extra_state/shard_0_1"
         prefix = f"mtp.layers.{depth}.transformer_layer."
-        yield from _states_of_layer(config, count - 1, impl, prefix, 0, 1)
+        yield from _states_of_layer(config, count + depth, impl, prefix, 0, 1)
 
 
 def _states_of_encoder(config: ModelConfig, chunk: Chunk, impl: str) -> Iterator[str]:
@@ -222,7 +224,7 @@ def _states_of_layer(
 
 
 def _modules_with_states(config: ModelConfig, layer: int, impl: str) -> list[str]:
-    mixer = mixer_of(config, config.layers[layer])
+    mixer = mixer_of(config, layer_kind(config, layer))
     found = [] if mixer is None else _of_mixer(mixer, config, impl)
     if config.encoder.layers:
         found += _of_attention("cross_attention", ("linear_q", "linear_kv"), impl)

@@ -12,6 +12,7 @@ from typing import Any
 from formats import rank_files, torch_zip
 from formats.errors import CorruptCheckpoint
 from megaconv.megatron.arguments.latent import latent_norm_argument
+from megaconv.megatron.arguments.mamba import time_step_argument
 from megaconv.megatron.arguments.param_groups import write_group, write_order
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.model.config import ModelConfig
@@ -66,6 +67,7 @@ def common_state(
     arguments |= (
         dict(dropouts)
         | latent_norm_argument(config)
+        | time_step_argument(config)
         | {
             "params_dtype": getattr(torch, arguments["params_dtype"]),
             "consumed_train_samples": progress.consumed_samples,

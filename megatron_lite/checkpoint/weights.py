@@ -1,24 +1,21 @@
 """Loads weights into a model: each rank reads its own rectangles of canonical tensors from any checkpoint."""
 
-import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
+from formats.tensor import ITEMSIZE, Box, LazyTensor, matrix_shape
 from megaconv.errors import TensorMismatch
 from megaconv.families import family
-from megaconv.model.config import ModelConfig
+from megaconv.model.ir import shift_of
 from megaconv.model.natives import NativeTensor
 from megaconv.model.regions import Region
 from megaconv.model.spellings.halves import AsHalves
 from megaconv.model.table import canonical_shapes
+from megatron_lite.checkpoint.initial_weights import initial_weights
 from megatron_lite.engine import Engine
-from megatron_lite.models.rng import mix
 from megatron_lite.parallel import comm
 
 
@@ -70,7 +67,14 @@ def fill(parameter: Tensor, native: NativeTensor, tensors: Mapping[str, LazyTens
     for name, regions in native.parts.items():
         for region in regions:
             rows = region.box.rows
-            matrix[region.row : region.row + rows] = read_rows(tensors[name], region, 0, rows)
+            values = read_rows(tensors[name], region, 0, rows)
+            matrix[region.row : region.row + rows] = shifted(values, native, tensors[name])
+
+
+def shifted(values: Tensor, native: NativeTensor, source: LazyTensor) -> Tensor:
+    """Return values of the source with the number added that this rank's tensor is stored with."""
+    added = native.shift - shift_of(source)
+    return values.float() + added if added else values
 
 
 def read_rows(tensor: LazyTensor, region: Region, first: int, last: int) -> Tensor:
@@ -93,64 +97,5 @@ def read(tensor: LazyTensor, box: Box) -> Tensor:
 
 
 def init_weights(engine: Engine, std: float, seed: int) -> None:
-    """Set random weights, the same for every layout.
-
-    The distribution is N(0, std), and N(0, std / sqrt(2 · layers)) for projections onto the residual stream.
-    """
+    """Set random weights, the same for every layout; see initial_weights."""
     load_weights(engine, initial_weights(engine.config, std, seed))
-
-
-def initial_weights(config: ModelConfig, std: float, seed: int) -> dict[str, LazyTensor]:
-    """Return the tensors of init_weights by canonical name."""
-    shapes = canonical_shapes(family(config.family).rows, config)
-    residual = std / math.sqrt(2 * config.layer_count)
-    one = 0.0 if config.norm.zero_centered else 1.0
-    return {name: _initial(name, shape, std, residual, one, seed) for name, shape in shapes.items()}
-
-
-def _initial(
-    name: str, shape: Shape, std: float, residual: float, one: float, seed: int
-) -> LazyTensor:
-    """Return the initial value of one tensor. one: the weight of a norm that leaves its input unscaled."""
-    if name.endswith("bias"):
-        return RandomTensor(shape, mean=0.0, std=0.0, seed=0)
-    if "norm" in name:
-        return RandomTensor(shape, mean=one, std=0.0, seed=0)
-    onto_residual = re.search(r"\.(o|down)\.weight$", name) is not None
-    return RandomTensor(
-        shape, mean=0.0, std=residual if onto_residual else std, seed=mix(seed, *name.encode())
-    )
-
-
-@dataclass(frozen=True)
-class RandomTensor:
-    """A lazy tensor of random numbers. Each block of rows has its own seed, so any rectangle can be generated alone."""
-
-    shape: Shape
-    mean: float
-    std: float
-    seed: int
-    dtype: str = "float32"
-    block: int = 256
-    """Rows of one block."""
-
-    def read_into(self, box: Box, out: Bytes) -> None:
-        """Write the rectangle's numbers into `out`, float32 bytes."""
-        rows, cols = matrix_shape(self.shape)
-        found = out.view(np.float32)
-        if not self.std:
-            found.fill(self.mean)
-            return
-        # Draw whole blocks, and copy the rows and columns of the box.
-        for index in range(box.row0 // self.block, -(-box.row1 // self.block)):
-            first, last = index * self.block, min(rows, (index + 1) * self.block)
-            generator = torch.Generator().manual_seed(mix(self.seed, index))
-            drawn = (
-                torch.empty(last - first, cols)
-                .normal_(self.mean, self.std, generator=generator)
-                .numpy()
-            )
-            here, end = max(first, box.row0), min(last, box.row1)
-            found[here - box.row0 : end - box.row0] = drawn[
-                here - first : end - first, box.col0 : box.col1
-            ]

@@ -16,6 +16,7 @@ from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import canonical_shapes
+from megatron_lite.models.layer_kinds import layer_kind
 from megatron_lite.models.mixers.table import mixer_of
 from megatron_lite.settings.config import Logging
 
@@ -66,7 +67,7 @@ def flops_per_token(
                 else 1.0
             )
             weights += shape[0] * shape[1] * times
-    kinds = (*config.layers, *([config.layers[-1]] * config.mtp_layers))
+    kinds = [layer_kind(config, layer) for layer in range(config.layer_count + config.mtp_layers)]
     mixers = [mixer_of(config, kind) for kind in kinds]
     mixed = sum(mixer.operations(config, seq) for mixer in mixers if mixer is not None)
     return (4.0 if frozen else 6.0) * weights + mixed

@@ -9,6 +9,7 @@ from megaconv.model.layout import Layout, padded_vocab
 from megaconv.model.sharding import rank_sizes
 from megaconv.model.subjects import LayerKind
 from megatron_lite.models import recompute
+from megatron_lite.models.layer_kinds import layer_kind
 from megatron_lite.models.trainable import check_trained
 from megatron_lite.parallel.tensor import Keep, NormOptions, TensorGroup
 from megatron_lite.settings.options import ModelOptions
@@ -41,11 +42,8 @@ class Plan:
     expert_ranks: ExpertRanks = NO_OTHERS
 
     def kind(self, layer: int) -> LayerKind:
-        """Return the kind of a layer.
-
-        Layers that predict further tokens come after all others and have the last layer's kind.
-        """
-        return self.config.layers[min(layer, self.config.layer_count - 1)]
+        """Return the kind of a layer; see layer_kind."""
+        return layer_kind(self.config, layer)
 
     @property
     def norm(self) -> NormOptions:

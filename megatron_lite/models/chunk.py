@@ -29,7 +29,11 @@ class Stack(nn.Module):
         super().__init__()
         self.recompute, normed = plan.options.recompute, ends and plan.config.norm.final
         self.layers = nn.ModuleList(layers)
-        self.final_layernorm = Norm(plan.config.hidden, plan.norm) if normed else None
+        # Megatron core has two names for the norm: its stack of hybrids with Mamba layers has its own.
+        hybrid = plan.config.has("mamba_layers")
+        norm = Norm(plan.config.hidden, plan.norm) if normed else None
+        self.final_norm = norm if hybrid else None
+        self.final_layernorm = None if hybrid else norm
         if plan.options.compile:
             for layer in self.layers:
                 setattr(layer, "forward", torch.compile(layer.forward))  # noqa: B010  # hooks stay outside the compiled code
@@ -42,7 +46,12 @@ class Stack(nn.Module):
             return made
 
         x = recompute.run_layers(list(self.layers), x, through, self.recompute)
-        return x if self.final_layernorm is None else self.final_layernorm(x)
+        return x if self.last_norm is None else self.last_norm(x)
+
+    @property
+    def last_norm(self) -> Norm | None:
+        """The norm after the last layer, if the stack ends here."""
+        return self.final_layernorm or self.final_norm
 
 
 def own_layers(plan: Plan, chunk: Chunk) -> Iterator[Layer]:
@@ -72,9 +81,7 @@ class ModelChunk(Network):
             module for module in (self.embedding, *self.decoder.layers) if module is not None
         )
         yield from (
-            module
-            for module in (self.decoder.final_layernorm, self.output_layer)
-            if module is not None
+            module for module in (self.decoder.last_norm, self.output_layer) if module is not None
         )
         yield from self.mtp.layers if self.mtp is not None else ()
 

@@ -82,6 +82,7 @@ class Head(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return (loss, losses [batch, sequence]); see head_loss. labels, weights: [batch, sequence]."""
         plan, weight = self.plan, self._matrix(shared)
+        hidden = self._divided(hidden)
         rows = plan.options.loss_rows or rows_at_a_time(
             hidden.device, weight.shape[0], plan.ranks.size
         )
@@ -101,12 +102,18 @@ class Head(nn.Module):
     def logits(self, hidden: Tensor, shared: Tensor | None) -> Tensor:
         """Return float32 [batch, sequence, vocabulary], the same on every tensor rank. Not differentiable."""
         ranks = self.plan.ranks
+        hidden = self._divided(hidden)
         if ranks.group and ranks.sequence:
             hidden = comm.gathered(hidden, ranks.group)
         logits = linear(hidden, self._matrix(shared), self.bias).float()
         own = capped(logits, self.plan.config.head.logit_cap).permute(2, 1, 0)
         whole = comm.gathered(own, ranks.group) if ranks.group else own
         return whole[: self.plan.config.vocab].permute(1, 2, 0)
+
+    def _divided(self, hidden: Tensor) -> Tensor:
+        """Divide the input of the matrix in place of the logits, which are many more."""
+        divisor = self.plan.config.head.divisor
+        return hidden if divisor is None else hidden / divisor
 
     def _matrix(self, shared: Tensor | None) -> Tensor:
         weight = shared if self.weight is None else self.weight

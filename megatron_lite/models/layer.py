@@ -40,6 +40,7 @@ class Layer(Residual):
         self.layer = layer
         self.ranks = plan.ranks
         self.dropout = options.hidden_dropout
+        self.scale = config.residual_scale
         self.after_attention = rng.At(layer, rng.AFTER_ATTENTION)
         self.after_mlp = rng.At(layer, rng.AFTER_MLP)
         kind = plan.kind(layer)
@@ -75,7 +76,7 @@ class Layer(Residual):
             mixer = getattr(self, self.mixer_name)
             normed = x if self.input_layernorm is None else self.input_layernorm(x)
             mixed = mixer(normed, run)
-            x = x + self.drop(mixed, run, self.after_attention)
+            x = self._added(x, mixed, run, self.after_attention)
         if self.mlp is None:
             return x
         # torch.compile stops at experts. In a separate method, the call would be one more compiled part.
@@ -84,4 +85,9 @@ class Layer(Residual):
             if self.pre_mlp_layernorm is None
             else self.mlp(self.pre_mlp_layernorm(x), run)
         )
-        return x + self.drop(made, run, self.after_mlp)
+        return self._added(x, made, run, self.after_mlp)
+
+    def _added(self, x: Tensor, made: Tensor, run: Pass, at: rng.At) -> Tensor:
+        """Add the output of a mixer or an MLP to its input, scaled if the model has a factor."""
+        dropped = self.drop(made, run, at)
+        return x + (dropped if self.scale is None else dropped * self.scale)

@@ -51,6 +51,18 @@ class Packed:
         self.cu_seqlens = ends.to(device, non_blocking=True)
         """int32 [documents + 1], row after row: the start of each document, and the end of the last one."""
         self.longest = max(each)
+        self._numbers: Tensor | None = None
+
+    @property
+    def numbers(self) -> Tensor:
+        """int64 [batch, sequence]: the number of each token's document. It is computed once for all layers."""
+        if self._numbers is None:
+            lengths = self.cu_seqlens.diff()
+            tokens = len(self.lengths) * sum(self.lengths[0])
+            each = torch.arange(len(lengths), device=lengths.device)
+            numbers = each.repeat_interleave(lengths, output_size=tokens)
+            self._numbers = numbers.view(len(self.lengths), -1)
+        return self._numbers
 
     def rows(self) -> Iterator[list[Document]]:
         """Yield the documents of each row, in order."""

@@ -61,6 +61,17 @@ class _Again:
             return self.make(self.x).contiguous().as_strided(self.shape, self.strides)
 
 
+def recomputed(function: Callable[..., Any], *inputs: Tensor, **others: Any) -> Any:
+    """function(*inputs, **others), of which only the inputs are kept; the backward pass computes it again.
+
+    The inside of a scan takes many times the memory of its inputs. function: without random numbers.
+    """
+    if not torch.is_grad_enabled():
+        return function(*inputs, **others)
+    how: Any = {"use_reentrant": False, "preserve_rng_state": False}
+    return checkpoint(function, *inputs, **how, **others)
+
+
 def run_layers(layers: Sequence[nn.Module], x: Tensor, run: "Run", settings: Recompute) -> Tensor:
     """Run x through all layers. The inside of some groups of layers is recomputed in the backward pass."""
     for group, again in _groups(layers, settings):

@@ -12,8 +12,8 @@ from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import changed
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.table import canonical_shapes
+from megatron_lite.checkpoint.initial_weights import initial_weights
 from megatron_lite.checkpoint.restore import Start
-from megatron_lite.checkpoint.weights import initial_weights
 from megatron_lite.data.tasks.examples import Task
 
 OTHER_HEADS: Mapping[str, Any] = {

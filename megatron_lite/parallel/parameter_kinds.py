@@ -20,10 +20,12 @@ class Kind(Enum):
         "each tensor rank has a copy, without gradient and optimizer; something else changes it"
     )
 
+    CONSTANT = "each tensor rank has a copy, without gradient; the optimizer has its state, as Megatron's, and leaves it as it is"
+
     @property
     def copied(self) -> bool:
         """True if every tensor rank has the whole parameter."""
-        return self in (Kind.OF_TOKENS, Kind.OF_HEADS, Kind.UNTRAINED)
+        return self in (Kind.OF_TOKENS, Kind.OF_HEADS, Kind.UNTRAINED, Kind.CONSTANT)
 
 
 @runtime_checkable

@@ -60,8 +60,8 @@ class ParameterInfo:
 
     @property
     def decays(self) -> bool:
-        """True if weight decay applies: to matrices, but not to norms and biases."""
-        return len(self.native.shape) > 1
+        """True if weight decay applies: to matrices, but not to norms, to biases and to what keeps its value."""
+        return len(self.native.shape) > 1 and self.kind is not Kind.CONSTANT
 
     @property
     def decoupled(self) -> bool:
@@ -79,12 +79,14 @@ def parameter_infos(
     *,
     sequence: bool,
     frozen: bool = False,
+    local_layers: bool = False,
 ) -> Iterator[ParameterInfo]:
     """Yield all parameters of a chunk, in the order in which a forward pass uses them.
 
     declared: by the chunk's modules. index: of the chunk on this rank.
     vocab_rows: rows of the whole vocabulary, padding included.
     sequence: whether sequence parallelism is on. frozen: whether none of the parameters is trained.
+    local_layers: whether norms are stored as in Megatron's local layers, without a number added.
     """
     at = grid.experts_place() if config.experts.count else (0, 0)
     table = family(config.family).rows
@@ -95,6 +97,7 @@ def parameter_infos(
     )
     for name, (kind, in_float32) in declared.items():
         native, *others = named[name]
+        native = native._replace(shift=0) if local_layers else native
         # An expert's tensor belongs to one expert rank, even if the table shards no axis of it.
         assert kind is Kind.EXPERT or native.replicated == kind.copied, (
             f"{name} is declared as {kind}"

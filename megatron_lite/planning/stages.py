@@ -110,8 +110,10 @@ def kind_of(native: NativeTensor, config: ModelConfig) -> Kind:
     """Return the kind of a parameter, from its name and sharding."""
     if is_expert(native.name):
         return Kind.EXPERT
-    if native.name.endswith("router.expert_bias") or ".core_attention.indexer." in native.name:
+    if native.name.endswith("router.expert_bias"):
         return Kind.UNTRAINED
+    if ".core_attention.indexer." in native.name:
+        return Kind.CONSTANT
     if native.replicated:
         of_heads = config.attention.qk_norm and native.name.endswith(
             ("q_layernorm.weight", "k_layernorm.weight")

@@ -74,6 +74,7 @@ def _infos(
         plan.vocab_rows,
         sequence=plan.ranks.sequence,
         frozen=plan.options.lora is not None,
+        local_layers=plan.options.local_layers,
     )
     return list(infos)
 

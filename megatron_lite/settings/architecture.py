@@ -13,6 +13,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
 from megaconv.model.training import TrainingState
 from megatron_lite.settings.config import Settings, flags
+from megatron_lite.settings.hybrid_layers import hybrid_fields, is_mamba_hybrid
 from megatron_lite.settings.model import Model
 
 FREE = ("init_method_std", "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout")
@@ -78,6 +79,7 @@ def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
             "experts.shared_gate": model.moe_shared_expert_gate,
             "experts.router_bias": model.moe_router_enable_expert_bias,
         }
+    found |= hybrid_fields(model)
     if model.mtp_num_layers:
         found["mtp_layers"] = model.mtp_num_layers
     kind = model_type(settings, None)
@@ -165,6 +167,8 @@ def _as_arguments(settings: Settings, ffn: int) -> Namespace:
     values: dict[str, Any] = dict(vars(settings.model))
     values["ffn_hidden_size"] = ffn
     values["bias_gelu_fusion"] = not settings.model.no_bias_gelu_fusion
+    if settings.model.disable_bias_linear and is_mamba_hybrid(settings.model):
+        values["bias_gelu_fusion"] = False  # as in Megatron-LM, which then computes the exact GELU
     if settings.model.multi_latent_attention:
         scaled = settings.model.rotary_scaling_factor != 1
         values["rope_type"] = settings.model.rope_type or ("yarn" if scaled else "rope")
@@ -173,6 +177,7 @@ def _as_arguments(settings: Settings, ffn: int) -> Namespace:
         raise UsageError(
             "--rotary-scaling-factor is of latent attention's yarn: it needs --multi-latent-attention"
         )
+    values["linear_attention_freq"] = None  # the fields of the layers say it
     training = settings.training
     values["max_position_embeddings"] = (
         settings.model.max_position_embeddings or training.seq_length or training.encoder_seq_length

@@ -24,7 +24,7 @@ WITHOUT_EFFECT = {
     "calculate_per_token_loss": 0, "ckpt_assume_constant_structure": 0, "ckpt_fully_parallel_load": 0, "ckpt_fully_parallel_save": 0,
     "cross_entropy_fusion_impl": 1, "cross_entropy_loss_fusion": 0, "cuda_graph_warmup_steps": 1,
     "DDP_impl": 1, "ddp_average_in_collective": 0, "deep_init": 0, "ddp_num_buckets": 1, "ddp_pad_buckets_for_high_nccl_busbw": 0,
-    "defer_embedding_wgrad_compute": 0,
+    "defer_embedding_wgrad_compute": 0, "disable_mamba_mem_eff_path": 0,
     "delay_wgrad_compute": 0, "dist_ckpt_strictness": 1, "embedding_weights_in_fp32": 0, "enable_cuda_graph": 0, "enable_experimental": 0,
     "empty_unused_memory_level": 1, "exit_on_missing_checkpoint": 0, "exit_signal_handler": 0, "fp8_param_gather": 0,
     "lazy_loader": 0, "log_loss_scale_to_tensorboard": 0, "log_memory_to_tensorboard": 0, "log_num_zeros_in_grad": 0, "log_params_norm": 0,

@@ -33,7 +33,9 @@ class Model:
         None, "longest sequence of the model (default: --seq-length)"
     )
     position_embedding_type: str = flag(
-        "learned_absolute", "kind of position embedding", choices=("learned_absolute", "rope")
+        "learned_absolute",
+        "kind of position embedding",
+        choices=("learned_absolute", "rope", "none"),
     )
     rotary_base: float = flag(10000.0, "theta of the rotary embedding")
     rotary_percent: float = flag(1.0, "rotary part of a head")
@@ -45,6 +47,7 @@ class Model:
         False, "norms multiply by their weight + 1; the weight starts at 0"
     )
     swiglu: bool = flag(False, "gated MLP with SiLU instead of GELU")
+    squared_relu: bool = flag(False, "MLP with squared ReLU instead of GELU")
     no_bias_gelu_fusion: bool = flag(False, "use the exact GELU instead of the tanh approximation")
     disable_bias_linear: bool = flag(False, "no biases in linear layers")
     add_qkv_bias: bool = flag(False, "biases on q, k and v, also with --disable-bias-linear")
@@ -106,6 +109,39 @@ class Model:
     )
     mtp_num_layers: int | None = flag(
         None, "multi-token prediction layers; each predicts one token further"
+    )
+    hybrid_override_pattern: str | None = flag(
+        None, "layers of a hybrid, a symbol each: M Mamba 2, * attention, - MLP, E experts"
+    )
+    hybrid_attention_ratio: float = flag(
+        0.0, "share of attention layers in a hybrid without a pattern"
+    )
+    hybrid_mlp_ratio: float = flag(0.0, "share of MLP layers in a hybrid without a pattern")
+    spec: tuple[str, ...] = flag(
+        (),
+        "layers of the model: megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec for a hybrid",
+    )
+    is_hybrid_model: bool = flag(False, "the model is a hybrid of Mamba 2 and other layers")
+    mamba_num_heads: int | None = flag(
+        None, "Mamba 2: heads (default: 2 x hidden / --mamba-head-dim)"
+    )
+    mamba_head_dim: int = flag(64, "Mamba 2: elements of a head")
+    mamba_num_groups: int = flag(8, "Mamba 2: groups of heads, each with one B and one C")
+    mamba_state_dim: int = flag(128, "Mamba 2: elements of the state of each element of a head")
+    experimental_attention_variant: str | None = flag(
+        None, "layers without plain attention", choices=("gated_delta_net",)
+    )
+    linear_attention_freq: str | None = flag(
+        None,
+        "layers with delta nets: all except every N-th, or a pattern such as [1]*3+[0]*1",
+    )
+    linear_conv_kernel_dim: int = flag(4, "delta nets: tokens of the convolution")
+    linear_key_head_dim: int = flag(128, "delta nets: elements of a key head")
+    linear_value_head_dim: int = flag(128, "delta nets: elements of a value head")
+    linear_num_key_heads: int = flag(16, "delta nets: key heads")
+    linear_num_value_heads: int = flag(32, "delta nets: value heads")
+    attention_output_gate: bool = flag(
+        False, "scale the output of attention by the sigmoid of a further projection"
     )
     bert_no_binary_head: bool = flag(
         False, "BERT: no token types and no head for the order of two parts"

@@ -123,6 +123,8 @@ class ModelOptions:
     """The vocabulary is padded to a multiple of this times tp. The padding takes no part in the loss."""
     seed: int = 1234
     """Seed of dropout."""
+    local_layers: bool = False
+    """True if norms have the form of Megatron's local layers, else of Transformer Engine's. The function is the same."""
 
 
 @dataclass(frozen=True)

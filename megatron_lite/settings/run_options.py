@@ -34,6 +34,7 @@ def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOpt
         fp8=_fp8(settings), balance=_balancing(settings.balance),
         dispatcher=settings.parallel.moe_token_dispatcher_type,
         vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,
+        local_layers=settings.checkpointing.transformer_impl == "local",
     )  # fmt: skip
 
 

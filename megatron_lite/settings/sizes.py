@@ -205,6 +205,7 @@ def _check_context(
 ) -> None:
     """Raise LayoutError for sizes that context parallelism does not support."""
     attention, how = config.attention, options.context
+    _check_heads_of_states(config, layout.tp, cp)
     if sequence % (2 * cp):
         raise LayoutError(
             f"context parallelism cuts {sequence} tokens into 2 x cp = 2 x {cp} blocks; take a sequence that is a multiple of {2 * cp}"
@@ -223,6 +224,27 @@ def _check_context(
         )
     if config.experts.count and options.lora is not None and options.lora.dropout:
         raise LayoutError("dropout of experts' adapters is not supported with context parallelism")
+
+
+def _check_heads_of_states(config: ModelConfig, tp: int, cp: int) -> None:
+    """Raise LayoutError if context-parallel ranks can't share the heads of layers with a state.
+
+    Fewer groups than ranks are repeated, so that each rank gets one.
+    """
+    mamba, linear = config.mamba, config.linear
+    sizes = {
+        "mamba_heads": (mamba.heads, False),
+        "mamba_groups": (mamba.groups, True),
+        "linear_value_heads": (linear.value_heads, False),
+        "linear_key_heads": (linear.key_heads, True),
+    }
+    for name, (count, repeats) in sizes.items():
+        own = count // tp
+        if own % cp and not (repeats and cp % own == 0):
+            raise LayoutError(
+                f"context parallelism shares the heads of layers with a state: {name} / tp = {count} / {tp} = {own} "
+                f"can't be divided over cp = {cp}; take a cp that divides {own}"
+            )
 
 
 def _layout(parallel: Parallel, config: ModelConfig, world: int, options: ModelOptions) -> Layout:

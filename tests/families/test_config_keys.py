@@ -23,6 +23,7 @@ SILENT = {
     ("deepseek_v2", "num_key_value_heads"), ("deepseek_v3", "num_key_value_heads"), ("t5", "dense_act_fn"), ("t5", "is_gated_act"),
     ("glm4_moe_lite", "head_dim"), ("glm4_moe_lite", "qk_head_dim"), ("glm4_moe_lite", "num_key_value_heads"),
     *((name, key) for name in ("deepseek_v32", "glm_moe_dsa") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
+    *(("youtu", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
     *(("sarvam_mla", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads", "q_head_dim")),
     # what another key says layer by layer
     ("deepseek_v32", "first_k_dense_replace"), ("glm_moe_dsa", "first_k_dense_replace"),
@@ -40,6 +41,9 @@ SILENT = {
     # older names of hybrid_override_pattern's and head_dim's, and layers for multi-token prediction, which are left out
     ("nemotron_h", "layers_block_type"), ("nemotron_h", "attention_head_dim"), ("nemotron_h", "num_nextn_predict_layers"),
     ("nemotron_h", "mtp_layers_block_type"),
+    *(("mellum", key) for key in ("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")),
+    # beyond the tokens up to which the model is described
+    ("qwen", "use_dynamic_ntk"), ("qwen", "use_logn_attn"),
     # which class it is, and which dtype the weights have: other tests
     ("bert", "architectures"), ("bert", "model_type"),
 }  # fmt: skip

@@ -84,8 +84,10 @@ CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 5},
     "vaultgemma": {"query_pre_attn_scalar": 5},
     "cwm": {},
+    "granite": {"attention_multiplier": 3**-0.5},
     "helium": {},
-    "internlm2": {"bias": True},
+    "ministral3": {"head_dim": 4},
+    "internlm2": {"bias": False},
     "mellum": {**EXPERTS, "mlp_layer_types": ["sparse", "dense", "sparse"]},
     "ministral": {},
     "qwen": {"seq_length": 32},
@@ -579,14 +581,14 @@ CASES = [
         {"attn_temperature_tuning": False},
         {},
         NotExpressible,
-        "attn_temperature_tuning should be true",
+        "temperature.scale is 0.0, which Megatron's arguments can't represent",
     ),
     Refused(
         "llama4",
         {"attention_chunk_size": 64},
         {},
-        UnknownFamily,
-        "attention_chunk_size 64 .* only 8192",
+        NotExpressible,
+        "layers.chunk is .*, which Megatron's arguments can't represent",
     ),
     Refused(
         "llama4",
@@ -877,7 +879,7 @@ def test_what_proves_a_family_is_what_the_oracles_do() -> None:
     proven = {**VARIANTS, **MIXTURES}
     computed = {family_of(variant) for variant in proven.values()} | {"bert", "t5"}
     # Gemma's embedding is scaled by the oracle, norms of some of Llama 4's layers are left out; the kernel of Mamba's scan is its own.
-    custom = {*NEEDS, "gemma", "llama4", "mamba2", "nemotron_h"}
+    custom = {*NEEDS, "gemma", "llama4", "mamba2", "nemotron_h", "vaultgemma"}
     for name, family in families().items():
         expected = (
             ("custom module" if name in custom else "megatron-core")

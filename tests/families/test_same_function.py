@@ -51,7 +51,10 @@ PARTNERS: dict[str, dict[str, Any]] = {
 FOLLOWS = {
     "experts.ffn": ("experts.shared_ffn",),
     "experts.count": ("experts.shared_ffn",),
-    "hidden": ("embedding_scale", "attention.head_dim"),
+    "hidden": ("embedding_scale", "attention.head_dim", "mlp.ffn"),
+    "mamba.heads": ("attention.heads",),
+    "positions.scaling": ("temperature.scale",),
+    "mamba.head_dim": ("attention.head_dim",),
     "layers.window": ("layers.rotates",),
     "attention.qkv_bias": ("attention.o_bias",),
     "attention.heads": ("attention.kv_heads", "attention.head_dim"),
@@ -162,7 +165,9 @@ def test_every_field_comes_back_from_config_json_or_is_refused_by_name(family: s
             kept.add(field)
     assert {"vocab", "max_positions"} <= kept
     assert "layers.mixer" in refused
-    assert {"attention.score_cap", "head.logit_cap"} <= (kept if family == "gemma2" else refused)
+    assert {"attention.score_cap", "head.logit_cap"} <= (
+        kept if family in ("gemma2", "vaultgemma") else refused
+    )
 
 
 def told_again(config: ModelConfig, *, legacy: bool = False) -> ModelConfig:

@@ -22,6 +22,7 @@ from megaconv.megatron.arguments.check import check_arguments
 from megaconv.megatron.arguments.harmless import HARMLESS
 from megaconv.megatron.arguments.known import LIMITED, READ, REFUSED, Limit
 from megaconv.megatron.arguments.latent import LATENT_NORM_EPSILON
+from megaconv.megatron.arguments.mamba import LEAST_TIME_STEP
 from megaconv.megatron.arguments.read import from_arguments, read_layout
 from megaconv.megatron.arguments.sparse import INDEXER_ORDER
 from megaconv.megatron.arguments.whole import HF_NAMES
@@ -96,6 +97,7 @@ def test_nothing_is_listed_that_no_release_has() -> None:
     others |= {
         LEFT_OUT,
         LATENT_NORM_EPSILON,
+        LEAST_TIME_STEP,
         QK_NORM_WIDTH,
         INDEXER_ORDER,
         HF_NAMES,

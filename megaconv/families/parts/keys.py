@@ -85,6 +85,7 @@ HARMLESS = frozenset(
         *(
             "initializer_range",
             "initializer_factor",
+            "embedding_initializer_range",
             "attention_dropout",
             "hidden_dropout",
             "residual_dropout",
@@ -192,6 +193,20 @@ def maybe_number(key: str, field: str, default: float) -> Keys:
         return {field: None if raw.get(key, default) is None else need_number(raw, key, default)}
 
     return Keys((key,), read, lambda config: {key: value_of(config, field)})
+
+
+def factor(key: str, field: str) -> Keys:
+    """A factor. The field is None for the factor 1, which is also the default."""
+
+    def read(raw: Raw) -> Fields:
+        value = need_number(raw, key, 1.0)
+        return {field: None if value == 1 else value}
+
+    def write(config: ModelConfig) -> Raw:
+        value = value_of(config, field)
+        return {key: 1.0 if value is None else value}
+
+    return Keys((key,), read, write)
 
 
 def flags(key: str, fields: tuple[str, ...], *, default: bool) -> Keys:

@@ -134,6 +134,10 @@ def _time_step_limit(raw: Raw) -> Fields:
 
 HEADS = Keys((*_HEADS.names, "attention_head_dim"), _read_heads, _HEADS.write)
 TIME_STEP_LIMIT = Keys(("time_step_limit",), _time_step_limit, lambda config: {})
+LEAST_TIME_STEP = 0.001
+"""Lower limit of time steps in transformers' classes."""
+LIMITED_TIME_STEPS = {"mamba.least_time_step": LEAST_TIME_STEP}
+"""The same limit as a field, for all models whose classes use it."""
 MAMBA_ONLY: dict[str, Any] = {
     **{
         "mamba_hidden_act": "silu",
@@ -142,13 +146,14 @@ MAMBA_ONLY: dict[str, Any] = {
         "use_bias": False,
         "mamba_proj_bias": False,
     },
-    **{"layer_norm_epsilon": 1e-5, "time_step_min": 0.001},
+    **{"layer_norm_epsilon": 1e-5, "time_step_min": LEAST_TIME_STEP},
 }
 """Megatron core's mixer has no other convolution, no biases on projections, and no separate epsilon for its norm."""
 
 
 def limited_time_steps(config: ModelConfig) -> tuple[str, ...]:
     return (
-        "transformers makes time steps of Mamba layers at least 0.001 (time_step_min), Megatron core has no such limit: the weights "
+        f"transformers makes time steps of Mamba layers at least {LEAST_TIME_STEP} (time_step_min), Megatron core has no such limit: the "
+        "weights "
         "are the same, and so are logits but where time steps are smaller",
     )

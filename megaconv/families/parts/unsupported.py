@@ -26,7 +26,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "MPTForCausalLM",
     ),
     "it multiplies each layer's output by a factor, which Megatron core doesn't support": (
-        "GraniteForCausalLM",
         "GraniteMoeForCausalLM",
         "GraniteMoeSharedForCausalLM",
         "GraniteMoeHybridForCausalLM",

@@ -56,7 +56,7 @@ _READ = """
     decoupled_lr apply_wd_to_qk_layernorm no_weight_decay_cond_type
     softmax_scale
     attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar
-    megaconv_left_out megaconv_latent_norm_epsilon megaconv_qk_norm_width megaconv_indexer_order megaconv_hf_names
+    megaconv_left_out megaconv_latent_norm_epsilon megaconv_least_time_step megaconv_qk_norm_width megaconv_indexer_order megaconv_hf_names
 """
 READ = frozenset(_READ.split())
 """The arguments of a checkpoint that megaconv reads."""

@@ -30,6 +30,8 @@ def linear_arguments(config: ModelConfig) -> dict[str, Any]:
     return sizes | {
         "experimental_attention_variant": _VARIANT,
         "linear_attention_freq": [int(kind.mixer == "linear") for kind in config.layers],
+        # Core has no default for the layers with experts when it builds such a model.
+        **({} if config.experts.count else {"moe_layer_freq": 1}),
         # Distributed checkpoints don't stack layers of different kinds. Core detects this by itself only for experts.
         "hetereogenous_dist_checkpoint": True,
     }

@@ -3,6 +3,7 @@
     hybrid_override_pattern     a symbol per layer (megaconv/model/pattern.py); a checkpoint's tensors show it
     hybrid_layer_pattern        the same from core 0.17 on, which may have `|` between pipeline stages, and `/` before MTP layers
     mamba_num_heads, mamba_head_dim, mamba_num_groups, mamba_state_dim
+    megaconv_least_time_step    megaconv's own argument for a run that limits time steps as transformers does; Megatron has no limit
     spec                        the module of the layers: Megatron-LM's script builds no such model without one
 
 Up to core 0.16 all stages have equal sizes, or all except the first and the last. Other stages, and virtual stages, are
@@ -13,10 +14,12 @@ core 0.16.1, hybrid_layer_allocation.py and arguments.py of Megatron-LM at d98e8
 from argparse import Namespace
 from typing import Any
 
+from megaconv.megatron.arguments.beyond_core import positive_number
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.layout import Layout, split_arguments
 from megaconv.model.pattern import pattern_of
 
+LEAST_TIME_STEP = "megaconv_least_time_step"
 _SIZES = {
     "mamba_num_heads": "mamba.heads",
     "mamba_head_dim": "mamba.head_dim",
@@ -60,9 +63,16 @@ def _with_stages(pattern: str, layout: Layout) -> str:
 
 
 def read_mamba(args: Namespace) -> dict[str, Any]:
-    """The fields of Mamba layers; empty if the arguments have the defaults of other models."""
+    """The fields of Mamba layers. A size that the arguments lack has no field."""
     found = {field: getattr(args, name, None) for name, field in _SIZES.items()}
-    return {field: value for field, value in found.items() if value is not None}
+    sizes = {field: value for field, value in found.items() if value is not None}
+    return sizes | {"mamba.least_time_step": positive_number(args, LEAST_TIME_STEP)}
+
+
+def time_step_argument(config: ModelConfig) -> dict[str, Any]:
+    """The argument for a run with a limit on time steps; otherwise empty. Megatron doesn't read it."""
+    least = config.mamba.least_time_step
+    return {} if least is None or not config.has("mamba_layers") else {LEAST_TIME_STEP: least}
 
 
 def stages_of(args: Namespace) -> tuple[int, ...] | None:

@@ -18,6 +18,7 @@ from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.megatron.arguments.latent import latent_norm_argument
+from megaconv.megatron.arguments.mamba import time_step_argument
 from megaconv.megatron.arguments.sparse import INDEXER_ORDER, ROPE_LAST, writes_rope_last
 from megaconv.megatron.arguments.whole import whole_arguments
 from megaconv.megatron.arguments.write import to_arguments
@@ -126,7 +127,7 @@ def megatron_args(
         arguments[INDEXER_ORDER] = ROPE_LAST
     # A checkpoint in Megatron's format keeps its run's arguments; other sources get Megatron's own.
     if header.layout is not None:
-        arguments |= latent_norm_argument(header.config)
+        arguments |= latent_norm_argument(header.config) | time_step_argument(header.config)
     arguments |= whole_arguments(header.config.whole)
     return Namespace(**arguments | {"params_dtype": TorchDtype(arguments["params_dtype"])})
 

@@ -49,12 +49,12 @@ from megaconv.model.ceilings import ITERATION, OPERATIONS, VOCABULARY
 from megaconv.model.check import same_names, well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
-from megaconv.model.ir import Header, OpenedSource, describe, main_dtype, shift_of
+from megaconv.model.ir import Header, Key, OpenedSource, describe, main_dtype, shift_of
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import LEGACY, Naming
 from megaconv.model.natives import NativeTensor, RankTensors
 from megaconv.model.table import canonical_shapes, second_names, with_beside
-from megaconv.model.training import TrainingState
+from megaconv.model.training import OptimizerState, TrainingState
 from megaconv.options import LoadOptions
 
 if TYPE_CHECKING:
@@ -137,21 +137,80 @@ def open_model(
     Raises CheckpointError for a checkpoint that is incomplete, contradicts itself, or is of no known family.
     """
     source, beside = _without_images(source, options)
-    listing, ranks, args = source.listing, source.ranks, source.args
-    names = with_stacks(spellings.size_tensors, ranks)
-    sidecars = options.config or (listing.directory.parent / SIDECAR_DIRECTORY)
-    with well_formed(ranks.files[min(ranks.files)]):
+    sidecars = options.config or (source.listing.directory.parent / SIDECAR_DIRECTORY)
+    names = with_stacks(spellings.size_tensors, source.ranks)
+    model = _describe(source, beside, options, names, sidecars, spellings, by_args=by_args)
+    training = _training(source)
+    if options.optimizer and training.optimizer is not None:
+        _refuse_optimizer(source, model, training.optimizer)
+        tensors, training = _with_optimizer(source, model, names, spellings, training, options)
+    else:
+        placed = _place(source.ranks, model, spellings, Optimizers({}))
+        tensors = assemble(model.shapes, placed, strict=False)
+    manifest = describe(tensors)
+    header = Header(
+        config=changed(model.config, {"dtype": main_dtype(manifest)}),
+        manifest=manifest,
+        layout=model.run_layout,
+        training=training,
+        files=find_sidecars(sidecars) or model.tokenizer.files,
+        named_tokenizer=model.tokenizer.name,
+        vocab_divisor=_vocab_divisor(source.args),
+        source=spellings.description,
+        padded_vocab=model.padded_vocab,
+        has_optimizer=training.optimizer is not None,
+        shifts={key: shift for key, tensor in tensors.items() if (shift := shift_of(tensor))},
+    )
+    return OpenedSource(header, {} if options.metadata_only else tensors)
+
+
+def _vocab_divisor(args: Namespace) -> int | None:
+    """--make-vocab-size-divisible-by, if the args have a possible one."""
+    divisor = getattr(args, "make_vocab_size_divisible_by", None)
+    return divisor if isinstance(divisor, int) and 0 < divisor <= VOCABULARY else None
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The model in the files, as args, sidecars and the shapes of tensors describe it."""
+
+    config: ModelConfig
+    layout: Layout
+    """The layout of the files."""
+    run_layout: Layout
+    """The layout of the run that saved them. It differs from `layout` if the files aren't sharded as the run was."""
+    padded_vocab: int
+    tokenizer: NamedTokenizer
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Shapes of the canonical tensors by name."""
+        return canonical_shapes(family(self.config.family).rows, self.config)
+
+
+def _describe(
+    source: RankSource,
+    beside: Mapping[str, Shape],
+    options: LoadOptions,
+    names: SizeTensors,
+    sidecars: Path,
+    spellings: Spellings,
+    *,
+    by_args: bool,
+) -> _Model:
+    """beside: shapes of the tensors beside the language model, by name. names: the tensors that show sizes."""
+    ranks, args = source.ranks, source.args
+    with well_formed(_first_file(source)):
         layout = find_layout(ranks, args, names)
         found = find_sizes(ranks, layout, args, names)
         if options.config is None:
             require_gate(ranks, layout, args, names)
-    legacy = spellings.naming == LEGACY
     config = configure(
         found,
         args,
         sidecars,
         required=options.config is not None,
-        legacy=legacy,
+        legacy=spellings.naming == LEGACY,
         text_only=options.text_only,
     )
     config = _with_beside(config, beside, source, sidecars, options)
@@ -159,60 +218,66 @@ def open_model(
         with well_formed("the experts' shapes"):
             etp = expert_tensor_parallel_size(ranks, config.experts.ffn, config.experts.count)
         layout = replace(layout, etp=etp)
-    # `layout` is that of the files, `written` that of the run that saved them. They may differ with by_args.
     if by_args:
-        refuse_lost_head(args, config, str(listing.directory))
-    written = read_layout(args, config) if by_args else layout
+        refuse_lost_head(args, config, str(source.listing.directory))
+    run_layout = read_layout(args, config) if by_args else layout
     padded = padded_rows(ranks, names)
-    config = changed(config, {"vocab": vocabulary_size(options, config, args, padded, written.tp)})
-    named = named_tokenizer(args) if config.hf is None else NamedTokenizer()
-    ids = {name: number for name, number in named.ids.items() if are_ids(number, config.vocab)}
-    config = changed(config, ids) if ids else config
-    shapes = canonical_shapes(family(config.family).rows, config)
-    training = _training(source)
-    # An optimizer stored per parameter is placed with the weights. One stored as buffers of the run's ranks needs that
-    # run's layout (open_buckets): its tensors have separate places, which then replace `placed`.
-    wanted = options.optimizer and training.optimizer is not None
-    if wanted:
-        refuse_optimizer(config, ranks.files[min(ranks.files)])
-    if (
-        wanted
-        and layout.encoder_stage_layers
-        and training.optimizer
-        and training.optimizer.kind == "distributed"
-    ):
-        raise NotExpressible(f"{ranks.files[min(ranks.files)]}: {ENCODER_STAGES}; {WITHOUT}")
-    optimizers, aliases = Optimizers({}), second_names(family(config.family).rows, spellings.naming)
-    if wanted and source.dist is not None:
-        optimizers = source.dist.open(ranks.weights[RankId(0, 0, 0)][0], aliases)
-    elif wanted:
-        optimizers = open_optimizers(ranks, args, shared_names(config, names, ranks.pp), aliases)
-    placed = list(_place(ranks, layout, config, padded, spellings, optimizers))
-    tensors = assemble(shapes, placed, strict=False)
-    if wanted and training.optimizer is not None:
-        without = untrained(placed)
-        if source.dist is not None and source.dist.in_buckets:
-            optimizers, placed = source.dist.open_buckets(config, written, padded, placed)
-        tensors = assemble_slots(shapes, placed, tensors, without)
-        known = optimizer_state(optimizers, placed, training.optimizer, training.iteration)
-        rng = source.dist.rng() if source.dist and not options.metadata_only else training.rng
-        training = replace(training, optimizer=known, rng=rng)
-    manifest = describe(tensors)
-    divisor = getattr(args, "make_vocab_size_divisible_by", None)
-    header = Header(
-        config=changed(config, {"dtype": main_dtype(manifest)}),
-        manifest=manifest,
-        layout=written,
-        training=training,
-        files=find_sidecars(sidecars) or named.files,
-        named_tokenizer=named.name,
-        vocab_divisor=divisor if isinstance(divisor, int) and 0 < divisor <= VOCABULARY else None,
-        source=spellings.description,
+    vocab = vocabulary_size(options, config, args, padded, run_layout.tp)
+    tokenizer = named_tokenizer(args) if config.hf is None else NamedTokenizer()
+    ids = {name: number for name, number in tokenizer.ids.items() if are_ids(number, vocab)}
+    return _Model(
+        config=changed(config, {"vocab": vocab, **ids}),
+        layout=layout,
+        run_layout=run_layout,
         padded_vocab=padded,
-        has_optimizer=training.optimizer is not None,
-        shifts={key: shift for key, tensor in tensors.items() if (shift := shift_of(tensor))},
+        tokenizer=tokenizer,
     )
-    return OpenedSource(header, {} if options.metadata_only else tensors)
+
+
+def _refuse_optimizer(source: RankSource, model: _Model, optimizer: OptimizerState) -> None:
+    """Raise NotExpressible for an optimizer state that can't be read with this model."""
+    first_file = _first_file(source)
+    refuse_optimizer(model.config, first_file)
+    if model.layout.encoder_stage_layers and optimizer.kind == "distributed":
+        raise NotExpressible(f"{first_file}: {ENCODER_STAGES}; {WITHOUT}")
+
+
+def _with_optimizer(
+    source: RankSource,
+    model: _Model,
+    names: SizeTensors,
+    spellings: Spellings,
+    training: TrainingState,
+    options: LoadOptions,
+) -> tuple[dict[Key, LazyTensor], TrainingState]:
+    """(weights and optimizer state, the training state with all settings of the optimizer)."""
+    assert training.optimizer is not None
+    ranks, dist = source.ranks, source.dist
+    aliases = second_names(family(model.config.family).rows, spellings.naming)
+    if dist is not None:
+        first_rank = RankId(0, 0, 0)
+        optimizers = dist.open(ranks.weights[first_rank][0], aliases)
+    else:
+        shared = shared_names(model.config, names, ranks.pp)
+        optimizers = open_optimizers(ranks, source.args, shared, aliases)
+    placed = list(_place(ranks, model, spellings, optimizers))
+    weights = assemble(model.shapes, placed, strict=False)
+    without = untrained(placed)
+    # State per parameter lies where the weights lie. Buffers of the run's ranks need that run's layout: their tensors
+    # have separate places, which replace those of the weights.
+    if dist is not None and dist.in_buckets:
+        optimizers, placed = dist.open_buckets(
+            model.config, model.run_layout, model.padded_vocab, placed
+        )
+    tensors = assemble_slots(model.shapes, placed, weights, without)
+    optimizer = optimizer_state(optimizers, placed, training.optimizer, training.iteration)
+    reads_generators = dist is not None and not options.metadata_only
+    rng = dist.rng() if dist is not None and reads_generators else training.rng
+    return tensors, replace(training, optimizer=optimizer, rng=rng)
+
+
+def _first_file(source: RankSource) -> str:
+    return source.ranks.files[min(source.ranks.files)]
 
 
 def _without_images(
@@ -242,7 +307,7 @@ def _with_beside(
 
     Raises UsageError if that model isn't known.
     """
-    where = source.ranks.files[min(source.ranks.files)]
+    where = _first_file(source)
     if options.text_only:
         if not beside and not is_multimodal(sidecars):
             raise UsageError(f"--text-only: {where}: holds a language model alone; leave it out")
@@ -287,16 +352,12 @@ def _training(source: RankSource) -> TrainingState:
 
 
 def _place(
-    ranks: Ranks,
-    layout: Layout,
-    config: ModelConfig,
-    padded: int,
-    spellings: Spellings,
-    optimizers: Optimizers,
+    ranks: Ranks, model: _Model, spellings: Spellings, optimizers: Optimizers
 ) -> Iterator[Placed]:
     """Every tensor of every rank at its place. Raises TensorMismatch for missing and unknown tensors."""
+    config, layout = model.config, model.layout
     rows = with_beside(family(config.family).rows, config)
-    tensors = RankTensors(rows, config, spellings.naming, layout, padded)
+    tensors = RankTensors(rows, config, spellings.naming, layout, model.padded_vocab)
     for chunk in layout.chunks():
         expert_shards: set[tuple[int, int]] = set()
         for tp_rank in range(layout.tp):

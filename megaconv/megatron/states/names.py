@@ -1,6 +1,6 @@
 """Names in Megatron core's state dictionaries that aren't parameters, and the order of its modules."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import cache
 
 from megaconv.megatron.states.order import Exceptions, ModuleOrder
@@ -83,28 +83,41 @@ def extra_states(names: Collection[str], naming: Naming | None = None) -> dict[s
 
     naming: the naming scheme; None: it is recognised from the names.
     """
-    engine = "local" not in (naming or naming_of(names)).variants
-    linear = [name for name in names if is_of_linear_layer(name) and not name.endswith(_POST_NORM)]
-    if not engine:  # core has no local linear layer that every rank holds whole, as indexers and latent experts need
-        linear = [
-            name for name in linear if ".indexer." not in name and "_latent_proj." not in name
-        ]
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in linear)
-    found = {module + EXTRA_STATE: engine for module in modules}
-    if engine:
-        attention = [
-            module.replace("linear_proj", "core_attention")
-            for module in modules
-            if module.endswith("linear_proj")
-        ]
-        # Sparse attention isn't one of Transformer Engine's layers.
-        sparse = {name.partition(".indexer.")[0] for name in names if ".indexer." in name}
-        found |= {module + EXTRA_STATE: True for module in attention if module not in sparse}
-        norms = [name for name in names if name.endswith(_NORMS)]
-        found |= {name.removesuffix(".weight") + EXTRA_STATE: True for name in norms}
+    has_engine = "local" not in (naming or naming_of(names)).variants
+    modules = _linear_modules(names, has_engine)
+    found = {module + EXTRA_STATE: has_engine for module in modules}
+    if has_engine:
+        others = [*_attention_modules(modules, names), *_norm_modules(names)]
+        found |= {module + EXTRA_STATE: True for module in others}
     for head in _heads(names):
         found[head + EXTRA_STATE] = False
     return found
+
+
+def _linear_modules(names: Collection[str], has_engine: bool) -> list[str]:
+    """Modules of the linear layers that have an extra state, in the order of the names."""
+    found = dict[str, None]()
+    for name in names:
+        if not is_of_linear_layer(name) or name.endswith(_POST_NORM):
+            continue
+        # Core has no local linear layer that every rank holds whole, as indexers and latent experts need.
+        if not has_engine and (".indexer." in name or "_latent_proj." in name):
+            continue
+        found[name.rpartition(".")[0]] = None
+    return list(found)
+
+
+def _attention_modules(linear_modules: Collection[str], names: Collection[str]) -> Iterator[str]:
+    """Modules of Transformer Engine's attention. Sparse attention isn't one of its layers."""
+    sparse = {name.partition(".indexer.")[0] for name in names if ".indexer." in name}
+    for module in linear_modules:
+        attention = module.replace("linear_proj", "core_attention")
+        if module.endswith("linear_proj") and attention not in sparse:
+            yield attention
+
+
+def _norm_modules(names: Collection[str]) -> list[str]:
+    return [name.removesuffix(".weight") for name in names if name.endswith(_NORMS)]
 
 
 def _heads(names: Collection[str]) -> list[str]:

@@ -1,13 +1,21 @@
-"""The declaration of gated delta nets. Their cache holds the states of a convolution and of a recurrence.
-
-The trainer can't compute them yet; `plan` describes them.
-"""
+"""The declaration of gated delta nets. Their cache holds the states of a convolution and of a recurrence."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.subjects import LayerKind
 from megatron_lite.models.mixers.declaration import Mixer, PerRow
+from megatron_lite.models.mixers.state_parameters import DELTA_NET_IN_FLOAT32
+
+if TYPE_CHECKING:
+    from megatron_lite.models.mixers.gated_delta_net import GatedDeltaNet
+
+
+def _module() -> "type[GatedDeltaNet]":
+    from megatron_lite.models.mixers.gated_delta_net import GatedDeltaNet
+
+    return GatedDeltaNet
 
 
 def _cache(config: ModelConfig, sizes: Mapping[str, int]) -> tuple[PerRow, PerRow]:
@@ -31,8 +39,8 @@ def _operations(config: ModelConfig, _: int) -> float:
 
 
 DELTA_NET = Mixer(
-    module=None,
-    in_float32=frozenset({"A_log", "dt_bias"}),
+    module=_module,
+    in_float32=DELTA_NET_IN_FLOAT32,
     cache=_cache,
     matrices=lambda _: ("out_proj", "in_proj"),
     elements=_elements,

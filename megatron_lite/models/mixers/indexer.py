@@ -29,11 +29,11 @@ EPSILON = 1e-6
 class FixedLinear(nn.Module):
     """A matrix without a gradient that every tensor rank holds."""
 
-    kinds: ClassVar = {"weight": Kind.UNTRAINED}
+    kinds: ClassVar = {"weight": Kind.CONSTANT}
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out, width), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(out, width))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
@@ -42,12 +42,12 @@ class FixedLinear(nn.Module):
 class FixedLayerNorm(nn.Module):
     """A LayerNorm without a gradient."""
 
-    kinds: ClassVar = {"weight": Kind.UNTRAINED, "bias": Kind.UNTRAINED}
+    kinds: ClassVar = {"weight": Kind.CONSTANT, "bias": Kind.CONSTANT}
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(width), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, EPSILON)

@@ -1,16 +1,21 @@
-"""The declaration of Mamba 2. Its cache holds the states of a convolution and of a recurrence.
-
-The trainer can't compute it yet; `plan` describes it.
-"""
+"""The declaration of Mamba 2. Its cache holds the states of a convolution and of a recurrence."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.subjects import LayerKind
 from megatron_lite.models.mixers.declaration import Mixer, PerRow
+from megatron_lite.models.mixers.state_parameters import CONVOLUTION, MAMBA_IN_FLOAT32
 
-CONVOLUTION = 4
-"""Positions of the convolution, including the token's own."""
+if TYPE_CHECKING:
+    from megatron_lite.models.mixers.mamba_mixer import MambaMixer
+
+
+def _module() -> "type[MambaMixer]":
+    from megatron_lite.models.mixers.mamba_mixer import MambaMixer
+
+    return MambaMixer
 
 
 def _cache(config: ModelConfig, sizes: Mapping[str, int]) -> tuple[PerRow, PerRow]:
@@ -33,9 +38,9 @@ def _operations(config: ModelConfig, _: int) -> float:
 
 
 MAMBA = Mixer(
-    module=None,
+    module=_module,
     place="mixer",
-    in_float32=frozenset({"A_log", "dt_bias", "D"}),
+    in_float32=MAMBA_IN_FLOAT32,
     cache=_cache,
     matrices=lambda _: ("out_proj", "in_proj"),
     elements=_elements,

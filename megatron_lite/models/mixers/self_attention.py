@@ -60,7 +60,10 @@ class SelfAttention(nn.Module):
 
     def _add_matrices(self, plan: Plan) -> None:
         hidden, attention, heads = plan.config.hidden, plan.config.attention, plan.sizes["heads"]
-        rows = self.kv_heads * (self.group + 2) * self.head_dim
+        self.gated = attention.output_gate
+        # The heads of one key/value head: q, the gate if there is one, k and v.
+        self.each = [self.group, self.group, 1, 1] if self.gated else [self.group, 1, 1]
+        rows = self.kv_heads * sum(self.each) * self.head_dim
         self.linear_qkv = input_matrix(plan, rows, bias=attention.qkv_bias)
         self.q_layernorm = self._norm(plan, heads) if attention.qk_norm else None
         self.k_layernorm = self._norm(plan, self.kv_heads) if attention.qk_norm else None
@@ -81,7 +84,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """x [sequence (/ tp), batch, hidden] -> the same shape."""
-        q, k, v = self._projected(x)
+        q, k, v, gate = self._projected(x)
         q, k = self._rotated(q, k, run)
         if self.l2_epsilon is not None:
             q, k = _l2_normed(q, self.l2_epsilon), _l2_normed(k, self.l2_epsilon)
@@ -103,6 +106,7 @@ class SelfAttention(nn.Module):
             sinks=sinks,
             rules=self._rules(k, run),
         )
+        mixed = mixed if gate is None else mixed * gate.sigmoid()
         projected: Tensor = self.linear_proj(mixed.flatten(2))
         return projected
 
@@ -112,14 +116,17 @@ class SelfAttention(nn.Module):
         chunk = self.chunk if self.chunk is not None and len(k) * ranks > self.chunk else None
         return None if self.cap is None and chunk is None else Rules(self.cap, chunk)
 
-    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k, v [sequence, batch, heads or kv_heads, head_dim], after the norms of q and k."""
-        grouped = self.linear_qkv(x).unflatten(-1, (self.kv_heads, self.group + 2, self.head_dim))
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return q, k, v and the gate of the output, or None, after the norms of q and k.
+
+        Each is [sequence, batch, heads or kv_heads, head_dim].
+        """
+        grouped = self.linear_qkv(x).unflatten(-1, (self.kv_heads, sum(self.each), self.head_dim))
         # One split, because its gradient is a single concatenation. The gradient of each slice would be as large as the whole.
-        q, k, v = (part.flatten(2, 3) for part in grouped.split((self.group, 1, 1), -2))
+        q, *gates, k, v = (part.flatten(2, 3) for part in grouped.split(self.each, -2))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
-        return q, k, v
+        return q, k, v, gates[0] if gates else None
 
     def _rotated(self, q: Tensor, k: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
         rotary = run.local_rotary if self.rotates_locally else run.rotary

@@ -12,6 +12,7 @@ from megaconv.model.fields import changed, fields_of, from_fields
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.model.naming import CORE, CORE_LOCAL, Naming
 from megatron_lite.checkpoint.placement import flat_shards, places, shards
+from tests.trainer.parallel.small import MODELS
 
 CONFIG = from_fields(
     "llama",
@@ -47,13 +48,13 @@ def test_all_ranks_together_cover_every_tensor_exactly_once(
             for place in places(CONFIG, layout, tp_rank, chunk, 32, naming).values():
                 if place.native.replicated and tp_rank:
                     continue
-                count = covered.setdefault(place.key, torch.zeros(place.global_shape))
                 for shard in shards(place, torch.zeros(place.local)):
+                    count = covered.setdefault(shard.key, torch.zeros(shard.global_shape))
                     index = tuple(
                         slice(o, o + s)
                         for o, s in zip(shard.offset, shard.tensor.shape, strict=True)
                     )
-                    assert shard.global_shape == place.global_shape
+                    assert shard.global_shape == tuple(count.shape)
                     count[index] += 1
     assert all(bool((count == 1).all()) for count in covered.values())
     assert covered["decoder.layers.mlp.linear_fc1.weight"].shape == (4, 24, 8)
@@ -100,6 +101,29 @@ def test_layers_that_differ_have_keys_of_their_own_and_only_experts_are_stacked(
     )
 
 
+def test_the_parts_of_mixers_with_a_state_have_keys_of_their_own() -> None:
+    for name, projection in (("hybrid", "mixer.in_proj"), ("delta nets", "self_attention.in_proj")):
+        config = MODELS[name]
+        covered: dict[str, torch.Tensor] = {}
+        layout = Layout(2, 1, stage_layers=(4,))
+        (chunk,) = layout.chunks()
+        for tp_rank in range(2):
+            place = places(config, layout, tp_rank, chunk, 64, CORE)[
+                f"decoder.layers.0.{projection}.weight"
+            ]
+            for shard in shards(place, torch.zeros(place.local)):
+                rows, count = shard.offset[0], shard.tensor.shape[0]
+                covered.setdefault(shard.key, torch.zeros(shard.global_shape))[
+                    rows : rows + count
+                ] += 1
+        heads = {"z": 24, "x": 24, "B": 10, "C": 10, "dt": 4}
+        parts = {"query": 8, "key": 8, "value": 24, "z": 24, "beta": 4, "alpha": 4}
+        wanted = heads if name == "hybrid" else parts
+        prefix = f"decoder.layers.0.{projection}.weight."
+        assert {key.removeprefix(prefix): len(count) for key, count in covered.items()} == wanted
+        assert all(bool((count == 1).all()) for count in covered.values())
+
+
 @settings(deadline=None)  # a busy machine is no failure
 @given(st.data())
 def test_runs_of_elements_become_blocks_that_hold_the_same_elements(data: st.DataObject) -> None:
@@ -117,7 +141,7 @@ def test_runs_of_elements_become_blocks_that_hold_the_same_elements(data: st.Dat
     count = int(np.prod(place.local))
     cuts = sorted({0, count, *data.draw(st.lists(st.integers(0, count), max_size=4))})
     local = torch.arange(count, dtype=torch.float64)
-    expected = torch.full(place.global_shape, -1.0, dtype=torch.float64)
+    expected = torch.full(place.global_shape(""), -1.0, dtype=torch.float64)
     for shard in shards(place, local.view(place.local)):
         expected[
             tuple(slice(o, o + s) for o, s in zip(shard.offset, shard.tensor.shape, strict=True))

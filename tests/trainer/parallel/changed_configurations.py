@@ -20,6 +20,7 @@ from megatron_lite.settings.architecture import OF_THEIR_OWN
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import check_sizes
 from tests.transformers_oracle import (
+    BEYOND_MEGATRON,
     GPT2_SIZES,
     LAYERS,
     MIXTURES,
@@ -45,7 +46,7 @@ TOKENS = torch.randint(7, VOCAB, (2, 32), generator=torch.Generator().manual_see
 BASES: dict[str, Variant] = {
     name: next(
         variant
-        for variant in {**VARIANTS, **MIXTURES, **NAMED}.values()
+        for variant in {**VARIANTS, **MIXTURES, **NAMED, **BEYOND_MEGATRON}.values()
         if family_of(variant) == name
     )
     for name in TRAINED

@@ -83,7 +83,30 @@ _GPT2 = {
     "mlp.activation": "gelu_tanh",
     "mlp.gated": False,
 }
+_HYBRID = {
+    "layers.mixer": ("mamba", "attention", "none", "none"), "layers.mlp": ("none", "none", "dense", "experts"), "mlp.activation": "relu2",
+    "mlp.gated": False, "positions.kind": "none", "mamba.heads": 4, "mamba.head_dim": 6, "mamba.groups": 2, "mamba.state": 5,
+    "experts.score": "sigmoid", "experts.router_bias": True, "experts.shared_ffn": 24,
+}  # fmt: skip
+_DELTA_NETS = {
+    "layers.mixer": ("linear", "linear", "attention", "linear"), "attention.qk_norm": True, "attention.output_gate": True,
+    "norm.zero_centered": True, "positions.rotary_percent": 0.5, "linear.key_heads": 2, "linear.value_heads": 4, "linear.key_dim": 4,
+    "linear.value_dim": 6, "linear.conv": 3,
+}  # fmt: skip
 MODELS = {
+    "hybrid": from_fields("nemotron_h", {**SIZES, **_EXPERTS, **_HYBRID}),
+    "delta nets": from_fields("qwen3_5", {**SIZES, **_DELTA_NETS}),
+    "delta nets, experts": from_fields(
+        "qwen3_next",
+        {
+            **SIZES,
+            **_EXPERTS,
+            **_DELTA_NETS,
+            "experts.shared_ffn": 24,
+            "experts.shared_gate": True,
+            "mtp_layers": 1,
+        },
+    ),
     "qwen3": from_fields("qwen3", {"attention.qk_norm": True, **SIZES}),
     "llama": from_fields("llama", {**_BIASES, "tie_embeddings": True, **SIZES}),
     "gpt2": from_fields(

@@ -28,7 +28,14 @@ from megatron_lite.settings.architecture import OF_THEIR_OWN
 from megatron_lite.settings.options import LoRA, ModelOptions
 from megatron_lite.settings.sizes import check_sizes
 from tests.trainer.parallel.small import MODELS
-from tests.transformers_oracle import MIXTURES, NAMED, RELATIVES, VARIANTS, family_of
+from tests.transformers_oracle import (
+    BEYOND_MEGATRON,
+    MIXTURES,
+    NAMED,
+    RELATIVES,
+    VARIANTS,
+    family_of,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,6 +54,8 @@ FEATURES = {
         for name, fields in (
             ("ministral", {"layers.window": (5, None, 5, None)}),
             ("cwm", {"layers.window": (None, 5, 5, 5)}),
+            ("granite", {"residual_scale": 0.3, "head.divisor": 3.0, "embedding_scale": 12.0, "attention.scale": 0.1}),
+            ("ministral3", {"temperature.scale": 0.3, "temperature.interval": 4, "temperature.everywhere": True}),
             ("helium", {"positions.interleaved": True}),
             ("internlm2", {"attention.qkv_bias": True, "attention.o_bias": True}),
             ("qwen", {"attention.qkv_bias": True}),
@@ -157,6 +166,12 @@ FEATURES = {
             "experts.shared_ffn": 24, "layers.mlp": ("dense", "experts", "experts", "experts"),
         },
     ),
+    "nemotron_h": MODELS["hybrid"],
+    "qwen3_5": MODELS["delta nets"],
+    **{
+        name: changed(replace(MODELS["delta nets, experts"], family=name), {"mtp_layers": 0})
+        for name in ("qwen3_next", "qwen3_5_moe")
+    },
     "solar_open": changed(
         replace(MODELS["qwen3"], family="solar_open"),
         {**EXPERTS, "attention.qk_norm": False, "experts.score": "sigmoid", "experts.router_bias": True, "experts.shared_ffn": 24},
@@ -207,7 +222,9 @@ def test_every_family_that_can_be_trained_is_compared() -> None:
     """Its parameters here, its logits and gradients with transformers'."""
     assert set(TRAINED) == set(COMPARED) <= set(families())
     assert set(NETWORKS) == set(OF_THEIR_OWN)
-    oracles = {family_of(variant) for variant in (VARIANTS | MIXTURES | NAMED).values()}
+    oracles = {
+        family_of(variant) for variant in (VARIANTS | MIXTURES | NAMED | BEYOND_MEGATRON).values()
+    }
     assert set(TRAINED) <= oracles | set(RELATIVES)
     assert oracles.isdisjoint(RELATIVES)
 

@@ -11,7 +11,8 @@ import torch
 from formats.tensor import Box, Bytes, Shape
 from megaconv.families import family
 from megaconv.model.table import canonical_shapes
-from megatron_lite.checkpoint.weights import RandomTensor, load_weights
+from megatron_lite.checkpoint.initial_weights import RandomTensor, normal
+from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.parallel import comm
 from tests.trainer.parallel.small import MODELS, Case, make_engine, weights_of
 from tests.trainer.parallel.worlds import World
@@ -72,7 +73,7 @@ def _load(_rank: int, case: Case) -> tuple[dict[str, torch.Tensor], list[tuple[s
     config = MODELS[case.model]
     shapes = canonical_shapes(family(config.family).rows, config)
     tensors = {
-        name: Counting(RandomTensor(shape, 0.0, 1.0, seed))
+        name: Counting(RandomTensor(shape, seed, normal(1.0)))
         for seed, (name, shape) in enumerate(shapes.items())
     }
     engine = make_engine(case)

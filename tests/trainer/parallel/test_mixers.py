@@ -1,16 +1,15 @@
-"""Mixers that keep a state of fixed size and float32 parameters, by a delta net of the test's own: it trains, saves, resumes."""
+"""Mixers that keep a state of fixed size and float32 parameters: they train, save, resume and generate."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 
 import megaconv
 from megaconv.families import family
@@ -27,16 +26,13 @@ from megatron_lite.inference.cache import SlotCache
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import Recomputed
-from megatron_lite.models import trainable
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.build_plan import Plan, make_plan
+from megatron_lite.models.build_plan import make_plan
 from megatron_lite.models.layer import Layer
 from megatron_lite.models.mixers.delta_net import DELTA_NET
 from megatron_lite.models.mixers.mamba import MAMBA
 from megatron_lite.models.mixers.table import MIXERS, mixer_of, stays_in_float32
-from megatron_lite.models.passes import Pass
-from megatron_lite.parallel.parameter_kinds import Kind
-from megatron_lite.parallel.tensor import NormColumnLinear, RowLinear, TensorGroup
+from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.settings.config import Checkpointing, Settings
 from megatron_lite.settings.model import Model
 from megatron_lite.settings.options import ModelOptions
@@ -54,7 +50,7 @@ from tests.trainer.parallel.small import (
 )
 from tests.trainer.parallel.worlds import World
 
-NAME = "delta nets"
+NAME = "delta nets alone"
 CONFIG = from_fields(
     "qwen3_5",
     {
@@ -66,105 +62,10 @@ CONFIG = from_fields(
 FLOAT32 = ("A_log", "dt_bias")
 
 
-class Convolution(nn.Module):
-    """Each channel of the last positions with weights of its own."""
-
-    kinds: ClassVar = {"weight": Kind.SHARDED}
-
-    def __init__(self, channels: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width))
-
-    def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """x [tokens, batch, channels], before [batch, channels, width - 1] -> (the same shape as x, the next `before`)."""
-        whole = torch.cat((before, x.permute(1, 2, 0)), -1)
-        kept = whole[..., whole.shape[-1] - before.shape[-1] :]
-        return F.conv1d(whole, self.weight, groups=len(self.weight)).permute(2, 0, 1), kept
-
-
-class HeadNorm(nn.Module):
-    """A norm that sees this rank's heads alone."""
-
-    kinds: ClassVar = {"weight": Kind.OF_HEADS}
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight + 1)
-
-
-class DeltaNet(nn.Module):
-    """A gated delta net, token by token: slow, and without documents."""
-
-    kinds: ClassVar = {"A_log": Kind.SHARDED, "dt_bias": Kind.SHARDED}
-    in_float32: ClassVar = DELTA_NET.in_float32
-
-    def __init__(self, plan: Plan, layer: int) -> None:
-        super().__init__()
-        config, linear = plan.config, plan.config.linear
-        self.layer, self.key_heads, self.value_heads = (
-            layer,
-            plan.sizes["linear_key_heads"],
-            plan.sizes["linear_value_heads"],
-        )
-        self.convolution, self.state = DELTA_NET.cache(config, plan.sizes)
-        keys, values = self.key_heads * linear.key_dim, self.value_heads * linear.value_dim
-        self.widths = [2 * keys + values, values, self.value_heads, self.value_heads]
-        self.inner = [keys, keys, values]
-        self.in_proj = NormColumnLinear(
-            config.hidden, sum(self.widths), plan.norm, plan.ranks, bias=False, keep=plan.keep
-        )
-        self.conv1d = Convolution(sum(self.inner), linear.conv)
-        self.dt_bias = nn.Parameter(torch.empty(self.value_heads))
-        self.A_log = nn.Parameter(torch.empty(self.value_heads))
-        self.out_norm = HeadNorm(linear.value_dim)
-        self.out_proj = RowLinear(values, config.hidden, plan.ranks, bias=False)
-
-    def forward(self, x: Tensor, run: Pass) -> Tensor:
-        mixed, gate, write, forget = self.in_proj(x).split(self.widths, -1)
-        before, state = self._before(mixed) if run.cache is None else run.cache.states(self.layer)
-        mixed, before = self.conv1d(mixed, before)
-        q, k, v = (
-            part.unflatten(-1, (heads, -1))
-            for part, heads in zip(mixed.split(self.inner, -1), self._heads, strict=True)
-        )
-        q, k = (part.repeat_interleave(self.value_heads // self.key_heads, 2) for part in (q, k))
-        assert self.A_log.dtype == torch.float32
-        kept = (-self.A_log.exp() * F.softplus(forget.float() + self.dt_bias)).exp()
-        found = []
-        for token in range(len(q)):
-            change = torch.einsum(
-                "bhk,bhv->bhkv",
-                k[token].float(),
-                v[token].float() * write[token].sigmoid().unsqueeze(-1),
-            )
-            state = state * kept[token][..., None, None] + change
-            found.append(torch.einsum("bhk,bhkv->bhv", q[token].float(), state))
-        if run.cache is not None:
-            run.cache.keep(self.layer, before, state)
-        out = self.out_norm(torch.stack(found).to(x.dtype)).flatten(2) * F.silu(gate)
-        projected: Tensor = self.out_proj(out)
-        return projected
-
-    @property
-    def _heads(self) -> tuple[int, int, int]:
-        return self.key_heads, self.key_heads, self.value_heads
-
-    def _before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        rows = x.shape[1]
-        return x.new_zeros(rows, *self.convolution.shape), x.new_zeros(
-            rows, *self.state.shape, dtype=torch.float32
-        )
-
-
 @contextmanager
 def delta_nets() -> Iterator[None]:
-    """The trainer with the test's mixer."""
+    """The model of delta nets alone, also in processes of a world."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(MIXERS, "linear", replace(DELTA_NET, module=lambda: DeltaNet))
-        patch.setattr(trainable, "TRAINED", (*trainable.TRAINED, CONFIG.family))
         patch.setitem(MODELS, NAME, CONFIG)
         yield
 

@@ -13,7 +13,8 @@ from megaconv.errors import TensorMismatch
 from megaconv.families import family
 from megaconv.model.fields import changed
 from megaconv.model.table import canonical_shapes
-from megatron_lite.checkpoint.weights import RandomTensor, init_weights, load_weights
+from megatron_lite.checkpoint.initial_weights import RandomTensor, normal
+from megatron_lite.checkpoint.weights import init_weights, load_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.loss import _gpu_rows
@@ -234,7 +235,7 @@ def test_any_rectangle_of_a_random_tensor_is_cut_from_the_same_one() -> None:
 
     from formats.tensor import Box
 
-    tensor = RandomTensor((700, 6), 0.0, 1.0, seed=3)
+    tensor = RandomTensor((700, 6), 3, normal(1.0))
     whole = np.empty((700, 24), np.uint8)
     tensor.read_into(Box(0, 700, 0, 6), whole)
     for box in (Box(250, 520, 2, 5), Box(699, 700, 0, 1), Box(0, 256, 0, 6)):
@@ -247,13 +248,13 @@ def test_weights_that_do_not_fit_are_refused_before_anything_changes() -> None:
     engine = make_engine(Case("llama"))
     config = MODELS["llama"]
     tensors = {
-        name: RandomTensor(shape, 0.0, 1.0, 1)
+        name: RandomTensor(shape, 1, normal(1.0))
         for name, shape in canonical_shapes(family("llama").rows, config).items()
     }
     before = weights_of(engine)
     missing = {name: tensor for name, tensor in tensors.items() if name != "layers.2.attn.k.weight"}
     unknown = {**tensors, "layers.9.attn.k.weight": tensors["layers.2.attn.k.weight"]}
-    misshapen = {**tensors, "final_norm.weight": RandomTensor((33,), 0.0, 1.0, 1)}
+    misshapen = {**tensors, "final_norm.weight": RandomTensor((33,), 1, normal(1.0))}
     for wrong, said in (
         (missing, "layers.2.attn.k.weight is missing"),
         (unknown, "layers.9.attn.k.weight is not a tensor of this model"),

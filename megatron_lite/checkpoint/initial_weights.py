@@ -1,0 +1,143 @@
+"""Initial weights: random numbers that depend on the seed and on a tensor's name, but not on the layout.
+
+    matrices                       N(0, std); onto the residual stream N(0, std / sqrt(n)), n = 2 layers
+    hybrids with Mamba layers      n = layers: each of their layers has only one such matrix
+    norms, D                       1, or 0 where a norm multiplies with its weight + 1; biases 0
+    A_log                          the logarithm of U(1, 16)
+    dt_bias                        of Mamba 2: softplus of it is log-uniform from 0.001 to 0.1; of delta nets: 1
+    short convolutions             U(-1 / sqrt(width), 1 / sqrt(width)), also their biases
+
+Source: mamba_mixer.py and gated_delta_net.py of megatron-core 0.16.1, and torch's Conv1d.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape
+from megaconv.families import family
+from megaconv.model.config import ModelConfig
+from megaconv.model.table import canonical_shapes
+from megatron_lite.models.mixers.state_parameters import CONVOLUTION
+from megatron_lite.models.rng import mix
+
+Draw = Callable[[Tensor, torch.Generator], Tensor]
+"""(empty float32 [rows, cols], generator) -> the tensor with random numbers."""
+
+_CONVOLUTION_BIAS = re.compile(r"\.mamba\.conv\.\w+\.bias$")
+_CONVOLUTION = re.compile(r"\.(mamba|linear)\.conv\.\w+\.weight$")
+_ONTO_RESIDUAL = re.compile(r"\.(o|down|out)\.weight$")
+_TIME_STEPS = 0.001, 0.1
+_LEAST_TIME_STEP = 1e-4
+_DECAYS = 1.0, 16.0
+
+
+def initial_weights(config: ModelConfig, std: float, seed: int) -> dict[str, LazyTensor]:
+    """Return the initial tensors by canonical name."""
+    shapes = canonical_shapes(family(config.family).rows, config)
+    return {
+        name: _initial(name, shape, config, std, mix(seed, *name.encode()))
+        for name, shape in shapes.items()
+    }
+
+
+def _initial(name: str, shape: Shape, config: ModelConfig, std: float, seed: int) -> LazyTensor:
+    """Return the initial value of one tensor."""
+    value = _constant(name, config)
+    if value is not None:
+        return ConstantTensor(shape, value)
+    return RandomTensor(shape, seed, _distribution(name, shape, config, std))
+
+
+def _constant(name: str, config: ModelConfig) -> float | None:
+    """Return the value of all elements, or None for random elements."""
+    if name.endswith((".mamba.D", ".linear.dt_bias", ".linear.out_norm.weight")):
+        return 1.0
+    if name.endswith(".mamba.dt_bias") or _CONVOLUTION_BIAS.search(name):
+        return None
+    if name.endswith("bias"):
+        return 0.0
+    if "norm" in name:
+        return 0.0 if config.norm.zero_centered else 1.0
+    return None
+
+
+def _distribution(name: str, shape: Shape, config: ModelConfig, std: float) -> Draw:
+    """Return the distribution of a tensor with random elements."""
+    if name.endswith(".A_log"):
+        return _log_of_decays
+    if name.endswith(".dt_bias"):
+        return _inverse_of_time_steps
+    if _CONVOLUTION.search(name):
+        return uniform(1 / math.sqrt(shape[-1]))
+    if _CONVOLUTION_BIAS.search(name):
+        return uniform(1 / math.sqrt(CONVOLUTION))
+    if _ONTO_RESIDUAL.search(name):
+        matrices = 1 if config.has("mamba_layers") else 2
+        return normal(std / math.sqrt(matrices * config.layer_count))
+    return normal(std)
+
+
+def normal(std: float) -> Draw:
+    """Return the distribution N(0, std)."""
+    return lambda empty, generator: empty.normal_(0.0, std, generator=generator)
+
+
+def uniform(bound: float) -> Draw:
+    """Return the distribution U(-bound, bound)."""
+    return lambda empty, generator: empty.uniform_(-bound, bound, generator=generator)
+
+
+def _log_of_decays(empty: Tensor, generator: torch.Generator) -> Tensor:
+    return empty.uniform_(*_DECAYS, generator=generator).log_()
+
+
+def _inverse_of_time_steps(empty: Tensor, generator: torch.Generator) -> Tensor:
+    """Return x with softplus(x) = a time step."""
+    first, last = map(math.log, _TIME_STEPS)
+    steps = empty.uniform_(first, last, generator=generator).exp_().clamp_(min=_LEAST_TIME_STEP)
+    return steps + torch.log(-torch.expm1(-steps))
+
+
+@dataclass(frozen=True)
+class ConstantTensor:
+    """A lazy tensor with one value."""
+
+    shape: Shape
+    value: float
+    dtype: str = "float32"
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        """Write the rectangle's numbers into `out`, float32 bytes."""
+        out.view(np.float32).fill(self.value)
+
+
+@dataclass(frozen=True)
+class RandomTensor:
+    """A lazy tensor of random numbers. Each block of rows has its own seed, so any rectangle can be generated alone."""
+
+    shape: Shape
+    seed: int
+    draw: Draw
+    dtype: str = "float32"
+    block: int = 256
+    """Rows of one block."""
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        """Write the rectangle's numbers into `out`, float32 bytes."""
+        rows, cols = matrix_shape(self.shape)
+        found = out.view(np.float32)
+        # Draw whole blocks, and copy the rows and columns of the box.
+        for index in range(box.row0 // self.block, -(-box.row1 // self.block)):
+            first, last = index * self.block, min(rows, (index + 1) * self.block)
+            generator = torch.Generator().manual_seed(mix(self.seed, index))
+            drawn = self.draw(torch.empty(last - first, cols), generator).numpy()
+            here, end = max(first, box.row0), min(last, box.row1)
+            found[here - box.row0 : end - box.row0] = drawn[
+                here - first : end - first, box.col0 : box.col1
+            ]

@@ -1,0 +1,140 @@
+"""The gated delta net (arXiv 2412.06464), one of the mixers of a layer.
+
+    q, k, v, z, b, a = in_proj(norm(u))      q, k, v = silu(conv1d(q, k, v))      q, k are divided by their lengths
+    y = gated_delta_rule(q, k, v, -exp(A_log) softplus(a + dt_bias), sigmoid(b))
+    out_proj(norm(y) * silu(z))              the norm is over the channels of each head
+
+Source: modeling_qwen3_next.py of transformers 5; gated_delta_net.py of megatron-core 0.16.1.
+"""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from megatron_lite.models.build_plan import Plan
+from megatron_lite.models.mixers.convolution import Convolution
+from megatron_lite.models.mixers.heads_over_context import (
+    Heads,
+    own_heads,
+    own_heads_of_all_tokens,
+)
+from megatron_lite.models.mixers.state_parameters import DELTA_NET_IN_FLOAT32
+from megatron_lite.models.passes import Pass
+from megatron_lite.models.recompute import recomputed
+from megatron_lite.models.state_space.gated_delta import gated_delta_rule, gated_delta_step
+from megatron_lite.parallel.context import tokens_for_heads
+from megatron_lite.parallel.parameter_kinds import Kind
+from megatron_lite.parallel.tensor import NormColumnLinear, RowLinear
+
+EPSILON_OF_LENGTHS = 1e-6
+"""Is added to the squared lengths of q and k."""
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm over the channels of each head, before the gate."""
+
+    kinds: ClassVar = {"weight": Kind.OF_HEADS}
+
+    def __init__(self, width: int, epsilon: float, *, zero_centered: bool) -> None:
+        """zero_centered: whether the norm multiplies with its weight + 1, as Transformer Engine's does."""
+        super().__init__()
+        self.epsilon, self.zero_centered = epsilon, zero_centered
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
+        """y, gate [tokens, batch, heads, width] -> the same shape, in y's dtype."""
+        weight = self.weight.float() + 1 if self.zero_centered else self.weight.float()
+        normed = F.rms_norm(y.float(), y.shape[-1:], weight, self.epsilon)
+        return (normed * F.silu(gate.float())).to(y.dtype)
+
+
+class GatedDeltaNet(nn.Module):
+    """A gated delta net with the norm before it."""
+
+    kinds: ClassVar = {"A_log": Kind.SHARDED, "dt_bias": Kind.SHARDED}
+    in_float32: ClassVar = DELTA_NET_IN_FLOAT32
+
+    def __init__(self, plan: Plan, layer: int) -> None:
+        super().__init__()
+        config, linear = plan.config, plan.config.linear
+        key_heads, heads = plan.sizes["linear_key_heads"], plan.sizes["linear_value_heads"]
+        self.layer, self.heads = layer, heads
+        self.key_dim, self.value_dim = linear.key_dim, linear.value_dim
+        self.served = heads // key_heads
+        keys, values = key_heads * linear.key_dim, heads * linear.value_dim
+        self.parts = (
+            Heads(key_heads, linear.key_dim),
+            Heads(key_heads, linear.key_dim),
+            Heads(heads, linear.value_dim),
+        )
+        self.widths = [2 * keys + values, values, heads, heads]
+        self.in_proj = NormColumnLinear(
+            config.hidden, sum(self.widths), plan.norm, plan.ranks, bias=False, keep=plan.keep
+        )
+        self.conv1d = Convolution(2 * keys + values, linear.conv, bias=False)
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        zero_centered = not plan.options.local_layers
+        self.out_norm = HeadNorm(linear.value_dim, plan.norm.epsilon, zero_centered=zero_centered)
+        self.out_proj = RowLinear(values, config.hidden, plan.ranks, bias=False)
+
+    def forward(self, x: Tensor, run: Pass) -> Tensor:
+        """x [sequence (/ tp), batch, hidden] -> the same shape."""
+        inner, gate, write, forget = self.in_proj(x).split(self.widths, -1)
+        weight: Tensor = self.conv1d.weight
+        dt_bias: Tensor = self.dt_bias
+        a_log: Tensor = self.A_log
+        context = run.context
+        if context is not None:
+            each_head = (Heads(self.heads),)
+            inner = own_heads_of_all_tokens(inner, self.parts, context)
+            write, forget = (
+                own_heads_of_all_tokens(each, each_head, context) for each in (write, forget)
+            )
+            weight = own_heads(weight, self.parts, context)
+            dt_bias, a_log = (own_heads(each, each_head, context) for each in (dt_bias, a_log))
+        documents = None if run.packed is None else run.packed.numbers
+        before, state = (None, None) if run.cache is None else run.cache.states(self.layer)
+        inner, before = self.conv1d.apply_to(inner, weight, None, documents, before)
+        decay = -a_log.float().exp() * F.softplus(forget.float() + dt_bias.float())
+        y, state = self._scan(inner, decay, write.float().sigmoid(), documents, state)
+        if run.cache is not None:
+            run.cache.keep(self.layer, before, state)
+        y = y if context is None else tokens_for_heads(y, context)
+        normed = self.out_norm(y, gate.unflatten(-1, (self.heads, -1)))
+        projected: Tensor = self.out_proj(normed.flatten(2))
+        return projected
+
+    def _scan(
+        self,
+        inner: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        documents: Tensor | None,
+        state: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (y [tokens, batch, heads, width], the last state). inner: q, k and v [tokens, batch, channels]."""
+        values = decay.shape[-1] * self.value_dim
+        keys = (inner.shape[-1] - values) // 2
+        q, k, v = torch.split(inner, [keys, keys, values], -1)
+        q, k = (_of_length_one(_by_head(part, self.key_dim)) for part in (q, k))
+        q = q * self.key_dim**-0.5
+        v = _by_head(v, self.value_dim)
+        if state is not None and len(v) == 1:
+            y, state = gated_delta_step(q[0], k[0], v[0], decay[0], beta[0], state)
+            return y.unsqueeze(0), state
+        by_row = (each.transpose(0, 1) for each in (q, k, v, decay, beta))
+        y, state = recomputed(gated_delta_rule, *by_row, documents=documents, state=state)
+        return y.transpose(0, 1), state
+
+
+def _by_head(x: Tensor, width: int) -> Tensor:
+    return x.view(*x.shape[:2], -1, width)
+
+
+def _of_length_one(x: Tensor) -> Tensor:
+    """Divide each head by its length, in float32."""
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON_OF_LENGTHS)

@@ -1,0 +1,139 @@
+"""The Mamba 2 mixer (arXiv 2405.21060), one of the mixers of a layer.
+
+    z, x, B, C, dt = in_proj(norm(u))        x, B, C = silu(conv1d(x, B, C))        y = ssd(x, softplus(dt + dt_bias), ...)
+    out_proj(norm(y * silu(z)))              the norm is over the channels of each group of heads
+
+Tensor parallelism shards heads and groups, so that each norm lies on one rank. Source: modeling_nemotron_h.py of
+transformers 5; mamba_mixer.py of megatron-core 0.16.1.
+"""
+
+from math import inf
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from megatron_lite.models.build_plan import Plan
+from megatron_lite.models.mixers.convolution import Convolution
+from megatron_lite.models.mixers.heads_over_context import (
+    Heads,
+    own_heads,
+    own_heads_of_all_tokens,
+)
+from megatron_lite.models.mixers.state_parameters import CONVOLUTION, MAMBA_IN_FLOAT32
+from megatron_lite.models.passes import Pass
+from megatron_lite.models.recompute import recomputed
+from megatron_lite.models.state_space.mamba2 import ssd, ssd_step
+from megatron_lite.parallel.context import tokens_for_heads
+from megatron_lite.parallel.parameter_kinds import Kind
+from megatron_lite.parallel.tensor import NormColumnLinear, RowLinear
+
+EPSILON = 1e-5
+"""Of the norm after the gate, in Megatron core and in the families of its hybrids."""
+
+
+class GatedGroupNorm(nn.Module):
+    """RMSNorm over each group's channels, after the gate."""
+
+    kinds: ClassVar = {"weight": Kind.SHARDED}
+
+    def __init__(self, groups: int, width: int) -> None:
+        """groups, width: of this rank."""
+        super().__init__()
+        self.groups = groups
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
+        """y, gate [tokens, batch, channels] -> the same shape, in y's dtype."""
+        gated = y.float() * F.silu(gate.float())
+        by_group = gated.view(*gated.shape[:-1], self.groups, -1)
+        normed = F.rms_norm(by_group, by_group.shape[-1:], eps=EPSILON).flatten(-2)
+        return normed.to(y.dtype) * self.weight
+
+
+class MambaMixer(nn.Module):
+    """Mamba 2 with the norm before it."""
+
+    kinds: ClassVar = {"A_log": Kind.SHARDED, "D": Kind.SHARDED, "dt_bias": Kind.SHARDED}
+    in_float32: ClassVar = MAMBA_IN_FLOAT32
+
+    def __init__(self, plan: Plan, layer: int) -> None:
+        super().__init__()
+        config, mamba = plan.config, plan.config.mamba
+        heads, groups = plan.sizes["mamba_heads"], plan.sizes["mamba_groups"]
+        self.layer, self.heads, self.state = layer, heads, mamba.state
+        self.least_time_step = mamba.least_time_step or 0.0
+        self.parts = (
+            Heads(heads, mamba.head_dim),
+            Heads(groups, mamba.state),
+            Heads(groups, mamba.state),
+        )
+        inner, states = heads * mamba.head_dim, groups * mamba.state
+        self.widths = [inner, inner + 2 * states, heads]
+        self.in_proj = NormColumnLinear(
+            config.hidden, sum(self.widths), plan.norm, plan.ranks, bias=False, keep=plan.keep
+        )
+        self.conv1d = Convolution(inner + 2 * states, CONVOLUTION, bias=True)
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.D = nn.Parameter(torch.empty(heads))
+        self.norm = GatedGroupNorm(groups, inner)
+        self.out_proj = RowLinear(inner, config.hidden, plan.ranks, bias=False)
+
+    def forward(self, x: Tensor, run: Pass) -> Tensor:
+        """x [sequence (/ tp), batch, hidden] -> the same shape."""
+        gate, inner, times = self.in_proj(x).split(self.widths, -1)
+        weight: Tensor = self.conv1d.weight
+        bias: Tensor | None = self.conv1d.bias
+        dt_bias, a_log, d = self._of_heads(run)
+        context = run.context
+        if context is not None:
+            assert bias is not None
+            inner = own_heads_of_all_tokens(inner, self.parts, context)
+            times = own_heads_of_all_tokens(times, (Heads(self.heads),), context)
+            weight, bias = (own_heads(each, self.parts, context) for each in (weight, bias))
+        documents = None if run.packed is None else run.packed.numbers
+        before, state = (None, None) if run.cache is None else run.cache.states(self.layer)
+        inner, before = self.conv1d.apply_to(inner, weight, bias, documents, before)
+        steps = F.softplus(times.float() + dt_bias.float()).clamp(self.least_time_step, inf)
+        y, state = self._scan(inner, steps, -a_log.float().exp(), d, documents, state)
+        if run.cache is not None:
+            run.cache.keep(self.layer, before, state)
+        y = y if context is None else tokens_for_heads(y, context)
+        projected: Tensor = self.out_proj(self.norm(y.flatten(2), gate))
+        return projected
+
+    def _of_heads(self, run: Pass) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dt_bias, A_log and D of the heads that this rank computes."""
+        each = self.dt_bias, self.A_log, self.D
+        if run.context is None:
+            return each
+        heads = (Heads(self.heads),)
+        dt_bias, a_log, d = (own_heads(one, heads, run.context) for one in each)
+        return dt_bias, a_log, d
+
+    def _scan(
+        self,
+        inner: Tensor,
+        steps: Tensor,
+        a: Tensor,
+        d: Tensor,
+        documents: Tensor | None,
+        state: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (y [tokens, batch, heads, width], the last state). inner: x, B and C [tokens, batch, channels]."""
+        width, heads = self.parts[0].width, steps.shape[-1]
+        states = (inner.shape[-1] - heads * width) // 2
+        x, b, c = torch.split(inner, [heads * width, states, states], -1)
+        x, b, c = (
+            part.view(*part.shape[:2], -1, size)
+            for part, size in ((x, width), (b, self.state), (c, self.state))
+        )
+        if state is not None and len(x) == 1:
+            y, state = ssd_step(x[0], steps[0], a, b[0], c[0], d, state)
+            return y.unsqueeze(0), state
+        by_row = (each.transpose(0, 1) for each in (x, steps))
+        keys, queries = b.transpose(0, 1), c.transpose(0, 1)
+        y, state = recomputed(ssd, *by_row, a, keys, queries, d, documents=documents, state=state)
+        return y.transpose(0, 1), state

@@ -1,0 +1,90 @@
+"""Chunks of a sequence, and the places in them where documents of packed rows begin and end."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+
+def in_chunks(x: Tensor, chunk: int) -> Tensor:
+    """[batch, tokens, ...] -> [batch, chunks, chunk, ...]. The last chunk is padded with zeros."""
+    padding = -x.shape[1] % chunk
+    if padding:
+        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, padding))
+    return x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+
+
+class Boundaries(NamedTuple):
+    """The documents of each chunk. States pass from chunk to chunk, but never from document to document."""
+
+    same: Tensor
+    """Bool [batch, chunks, chunk, chunk]: whether two tokens belong to one document."""
+    continues: Tensor
+    """Bool [batch, chunks, chunk]: tokens of the document in which the previous chunk ended."""
+    ends: Tensor
+    """Bool [batch, chunks, chunk]: tokens of the document in which the chunk ends."""
+    whole: Tensor
+    """Bool [batch, chunks]: chunks that lie in one document, which also contains the previous chunk's last token."""
+
+
+def boundaries(documents: Tensor, chunk: int) -> Boundaries:
+    """Return the documents of each chunk. documents: int [batch, tokens], the number of each token's document.
+
+    The numbers of a row never decrease. An initial state belongs to the row's first document. Padding belongs to the
+    last document, so that the last state stays the state after the last token.
+    """
+    padding = -documents.shape[1] % chunk
+    padded = torch.cat((documents, documents[:, -1:].expand(-1, padding)), 1)
+    numbers = padded.view(len(padded), -1, chunk)
+    last = numbers[:, :, -1]
+    before = torch.cat((numbers[:, :1, 0], last[:, :-1]), 1)
+    return Boundaries(
+        same=numbers.unsqueeze(-1) == numbers.unsqueeze(-2),
+        continues=numbers == before.unsqueeze(-1),
+        ends=numbers == last.unsqueeze(-1),
+        whole=before == last,
+    )
+
+
+def decay_between(decay: Tensor, bounds: Boundaries | None) -> Tensor:
+    """Return exp(decay[t] - decay[s]) [batch, chunks, heads, t, s] for tokens s up to t of one document, else 0.
+
+    decay: [batch, chunks, chunk, heads], summed over the chunk's tokens up to each token.
+    The mask is added to the exponent. A product with a mask after exp would give inf * 0 = NaN in the backward pass.
+    """
+    chunk = decay.shape[2]
+    hidden = torch.ones(chunk, chunk, dtype=torch.bool, device=decay.device).triu(1)
+    if bounds is not None:
+        hidden = (hidden | ~bounds.same).unsqueeze(2)
+    mask = torch.zeros(hidden.shape, dtype=decay.dtype, device=decay.device)
+    mask = mask.masked_fill_(hidden, -torch.inf)
+    by_head = decay.transpose(
+        2, 3
+    ).contiguous()  # else all larger tensors would have the heads innermost
+    exponent = by_head.unsqueeze(-1) - by_head.unsqueeze(-2)
+    return exponent.add_(mask).exp_()
+
+
+class Passed(NamedTuple):
+    """The factors by which states pass through chunks."""
+
+    into: Tensor
+    """[batch, chunks, chunk, heads]: of the state before the chunk, at each token."""
+    out: Tensor
+    """[batch, chunks, chunk, heads]: of what a token adds to the state after the chunk."""
+    through: Tensor
+    """[batch, chunks, heads]: of the state before the chunk, in the state after it."""
+
+
+def passed(decay: Tensor, bounds: Boundaries | None) -> Passed:
+    """Return the factors of all chunks. decay: as in decay_between."""
+    last = decay[:, :, -1:]
+    found = Passed(decay.exp(), (last - decay).exp(), last[:, :, 0].exp())
+    if bounds is None:
+        return found
+    return Passed(
+        found.into * bounds.continues.unsqueeze(-1),
+        found.out * bounds.ends.unsqueeze(-1),
+        found.through * bounds.whole.unsqueeze(-1),
+    )

@@ -1,0 +1,60 @@
+"""Hybrids with states: transformers and we compute the same logits, loss and gradients from the same files."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megaconv.model.layout import Layout
+from tests.trainer.parallel.test_mixtures_of_transformers import compare, compute
+from tests.trainer.parallel.worlds import World
+from tests.transformers_oracle import LAYERS, MIXTURES, VARIANTS
+
+pytestmark = pytest.mark.oracle
+OF_MAMBA = 5e-5
+"""Relative tolerance of gradients: sums of decays over a sequence magnify rounding. 2e-5 is the most that is found."""
+OF_DELTA_NETS = 5e-4
+"""The same: triangular systems magnify rounding more. 2e-4 is the most that is found."""
+HYBRIDS = {
+    "nemotron_h": OF_MAMBA,
+    "nemotron_h, experts": OF_MAMBA,
+    "qwen3_5": OF_DELTA_NETS,
+    "qwen3_next": OF_DELTA_NETS,
+    "qwen3_5_moe": OF_DELTA_NETS,
+}
+"""Variant -> tolerance of its gradients."""
+ONE = Layout(stage_layers=(LAYERS,))
+UNEVEN = Layout(2, 2, stage_layers=(1, 3))
+
+
+def made(name: str, directory: Path) -> None:
+    compute((VARIANTS | MIXTURES)[name], directory)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_logits_loss_and_every_gradient_are_those_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    made(name, tmp_path)
+    compare(0, tmp_path, ONE, of_gradients=HYBRIDS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "sequence_parallel"),
+    [
+        ("nemotron_h", Layout(2, stage_layers=(LAYERS,)), False),
+        ("qwen3_5", Layout(2, stage_layers=(LAYERS,)), False),
+        ("nemotron_h, experts", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True),
+        ("qwen3_next", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True),
+        pytest.param("nemotron_h", UNEVEN, True, marks=pytest.mark.slow),
+        pytest.param("qwen3_5", UNEVEN, True, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", UNEVEN, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_and_at_other_layouts(
+    name: str, layout: Layout, sequence_parallel: bool, tmp_path: Path, world: World
+) -> None:
+    made(name, tmp_path)
+    run = partial(compare, of_gradients=HYBRIDS[name], sequence_parallel=sequence_parallel)
+    world.run(layout.tp * layout.pp, run, tmp_path, layout)
