@@ -7,8 +7,8 @@ gguf_header.py reads such files.
     tensors       string name, u32 axes, u64 sizes (innermost first), u32 type, u64 offset in the data
     data          begins at a multiple of 32, and every tensor in it is padded to a multiple of 32
 
-All numbers are little-endian. Q8_0 stores 32 numbers of a row in 34 bytes: a float16 scale, and 32 signed bytes with
-each number divided by the scale. Source: ggml's gguf.md.
+All numbers are little-endian. Quantized types store blocks of consecutive numbers of a row (`BLOCK_TYPES`). Source: ggml's
+gguf.md.
 """
 
 import struct
@@ -20,8 +20,14 @@ from formats.output import Record
 from formats.tensor import Shape
 
 ALIGNMENT = 32
-BLOCK, BLOCK_BYTES = 32, 34
-"""Q8_0: numbers in a block, and bytes of a block."""
+BLOCK_TYPES = {
+    "q4_0": (32, 18),
+    "q8_0": (32, 34),
+    "q4_k": (256, 144),
+    "q5_k": (256, 176),
+    "q6_k": (256, 210),
+}
+"""Quantized types that are written -> (numbers in a block, bytes of a block)."""
 
 
 class Kind(NamedTuple):
@@ -33,7 +39,10 @@ class Kind(NamedTuple):
     """The value of general.file_type if most numbers of a file are stored in this type."""
 
 
-KINDS = {"float32": Kind(0, 0), "float16": Kind(1, 1), "q8_0": Kind(8, 7), "bfloat16": Kind(30, 32)}
+KINDS = {
+    "float32": Kind(0, 0), "float16": Kind(1, 1), "bfloat16": Kind(30, 32),
+    "q4_0": Kind(2, 2), "q8_0": Kind(8, 7), "q4_k": Kind(12, 15), "q5_k": Kind(13, 17), "q6_k": Kind(14, 18),
+}  # fmt: skip
 _TYPES = {"u32": (4, "<I"), "i32": (5, "<i"), "f32": (6, "<f"), "bool": (7, "<?")}
 _STRING, _ARRAY = 8, 9
 
@@ -47,9 +56,10 @@ class Value(NamedTuple):
 
 
 def stored_bytes(shape: Shape, kind: str) -> int:
-    """Size of a tensor's data in bytes. Q8_0 requires rows of whole blocks."""
-    if kind == "q8_0":
-        return prod(shape) // BLOCK * BLOCK_BYTES
+    """Size of a tensor's data in bytes. Quantized types require rows of whole blocks."""
+    if kind in BLOCK_TYPES:
+        numbers, nbytes = BLOCK_TYPES[kind]
+        return prod(shape) // numbers * nbytes
     return prod(shape) * {"float32": 4}.get(kind, 2)
 
 

@@ -1,6 +1,6 @@
-"""GGUF files of llama.cpp in F32, F16, BF16 and Q8_0, of the architectures that megaconv also writes.
+"""GGUF files of llama.cpp in F32, F16, BF16, Q4_0, Q8_0, Q4_K, Q5_K and Q6_K, of the architectures that megaconv also writes.
 
-Matrices keep their dtype, except Q8_0 matrices, which become bfloat16 or the dtype of --dtype. GGUF stores norms,
+Matrices keep their dtype, except quantized matrices, which become bfloat16 or the dtype of --dtype. GGUF stores norms,
 biases and routers in float32, whatever the model had. They are rounded to the dtype of the matrices. Biases that select
 experts are float32 in models too, and stay float32. The loader reverses llama.cpp's changes: the row order of q and k,
 stacked experts, tensors stored head by head, and norms + 1. A --config, or a config.json in the directory, describes
@@ -10,15 +10,15 @@ the model and has its tokenizer. Without one, the file's metadata describe the m
 import logging
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from formats import gguf_header
-from formats.gguf import BLOCK, BLOCK_BYTES
+from formats.gguf import BLOCK_TYPES
 from formats.gguf_header import GgufHeader, GgufTensor
 from formats.lazy_numpy import np
-from formats.tensor import Box, Bytes, FileTensor, InputFile, LazyTensor, Shape, matrix_shape
+from formats.tensor import FileTensor, InputFile, LazyTensor
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.errors import TensorMismatch, UnknownFormat, UnsupportedInput
 from megaconv.families import Family, family_of_hf, read_config
@@ -34,7 +34,7 @@ from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import GGUF
 from megaconv.options import LoadOptions
 from megaconv.values.cast import CastTensor
-from megaconv.values.rounding import rounded
+from megaconv.values.ggml_blocks import BlockValues, blocks_shape
 from megaconv.values.stored_forms import AddedTensor
 
 _log = logging.getLogger("megaconv")
@@ -167,7 +167,7 @@ def _tensors(
         if len(each.shape) > 1 and each.dtype != "float32"
     }
     main = dtype or (
-        "float32" if not matrices else "bfloat16" if "q8_0" in matrices else min(matrices)
+        "float32" if not matrices else "bfloat16" if matrices - {*_PLAIN} else min(matrices)
     )
     found: dict[str, LazyTensor] = {}
     for name, stored in header.tensors.items():
@@ -186,51 +186,18 @@ def _tensors(
 def _plain(file: InputFile, name: str, stored: GgufTensor, dtype: str) -> LazyTensor:
     if stored.dtype in _PLAIN:
         return FileTensor(file, stored.offset, stored.shape, stored.dtype)
-    if stored.dtype != "q8_0":
+    if stored.dtype not in BLOCK_TYPES:
         raise UnsupportedInput(
-            f"{file.path}: {name} is of type {stored.dtype.upper()}, which can't be undone; only F32, F16, BF16 and Q8_0 are read"
+            f"{file.path}: {name} is of type {stored.dtype.upper()}, which can't be undone; only F32, F16, BF16 and "
+            f"{', '.join(BLOCK_TYPES).upper()} are read"
         )
-    rows, cols = matrix_shape(stored.shape)
-    blocks = FileTensor(file, stored.offset, (rows, cols // BLOCK * BLOCK_BYTES), "uint8")
-    return Q8Values(blocks, stored.shape, dtype)
-
-
-@dataclass(frozen=True)
-class Q8Values:
-    """A tensor [..., cols] of Q8_0 blocks, each with a float16 scale and 32 signed bytes. Values are computed in
-    float32, and rounded to `dtype`."""
-
-    blocks: LazyTensor
-    """The blocks as bytes: [rows, cols / 32 * 34]."""
-    shape: Shape
-    dtype: str
-
-    def read_into(self, box: Box, out: Bytes) -> None:
-        # The blocks that hold the box's columns may hold further columns.
-        first = box.col0 // BLOCK
-        last = -(-box.col1 // BLOCK)
-        stored_box = Box(box.row0, box.row1, first * BLOCK_BYTES, last * BLOCK_BYTES)
-        stored = np.empty((stored_box.rows, stored_box.cols), np.uint8)
-        self.blocks.read_into(stored_box, stored)
-        left = box.col0 - first * BLOCK
-        right = box.col1 - first * BLOCK
-        wanted = _dequantized(stored)[:, left:right]
-        np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
-
-
-def _dequantized(stored: Bytes) -> "np.ndarray[Any, np.dtype[np.float32]]":
-    """The values of complete blocks: bytes [rows, blocks * 34] -> float32 [rows, blocks * 32]."""
-    rows = len(stored)
-    blocks = stored.reshape(rows, -1, BLOCK_BYTES)
-    scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)
-    codes = blocks[:, :, 2:].view(np.int8)
-    values = codes.astype(np.float32) * scales.astype(np.float32)
-    return values.reshape(rows, -1)
+    blocks = FileTensor(file, stored.offset, blocks_shape(stored.shape, stored.dtype), "uint8")
+    return BlockValues(blocks, stored.dtype, stored.shape, dtype)
 
 
 LOADER = Loader(
     name="gguf",
-    description="GGUF of llama.cpp in F32, F16, BF16 or Q8_0; --config has its tokenizer",
+    description="GGUF of llama.cpp in F32, F16, BF16, Q4_0, Q8_0 or Q4_K to Q6_K; --config has its tokenizer",
     detect=detect,
     open=open,
 )

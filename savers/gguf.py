@@ -6,18 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from formats import gguf_header
-from formats.gguf import BLOCK, KINDS, GgufLayout, Value
+from formats.gguf import BLOCK_TYPES, KINDS, GgufLayout, Value
 from formats.gguf_header import GgufHeader
-from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, matrix_shape
+from formats.tensor import ITEMSIZE, FileTensor, InputFile, LazyTensor, Shape, matrix_shape
 from megaconv.engine.plan import OutputPlan, Placement
 from megaconv.engine.reading_back import Stored, as_streamed
-from megaconv.errors import NotExpressible, TensorMismatch, UsageError
+from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.families import Family, family, family_of_hf
 from megaconv.gguf.config import config_of, shortest
 from megaconv.gguf.metadata import divisors, metadata
 from megaconv.gguf.metadata import notices as metadata_notices
 from megaconv.gguf.names import ARCHITECTURES, DIVISORS, gguf_rows
 from megaconv.gguf.tokenizer import tokenizer_values
+from megaconv.gguf.types import ALL_TYPES, MIXTURES, PLAIN_TYPES, types_of
 from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
@@ -32,8 +33,6 @@ from megaconv.values.forms import LEFT_OUT, Form
 from megaconv.values.stored_forms import stored_shape
 
 FILE = "model.gguf"
-_TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0"}
-_ALWAYS_F32 = ("ffn_gate_inp.weight", "position_embd.weight")
 
 
 def uses(options: SaveOptions) -> tuple[str, ...]:
@@ -43,26 +42,24 @@ def uses(options: SaveOptions) -> tuple[str, ...]:
 
 def forms(header: Header, options: SaveOptions) -> dict[Key, Form]:
     """The storage form of each tensor. Raises UsageError for an unknown type, and NotExpressible for another family."""
-    wanted = options.extra.get("gguf_type")
-    kind = _TYPES.get(wanted or "", "") if wanted is not None else main_dtype(header.manifest)
-    if kind not in KINDS:
-        raise UsageError(
-            f"--option gguf_type={wanted or kind}: is not known; choose one of {', '.join(_TYPES)}"
-        )
+    natives = _natives(header.config)
+    kinds = types_of(natives, _wanted(header, options), header.config)
     zero_centered = header.config.norm.zero_centered
     found: dict[Key, Form] = {}
-    for native in _natives(header.config):
+    for native in natives:
+        is_norm = native.name.endswith("_norm.weight")
         for name in native.parts:
-            shape = header.manifest[Key(name)].shape
-            stored = kind
-            if len(shape) == 1 or native.name.endswith(_ALWAYS_F32):
-                stored = "float32"
-            elif kind == "q8_0" and (matrix_shape(shape)[1] % BLOCK or _is_transposed(native)):
-                stored = "float16"
-            is_norm = native.name.endswith("_norm.weight")
-            found[Key(name)] = Form(stored, 1 if is_norm and zero_centered else 0)
+            found[Key(name)] = Form(kinds[native.name], 1 if is_norm and zero_centered else 0)
     predicting = (key for key in header.manifest if key.name.startswith("mtp."))
     return found | dict.fromkeys(predicting, Form(LEFT_OUT))
+
+
+def _wanted(header: Header, options: SaveOptions) -> str:
+    """The requested type of matrices, by default that of the source."""
+    given = options.extra.get("gguf_type")
+    main = main_dtype(header.manifest)
+    names = {dtype: name for name, dtype in PLAIN_TYPES.items()}
+    return names.get(main, main) if given is None else given
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
@@ -73,11 +70,14 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     config = header.config
     architecture = ARCHITECTURES[_family(config).name]
     constants = {name: found.tobytes() for name, found in divisors(config).items()}
-    tensors, placements = _placed(config, header.manifest)
+    wanted = options.extra.get("gguf_type", "")
+    kinds = types_of(_natives(config), wanted, config) if wanted in MIXTURES else {}
+    tensors, placements = _placed(config, header.manifest, kinds)
     tensors = {name: ((len(each) // 4,), "float32") for name, each in constants.items()} | tensors
-    kinds = [kind for shape, kind in tensors.values() if len(shape) > 1]
-    main = max(set(kinds), key=kinds.count)
-    values = metadata(config, KINDS[main].file_type)
+    of_matrices = [kind for shape, kind in tensors.values() if len(shape) > 1]
+    main = max(set(of_matrices), key=of_matrices.count)
+    file_type = MIXTURES[wanted].file_type if wanted in MIXTURES else KINDS[main].file_type
+    values = metadata(config, file_type)
     _require_kept(config, values, tensors)
     if (
         options.extra.get("tokenizer") == "none"
@@ -85,7 +85,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         values[f"{architecture}.vocab_size"] = Value("u32", config.vocab)
     values |= tokenizer_values(header.files, config, options.extra)
     notices = [
-        f"matrices are stored as {main}, norms and biases as float32",
+        f"matrices are stored as {', '.join(sorted(set(of_matrices) - {'float32'}) or [main])}, norms and biases as float32",
         *metadata_notices(config),
     ]
     if config.mtp_layers:
@@ -96,16 +96,17 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
 
 
 def _placed(
-    config: ModelConfig, manifest: Mapping[Key, TensorInfo]
+    config: ModelConfig, manifest: Mapping[Key, TensorInfo], kinds: Mapping[str, str]
 ) -> tuple[dict[str, tuple[Shape, str]], dict[Key, list[Placement]]]:
     """(shape and kind of each tensor in the file, placements of each canonical tensor). manifest: tensors in their
-    stored form."""
+    stored form. kinds: the type of each tensor in blocks by name."""
     tensors: dict[str, tuple[Shape, str]] = {}
     placements: dict[Key, list[Placement]] = {}
     for native in _natives(config):
         info = manifest[Key(next(iter(native.parts)))]
-        tensors[native.name] = (native.shape, "q8_0" if info.dtype == "uint8" else info.dtype)
-        row_bytes = _row_bytes(native, info)
+        kind = kinds[native.name] if info.dtype == "uint8" else info.dtype
+        tensors[native.name] = (native.shape, kind)
+        row_bytes = _row_bytes(native, kind)
         for name, regions in native.parts.items():
             cols = matrix_shape(manifest[Key(name)].shape)[1]
             moved = [
@@ -118,7 +119,7 @@ def _placed(
 
 
 def read_back(directory: Path) -> dict[str, LazyTensor]:
-    """The tensors of an output as they are stored. Q8_0 tensors are bytes."""
+    """The tensors of an output as they are stored. Quantized tensors are bytes."""
     path = directory / FILE
     return _stored_tensors(path, gguf_header.read(path))
 
@@ -133,7 +134,8 @@ def as_stored(path: Path) -> Stored:
     with well_formed(str(file)):
         config = _config_of(file, described)
         manifest = _stored_manifest(file, config, described)
-        tensors, placements = _placed(config, manifest)
+        kinds = {name: each.dtype for name, each in described.tensors.items()}
+        tensors, placements = _placed(config, manifest, kinds)
     plan = OutputPlan({FILE: GgufLayout({}, tensors, {})}, placements)
     source = as_streamed(file, _stored_tensors(file, described), Header(config, manifest), plan)
     opened = InputFile.open(file)
@@ -179,7 +181,7 @@ def _stored_manifest(
             )
         for name in native.parts:
             shape = stored_shape(shapes[name], Form(each.dtype))
-            found[Key(name)] = TensorInfo(shape, "uint8" if each.dtype == "q8_0" else each.dtype)
+            found[Key(name)] = TensorInfo(shape, _stored_dtype(each.dtype))
     return found
 
 
@@ -190,23 +192,20 @@ def _stored_tensors(path: Path, described: GgufHeader) -> dict[str, LazyTensor]:
             file,
             each.offset,
             stored_shape(each.shape, Form(each.dtype)),
-            "uint8" if each.dtype == "q8_0" else each.dtype,
+            _stored_dtype(each.dtype),
         )
         for name, each in described.tensors.items()
         if each.dtype in KINDS
     }
 
 
-def _is_transposed(native: NativeTensor) -> bool:
-    """True if the tensor's rows are columns of canonical tensors. Q8_0 blocks of canonical tensors lie along their own
-    rows."""
-    return any(region.transposed for regions in native.parts.values() for region in regions)
+def _stored_dtype(kind: str) -> str:
+    return "uint8" if kind in BLOCK_TYPES else kind
 
 
-def _row_bytes(native: NativeTensor, info: TensorInfo) -> int:
-    if info.dtype == "uint8":
-        return stored_shape(native.shape, Form("q8_0"))[1]
-    return matrix_shape(native.shape)[1] * {"float32": 4}.get(info.dtype, 2)
+def _row_bytes(native: NativeTensor, kind: str) -> int:
+    rows_of_blocks = stored_shape(native.shape, Form(kind))
+    return matrix_shape(rows_of_blocks)[1] * ITEMSIZE[_stored_dtype(kind)]
 
 
 def _family(config: ModelConfig) -> Family:
@@ -264,10 +263,10 @@ def _comparable(config: ModelConfig) -> ModelConfig:
 
 SAVER = Saver(
     name="gguf",
-    description="GGUF for llama.cpp: model.gguf in F32, F16, BF16 or Q8_0",
+    description="GGUF for llama.cpp: model.gguf in F32, F16, BF16, Q8_0, Q4_0 or k-quants",
     plan=plan,
     options={
-        "gguf_type": "the type of matrices: f32, f16, bf16 or q8_0; default: the model's own dtype",
+        "gguf_type": f"the type of matrices: {', '.join(ALL_TYPES)}; default: the model's own dtype",
         "tokenizer_pre": "llama.cpp's name for how a byte-level tokenizer splits text, where it isn't recognised: llama-bpe, qwen2 ...",
         "tokenizer": "none: leave the tokenizer out",
     },

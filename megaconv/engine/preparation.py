@@ -257,7 +257,12 @@ def _checked(
         return SourceCheck()
     is_overridden = options.load.config is not None or options.load.true_vocab_size is not None
     return check_source(
-        found.place, opened, streamed.manifest, other_shapes=is_overridden, altered=altered
+        found.place,
+        opened,
+        streamed.manifest,
+        other_shapes=is_overridden,
+        other_dtypes=options.dtype is not None,
+        altered=altered,
     )
 
 

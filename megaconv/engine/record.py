@@ -93,6 +93,11 @@ class Record:
         found = {name: self._other_shape(name, now.get(name)) for name in wanted}
         return {name: what for name, what in found.items() if what}
 
+    def differs_in_dtype_alone(self, name: str, info: TensorInfo) -> bool:
+        """True if a tensor has the recorded sizes."""
+        recorded = self.shapes.get(name, "")
+        return recorded.partition("[")[2] == described(info).partition("[")[2]
+
     def _other_shape(self, name: str, shape: str | None) -> str:
         if shape is None:
             return "missing"

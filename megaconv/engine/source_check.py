@@ -114,11 +114,13 @@ def check_source(
     streamed: Mapping[Key, TensorInfo] | None = None,
     *,
     other_shapes: bool = False,
+    other_dtypes: bool = False,
     altered: Collection[Key] = (),
 ) -> SourceCheck:
     """Compare an opened source with its record, if it has one. Raises CorruptCheckpoint if names or shapes differ.
 
     streamed: the tensors in the requested dtypes. other_shapes: True if the user has given the vocabulary's size.
+    other_dtypes: True if the user has given a dtype, which readers of quantized weights dequantize to.
     altered: tensors that something else is merged into.
     """
     record = find_record(place)
@@ -128,10 +130,16 @@ def check_source(
     if stored is not None:
         written = stored.source.header.manifest
     differing = record.other_tensors(written)
+    infos = {str(key): info for key, info in written.items()}
+    cast_in_reading = {
+        name
+        for name in differing.keys() & infos.keys()
+        if other_dtypes and record.differs_in_dtype_alone(name, infos[name])
+    }
     refused = [
         f"{name} {what}"
         for name, what in differing.items()
-        if what == "missing" or not other_shapes
+        if what == "missing" or not (other_shapes or name in cast_in_reading)
     ]
     if refused:
         _refuse(record, f"{len(refused)} tensors are not as written: {listing(refused)}")

@@ -1,32 +1,28 @@
-"""Tensors whose stored values differ from the canonical ones: GGUF's norms in float32, matrices in Q8_0.
+"""Tensors whose stored values differ from the canonical ones: quantized weights, GGUF's norms in float32 and its blocks.
 
-The stream carries, and fingerprints hash, the stored values. Q8_0 (ggml's quantize_row_q8_0_ref) has blocks of 32
-numbers x of a row:
-
-    d = max |x| / 127 in float32;  q = x * (1 / d), halves away from zero;  stored as float16(d), then 32 signed bytes
+The stream carries the stored values. Fingerprints hash the stored values too, except for quantized weights of a Hugging
+Face output, where they hash what a reader gets.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from formats.gguf import BLOCK, BLOCK_BYTES
-from formats.lazy_numpy import Floats, np
-from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
+from formats.gguf import BLOCK_TYPES
+from formats.lazy_numpy import np
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
 from megaconv.model.ir import Header, Key, Source, TensorInfo
 from megaconv.values import rounding
 from megaconv.values.cast import CastTensor
 from megaconv.values.forms import FOLDED, LEFT_OUT, Form
 from megaconv.values.fp8_blocks import READ_AS, Rounding
+from megaconv.values.ggml_blocks import BlockTensor, blocks_shape
 from megaconv.values.quantizing import Shared, quantized, quantized_infos, shared_scales
 from megaconv.values.smoothed import FoldedTensor
 
 
 def stored_shape(shape: Shape, form: Form) -> Shape:
-    """The shape of the stream's tensor. Q8_0 is a matrix of bytes."""
-    if form.kind != "q8_0":
-        return shape
-    rows, cols = matrix_shape(shape)
-    return rows, cols // BLOCK * BLOCK_BYTES
+    """The shape of the stream's tensor. A tensor of GGUF's blocks is a matrix of bytes."""
+    return blocks_shape(shape, form.kind) if form.kind in BLOCK_TYPES else shape
 
 
 @dataclass(frozen=True)
@@ -48,40 +44,6 @@ class AddedTensor:
             np.float32
         ) + np.float32(self.add)
         np.copyto(out, numbers.view(np.uint8).reshape(out.shape))
-
-
-@dataclass(frozen=True)
-class Q8Tensor:
-    """Another tensor's rows in Q8_0, as bytes."""
-
-    source: LazyTensor
-    dtype: str = "uint8"
-
-    @property
-    def shape(self) -> Shape:
-        return stored_shape(self.source.shape, Form("q8_0"))
-
-    def read_into(self, box: Box, out: Bytes) -> None:
-        first, last = box.col0 // BLOCK_BYTES, -(-box.col1 // BLOCK_BYTES)
-        wanted = Box(box.row0, box.row1, first * BLOCK, last * BLOCK)
-        stored = np.empty((wanted.rows, wanted.cols * ITEMSIZE[self.source.dtype]), np.uint8)
-        self.source.read_into(wanted, stored)
-        numbers = rounding.exact(stored.reshape(-1), self.source.dtype).astype(np.float32)
-        made = q8_0(numbers.reshape(-1, BLOCK)).reshape(wanted.rows, -1)
-        np.copyto(out, made[:, box.col0 - first * BLOCK_BYTES : box.col1 - first * BLOCK_BYTES])
-
-
-def q8_0(blocks: Floats) -> Bytes:
-    """Quantize [blocks, 32] float32 -> [blocks, 34] bytes."""
-    scale = np.abs(blocks).max(axis=1) / np.float32(127)
-    with np.errstate(divide="ignore"):
-        inverse = np.where(scale == 0, np.float32(0), np.float32(1) / scale)
-    scaled = blocks * inverse[:, None]
-    rounded = np.trunc(scaled + np.copysign(np.float32(0.5), scaled))
-    made = np.empty((len(blocks), BLOCK_BYTES), np.uint8)
-    made[:, :2] = scale.astype(np.float16)[:, None].view(np.uint8)
-    made[:, 2:] = rounded.astype(np.int8).view(np.uint8)
-    return made
 
 
 @dataclass(frozen=True)
@@ -145,8 +107,8 @@ class StoredSource:
                 yield _beside(key, name), constant
 
     def _stored(self, key: Key, tensor: LazyTensor, form: Form) -> LazyTensor:
-        if form.kind == "q8_0":
-            return Q8Tensor(tensor)
+        if form.kind in BLOCK_TYPES:
+            return BlockTensor(tensor, form.kind)
         if form.kind == FOLDED:
             (step,) = form.scaling.steps
             return FoldedTensor(tensor, step.times, form.add)
@@ -168,7 +130,7 @@ def _stored_infos(key: Key, info: TensorInfo, form: Form) -> dict[Key, TensorInf
     elif form.kind == FOLDED:
         found = {key: info}
     else:
-        dtype = "uint8" if form.kind == "q8_0" else form.kind
+        dtype = "uint8" if form.kind in BLOCK_TYPES else form.kind
         found = {key: TensorInfo(stored_shape(info.shape, form), dtype)}
     constants = form.scaling.constants.items()
     return found | {

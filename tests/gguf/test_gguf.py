@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import megaconv
-from megaconv.values.stored_forms import q8_0
+from megaconv.values.ggml_quantizers import q8_0
 from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.runs import assert_refused, run

@@ -136,6 +136,31 @@ def test_a_reader_gets_what_the_record_says_and_the_largest_error_is_the_differe
     assert not differences.same
 
 
+def test_a_zero_centered_norm_takes_over_the_factors_of_awq(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "gemma3_text", hidden_size=128, intermediate_size=256, num_hidden_layers=1, vocab_size=32,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "hf")
+    given = load_file(tmp_path / "hf/model.safetensors")
+    scales = {
+        name.replace(".weight", ".awq_scale"): torch.linspace(0.5, 2, each.shape[1])
+        for name, each in given.items()
+        if name.endswith("_proj.weight")
+    }
+    statistics = write_statistics(tmp_path / "amax.safetensors", scales, tmp_path / "hf")
+    megaconv.convert(
+        tmp_path / "hf", tmp_path / "out", saver="hf", quantize="int4-awq", calibration=statistics
+    )
+    found = load_file(tmp_path / "out/model.safetensors")
+    norm = "model.layers.0.input_layernorm.weight"
+    expected = (given[norm].float() + 1) / torch.linspace(0.5, 2, 128) - 1
+    torch.testing.assert_close(found[norm].float(), expected, atol=0.01, rtol=0.01)
+
+
 def llama_with_statistics(directory: Path, **sizes: int) -> Path:
     from transformers import AutoModelForCausalLM
 

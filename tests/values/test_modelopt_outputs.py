@@ -57,6 +57,16 @@ def test_an_output_in_fp8_by_rows_is_read_as_its_record_says(tmp_path: Path) -> 
     assert plain.fingerprint.weights == report.fingerprint.weights
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_an_output_is_read_in_another_dtype_than_its_record_has(tmp_path: Path, dtype: str) -> None:
+    write_llama(tmp_path / "hf", layers=1)
+    quantized = tmp_path / "fp8"
+    megaconv.convert(tmp_path / "hf", quantized, saver="hf", quantize="fp8-per-channel")
+    megaconv.convert(quantized, tmp_path / "plain", saver="hf", dtype=dtype)
+    weight = load_file(tmp_path / "plain/model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    assert weight.dtype == {"fp32": torch.float32, "fp16": torch.float16}[dtype]
+
+
 def test_a_fused_tensor_has_a_scale_for_each_row_of_its_parts(tmp_path: Path) -> None:
     given = write_model(tmp_path / "glm4", "glm4")
     megaconv.convert(given, tmp_path / "out", saver="hf", quantize="fp8-per-channel", verify=True)

@@ -109,12 +109,15 @@ def hugging_face_matrices(config: ModelConfig) -> list[NativeTensor]:
 
 def merged(config: ModelConfig, found: list[Matrix], inputs: Inputs, cached: CachedAmax) -> Merged:
     """The statistics of all ranks, on every rank. Collective."""
-    shapes = canonical_shapes(family(config.family).rows, config)
+    rows = family(config.family).rows
+    shapes = canonical_shapes(rows, config)
     result = Merged()
-    for columns, largest in gathered((_columns(found, inputs), _cached(cached))):
-        for name, (first, amax, total, rows) in columns.items():
-            whole = result.columns.setdefault(name, WholeColumns.of(shapes[name][1]))
-            whole.add(first, amax, total, rows)
+    own = _columns(found, inputs), _cached(cached)
+    for columns, largest in gathered(own):
+        for name, seen in columns.items():
+            cols = shapes[name][1]
+            whole = result.columns.setdefault(name, WholeColumns.of(cols))
+            whole.add(*seen)
         for layer, each in largest.items():
             before = result.cached.get(layer, each)
             result.cached[layer] = tuple(map(max, before, each))

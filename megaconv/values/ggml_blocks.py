@@ -1,0 +1,164 @@
+"""The blocks of ggml's quantized types: their bytes, and the numbers that they stand for.
+
+    q4_0    32 numbers    float16 d; 16 bytes of 4-bit codes: d * (code - 8)
+    q8_0    32 numbers    float16 d; 32 signed bytes: d * code
+    q4_k    256 numbers   float16 d, float16 m; 12 bytes of eight 6-bit scales s and eight minima n; 128 bytes of 4-bit codes:
+                          d * s * code - m * n for each 32
+    q5_k    256 numbers   the same with 32 bytes of fifth bits before the codes
+    q6_k    256 numbers   128 bytes of low and 64 bytes of high code bits; 16 signed scales s; float16 d: d * s * (code - 32)
+                          for each 16
+
+`ggml_quantizers.py` makes such blocks. Source: ggml-common.h and ggml-quants.c of llama.cpp.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from formats.gguf import BLOCK_TYPES
+from formats.lazy_numpy import Floats, np
+from formats.tensor import Box, Bytes, LazyTensor, Shape, box_blocks, matrix_shape
+from megaconv.model.assembled import window
+from megaconv.values.fp8_blocks import AT_ONCE, read_floats
+from megaconv.values.ggml_quantizers import QUANTIZERS
+from megaconv.values.rounding import rounded
+
+_HALF = 2
+"""Bytes of a float16."""
+_SCALES = 12
+"""Bytes of the scales and minima of q4_k and q5_k."""
+
+
+@dataclass(frozen=True)
+class BlockValues:
+    """A tensor [..., cols] of quantized blocks. Values are computed in float32, and rounded to `dtype`."""
+
+    blocks: LazyTensor
+    """The blocks as bytes: [rows, cols / numbers of a block * bytes of a block]."""
+    kind: str
+    """The type of the blocks, such as `q4_k`."""
+    shape: Shape
+    dtype: str
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        numbers, nbytes = BLOCK_TYPES[self.kind]
+        # The blocks that hold the box's columns may hold further columns.
+        first, last = box.col0 // numbers, -(-box.col1 // numbers)
+        stored_box = Box(box.row0, box.row1, first * nbytes, last * nbytes)
+        stored = np.empty((stored_box.rows, stored_box.cols), np.uint8)
+        self.blocks.read_into(stored_box, stored)
+        values = values_of(self.kind, stored.reshape(-1, nbytes)).reshape(box.rows, -1)
+        wanted = values[:, box.col0 - first * numbers : box.col1 - first * numbers]
+        np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
+
+
+@dataclass(frozen=True)
+class BlockTensor:
+    """Another tensor's rows in quantized blocks, as bytes."""
+
+    source: LazyTensor
+    kind: str
+    dtype: str = "uint8"
+
+    @property
+    def shape(self) -> Shape:
+        return blocks_shape(self.source.shape, self.kind)
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        numbers, nbytes = BLOCK_TYPES[self.kind]
+        for part in box_blocks(box, self.dtype, AT_ONCE):
+            first, last = part.col0 // nbytes, -(-part.col1 // nbytes)
+            wanted = Box(part.row0, part.row1, first * numbers, last * numbers)
+            values = read_floats(self.source, wanted).reshape(-1, numbers)
+            made = QUANTIZERS[self.kind](values).reshape(wanted.rows, -1)
+            columns = made[:, part.col0 - first * nbytes : part.col1 - first * nbytes]
+            np.copyto(window(out, box, part, 1), columns)
+
+
+def blocks_shape(shape: Shape, kind: str) -> Shape:
+    """The shape of a tensor's blocks as a matrix of bytes."""
+    rows, cols = matrix_shape(shape)
+    numbers, nbytes = BLOCK_TYPES[kind]
+    return rows, cols // numbers * nbytes
+
+
+def values_of(kind: str, blocks: Bytes) -> Floats:
+    """[blocks, bytes of a block] -> [blocks, numbers of a block] float32."""
+    return _VALUES[kind](blocks)
+
+
+def _q4_0(blocks: Bytes) -> Floats:
+    codes = _nibbles(blocks[:, _HALF:], 16).reshape(-1, 32)
+    return _halves(blocks[:, :_HALF]) * (codes.astype(np.float32) - 8)
+
+
+def _q8_0(blocks: Bytes) -> Floats:
+    codes = np.ascontiguousarray(blocks[:, _HALF:]).view(np.int8)
+    return codes.astype(np.float32) * _halves(blocks[:, :_HALF])
+
+
+def _q4_k(blocks: Bytes) -> Floats:
+    codes = _nibbles(blocks[:, 2 * _HALF + _SCALES :], 32)
+    return _with_minima(blocks, codes)
+
+
+def _q5_k(blocks: Bytes) -> Floats:
+    start = 2 * _HALF + _SCALES
+    fifth, low = blocks[:, start : start + 32], _nibbles(blocks[:, start + 32 :], 32)
+    shifts = np.arange(8, dtype=np.uint8)[:, None]
+    high: Bytes = fifth[:, None, :] >> shifts & np.uint8(1)
+    codes: Bytes = low | high << np.uint8(4)
+    return _with_minima(blocks, codes)
+
+
+def _q6_k(blocks: Bytes) -> Floats:
+    low = _nibbles(blocks[:, :128], 64).reshape(-1, 8, 32)
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3
+    codes = low | high.reshape(-1, 8, 32) << 4
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
+    factors = _halves(blocks[:, 208:]) * scales
+    values = factors[:, :, None] * (codes.astype(np.float32) - 32).reshape(-1, 16, 16)
+    return values.reshape(-1, 256)
+
+
+def _with_minima(blocks: Bytes, codes: Bytes) -> Floats:
+    """codes: [blocks, 8, 32]."""
+    scales, minima = scales_and_minima(blocks[:, 2 * _HALF : 2 * _HALF + _SCALES])
+    factors = _halves(blocks[:, :_HALF]) * scales
+    offsets = _halves(blocks[:, _HALF : 2 * _HALF]) * minima
+    values = factors[:, :, None] * codes.astype(np.float32) - offsets[:, :, None]
+    return values.reshape(-1, 256)
+
+
+def scales_and_minima(packed: Bytes) -> tuple[Floats, Floats]:
+    """[blocks, 12] -> two of [blocks, 8]: numbers of 6 bits.
+
+    The first four have their bits in one byte each. The upper two bits of the last four are in the same bytes, the
+    lower four in the last four bytes.
+    """
+    scales, minima, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    upper_scales, upper_minima = scales >> 2 & 0x30, minima >> 2 & 0x30
+    first = np.concatenate([scales & 63, rest & 15 | upper_scales], axis=1)
+    second = np.concatenate([minima & 63, rest >> 4 | upper_minima], axis=1)
+    return first.astype(np.float32), second.astype(np.float32)
+
+
+def _nibbles(packed: Bytes, run: int) -> Bytes:
+    """[blocks, bytes] -> [blocks, 2 * bytes / run, run]: each `run` bytes hold their low codes, then their high ones."""
+    runs = packed.reshape(len(packed), -1, 1, run)
+    codes: Bytes = np.concatenate([runs & 15, runs >> 4], axis=2)
+    return codes.reshape(len(packed), -1, run)
+
+
+def _halves(stored: Bytes) -> Floats:
+    """[blocks, 2] bytes of a float16 -> [blocks, 1] float32."""
+    return np.ascontiguousarray(stored).view(np.float16).astype(np.float32)
+
+
+_VALUES: Mapping[str, Callable[[Bytes], Floats]] = {
+    "q4_0": _q4_0,
+    "q8_0": _q8_0,
+    "q4_k": _q4_k,
+    "q5_k": _q5_k,
+    "q6_k": _q6_k,
+}
