@@ -269,6 +269,8 @@ class Engine:
         square = self._reduce_gradients(self.optimizer)
         scores = None if self._watch is None else self._watch.found()
         totals = self._sum_over_world(losses, square, signals)
+        # Here the host has waited for all of the device's work. After the update it would wait for the update too.
+        largest_score = None if scores is None else float(scores.top)
         loss, tokens = totals.losses[0]
         norm, factor = 0.0, 1.0
         if tokens:
@@ -292,7 +294,7 @@ class Engine:
             loss_scale=scale,
             signals=tuple(totals.signals),
             others=self._means_of_others(totals),
-            largest_score=None if scores is None else float(scores.top),
+            largest_score=largest_score,
         )
 
     def _begin_step(self) -> None:

@@ -8,6 +8,7 @@ from megaconv.megatron.arguments.notices import core_notices, embedding_notices,
 from megatron_lite.checkpoint.adapter_runs import AdapterStart
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
+from megatron_lite.loop.devices import device_of
 from megatron_lite.loop.run import Run
 from megatron_lite.settings.config import PRECISION_FLAGS, flags
 from megatron_lite.settings.options import LoRA
@@ -48,6 +49,9 @@ def _introduce_model(run: Run) -> None:
     model = f"{config.family}, {config.layer_count} layers of {config.hidden}, {options.dtype}"
     state = _bytes_each(run) if options.lora is None else "frozen"
     run.say(f"{model}; {parameters:,} parameters on this rank, {state}")
+    device = device_of(str(run.place)) if run.engine.grid.device.type == "cuda" else None
+    if device is not None:
+        run.say(f"data sheet of {device}")
 
 
 def _introduce_start(run: Run, start: Start | None) -> None:
