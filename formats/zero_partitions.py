@@ -14,16 +14,15 @@ Moments are stored like the fp32 parameters. Source: deepspeed 0.19.8, its engin
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from formats import torch_zip, zero_ownership, zero_universal
+from formats import torch_zip, zero_ownership, zero_universal, zero_vectors
 from formats.errors import CorruptCheckpoint, UnsafeContent, UnsupportedInput
-from formats.flattened import narrowed, vector
 from formats.regular_files import read_small
 from formats.tensor import LazyTensor, Shape, as_shape, read_tensor
 
@@ -34,6 +33,11 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _OTHERS = re.compile(r"layer_\d+_expert_.*|expp_rank_.*")
 _WRAPPERS = re.compile(r"^(module\.)+|_orig_mod\.")
+_KEYS_BY_STAGE = {
+    2: ("base_optimizer_state", "single_partition_of_fp32_groups"),
+    3: ("optimizer_state_dict", "fp32_flat_groups"),
+}
+"""Keys of a rank's file, by stage: torch's optimizer state, and the fp32 vectors."""
 _Value = TypeVar("_Value")
 
 
@@ -46,17 +50,17 @@ class ZeroCheckpoint:
     ranks: int
     module: Mapping[str, LazyTensor]
     """The module's tensors as stored: empty under stage 3."""
-    slots: Mapping[str, Mapping[str, LazyTensor]]
-    """`master`, `exp_avg`, `exp_avg_sq` -> tensors by name, for the trained parameters."""
-    groups: Sequence[Mapping[str, Any]]
-    """The optimizer's own groups, in its order."""
-    group_of: Mapping[str, int]
-    step: int | None
-    """Number of updates."""
     shared: Mapping[str, str]
     """Second name of a tensor -> its first name."""
     state: Mapping[str, Any] = field(repr=False)
     """The rest of the first model_states file."""
+    slots: Mapping[str, Mapping[str, LazyTensor]] = field(default_factory=dict)
+    """`master`, `exp_avg`, `exp_avg_sq` -> tensors by name, for the trained parameters."""
+    groups: Sequence[Mapping[str, Any]] = ()
+    """The optimizer's own groups, in its order."""
+    group_of: Mapping[str, int] = field(default_factory=dict)
+    step: int | None = None
+    """Number of updates."""
     further: Sequence[str] = ()
     """Optimizer state of the parameters besides Adam's moments. It is not read."""
     universal: bool = False
@@ -106,43 +110,63 @@ def open_step(path: Path) -> ZeroCheckpoint:
 
     Raises CorruptCheckpoint for an incomplete step, and UnsupportedInput for a kind that can't be read.
     """
+    _refuse_sharded_experts(path)
+    models, optimizers = _files(path, _MODEL), _files(path, _OPTIMIZER)
+    first = models[min(models)]
+    state = _read(first)
+    with _known_form(path):
+        module = {_plain(name): tensor for name, tensor in _tensors(state.get("module"), first)}
+        shared = dict(state.get("shared_params") or {})
+        step = ZeroCheckpoint(
+            directory=path,
+            stage=0,
+            ranks=_rank_count(path, state, optimizers),
+            module=module,
+            shared={_plain(name): _plain(owner) for name, owner in shared.items()},
+            state={name: value for name, value in state.items() if name != "module"},
+        )
+        if zero_universal.is_universal(path):
+            return _with_universal_state(step)
+        if not optimizers:
+            _require_whole_module(step)
+            return step
+        contents = {file: _read(file)["optimizer_state_dict"] for file in optimizers.values()}
+        return _with_partitions(step, _partitions(path, contents))
+
+
+def _refuse_sharded_experts(path: Path) -> None:
     others = sorted(child.name for child in path.iterdir() if _OTHERS.fullmatch(child.name))
     if others:
         raise UnsupportedInput(
-            f"{path}: {others[0]} is of experts cut by DeepSpeed, which are not supported; "
+            f"{path}: {others[0]} is of experts sharded by DeepSpeed, which are not supported; "
             "save it as one model, or convert it with DeepSpeed's ds_to_universal"
         )
-    models, optimizers = _files(path, _MODEL), _files(path, _OPTIMIZER)
-    state = _read(models[min(models)])
-    with _known_form(path):
-        if state.get("mp_world_size", 1) != 1:
-            raise UnsupportedInput(
-                f"{path}: is cut over {state['mp_world_size']!r:.40} tensor-parallel ranks, which is not supported"
-            )
-        ranks = int(state.get("dp_world_size") or len(optimizers) or 1)
-        if optimizers and (len(optimizers) != ranks or max(optimizers) != ranks - 1):
-            missing = next((rank for rank in range(ranks) if rank not in optimizers), None)
-            what = (
-                f"there are {len(optimizers)}"
-                if missing is None
-                else f"rank {missing}'s is missing"
-            )
-            raise CorruptCheckpoint(
-                f"{path}: was saved by {ranks} ranks, each with an *_optim_states.pt; {what}",
-                code="missing-file",
-            )
-        module = {
-            _plain(name): tensor
-            for name, tensor in _tensors(state.get("module"), models[min(models)])
-        }
-        shared = {
-            _plain(name): _plain(owner)
-            for name, owner in dict(state.get("shared_params") or {}).items()
-        }
-        if zero_universal.is_universal(path):
-            return _universal(path, ranks, module, shared, state)
-        partitions = {file: _read(file)["optimizer_state_dict"] for file in optimizers.values()}
-        return _joined(path, ranks, module, shared, state, partitions)
+
+
+def _rank_count(path: Path, state: Mapping[str, Any], optimizers: Mapping[int, Path]) -> int:
+    """The number of data-parallel ranks. Raises CorruptCheckpoint if an optimizer file of a rank is missing."""
+    tensor_parallel_size = state.get("mp_world_size", 1)
+    if tensor_parallel_size != 1:
+        raise UnsupportedInput(
+            f"{path}: is sharded over {tensor_parallel_size!r:.40} tensor-parallel ranks, which is not supported"
+        )
+    ranks = int(state.get("dp_world_size") or len(optimizers) or 1)
+    is_complete = len(optimizers) == ranks and max(optimizers) == ranks - 1
+    if not optimizers or is_complete:
+        return ranks
+    missing = next((rank for rank in range(ranks) if rank not in optimizers), None)
+    found = f"there are {len(optimizers)}" if missing is None else f"rank {missing}'s is missing"
+    raise CorruptCheckpoint(
+        f"{path}: was saved by {ranks} ranks, each with an *_optim_states.pt; {found}",
+        code="missing-file",
+    )
+
+
+def _require_whole_module(step: ZeroCheckpoint) -> None:
+    if any(0 in tensor.shape for tensor in step.module.values()):
+        raise CorruptCheckpoint(
+            f"{step.directory}: its model_states are of stage 3, which stores weights in *_optim_states.pt; no such file exists"
+        )
 
 
 @contextmanager
@@ -155,69 +179,95 @@ def _known_form(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _joined(
-    path: Path,
-    ranks: int,
-    module: Mapping[str, LazyTensor],
-    shared: Mapping[str, str],
-    state: Mapping[str, Any],
-    by_file: Mapping[Path, Mapping[str, Any]],
-) -> ZeroCheckpoint:
-    """by_file: file -> content of each rank's *_optim_states.pt, in the order of the ranks."""
-    partitions = list(by_file.values())
-    rest = {name: value for name, value in state.items() if name != "module"}
-    if not partitions:
-        if any(0 in tensor.shape for tensor in module.values()):
-            raise CorruptCheckpoint(
-                f"{path}: its model_states are of stage 3, which stores weights in *_optim_states.pt; no such file exists"
-            )
-        return ZeroCheckpoint(path, 0, ranks, module, {}, (), {}, None, shared, rest)
-    shapes = [
-        {_plain(name): as_shape(tuple(shape)) for name, shape in group.items()}
-        for group in state["param_shapes"]
-    ]
-    whole = "fp32_flat_groups" in partitions[0]
-    base = [
-        partition["optimizer_state_dict" if whole else "base_optimizer_state"]
-        for partition in partitions
-    ]
-    if not all(isinstance(each, dict) for each in base):
+@dataclass(frozen=True)
+class _Partitions:
+    """The optimizer state of all ranks, in the order of the ranks."""
+
+    files: Sequence[Path]
+    """The *_optim_states.pt of each rank."""
+    stage: int
+    """3, or 2 for stages 1 and 2, which are stored alike."""
+    states: Sequence[Mapping[str, Any]]
+    """torch's state of each rank's optimizer: `state` by the number of a vector, and `param_groups`."""
+    masters: Sequence[Sequence[LazyTensor]]
+    """The fp32 vectors of each rank: one per group, several for a large group of stage 3."""
+    paddings: Any
+    """Elements behind each parameter of each group under stages 1 and 2, or None."""
+    slices: Sequence[Sequence[Mapping[str, Any]]]
+    """What each file lists as its slices of each group. Empty where DeepSpeed lists none."""
+
+    def vectors(self, slot: str) -> list[list[LazyTensor]]:
+        """The vectors of a moment, in the order of `masters`."""
+        return [
+            [state["state"][number][slot] for number in range(len(masters))]
+            for state, masters in zip(self.states, self.masters, strict=True)
+        ]
+
+    def has(self, slot: str) -> bool:
+        return all(slot in state["state"].get(0, {}) for state in self.states)
+
+    def further_slots(self) -> list[str]:
+        """Names of the optimizer state besides Adam's."""
+        found = set[str]()
+        for state in self.states:
+            for held in state["state"].values():
+                found.update(map(str, held))
+        return sorted(found - {"step", *MOMENTS})
+
+
+def _partitions(path: Path, contents: Mapping[Path, Mapping[str, Any]]) -> _Partitions:
+    """contents: file -> content of each rank's *_optim_states.pt, in the order of the ranks."""
+    ranks = list(contents.values())
+    stage = 3 if "fp32_flat_groups" in ranks[0] else 2
+    state_key, master_key = _KEYS_BY_STAGE[stage]
+    states = [rank[state_key] for rank in ranks]
+    if not all(isinstance(state, dict) for state in states):
         raise UnsupportedInput(
             f"{path}: is an elastic checkpoint of an old DeepSpeed, which is not supported"
         )
-    if whole and state.get("frozen_param_shapes"):
+    return _Partitions(
+        files=list(contents),
+        stage=stage,
+        states=states,
+        masters=[rank[master_key] for rank in ranks],
+        paddings=ranks[0].get("param_alignment_paddings"),
+        slices=[rank.get("param_slice_mappings") or () for rank in ranks],
+    )
+
+
+def _with_partitions(step: ZeroCheckpoint, partitions: _Partitions) -> ZeroCheckpoint:
+    """The step with the optimizer state of its ranks' partitions."""
+    path, state = step.directory, step.state
+    if partitions.stage == 3 and state.get("frozen_param_shapes"):
         raise UnsupportedInput(
             f"{path}: has frozen parameters under stage 3, which are not supported"
         )
-    masters = [
-        partition["fp32_flat_groups" if whole else "single_partition_of_fp32_groups"]
-        for partition in partitions
-    ]
-    vectors = {MASTER: masters} | {
-        slot: [[each["state"][index][slot] for index in range(len(master))] for each, master in zip(base, masters, strict=True)]
-        for slot in MOMENTS
-        if all(slot in each["state"].get(0, {}) for each in base)
-    }  # fmt: skip
-    paddings = partitions[0].get("param_alignment_paddings")
-    cut = _cut_by_itself if whole else _cut_as_groups
-    slots = {slot: dict(cut(path, shapes, held, paddings)) for slot, held in vectors.items()}
-    if whole:
-        zero_ownership.require_different(list(by_file), masters)
+    shapes = [_by_plain_name(_shapes_of(group)) for group in state["param_shapes"]]
+    vectors = {MASTER: partitions.masters}
+    vectors |= {slot: partitions.vectors(slot) for slot in MOMENTS if partitions.has(slot)}
+    cut = (
+        zero_vectors.parameters_of_stage_3
+        if partitions.stage == 3
+        else zero_vectors.parameters_of_groups
+    )
+    slots = {
+        slot: dict(cut(path, shapes, ranks, partitions.paddings)) for slot, ranks in vectors.items()
+    }
+    if partitions.stage == 3:
+        zero_ownership.require_different(partitions.files, partitions.masters)
     elif not _reorders(state):
-        _require_own_slices(by_file, shapes, masters, paddings)
-    steps = {int(value) for each in base for value in _steps(each["state"])}
-    if len(steps) > 1:
-        raise CorruptCheckpoint(
-            f"{path}: its groups were updated different numbers of times: {sorted(steps)}"
-        )
-    groups = tuple(dict(group) for group in base[0]["param_groups"])
-    group_of = _group_of(shapes, groups)
-    step = steps.pop() if steps else None
-    kept = {str(name) for each in base for held in each["state"].values() for name in held}
-    return ZeroCheckpoint(
-        path, 3 if whole else 2, ranks, module, slots, groups, group_of, step, shared, rest,
-        further=sorted(kept - {"step", *MOMENTS}),
-    )  # fmt: skip
+        _require_own_slices(partitions, shapes)
+    groups = tuple(dict(group) for group in partitions.states[0]["param_groups"])
+    steps = [update for held in partitions.states for update in _steps(held["state"])]
+    return replace(
+        step,
+        stage=partitions.stage,
+        slots=slots,
+        groups=groups,
+        group_of=_group_of(shapes, groups),
+        step=_same_step(path, steps, "groups"),
+        further=partitions.further_slots(),
+    )
 
 
 def _reorders(state: Mapping[str, Any]) -> bool:
@@ -227,60 +277,33 @@ def _reorders(state: Mapping[str, Any]) -> bool:
     return isinstance(stages, dict) and bool(stages.get("round_robin_gradients"))
 
 
-def _require_own_slices(
-    by_file: Mapping[Path, Mapping[str, Any]],
-    shapes: Sequence[Mapping[str, Shape]],
-    masters: Sequence[Sequence[LazyTensor]],
-    paddings: Any,
-) -> None:
+def _require_own_slices(partitions: _Partitions, shapes: Sequence[Mapping[str, Shape]]) -> None:
     """Raise CorruptCheckpoint if a file lists other slices of a group than its rank has."""
-    listed = [
-        [
-            {_plain(name): at for name, at in group.items()}
-            for group in partition.get("param_slice_mappings") or ()
-        ]
-        for partition in by_file.values()
-    ]
+    listed = [[_by_plain_name(group) for group in groups] for groups in partitions.slices]
     for index, group in enumerate(shapes):
-        partitions = [vectors[index].shape[0] for vectors in masters]
-        starts, _ = _starts(group, paddings, index)
-        held = zero_ownership.slices(starts, group, partitions)
-        zero_ownership.require_own_slices(list(by_file), index, held, listed)
+        sizes = [vectors[index].shape[0] for vectors in partitions.masters]
+        starts, _ = zero_vectors.starts(group, partitions.paddings, index)
+        held = zero_ownership.slices(starts, group, sizes)
+        zero_ownership.require_own_slices(partitions.files, index, held, listed)
 
 
-def _starts(group: Mapping[str, Shape], paddings: Any, index: int) -> tuple[dict[str, int], int]:
-    """(first element of each parameter of a group in the joined vector, end of the last padding), under stages 1 and 2."""
-    starts, start = dict[str, int](), 0
-    for number, (name, shape) in enumerate(group.items()):
-        starts[name] = start
-        start += prod(shape) + (paddings[index][number] if paddings else 0)
-    return starts, start
-
-
-def _universal(
-    path: Path,
-    ranks: int,
-    module: Mapping[str, LazyTensor],
-    shared: Mapping[str, str],
-    state: Mapping[str, Any],
-) -> ZeroCheckpoint:
-    groups = [_shapes_of(group) for group in state["param_shapes"]]
+def _with_universal_state(step: ZeroCheckpoint) -> ZeroCheckpoint:
+    """The step with the optimizer state that ds_to_universal wrote, one folder per parameter."""
+    path = step.directory
+    groups = [_shapes_of(group) for group in step.state["param_shapes"]]
     shapes = dict[str, Shape]()
     for group in groups:
         shapes |= group
-    second_names = tuple(state.get("shared_params") or ())
+    second_names = tuple(step.state.get("shared_params") or ())
     found = zero_universal.read(path, shapes, second_names)
-    return ZeroCheckpoint(
-        directory=path,
+    held = {number: {"step": update} for number, update in enumerate(found.steps)}
+    return replace(
+        step,
         stage=found.stage,
-        ranks=ranks,
-        module=module,
         slots={slot: _by_plain_name(tensors) for slot, tensors in found.slots.items()},
         groups=found.groups,
         group_of=_by_plain_name(_group_of(groups, found.groups)),
-        step=_universal_step(path, found.steps),
-        shared=shared,
-        state={name: value for name, value in state.items() if name != "module"},
+        step=_same_step(path, _steps(held), "parameters"),
         universal=True,
     )
 
@@ -293,13 +316,12 @@ def _by_plain_name(values: Mapping[str, _Value]) -> dict[str, _Value]:
     return {_plain(name): value for name, value in values.items()}
 
 
-def _universal_step(path: Path, held: Sequence[Any]) -> int | None:
-    """The number of updates that all parameters have had, or None if no file has one."""
-    numbered = {number: {"step": step} for number, step in enumerate(held)}
-    steps = {int(step) for step in _steps(numbered)}
+def _same_step(path: Path, found: Iterable[float], parts: str) -> int | None:
+    """The number of updates that all parts of the optimizer have had, or None if no part has one."""
+    steps = {int(step) for step in found}
     if len(steps) > 1:
         raise CorruptCheckpoint(
-            f"{path}: its parameters were updated different numbers of times: {sorted(steps)}"
+            f"{path}: its {parts} were updated different numbers of times: {sorted(steps)}"
         )
     return steps.pop() if steps else None
 
@@ -348,51 +370,3 @@ def _steps(state: Mapping[int, Mapping[str, Any]]) -> Iterator[float]:
             )
         elif step is not None:
             yield float(step)
-
-
-def _cut_as_groups(
-    path: Path,
-    shapes: Sequence[Mapping[str, Shape]],
-    ranks: Sequence[Sequence[LazyTensor]],
-    paddings: Any,
-) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield the tensors of stages 1 and 2. ranks: each rank's partition of each group."""
-    for index, group in enumerate(shapes):
-        whole = vector([rank[index] for rank in ranks])
-        starts, end = _starts(group, paddings, index)
-        last = max((starts[name] + prod(shape) for name, shape in group.items()), default=0)
-        elements = whole.shape[0]
-        align = 2 * len(ranks)
-        if last > elements or -(-end // align) != -(-elements // align):
-            in_parameters = sum(map(prod, group.values()))
-            raise CorruptCheckpoint(
-                f"{path}: group {index} of the optimizer has {elements:,} elements, its parameters "
-                f"{in_parameters:,}; files of several runs, or incomplete ones?",
-                code="truncated-file",
-            )
-        for name, shape in group.items():
-            yield name, narrowed(whole, starts[name], shape)
-
-
-def _cut_by_itself(
-    path: Path,
-    shapes: Sequence[Mapping[str, Shape]],
-    ranks: Sequence[Sequence[LazyTensor]],
-    paddings: Any,
-) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield the tensors of stage 3. ranks: each rank's vectors."""
-    vectors, start = [vector(rank) for rank in ranks], 0
-    for name, shape in (item for group in shapes for item in group.items()):
-        piece = -(-prod(shape) // len(ranks))
-        counts = [max(0, min(piece, prod(shape) - rank * piece)) for rank in range(len(ranks))]
-        parts = [
-            narrowed(held, start, (count,))
-            for held, count in zip(vectors, counts, strict=True)
-            if count
-        ]
-        yield name, narrowed(vector(parts), 0, shape)
-        start += piece
-    if any(start > held.shape[0] for held in vectors):
-        raise CorruptCheckpoint(
-            f"{path}: its ranks hold fewer elements than its parameters have", code="truncated-file"
-        )
