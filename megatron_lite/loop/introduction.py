@@ -23,6 +23,7 @@ def introduce(
 ) -> None:
     """Print the log lines. former_dtype: see prepare.Basis."""
     _introduce_model(run)
+    _introduce_device(run)
     _introduce_start(run, start)
     _introduce_evaluations(run)
     if run.saver is not None and start is not None:
@@ -49,8 +50,12 @@ def _introduce_model(run: Run) -> None:
     model = f"{config.family}, {config.layer_count} layers of {config.hidden}, {options.dtype}"
     state = _bytes_each(run) if options.lora is None else "frozen"
     run.say(f"{model}; {parameters:,} parameters on this rank, {state}")
-    device = device_of(str(run.place)) if run.engine.grid.device.type == "cuda" else None
-    if device is not None:
+
+
+def _introduce_device(run: Run) -> None:
+    """Say the figures of a known GPU, as MFU relates to its rate."""
+    device = device_of(str(run.place))
+    if run.engine.grid.device.type == "cuda" and device is not None:
         run.say(f"data sheet of {device}")
 
 

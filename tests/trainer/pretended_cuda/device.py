@@ -103,6 +103,8 @@ class GpuTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist:  # not called as a method
+            return cls.tolist(*args)
         if func is F.scaled_dot_product_attention and fits_flash(*args, **(kwargs or {})):
             func = flash_sdpa
         if func is F.rms_norm:
@@ -199,9 +201,7 @@ def held_of(found: Any) -> Any:
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    of_gpu = [x for x in tensors if isinstance(x, GpuTensor)]
-    of_cpu = [x for x in tensors if not isinstance(x, GpuTensor)]
+    of_gpu, of_cpu = _by_device(args, kwargs)
     wanted = kwargs.get("device")
     target = None if wanted is None else torch.device(wanted).type
     on_gpu = target == "cuda" or (target is None and bool(of_gpu))
@@ -210,15 +210,28 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if of_gpu or on_gpu:
         _note(func, args, kwargs, target, of_gpu, of_cpu)
         _use_memory(func, args, kwargs)
-    if func is ATEN.copy_.default and of_gpu and of_cpu and _is_pinned_copy(*args, **kwargs):
+    between = func is ATEN.copy_.default and bool(of_gpu and of_cpu)
+    if between and _is_pinned_copy(*args, **kwargs):
         return args[0]
     found = _compute(func, args, kwargs, on_gpu=on_gpu)
     if func is ATEN._to_copy.default and on_gpu and of_cpu and kwargs.get("non_blocking"):
         _note_pinned_source(of_cpu[0])
+    if between and not isinstance(args[0], GpuTensor):
+        return args[0]
     if func.namespace == "c10d" or not on_gpu:
         return found
-    if func is ATEN.copy_.default and not isinstance(args[0], GpuTensor):
-        return args[0]
+    return _as_gpu_tensors(func, args, kwargs, found, of_gpu)
+
+
+def _by_device(args: Any, kwargs: Any) -> tuple[list[GpuTensor], list[Tensor]]:
+    """Return the tensors on the GPU and those on the CPU."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    of_gpu = [x for x in tensors if isinstance(x, GpuTensor)]
+    return of_gpu, [x for x in tensors if not isinstance(x, GpuTensor)]
+
+
+def _as_gpu_tensors(func: Any, args: Any, kwargs: Any, found: Any, of_gpu: list[GpuTensor]) -> Any:
+    """Wrap the results. Views share the memory of their base."""
     # A view of a tensor from outside inference mode has a version counter, as its base has.
     counted = _is_view(func) and not any(x.is_inference() for x in of_gpu)
     with torch.inference_mode(torch.is_inference_mode_enabled() and not counted):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.rank_state import rank_snapshot
@@ -20,6 +21,7 @@ from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import ModelOptions
 from tests.trainer.parallel import test_preference as preference
 from tests.trainer.parallel.small import MODELS, Case, make_engine, own_batches
+from tests.trainer.pretended_cuda.collectives import through_gloo
 from tests.trainer.pretended_cuda.device import GPU, PretendedGpu
 from tests.trainer.pretended_cuda.library import PretendedWorld
 
@@ -39,13 +41,12 @@ def _prefer(device: torch.device) -> tuple[list[list[float]], list[float]]:
 
 def _prefer_on_both(_rank: int) -> Any:
     on_cpu = _prefer(CPU)
-    with PretendedGpu() as record:
-        on_gpu = _prefer(GPU)
-        return on_cpu, on_gpu, dict(record.waits)
+    with PretendedGpu():
+        return on_cpu, _prefer(GPU)
 
 
 def test_preferences_are_learned_as_on_a_cpu(gpu_world: PretendedWorld) -> None:
-    ((known, losses), (found, found_losses), _) = gpu_world.run(1, _prefer_on_both)[0]
+    ((known, losses), (found, found_losses)) = gpu_world.run(1, _prefer_on_both)[0]
     for row, expected in zip(found, known, strict=True):
         assert row == pytest.approx(expected, rel=1e-5)
     assert found_losses == pytest.approx(losses, rel=1e-5)
@@ -60,15 +61,22 @@ REQUESTS = [
 ]
 
 
-def _generate(model: str, device: torch.device) -> tuple[list[Answer], list[Answer], list[Any]]:
-    """Return the answers in one running batch, the answers one by one, and scores of the prompts."""
+Generated = tuple[list[Answer], list[Answer], list[Tensor]]
+"""The answers in one running batch, the answers one by one, and scores of the prompts."""
+
+
+def _generate(rank: int, model: str, device: torch.device, tp: int = 1) -> Generated | None:
+    """Return what is generated; None on ranks that follow."""
     config = MODELS[model]
-    layout = Layout(stage_layers=(config.layer_count,))
+    layout = Layout(tp, stage_layers=(config.layer_count,))
     grid = make_grid(layout, 1, device, experts=config.experts.count > 0)
     options = ModelOptions(dtype="float32", trains=False, vocab_divisor=4)
     engine = Engine(config, grid, options, None)
     init_weights(engine, std=0.3, seed=5)
     engine_model = EngineModel(engine, SLOTS, LENGTH)
+    if rank:
+        engine_model.follow()
+        return None
     together = generate(engine_model, REQUESTS)
     alone = [generate(engine_model, [request])[0] for request in REQUESTS]
     scores = [scored.log_probs for scored in engine_model.score(PROMPTS, 2)]
@@ -76,10 +84,19 @@ def _generate(model: str, device: torch.device) -> tuple[list[Answer], list[Answ
     return together, alone, scores
 
 
-def _generate_on_both(_rank: int, model: str) -> Any:
-    on_cpu = _generate(model, CPU)
-    with PretendedGpu():
-        return on_cpu, _generate(model, GPU)
+def _generate_on_both(rank: int, model: str, tp: int = 1) -> Any:
+    on_cpu = _generate(rank, model, CPU, tp)
+    with PretendedGpu(), through_gloo():
+        return on_cpu, _generate(rank, model, GPU, tp)
+
+
+def _require_same_tokens(on_cpu: Generated, on_gpu: Generated) -> None:
+    for expected, found in zip(on_cpu[:2], on_gpu[:2], strict=True):
+        assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+        beams = [[beam.tokens for beam in answers[-1].beams] for answers in (found, expected)]
+        assert beams[0] == beams[1] != []
+    for expected_scores, scores in zip(on_cpu[2], on_gpu[2], strict=True):
+        torch.testing.assert_close(scores, expected_scores, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -91,13 +108,14 @@ def _generate_on_both(_rank: int, model: str) -> Any:
 )
 def test_generated_tokens_are_those_of_a_cpu(gpu_world: PretendedWorld, model: str) -> None:
     """In a running batch and one by one; sampled too, as tokens are drawn on the CPU."""
-    (on_cpu, on_gpu) = gpu_world.run(1, _generate_on_both, model)[0]
-    for expected, found in zip(on_cpu[:2], on_gpu[:2], strict=True):
-        assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
-        beams = [[beam.tokens for beam in answers[-1].beams] for answers in (found, expected)]
-        assert beams[0] == beams[1] != []
-    for expected_scores, scores in zip(on_cpu[2], on_gpu[2], strict=True):
-        torch.testing.assert_close(scores, expected_scores, rtol=1e-4, atol=1e-4)
+    ((on_cpu, on_gpu),) = gpu_world.run(1, _generate_on_both, model)
+    _require_same_tokens(on_cpu, on_gpu)
+
+
+@pytest.mark.slow
+def test_two_ranks_generate_as_two_cpus(gpu_world: PretendedWorld) -> None:
+    (found, _) = gpu_world.run(2, _generate_on_both, "qwen3", 2)
+    _require_same_tokens(*found)
 
 
 def _save_and_train(_rank: int, root: Path, asynchronous: bool) -> dict[str, torch.Tensor]:
