@@ -30,7 +30,7 @@ from megatron_lite.inference.batching import Request, generate
 from megatron_lite.inference.opening import open_model
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.processes import launch
-from megatron_lite.settings.config import Parallel
+from megatron_lite.settings.parallel import Parallel
 
 ROOT = Path(__file__).parents[1]
 PROMPT, VOCAB, LONGEST = 64, 16384, 512

@@ -14,6 +14,7 @@ import types
 from collections.abc import Iterator
 
 from megaconv.called import spelled
+from megaconv.commands.cli import COMMANDS
 
 MODULES = (
     *(
@@ -26,21 +27,6 @@ MODULES = (
     *("megaconv.engine.plan", "formats.tensor", "formats.output"),
 )
 """The modules that a Python user and the author of a plug-in import from."""
-
-COMMANDS = (
-    "convert",
-    "merge",
-    "push",
-    "inspect",
-    "plan",
-    "fingerprint",
-    "verify",
-    "diff",
-    "scan",
-    "formats",
-    "demo",
-)
-"""The commands of megaconv, in the order of the documentation."""
 
 HELP_ENVIRONMENT = {"COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
 """Variables for a help text that doesn't depend on a terminal."""

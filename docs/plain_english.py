@@ -155,7 +155,7 @@ def measure(area: str) -> Found:
 
 
 def faults(area: str, found: Found) -> Iterator[str]:
-    """What is wrong with an area's shares."""
+    """The faults of an area's shares."""
     for kind, limit in LIMITS[area]._asdict().items():
         share = found.share(getattr(found, kind))
         if share > limit:

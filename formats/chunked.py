@@ -56,16 +56,20 @@ class Rectangle(NamedTuple):
 
     def read_into(self, wanted: Box, out: Bytes) -> None:
         """Read a part of the rectangle. wanted: a box inside `box`."""
-        stored = self.stored.tensor()
-        if not self.transposed:
-            row = self.row + wanted.row0 - self.box.row0
-            col = self.col + wanted.col0 - self.box.col0
-            stored.read_into(Box(row, row + wanted.rows, col, col + wanted.cols), out)
+        if self.transposed:
+            self._read_column(wanted, out)
             return
-        # The column is a part of one stored row. Read it as a row: its elements have the order that the column needs.
+        row = self.row + wanted.row0 - self.box.row0
+        col = self.col + wanted.col0 - self.box.col0
+        stored_box = Box(row, row + wanted.rows, col, col + wanted.cols)
+        self.stored.tensor().read_into(stored_box, out)
+
+    def _read_column(self, wanted: Box, out: Bytes) -> None:
+        """Read a part of a column that is stored as a row. The order of the elements is the same."""
         first = self.col + wanted.row0 - self.box.row0
+        stored_box = Box(self.row, self.row + 1, first, first + wanted.rows)
         line = np.empty((1, out.size), np.uint8)
-        stored.read_into(Box(self.row, self.row + 1, first, first + wanted.rows), line)
+        self.stored.tensor().read_into(stored_box, line)
         np.copyto(out, line.reshape(out.shape))
 
 
@@ -112,11 +116,17 @@ class ChunkedTensor:
                 continue
             rows, cols = matrix_shape(chunk.shape[-2:])
             transposed = len(chunk.shape) == 1 and len(chunk.stored_shape) > 1
-            for index in product(*map(range, chunk.shape[:-2])):
+            leading_axes = map(range, chunk.shape[:-2])
+            for index in product(*leading_axes):
                 row0, col0 = self._corner(chunk, index)
-                box = Box(row0, row0 + rows, col0, col0 + cols)
                 row, col = _corner_in_chunk(chunk, index)
-                yield Rectangle(box, row, col, transposed, chunk.stored)
+                yield Rectangle(
+                    box=Box(row0, row0 + rows, col0, col0 + cols),
+                    row=row,
+                    col=col,
+                    transposed=transposed,
+                    stored=chunk.stored,
+                )
 
     def _corner(self, chunk: Chunk, index: tuple[int, ...]) -> tuple[int, int]:
         """(row, column) of a plane in the tensor's matrix. index: place of the plane on the chunk's leading axes."""
@@ -135,11 +145,12 @@ class ChunkedTensor:
             raise CorruptCheckpoint("a scalar can't be unstacked")
         slices: list[list[Chunk]] = [[] for _ in range(self.shape[0])]
         for chunk in self.chunks:
-            first, offset, shape = chunk.offset[0], chunk.offset[1:], chunk.shape[1:]
+            first = chunk.offset[0]
+            offset = chunk.offset[1:]
+            shape = chunk.shape[1:]
             for index in range(chunk.shape[0]):
-                inner = Chunk(
-                    offset, shape, chunk.stored, chunk.stored_shape, (*chunk.fixed, index)
-                )
+                fixed = (*chunk.fixed, index)
+                inner = Chunk(offset, shape, chunk.stored, chunk.stored_shape, fixed)
                 slices[first + index].append(inner)
         return [ChunkedTensor(self.shape[1:], self.dtype, chunks) for chunks in slices]
 
@@ -150,13 +161,14 @@ def joined(first: ChunkedTensor, second: ChunkedTensor) -> ChunkedTensor:
         raise CorruptCheckpoint(
             f"{list(first.shape)} {first.dtype} and {list(second.shape)} {second.dtype} don't fit"
         )
+    rows_above, *others = first.shape
     chunks = list(first.chunks)
     for chunk in second.chunks:
-        row = chunk.offset[0] + first.shape[0]
-        below = (row, *chunk.offset[1:])
+        row, *rest = chunk.offset
+        below = (rows_above + row, *rest)
         chunks.append(chunk._replace(offset=below))
-    rows = first.shape[0] + second.shape[0]
-    return ChunkedTensor((rows, *first.shape[1:]), first.dtype, chunks)
+    shape = (rows_above + second.shape[0], *others)
+    return ChunkedTensor(shape, first.dtype, chunks)
 
 
 def _corner_in_chunk(chunk: Chunk, index: tuple[int, ...]) -> tuple[int, int]:

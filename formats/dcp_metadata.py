@@ -101,9 +101,7 @@ def _parse(path: Path, state: Mapping[str, Any]) -> DcpMetadata:
         elif (name, None) in places:
             objects[name] = places[name, None]
         else:
-            raise CorruptCheckpoint(
-                f"{path}: doesn't say where {name} is stored; save the checkpoint again"
-            )
+            raise CorruptCheckpoint(f"{path}: has no file for {name}; save the checkpoint again")
     true_shapes = {
         name: data.get(_FLATTENED) for name, data in (state.get("mcore_data") or {}).items()
     }
@@ -148,13 +146,16 @@ def _tensor(
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
     if not isinstance(dtype, TorchDtype) or dtype.name not in ITEMSIZE:
         raise CorruptCheckpoint(f"{path}: {name} is of {dtype!r:.60}, which can't be read")
-    shape, chunks = _shape(entry["size"]), []
+    shape = _shape(entry["size"])
+    chunks = []
     for chunk in entry["chunks"]:
-        offset, sizes = _shape(chunk.state["offsets"]), _shape(chunk.state["sizes"])
+        offset = _shape(chunk.state["offsets"])
+        sizes = _shape(chunk.state["sizes"])
         place = places.get((name, offset))
         if place is None:
             raise CorruptCheckpoint(
-                f"{path}: doesn't say where the chunk of {name} at {list(offset)} is stored"
+                f"{path}: has no file for the chunk of {name} at {list(offset)}; "
+                "save the checkpoint again"
             )
         chunks.append(StoredChunk(offset, sizes, place))
     require_cover(f"{path}: {name}", shape, [chunk[:2] for chunk in chunks])
@@ -215,9 +216,10 @@ class _Records:
         self._begin_dict(names)
         self._storage(metadata)
         self._end_dict(names)
-        for name, value in (("storage_meta", None), ("version", "1.0.0")):
-            self._field(name)
-            self.writer.write(value)
+        self._field("storage_meta")
+        self.writer.write(None)
+        self._field("version")
+        self.writer.write("1.0.0")
         self._close()
 
     def _tensor(self, tensor: StoredTensor) -> None:

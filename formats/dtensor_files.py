@@ -66,9 +66,10 @@ def read(path: Path) -> tuple[dict[str, LazyTensor], int]:
             raise CorruptCheckpoint(
                 f"{file}: {other} isn't in the files of all ranks; are they of one run?"
             )
-    return {name: _joined(name, [state[name] for state in states], files) for name in names}, len(
-        files
-    )
+    found: dict[str, LazyTensor] = {}
+    for name in names:
+        found[name] = _joined(name, [state[name] for state in states], files)
+    return found, len(files)
 
 
 def _files(path: Path) -> list[Path]:
@@ -83,14 +84,16 @@ def _files(path: Path) -> list[Path]:
                     f"{child}: is another file of a rank that has one; keep one of them"
                 )
     if len(found) != 1:
+        sizes = " and ".join(map(str, sorted(found)))
         raise CorruptCheckpoint(
-            f"{path}: has model_world_size_N_rank_R.pt of runs with {' and '.join(map(str, sorted(found)))} ranks; keep one run's"
+            f"{path}: has model_world_size_N_rank_R.pt of runs with {sizes} ranks; keep one run's"
         )
     world, files = found.popitem()
     missing = next((rank for rank in range(world) if rank not in files), None)
     if missing is not None or len(files) != world:
+        file = path / f"model_world_size_{world}_rank_{missing}.pt"
         raise CorruptCheckpoint(
-            f"{path / f'model_world_size_{world}_rank_{missing}.pt'}: no such file; {len(files)} of {world} ranks are there",
+            f"{file}: no such file; {len(files)} of {world} ranks are there",
             code="missing-file",
         )
     return [files[rank] for rank in range(world)]
@@ -181,10 +184,13 @@ def _rebuilt(value: Opaque, what: str) -> tuple[Shape, _Part]:
     spec = _attributes(attributes["_spec"].state)
     mesh = _attributes(spec["mesh"].state)
     axes = tuple(_shard_axis(placement, what) for placement in spec["placements"])
-    offset, size = _place(shape, axes, _mesh_sizes(mesh), as_shape(mesh["_coordinate_on_dim"]))
+    mesh_sizes = _mesh_sizes(mesh)
+    coordinates = as_shape(mesh["_coordinate_on_dim"])
+    offset, size = _place(shape, axes, mesh_sizes, coordinates)
     if not hasattr(held, "read_into") or tuple(held.shape) != size:
         raise ValueError(
-            f"its part {list(held.shape)} should be {list(size)}, at {list(offset)} of {list(shape)}"
+            f"its part {list(held.shape)} should be {list(size)}, "
+            f"at {list(offset)} of {list(shape)}"
         )
     return shape, _Part(offset, size, held)
 

@@ -175,14 +175,15 @@ class _Reader:
         axes = int(self._number("<I"))
         if axes > AXES:
             raise ValueError(f"{name} has {axes} axes")
-        sizes = tuple(int(self._number("<Q")) for _ in range(axes))
+        sizes = [int(self._number("<Q")) for _ in range(axes)]
         if any(size >= AXIS for size in sizes):
-            raise ValueError(f"{name} has sizes {list(sizes)!r:.100}")
+            raise ValueError(f"{name} has sizes {sizes!r:.100}")
         number = int(self._number("<I"))
         offset = int(self._number("<Q"))
         if number not in TYPES:
             raise ValueError(f"{name} is of type {number}, which is not known")
-        return name, sizes[::-1], TYPES[number], offset
+        shape = tuple(reversed(sizes))
+        return name, shape, TYPES[number], offset
 
     def _value(self, kind: int, name: str) -> Value | None:
         """Read a value; None for an array that is too long to be kept."""
@@ -190,14 +191,17 @@ class _Reader:
             return self._text()
         if kind != _ARRAY:
             return self._scalar(kind)
-        item, count = int(self._number("<I")), int(self._number("<Q"))
+        item = int(self._number("<I"))
+        count = int(self._number("<Q"))
         self._lengths[name] = count
         if item == _ARRAY:
             raise ValueError(f"{name} is an array of arrays")
         if count > _LONGEST_ARRAY:
             self._skip(item, count)
             return None
-        return [self._text() if item == _STRING else self._scalar(item) for _ in range(count)]
+        if item == _STRING:
+            return [self._text() for _ in range(count)]
+        return [self._scalar(item) for _ in range(count)]
 
     def _skip(self, item: int, count: int) -> None:
         if item != _STRING:

@@ -95,13 +95,14 @@ class Columns:
     def _rows(self, start: int, until: int) -> tuple[bytes, list[tuple[bytes, ...]], int]:
         """(kinds of the repeated instructions, their operands in each repetition, end of the last repetition)."""
         data = self._machine.data
-        found = _TWICE.match(_kinds(data[start : min(until, start + _WINDOW)]))
-        if found is None or (
-            found[1] not in self._patterns and len(self._patterns) == _MOST_PATTERNS
-        ):
+        window = data[start : min(until, start + _WINDOW)]
+        found = _TWICE.match(_kinds(window))
+        if found is None:
             return b"", [], start
         kinds = found[1]
         if kinds not in self._patterns:
+            if len(self._patterns) == _MOST_PATTERNS:
+                return b"", [], start
             wanted = b"".join([_PATTERNS[kind] for kind in kinds])
             self._patterns[kinds] = re.compile(wanted + b"|" + _REST, re.DOTALL)
         rows: list[tuple[bytes, ...]] = self._patterns[kinds].findall(data, start, until)
@@ -225,17 +226,19 @@ class _Repetitions:
         One dictionary is copied for all repetitions, and values that differ are set in the copies.
         """
         items = self._to_mark()
+        key_columns = items[::2]
+        value_columns = items[1::2]
         target = self.stack[-1]
-        pairs = [(keys[0], values) for keys, values in zip(items[::2], items[1::2], strict=True)]
-        _require(_among(target, self.empty) and all(isinstance(keys, _Same) for keys in items[::2]))
+        pairs = [(keys[0], values) for keys, values in zip(key_columns, value_columns, strict=True)]
+        _require(_among(target, self.empty))
+        _require(all(isinstance(keys, _Same) for keys in key_columns))
         for key, _ in pairs:
             check_key(key)
         first = {key: values[0] for key, values in pairs}
         _require(len(first) == len(pairs))
         self.empty = [column for column in self.empty if column is not target]
-        target[:] = [
-            first.copy() for _ in target
-        ]  # in place: the column may also be among the columns for the memo
+        # In place: the column may also be among the columns for the memo.
+        target[:] = [first.copy() for _ in target]
         for key, values in pairs:
             if not isinstance(values, _Same):
                 for made, value in zip(target, values, strict=True):

@@ -140,13 +140,13 @@ def _check_tree(root: object, limit: int) -> None:
                 raise MalformedError("a container that contains itself")
             path += inner
             continue
-        below = [
-            sizes[id(part)] if id(part) in sizes else (1, len(_parts(part)))
-            for part in parts
-            if type(part) in _CONTAINERS
-        ]
-        levels = 1 + max((levels for levels, _ in below), default=0)
-        values = len(parts) + sum(values for _, values in below)
+        levels = 1
+        values = len(parts)
+        for part in parts:
+            if type(part) in _CONTAINERS:
+                levels_below, values_below = sizes.get(id(part)) or (1, len(_parts(part)))
+                levels = max(levels, 1 + levels_below)
+                values += values_below
         if levels > LIMIT_DEPTH or values > limit:
             raise MalformedError("containers are nested too deeply")
         sizes[id(node)] = levels, values

@@ -23,7 +23,8 @@ def run(machine: Machine) -> object:
     """The object at the next STOP. Raises MalformedError, UnsafeCallError, or any error that bad bytes cause."""
     columns = Columns(machine)
     while machine.position < machine.end:
-        if _reaches_stop(machine, columns, min(machine.end, machine.position + _BLOCK)):
+        until = min(machine.end, machine.position + _BLOCK)
+        if _reaches_stop(machine, columns, until):
             return machine.stack.pop()
         machine.require_allowed(max(machine.made, len(machine.memo)))
         machine.require_copies(machine.copied)

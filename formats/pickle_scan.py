@@ -161,11 +161,13 @@ def _of_archive(file: InputFile, start: int, nbytes: int) -> Iterator[Pickle]:
         return
     for name, entry in entries.items():
         head = file.read(entry.offset, min(entry.nbytes, len(NUMPY)))
-        where = f"{name} at byte {entry.offset}" if _is_pickle(name) else name
-        if not _is_storage(name, head):
-            yield from _of_entry(
-                name, file.read(entry.offset, min(entry.nbytes, PICKLE_BYTES)), where
-            )
+        if _is_storage(name, head):
+            continue
+        where = name
+        if _is_pickle(name):
+            where = f"{name} at byte {entry.offset}"
+        content = file.read(entry.offset, min(entry.nbytes, PICKLE_BYTES))
+        yield from _of_entry(name, content, where)
 
 
 def _of_compressed(

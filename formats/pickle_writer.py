@@ -23,7 +23,7 @@ _TYPED_STORAGES = {
 
 @dataclass(frozen=True)
 class Placeholder:
-    """A tensor that is written later, as a storage of its own. key: the caller's name for it, unique in the file."""
+    """A tensor that is written later, as a separate storage. key: the caller's name for it, unique in the file."""
 
     key: str
     shape: Shape
@@ -216,7 +216,7 @@ class PickleWriter:
         self.out += b"tb"
 
     def tensor(self, value: Placeholder | Constant) -> None:
-        """Write a tensor. Dtypes without a storage class of their own are stored in untyped storages, as in torch."""
+        """Write a tensor. Dtypes without a storage class are stored in untyped storages, as in torch."""
         if isinstance(value, Placeholder):
             if value.key in self.keys:
                 raise ValueError(f"two tensors of one file have the key {value.key!r}")
@@ -225,8 +225,10 @@ class PickleWriter:
         self.name("torch._utils", "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
         self.out += b"("
         self.storage(value)
-        for part in (0, value.shape, contiguous_strides(value.shape), False):
-            self.write(part)
+        self.write(0)  # storage offset
+        self.write(value.shape)
+        self.write(contiguous_strides(value.shape))
+        self.write(False)  # requires_grad
         self.ordered_dict({})  # backward hooks
         if not typed:
             self.dtype(TorchDtype(value.dtype))

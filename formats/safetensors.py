@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from formats.ceilings import HEADER_BYTES, HEADER_VALUES, INDEX_BYTES
@@ -126,10 +127,15 @@ class SafetensorsLayout:
 
     needs_checksums = False
 
-    def __init__(self, tensors: Mapping[str, tuple[Shape, str]]) -> None:
-        """tensors: name -> (shape, dtype)."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        position, spans = 0, {}
+    def __init__(
+        self,
+        tensors: Mapping[str, tuple[Shape, str]],
+        metadata: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """tensors: name -> (shape, dtype). metadata: further entries of `__metadata__`."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+        position = 0
+        spans: dict[str, tuple[int, int]] = {}
         for name, (shape, dtype) in tensors.items():
             end = position + byte_count(shape, dtype)
             header[name] = {
@@ -144,9 +150,9 @@ class SafetensorsLayout:
         self._header = len(text).to_bytes(8, "little") + text
         start = len(self._header)
         self.size = start + position
-        self.records = {
-            name: Record(start + begin, end - begin) for name, (begin, end) in spans.items()
-        }
+        self.records = {}
+        for name, (begin, end) in spans.items():
+            self.records[name] = Record(start + begin, end - begin)
 
     def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         yield 0, self._header

@@ -42,7 +42,7 @@ def read(directory: Path) -> dict[str, ChunkedTensor]:
         for name, tensor in safetensors.read(path).items():
             if name not in offsets:
                 raise CorruptCheckpoint(
-                    f"{path}: doesn't say where in {name} its part lies; save the checkpoint again"
+                    f"{path}: has no offset for its part of {name}; save the checkpoint again"
                 )
             pieces.setdefault(name, []).append((offsets[name], tensor))
     return {name: _join(directory, name, parts) for name, parts in pieces.items()}
@@ -61,17 +61,21 @@ def _offsets(path: Path) -> dict[str, Shape]:
 
 def _join(directory: Path, name: str, parts: list[tuple[Shape, FileTensor]]) -> ChunkedTensor:
     """Join the chunks of a tensor. No file gives the tensor's shape, so it is the smallest that holds all chunks."""
-    dtypes = {tensor.dtype for _, tensor in parts}
-    axes = {len(tensor.shape) for _, tensor in parts} | {len(offset) for offset, _ in parts}
+    dtypes, axes = set[str](), set[int]()
+    for offset, tensor in parts:
+        dtypes.add(tensor.dtype)
+        axes |= {len(offset), len(tensor.shape)}
     if len(axes) > 1 or len(dtypes) > 1:
         raise CorruptCheckpoint(
             f"{directory}: the parts of {name} have different numbers of axes, or dtypes"
         )
     shape = (0,) * axes.pop()
-    for offset, tensor in parts:
-        ends = map(sum, zip(offset, tensor.shape, strict=True))
-        shape = tuple(map(max, zip(shape, ends, strict=True)))
     places = [(offset, tensor.shape) for offset, tensor in parts]
+    for offset, sizes in places:
+        ends = map(sum, zip(offset, sizes, strict=True))
+        shape = tuple(map(max, shape, ends))
     require_cover(f"{directory}: {name}", shape, places)
-    chunks = [Chunk.whole(offset, tensor.shape, _Piece(tensor)) for offset, tensor in parts]
+    chunks = []
+    for offset, tensor in parts:
+        chunks.append(Chunk.whole(offset, tensor.shape, _Piece(tensor)))
     return ChunkedTensor(shape, dtypes.pop(), chunks)

@@ -76,7 +76,7 @@ class _Window(io.RawIOBase):
 
 
 def window(file: InputFile, start: int, nbytes: int) -> IO[bytes]:
-    """A range of a file as a file of its own."""
+    """A range of a file as a separate file."""
     return cast(IO[bytes], _Window(file, start, nbytes))
 
 

@@ -66,15 +66,18 @@ def _headers(file: InputFile) -> Iterator[tuple[_Header, int]]:
         block = file.read(position, _BLOCK)
         if not any(block):
             return
-        header, start = _parse(block, file.path, position), position + _BLOCK
+        header = _parse(block, file.path, position)
+        start = position + _BLOCK
         if large:
             header = header._replace(size=large)
         if start + header.size > file.size:
             raise CorruptCheckpoint(
-                f"{file.path}: {header.name!r:.100} should have {header.size:,} bytes, but the archive ends before; copy it again",
+                f"{file.path}: {header.name!r:.100} should have {header.size:,} bytes, "
+                "but the archive ends before; copy it again",
                 code="truncated-file",
             )
-        position = start + -(-header.size // _BLOCK) * _BLOCK
+        content_blocks = -(-header.size // _BLOCK)
+        position = start + content_blocks * _BLOCK
         if header.kind in (b"L", b"x", b"g"):
             if header.size > _MOST_NAME_BYTES:
                 raise CorruptCheckpoint(f"{file.path}: a name of {header.size:,} bytes")
@@ -90,14 +93,17 @@ def _headers(file: InputFile) -> Iterator[tuple[_Header, int]]:
     )
 
 
+def _size(field: bytes) -> int:
+    """A size in octal digits or, if it has too many digits, in bytes after the mark 0x80."""
+    return int.from_bytes(field[1:], "big") if field[0] == 0x80 else _octal(field)
+
+
 def _parse(block: bytes, path: Path, position: int) -> _Header:
     try:
         unsigned = sum(block[:148]) + 8 * ord(" ") + sum(block[156:])
         if _octal(block[148:156]) != unsigned:
             raise ValueError("its checksum is wrong")
-        size = (
-            int.from_bytes(block[125:136], "big") if block[124] == 0x80 else _octal(block[124:136])
-        )
+        size = _size(block[124:136])
         name = _text(block[:100])
         prefix = _text(block[345:500]) if block[257:263] == b"ustar\0" else ""
     except ValueError as error:
@@ -147,8 +153,10 @@ def _fields(text: bytes) -> Iterator[tuple[bytes, bytes]]:
         if not space or not re.fullmatch(rb"[0-9]+", digits):
             raise ValueError(f"no length at byte {start}")
         end = start + int(digits)
-        key, equals, value = text[start + len(digits) + 1 : end].partition(b"=")
-        if not key or not equals or not value.endswith(b"\n") or end > len(text):
+        after_length = start + len(digits) + 1
+        key, equals, value = text[after_length:end].partition(b"=")
+        is_complete = value.endswith(b"\n") and end <= len(text)
+        if not key or not equals or not is_complete:
             raise ValueError(f"no key=value at byte {start}")
         yield key, value[:-1]
         start = end

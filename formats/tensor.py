@@ -299,16 +299,35 @@ class StridedTensor:
         """The tensor's bytes, mapped from the file: [*shape, itemsize]."""
         itemsize = ITEMSIZE[self.dtype]
         byte_strides = [stride * itemsize for stride in self.strides]
+        nbytes = self._extent * itemsize
         try:
             with os.fdopen(open_regular(self.file.path), "rb") as file:
-                flat = np.memmap(file, np.uint8, "r", self.offset, (self._extent * itemsize,))
+                flat = np.memmap(file, np.uint8, "r", self.offset, (nbytes,))
         except (OSError, ValueError) as error:
             raise CorruptCheckpoint(
                 f"{self.file.path}: can't be read any more ({error}); was it changed?"
             ) from error
         return np.lib.stride_tricks.as_strided(
-            flat, (*self.shape, itemsize), (*byte_strides, 1), writeable=False
+            flat,
+            shape=(*self.shape, itemsize),
+            strides=(*byte_strides, 1),
+            writeable=False,
         )
+
+
+@dataclass(frozen=True)
+class ComputedTensor:
+    """The shape and the dtype of a tensor whose values are computed from another tensor's."""
+
+    source: LazyTensor
+
+    @property
+    def shape(self) -> Shape:
+        return self.source.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.source.dtype
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,9 @@ def _locate(
     file: InputFile, names: object, seen: dict[str, StorageId], offset: int
 ) -> dict[str, Storage]:
     """The storages of a file by name, from offset on. Raises CorruptCheckpoint unless they equal `seen`."""
-    listed = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    listed: list[str] = []
+    if isinstance(names, list):
+        listed = [name for name in names if isinstance(name, str)]
     if len(listed) != len(seen) or set(listed) != set(seen):
         raise CorruptCheckpoint(
             f"{file.path}: its storages don't match its tensors; copy the file again"
@@ -65,9 +67,9 @@ def _locate(
         expected = seen[name]
         found = int.from_bytes(file.read(offset, 8), "little", signed=True)
         if expected.nbytes is None or found != expected.elements:
-            what = f"{found} elements of {expected.dtype}, expected {expected.elements}"
             raise CorruptCheckpoint(
-                f"{file.path}: has a storage of {what}; copy or save the file again"
+                f"{file.path}: has a storage of {found} elements of {expected.dtype}, "
+                f"expected {expected.elements}; copy or save the file again"
             )
         storages[name] = Storage(file, offset + 8, expected.nbytes, expected.dtype)
         offset += 8 + expected.nbytes

@@ -46,7 +46,7 @@ class Storage:
     offset: int
     nbytes: int
     dtype: str
-    """Dtype of tensors without a dtype of their own."""
+    """Dtype of tensors that have none in their record."""
     check: EntryCheck | None = None
 
 
@@ -65,9 +65,9 @@ def lazy_tensor(record: TensorRecord) -> LazyTensor:
     start = storage.offset + record.offset * itemsize
     if not prod(shape):
         return FileTensor(file, storage.offset, shape, dtype)
-    extent = 1 + sum(
-        (size - 1) * stride for size, stride in zip(shape, record.strides, strict=True)
-    )
+    extent = 1
+    for size, stride in zip(shape, record.strides, strict=True):
+        extent += (size - 1) * stride
     if (record.offset + extent) * itemsize > storage.nbytes:
         raise CorruptCheckpoint(
             f"{what} reaches past the end of its storage of {storage.nbytes} bytes; save it again"

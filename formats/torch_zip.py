@@ -92,7 +92,8 @@ def _read(file: InputFile) -> Saved:
 def _read_zip(file: InputFile, start: int = 0, nbytes: int | None = None) -> Saved:
     records = read_directory(file, start, nbytes)
     root = _root(file, records)
-    if f"{root}/byteorder" in records and _content(file, records[f"{root}/byteorder"]) != b"little":
+    byte_order = records.get(f"{root}/byteorder")
+    if byte_order is not None and _content(file, byte_order) != b"little":
         raise CorruptCheckpoint(
             f"{file.path}: was written on a big-endian machine; load and save it on another one"
         )
@@ -115,7 +116,8 @@ def _read_zip(file: InputFile, start: int = 0, nbytes: int | None = None) -> Sav
             what = f"the storage {part.name[:80]!r} ({part.elements} elements of {part.dtype})"
             raise CorruptCheckpoint(f"{file.path}: {what} {found}; copy or save the file again")
         nbytes = record.nbytes if part.nbytes is None else part.nbytes
-        return Storage(file, record.offset, nbytes, part.dtype, check_of(part.name, record))
+        check = check_of(part.name, record)
+        return Storage(file, record.offset, nbytes, part.dtype, check)
 
     content = _content(file, records[f"{root}/data.pkl"])
     value = pickle_guard.load(content, storage, source=str(file.path), tensor=lazy_tensor)

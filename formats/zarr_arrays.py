@@ -62,11 +62,10 @@ def open_directory(directory: Path) -> ZarrDirectory:
     write."""
     arrays: dict[str, ChunkedTensor] = {}
     files: dict[str, Path] = {}
-    for folder in sorted(
-        entry
-        for entry in directory.iterdir()
-        if entry.is_dir() and not entry.name.endswith(".sync")
-    ):
+    folders = [entry for entry in directory.iterdir() if entry.is_dir()]
+    for folder in sorted(folders):
+        if folder.name.endswith(".sync"):
+            continue
         described = folder / ARRAY_FILE
         if described.is_file() and described.stat().st_size:
             arrays[folder.name] = _read_array(folder)

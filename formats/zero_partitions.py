@@ -365,8 +365,8 @@ def _steps(state: Mapping[int, Mapping[str, Any]]) -> Iterator[float]:
         if hasattr(step, "read_into"):
             if prod(step.shape) != 1:
                 raise ValueError(f"a step of shape {list(step.shape)}")
-            yield float(
-                read_tensor(step).view("float32" if step.dtype == "float32" else "int64")[0, 0]
-            )
+            dtype = "float32" if step.dtype == "float32" else "int64"
+            values = read_tensor(step).view(dtype)
+            yield float(values[0, 0])
         elif step is not None:
             yield float(step)

@@ -52,9 +52,10 @@ def read(step: Path, shapes: Mapping[str, Shape], shared: Collection[str] = ()) 
     """
     folder = step / FOLDER
     _require_directories(folder, shapes, shared)
-    state = torch_zip.read(folder / _GROUPS)
+    state_file = folder / _GROUPS
+    state = torch_zip.read(state_file)
     if not isinstance(state, dict) or not isinstance(state.get("param_groups"), list):
-        raise CorruptCheckpoint(f"{folder / _GROUPS}: has no param_groups")
+        raise CorruptCheckpoint(f"{state_file}: has no param_groups")
     slots: dict[str, dict[str, LazyTensor]] = {}
     for slot, file in _FILES.items():
         slots[slot] = {}
@@ -63,8 +64,9 @@ def read(step: Path, shapes: Mapping[str, Shape], shared: Collection[str] = ()) 
     for slot, whole in _first_rank(state).items():
         partitions = int(state["partition_count"])
         slots[slot] = _compared(step, slot, slots[slot], whole, partitions)
+    stage = _stage(state.get("zero_stage"))
     steps = _steps_in_files(folder, shapes) or _steps_in_state(state)
-    return Universal(_stage(state.get("zero_stage")), slots, state["param_groups"], steps)
+    return Universal(stage, slots, state["param_groups"], steps)
 
 
 def _require_directories(
@@ -122,16 +124,15 @@ def _compared(
     vector."""
     found, start = dict[str, LazyTensor](), 0
     for name, tensor in tensors.items():
+        file = step / FOLDER / name / _FILES[slot]
         numel = prod(tensor.shape)
         piece = -(-numel // ranks)
         if tensor.dtype != whole.dtype:
-            raise CorruptCheckpoint(
-                f"{step / FOLDER / name / _FILES[slot]}: is {tensor.dtype}, in {_GROUPS} {whole.dtype}"
-            )
+            raise CorruptCheckpoint(f"{file}: is {tensor.dtype}, in {_GROUPS} {whole.dtype}")
         copy = beginning(whole, start, min(piece, numel), tuple(tensor.shape))
         message = (
-            f"{step / FOLDER / name / _FILES[slot]}: differs from this parameter in {_GROUPS}; was the file replaced by another "
-            "parameter's? make the universal checkpoint again"
+            f"{file}: differs from this parameter in {_GROUPS}; "
+            "was the file replaced by another parameter's? make the universal checkpoint again"
         )
         found[name] = ComparedTensor(tensor, copy, message)
         start += piece
@@ -148,7 +149,9 @@ def _tensor(file: Path, shape: Shape) -> LazyTensor:
     if not hasattr(held, "read_into"):
         raise CorruptCheckpoint(f"{file}: expected a tensor, found {type(held).__name__}")
     found: LazyTensor = held  # type: ignore[assignment]
-    if prod(found.shape) != prod(shape) or (len(found.shape) > 1 and tuple(found.shape) != shape):
+    is_flat = len(found.shape) <= 1
+    fits = prod(found.shape) == prod(shape) if is_flat else tuple(found.shape) == shape
+    if not fits:
         raise CorruptCheckpoint(f"{file}: is {list(found.shape)}, the parameter {list(shape)}")
     return reshaped(found, shape)
 

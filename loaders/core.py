@@ -10,7 +10,7 @@ from pathlib import Path
 from formats import rank_files
 from megaconv.errors import UsageError
 from megaconv.loader import Loader
-from megaconv.megatron.arguments.sizes import CORE_SIZE_TENSORS
+from megaconv.megatron.arguments.size_tensors import CORE_SIZE_TENSORS
 from megaconv.megatron.arguments.sparse import (
     INDEXER_FROM,
     INDEXER_ORDER,
@@ -67,7 +67,7 @@ def _with_indexer(
 ) -> Naming:
     """The naming scheme of a model with indexers. Raises UsageError.
 
-    If latent norms are modules of their own, names don't show the library of the layers. The checkpoint's args then
+    If latent norms are separate modules, names don't show the library of the layers. The checkpoint's args then
     decide.
     """
     rope_last = reads_rope_last(args, names, asked)

@@ -89,18 +89,19 @@ def _spelling(
     path: Path, family: Family, stored: Mapping[str, ChunkedTensor]
 ) -> tuple[Naming, str]:
     """(naming scheme, prefix of all names), found by the name of the embedding. Raises TensorMismatch if there is none."""
-    namings = [HF, *([_TITAN] if expressible(family.rows, _TITAN, family.features) else [])]
+    namings = [HF]
+    if expressible(family.rows, _TITAN, family.features):
+        namings.append(_TITAN)
     wanted = {naming: _embedding(family.rows, naming) for naming in namings}
     for naming, embedding in wanted.items():
-        prefixes = [
-            name.removesuffix(embedding)
-            for name in stored
-            if re.search(rf"(^|\.){re.escape(embedding)}$", name)
-        ]
+        complete = re.compile(rf"(^|\.){re.escape(embedding)}$")
+        prefixes = [name.removesuffix(embedding) for name in stored if complete.search(name)]
         if prefixes:
             return naming, min(prefixes, key=len)
+    embeddings = " or ".join(wanted.values())
     raise TensorMismatch(
-        f"{path}: has no {' or '.join(wanted.values())}, by which a {family.name} is recognised; it has {listing(stored)}",
+        f"{path}: has no {embeddings}, by which a {family.name} is recognised; "
+        f"it has {listing(stored)}",
         code="missing-tensor",
     )
 

@@ -27,9 +27,8 @@ from megaconv.megatron.rank_files.layer_files import holds_layer_files, open_lay
 from megaconv.model.check import listing, well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
-from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF, HF_STACKED
-from megaconv.model.natives import native_tensors
+from megaconv.model.natives import unsharded_tensors
 from megaconv.model.table import canonical_shapes
 from megaconv.model.training import MASTER, OptimizerState, TrainingState
 from megaconv.options import LoadOptions
@@ -128,18 +127,18 @@ def _in_fp32(tensor: LazyTensor, name: str) -> LazyTensor:
 
 
 def _checked(found: ZeroCheckpoint, name: str, master: LazyTensor) -> CheckedMaster:
+    where = found.directory
     weight = found.module.get(name)
     if weight is None:
-        raise TensorMismatch(
-            f"{found.directory}: the optimizer trains {name}, which the module doesn't hold"
-        )
+        raise TensorMismatch(f"{where}: the optimizer trains {name}, which the module doesn't hold")
     if tuple(weight.shape) != tuple(master.shape):
         raise TensorMismatch(
-            f"{found.directory}: {name} is {list(weight.shape)} in the module, {list(master.shape)} in the optimizer"
+            f"{where}: {name} is {list(weight.shape)} in the module, "
+            f"{list(master.shape)} in the optimizer"
         )
     if weight.dtype not in ("float32", "bfloat16", "float16"):
         raise UnsupportedInput(
-            f"{found.directory}: {name} is {weight.dtype}; float32, bfloat16 and float16 are trained"
+            f"{where}: {name} is {weight.dtype}; float32, bfloat16 and float16 are trained"
         )
     return CheckedMaster(name, master, weight, _ADVICE)
 
@@ -200,11 +199,10 @@ def _groups_by_name(
     found: ZeroCheckpoint, family: Family, config: ModelConfig
 ) -> dict[str, Mapping[str, Any]]:
     """Canonical name of each trained tensor -> the optimizer's group."""
-    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     return {
         name: found.groups[found.group_of[native.name]]
         for naming in (HF, HF_STACKED)
-        for native in native_tensors(family.rows, config, naming, Layout(), 0, whole, config.vocab)
+        for native in unsharded_tensors(family.rows, config, naming)
         for name in native.parts
         if native.name in found.group_of
     }

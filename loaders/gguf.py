@@ -212,14 +212,20 @@ class Q8Values:
         stored_box = Box(box.row0, box.row1, first * BLOCK_BYTES, last * BLOCK_BYTES)
         stored = np.empty((stored_box.rows, stored_box.cols), np.uint8)
         self.blocks.read_into(stored_box, stored)
-        blocks = stored.reshape(box.rows, last - first, BLOCK_BYTES)
-        scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)
-        codes = blocks[:, :, 2:].view(np.int8)
-        values = codes.astype(np.float32) * scales.astype(np.float32)
         left = box.col0 - first * BLOCK
         right = box.col1 - first * BLOCK
-        wanted = values.reshape(box.rows, -1)[:, left:right]
+        wanted = _dequantized(stored)[:, left:right]
         np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
+
+
+def _dequantized(stored: Bytes) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    """The values of complete blocks: bytes [rows, blocks * 34] -> float32 [rows, blocks * 32]."""
+    rows = len(stored)
+    blocks = stored.reshape(rows, -1, BLOCK_BYTES)
+    scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)
+    codes = blocks[:, :, 2:].view(np.int8)
+    values = codes.astype(np.float32) * scales.astype(np.float32)
+    return values.reshape(rows, -1)
 
 
 LOADER = Loader(

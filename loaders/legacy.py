@@ -21,7 +21,7 @@ from formats.errors import CorruptCheckpoint
 from formats.tensor import Box, Bytes, LazyTensor
 from megaconv.errors import UnknownFamily
 from megaconv.loader import Loader
-from megaconv.megatron.arguments.sizes import LEGACY_SIZE_TENSORS
+from megaconv.megatron.arguments.size_tensors import LEGACY_SIZE_TENSORS
 from megaconv.megatron.rank_files.source import Spellings, open_model, open_ranks
 from megaconv.megatron.states.ranks import Ranks, holds_legacy
 from megaconv.model.ir import OpenedSource
@@ -103,9 +103,8 @@ def _version(state: Mapping[str, Any], args: Namespace, file: str) -> int:
 
 def _arrange(native: NativeTensor, version: int) -> NativeTensor:
     """The same pieces in the row order of a version before 2. The pieces have equal lengths."""
-    if version > 1 or not any(
-        fused in native.name for fused in (".query_key_value.", ".key_value.")
-    ):
+    is_fused = any(name in native.name for name in (".query_key_value.", ".key_value."))
+    if version > 1 or not is_fused:
         return native
     boxes = {name: _bounds(regions) for name, regions in native.parts.items()}
     if len({box.rows for box in boxes.values()}) > 1:

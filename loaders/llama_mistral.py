@@ -62,13 +62,17 @@ def open(path: Path, options: LoadOptions) -> Source:  # noqa: A001
 
     The `hf` loader opens a Hugging Face directory, whether --checkpoint-type asks for it or it is found here.
     """
-    if options.checkpoint_type == "hf" or (options.checkpoint_type is None and not detect(path)):
+    asked = options.checkpoint_type
+    if asked == "hf" or (asked is None and not detect(path)):
         return registry.loader("hf").open(path, options)
     if not (path / PARAMS_NAME).is_file():
-        what = f"has no {PARAMS_NAME}, which {KINDS.get(options.checkpoint_type or '', 'all')} files come with"
-        raise UsageError(f"{path}: {what}; --checkpoint-type hf is for Hugging Face directories")
+        owner = KINDS.get(asked or "", "all")
+        raise UsageError(
+            f"{path}: has no {PARAMS_NAME}, which {owner} files come with; "
+            "--checkpoint-type hf is for Hugging Face directories"
+        )
     params = load_params(path / PARAMS_NAME)
-    kind = options.checkpoint_type or kind_of(params)
+    kind = asked or kind_of(params)
     shards = _read_shards(path)
     config = _configure(path, params, kind, shards, options)
     if options.true_vocab_size not in (None, config.vocab):
@@ -76,11 +80,8 @@ def open(path: Path, options: LoadOptions) -> Source:  # noqa: A001
             f"{path}: its vocabulary of {config.vocab} has no padding; --true-vocab-size is for Megatron checkpoints"
         )
     tensors = _assemble(shards, config)
-    if (
-        options.config is None
-        and not config.tie_embeddings
-        and _is_tied(tensors, sampled=options.metadata_only)
-    ):
+    may_be_tied = options.config is None and not config.tie_embeddings
+    if may_be_tied and _is_tied(tensors, sampled=options.metadata_only):
         # Meta's and Mistral's code has no tied head: the files of Llama 3.2 hold the embedding twice.
         config = _configure(path, params, kind, shards, options, tied=True)
         tensors = _assemble(shards, config)
@@ -148,20 +149,22 @@ def _configure(
     """The configuration from params.json, or from --config. Raises TensorMismatch if --config describes another model."""
     first_name, first = next(iter(shards.items()))
     found = _found(f"{path / first_name}", first, len(shards), params)
-    config = read_params(
-        params,
-        kind,
-        found | {"tie_embeddings": tied or found["tie_embeddings"]},
-        path / PARAMS_NAME,
-    )
+    if tied:
+        found = found | {"tie_embeddings": True}
+    config = read_params(params, kind, found, path / PARAMS_NAME)
     _check_count(path, shards, config)
     if options.config is None:
         return config
-    _, stated = read_config(options.config / CONFIG_NAME)
+    described = options.config / CONFIG_NAME
+    _, stated = read_config(described)
     for name in (*STRUCTURE, "vocab"):
-        if name != "tie_embeddings" and value_of(stated, name) != value_of(config, name):
+        if name == "tie_embeddings":
+            continue
+        expected = value_of(config, name)
+        given = value_of(stated, name)
+        if given != expected:
             raise TensorMismatch(
-                f"{options.config / CONFIG_NAME}: says {name} = {value_of(stated, name)}, {path} has {value_of(config, name)}; "
+                f"{described}: says {name} = {given}, {path} has {expected}; "
                 "it describes another model"
             )
     return stated
@@ -216,26 +219,20 @@ def _place(shards: Shards, config: ModelConfig) -> Iterator[Placed]:
     """Yield every tensor of every shard with its place. Raises TensorMismatch for missing and unknown tensors."""
     embedding = next(iter(shards.values()))["tok_embeddings.weight"]
     naming = META_ROWS if embedding.shape[-1] == config.hidden else META
-    layout, whole = (
-        Layout(tp=len(shards)),
-        Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True),
-    )
+    layout = Layout(tp=len(shards))
+    whole = Chunk.of_whole_model(config.layer_count)
     table = family(config.family)
     for rank, (where, shard) in enumerate(shards.items()):
         found = {
             name: tensor
             for name, tensor in shard.items()
-            if not any(re.fullmatch(p, name) for p in table.ignored)
+            if not any(re.fullmatch(pattern, name) for pattern in table.ignored)
         }
-        natives = [
-            native
-            for native in native_tensors(
-                table.rows, config, naming, layout, rank, whole, config.vocab
-            )
-            if native.copy is None or native.name in found
-        ]
+        expected = native_tensors(table.rows, config, naming, layout, rank, whole, config.vocab)
+        natives = [native for native in expected if native.copy is None or native.name in found]
         same_names([native.name for native in natives], found, where)
-        yield from (Placed(native, found[native.name], where) for native in natives)
+        for native in natives:
+            yield Placed(native, found[native.name], where)
 
 
 def _is_tied(tensors: Mapping[Key, LazyTensor], *, sampled: bool) -> bool:

@@ -24,7 +24,7 @@ from megaconv.errors import UnknownFormat, UnsupportedInput, UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.loader import Loader
-from megaconv.megatron.arguments.sizes import CORE_SIZE_TENSORS
+from megaconv.megatron.arguments.size_tensors import CORE_SIZE_TENSORS
 from megaconv.megatron.rank_files.source import RankSource, Spellings, open_model
 from megaconv.megatron.states.names import describe_naming, naming_of
 from megaconv.megatron.states.ranks import RankId, ranks_of_models
@@ -36,7 +36,7 @@ _DISTRIBUTED = "model_weights/"
 _RANK = re.compile(
     rf"(?:tp_rank_(\d{{1,5}})_pp_rank_(\d{{1,5}})|mp_rank_(\d{{1,5}}))/{re.escape(_WEIGHTS)}"
 )
-_PREFIX = re.compile(r"(?:model\.|module\.)+")
+_PREFIX = re.compile(r"^(?:model\.|module\.)+")
 _LEGACY = "language_model."
 
 
@@ -65,14 +65,13 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             f"{path}: has the names of NeMo's models before Megatron core ({_LEGACY}...), which are not supported; convert it with NeMo's "
             "scripts to a model with mcore_gpt, or to Hugging Face"
         )
-    # With several stages, the last stage's copy of a tied embedding looks like a head of its own.
+    # With several stages, the last stage's copy of a tied embedding looks like an untied head.
     _, config = read_config(options.config / CONFIG_NAME)
     args = Namespace(untie_embeddings_and_output_weights=not config.tie_embeddings)
     source = RankSource(rank_files.RankFiles(path, None, {}), ranks, args)
     naming = naming_of(names)
-    return open_model(
-        source, options, Spellings(CORE_SIZE_TENSORS, naming, f"nemo 1, {describe_naming(naming)}")
-    )
+    spellings = Spellings(CORE_SIZE_TENSORS, naming, f"nemo 1, {describe_naming(naming)}")
+    return open_model(source, options, spellings)
 
 
 def _below(path: Path) -> list[str]:
@@ -94,9 +93,10 @@ def _states(path: Path) -> dict[RankId, tuple[Any, str]]:
     if path.is_dir():
         ranks = _ranks([name for name in _below(path) if (path / name).is_file()])
         _require_one_each(ranks, path)
-        return {
-            rank: (torch_zip.read(path / name), str(path / name)) for name, rank in ranks.items()
-        }
+        states: dict[RankId, tuple[Any, str]] = {}
+        for name, rank in ranks.items():
+            states[rank] = torch_zip.read(path / name), str(path / name)
+        return states
     file = InputFile.open(path)
     members = tar_archive.read_members(file)
     names = _without_root(list(members))
@@ -104,7 +104,8 @@ def _states(path: Path) -> dict[RankId, tuple[Any, str]]:
     if not ranks:
         if any(name.startswith(_DISTRIBUTED) for name in names):
             raise UnsupportedInput(
-                f"{path}: holds a distributed checkpoint; unpack it (tar xf), and give the directory {_DISTRIBUTED} that comes out"
+                f"{path}: holds a distributed checkpoint; unpack it (tar xf), "
+                f"and give the directory {_DISTRIBUTED} that comes out"
             )
         raise UnknownFormat(
             f"{path}: holds no {_WEIGHTS}, so that it is no archive of a NeMo model"
@@ -146,7 +147,7 @@ def _parameters(state: Any, where: str) -> dict[str, Any]:
         )
     found: dict[str, Any] = {}
     for name, value in held.items():
-        bare = _PREFIX.sub("", name, count=1) if _PREFIX.match(name) else name
+        bare = _PREFIX.sub("", name)
         if bare in found:
             raise CorruptCheckpoint(f"{where}: has {bare} twice, under different prefixes")
         found[bare] = value

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from formats.lazy_numpy import np
 from formats.orbax_arrays import ArrayMatrix, OrbaxTree, find_tree, open_arrays, read_tree
-from formats.tensor import Box, Bytes, LazyTensor, Shape
+from formats.tensor import Box, Bytes, ComputedTensor, LazyTensor, Shape
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.errors import TensorMismatch, UnknownFormat, UsageError
 from megaconv.extras import install
@@ -253,27 +253,17 @@ def _cut(tensor: LazyTensor, rows: int) -> LazyTensor:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class Scaled(ComputedTensor):
     """A matrix times a number, computed in float32 and rounded to its dtype."""
 
-    source: LazyTensor
     factor: float
-
-    @property
-    def shape(self) -> Shape:
-        return self.source.shape
-
-    @property
-    def dtype(self) -> str:
-        return self.source.dtype
 
     def read_into(self, box: Box, out: Bytes) -> None:
         stored = np.empty(out.shape, np.uint8)
         self.source.read_into(box, stored)
-        values = rounding.exact(stored.reshape(-1), self.dtype).astype(np.float32) * np.float32(
-            self.factor
-        )
-        np.copyto(out, rounding.rounded(values.reshape(box.rows, box.cols), self.dtype))
+        numbers = rounding.exact(stored.reshape(-1), self.dtype).astype(np.float32)
+        scaled = numbers * np.float32(self.factor)
+        np.copyto(out, rounding.rounded(scaled.reshape(box.rows, box.cols), self.dtype))
 
 
 LOADER = Loader(

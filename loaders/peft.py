@@ -95,7 +95,8 @@ def _pairs(
     if module.contradicts(adapter.config):
         has = "no" if module.magnitude is None else "a"
         raise TensorMismatch(
-            f"{adapter.weights}: {module.module} has {has} magnitude, its configuration says otherwise"
+            f"{adapter.weights}: {module.module} has {has} magnitude, "
+            "but its configuration requires the opposite"
         )
     if len(weight.shape) == 3:
         yield from _of_experts(module, weight, adapter)

@@ -22,7 +22,7 @@ from megaconv.commands.verification import Verification
 from megaconv.engine import conversion
 from megaconv.engine.fingerprints import Fingerprint
 from megaconv.engine.plan import default_workers
-from megaconv.engine.preparation import Report
+from megaconv.engine.report import Report
 from megaconv.errors import UsageError
 from megaconv.options import ConvertOptions, LoadOptions, PushOptions, require_workers
 from megaconv.options.option import built
@@ -65,6 +65,8 @@ def convert(
     text_only: bool = False,
     dtype: str | None = None,
     quantize: str | None = None,
+    kv_cache: str | None = None,
+    calibration: str | Path | None = None,
     optimizer: bool | None = None,
     use_distributed_optimizer: bool | None = None,
     allow_lossy: Sequence[str] = (),

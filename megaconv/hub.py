@@ -80,10 +80,11 @@ def resolve(place: str | Path, *, metadata_only: bool = False) -> Place:
     if not place:
         raise UsageError("the path to read is empty; is a variable unset that it was made of?")
     place = _of_page(place)
-    if not place.startswith(_SCHEME) and scheme_of(place):
-        return place
-    if not place.startswith(_SCHEME) and (Path(place).exists() or not _NAME.fullmatch(place)):
-        return _in_cache(Path(place))
+    if not place.startswith(_SCHEME):
+        if scheme_of(place):
+            return place
+        if Path(place).exists() or not _NAME.fullmatch(place):
+            return _in_cache(Path(place))
     name, _, revision = place.removeprefix(_SCHEME).partition("@")
     if not _NAME.fullmatch(name):
         raise UsageError(
@@ -106,20 +107,22 @@ def tokenizer_directory(place: str) -> Path:
     timeout = _timeout()
     from huggingface_hub import HfApi, snapshot_download
 
-    wanted: dict[str, Any] = {"allow_patterns": _TOKENIZER, "ignore_patterns": list(_NEVER)}
+    wanted: dict[str, Any] = {
+        "allow_patterns": _TOKENIZER,
+        "ignore_patterns": list(_NEVER),
+    }
+    given = revision or None
     try:
         # One request without retries, as in _fetch.
-        found = HfApi().model_info(name, revision=revision or None, timeout=timeout)
+        found = HfApi().model_info(name, revision=given, timeout=timeout)
         return Path(snapshot_download(name, revision=str(found.sha), **wanted))
     except Exception as error:
         try:
-            return Path(
-                snapshot_download(name, revision=revision or None, local_files_only=True, **wanted)
-            )
+            return Path(snapshot_download(name, revision=given, local_files_only=True, **wanted))
         except Exception:
-            raise _not_found(
-                place, hub_headers.reason(error), restricted=hub_headers.status_of(error) == 403
-            ) from error
+            is_restricted = hub_headers.status_of(error) == 403
+            reason = hub_headers.reason(error)
+            raise _not_found(place, reason, restricted=is_restricted) from error
 
 
 def nothing_at(path: Path) -> UsageError:
@@ -167,13 +170,15 @@ def _in_cache(path: Path) -> Path:
     found = sorted(snapshot for snapshot in snapshots.iterdir() if snapshot.is_dir())
     main = path / "refs" / "main"
     if main.is_file():
-        head = snapshots / read_small(main, _REF_BYTES).decode(errors="replace").strip()
+        commit = read_small(main, _REF_BYTES).decode(errors="replace").strip()
+        head = snapshots / commit
         if head in found:
             return head
     if len(found) == 1:
         return found[0]
     raise UsageError(
-        f"{path}: has {len(found)} snapshots, and none is of the branch main; give one of them: {snapshots}/..."
+        f"{path}: has {len(found)} snapshots, and none is of the branch main; "
+        f"give one of them: {snapshots}/..."
     )
 
 

@@ -140,20 +140,23 @@ def _get_once(url: str, start: int, end: int) -> _Part:
         "Accept-Encoding": "identity",
     }
     with _streamed(url, asked) as response:
-        told = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
-        if response.status_code == _EMPTY and told and not int(told[3]):
-            return _Part(b"", 0, response.headers.get("ETag"))
+        etag = response.headers.get("ETag")
+        received = response.headers.get("Content-Range")
+        content_range = _RANGE.fullmatch(received or "")
+        if response.status_code == _EMPTY and content_range and not int(content_range[3]):
+            return _Part(b"", 0, etag)
         if response.status_code >= 400:
             getattr(response, "read", lambda: None)()  # the client's error message uses the content
             client.hf_raise_for_status(response)
         if response.status_code == 200:
             raise NoRanges
-        if response.status_code != 206 or told is None or told[1] is None or int(told[1]) != start:
-            what = f"{response.status_code}, {response.headers.get('Content-Range')!r}"
+        first = content_range[1] if content_range else None
+        if response.status_code != 206 or content_range is None or int(first or -1) != start:
             raise CheckpointError(
-                f"{url}: expected bytes from {start} on, received {what}", code="hub-unreachable"
+                f"{url}: expected bytes from {start} on, received {response.status_code}, {received!r}",
+                code="hub-unreachable",
             )
-        return _Part(_content(response, end - start), int(told[3]), response.headers.get("ETag"))
+        return _Part(_content(response, end - start), int(content_range[3]), etag)
 
 
 def _streamed(url: str, headers: dict[str, str]) -> Any:

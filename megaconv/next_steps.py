@@ -172,16 +172,19 @@ def _directory(
             f"{path}: is an empty directory; is this the right path, and is a download or a copy complete?"
         )
     if path.name.startswith("mp_rank_") or (path / rank_files.MODEL_FILE).is_file():
-        root = next(
-            (each for each in list(path.absolute().parents)[:2] if is_checkpoint(each)),
-            path.absolute().parent,
-        )
+        parent = path.absolute().parent
+        root = parent
+        for each in (parent, parent.parent):
+            if is_checkpoint(each):
+                root = each
+                break
         return UnknownFormat(
             f"{path}: is one rank of a Megatron checkpoint; give the directory of all ranks: {root}"
         )
     error = _of(DIRECTORIES, path)
     if error is None and below:
-        error = _parent(path, list(islice(_below(path, is_checkpoint), _LISTED + 1)))
+        checkpoints = list(islice(_below(path, is_checkpoint), _LISTED + 1))
+        error = _parent(path, checkpoints)
     return error or _of(REMAINS, path)
 
 
@@ -207,8 +210,9 @@ def _parent(path: Path, below: list[Path]) -> CheckpointError | None:
             f"{path}: is no checkpoint itself; `{name}/` below is one: give {below[0]}"
         )
     if below:
-        more = " and more" if len(below) > _LISTED else ""
-        names = ", ".join(f"`{each.relative_to(path)}/`" for each in below[:_LISTED]) + more
+        names = ", ".join(f"`{each.relative_to(path)}/`" for each in below[:_LISTED])
+        if len(below) > _LISTED:
+            names += " and more"
         return UnknownFormat(
             f"{path}: is no checkpoint itself; these below are, give one of them: {names}"
         )

@@ -44,14 +44,17 @@ def _claim(name: str) -> str | None:
         place = _place(sys.modules[name])
         if place != _origin(ours):
             raise ImportError(
-                f"{place}: was imported as {name!r}, which megaconv needs for its own {_origin(ours)}; rename the former"
+                f"{place}: was imported as {name!r}, which megaconv needs for its own {_origin(ours)}; "
+                "rename the former"
             )
         return None
     first = PathFinder.find_spec(name)
     module = module_from_spec(ours)
     sys.modules[name] = module
     ours.loader.exec_module(module)
-    return None if first is None or _origin(first) == _origin(ours) else _origin(first)
+    if first is None or _origin(first) == _origin(ours):
+        return None
+    return _origin(first)
 
 
 def _place(module: ModuleType) -> str:

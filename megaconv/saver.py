@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megaconv.model.config import ModelConfig
     from megaconv.model.ir import Header, Key, Source
     from megaconv.options import SaveOptions
-    from megaconv.values.stored_forms import Form
+    from megaconv.values.forms import Form
 
 
 class Refuse(Protocol):

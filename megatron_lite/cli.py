@@ -18,12 +18,13 @@ commands:
   finetune     {finetune}
   plan         What a run would take: memory of each rank, bytes between ranks, the pipeline's bubble.
   preprocess   Turn text into Megatron's indexed files.
-  data         Prepare a corpus of text: `data decontaminate`.
+  data         Prepare a corpus of text: `data decontaminate`, `data score`, `data select`.
   generate     Let a model continue texts.
   chat         Talk with a model.
   score        Log-probabilities of given tokens.
   serve        A model behind OpenAI's routes and Megatron's PUT /api.
-  evaluate     Measure a model on Megatron's zero-shot tasks, or on lm-eval's.
+  evaluate     Measure a model on zero-shot tasks, on a corpus, or on tasks of lm-eval.
+  calibrate    Measure the inputs of each matrix, for `megaconv convert --quantize fp8 --calibration`.
   models       List the families of models, and which of them can be trained.
 
 `megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:
@@ -40,6 +41,7 @@ OTHERS = {
     "score": "megatron_lite.inference.commands.score",
     "serve": "megatron_lite.inference.commands.serve",
     "evaluate": "megatron_lite.inference.commands.evaluate",
+    "calibrate": "megatron_lite.inference.commands.calibrate",
 }
 """Commands that don't train -> the module whose main(words) returns the exit status."""
 
@@ -68,14 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _train(command: str, words: list[str]) -> None:
     try:
         adopt()
-        if {"-h", "--help"} & set(words) and not _is_first():
+        asks_for_help = "-h" in words or "--help" in words
+        if asks_for_help and not _is_first():
             sys.exit(0)
         settings, ignored = parse(command, words)
         require_torch(f"megatron-lite {command}", extras="train,data")
     except CheckpointError as error:
         _refuse(str(error), error.exit_status)
     if ignored and _is_first():
-        print(f"without effect here: {', '.join(ignored)}", file=sys.stderr)
+        flags = ", ".join(ignored)
+        print(f"without effect here: {flags}", file=sys.stderr)
     from megatron_lite.loop.session import run
 
     run(settings, finetune=command == "finetune")

@@ -18,7 +18,8 @@ from megaconv.megatron.distributed.bridge_files import (
     FUSED,
     is_for_bridge,
 )
-from megaconv.megatron.rank_files.plan import ModelStyle, check_options, choose_layout, plan_ranks
+from megaconv.megatron.rank_files.output_layout import choose_layout
+from megaconv.megatron.rank_files.plan import ModelStyle, check_options, plan_ranks
 from megaconv.megatron.states.names import core_order, extra_states
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed

@@ -11,9 +11,8 @@ from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.ir import Header, Key
-from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF, META_ROWS, Naming
-from megaconv.model.natives import native_tensors
+from megaconv.model.natives import unsharded_tensors
 from megaconv.model.table import expressible
 from megaconv.options import SaveOptions
 from megaconv.saver import Saver
@@ -30,10 +29,9 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     naming = _naming(table, options.extra.get("names", "transformers"))
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(table.config_json(config))}
     files |= copies(header.files)
-    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     stored = DistcpFiles(options.files or 1)
     placements: dict[Key, list[Placement]] = {}
-    for native in native_tensors(table.rows, config, naming, Layout(), 0, whole, config.vocab):
+    for native in unsharded_tensors(table.rows, config, naming):
         if native.copy is not None:
             continue
         dtype = native_dtype(header, native)

@@ -3,6 +3,7 @@ tested."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from formats import gguf_header
 from formats.gguf import BLOCK, KINDS, GgufLayout, Value
@@ -22,13 +23,13 @@ from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED, changed, fields_of, one_or_each, require_kept
 from megaconv.model.ir import Header, Key, TensorInfo, main_dtype
-from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import GGUF
-from megaconv.model.natives import NativeTensor, native_tensors
+from megaconv.model.natives import NativeTensor, unsharded_tensors
 from megaconv.model.table import canonical_shapes
 from megaconv.options import SaveOptions
 from megaconv.saver import Saver
-from megaconv.values.stored_forms import LEFT_OUT, Form, stored_shape
+from megaconv.values.forms import LEFT_OUT, Form
+from megaconv.values.stored_forms import stored_shape
 
 FILE = "model.gguf"
 _TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0"}
@@ -153,14 +154,15 @@ def _config_of(file: Path, described: GgufHeader) -> ModelConfig:
     if embedding is None:
         raise TensorMismatch(f"{file}: has no token_embd.weight", code="missing-tensor")
     said = {name: value for name, value in described.keys.items() if ".rope.scaling." not in name}
+    where = str(file)
     raw = config_of(
         said,
-        [name for name in described.tensors if name not in DIVISORS],
-        embedding.shape[0],
-        str(file),
+        tensors=[name for name in described.tensors if name not in DIVISORS],
+        vocab=embedding.shape[0],
+        where=where,
     )
-    require_countable(raw, str(file))
-    return family_of_hf(raw, str(file)).read_hf(raw)
+    require_countable(raw, where)
+    return family_of_hf(raw, where).read_hf(raw)
 
 
 def _stored_manifest(
@@ -217,11 +219,8 @@ def _family(config: ModelConfig) -> Family:
 
 
 def _natives(config: ModelConfig) -> list[NativeTensor]:
-    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     config = changed(config, {"mtp_layers": 0})
-    found = native_tensors(
-        gguf_rows(_family(config)), config, GGUF, Layout(), 0, whole, config.vocab
-    )
+    found = unsharded_tensors(gguf_rows(_family(config)), config, GGUF)
     return [native for native in found if native.copy is None]
 
 
@@ -231,12 +230,15 @@ def _require_kept(config: ModelConfig, values: Mapping[str, Value], names: Colle
     if divisors(config):  # the divisors replace the metadata of position scaling
         config = changed(config, {"positions.scaling": None})
         said = {name: value for name, value in said.items() if ".rope.scaling." not in name}
-    raw = config_of(
-        said, [name for name in names if name not in DIVISORS], config.vocab, "--saver gguf"
-    )
+    tensors = [name for name in names if name not in DIVISORS]
+    raw = config_of(said, tensors, config.vocab, where="--saver gguf")
     back = family_of_hf(raw, "--saver gguf").read_hf(raw)
-    where = f"llama.cpp's {ARCHITECTURES[config.family]}"
-    require_kept(_comparable(config), _comparable(back), where, but=(*NOT_COMPUTED, "mtp_layers"))
+    require_kept(
+        _comparable(config),
+        _comparable(back),
+        f"llama.cpp's {ARCHITECTURES[config.family]}",
+        but=(*NOT_COMPUTED, "mtp_layers"),
+    )
 
 
 def _comparable(config: ModelConfig) -> ModelConfig:
@@ -244,19 +246,20 @@ def _comparable(config: ModelConfig) -> ModelConfig:
 
     A window as long as all positions has no effect, and neither have groups if all of them are selected.
     """
-    found = {
+    found: dict[str, Any] = {
         name: shortest(value)
         for name, value in fields_of(config).items()
         if isinstance(value, float)
     }
-    windows = [
-        None if layer.window is not None and layer.window >= config.max_positions else layer.window
-        for layer in config.layers
-    ]
+    windows = []
+    for layer in config.layers:
+        sees_all = layer.window is not None and layer.window >= config.max_positions
+        windows.append(None if sees_all else layer.window)
+    found["layers.window"] = one_or_each(tuple(windows))
     experts = config.experts
-    groups = experts.groups if experts.groups != experts.group_topk else None
-    idle = {"experts.groups": groups, "experts.group_topk": groups and experts.group_topk}
-    return changed(config, {**found, **idle, "layers.window": one_or_each(tuple(windows))})
+    if not experts.groups or experts.groups == experts.group_topk:
+        found |= {"experts.groups": None, "experts.group_topk": None}
+    return changed(config, found)
 
 
 SAVER = Saver(

@@ -13,33 +13,34 @@ from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.huggingface.quantization import (
     lossy,
-    quantization_files,
     quantized_forms,
+    require_quantization,
     with_scales,
 )
+from megaconv.huggingface.quantization_config import quantization_files
 from megaconv.huggingface.weight_files import hf_namings
 from megaconv.model.beside import Whole
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header, Key
-from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF, Naming
-from megaconv.model.natives import NativeTensor, native_tensors
+from megaconv.model.natives import NativeTensor, unsharded_tensors
 from megaconv.options import SaveOptions
 from megaconv.saver import Saver
-from megaconv.values.stored_forms import Form
+from megaconv.values.forms import Form
 
 _log = logging.getLogger("megaconv")
 
 
 def uses(options: SaveOptions) -> tuple[str, ...]:
     """Fields of the options that this saver uses."""
-    return ("max_shard_bytes", "base", "quantize")
+    return ("max_shard_bytes", "base", "quantize", "kv_cache", "calibration")
 
 
 def forms(header: Header, options: SaveOptions) -> dict[Key, Form]:
     """The storage forms of the weights that are quantized. Raises UsageError and NotExpressible for unsupported
     requests."""
+    require_quantization(options)
     if options.quantize is None:
         return {}
     natives = _natives(family(header.config.family), header.config, HF)
@@ -60,9 +61,11 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     listed = _listed(table, config, base)
     natives = [native for native in listed if native.copy is None or native.copy.written]
     if options.quantize is not None:
-        described = quantization_files(CONFIG_NAME, config_json, natives, header, options.quantize)
+        described = quantization_files(CONFIG_NAME, config_json, natives, header, options)
         files |= {name: PlainFile(content) for name, content in described.items()}
-        natives = [each for native in natives for each in with_scales(native, header)]
+        natives = [
+            each for native in natives for each in with_scales(native, header, options.quantize)
+        ]
     if base is None:
         _warn_of_missing_mtp(config)
         names, copied = _names(natives, config), dict[str, LazyTensor]()
@@ -121,8 +124,7 @@ def _notices(header: Header, config: ModelConfig, options: SaveOptions) -> tuple
 
 
 def _natives(table: Family, config: ModelConfig, naming: Naming) -> list[NativeTensor]:
-    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
-    return list(native_tensors(table.rows, config, naming, Layout(), 0, whole, config.vocab))
+    return list(unsharded_tensors(table.rows, config, naming))
 
 
 def _as_in(base: BaseModel, table: Family, config: ModelConfig) -> list[NativeTensor]:

@@ -46,7 +46,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     )
     naming = META if kind == "meta" and not is_llama3(config) else META_ROWS
     layout = Layout(tp=options.tp or 1)
-    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
+    whole = Chunk.of_whole_model(config.layer_count)
     placements: dict[Key, list[Placement]] = {}
     rows = family(config.family).rows
     for rank in range(layout.tp):

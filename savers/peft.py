@@ -87,18 +87,18 @@ def _config(
 ) -> bytes:
     """The content of adapter_config.json. paths: the paths of all linear layers, including those without an adapter."""
     lows = {path: module.low for path, module in modules.items()}
-    rank = Counter(low.rank for low in lows.values()).most_common(1)[0][0]
-    alpha = Counter(low.alpha for low in lows.values()).most_common(1)[0][0]
+    [(rank, _)] = Counter(low.rank for low in lows.values()).most_common(1)
+    [(alpha, _)] = Counter(low.alpha for low in lows.values()).most_common(1)
+    ranks = {path: low.rank for path, low in lows.items() if low.rank != rank}
+    alphas = {path: _number(low.alpha) for path, low in lows.items() if low.alpha != alpha}
     written = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": extra.get("base") or info.base or None,
         "r": rank,
         "lora_alpha": _number(alpha),
-        "rank_pattern": {path: low.rank for path, low in lows.items() if low.rank != rank},
-        "alpha_pattern": {
-            path: _number(low.alpha) for path, low in lows.items() if low.alpha != alpha
-        },
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
         "target_modules": _targets(list(modules), paths),
         "lora_dropout": info.dropout,
         "fan_in_fan_out": any(is_flipped(module.weight) for module in modules.values()),

@@ -1,6 +1,7 @@
 """Configurations of every decoder: as config.json says them, and any that may be, for hypothesis."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -20,22 +21,27 @@ Raw = dict[str, Any]
 
 FAMILIES = sorted(name for name in families() if name not in ("bert", "t5"))
 """Decoders that Megatron's arguments can describe as well; those with an encoder are in test_encoder_config.py."""
-LLAMA_LIKE = [name for name in FAMILIES if name not in ("gpt2", "nemotron_h")]
+LLAMA_LIKE = [name for name in FAMILIES if name not in ("gpt2", "mamba2", "nemotron_h", "qwen")]
 """Families whose config.json has Llama's words."""
-WITHOUT_CLASS = ("bailing_moe2", "mimo", "sarvam_mla", "sarvam_moe")
+WITHOUT_CLASS = ("bailing_moe2", "internlm2", "mimo", "qwen", "sarvam_mla", "sarvam_moe")
 """Families that no release of transformers has."""
 IN_TRANSFORMERS = [name for name in LLAMA_LIKE if name not in WITHOUT_CLASS]
 SCALED = [
-    name for name in IN_TRANSFORMERS if name not in ("phi3", "gpt_oss", "olmo3", "gemma3_text")
+    name
+    for name in IN_TRANSFORMERS
+    if name not in ("phi3", "gpt_oss", "olmo3", "gemma3_text", "mellum")
 ]
 """Phi-3 knows one kind of rope scaling, of its own; GPT-OSS is scaled if it says nothing; the others have two ropes."""
-LATENT_KEYS: Raw = {
+LATENT_SIZES: Raw = {
     "kv_lora_rank": 12,
     "q_lora_rank": 10,
     "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 6,
     "v_head_dim": 5,
     "num_key_value_heads": 8,
+}
+LATENT_KEYS: Raw = {
+    **LATENT_SIZES,
     "n_routed_experts": 6,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 24,
@@ -74,6 +80,7 @@ EXPERT_KEYS: dict[str, Raw] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3},
     "llama4": {"num_local_experts": 6, "num_experts_per_tok": 1, "intermediate_size_mlp": 72, "moe_layers": [1, 3],
                "no_rope_layers": [1, 1, 0, 1]},
+    "mellum": {**SHARED_KEYS, **MLP_KINDS, "num_local_experts": 6, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 3},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 5.0, "sliding_window": 16},
@@ -122,18 +129,24 @@ EXPERT_KEYS: dict[str, Raw] = {
     },
 }  # fmt: skip
 OWN_KEYS: dict[str, Raw] = {
-    **{name: {"hidden_act": "gelu_pytorch_tanh"} for name in ("gemma", "gemma2", "gemma3_text")},
+    **{
+        name: {"hidden_act": "gelu_pytorch_tanh"}
+        for name in ("gemma", "gemma2", "gemma3_text", "vaultgemma")
+    },
     "nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     "jais2": {"hidden_act": "relu2", "layer_norm_eps": 1e-5},
     "arcee": {"hidden_act": "relu2"},
     "starcoder2": {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5},
+    "youtu": {**LATENT_SIZES, "head_dim": LATENT_SIZES["qk_rope_head_dim"]},
     "stablelm": {
         "layer_norm_eps": 1e-5,
         "partial_rotary_factor": 0.5,
         "head_dim": 4,
     },  # hidden_size over heads
+    "qwen": {"intermediate_size": 56, "seq_length": 64, "layer_norm_epsilon": 1e-5},
     "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
     "glm": {"partial_rotary_factor": 0.5},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 5},
     "nemotron_h": {
         "hybrid_override_pattern": "ME*-",
         "mamba_num_heads": 4,
@@ -544,6 +557,29 @@ def configs(draw: Draw) -> ModelConfig:
         )
     if name.startswith("gemma"):
         return draw(gemmas(config))
+    if name == "vaultgemma":
+        found = draw(gemmas(replace(config, family="gemma2")))
+        return changed(replace(found, family=name), {"norm.place": "before"})
+    if name in ("cwm", "ministral"):
+        windowed = draw(st.sets(st.integers(0, layers - 1)))
+        size = draw(st.integers(1, 99)) if windowed else None
+        return changed(config, {"layers.window": per_layer(windowed, layers, size, None)})
+    if name == "helium":
+        return changed(config, {"positions.interleaved": True, "positions.scaling": None})
+    if name == "youtu":
+        return draw(with_latent_attention(config))
+    if name == "qwen":
+        heads = config.attention.heads
+        sizes = {"attention.kv_heads": heads, "hidden": heads * config.attention.head_dim}
+        return changed(config, {**sizes, "attention.qkv_bias": True, "positions.scaling": None})
+    if name == "internlm2":
+        return changed(
+            config, dict.fromkeys(("attention.qkv_bias", "attention.o_bias"), draw(st.booleans()))
+        )
+    if name == "mellum":
+        config = draw(with_windows(changed(config, {"attention.qk_norm": True})))
+        own = {"positions.local_theta": config.positions.local_theta or config.positions.theta}
+        return draw(with_experts(changed(config, own)))
     if name in CHOICES:
         return draw(one_of_choices(config))
     if name.startswith("deepseek") or name in ("glm4_moe_lite", "glm_moe_dsa", "sarvam_mla"):

@@ -167,7 +167,9 @@ BIASES_AND_NORMS = ("attention.qkv_bias", "attention.o_bias", "mlp.bias", "atten
 def with_mamba(
     draw: Draw, config: ModelConfig, tp: int = 1, ep: int = 1, etp: int = 1
 ) -> ModelConfig:
-    """The model as a hybrid, of which one layer at least is a Mamba 2."""
+    """The model as a hybrid, of which one layer at least is a Mamba 2 and one is not; or as a pure Mamba 2."""
+    if config.family == "mamba2":
+        return changed(config, pure_mamba_fields(config, tp * draw(st.integers(1, 2))))
     others = draw(st.text("M*-E", min_size=config.layer_count - 1, max_size=config.layer_count - 1))
     sizes = {
         "groups": tp * draw(st.integers(1, 2)),
@@ -175,7 +177,20 @@ def with_mamba(
         "width": tp * etp * 2,
         "latent": draw(st.sampled_from((0, 3))),
     }
-    return changed(config, hybrid_fields("M" + others, **sizes))
+    return changed(config, hybrid_fields("M" + (others.strip("M") or "-"), **sizes))
+
+
+def pure_mamba_fields(config: ModelConfig, groups: int) -> dict[str, Any]:
+    """Of a pure Mamba 2. The sizes of what it lacks follow from the others."""
+    heads = 2 * groups
+    lacking = {
+        "attention.heads": heads, "attention.kv_heads": heads, "attention.head_dim": config.hidden, "mlp.ffn": 4 * config.hidden,
+        "positions.theta": 10000.0, "positions.scaling": None,
+    }  # fmt: skip
+    return {
+        **families()["mamba2"].fixed, **lacking, **dict.fromkeys(BIASES_AND_NORMS, False), "mamba.heads": heads,
+        "mamba.head_dim": config.hidden, "mamba.groups": groups, "mamba.state": 5,
+    }  # fmt: skip
 
 
 BERT_HEADS = (

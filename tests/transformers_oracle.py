@@ -134,6 +134,13 @@ MAMBA: dict[str, Any] = {
     "n_groups": 4,
     "ssm_state_size": 5,
 }
+MAMBA2: dict[str, Any] = {
+    "num_heads": 8,
+    "head_dim": 16,
+    "n_groups": 4,
+    "state_size": 5,
+    "time_step_limit": (0.0, float("inf")),
+}
 ROTATIONS: dict[str, dict[str, Any]] = {
     "whole heads rotate": {
         "rope_parameters": {
@@ -226,6 +233,25 @@ VARIANTS = {
         {"no scaling": two_ropes(rope_of(5000.0), rope_of(5000.0))},
         ("tp2 pp2",),
     ),
+    "ministral": Variant(
+        "ministral",
+        {"head_dim": 12, "sliding_window": WINDOW, **every_other_window()},
+        {"one less": {"sliding_window": WINDOW - 1}, "windows elsewhere": windows(LAYERS - 1)},
+        quick=QUICK,
+    ),
+    "cwm": Variant(
+        "cwm",
+        {"sliding_window": WINDOW, "head_dim": 12, **rope(500000.0, **LLAMA3)},
+        {"no scaling": rope(500000.0), "windows elsewhere": windows(LAYERS - 1)},
+        quick=QUICK,
+    ),
+    "helium": Variant("helium", {"head_dim": 8}, {"rotary base": rope(10000.0)}, quick=QUICK),
+    "vaultgemma": Variant(
+        "vaultgemma",
+        {**GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5},
+        {**GEMMA_OTHERS, "uncapped scores": {"attn_logit_softcapping": None}, "uncapped logits": {"final_logit_softcapping": None}},
+        quick=QUICK,
+    ),
     "gemma2": Variant(
         "gemma2",
         {**GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5},
@@ -279,6 +305,9 @@ VARIANTS = {
     "ernie4_5": Variant(
         "ernie4_5", {"head_dim": 12, "use_bias": True, "tie_word_embeddings": True}, {"rotary base": rope(10000.0)}, quick=QUICK
     ),
+    "mamba2": Variant(
+        "mamba2", MAMBA2, {"epsilon": {"layer_norm_epsilon": 1e-2}}, ("tp2 pp2", "tp2 pp2, layers 1+3", "tp4 pp1, release"), QUICK,
+    ),
     "nemotron_h": Variant(
         "nemotron_h", {**MAMBA, "hybrid_override_pattern": "M*-M"}, {"epsilon": {"layer_norm_epsilon": 1e-2}},
         ("tp2 pp2", "tp2 pp2, layers 1+3", "tp4 pp1, release"), QUICK,
@@ -321,6 +350,12 @@ LLAMA4: dict[str, Any] = {
     "no_rope_layers": [1, 1, 0, 1],
     "use_qk_norm": False,
 }
+LLAMA4_LONG: dict[str, Any] = {
+    **LLAMA4,
+    "attention_chunk_size": WINDOW,
+    "floor_scale": 5,
+    "attn_scale": 0.3,
+}
 MIXTURES = {
     "mixtral": Variant("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2_moe": Variant(
@@ -344,6 +379,13 @@ MIXTURES = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "rope_parameters": HALF_ROTATES},
         {"heads that rotate whole": rope(5000.0)},
         quick=("tp2 pp1 ep2",),
+    ),
+    "mellum": Variant(
+        "mellum",
+        {**EXPERTS, "num_experts": 4, "head_dim": 12, "sliding_window": WINDOW, "mlp_layer_types": ["dense", "sparse"] * 2,
+         **every_other_window(), **two_ropes(rope_of(5000.0), rope_of(200.0))},
+        {"one base": two_ropes(rope_of(5000.0), rope_of(5000.0)), "one less": {"sliding_window": WINDOW - 1}},
+        quick=QUICK_WITH_EXPERTS,
     ),
     "glm4_moe": Variant(
         "glm4_moe",
@@ -451,6 +493,25 @@ NAMED = {
     ),
 }  # fmt: skip
 """What no model of Megatron's computes: names and bytes are all that can be compared."""
+LATENT_ALONE = {
+    name: LATENT[name]
+    for name in (
+        *("num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
+        *("qk_rope_head_dim", "v_head_dim", "rms_norm_eps"),
+    )
+}
+MIXTURES["youtu"] = Variant(
+    "youtu", {**LATENT_ALONE, "pad_token_id": None}, {"epsilon": {"rms_norm_eps": 1e-2}}, QUICK
+)
+"""Dense, with a tensor that is cut by heads, as tests of mixtures read."""
+BEYOND_MEGATRON = {
+    "llama4, short chunks": Variant(
+        "llama4_text", LLAMA4_LONG,
+        {"longer chunks": {"attention_chunk_size": WINDOW + 1}, "no temperature": {"attn_temperature_tuning": False},
+         "scale": {"attn_scale": 0.2}, "floor": {"floor_scale": 4}},
+    ),
+}  # fmt: skip
+"""Models that Megatron has no arguments for: they are converted between Hugging Face's files, and trained."""
 RELATIVES = {
     "bailing_moe2": Variant(
         "glm4_moe",
@@ -466,6 +527,8 @@ RELATIVES = {
         "deepseek_v3", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, **rope(5000.0, **YARN)}
     ),
     "mimo": Variant("qwen2"),
+    "internlm2": Variant("llama"),
+    "qwen": Variant("qwen2", {"num_key_value_heads": 8}),
 }  # fmt: skip
 """Family that transformers has no class for -> a model of another family that computes the same function."""
 
@@ -490,8 +553,9 @@ def create(variant: Variant, directory: Path) -> None:
     )
     if any(name in variant.settings for name in OTHER_EPSILONS):
         del sizes["rms_norm_eps"]
-    if (
-        variant.model_type == "nemotron_h"
+    if variant.model_type in (
+        "mamba2",
+        "nemotron_h",
     ):  # whose epsilon is Megatron's own, and which knows no positions
         del sizes["rms_norm_eps"], sizes["rope_parameters"]
     config = AutoConfig.for_model(variant.model_type, **{**sizes, **variant.settings})

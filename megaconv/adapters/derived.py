@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from formats.lazy_numpy import np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape, row_blocks
+from megaconv.model.assembled import window
 
 _COMPARED_AT_ONCE = 1 << 20
 
@@ -75,17 +76,21 @@ class Window:
         if self.source is None:
             return
         rows, cols = matrix_shape(self.source.shape)
-        row0, row1 = max(box.row0, self.row), min(box.row1, self.row + rows)
-        col0, col1 = max(box.col0, self.col), min(box.col1, self.col + cols)
-        if row0 >= row1 or col0 >= col1:
-            return
-        item = ITEMSIZE[self.dtype]
-        there = out[
-            row0 - box.row0 : row1 - box.row0, (col0 - box.col0) * item : (col1 - box.col0) * item
-        ]
-        self.source.read_into(
-            Box(row0 - self.row, row1 - self.row, col0 - self.col, col1 - self.col), there
+        part = Box(
+            row0=max(box.row0, self.row),
+            row1=min(box.row1, self.row + rows),
+            col0=max(box.col0, self.col),
+            col1=min(box.col1, self.col + cols),
         )
+        if part.rows <= 0 or part.cols <= 0:
+            return
+        stored = Box(
+            row0=part.row0 - self.row,
+            row1=part.row1 - self.row,
+            col0=part.col0 - self.col,
+            col1=part.col1 - self.col,
+        )
+        self.source.read_into(stored, window(out, box, part, ITEMSIZE[self.dtype]))
 
 
 @dataclass(frozen=True)

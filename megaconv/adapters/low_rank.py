@@ -17,8 +17,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from formats.lazy_numpy import Floats, np
-from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, box_blocks, matrix_shape
+from formats.tensor import (
+    ITEMSIZE,
+    Box,
+    Bytes,
+    ComputedTensor,
+    LazyTensor,
+    Shape,
+    box_blocks,
+    matrix_shape,
+)
 from megaconv.errors import NotExpressible
+from megaconv.model.assembled import window
 from megaconv.values import rounding
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -139,10 +149,9 @@ class Change:
 
 
 @dataclass(frozen=True)
-class MergedTensor:
+class MergedTensor(ComputedTensor):
     """A canonical tensor with a change merged into it, in its own dtype."""
 
-    source: LazyTensor
     change: Change
     name: str
     """The tensor's name for messages."""
@@ -153,14 +162,6 @@ class MergedTensor:
                 f"{self.name}: is {self.dtype}; adapters are merged into {', '.join(FLOATS)}"
             )
 
-    @property
-    def shape(self) -> Shape:
-        return self.source.shape
-
-    @property
-    def dtype(self) -> str:
-        return self.source.dtype
-
     def read_into(self, box: Box, out: Bytes) -> None:
         itemsize = ITEMSIZE[self.dtype]
         computed, block_bytes = box, _BLOCK_BYTES
@@ -170,14 +171,14 @@ class MergedTensor:
             computed = box._replace(col0=0, col1=cols)
             block_bytes = _rows_of(computed)
         for part in box_blocks(computed, "float32", block_bytes):
+            wanted = part._replace(
+                col0=max(part.col0, box.col0),
+                col1=min(part.col1, box.col1),
+            )
             values = self._merged(part)
-            first = max(part.col0, box.col0)
-            last = min(part.col1, box.col1)
-            kept = np.ascontiguousarray(values[:, first - part.col0 : last - part.col0])
-            rows = out[part.row0 - box.row0 : part.row1 - box.row0]
-            left = (first - box.col0) * itemsize
-            right = (last - box.col0) * itemsize
-            np.copyto(rows[:, left:right], rounding.rounded(kept, self.dtype))
+            kept = values[:, wanted.col0 - part.col0 : wanted.col1 - part.col0]
+            made = rounding.rounded(np.ascontiguousarray(kept), self.dtype)
+            np.copyto(window(out, box, wanted, itemsize), made)
 
     def _merged(self, box: Box) -> Floats:
         weight, delta = read_floats(self.source, box), read_floats(self.change.delta, box)

@@ -144,7 +144,8 @@ def _changed(name: str, tensor: LazyTensor, changes: Changes) -> LazyTensor:
 
 def merge(source: Source, choices: Sequence[AdapterChoice]) -> MergedSource:
     """Open adapters and check them against a source. Raises CheckpointError."""
-    config, merged = source.header.config, list[Merged]()
+    config = source.header.config
+    merged: list[Merged] = []
     if source.header.carries_optimizer:
         raise UsageError(
             "--adapter: weights that an adapter changes no longer go with the optimizer's state; add --no-optimizer"
@@ -155,15 +156,16 @@ def merge(source: Source, choices: Sequence[AdapterChoice]) -> MergedSource:
             raise UsageError(f"--adapter {place}: expected a directory or a Hub id")
         adapter = open_adapter(place)
         if adapter.directory != place:  # an iteration of a run: the record names the iteration
-            choice = choice._replace(place=f"{choice.place.rstrip('/')}/{adapter.directory.name}")
+            run = choice.place.rstrip("/")
+            choice = choice._replace(place=f"{run}/{adapter.directory.name}")
         changes = changes_of(adapter, choice.weight, family(config.family), config)
-        again = [name for each in merged for name in each.changes.deltas if name in changes.deltas]
-        if again and any(
-            each.adapter.config.dora for each in (*merged, Merged(choice, adapter, changes))
-        ):
-            raise NotExpressible(
-                f"{adapter.weights}: {again[0]} has two adapters, one of them DoRA, which is about the base's own weights"
-            )
+        changed_before = [name for each in merged for name in each.changes.deltas]
+        again = [name for name in changed_before if name in changes.deltas]
         merged.append(Merged(choice, adapter, changes))
+        if again and any(each.adapter.config.dora for each in merged):
+            raise NotExpressible(
+                f"{adapter.weights}: {again[0]} has two adapters, one of them DoRA, "
+                "which is about the base's own weights"
+            )
         config = changes.config
     return MergedSource(source, merged)

@@ -157,14 +157,21 @@ def open_adapter(directory: Path) -> Adapter:
             f"--adapter {directory}: has no {CONFIG}; expected a directory as peft's save_pretrained leaves it"
         )
     config = read_config(directory / CONFIG)
-    weights = next((directory / name for name in WEIGHTS if (directory / name).is_file()), None)
-    if weights is None:
+    present = [directory / name for name in WEIGHTS if (directory / name).is_file()]
+    if not present:
         raise CorruptCheckpoint(
             f"{directory}: has an {CONFIG} but no weights; expected {' or '.join(WEIGHTS)}",
             code="missing-file",
         )
+    weights = present[0]
     modules, replaced = _sorted_out(read_file(weights), str(weights))
-    return Adapter(directory, config, modules, replaced, weights)
+    return Adapter(
+        directory=directory,
+        config=config,
+        modules=modules,
+        replaced=replaced,
+        weights=weights,
+    )
 
 
 def read_config(path: Path) -> AdapterConfig:

@@ -70,14 +70,17 @@ def _one_of(
     names: Sequence[str], weights: Mapping[str, LowRank], found: dict[Key, LazyTensor]
 ) -> dict[str, LowRank]:
     lows = [weights[name] for name in names if name in weights]
-    if len(lows) < len(names) or len({(low.rank, low.alpha, low.length) for low in lows}) > 1:
+    settings = {(low.rank, low.alpha, low.length) for low in lows}
+    if len(lows) < len(names) or len(settings) > 1:
         return {}
-    if not are_equal(found[Key(low.a)] for low in lows):
-        return {}
-    if not are_equal(found[Key(low.b)] for low in lows):
-        return {}
+    for matrices in ([low.a for low in lows], [low.b for low in lows]):
+        if not are_equal(found[Key(name)] for name in matrices):
+            return {}
     first = lows[0]
-    a, b = of_any_expert(first.a), of_any_expert(first.b)
-    found[Key(a)] = found[Key(first.a)]
-    found[Key(b)] = found[Key(first.b)]
-    return {name: first._replace(a=a, b=b) for name in names}
+    shared = first._replace(
+        a=of_any_expert(first.a),
+        b=of_any_expert(first.b),
+    )
+    found[Key(shared.a)] = found[Key(first.a)]
+    found[Key(shared.b)] = found[Key(first.b)]
+    return dict.fromkeys(names, shared)

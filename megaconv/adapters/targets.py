@@ -16,9 +16,8 @@ from megaconv.families import Family
 from megaconv.model.assembled import Placed, assemble
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
-from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF, HF_STACKED
-from megaconv.model.natives import NativeTensor, native_tensors
+from megaconv.model.natives import NativeTensor, unsharded_tensors
 from megaconv.model.regions import Region
 from megaconv.model.table import canonical_shapes
 
@@ -44,15 +43,17 @@ def changes_of(adapter: Adapter, weight: float, family: Family, config: ModelCon
     for name, tensor in adapter.replaced.items():
         found.replaced |= names.canonical(names.native(name), tensor)
     if weight != 1 and found.replaced:
+        first_names = ", ".join(sorted(adapter.replaced)[:3])
         raise NotExpressible(
-            f"{adapter.weights}: holds whole tensors ({', '.join(sorted(adapter.replaced)[:3])}), which have no weight; "
+            f"{adapter.weights}: holds whole tensors ({first_names}), which have no weight; "
             "give the adapter without one"
         )
     for module in adapter.modules:
         for name, change in _changes_of_module(module, adapter, weight, names):
             if name in found.deltas:
                 raise TensorMismatch(
-                    f"{adapter.weights}: {module.module} changes {name}, which another module does too"
+                    f"{adapter.weights}: {module.module} changes {name}, "
+                    "which another module does too"
                 )
             found.deltas[name] = change
     return found
@@ -105,15 +106,13 @@ class _Names:
     shapes: Mapping[str, Shape] = field(init=False)
 
     def __post_init__(self) -> None:
-        whole = Chunk(0, 0, 0, self.config.layer_count, is_first=True, is_last=True)
+        rows = self.family.rows
         self.natives = {
             native.name: native
             for naming in (HF_STACKED, HF)
-            for native in native_tensors(
-                self.family.rows, self.config, naming, Layout(), 0, whole, self.config.vocab
-            )
+            for native in unsharded_tensors(rows, self.config, naming)
         }
-        self.shapes = canonical_shapes(self.family.rows, self.config)
+        self.shapes = canonical_shapes(rows, self.config)
 
     def native(self, name: str) -> NativeTensor:
         """The native tensor of a name.
@@ -158,11 +157,11 @@ class _Names:
         """The canonical tensors in a native tensor. Raises NotExpressible if it doesn't hold all of each."""
         shapes = {name: self.shapes[name] for name in native.parts}
         for name, regions in native.parts.items():
-            if sum(region.box.rows * region.box.cols for region in regions) < _elements(
-                shapes[name]
-            ):
+            held = sum(region.box.rows * region.box.cols for region in regions)
+            if held < _elements(shapes[name]):
                 raise NotExpressible(
-                    f"{self.where}: {native.name} is only a part of {name}, and can't be changed alone"
+                    f"{self.where}: {native.name} is only a part of {name}, "
+                    "and can't be changed alone"
                 )
         found = assemble(shapes, [Placed(native, tensor, self.where)], strict=True)
         return {key.name: lazy for key, lazy in found.items()}
@@ -249,14 +248,17 @@ def _magnitudes(
     if module.contradicts(adapter.config):
         has = "no" if module.magnitude is None else "a"
         raise TensorMismatch(
-            f"{adapter.weights}: {module.module} has {has} magnitude, its configuration says otherwise"
+            f"{adapter.weights}: {module.module} has {has} magnitude, "
+            "but its configuration requires the opposite"
         )
     if module.magnitude is None:
         return {}
     experts, outs, _ = _sizes(native)
-    if weight != 1 or module.embedding or experts > 1 or tuple(module.magnitude.shape) != (outs,):
+    is_linear = experts <= 1 and not module.embedding
+    fits = tuple(module.magnitude.shape) == (outs,)
+    if weight != 1 or not is_linear or not fits:
         raise NotExpressible(
-            f"{adapter.weights}: {module.module}: DoRA is merged into Linear and Conv1D alone, with a magnitude [{outs}], and whole "
-            "(no weight)"
+            f"{adapter.weights}: {module.module}: DoRA is merged into Linear and Conv1D alone, "
+            f"with a magnitude [{outs}], and whole (no weight)"
         )
     return names.canonical(native, Spread(module.magnitude, native.shape, _flipped(native)))

@@ -24,9 +24,8 @@ from megaconv.model.assembled import Placed, assemble
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, Key, OpenedSource, describe
-from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import Naming
-from megaconv.model.natives import NativeTensor, native_tensors
+from megaconv.model.natives import NativeTensor, unsharded_tensors
 from megaconv.model.regions import PLAIN, Region
 from megaconv.model.table import canonical_shapes
 
@@ -53,12 +52,10 @@ def adaptable_weights(
 
     These are linear layers, single experts' layers, and routers.
     """
-    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     shapes = canonical_shapes(table.rows, config)
-    natives = native_tensors(table.rows, config, naming, Layout(), 0, whole, config.vocab)
     return {
         native.name: native
-        for native in natives
+        for native in unsharded_tensors(table.rows, config, naming)
         if native.copy is None
         and native.name.endswith("weight")
         and len(native.shape) == 2
@@ -266,19 +263,23 @@ def adapter_source(
 
 def _rank(pair: Pair, where: str) -> int:
     outs, ins = sizes(pair.weight)
-    a, b = tuple(pair.a.shape), tuple(pair.b.shape)
-    if len(a) != 2 or not a[0] or a != (a[0], ins) or b != (outs, a[0]):
+    a = tuple(pair.a.shape)
+    b = tuple(pair.b.shape)
+    rank = a[0] if a else 0
+    if not rank or a != (rank, ins) or b != (outs, rank):
         raise TensorMismatch(
-            f"{where}: {pair.name} has matrices {list(a)} and {list(b)}; {pair.weight.name} is {list(pair.weight.shape)}, "
+            f"{where}: {pair.name} has matrices {list(a)} and {list(b)}; "
+            f"{pair.weight.name} is {list(pair.weight.shape)}, "
             f"so expected [r, {ins}] and [{outs}, r]",
             code="misshapen-tensor",
         )
-    if pair.length is not None and tuple(pair.length.shape) != (outs,):
+    length = pair.length
+    if length is not None and tuple(length.shape) != (outs,):
         raise TensorMismatch(
-            f"{where}: {pair.name} has magnitudes {list(pair.length.shape)}; expected [{outs}]",
+            f"{where}: {pair.name} has magnitudes {list(length.shape)}; expected [{outs}]",
             code="misshapen-tensor",
         )
-    return a[0]
+    return rank
 
 
 def _shapes(native: NativeTensor) -> Iterator[tuple[str, Shape]]:

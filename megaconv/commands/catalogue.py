@@ -86,20 +86,19 @@ class Catalogue:
 
 def catalogue() -> Catalogue:
     """The catalogue. Imports all loaders, savers and families. A warning names a plugin that can't be loaded."""
-    ours, all_of = families(), all_families()
-    return Catalogue(
-        {name: _entry(found) for name, found in registry.all_loaders().items()},
-        {name: _entry(found) for name, found in registry.all_savers().items()},
-        {name: list(family.architectures) for name, family in all_of.items()},
-        {
-            name: {
-                naming: expressible(family.rows, Naming(naming), family.features)
-                for naming in NAMINGS
-            }
-            for name, family in all_of.items()
-        },
-        {name: family.proven if name in ours else "-" for name, family in all_of.items()},
-    )
+    ours = families()
+    architectures: dict[str, list[str]] = {}
+    namings: dict[str, dict[str, bool]] = {}
+    proven: dict[str, str] = {}
+    for name, family in all_families().items():
+        architectures[name] = list(family.architectures)
+        namings[name] = {
+            naming: expressible(family.rows, Naming(naming), family.features) for naming in NAMINGS
+        }
+        proven[name] = family.proven if name in ours else "-"
+    loaders = {name: _entry(found) for name, found in registry.all_loaders().items()}
+    savers = {name: _entry(found) for name, found in registry.all_savers().items()}
+    return Catalogue(loaders, savers, architectures, namings, proven)
 
 
 def _entry(found: Loader | Saver) -> Entry:

@@ -202,7 +202,8 @@ def diff_sources(
     Raises CorruptCheckpoint if a compared tensor differs from its record.
     """
     checks = checks or (SourceCheck(), SourceCheck())
-    in_left, in_right = dict(left.tensors()), dict(right.tensors())
+    in_left = dict(left.tensors())
+    in_right = dict(right.tensors())
     slots = _compared_slots(in_left, in_right)
     keys = [key for key in in_left | in_right if key.slot in slots]
 
@@ -213,9 +214,14 @@ def diff_sources(
         differences = [item for item in pool.map(compare, keys) if item is not None]
     for check in checks:
         check.require_intact()
-    beyond = tuple(item for item in differences if not _is_within(item, tolerance))
-    config = tuple(config_differences(left.header.config, right.header.config))
-    return Diff(len(keys), beyond, config, slots, within=len(differences) - len(beyond))
+    beyond = [item for item in differences if not _is_within(item, tolerance)]
+    return Diff(
+        tensors=len(keys),
+        differences=tuple(beyond),
+        config=tuple(config_differences(left.header.config, right.header.config)),
+        slots=slots,
+        within=len(differences) - len(beyond),
+    )
 
 
 def _compared_slots(left: Collection[Key], right: Collection[Key]) -> tuple[str, ...]:
@@ -250,16 +256,13 @@ def _compare_infos(
     if left is None or right is None:
         only = left if right is None else right
         assert only is not None
-        return Difference(
-            key, "only in A" if right is None else "only in B", f"{list(only.shape)} {only.dtype}"
-        )
+        kind = "only in A" if right is None else "only in B"
+        return Difference(key, kind, f"{list(only.shape)} {only.dtype}")
     if left.shape != right.shape:
         return Difference(key, "shape", f"{list(left.shape)} / {list(right.shape)}")
-    return (
-        Difference(key, "dtype", f"{left.dtype} / {right.dtype}")
-        if left.dtype != right.dtype
-        else None
-    )
+    if left.dtype != right.dtype:
+        return Difference(key, "dtype", f"{left.dtype} / {right.dtype}")
+    return None
 
 
 def _compare(
@@ -293,13 +296,15 @@ def _compare_values(
     if shift_of(left) != shift_of(right):
         left, right = plain(key, left), plain(key, right)
     hashers = [tensor_hasher(left) if check.expects(key) else None for check in checks]
-    for ours, theirs in zip(read_blocks(left), read_blocks(right), strict=True):
+    pairs_of_blocks = zip(read_blocks(left), read_blocks(right), strict=True)
+    for ours, theirs in pairs_of_blocks:
         for hasher, block in zip(hashers, (ours, theirs), strict=True):
             if hasher is not None:
                 hasher.update(block.reshape(-1))
         if not np.array_equal(ours, theirs):
             count, distance = _distance(ours, theirs, left.dtype)
-            unequal, largest = unequal + count, max(largest, distance)
+            unequal += count
+            largest = max(largest, distance)
         advance(ours.nbytes)
     for check, hasher in zip(checks, hashers, strict=True):
         if hasher is not None:
@@ -316,13 +321,12 @@ def _distance(
     dtype: str,
 ) -> tuple[int, float]:
     """(number of elements whose bits differ, their largest absolute difference). NaN counts as infinite."""
-    a, b = (side.reshape(-1, ITEMSIZE[dtype]) for side in (left, right))
+    a = left.reshape(-1, ITEMSIZE[dtype])
+    b = right.reshape(-1, ITEMSIZE[dtype])
     differ = (a != b).any(axis=1)
     with np.errstate(over="ignore", invalid="ignore"):
-        ours, theirs = (
-            numbers(np.ascontiguousarray(side[differ]).reshape(-1), dtype) for side in (a, b)
-        )
+        ours = numbers(a[differ].reshape(-1), dtype)
+        theirs = numbers(b[differ].reshape(-1), dtype)
         distance = np.abs(ours - theirs)
-    return int(differ.sum()), float(
-        np.nan_to_num(distance, nan=np.inf, posinf=np.inf).max(initial=0)
-    )
+    without_nan = np.nan_to_num(distance, nan=np.inf, posinf=np.inf)
+    return int(differ.sum()), float(without_nan.max(initial=0))

@@ -18,9 +18,8 @@ from megaconv.engine.preparation import open_source
 from megaconv.errors import ModelsDiffer, TargetExists
 from megaconv.families.llama import FAMILY
 from megaconv.input import find_input
-from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF
-from megaconv.model.natives import native_tensors
+from megaconv.model.natives import unsharded_tensors
 from megaconv.options import ConvertOptions, SaveOptions
 from megaconv.values.rounding import rounded
 
@@ -44,10 +43,9 @@ def make_model(path: Path) -> None:
         raise TargetExists(f"{path}: already exists; choose another place, or remove it") from None
     vocab = _make_tokenizer(path)
     config = _CONFIG | {"vocab_size": vocab}
+    generation = {"bos_token_id": 0, "eos_token_id": 1}
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (path / "generation_config.json").write_text(
-        json.dumps({"bos_token_id": 0, "eos_token_id": 1}) + "\n"
-    )
+    (path / "generation_config.json").write_text(json.dumps(generation) + "\n")
     _write_weights(path / "model.safetensors", _shapes(config))
 
 
@@ -70,11 +68,7 @@ def _write_weights(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The Hugging Face name and shape of every tensor."""
     model = FAMILY.read_hf(config)
-    whole = Chunk(0, 0, 0, model.layer_count, is_first=True, is_last=True)
-    return {
-        native.name: native.shape
-        for native in native_tensors(FAMILY.rows, model, HF, Layout(), 0, whole, model.vocab)
-    }
+    return {native.name: native.shape for native in unsharded_tensors(FAMILY.rows, model, HF)}
 
 
 def _make_tokenizer(path: Path) -> int:
@@ -103,9 +97,10 @@ def _make_tokenizer(path: Path) -> int:
 def run(directory: Path | None) -> None:
     """Run the whole demonstration. Raises ModelsDiffer if the proof fails."""
     with _workplace(directory) as work:
-        model, tp2pp2, tp4, back = (
-            work / name for name in ("llama", "core-tp2-pp2", "core-tp4", "llama-back")
-        )
+        model = work / "llama"
+        tp2pp2 = work / "core-tp2-pp2"
+        tp4 = work / "core-tp4"
+        back = work / "llama-back"
         print("1. A Llama with random weights and a trained tokenizer, in Hugging Face format")
         make_model(model)
         _show(model)
@@ -130,11 +125,11 @@ def _prove(places: list[Path]) -> None:
     prints = {place: fingerprint(place).weights for place in places}
     for place, digest in prints.items():
         print(f"   {place.name:<14} {digest}")
-    first, last = (open_source(find_input(place)) for place in (places[0], places[-1]))
-    if (
-        len(set(prints.values())) != 1
-        or not diff_sources(first, last, default_workers(writing=False)).same
-    ):
+    first = open_source(find_input(places[0]))
+    last = open_source(find_input(places[-1]))
+    workers = default_workers(writing=False)
+    have_equal_prints = len(set(prints.values())) == 1
+    if not have_equal_prints or not diff_sources(first, last, workers).same:
         raise ModelsDiffer(
             "the fingerprints are not equal: the conversion changed the model; please report this"
         )

@@ -9,7 +9,7 @@ from formats.tensor import ITEMSIZE
 from megaconv.commands.units import readable
 from megaconv.errors import LayoutError, UsageError
 from megaconv.families import family
-from megaconv.megatron.rank_files.plan import DEFAULT_DIVISOR, choose_layout
+from megaconv.megatron.rank_files.output_layout import DEFAULT_DIVISOR, choose_layout
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header
 from megaconv.model.layout import Layout, padded_vocab

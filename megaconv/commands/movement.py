@@ -120,23 +120,31 @@ def movement(
 
 
 def _moved(key: Key, left: LazyTensor, right: LazyTensor, advance: Callable[[int], None]) -> Moved:
-    left, right = plain(key, left), plain(key, right)
     total = Moved(key.name)
-    a, b = np.empty(0), np.empty(0)
     # Blocks of equal size in bytes have different numbers of elements if the dtypes differ: keep the rest for the next
     # block.
-    mine, others = read_blocks(left), read_blocks(right)
+    blocks_of_a = _blocks(plain(key, left), advance)
+    blocks_of_b = _blocks(plain(key, right), lambda nbytes: None)
+    nothing = np.empty(0)
+    a = b = nothing
     while True:
-        if not a.size and (block := next(mine, None)) is not None:
-            advance(block.nbytes)
-            a = numbers(block.reshape(-1), left.dtype)
-        if not b.size and (block := next(others, None)) is not None:
-            b = numbers(block.reshape(-1), right.dtype)
+        if not a.size:
+            a = next(blocks_of_a, nothing)
+        if not b.size:
+            b = next(blocks_of_b, nothing)
         count = min(a.size, b.size)
         if not count:
             return total
         total += _of_block(a[:count], b[:count])
-        a, b = a[count:], b[count:]
+        a = a[count:]
+        b = b[count:]
+
+
+def _blocks(tensor: LazyTensor, advance: Callable[[int], None]) -> Iterator[Any]:
+    """Yield the numbers of each block of a tensor, as a vector."""
+    for block in read_blocks(tensor):
+        advance(block.nbytes)
+        yield numbers(block.reshape(-1), tensor.dtype)
 
 
 def _of_block(

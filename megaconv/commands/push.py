@@ -32,8 +32,9 @@ from megaconv import registry
 from megaconv.commands.model_card import CARD, describe, published_record
 from megaconv.engine.completeness import TOKENIZER, has_tokenizer
 from megaconv.engine.conversion import convert
-from megaconv.engine.preparation import Report, open_source
+from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME, find_record
+from megaconv.engine.report import Report
 from megaconv.engine.source_check import check_source
 from megaconv.errors import CheckpointError, Interrupted, ModelsDiffer, UnsafeContent, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -294,25 +295,23 @@ def _commit(
 
     api = _api()
     api.create_repo(repository, private=options.private or None, exist_ok=True)
-    if (
-        options.revision is not None
-        and not options.create_pr
-        and not options.revision.startswith("refs/")
-    ):
-        api.create_branch(repository, branch=options.revision, exist_ok=True)
-    head = api.model_info(repository, revision=options.revision).sha
+    revision = options.revision
+    is_branch = revision is not None and not revision.startswith("refs/")
+    if is_branch and not options.create_pr:
+        api.create_branch(repository, branch=str(revision), exist_ok=True)
+    head = api.model_info(repository, revision=revision).sha
     if CARD in made and api.get_paths_info(repository, [CARD], revision=head):
         # Keep the card that the repository already has.
-        made, notices = {name: content for name, content in made.items() if name != CARD}, []
-    contents: dict[str, str | bytes] = {name: str(file) for name, file in files.items()} | dict(
-        made
-    )
+        made = {name: content for name, content in made.items() if name != CARD}
+        notices = []
+    contents: dict[str, str | bytes] = {name: str(file) for name, file in files.items()}
+    contents |= made
     hashes = dict(hashes) | {name: _hashes_of(content) for name, content in made.items()}
     commit = api.create_commit(
         repository,
         [CommitOperationAdd(name, content) for name, content in sorted(contents.items())],
         commit_message=options.message or "Upload with megaconv",
-        revision=options.revision,
+        revision=revision,
         create_pr=options.create_pr,
         parent_commit=head,
     )

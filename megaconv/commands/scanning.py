@@ -102,7 +102,8 @@ def scan(path: str | Path) -> Scan:
     found = Scan(str(path))
     for file in _files(place):
         found.files += 1
-        _look_at(file, str(file.relative_to(place)) if file != place else file.name, found)
+        shown = file.name if file == place else str(file.relative_to(place))
+        _look_at(file, shown, found)
     return found
 
 

@@ -99,11 +99,11 @@ def read_directory(path: Path) -> Contents | None:
     if torch_dist.is_dcp(version):
         return _dcp(version)
     if torch_dist.read_backend(version) == "zarr":
-        tensors = zarr_arrays.open_directory(version).tensors()
-        return Contents(
-            "zarr", tuple(stored(name, tensor, name, None) for name, tensor in tensors.items()), {}
-        )
-    if (tree := orbax_arrays.find_tree(path)) is not None:
+        arrays = zarr_arrays.open_directory(version).tensors()
+        tensors = tuple(stored(name, array, name, None) for name, array in arrays.items())
+        return Contents("zarr", tensors, {})
+    tree = orbax_arrays.find_tree(path)
+    if tree is not None:
         return _orbax(tree)
     files = [file for file in _files(path) if file.suffix in SUFFIXES]
     if not files:
@@ -111,7 +111,8 @@ def read_directory(path: Path) -> Contents | None:
     parts = [read_file(file, str(file.relative_to(path))) for file in files]
     kinds = ", ".join(dict.fromkeys(part.kind for part in parts))
     facts = {label: text for part in parts for label, text in part.facts.items()}
-    return Contents(kinds, tuple(chain.from_iterable(part.tensors for part in parts)), facts)
+    all_tensors = chain.from_iterable(part.tensors for part in parts)
+    return Contents(kinds, tuple(all_tensors), facts)
 
 
 def _files(path: Path) -> list[Path]:
@@ -160,15 +161,16 @@ def _dcp(path: Path, only: str | None = None) -> Contents:
     metadata = torch_dist.open_directory(path).metadata
     tensors = []
     for name, tensor in metadata.tensors.items():
-        places = [chunk.place for chunk in tensor.chunks if only in (None, chunk.place.file)]
-        if not places:
+        chunks = [chunk for chunk in tensor.chunks if only in (None, chunk.place.file)]
+        if not chunks:
             continue
-        shape, nbytes = tuple(tensor.shape), byte_count(tensor.shape, tensor.dtype)
+        is_one_chunk = len(chunks) == 1
+        shape = tuple(tensor.shape)
+        nbytes = byte_count(shape, tensor.dtype)
         if only is not None:
-            chunks = [chunk for chunk in tensor.chunks if chunk.place.file == only]
             nbytes = sum(byte_count(chunk.shape, tensor.dtype) for chunk in chunks)
-            shape = tuple(chunks[0].shape) if len(chunks) == 1 else shape
-        files = ", ".join(dict.fromkeys(place.file for place in places))
+            shape = tuple(chunks[0].shape) if is_one_chunk else shape
+        files = ", ".join(dict.fromkeys(chunk.place.file for chunk in chunks))
         tensors.append(
             StoredTensor(
                 name,
@@ -176,7 +178,7 @@ def _dcp(path: Path, only: str | None = None) -> Contents:
                 tensor.dtype,
                 nbytes,
                 files,
-                places[0].offset if len(places) == 1 else None,
+                chunks[0].place.offset if is_one_chunk else None,
             )
         )
     objects = [name for name, place in metadata.objects.items() if only in (None, place.file)]

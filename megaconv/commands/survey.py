@@ -73,18 +73,19 @@ class Survey:
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """(label, text) lines for people."""
-        files = {tensor.file for tensor in self.tensors}
+        count = len({tensor.file for tensor in self.tensors})
+        files = "1 file" if count == 1 else f"{count} files"
         yield "format", self.kind
-        yield (
-            "elements",
-            f"{self.elements:,} in {len(self.tensors)} tensors, {len(files)} file{'s' * (len(files) != 1)}",
-        )
-        shares = ", ".join(
-            f"{dtype} {share(size, self.nbytes)}" for dtype, size in self.dtypes().items()
-        )
-        yield "size", readable(self.nbytes) + (f", {shares}" if shares else "")
+        yield "elements", f"{self.elements:,} in {len(self.tensors)} tensors, {files}"
+        yield "size", ", ".join(self._sizes())
         yield from self.facts.items()
         yield "convertible", f"no: {self.reason}"
+
+    def _sizes(self) -> Iterator[str]:
+        """The size of all tensors, then the share of each dtype."""
+        yield readable(self.nbytes)
+        for dtype, size in self.dtypes().items():
+            yield f"{dtype} {share(size, self.nbytes)}"
 
 
 def survey(path: Path, error: CheckpointError) -> Survey | None:

@@ -107,13 +107,16 @@ def open_base(directory: str | Path, dtype: str, *, overflow: bool) -> BaseModel
     directory = Path(directory)
     if not directory.exists():
         raise UsageError(f"--base {nothing_at(directory)}", code="no-such-input")
-    if not (directory / CONFIG_NAME).is_file():
+    described = directory / CONFIG_NAME
+    if not described.is_file():
         raise UsageError(
-            f"--base {directory}: has no {CONFIG_NAME}; expected the Hugging Face directory of the original"
+            f"--base {directory}: has no {CONFIG_NAME}; "
+            "expected the Hugging Face directory of the original"
         )
-    weights, tensors = read_directory(directory)
-    config = load_config(directory / CONFIG_NAME)
-    return BaseModel(directory, dequantize(tensors, config, dtype, str(weights), overflow=overflow))
+    weights, stored = read_directory(directory)
+    config = load_config(described)
+    tensors = dequantize(stored, config, dtype, str(weights), overflow=overflow)
+    return BaseModel(directory, tensors)
 
 
 class CopiedTensors:

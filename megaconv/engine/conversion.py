@@ -17,10 +17,11 @@ from megaconv import registry
 from megaconv._version import __version__
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.engine.plan import block_bytes, default_workers
-from megaconv.engine.preparation import Report, open_source, prepare, workers_of
+from megaconv.engine.preparation import open_source, prepare, workers_of
 from megaconv.engine.ranks import ALONE, Ranks
 from megaconv.engine.reading_back import as_streamed
 from megaconv.engine.record import RECORD_NAME, record_json
+from megaconv.engine.report import Report
 from megaconv.engine.shares import Share, share_out
 from megaconv.engine.stream import Stream
 from megaconv.engine.target import refuse_loss, refuse_place

@@ -230,13 +230,13 @@ class _Records:
         covered = 0
         for offset, size in sorted(runs):
             if offset != covered:
-                raise _fault(
-                    f"{where}: bytes from {min(offset, covered)} on would be written twice, or never"
-                )
+                first = min(offset, covered)
+                raise _fault(f"{where}: bytes from {first} on would be written twice, or never")
             covered += size
         self._together.add(kind)
         if len(begun.parts) == 1 and not begun.zeros:
-            self._alone.add((begun.parts[0], nbytes))
+            (part,) = begun.parts
+            self._alone.add((part, nbytes))
 
     def _matrices(self, where: str, parts: Sequence[_Part]) -> Iterable[tuple[int, int]]:
         """(offset, bytes) of each native tensor in a record.

@@ -46,13 +46,8 @@ class Fingerprint:
 
 def combine(tensors: Mapping[Key, str]) -> Fingerprint:
     def over(keys: list[Key]) -> str:
-        return str(
-            blake3(
-                "".join(
-                    f"{key.name}\0{key.slot}\0{tensors[key]}\n" for key in sorted(keys)
-                ).encode()
-            ).hexdigest()
-        )
+        lines = [f"{key.name}\0{key.slot}\0{tensors[key]}\n" for key in sorted(keys)]
+        return str(blake3("".join(lines).encode()).hexdigest())
 
     weights = [key for key in tensors if key.slot == WEIGHT]
     slots = [key for key in tensors if key.slot != WEIGHT]

@@ -2,20 +2,22 @@
 
 import resource
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from formats.rank_files import is_version
 from formats.tensor import ITEMSIZE, LazyTensor
 from megaconv import registry
-from megaconv.engine.completeness import completeness_notices, missing_parts
+from megaconv.engine.calibrated_weights import require_same_weights
+from megaconv.engine.completeness import missing_parts
 from megaconv.engine.coverage import require_complete
 from megaconv.engine.early_check import refuse_sizes
-from megaconv.engine.fingerprints import Fingerprint, combine
+from megaconv.engine.fingerprints import combine
 from megaconv.engine.plan import OutputPlan, default_workers, memory_needed
 from megaconv.engine.provenance import earlier_adapters, other_bases, refuse_again
-from megaconv.engine.record import RECORD_NAME, record_json
+from megaconv.engine.record import record_json
+from megaconv.engine.report import Report
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY, code_left_out
 from megaconv.engine.source_check import SourceCheck, check_source
 from megaconv.engine.stream import as_lazy
@@ -36,106 +38,11 @@ from megaconv.options import (
 )
 from megaconv.saver import Saver
 from megaconv.values.cast import CastSource, dtype_name
-from megaconv.values.fp8_blocks import Rounding
 from megaconv.values.shifted import PlainSource
 from megaconv.values.stored_forms import StoredSource
 
 if TYPE_CHECKING:
     from megaconv.adapters.merging import MergedSource
-
-
-LEFT_OUT = "optimizer state was left out: only weights are converted"
-BESIDE = (
-    "--text-only: these tensors were not converted: {}; --saver hf --base ORIGINAL puts them back"
-)
-CODE_LEFT_OUT = "code is never copied: {}; if you need and trust it, copy it to the output yourself"
-
-
-@dataclass(frozen=True, repr=False)
-class Report:
-    """The result of a conversion; for a planned conversion, the expected result."""
-
-    header: Header
-    plan: OutputPlan
-    target: Path
-    memory: int
-    record_bytes: int
-    """Size of megaconv.json. No plan contains this file, because its fingerprints are known last."""
-    parameters: int
-    """Number of parameters of the model. `header` describes the stored tensors, which may be blocks of bytes."""
-    seconds: float = 0.0
-    fingerprint: Fingerprint | None = None
-    verified: bool = False
-    code: tuple[str, ...] = ()
-    """Python files in the source's directory."""
-    missing: tuple[str, ...] = ()
-    """Parts that a transformers output lacks (`engine/completeness.py`).
-
-    Any of `tokenizer`, `generation_config.json`, `eos_token_id`.
-    """
-    check: SourceCheck = field(default_factory=SourceCheck, repr=False)
-    """The comparison with the source's own record."""
-    adapters: tuple[Mapping[str, Any], ...] = ()
-    """Adapters in the weights, merged by this conversion or an earlier one, as in megaconv.json."""
-    merging: tuple[str, ...] = ()
-    """Lines for people about the adapters that this conversion merges."""
-    rounding: Rounding | None = None
-    """The rounding error of quantized weights, if there are any. A resumed run counts only the weights that it read."""
-
-    def __repr__(self) -> str:
-        size = f"{self.parameters:,} parameters, {self.nbytes:,} bytes in {len(self.files)} files"
-        done = "planned" if self.fingerprint is None else f"fingerprint {self.fingerprint.weights}"
-        return f"<Report: {self.target}, {self.header.config.family}, {size}, {done}>"
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Notices for the user about the output."""
-        left_out = self.header.has_optimizer and not self.header.carries_optimizer
-        code = (CODE_LEFT_OUT.format(", ".join(self.code)),) if self.code else ()
-        optimizer = (LEFT_OUT,) if left_out else ()
-        named = ", ".join(f"{name} ({count} tensors)" for name, count in self.header.beside.items())
-        beside = (BESIDE.format(named),) if named else ()
-        incomplete = completeness_notices(self.header, self.missing)
-        return (
-            *beside,
-            *incomplete,
-            *self.merging,
-            *optimizer,
-            *self.check.notices,
-            *code,
-            *self.plan.notices,
-        )
-
-    @property
-    def files(self) -> dict[str, int]:
-        """Size of every file of the output, by path below the target."""
-        return {name: layout.size for name, layout in sorted(self.plan.files.items())} | {
-            RECORD_NAME: self.record_bytes
-        }
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.files.values())
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "target": str(self.target),
-            "family": self.header.config.family,
-            "parameters": self.parameters,
-            "tensors": len(self.header.manifest),
-            "files": self.files,
-            "from_base": list(self.plan.from_base),
-            "adapters": list(self.adapters),
-            "bytes": self.nbytes,
-            "memory_bytes": self.memory,
-            "seconds": round(self.seconds, 3),
-            "fingerprint": self.fingerprint.weights if self.fingerprint else None,
-            "optimizer_fingerprint": self.fingerprint.optimizer if self.fingerprint else None,
-            "notices": list(self.notices),
-            "missing": list(self.missing),
-            "verified": self.verified,
-            "quantized": None if self.rounding is None else self.rounding.to_json(),
-        }
 
 
 def open_source(found: Input, options: LoadOptions | None = None) -> Source:
@@ -223,12 +130,22 @@ def prepare(
     _refuse_source(opened.header, found, saver, options)
     files = options.save.files or max(DIST_FILES, processes)
     save = replace(options.save, files=files, extra=extra)
+    require_same_weights(found.given, opened, options, workers_of(options))
     streamed = _streamed(opened, saver, options, save, processes)
     header = streamed.source.header
     check = _checked(found, opened, header, streamed.altered, options)
     plan = saver.plan(header, save)
     require_complete(plan, header.manifest)
-    return streamed.source, _report(found, Path(save_dir), saver, options, streamed, plan, check)
+    report = _report(
+        found,
+        Path(save_dir),
+        saver,
+        options,
+        streamed,
+        plan,
+        check,
+    )
+    return streamed.source, report
 
 
 def _refuse_options(saver: Saver, save: SaveOptions) -> None:
@@ -396,13 +313,17 @@ def _changed(source: Source, options: ConvertOptions) -> tuple[Source, "MergedSo
     overflow = "overflow" in options.save.allow_lossy
     if not options.adapters:
         return (source if cast is None else CastSource(source, cast, overflow)), None
-    widens = cast is not None and ITEMSIZE[cast] > ITEMSIZE[main_dtype(source.header.manifest)]
     from megaconv.adapters.merging import merge
 
-    merged = merge(
-        CastSource(source, cast, overflow) if cast and widens else source, options.adapters
-    )
-    return (CastSource(merged, cast, overflow) if cast and not widens else merged), merged
+    if cast is None:
+        merged = merge(source, options.adapters)
+        return merged, merged
+    stored = main_dtype(source.header.manifest)
+    if ITEMSIZE[cast] > ITEMSIZE[stored]:
+        merged = merge(CastSource(source, cast, overflow), options.adapters)
+        return merged, merged
+    merged = merge(source, options.adapters)
+    return CastSource(merged, cast, overflow), merged
 
 
 def _stored(

@@ -109,7 +109,9 @@ class Joined(Ranks):
         self._advance: Callable[[int], None] = lambda count: None
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._watch = threading.Thread(
-            target=self._watch_ranks if rank == 0 else self._answer, name="watch", daemon=True
+            target=self._watch_ranks if rank == 0 else self._answer,
+            name="watch",
+            daemon=True,
         )
 
     def __enter__(self) -> Ranks:
@@ -136,18 +138,25 @@ class Joined(Ranks):
         from torch.distributed import init_process_group
         from torch.distributed.rendezvous import rendezvous
 
-        wait, place = timedelta(seconds=JOIN_SECONDS), (self.rank, self.size)
+        wait = timedelta(seconds=JOIN_SECONDS)
+        # torchrun keeps one store for all of its attempts. The prefix hides the messages of earlier attempts.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         try:
-            store = next(rendezvous(f"tcp://{self._address}", *place, timeout=wait))[0]
-            # torchrun keeps one store for all of its attempts. The prefix hides the messages of earlier attempts.
-            self._store: Any = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            address = f"tcp://{self._address}"
+            store, *_ = next(rendezvous(address, self.rank, self.size, timeout=wait))
+            self._store: Any = PrefixStore(attempt, store)
             init_process_group(
-                "gloo", store=self._store, rank=place[0], world_size=place[1], timeout=wait
+                "gloo",
+                store=self._store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=wait,
             )
         except (RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise CheckpointError(
-                f"rank {self.rank} of {self.size}: can't connect to the others at {self._address}: {reason}",
+                f"rank {self.rank} of {self.size}: can't connect to the others "
+                f"at {self._address}: {reason}",
                 code="rank-lost",
             ) from error
 

@@ -122,12 +122,16 @@ def record_json(
     header: the header that a reader of the output gets. adapters: adapters merged into the weights. quantized: how the
     weights are stored.
     """
-    record = {
+    record: dict[str, Any] = {
         "megaconv": __version__,
         "source": {"path": source_path, "kind": header.source},
-        **({"adapters": list(adapters)} if adapters else {}),
-        "saver": saver,
-        **({"quantized": quantized} if quantized else {}),
+    }
+    if adapters:
+        record["adapters"] = list(adapters)
+    record["saver"] = saver
+    if quantized:
+        record["quantized"] = quantized
+    record |= {
         "family": header.config.family,
         "fingerprint": fingerprint.weights,
         "optimizer_fingerprint": fingerprint.optimizer,

@@ -30,9 +30,10 @@ def share_out(plan: OutputPlan, manifest: Mapping[Key, TensorInfo], ranks: int) 
     if ranks == 1:
         return [Share(plan, tuple(manifest))]
     owners = _owners(plan.files, ranks)
-    plans = [
-        _part(plan, {name for name in plan.files if owners[name] == rank}) for rank in range(ranks)
-    ]
+    plans = []
+    for rank in range(ranks):
+        files = {name for name in plan.files if owners[name] == rank}
+        plans.append(_part(plan, files))
     hashers = _hashers(plans, manifest)
     return [
         Share(part, tuple(key for key in manifest if hashers[key] == rank))

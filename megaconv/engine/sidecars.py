@@ -48,14 +48,15 @@ def find_sidecars(directory: Path) -> dict[str, Path]:
     """
     if not directory.is_dir():
         return {}
-    found = [
-        path for path in sorted(directory.iterdir()) if is_sidecar(path.name) and path.is_file()
-    ]
-    if (directory / CHAT_TEMPLATES).is_dir():
-        found += (
-            path for path in sorted((directory / CHAT_TEMPLATES).glob("*.jinja")) if path.is_file()
-        )
-    return {str(path.relative_to(directory)): path for path in found if _is_small(path)}
+    found = [path for path in sorted(directory.iterdir()) if is_sidecar(path.name)]
+    templates = directory / CHAT_TEMPLATES
+    if templates.is_dir():
+        found += sorted(templates.glob("*.jinja"))
+    return {
+        str(path.relative_to(directory)): path
+        for path in found
+        if path.is_file() and _is_small(path)
+    }
 
 
 def is_sidecar(name: str) -> bool:

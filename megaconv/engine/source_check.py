@@ -128,14 +128,13 @@ def check_source(
     if stored is not None:
         written = stored.source.header.manifest
     differing = record.other_tensors(written)
-    missing = {
-        name: what for name, what in differing.items() if what == "missing" or not other_shapes
-    }
-    if missing:
-        _refuse(
-            record,
-            f"{len(missing)} tensors are not as written: {listing([f'{name} {what}' for name, what in missing.items()])}",
-        )
+    refused = [
+        f"{name} {what}"
+        for name, what in differing.items()
+        if what == "missing" or not other_shapes
+    ]
+    if refused:
+        _refuse(record, f"{len(refused)} tensors are not as written: {listing(refused)}")
     described = changed_descriptions(record, stored)
     if described:
         _refuse(record, f"the metadata in {listing(sorted(described))} are not as written")
@@ -145,13 +144,13 @@ def check_source(
         if streamed is not None and streamed.get(key) != info
     }
     cast |= {str(key) for key in altered}
-    notices = [
+    notices = tuple(
         f"{name}: {kind} since the source was written (its {RECORD_NAME} says)"
         for name, kind in record.changed_files().items()
-    ]
+    )
     if stored is not None:
-        return SourceCheck(record, frozenset(differing), tuple(notices), stored.source)
-    return SourceCheck(record, frozenset(cast | differing.keys()), tuple(notices))
+        return SourceCheck(record, frozenset(differing), notices, stored.source)
+    return SourceCheck(record, frozenset(cast | differing.keys()), notices)
 
 
 def _refuse(record: Record, what: str) -> None:

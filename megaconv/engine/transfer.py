@@ -34,7 +34,7 @@ from megaconv.engine.fingerprints import tensor_hasher
 from megaconv.engine.plan import Placement, needed_boxes
 from megaconv.engine.shares import Share
 from megaconv.engine.stream import Stream
-from megaconv.errors import Cancelled, CheckpointError
+from megaconv.errors import Cancelled, CheckpointError, UsageError
 from megaconv.model.assembled import overlap, window
 from megaconv.model.ir import Key
 from megaconv.model.natives import Region
@@ -203,6 +203,11 @@ class Transfer:
         """Yield the blocks of a tensor that are read: all of it if `whole`, otherwise only what its places need."""
         rows, cols = matrix_shape(tensor.shape)
         wanted = [Box(0, rows, 0, cols)] if whole else needed_boxes(places)
+        row_bytes = cols * ITEMSIZE[tensor.dtype]
+        if getattr(tensor, "whole_rows", False) and row_bytes > self._block_bytes:
+            raise UsageError(
+                f"--max-memory: a row of {row_bytes:,} bytes doesn't fit into a block of {self._block_bytes:,}; allow more memory"
+            )
         for box in wanted:
             yield from box_blocks(box, tensor.dtype, self._block_bytes)
 

@@ -1,6 +1,6 @@
 """Gemma 3, text-only models: Gemma 2's norms, norms of q and k, and no caps.
 
-Five of six layers have a window and a rope base of their own. Megatron core has no modules for these norms and two
+Five of six layers have a window and their own rope base. Megatron core has no modules for these norms and two
 bases; Megatron-Bridge's Gemma 3 has them.
 """
 

@@ -5,6 +5,9 @@ If `use_qk_norm` is true (Scout), q and k of rotating layers are divided by the 
 `intermediate_size` is the width of an expert, and `intermediate_size_mlp` the width of a dense layer.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import ATTENTION_BIASES, LLAMA_LIKE, SILU, decoder_keys
@@ -16,6 +19,7 @@ from megaconv.families.parts.keys import (
     Keys,
     Raw,
     flags,
+    need_number,
     need_size,
     require_each_layer,
     size,
@@ -93,22 +97,52 @@ def _read_rotation(raw: Raw) -> Fields:
             f"{CONFIG_NAME}: layer_types should have chunked_attention for the layers that rotate by no_rope_layers, "
             "full_attention for all others"
         )
-    return {"layers.rotates": tuple(rotates)}
+    chunk = need_size(raw, "attention_chunk_size", _CHUNK)
+    return {"layers.rotates": tuple(rotates), "layers.chunk": _chunks(rotates, chunk)}
+
+
+def _chunks(rotates: Sequence[bool], chunk: int) -> tuple[int | None, ...]:
+    """The positions of a chunk for each layer. Layers that don't rotate attend to the whole sequence."""
+    return tuple(chunk if layer_rotates else None for layer_rotates in rotates)
 
 
 def _write_rotation(config: ModelConfig) -> Raw:
+    chunk = next((kind.chunk for kind in config.layers if kind.chunk is not None), _CHUNK)
     return {
+        "attention_chunk_size": chunk,
         "no_rope_layers": [int(kind.rotates) for kind in config.layers],
         "layer_types": [_ATTENDS[kind.rotates] for kind in config.layers],
     }
 
 
+_CHUNK = 8192
+_SCALE = 0.1
+_TEMPERATURE = ("attn_temperature_tuning", "attn_scale", "floor_scale")
+
+
 def _read_temperature(raw: Raw) -> Fields:
     if not raw.get("attn_temperature_tuning", True):
-        raise NotExpressible(
-            f"{CONFIG_NAME}: attn_temperature_tuning should be true in this architecture"
-        )
-    return {}
+        return {"temperature.scale": 0.0}
+    return {
+        "temperature.scale": need_number(raw, "attn_scale", _SCALE),
+        "temperature.interval": need_size(raw, "floor_scale", _CHUNK),
+        "temperature.offset": 1,
+    }
+
+
+def _write_temperature(config: ModelConfig) -> Raw:
+    temperature = config.temperature
+    if not temperature.scale:
+        return {"attn_temperature_tuning": False}
+    given = (True, temperature.scale, temperature.interval)
+    return dict(zip(_TEMPERATURE, given, strict=True))
+
+
+def _assumed(fields: Mapping[str, Any]) -> Fields:
+    """The fields for which Megatron has no arguments, with the values of all published models."""
+    rotates = fields.get("layers.rotates", True)
+    layers = (rotates,) * fields["layers.count"] if isinstance(rotates, bool) else rotates
+    return {"layers.chunk": _chunks(layers, _CHUNK), **_read_temperature({})}
 
 
 _KEYS = (
@@ -126,18 +160,14 @@ _KEYS = (
     size("num_experts_per_tok", "experts.per_token", 1),
     Keys(("moe_layers", "interleave_moe_layer_step"), _read_experts, _write_experts),
     Keys(
-        ("no_rope_layers", "no_rope_layer_interval", "layer_types"), _read_rotation, _write_rotation
+        ("no_rope_layers", "no_rope_layer_interval", "layer_types", "attention_chunk_size"),
+        _read_rotation,
+        _write_rotation,
     ),
-    Keys(
-        ("attn_temperature_tuning",),
-        _read_temperature,
-        lambda config: {"attn_temperature_tuning": True},
-    ),
+    Keys(_TEMPERATURE, _read_temperature, _write_temperature),
     flags("use_qk_norm", ("attention.qk_l2_norm",), default=True),
     ATTENTION_BIASES,
 )
-_CHUNK = 8192
-_ONLY = {**SILU, "attention_chunk_size": _CHUNK, "floor_scale": _CHUNK, "attn_scale": 0.1}
 _FIXED = {
     "positions.interleaved": True,
     "experts.score": "sigmoid",
@@ -162,9 +192,9 @@ def _notices(config: ModelConfig) -> tuple[str, ...]:
 
 
 FAMILY = Family(
-    "llama4", ("Llama4ForCausalLM",), "llama4_text", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | _FIXED, only=_ONLY, ignored=ROPE_FREQUENCIES,
+    "llama4", ("Llama4ForCausalLM",), "llama4_text", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | _FIXED, only=SILU, ignored=ROPE_FREQUENCIES,
     recognized="rope interleaved pre_norm !norm_bias silu gated !zero_centered !mla mixture sigmoid_router probs_on_input",
-    notices=_notices, proven="custom module",
+    notices=_notices, assumed=_assumed, proven="custom module",
 )  # fmt: skip
 """The custom module is IdentityOp, in the place of q and k norms. Models without such norms (Maverick) need only
 megatron-core's own modules."""

@@ -1,4 +1,4 @@
-"""MiMo 7B: Qwen 2 plus a layer for multi-token prediction (MTP) under names of its own.
+"""MiMo 7B: Qwen 2 plus a layer for multi-token prediction (MTP) under its own names.
 
 No release of transformers contains this architecture.
 """

@@ -35,16 +35,20 @@ def _read_rope(raw: Raw) -> Fields:
     theta, scaling = read_rope(raw, 10000.0)
     if scaling is None:
         return {"positions.theta": theta, "positions.scaling": None}
-    if scaling["rope_type"] not in ("longrope", *_OLDER):
+    kind = scaling["rope_type"]
+    if kind not in ("longrope", *_OLDER):
         raise NotExpressible(
-            f"{CONFIG_NAME}: rope scaling {scaling['rope_type']!r} is not supported in this architecture, only longrope is"
+            f"{CONFIG_NAME}: rope scaling {kind!r} is not supported in this architecture, "
+            "only longrope is"
         )
     head = need_size(raw, "hidden_size") // need_size(raw, "num_attention_heads")
     rotating = int(need_size(raw, "head_dim", head) * rotary_percent(raw, 1.0))
+    pairs = rotating // 2
     for name in _FACTORS:
-        if not _is_complete(scaling, name, rotating // 2):
+        if not _is_complete(scaling, name, pairs):
             raise CorruptCheckpoint(
-                f"{CONFIG_NAME}: {name} of longrope should be {rotating // 2} numbers, found {scaling.get(name)!r:.80}"
+                f"{CONFIG_NAME}: {name} of longrope should be {pairs} numbers, "
+                f"found {scaling.get(name)!r:.80}"
             )
     given = {name: value for name, value in scaling.items() if value is not None}
     original = need_size(raw, _ORIGINAL, 4096)
@@ -72,10 +76,12 @@ def _write_rope(config: ModelConfig) -> Raw:
         return {**written, "rope_scaling": None, _ORIGINAL: config.max_positions}
     rotating = int(config.attention.head_dim * config.positions.rotary_percent)
     _require_longrope(scaling, rotating // 2)
-    kept = {name: value for name, value in scaling.items() if name not in ("rope_type", _ORIGINAL)}
+    factors = {
+        name: value for name, value in scaling.items() if name not in ("rope_type", _ORIGINAL)
+    }
     return {
         **written,
-        "rope_scaling": {"type": "longrope", **kept},
+        "rope_scaling": {"type": "longrope", **factors},
         _ORIGINAL: scaling.get(_ORIGINAL, 4096),
     }
 

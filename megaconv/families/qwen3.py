@@ -1,4 +1,4 @@
-"""Qwen 3: norms on q and k, and a head_dim of its own."""
+"""Qwen 3: norms on q and k, and its own head_dim."""
 
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import (

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with biases on q, k and v, and a head size of its own."""
+"""Seed-OSS: Llama with biases on q, k and v, and its own head size."""
 
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys

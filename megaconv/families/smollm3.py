@@ -22,7 +22,7 @@ def _read(raw: Raw) -> Fields:
     """The rotation and windows of the layers.
 
     no_rope_layers has a 1 for each layer that rotates. The layers that don't rotate have the windows, unless
-    layer_types says otherwise.
+    layer_types has another value.
     """
     layers = need_size(raw, "num_hidden_layers")
     rotates = rotating_layers(raw)

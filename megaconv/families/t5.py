@@ -35,12 +35,11 @@ def _norm(
 
 def _attention(stack: str) -> tuple[Row, ...]:
     """The rows of self-attention in a stack's layers."""
-    layer, stage = f"{stack}.layers.{{l}}.", _STAGE[stack]
-    hf, core, legacy = (
-        f"{stack}.block.{{l}}.layer.0.SelfAttention.",
-        f"{layer}self_attention.",
-        f"language_model.{layer}self_attention.",
-    )
+    stage = _STAGE[stack]
+    layer = f"{stack}.layers.{{l}}."
+    hf = f"{stack}.block.{{l}}.layer.0.SelfAttention."
+    core = f"{layer}self_attention."
+    legacy = f"language_model.{layer}self_attention."
     return (
         *_norm(stack, "input_norm", "0", "self_attention.linear_qkv.layer_norm_", "input_layernorm", "input_norm"),
         Row(layer + "attn.{q|k|v}.weight", (f"{_HEADS} hidden",) * 3, tp=0, stage=stage,
@@ -68,12 +67,11 @@ def _mlp(stack: str, part: int, norm: str) -> tuple[Row, ...]:
     part: number of the MLP among the parts of a layer in Hugging Face's names. norm: name of the norm before it in
     Megatron's models before core.
     """
-    layer, stage = f"{stack}.layers.{{l}}.", _STAGE[stack]
-    hf, core, legacy = (
-        f"{stack}.block.{{l}}.layer.{part}.DenseReluDense.",
-        f"{layer}mlp.linear_",
-        f"language_model.{layer}mlp.dense_",
-    )
+    stage = _STAGE[stack]
+    layer = f"{stack}.layers.{{l}}."
+    hf = f"{stack}.block.{{l}}.layer.{part}.DenseReluDense."
+    core = f"{layer}mlp.linear_"
+    legacy = f"language_model.{layer}mlp.dense_"
     return (
         *_norm(stack, "mlp_norm", str(part), "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm", norm),
         Row(layer + "mlp.up.weight", ("ffn hidden",), tp=0, stage=stage, when="plain",

@@ -82,6 +82,14 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
+_TOKEN_IDS = {
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+    "pad_token_id": "tokenizer.ggml.padding_token_id",
+}
+"""Key of config.json -> key of the metadata."""
+
+
 def config_of(
     keys: Mapping[str, Any], tensors: Collection[str], vocab: int, where: str
 ) -> dict[str, Any]:
@@ -102,18 +110,13 @@ def config_of(
 
     names = _GPT2 if architecture == "gpt2" else {**_LLAMA_LIKE, **_FURTHER.get(architecture, {})}
     _require_told(architecture, said, names.values(), tensors, where)
-    model, model_type = _CLASSES[
-        "mixtral" if architecture == "llama" and said("expert_count") else architecture
-    ]
+    is_mixtral = architecture == "llama" and said("expert_count")
+    model, model_type = _CLASSES["mixtral" if is_mixtral else architecture]
     found = {key: said(name) for key, name in names.items()}
     found |= {"architectures": [model], "model_type": model_type, "vocab_size": vocab}
     found["tie_word_embeddings"] = _TIED.get(architecture, "output.weight" not in tensors)
-    for key, name in (
-        ("bos_token_id", "bos_token_id"),
-        ("eos_token_id", "eos_token_id"),
-        ("pad_token_id", "padding_token_id"),
-    ):
-        found[key] = keys.get(f"tokenizer.ggml.{name}")
+    for key, name in _TOKEN_IDS.items():
+        found[key] = keys.get(name)
     if architecture == "gpt2":
         return found | {"activation_function": "gelu_new"}
     found |= {
@@ -123,10 +126,9 @@ def config_of(
     }
     if architecture == "deepseek2":
         return found | _latent(said, where)
-    shared = found["hidden_size"] // found["num_attention_heads"]
-    found["head_dim"] = (
-        shared if architecture in SHARED_HEADS else said("attention.key_length") or shared
-    )
+    found["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
+    if architecture not in SHARED_HEADS and said("attention.key_length"):
+        found["head_dim"] = said("attention.key_length")
     if said("expert_count"):
         found |= _experts(said)
     own = _OWN.get(architecture)
@@ -172,9 +174,13 @@ def _scaling(said: _Said) -> _Raw | None:
         return found
     found["original_max_position_embeddings"] = said(_ORIGINAL)
     if said(_MSCALE) is not None:
-        found["mscale"] = found["mscale_all_dim"] = float(f"{10 * said(_MSCALE):.6g}")
-    betas = {key: said(f"rope.scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
-    return found | {key: value for key, value in betas.items() if value is not None}
+        mscale = float(f"{10 * said(_MSCALE):.6g}")
+        found |= {"mscale": mscale, "mscale_all_dim": mscale}
+    for key in ("beta_fast", "beta_slow"):
+        beta = said(f"rope.scaling.yarn_{key}")
+        if beta is not None:
+            found[key] = beta
+    return found
 
 
 def _experts(said: _Said) -> _Raw:
@@ -247,18 +253,17 @@ def _gemma2(said: _Said, found: _Raw, tensors: Collection[str]) -> _Raw:
 
     The number of layers identifies the largest models, whose scores are scaled by another number.
     """
-    is_27b = found["num_hidden_layers"] == {"gemma2": 46, "gemma3_text": 62}[found["model_type"]]
-    scalar = found["hidden_size"] // found["num_attention_heads"] if is_27b else found["head_dim"]
-    usual = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    caps = {
-        key: said(key) or (value if found["model_type"] == "gemma2" else None)
-        for key, value in usual.items()
-    }
-    own = {
-        "query_pre_attn_scalar": scalar,
+    is_gemma2 = found["model_type"] == "gemma2"
+    is_27b = found["num_hidden_layers"] == (46 if is_gemma2 else 62)
+    hidden_per_head = found["hidden_size"] // found["num_attention_heads"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": said("attn_logit_softcapping") or (50.0 if is_gemma2 else None),
+        "final_logit_softcapping": said("final_logit_softcapping") or (30.0 if is_gemma2 else None),
+        "query_pre_attn_scalar": hidden_per_head if is_27b else found["head_dim"],
         "rope_local_base_freq": said("rope.freq_base_swa") or 10000.0,
+        **_windows(said, found),
     }
-    return {"hidden_activation": "gelu_pytorch_tanh", **caps, **own, **_windows(said, found)}
 
 
 def _windows(said: _Said, found: _Raw) -> _Raw:

@@ -186,14 +186,15 @@ def _scaling(config: ModelConfig) -> Metadata:
 
 def _kind_of_scaling(config: ModelConfig) -> str | None:
     """The kind of rope scaling. Raises NotExpressible if llama.cpp's architecture doesn't compute it."""
-    kind, architecture = (
-        (config.positions.scaling or {}).get("rope_type"),
-        ARCHITECTURES[config.family],
-    )
+    scaling = config.positions.scaling or {}
+    kind = scaling.get("rope_type")
+    architecture = ARCHITECTURES[config.family]
     if kind is not None and architecture not in _SCALED.get(kind, ()):
         usable = [each for each, architectures in _SCALED.items() if architecture in architectures]
+        supported = ", ".join(usable) or "none"
         raise NotExpressible(
-            f"--saver gguf: rope scaling {kind!r} is not supported for {config.family}; supported: {', '.join(usable) or 'none'}"
+            f"--saver gguf: rope scaling {kind!r} is not supported for {config.family}; "
+            f"supported: {supported}"
         )
     return kind
 
@@ -333,9 +334,10 @@ def _gemma2(config: ModelConfig) -> Metadata:
         "attn_logit_softcapping": config.attention.score_cap,
         "final_logit_softcapping": config.head.logit_cap,
     }
-    return found | {
-        name: Value("f32", number) for name, number in numbers.items() if number is not None
-    }
+    for name, number in numbers.items():
+        if number is not None:
+            found[name] = Value("f32", number)
+    return found
 
 
 _OWN: Mapping[str, Callable[[ModelConfig], Metadata]] = {

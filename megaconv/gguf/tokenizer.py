@@ -148,7 +148,9 @@ def _ids(
     for word, name, otherwise in of_model:
         given = settings.get(f"{word}_token")
         text = given.get("content") if isinstance(given, dict) else given
-        number = named.get(text, otherwise) if isinstance(text, str) else otherwise
+        number = otherwise
+        if isinstance(text, str):
+            number = named.get(text, otherwise)
         if number is not None:
             found[f"{name}_token_id"] = Value("u32", number)
     return found
@@ -224,18 +226,20 @@ def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
     at = 0
     while at < len(content):
         tag, at = _varint(content, at)
+        number = tag >> 3
         wire = tag & 7
         if wire == 0:
             value, at = _varint(content, at)
-            yield tag >> 3, value
+            yield number, value
             continue
         size = {1: 8, 5: 4}.get(wire)
         if wire == 2:
             size, at = _varint(content, at)
         if size is None or at + size > len(content):
             raise ValueError("not a protobuf message")
-        yield tag >> 3, content[at : at + size]
-        at += size
+        end = at + size
+        yield number, content[at:end]
+        at = end
 
 
 def _varint(content: bytes, at: int) -> tuple[int, int]:

@@ -1,32 +1,44 @@
-"""Selects the weights of a Hugging Face output to store in FP8 or NVFP4, and describes them in config.json.
+"""Selects the weights of a Hugging Face output to store in FP8, INT8 or 4 bits, and places their scales.
 
 Weights of attention, MLP and experts are quantized. Embeddings, head, norms, routers and indexers are not. A fused
 native tensor is quantized only if each canonical tensor in it fills whole blocks: 128 rows for FP8 by blocks, 16 elements of
-a row for NVFP4. FP8 by rows needs whole rows. Otherwise it stays unquantized and is listed with the others.
-Source of NVFP4's settings: convert_hf_config.py of ModelOpt 0.47. Its W4A16_NVFP4 quantizes only weights, so it needs
-no scales of activations, which require a calibration.
+a row for NVFP4, 128 elements of two rows for INT4. The others need whole rows. Otherwise it stays unquantized and is
+listed with the others (`quantization_config.py`). `calibrated.py` has the scales of activations.
 """
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from formats.tensor import Box
-from megaconv import _version
+from formats.tensor import Box, matrix_shape
 from megaconv.errors import NotExpressible, UsageError
-from megaconv.families.parts.hf_config import QUANTIZATION, as_file
+from megaconv.huggingface.calibrated import (
+    CONSTANTS,
+    Calibrated,
+    calibrated_forms,
+    with_cache_scales,
+)
 from megaconv.model.ir import Header, Key
 from megaconv.model.natives import NativeTensor, Region
-from megaconv.options import FP8_BLOCK, FP8_PER_CHANNEL, NVFP4, QUANTIZATIONS, SaveOptions
-from megaconv.values import fp8_blocks, fp8_rows, nvfp4
+from megaconv.options import (
+    CALIBRATED,
+    FP8,
+    FP8_BLOCK,
+    FP8_PER_CHANNEL,
+    INT4_AWQ,
+    INT8_SQ,
+    KV_CACHES,
+    NVFP4,
+    QUANTIZATIONS,
+    W4A8_AWQ,
+    SaveOptions,
+)
+from megaconv.values import calibrated, fp8_blocks, fp8_rows
+from megaconv.values.calibration import Calibration, read_calibration
+from megaconv.values.forms import Form
 from megaconv.values.fp8_blocks import BLOCK, grid
 from megaconv.values.nvfp4 import GROUP, scales_shape
-from megaconv.values.stored_forms import Form
+from megaconv.values.quantizing import SCALE, SCALE_2
 
-MODELOPT_FILE = "hf_quant_config.json"
-"""The file in which ModelOpt's exports repeat the quantization settings."""
-_W4A16 = "W4A16_NVFP4"
 _LINEAR = re.compile(r"(.*\.)?(attn|mlp)\.(?!router\.|indexer\.|.*_norm\.).*\.weight")
 _JOINED = {
     **dict.fromkeys(("q", "k", "v"), "qkv"),
@@ -43,10 +55,19 @@ def lossy(quantize: str) -> str:
         FP8_BLOCK: "float8_e4m3fn with a scale for each block of 128 by 128",
         FP8_PER_CHANNEL: "float8_e4m3fn with a scale for each row",
         NVFP4: "4 bits with a scale for each 16 of a row",
+        FP8: "float8_e4m3fn with one scale for each matrix",
+        INT8_SQ: "8 bits with a scale for each row, after SmoothQuant",
+        INT4_AWQ: "4 bits with a scale for each 128 of a row, after AWQ",
+        W4A8_AWQ: "4 bits with a scale for each 128 of a row, after AWQ",
     }
+    moved = (
+        "; norms take over AWQ's factors, so that the errors of the weights behind them include these factors"
+        if quantize in (INT4_AWQ, W4A8_AWQ)
+        else ""
+    )
     return (
         f"weights of attention, MLP and experts are rounded to {how[quantize]} ({quantize}); "
-        "fingerprints are of the values that are read back"
+        f"fingerprints are of the values that are read back{moved}"
     )
 
 
@@ -64,19 +85,64 @@ def quantized_forms(
         raise UsageError(
             "--quantize: --base copies the original's tensors as they are; leave one of them out"
         )
+    statistics = _statistics(kind, options)
     fits, needed = _FITTING[kind]
-    found = {
-        Key(name): Form(kind, 0, _joined(name), not place) if kind == NVFP4 else Form(kind)
-        for native in natives
-        if _is_linear(native) and fits(native)
-        for place, name in enumerate(native.parts)
-    }
-    if not found:
+    chosen = [native for native in natives if _is_linear(native) and fits(native)]
+    if not chosen:
         raise NotExpressible(
             f"--quantize {kind}: {header.config.family} has no weight here that could be stored so: "
             f"each has to be a matrix [out, in]{needed}"
         )
+    if kind in CALIBRATED and statistics is not None:
+        found = calibrated_forms(Calibrated(chosen, header, kind, statistics))
+    else:
+        found = _weight_forms(chosen, kind)
+    if options.kv_cache is not None and statistics is not None:
+        found = with_cache_scales(found, natives, header, statistics)
     return found
+
+
+def require_quantization(options: SaveOptions) -> None:
+    """Raises UsageError for options that only a quantized output uses, and for an unneeded calibration."""
+    kind = options.quantize
+    if kind is not None:
+        is_needed = kind in CALIBRATED or options.kv_cache is not None
+        if options.calibration is not None and not is_needed:
+            raise UsageError(
+                f"--calibration: --quantize {kind} needs no statistics of activations; leave it out"
+            )
+        return
+    for name, value in (("--kv-cache", options.kv_cache), ("--calibration", options.calibration)):
+        if value is not None:
+            raise UsageError(f"{name} {value}: is for a quantized output; pass --quantize too")
+
+
+def _weight_forms(natives: Sequence[NativeTensor], kind: str) -> dict[Key, Form]:
+    """The forms of weights in a quantization that needs no calibration."""
+    return {
+        Key(name): Form(kind, 0, _joined(name), not place) if kind == NVFP4 else Form(kind)
+        for native in natives
+        for place, name in enumerate(native.parts)
+    }
+
+
+def _statistics(kind: str, options: SaveOptions) -> Calibration | None:
+    """The statistics of activations; None if they aren't needed. Raises UsageError for options that don't fit."""
+    cache = options.kv_cache
+    if cache not in (None, *KV_CACHES):
+        raise UsageError(f"--kv-cache {cache}: is not known; choose {' or '.join(KV_CACHES)}")
+    if cache is not None and kind == FP8_BLOCK:
+        raise UsageError(
+            f"--kv-cache {cache}: DeepSeek's {FP8_BLOCK} has no place for scales of a cache; choose another --quantize"
+        )
+    needing = f"--quantize {kind}" if kind in CALIBRATED else f"--kv-cache {cache}"
+    is_needed = kind in CALIBRATED or cache is not None
+    if is_needed and options.calibration is None:
+        raise UsageError(
+            f"{needing}: needs statistics of activations; run `megatron-lite calibrate` and pass its file as --calibration",
+            code="option-needed",
+        )
+    return None if options.calibration is None else read_calibration(options.calibration)
 
 
 def _is_linear(native: NativeTensor) -> bool:
@@ -124,37 +190,80 @@ def _is_plain(region: Region, native: NativeTensor) -> bool:
     return region == Region(box, region.row) and (box.col0, box.col1) == (0, native.shape[1])
 
 
+def _has_paired_groups(native: NativeTensor) -> bool:
+    """True if each part has an even number of rows, and rows consist of whole groups of INT4."""
+    even = all(
+        not (region.row % 2 or region.box.row0 % 2 or region.box.rows % 2)
+        for regions in native.parts.values()
+        for region in regions
+    )
+    return _has_whole_rows(native) and not native.shape[1] % calibrated.GROUP and even
+
+
+_GROUPS_OF_INT4 = ", with an even number of rows and a multiple of 128 columns"
 _FITTING = {
     FP8_BLOCK: (_fills_blocks, ", or made of whole blocks of 128 rows"),
     FP8_PER_CHANNEL: (_has_whole_rows, ""),
     NVFP4: (_fills_groups, ", with a multiple of 16 columns"),
+    FP8: (_has_whole_rows, ""),
+    INT8_SQ: (_has_whole_rows, ""),
+    INT4_AWQ: (_has_paired_groups, _GROUPS_OF_INT4),
+    W4A8_AWQ: (_has_paired_groups, _GROUPS_OF_INT4),
 }
 """Quantization -> (True for a native tensor that it can store, the condition in words)."""
 
 
-def with_scales(native: NativeTensor, header: Header) -> Iterator[NativeTensor]:
-    """A native tensor as it is stored, followed by its scales if it is quantized.
+def with_scales(native: NativeTensor, header: Header, quantize: str) -> Iterator[NativeTensor]:
+    """A native tensor as it is stored, followed by its scales and constants if it is quantized.
 
     header: header of the stored tensors.
     """
-    kind = _quantization_of(native, header)
-    if kind == FP8_BLOCK:
+    yield from _with_weight_scales(native, header, quantize)
+    for name in native.parts:
+        for constant in CONSTANTS:
+            beside = f"{name.removesuffix('.weight')}.{constant}"
+            info = header.manifest.get(Key(beside))
+            if info is not None:
+                rows, cols = matrix_shape(info.shape)
+                region = Region(Box(0, rows, 0, cols), 0)
+                stored_as = f"{native.name.removesuffix('.weight')}.{constant}"
+                yield NativeTensor(stored_as, {beside: (region,)}, info.shape)
+
+
+def _with_weight_scales(
+    native: NativeTensor, header: Header, quantize: str
+) -> Iterator[NativeTensor]:
+    rows, cols = matrix_shape(native.shape)
+    if not is_quantized(native, header):
         yield native
-        across = grid(native.shape)[1]
-        yield _scaled(native, fp8_blocks.SCALES, BLOCK, across)._replace(shape=grid(native.shape))
-    elif kind == FP8_PER_CHANNEL:
+    elif quantize == FP8_BLOCK:
         yield native
-        scales_of_rows = _scaled(native, fp8_rows.SCALES, 1, 1)
+        blocks = grid(native.shape)
+        yield _scaled(native, fp8_blocks.SCALES, BLOCK, blocks[1])._replace(shape=blocks)
+    elif quantize in (FP8_PER_CHANNEL, INT8_SQ):
+        yield native
+        scales_of_rows = _scaled(native, SCALE, 1, 1)
         yield scales_of_rows._replace(shape=fp8_rows.scales_shape(native.shape))
-    elif kind == NVFP4:
-        half, scales = native.shape[1] // 2, scales_shape(native.shape)
-        yield _scaled(native, "", 1, half)._replace(shape=(native.shape[0], half))
-        yield _scaled(native, nvfp4.SCALES, 1, scales[1])._replace(shape=scales)
-        first = next(iter(native.parts))  # scale_2 is stored with the first part
-        number = {first + nvfp4.SCALE_2: (Region(Box(0, 1, 0, 1), 0),)}
-        yield NativeTensor(native.name + nvfp4.SCALE_2, number, ())
-    else:
+    elif quantize == FP8:
         yield native
+        yield _shared_scale(native, SCALE)
+    elif quantize == NVFP4:
+        scales = scales_shape(native.shape)
+        yield _scaled(native, "", 1, cols // 2)._replace(shape=(rows, cols // 2))
+        yield _scaled(native, SCALE, 1, scales[1])._replace(shape=scales)
+        yield _shared_scale(native, SCALE_2)
+    else:
+        groups = cols // calibrated.GROUP
+        yield _scaled(native, "", 2, cols)._replace(shape=(rows // 2, cols))
+        yield _scaled(native, SCALE, 1, groups)._replace(shape=(rows, groups))
+        if quantize == W4A8_AWQ:
+            yield _shared_scale(native, SCALE_2)
+
+
+def _shared_scale(native: NativeTensor, end: str) -> NativeTensor:
+    """The single scale of a native tensor. It is stored with the first part."""
+    first = next(iter(native.parts))
+    return NativeTensor(native.name + end, {first + end: (Region(Box(0, 1, 0, 1), 0),)}, ())
 
 
 def _scaled(native: NativeTensor, end: str, rows: int, cols: int) -> NativeTensor:
@@ -175,73 +284,8 @@ def _scaled(native: NativeTensor, end: str, rows: int, cols: int) -> NativeTenso
     return NativeTensor(native.name + end, parts, native.shape)
 
 
-def quantization_files(
-    name: str, config: bytes, natives: Sequence[NativeTensor], header: Header, quantize: str
-) -> dict[str, bytes]:
-    """The config.json of this name with DeepSeek's or ModelOpt's quantization settings, and any further settings file.
-
-    The settings list the modules that aren't quantized. natives: native tensors without their scales. header: header of
-    the stored tensors.
-    """
-    kept = [
-        native.name.removesuffix(".weight")
-        for native in natives
-        if native.name.endswith(".weight")
-        and len(native.shape) == 2
-        and _quantization_of(native, header) is None
-    ]
-    plain = sorted({*kept, "lm_head"})
-    if quantize == FP8_BLOCK:
-        return {name: _with(config, _fp8(plain))}
-    producer = {"name": "megaconv", "version": _version.__version__}
-    described = _by_rows(plain) if quantize == FP8_PER_CHANNEL else _nvfp4(plain)
-    settings = {
-        "quant_algo": described["quant_algo"],
-        "kv_cache_quant_algo": None,
-        **({"group_size": GROUP} if quantize == NVFP4 else {}),
-        "exclude_modules": plain,
-    }
-    again = as_file({"producer": producer, "quantization": settings})
-    return {name: _with(config, {**described, "producer": producer}), MODELOPT_FILE: again}
-
-
-def _with(config: bytes, described: Mapping[str, Any]) -> bytes:
-    return as_file({**json.loads(config), QUANTIZATION: described})
-
-
-def _fp8(plain: list[str]) -> dict[str, Any]:
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": plain,
-    }
-
-
-def _by_rows(plain: list[str]) -> dict[str, Any]:
-    return {
-        "quant_method": "modelopt",
-        "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN",
-        "ignore": plain,
-    }
-
-
-def _nvfp4(plain: list[str]) -> dict[str, Any]:
-    weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP}
-    return {
-        "quant_method": "modelopt",
-        "quant_algo": _W4A16,
-        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
-        "ignore": plain,
-    }
-
-
-def _quantization_of(native: NativeTensor, header: Header) -> str | None:
-    """The quantization of a native tensor; None if it has none. Its dtype and its scales decide."""
-    parts = [Key(name) for name in native.parts]
-    if all(key._replace(name=key.name + fp8_blocks.SCALES) in header.manifest for key in parts):
-        return FP8_BLOCK
-    if not all(key._replace(name=key.name + nvfp4.SCALES) in header.manifest for key in parts):
-        return None
-    return NVFP4 if header.manifest[parts[0]].dtype == "uint8" else FP8_PER_CHANNEL
+def is_quantized(native: NativeTensor, header: Header) -> bool:
+    """True if a native tensor is stored in a quantized form. header: header of the stored tensors."""
+    first = Key(next(iter(native.parts)))
+    ends = (SCALE, fp8_blocks.SCALES)
+    return any(first._replace(name=first.name + end) in header.manifest for end in ends)

@@ -80,11 +80,11 @@ def read_file(path: Path) -> dict[str, LazyTensor]:
         return dict(safetensors.read(path))
     value = torch_zip.read(path)
     if not isinstance(value, Mapping):
-        raise CorruptCheckpoint(
-            f"{path}: expected a dictionary of tensors, found {type(value).__name__}"
-        )
+        found = type(value).__name__
+        raise CorruptCheckpoint(f"{path}: expected a dictionary of tensors, found {found}")
     for name, tensor in value.items():
-        if not isinstance(name, str) or not hasattr(tensor, "read_into"):
+        is_tensor = hasattr(tensor, "read_into")
+        if not isinstance(name, str) or not is_tensor:
             raise CorruptCheckpoint(f"{path}: {name!r} is not a tensor")
     return dict(value)
 
@@ -158,19 +158,20 @@ def whole_model(
         _require_experts(config, len(kept), where)
     spelling, natives = _best_spelling(family, config, spellings, kept)
     if config.whole is not None:
-        config = replace(config, whole=replace(config.whole, experts=spelling.variants))
+        whole = replace(config.whole, experts=spelling.variants)
+        config = replace(config, whole=whole)
     same_names([native.name for native in natives], kept, where)
-    placed = [Placed(native, kept[native.name], where) for native in natives]
     shapes = canonical_shapes(family.rows, config)
-    tensors = assemble(shapes, placed, strict=True)
-    for slot, held in slots.items():
+    tensors: dict[Key, LazyTensor] = {}
+    for slot, held in {WEIGHT: kept, **slots}.items():
         stored = [native for native in natives if native.name in held]
         placed = [Placed(native, held[native.name], where) for native in stored]
         tensors |= assemble(shapes, placed, strict=True, slot=slot)
     if not slots:
         return config, tensors
     order = (Key(name, slot) for name in shapes for slot in (WEIGHT, *slots))
-    return config, {key: tensors[key] for key in order if key in tensors}
+    in_order = {key: tensors[key] for key in order if key in tensors}
+    return config, in_order
 
 
 def _without_ignored(family: Family, found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -190,7 +191,7 @@ def _best_spelling(
     # With more layers than tensors, some layer must be missing: this bounds the work for an absurd configuration.
     most = len(kept) + 1
     bounded = changed(config, {"encoder.layers": min(config.encoder.layers, most)})
-    whole = Chunk(0, 0, 0, min(config.layer_count, most), is_first=True, is_last=True)
+    whole = Chunk.of_whole_model(min(config.layer_count, most))
     listed = {each: _expected(family, bounded, each, whole, kept) for each in spellings}
     best = max(spellings, key=lambda each: _fitting(kept, listed[each]))
     return best, listed[best]

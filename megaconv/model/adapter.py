@@ -40,7 +40,7 @@ class LowRank(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """The part of a header that describes an adapter, apart from its tensors."""
+    """The part of a header that describes an adapter, without its tensors."""
 
     weights: Mapping[str, LowRank]
     """Canonical name of a changed weight -> its low-rank update."""

@@ -4,7 +4,7 @@
 
 Most of these parts are copied unchanged, and no table lists their tensors. megaconv reads their names and shapes from
 the source. Each tensor becomes a row of the first pipeline stage, and tensor parallelism doesn't shard it. Encoders
-that Megatron builds of its own layers have a table (families/parts/towers.py).
+that Megatron builds from its layers have a table (families/parts/towers.py).
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ BESIDE = "beside."
 """Prefix of these tensors' names in every naming scheme, as long as megaconv holds them."""
 
 TOWER = "vision_model."
-"""Prefix of the names of an encoder that Megatron builds of its own layers."""
+"""Prefix of the names of an encoder that Megatron builds from its layers."""
 
 
 class Beside(NamedTuple):
@@ -51,7 +51,7 @@ class Whole:
     tensors: tuple[Beside, ...] = ()
     """The tensors that are copied unchanged."""
     tower: tuple[Row, ...] = ()
-    """The table of an encoder that Megatron builds of its own layers; empty if the encoder is copied unchanged."""
+    """The table of an encoder that Megatron builds from its layers; empty if the encoder is copied unchanged."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """The sizes that the shapes of this table are written in."""
 
@@ -65,7 +65,7 @@ class Whole:
         return self.inside + name[len(self.begin) :] if name.startswith(self.begin) else name
 
     def builds(self, name: str) -> bool:
-        """True if a tensor belongs to an encoder that Megatron builds of its own layers.
+        """True if a tensor belongs to an encoder that Megatron builds from its layers.
 
         name: the tensor's Megatron name with the prefix BESIDE.
         """

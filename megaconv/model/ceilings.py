@@ -58,13 +58,16 @@ def require_possible(values: Mapping[str, Any]) -> None:
             raise CorruptCheckpoint(
                 f"the model's {name} should be at most {ceiling:,}, found {_short(value)}"
             )
-    layers, predicting, experts = (
-        values.get(name) for name in ("layers.count", "mtp_layers", "experts.count")
-    )
-    layers = layers + predicting if type(layers) is int and type(predicting) is int else layers
+    layers = values.get("layers.count")
+    mtp_layers = values.get("mtp_layers")
+    experts = values.get("experts.count")
+    if type(layers) is int and type(mtp_layers) is int:
+        layers += mtp_layers
     if type(layers) is int and type(experts) is int and layers * experts > ALL_EXPERTS:
-        what = f"{layers:,} layers of {experts:,} experts"
-        raise CorruptCheckpoint(f"the model can't have {what}; there may be {ALL_EXPERTS:,} in all")
+        raise CorruptCheckpoint(
+            f"the model can't have {layers:,} layers of {experts:,} experts; "
+            f"there may be {ALL_EXPERTS:,} in all"
+        )
 
 
 def require_countable(config: Mapping[str, Any], where: str) -> None:

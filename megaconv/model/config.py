@@ -26,6 +26,7 @@ from megaconv.model.subjects import (
     Mamba,
     Norm,
     Positions,
+    Temperature,
 )
 
 
@@ -43,6 +44,7 @@ class ModelConfig:
     mlp: MLP
     norm: Norm = field(default_factory=Norm)
     positions: Positions = field(default_factory=Positions)
+    temperature: Temperature = field(default_factory=Temperature)
     latent: LatentAttention = field(default_factory=LatentAttention)
     indexer: Indexer = field(default_factory=Indexer)
     linear: LinearAttention = field(default_factory=LinearAttention)
@@ -249,6 +251,8 @@ FEATURES: Mapping[str, Holds] = {
     "capped_scores": lambda config, kind, layer: config.attention.score_cap is not None,
     "capped_logits": lambda config, kind, layer: config.head.logit_cap is not None,
     "scaled_embedding": lambda config, kind, layer: config.embedding_scale is not None,
+    "tempered": lambda config, kind, layer: config.temperature.scale != 0,
+    "chunks": lambda config, kind, layer: any(each.chunk is not None for each in config.layers),
     "two_ropes": lambda config, kind, layer: config.positions.local_theta is not None,
     "sinks": lambda config, kind, layer: config.attention.sinks,
     "output_gate": lambda config, kind, layer: config.attention.output_gate,
@@ -257,6 +261,9 @@ FEATURES: Mapping[str, Holds] = {
     ),
     "mamba_layers": lambda config, kind, layer: any(
         each.mixer == "mamba" for each in config.layers
+    ),
+    "only_mamba": lambda config, kind, layer: all(
+        each.mixer == "mamba" and each.mlp == "none" for each in config.layers
     ),
     "mlp_bias": lambda config, kind, layer: config.mlp.bias,
     "gated": lambda config, kind, layer: config.mlp.gated,

@@ -21,6 +21,7 @@ from megaconv.model.subjects import (
     Mamba,
     Norm,
     Positions,
+    Temperature,
 )
 
 _SUBJECTS: Mapping[str, type[Any]] = {
@@ -28,6 +29,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "mlp": MLP,
     "norm": Norm,
     "positions": Positions,
+    "temperature": Temperature,
     "latent": LatentAttention,
     "indexer": Indexer,
     "linear": LinearAttention,
@@ -135,7 +137,12 @@ def from_fields(
             flat[inner] = value
     subjects = {subject: kind(**grouped[subject]) for subject, kind in _SUBJECTS.items()}
     return ModelConfig(
-        family=family, layers=_layers(values), hf=hf, whole=whole, **flat, **subjects
+        family=family,
+        layers=_layers(values),
+        hf=hf,
+        whole=whole,
+        **flat,
+        **subjects,
     )
 
 
@@ -301,9 +308,10 @@ def require_kept(
         return
     # A field without effect there follows from another field. The message names that other field.
     kept_fields = meaning_of(back)
-    names = [name for name in lost if name in kept_fields] or list(lost)
-    value, kept = lost[names[0]]
-    more = f" (and {', '.join(names[1:])})" if names[1:] else ""
+    name, *others = [name for name in lost if name in kept_fields] or list(lost)
+    value, kept = lost[name]
+    more = f" (and {', '.join(others)})" if others else ""
     raise NotExpressible(
-        f"the model's {names[0]} is {value!r}, which {where} can't represent: it would be {kept!r} there{more}"
+        f"the model's {name} is {value!r}, which {where} can't represent: "
+        f"it would be {kept!r} there{more}"
     )

@@ -21,12 +21,24 @@ class Chunk(NamedTuple):
     is_last: bool
     """True if the chunk holds the final norm and the head."""
     encoder: range | None = None
-    """Encoder layers of this chunk, if the encoder has pipeline stages of its own. None otherwise: the chunk
+    """Encoder layers of this chunk, if the encoder has its own pipeline stages. None otherwise: the chunk
     with is_first holds all encoder layers."""
     ends_encoder: bool = False
     starts_decoder: bool = False
     """ends_encoder: this is the last of the encoder's own stages. starts_decoder: this is the first stage after them.
     """
+
+    @classmethod
+    def of_whole_model(cls, layers: int) -> "Chunk":
+        """The only chunk of a model that is not sharded."""
+        return cls(
+            pp_rank=0,
+            vpp_rank=0,
+            first_layer=0,
+            layers=layers,
+            is_first=True,
+            is_last=True,
+        )
 
     @property
     def embeds(self) -> bool:
@@ -56,7 +68,7 @@ class Layout:
 
     @property
     def split_rank(self) -> int:
-        """The first pipeline rank of the decoder if the encoder has stages of its own, else 0."""
+        """The first pipeline rank of the decoder if the encoder has its own stages, else 0."""
         return len(self.encoder_stage_layers)
 
     def chunks(self) -> Iterator[Chunk]:
@@ -80,16 +92,18 @@ class Layout:
         )
 
     def __str__(self) -> str:
-        sizes = [
+        sizes = ", ".join(
             f"{name.upper()} {size}"
             for name, size in self.sizes().items()
             if size > 1 or name in ("tp", "pp")
-        ]
-        layers = "+".join(map(str, self.stage_layers[self.split_rank :]))
+        )
+        decoder = "+".join(map(str, self.stage_layers[self.split_rank :]))
         if self.encoder_stage_layers:
-            return f"{', '.join(sizes)} (encoder {'+'.join(map(str, self.encoder_stage_layers))}, decoder {layers})"
-        uneven = len(set(self.stage_layers)) > 1
-        return ", ".join(sizes) + (f" (layers {layers})" if uneven else "")
+            encoder = "+".join(map(str, self.encoder_stage_layers))
+            return f"{sizes} (encoder {encoder}, decoder {decoder})"
+        if len(set(self.stage_layers)) > 1:
+            return f"{sizes} (layers {decoder})"
+        return sizes
 
     def sizes(self) -> dict[str, int]:
         return {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "ep": self.ep, "etp": self.etp}
@@ -139,8 +153,12 @@ def split_layers(layers: int, pp: int, vpp: int, split: LayerSplit) -> tuple[int
     if vpp > 1 and pp == 1:
         raise LayoutError("virtual pipeline stages need a pipeline parallel size of 2 or more")
     by_ends = split.first is not None or split.last is not None
-    by_accounting = split.account_for_embedding or split.account_for_loss
-    ways = [bool(split.layers), bool(split.pattern), by_ends, by_accounting]
+    ways = (
+        bool(split.layers),
+        bool(split.pattern),
+        by_ends,
+        split.account_for_embedding or split.account_for_loss,
+    )
     if sum(ways) > 1:
         raise LayoutError(
             "give one layer split: a list of layers, first/last layers, a layout string, or the account-for options"

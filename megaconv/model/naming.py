@@ -6,7 +6,7 @@ hf        transformers' names. `stacked`: all experts of a layer in one tensor. 
           memory, and writes them so if its option says not to keep the older form. `stacked_transposed`: the same,
           with each expert transposed. `mtp_stacked`: only the experts of multi-token prediction (MTP) layers are in
           one tensor (Qwen 3.6).
-core      Megatron core with Transformer Engine's layers; each expert is a module of its own. `local`: Megatron's own
+core      Megatron core with Transformer Engine's layers; each expert is a separate module. `local`: Megatron's own
           layers. `local_keys`: Megatron's own layers under Transformer Engine's names, as in distributed checkpoints.
           `grouped`: one tensor per expert in a grouped layer of Transformer Engine. `legacy_grouped`: one tensor for
           all experts of a rank. `rope_last`: indexers as in core 0.16 to 0.18 (families/parts/indexer.py).

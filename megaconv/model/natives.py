@@ -94,6 +94,21 @@ def native_tensors(
     return ranks.of(tp_rank, chunk, ep_rank, etp_rank)
 
 
+def unsharded_tensors(
+    rows: tuple[Row, ...], config: ModelConfig, naming: Naming, vocab_rows: int | None = None
+) -> Iterator[NativeTensor]:
+    """Yield the native tensors of a single rank that holds the whole model. vocab_rows: None for config.vocab."""
+    return native_tensors(
+        rows,
+        config,
+        naming,
+        layout=Layout(),
+        tp_rank=0,
+        chunk=Chunk.of_whole_model(config.layer_count),
+        vocab_rows=config.vocab if vocab_rows is None else vocab_rows,
+    )
+
+
 @dataclass(frozen=True)
 class _ChunkTensors:
     """The native tensors of one rank and chunk."""

@@ -1,7 +1,7 @@
 """The canonical tensors that one spelling of a row stores, as a rank holds them.
 
 Each canonical tensor is sharded for the rank first, and the shards are joined afterwards. Fused tensors therefore need
-no tensor-parallel code of their own.
+no separate tensor-parallel code.
 
 The layers and experts of one row differ only in their names, so all names here keep the placeholders `{l}` and `{e}`.
 """

@@ -67,13 +67,13 @@ def _times(row: Row, config: ModelConfig, chunk: Chunk) -> int:
     )
     if not row.copies or not row.exists(config, 0):
         return found
-    tied = config.tie_embeddings and chunk.is_last and not chunk.embeds and row.has_copies("head")
-    with_mtp = (
-        bool(config.mtp_layers)
-        and chunk.is_last
-        and not chunk.embeds
-        and any("core" in copied.names for copied in row.copied_with("mtp"))
-    )
-    return (
-        found + int(tied) + int(with_mtp) + int(chunk.starts_decoder and row.has_copies("decoder"))
-    )
+    if chunk.starts_decoder and row.has_copies("decoder"):
+        found += 1
+    if not chunk.is_last or chunk.embeds:
+        return found
+    if config.tie_embeddings and row.has_copies("head"):
+        found += 1
+    copies_with_mtp = row.copied_with("mtp") if config.mtp_layers else ()
+    if any("core" in copied.names for copied in copies_with_mtp):
+        found += 1
+    return found

@@ -4,7 +4,7 @@
         hf="model.layers.{l}.self_attn.{q|k|v}_proj.weight",
         core=Fused("decoder.layers.{l}.self_attention.linear_qkv.weight", groups="kv_heads"))
 
-The description of a model may hold rows of its own. This module therefore imports nothing of the description.
+The description of a model may hold its own rows. This module therefore imports nothing of the description.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,7 +45,7 @@ class Copied:
         `head`: with the head of a model that ties it to the embedding.
         `itself`: next to the tensor, under a second name of the same tensor.
         `mtp`: with the MTP layers.
-        `decoder`: with the first decoder stage, if the encoder has stages of its own.
+        `decoder`: with the first decoder stage, if the encoder has its own stages.
         `encoder_end`: in core, with the last encoder stage, where it is unused.
         `stacks`: with every stage of encoder and decoder; each stack uses its own copy.
     names: the copy's names, by scheme. Without names, the copy has the tensor's own name.

@@ -21,6 +21,8 @@ class LayerKind:
     """Number of positions that a token attends to, including itself; None for all."""
     rotates: bool = True
     """True if rope rotates q and k of this layer. Without rope in the model it has no effect."""
+    chunk: int | None = None
+    """Positions of a chunk: a token attends only to tokens of its own chunk. None: the sequence has no chunks."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,21 @@ class Attention:
     """A tanh limits scores to the range between minus and plus this value; None: no limit."""
     output_gate: bool = False
     """True if the sigmoid of another projection, as wide as q, scales the output of attention."""
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """A factor on q that grows with the position (Llama 4): 1 + scale * log(1 + floor((position + offset) / interval)).
+
+    scale is 0 in models without it.
+    """
+
+    scale: float = 0.0
+    interval: int = 0
+    """Positions with the same factor."""
+    offset: int = 0
+    everywhere: bool = False
+    """True if the factor applies in all layers. False: in layers that rope doesn't rotate."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +231,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Head:
-    """The parts after the last layer, apart from the output matrix."""
+    """The parts after the last layer, without the output matrix."""
 
     bias: bool = False
     """True if the head has a bias per token of the vocabulary. It matters only for heads that may lack one."""

@@ -113,7 +113,7 @@ def canonical_shapes(rows: tuple[Row, ...], config: ModelConfig) -> dict[str, Sh
 
 
 def _model_order(rows: tuple[Row, ...], config: ModelConfig) -> Iterator[tuple[Row, int]]:
-    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
+    whole = Chunk.of_whole_model(config.layer_count)
     for stage in STAGES:
         staged = [row for row in rows if row.stage == stage]
         for _, layer in layers_of(stage, config, whole):
@@ -123,8 +123,8 @@ def _model_order(rows: tuple[Row, ...], config: ModelConfig) -> Iterator[tuple[R
 
 
 def encoder_layers(config: ModelConfig, chunk: Chunk) -> range:
-    """The encoder layers of a chunk. The chunk with the embedding holds all of them, unless the encoder has stages of
-    its own."""
+    """The encoder layers of a chunk. The chunk with the embedding holds all of them, unless the encoder has its
+    own stages."""
     return (
         range(config.encoder.layers if chunk.is_first else 0)
         if chunk.encoder is None
@@ -135,7 +135,7 @@ def encoder_layers(config: ModelConfig, chunk: Chunk) -> range:
 def layers_of(stage: str, config: ModelConfig, chunk: Chunk) -> Iterator[tuple[int, int]]:
     """Yield (number in the chunk's own names, number in the model) for each layer of a stage that a chunk holds.
 
-    Encoder layers are with the embedding unless the encoder has stages of its own. A stage before all layers counts as
+    Encoder layers are with the embedding unless the encoder has its own stages. A stage before all layers counts as
     one layer of number 0. A stage after all layers counts as one layer, with the number after the last.
     """
     if stage == "layer":

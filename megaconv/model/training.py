@@ -1,4 +1,4 @@
-"""A model's training progress: everything that a run needs to continue, apart from tensors.
+"""A model's training progress: everything that a run needs to continue, except tensors.
 
 The optimizer's tensors are slots of the parameters (see ir.Key). They are fp32 and have the shape of the weight:
 
@@ -30,14 +30,14 @@ class ParamGroup:
     """Factor on the weight decay: 0 for norms and biases."""
     lr_mult: float = 1.0
     decoupled_lr: bool = False
-    """True if embedding and head have a learning rate of their own."""
+    """True if embedding and head have their own learning rate."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """All other settings under Megatron's names: lr, max_lr, min_lr, betas, eps, weight_decay ..."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The state of an optimizer, apart from its tensors."""
+    """The state of an optimizer, without its tensors."""
 
     kind: str
     """Kind of the optimizer, for people: `mixed precision`, `fp32`, `distributed` ..."""

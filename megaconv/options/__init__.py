@@ -16,25 +16,37 @@ from megaconv.options.reading import LoadOptions
 from megaconv.options.unused import refuse_unused
 from megaconv.options.values import AdapterChoice
 from megaconv.options.writing import (
+    CALIBRATED,
     DIST_FILES,
+    FP8,
     FP8_BLOCK,
     FP8_PER_CHANNEL,
+    INT4_AWQ,
+    INT8_SQ,
+    KV_CACHES,
     LAYOUT_OPTIONS,
     LOSSES,
     NVFP4,
     QUANTIZATIONS,
+    W4A8_AWQ,
     SaveOptions,
 )
 
 __all__ = [
+    "CALIBRATED",
     "CHECKPOINT_TYPES",
     "DIST_FILES",
+    "FP8",
     "FP8_BLOCK",
     "FP8_PER_CHANNEL",
+    "INT4_AWQ",
+    "INT8_SQ",
+    "KV_CACHES",
     "LAYOUT_OPTIONS",
     "LOSSES",
     "NVFP4",
     "QUANTIZATIONS",
+    "W4A8_AWQ",
     "AdapterChoice",
     "ConvertOptions",
     "LoadOptions",

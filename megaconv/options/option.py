@@ -94,7 +94,7 @@ def option(default: Any, *names: str, help: str, **entry: Any) -> Any:  # noqa: 
 
 
 def inner(kind: type, entries: Mapping[str, Option] | None = None) -> Any:
-    """A dataclass field with options of its own.
+    """A dataclass field with its own options.
 
     kind: a dataclass. entries: its options by field, if its fields don't define them.
     """

@@ -5,6 +5,7 @@ Each function also takes the value itself, as a Python program passes it.
 
 import re
 from collections.abc import Iterable, Mapping
+from math import isfinite
 from numbers import Integral, Real
 from operator import index
 from pathlib import Path
@@ -42,7 +43,7 @@ def _adapter_choice(word: str) -> AdapterChoice:
         number = float(weight)
     except ValueError:
         number = float("nan")
-    if not place or not abs(number) < float("inf"):
+    if not place or not isfinite(number):
         raise UsageError(f"{word}: write DIR or DIR:WEIGHT, such as my-adapter:0.5")
     return AdapterChoice(place, number)
 

@@ -38,8 +38,15 @@ core the head always has gelu.
 value for it.
 """
 
-FP8_BLOCK, FP8_PER_CHANNEL, NVFP4 = QUANTIZATIONS = ("fp8-block", "fp8-per-channel", "nvfp4")
+QUANTIZATIONS = (
+    "fp8-block", "fp8-per-channel", "nvfp4", "fp8", "int8-sq", "int4-awq", "w4a8-awq",
+)  # fmt: skip
 """The accepted values of `quantize`."""
+FP8_BLOCK, FP8_PER_CHANNEL, NVFP4, FP8, INT8_SQ, INT4_AWQ, W4A8_AWQ = QUANTIZATIONS
+CALIBRATED = (FP8, INT8_SQ, INT4_AWQ, W4A8_AWQ)
+"""Quantizations that need the statistics of a calibration."""
+KV_CACHES = ("fp8",)
+"""The accepted values of `kv_cache`."""
 
 
 def _size(name: str, target: str, text: str) -> Any:
@@ -163,9 +170,26 @@ class SaveOptions:
         "--quantize",
         heading=VALUES,
         help="Quantize weights of attention, MLP and experts in an hf output: fp8-block (FP8, a scale for each 128 by 128), "
-        "fp8-per-channel (FP8, a scale for each row) or nvfp4 (4 bits, a scale for each 16), both as ModelOpt has them. Lossy.",
+        "fp8-per-channel (FP8, a scale for each row), nvfp4 (4 bits, a scale for each 16); with --calibration also fp8 "
+        "(FP8, one scale), int8-sq (SmoothQuant), int4-awq and w4a8-awq. All but the first as ModelOpt has them. Lossy.",
     )
-    """The quantization of linear layers' weights in an `hf` output (`fp8-block`, `fp8-per-channel`, `nvfp4`); None: no quantization."""
+    """The quantization of linear layers' weights in an `hf` output, one of QUANTIZATIONS; None: no quantization."""
+    kv_cache: str | None = option(
+        None,
+        "--kv-cache",
+        heading=VALUES,
+        help="Add scales for a key/value cache in fp8 to a quantized hf output; needs --calibration.",
+    )
+    """The dtype of the engine's key/value cache, for which scales are written: `fp8`; None: no scales."""
+    calibration: Path | None = option(
+        None,
+        "--calibration",
+        heading=INPUT_AND_OUTPUT,
+        read=local_path,
+        metavar="FILE",
+        help="Statistics of activations from `megatron-lite calibrate`, from which --quantize and --kv-cache take their scales.",
+    )
+    """The file of activation statistics that `quantize` and `kv_cache` use."""
     allow_lossy: tuple[str, ...] = option(
         (),
         "--allow-lossy",

@@ -91,12 +91,11 @@ def dequantize(
         module, _, last = name.rpartition(".")
         if name in left_out or last in ("weight_shape", "weight_scale"):
             continue
+        is_quantized = module + _SCALE in tensors or tensor.dtype in ("float8_e4m3fn", "int8")
         if last == "weight_packed":
             codes = _unpacked(module, tensors, where)
             found[module + _WEIGHT] = _plain(module, codes, tensors, groups, dtype, where)
-        elif last == "weight" and (
-            module + _SCALE in tensors or tensor.dtype in ("float8_e4m3fn", "int8")
-        ):
+        elif last == "weight" and is_quantized:
             found[name] = _plain(module, tensor, tensors, groups, dtype, where)
         else:
             found[name] = tensor
@@ -109,7 +108,8 @@ def _unpacked(module: str, tensors: Mapping[str, LazyTensor], where: str) -> Nib
     fits = len(sizes) == 2 and tuple(packed.shape) == (sizes[0], -(-sizes[1] // 8))
     if packed.dtype != "int32" or not fits:
         raise TensorMismatch(
-            f"{where}: {module}{_PACKED} is {list(packed.shape)} {packed.dtype} for a weight of {list(sizes)}; "
+            f"{where}: {module}{_PACKED} is {list(packed.shape)} {packed.dtype} "
+            f"for a weight of {list(sizes)}; "
             "expected int32, each with eight numbers of a row",
             code="misshapen-tensor",
         )
@@ -140,12 +140,15 @@ def _plain(
     is_quantized = codes.dtype in ("float8_e4m3fn", "int8")
     if block is None or not is_quantized or scales.dtype not in _FLOATS:
         raise TensorMismatch(
-            f"{where}: {module}{_WEIGHT} is {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)} {scales.dtype}; "
+            f"{where}: {module}{_WEIGHT} is {list(codes.shape)} {codes.dtype} "
+            f"with scales {list(scales.shape)} {scales.dtype}; "
             "expected float8_e4m3fn or int8 with one scale, [out, 1] or [out, in / group]",
             code="misshapen-tensor",
         )
     rows, cols = matrix_shape(codes.shape)
-    return ScaledTensor(codes, reshaped(scales, (rows // block[0], cols // block[1])), block, dtype)
+    block_rows, block_cols = block
+    scale_of_block = reshaped(scales, (rows // block_rows, cols // block_cols))
+    return ScaledTensor(codes, scale_of_block, block, dtype)
 
 
 def _block(shape: Shape, scales: Shape, groups: set[Any]) -> tuple[int, int] | None:

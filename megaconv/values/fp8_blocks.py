@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import sqrt
 from threading import Lock
-from typing import Protocol
+from typing import Any, Protocol
 
 from formats.lazy_numpy import Floats, np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, box_blocks, matrix_shape
@@ -187,20 +187,23 @@ def grid(shape: Shape) -> tuple[int, int]:
 
 def e4m3(numbers: Floats) -> Bytes:
     """float8_e4m3fn codes of finite numbers, rounded to nearest even. Magnitudes above 448 become 448."""
-    bits = numbers.view(np.uint32)
     magnitude = np.minimum(np.abs(numbers), LARGEST)
-    of_magnitude = magnitude.view(np.uint32)
-    # Drop 20 bits of the mantissa; a tie rounds up only from an odd one.
-    is_odd = of_magnitude >> 20 & 1
-    half = is_odd + np.uint32(0x7FFFF)
-    kept_bits = (of_magnitude + half >> 20).astype(np.int32)
-    normal = kept_bits - (127 - 7 << 3)
     # Subnormal codes are multiples of 2^-9, up to 2^-6.
-    small = np.rint(magnitude * np.float32(512)).astype(np.int32)
-    is_small = magnitude < np.float32(2**-6)
-    codes = np.where(is_small, small, normal).astype(np.uint8)
-    sign = (bits >> 24 & 0x80).astype(np.uint8)
-    return codes | sign
+    subnormal = np.rint(magnitude * np.float32(512)).astype(np.int32)
+    is_subnormal = magnitude < np.float32(2**-6)
+    codes = np.where(is_subnormal, subnormal, _normal_codes(magnitude))
+    sign = (numbers.view(np.uint32) >> 24 & 0x80).astype(np.uint8)
+    return codes.astype(np.uint8) | sign
+
+
+def _normal_codes(magnitude: Floats) -> "np.ndarray[Any, np.dtype[np.int32]]":
+    """The codes of numbers from 2^-6 to 448."""
+    bits = magnitude.view(np.uint32)
+    # Drop 20 bits of the mantissa; a tie rounds up only from an odd one.
+    is_odd = bits >> 20 & 1
+    half = is_odd + np.uint32(0x7FFFF)
+    kept_bits = (bits + half >> 20).astype(np.int32)
+    return kept_bits - (127 - 7 << 3)
 
 
 def e4m3_values(codes: Bytes) -> Floats:

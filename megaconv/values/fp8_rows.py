@@ -2,7 +2,8 @@
 
     scale = max |x| / 448 of the row in float32, 1 for one of zeros;  q = x / scale, to nearest even;  read as q * scale
 
-A tensor is read twice: for its scales, then for its values. `modelopt.py` is the inverse.
+A tensor is read twice: for its scales, then for its values. `modelopt.py` is the inverse. INT8 has the same scales, with
+127 in place of 448 (`calibrated.py`).
 """
 
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ class Rows:
     source: LazyTensor
     name: str
     """The tensor's name for messages."""
+    largest_code: float = LARGEST
+    format_name: str = "FP8 by rows"
+    """For messages."""
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def read(self, box: Box) -> Floats:
@@ -47,9 +51,9 @@ class Rows:
             np.maximum(of_rows, found, out=of_rows)  # keeps NaN
         if not np.isfinite(largest).all():
             raise NotExpressible(
-                f"{self.name}: holds values that are not finite, which FP8 by rows can't express"
+                f"{self.name}: holds values that are not finite, which {self.format_name} can't express"
             )
-        scales = largest / np.float32(LARGEST)
+        scales = largest / np.float32(self.largest_code)
         return np.where(scales == 0, np.float32(1), scales)
 
     def scales_of(self, box: Box) -> Floats:

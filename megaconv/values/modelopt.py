@@ -162,15 +162,15 @@ def _plain(
     grid = form.grid(codes.shape, tuple(scales.shape)) if is_matrix else None
     if grid is None or stored.dtype != form.dtype or scales.dtype not in _FLOATS:
         raise TensorMismatch(
-            f"{where}: {name} is {list(stored.shape)} {stored.dtype} with scales {list(scales.shape)} {scales.dtype}; "
+            f"{where}: {name} is {list(stored.shape)} {stored.dtype} "
+            f"with scales {list(scales.shape)} {scales.dtype}; "
             f"expected a matrix of {form.dtype} with {form.scales} float32",
             code="misshapen-tensor",
         )
     rows, cols = matrix_shape(codes.shape)
     block = rows // grid[0], cols // grid[1]
-    return ScaledTensor(
-        codes, reshaped(scales, grid), block, dtype, _of_columns(name, cols, tensors, where)
-    )
+    of_columns = _of_columns(name, cols, tensors, where)
+    return ScaledTensor(codes, reshaped(scales, grid), block, dtype, of_columns)
 
 
 def _of_columns(

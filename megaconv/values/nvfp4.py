@@ -51,9 +51,9 @@ class Joined:
         largest = np.float32(0)
         for name, tensor in self.members:
             rows, cols = matrix_shape(tensor.shape)
-            for box in box_blocks(
-                Box(0, rows, 0, cols), tensor.dtype, _AT_ONCE * ITEMSIZE[tensor.dtype]
-            ):
+            whole = Box(0, rows, 0, cols)
+            block_bytes = _AT_ONCE * ITEMSIZE[tensor.dtype]
+            for box in box_blocks(whole, tensor.dtype, block_bytes):
                 found = np.abs(_read(tensor, box)).max(initial=0)
                 if not np.isfinite(found):
                     raise NotExpressible(
@@ -119,9 +119,7 @@ class Fp4Values:
             # The scales aren't in `stored`, so they are computed again from the source.
             _, scale_codes = self.groups.numbers_and_codes(whole)
             scales = self.groups.scale_of(scale_codes)
-            packed = window(stored, box, part, 1)
-            low, high = packed & 15, packed >> 4
-            codes = np.stack([low, high], axis=2).reshape(part.rows, -1)
+            codes = _unpacked(window(stored, box, part, 1))
             columns = np.arange(2 * part.col0, 2 * part.col1)
             group_of_column = (columns - whole.col0) // GROUP
             numbers = _e2m1_values(codes) * scales[:, group_of_column]
@@ -181,6 +179,12 @@ def e2m1(numbers: Floats) -> Bytes:
         codes += magnitude == odd
     codes += (numbers < 0).astype(np.uint8) * np.uint8(8)
     return codes
+
+
+def _unpacked(packed: Bytes) -> Bytes:
+    """The two codes of each byte, low bits first: [rows, bytes] -> [rows, 2 * bytes]."""
+    codes = np.stack([packed & 15, packed >> 4], axis=2)
+    return codes.reshape(len(packed), -1)
 
 
 def _e2m1_values(codes: Bytes) -> Floats:

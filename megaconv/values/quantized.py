@@ -166,13 +166,11 @@ def _from_fp8(
             continue
         rows, cols = matrix_shape(tensor.shape)
         grid = (-(-rows // block[0]), -(-cols // block[1]))
-        if (
-            tensor.dtype != "float8_e4m3fn"
-            or scales.dtype != "float32"
-            or tuple(scales.shape) != grid
-        ):
+        has_dtypes = (tensor.dtype, scales.dtype) == ("float8_e4m3fn", "float32")
+        if not has_dtypes or tuple(scales.shape) != grid:
             raise TensorMismatch(
-                f"{where}: {name} is {list(tensor.shape)} {tensor.dtype} with scales {list(scales.shape)} {scales.dtype}; "
+                f"{where}: {name} is {list(tensor.shape)} {tensor.dtype} "
+                f"with scales {list(scales.shape)} {scales.dtype}; "
                 f"expected float8_e4m3fn with {list(grid)} float32"
             )
         found[name] = ScaledTensor(tensor, scales, block, dtype)
@@ -208,20 +206,20 @@ def _from_mxfp4(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> di
 
 def _require_nvfp4(quantization: Mapping[str, Any], where: str) -> None:
     """Raises UnsupportedInput for another algorithm of ModelOpt, or for another group size."""
-    algorithm, groups = quantization.get("quant_algo"), quantization.get("config_groups")
+    algorithm = quantization.get("quant_algo")
+    groups = quantization.get("config_groups")
     with well_formed(f"{where}: quantization_config"):
-        settings = (
-            [group["weights"] for group in groups.values()]
-            if isinstance(groups, Mapping)
-            else [quantization]
-        )
+        settings = [quantization]
+        if isinstance(groups, Mapping):
+            settings = [group["weights"] for group in groups.values()]
         sizes = {
             each.get("group_size", _NVFP4_GROUP) for each in settings if isinstance(each, Mapping)
         }
     if algorithm not in ("NVFP4", "W4A16_NVFP4") or sizes != {_NVFP4_GROUP}:
+        found = ", ".join(map(str, sizes))
         raise UnsupportedInput(
-            f"{where}: weights quantized by ModelOpt as {algorithm!r:.40} in groups of {', '.join(map(str, sizes))}; only "
-            f"NVFP4 in groups of {_NVFP4_GROUP}, {', '.join(modelopt.FORMS)} are supported"
+            f"{where}: weights quantized by ModelOpt as {algorithm!r:.40} in groups of {found}; "
+            f"only NVFP4 in groups of {_NVFP4_GROUP}, {', '.join(modelopt.FORMS)} are supported"
         )
 
 

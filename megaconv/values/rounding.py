@@ -29,16 +29,19 @@ def convert(values: Bytes, source: str, out: Bytes, target: str, *, overflow: bo
 
     overflow: if True, numbers beyond the target's range become infinite; if False, they raise BeyondRange.
     """
-    flat, made = values.reshape(-1), out.reshape(-1)
+    flat = values.reshape(-1)
+    made = out.reshape(-1)
     if (source, target) == ("bfloat16", "float32"):
         np.left_shift(flat.view(np.uint16), 16, out=made.view(np.uint32), dtype=np.uint32)
         return
-    for start in range(0, flat.size // ITEMSIZE[source], _CHUNK):
-        stop = start + _CHUNK
-        chunk = flat[start * ITEMSIZE[source] : stop * ITEMSIZE[source]]
-        made[start * ITEMSIZE[target] : stop * ITEMSIZE[target]] = _converted(
-            chunk, source, target, overflow
-        )
+    source_bytes = _CHUNK * ITEMSIZE[source]
+    target_bytes = _CHUNK * ITEMSIZE[target]
+    reads = range(0, flat.size, source_bytes)
+    writes = range(0, made.size, target_bytes)
+    for read, write in zip(reads, writes, strict=True):
+        chunk = flat[read : read + source_bytes]
+        converted = _converted(chunk, source, target, overflow)
+        made[write : write + target_bytes] = converted
 
 
 def _converted(values: Bytes, source: str, target: str, overflow: bool) -> Bytes:
@@ -64,9 +67,9 @@ def _widened(values: Bytes, dtype: str, overflow: bool) -> Floats:
     with np.errstate(over="ignore", invalid="ignore"):
         made = stored.astype(np.float32)
     if dtype == "float16":
-        made.view(np.uint32)[np.isnan(made)] |= (
-            0x400000  # a signalling NaN becomes a quiet one, as in any processor
-        )
+        # A signalling NaN becomes a quiet one, as in any processor.
+        bits = made.view(np.uint32)
+        bits[np.isnan(made)] |= 0x400000
     elif not overflow and np.any(np.isinf(made) & np.isfinite(stored)):
         raise BeyondRange
     return made
@@ -103,12 +106,14 @@ def _eight_bits(dtype: str) -> Doubles:
     code = np.arange(256)
     if dtype == "float8_e8m0fnu":
         return np.where(code < 255, np.ldexp(1.0, code - 127), np.nan)
-    bits, no_zero_sign = (3 if "e4m3" in dtype else 2), dtype.endswith("fnuz")
+    bits = 3 if "e4m3" in dtype else 2
+    no_zero_sign = dtype.endswith("fnuz")
     bias = (7 if bits == 3 else 15) + no_zero_sign
-    exponent, mantissa = code >> bits & 0x7F >> bits, (code & (1 << bits) - 1) / (1 << bits)
-    values = np.where(
-        exponent > 0, np.ldexp(1 + mantissa, exponent - bias), np.ldexp(mantissa, 1 - bias)
-    )
+    exponent = code >> bits & 0x7F >> bits
+    mantissa = (code & (1 << bits) - 1) / (1 << bits)
+    normal = np.ldexp(1 + mantissa, exponent - bias)
+    subnormal = np.ldexp(mantissa, 1 - bias)
+    values = np.where(exponent > 0, normal, subnormal)
     values *= np.where(code > 127, -1, 1)
     if no_zero_sign:
         values[0x80] = np.nan
@@ -133,13 +138,12 @@ def rounded(values: Floats, dtype: str, *, overflow: bool = True) -> Bytes:
     if magnitude.max(initial=0) >= _TOO_LARGE[dtype]:
         if not overflow and np.any((magnitude >= _TOO_LARGE[dtype]) & (magnitude < _INFINITE)):
             raise BeyondRange
-        unknown = magnitude > _INFINITE
-        kept = (
-            0x7FC0
-            if dtype == "bfloat16"
-            else bits[unknown] >> 16 & 0x8000 | 0x7E00 | bits[unknown] >> 13 & 0x3FF
-        )
-        made[unknown] = kept
+        is_nan = magnitude > _INFINITE
+        if dtype == "bfloat16":
+            made[is_nan] = 0x7FC0
+        else:
+            nans = bits[is_nan]
+            made[is_nan] = nans >> 16 & 0x8000 | 0x7E00 | nans >> 13 & 0x3FF
     return made.view(np.uint8)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from formats.lazy_numpy import np
-from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
+from formats.tensor import ITEMSIZE, Box, Bytes, ComputedTensor, LazyTensor
 from megaconv.errors import NotExpressible
 from megaconv.model.ir import WEIGHT, Header, Key, Source, shift_of
 from megaconv.model.training import MASTER
@@ -39,14 +39,13 @@ def add_or_refuse(values: Bytes, dtype: str, number: int, name: str) -> Bytes:
     made = add_exactly(values, dtype, number)
     if made is None:
         found = rounding.exact(values, dtype).reshape(-1)
-        back = rounding.exact(add(add(values, dtype, number), dtype, -number), dtype).reshape(-1)
+        shifted = add(values, dtype, number)
+        back = rounding.exact(add(shifted, dtype, -number), dtype).reshape(-1)
         first = found[np.flatnonzero(found != back)[:1]]
         value = f" ({first[0]:g})" if first.size else ""
-        remedy = (
-            "--transformer-impl local"
-            if number < 0
-            else "--allow-lossy out_norm to have it rounded"
-        )
+        remedy = "--transformer-impl local"
+        if number >= 0:
+            remedy = "--allow-lossy out_norm to have it rounded"
         raise NotExpressible(
             f"{name}: a weight{value} would be stored with {number:+d} there, for which {dtype} has no exact value; choose "
             f"--dtype float32, or {remedy}"
@@ -78,25 +77,16 @@ class ShiftedHasher:
 
 
 @dataclass(frozen=True)
-class PlainTensor:
+class PlainTensor(ComputedTensor):
     """The canonical values of a shifted tensor.
 
     If the dtype has no exact value, a read raises NotExpressible, or rounds if `exact` is False.
     """
 
-    source: LazyTensor
     by: int
     """The source's shift."""
     name: str
     exact: bool
-
-    @property
-    def shape(self) -> Shape:
-        return self.source.shape
-
-    @property
-    def dtype(self) -> str:
-        return self.source.dtype
 
     def read_into(self, box: Box, out: Bytes) -> None:
         stored = np.empty((box.rows, box.cols * ITEMSIZE[self.dtype]), np.uint8)

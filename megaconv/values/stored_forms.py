@@ -8,41 +8,17 @@ numbers x of a row:
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from formats.gguf import BLOCK, BLOCK_BYTES
 from formats.lazy_numpy import Floats, np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
 from megaconv.model.ir import Header, Key, Source, TensorInfo
-from megaconv.options import FP8_BLOCK, FP8_PER_CHANNEL, NVFP4, QUANTIZATIONS
-from megaconv.values import fp8_blocks, fp8_rows, nvfp4, rounding
+from megaconv.values import rounding
 from megaconv.values.cast import CastTensor
-from megaconv.values.fp8_blocks import READ_AS, Blocks, Fp8Scales, Fp8Values, Rounding, grid
-from megaconv.values.fp8_rows import Rows, RowScales
-from megaconv.values.nvfp4 import Fp4Scale2, Fp4Scales, Fp4Values, Groups, Joined, scales_shape
-
-LEFT_OUT = "left out"
-
-
-class Form(NamedTuple):
-    """The form in which one tensor is stored."""
-
-    kind: str
-    """A dtype's name, `q8_0`, a quantization, or LEFT_OUT: not in the output.
-
-    The quantizations are `fp8-block` (`fp8_blocks.py`), `fp8-per-channel` (`fp8_rows.py`) and `nvfp4` (`nvfp4.py`).
-    """
-    add: int = 0
-    """A number that is added in float32."""
-    joined: str = ""
-    """A name that is equal for all tensors that share nvfp4's scale_2."""
-    brings_scale_2: bool = False
-    """True if scale_2 is stored with this tensor. It is stored with one of several fused tensors."""
-
-    @property
-    def is_quantized(self) -> bool:
-        """True if readers get a dequantized tensor, without its scales."""
-        return self.kind in QUANTIZATIONS
+from megaconv.values.forms import FOLDED, LEFT_OUT, Form
+from megaconv.values.fp8_blocks import READ_AS, Rounding
+from megaconv.values.quantizing import Shared, quantized, quantized_infos, shared_scales
+from megaconv.values.smoothed import FoldedTensor
 
 
 def stored_shape(shape: Shape, form: Form) -> Shape:
@@ -149,42 +125,31 @@ class StoredSource:
     @property
     def changed(self) -> frozenset[Key]:
         """The tensors whose values differ from the source's."""
-        return frozenset(key for key, form in self.forms.items() if form.add)
+        return frozenset(key for key, form in self.forms.items() if form.add or form.kind == FOLDED)
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
         tensors: Iterable[tuple[Key, LazyTensor]] = self.source.tensors()
-        joined: dict[str, Joined] = {}
+        shared: Mapping[str, Shared] = {}
         if any(form.joined for form in self.forms.values()):
             tensors = list(tensors)
-            joined = self._joined(tensors)
+            shared = shared_scales(tensors, self.forms)
         for key, tensor in tensors:
             form = self._form(key, tensor.dtype)
-            if form.kind == FP8_BLOCK:
-                blocks = Blocks(tensor, str(key))
-                yield key, Fp8Values(blocks, self.errors)
-                yield _named(key, fp8_blocks.SCALES), Fp8Scales(blocks)
-            elif form.kind == FP8_PER_CHANNEL:
-                rows = Rows(tensor, str(key))
-                yield key, Fp8Values(rows, self.errors)
-                yield _named(key, fp8_rows.SCALES), RowScales(rows)
-            elif form.kind == NVFP4:
-                groups = Groups(tensor, joined[form.joined])
-                yield key, Fp4Values(groups, self.errors)
-                yield _named(key, nvfp4.SCALES), Fp4Scales(groups)
-                if form.brings_scale_2:
-                    yield _named(key, nvfp4.SCALE_2), Fp4Scale2(groups.joined)
-            elif form.kind != LEFT_OUT:
+            if form.kind == LEFT_OUT:
+                continue
+            if form.is_quantized:
+                yield from quantized(key, tensor, form, shared.get(form.joined), self.errors)
+            else:
                 yield key, self._stored(key, tensor, form)
-
-    def _joined(self, tensors: Iterable[tuple[Key, LazyTensor]]) -> dict[str, Joined]:
-        members: dict[str, list[tuple[str, LazyTensor]]] = {}
-        for key, tensor in tensors:
-            members.setdefault(self._form(key, tensor.dtype).joined, []).append((str(key), tensor))
-        return {name: Joined(found) for name, found in members.items() if name}
+            for name, constant in form.scaling.constants.items():
+                yield _beside(key, name), constant
 
     def _stored(self, key: Key, tensor: LazyTensor, form: Form) -> LazyTensor:
         if form.kind == "q8_0":
             return Q8Tensor(tensor)
+        if form.kind == FOLDED:
+            (step,) = form.scaling.steps
+            return FoldedTensor(tensor, step.times, form.add)
         if form.add:
             return AddedTensor(tensor, form.add)
         return (
@@ -195,33 +160,22 @@ class StoredSource:
 
 
 def _stored_infos(key: Key, info: TensorInfo, form: Form) -> dict[Key, TensorInfo]:
-    """Shape and dtype of a stored tensor, and of its scales."""
+    """Shape and dtype of a stored tensor, and of the tensors that are stored beside it."""
     if form.kind == LEFT_OUT:
         return {}
-    if form.kind == FP8_BLOCK:
-        scales = {_named(key, fp8_blocks.SCALES): TensorInfo(grid(info.shape), "float32")}
-        return {key: TensorInfo(info.shape, "float8_e4m3fn"), **scales}
-    if form.kind == FP8_PER_CHANNEL:
-        shape = fp8_rows.scales_shape(info.shape)
-        row_scales = {_named(key, fp8_rows.SCALES): TensorInfo(shape, "float32")}
-        return {key: TensorInfo(info.shape, "float8_e4m3fn"), **row_scales}
-    if form.kind == NVFP4:
-        rows, cols = matrix_shape(info.shape)
-        return {
-            key: TensorInfo((rows, cols // 2), "uint8"),
-            _named(key, nvfp4.SCALES): TensorInfo(scales_shape(info.shape), "float8_e4m3fn"),
-            **(
-                {_named(key, nvfp4.SCALE_2): TensorInfo((), "float32")}
-                if form.brings_scale_2
-                else {}
-            ),
-        }
-    return {
-        key: TensorInfo(
-            stored_shape(info.shape, form), "uint8" if form.kind == "q8_0" else form.kind
-        )
+    if form.is_quantized:
+        found = quantized_infos(key, info, form)
+    elif form.kind == FOLDED:
+        found = {key: info}
+    else:
+        dtype = "uint8" if form.kind == "q8_0" else form.kind
+        found = {key: TensorInfo(stored_shape(info.shape, form), dtype)}
+    constants = form.scaling.constants.items()
+    return found | {
+        _beside(key, name): TensorInfo(each.shape, each.dtype) for name, each in constants
     }
 
 
-def _named(key: Key, end: str) -> Key:
-    return key._replace(name=key.name + end)
+def _beside(key: Key, name: str) -> Key:
+    """The key of a constant that is stored beside a weight."""
+    return key._replace(name=f"{key.name.removesuffix('.weight')}.{name}")

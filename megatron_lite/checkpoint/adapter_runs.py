@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from formats import rank_files, safetensors
 from formats.ceilings import CONFIG_BYTES
 from formats.errors import CorruptCheckpoint
@@ -28,6 +30,7 @@ from megatron_lite.checkpoint.snapshot import Snapshot
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.engine import Engine
 from megatron_lite.settings.config import Settings
+from megatron_lite.settings.learning import Lora
 from megatron_lite.settings.options import LoRA
 
 OPTIMIZER, STATE = "optimizer.safetensors", "trainer_state.json"
@@ -50,30 +53,32 @@ class AdapterStart:
 
 def find_adapters(settings: Settings, config: ModelConfig) -> AdapterStart | None:
     """Return the adapters to start from, or None for a run that trains all weights. Raises CheckpointError."""
-    lora, saving = settings.lora, settings.checkpointing
+    lora = settings.lora
     if not lora.wanted:
         given = [name for name in vars(lora) if name in settings.given]
         if given:
-            raise UsageError(
-                f"--{given[0].replace('_', '-')} requires --lora-rank (or --lora-load)"
-            )
+            flag = given[0].replace("_", "-")
+            raise UsageError(f"--{flag} requires --lora-rank (or --lora-load)")
         return None
+    saving = settings.checkpointing
     if saving.save and saving.resume and has_checkpoint(Path(saving.save)):
         version = rank_files.find_version(Path(saving.save))
         assert version is not None
         return _continued(settings, version, config)
     if lora.lora_load is None:
-        assert lora.lora_rank is not None
-        alpha = 2.0 * lora.lora_rank if lora.lora_alpha is None else lora.lora_alpha
-        return AdapterStart(
-            LoRA(lora.lora_rank, alpha, lora.lora_targets, lora.lora_dropout, lora.lora_rslora),
-            None,
-        )
+        return AdapterStart(_new_adapters(lora), None)
     place = local_path(resolve(lora.lora_load))
     options, tensors = _read(settings, place, config)
-    return AdapterStart(
-        options, {Key(name): tensor for name, tensor in tensors.items()}, place=place
-    )
+    weights = {Key(name): tensor for name, tensor in tensors.items()}
+    return AdapterStart(options, weights, place=place)
+
+
+def _new_adapters(lora: Lora) -> LoRA:
+    """Return the options of adapters that start from random values."""
+    rank = lora.lora_rank
+    assert rank is not None
+    alpha = 2.0 * rank if lora.lora_alpha is None else lora.lora_alpha
+    return LoRA(rank, alpha, lora.lora_targets, lora.lora_dropout, lora.lora_rslora)
 
 
 def _read(
@@ -140,17 +145,21 @@ def adapter_snapshot(
     found = gather_adapters(engine)
     if not found:
         return Snapshot(progress.iteration, {})
-    weights = {key.name: tensor for key, tensor in found.items() if key.slot == WEIGHT}
+    weights: dict[str, Tensor] = {}
+    optimizer: dict[str, Tensor] = {}
+    for key, tensor in found.items():
+        if key.slot == WEIGHT:
+            weights[key.name] = tensor
+        else:
+            optimizer[f"{key.slot}.{key.name}"] = tensor
     files = adapter_files(weights, engine.config, options, base)
     state: dict[str, Any] = {
         "base": base,
         "dtype": engine.options.dtype,
         "progress": asdict(progress),
     }
-    files[STATE] = (json.dumps(state, indent=2) + "\n").encode()
+    text = json.dumps(state, indent=2) + "\n"
+    files[STATE] = text.encode()
     if with_optimizer:
-        kept = {
-            f"{key.slot}.{key.name}": tensor for key, tensor in found.items() if key.slot != WEIGHT
-        }
-        files[OPTIMIZER] = safetensors_bytes(kept)
+        files[OPTIMIZER] = safetensors_bytes(optimizer)
     return Snapshot(progress.iteration, {}, files=files)

@@ -1,6 +1,6 @@
 """Adapters are loaded into an engine and gathered from it: whole matrices by name, whatever shards the ranks hold."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +11,12 @@ from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape
 from megaconv.errors import TensorMismatch
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.natives import NativeTensor
+from megaconv.model.regions import Region
 from megatron_lite.checkpoint.restore import read_range
 from megatron_lite.checkpoint.weights import RandomTensor, fill
 from megatron_lite.engine import Engine
 from megatron_lite.models.rng import mix
+from megatron_lite.optimizer.zero import Optimizer
 
 MASTER = "master"
 
@@ -47,29 +49,32 @@ def load_adapters(engine: Engine, tensors: Mapping[Key, LazyTensor]) -> None:
     for module, infos in zip(engine.chunks, engine.adapters, strict=True):
         for info in infos:
             for name, regions in info.native.parts.items():
-                _check(
-                    name,
-                    weights,
-                    max(region.box.row1 for region in regions),
-                    max(r.box.col1 for r in regions),
-                )
+                rows = max(region.box.row1 for region in regions)
+                cols = max(region.box.col1 for region in regions)
+                _check(name, weights, rows, cols)
             wanted |= info.native.parts.keys()
-            fill(module.get_parameter(info.name).detach(), info.native, weights)
-    if engine.grid.world == 1 and (left := weights.keys() - wanted):
+            parameter = module.get_parameter(info.name)
+            fill(parameter.detach(), info.native, weights)
+    unknown = weights.keys() - wanted
+    if engine.grid.world == 1 and unknown:
         raise TensorMismatch(
-            f"{min(left)} is the adapter of no matrix that has one here; see --lora-targets"
+            f"{min(unknown)} is the adapter of no matrix that has one here; see --lora-targets"
         )
-    if engine.optimizer is None:
-        return
-    for owned in engine.optimizer.ranges():
+    if engine.optimizer is not None:
+        _load_optimizer(engine.optimizer, tensors)
+
+
+def _load_optimizer(optimizer: Optimizer, tensors: Mapping[Key, LazyTensor]) -> None:
+    """Fill the optimizer's state where `tensors` holds any."""
+    for owned in optimizer.ranges():
+        native = owned.info.native
         for slot, flat in owned.tensors.items():
-            found = {
-                name: tensors.get(Key(name, WEIGHT if slot == MASTER else slot))
-                for name in owned.info.native.parts
-            }
+            key_slot = WEIGHT if slot == MASTER else slot
+            found = {name: tensors.get(Key(name, key_slot)) for name in native.parts}
             if any(found.values()):
-                flat.copy_(read_range(owned.info.native, slot, found, owned.start, owned.end))
-    engine.optimizer.weights_from_masters()
+                values = read_range(native, slot, found, owned.start, owned.end)
+                flat.copy_(values)
+    optimizer.weights_from_masters()
 
 
 def _check(name: str, tensors: Mapping[str, LazyTensor], rows: int, cols: int) -> None:
@@ -87,23 +92,24 @@ def init_adapters(engine: Engine, seed: int) -> None:
 
     The values are the same for every layout.
     """
-    widths: dict[str, int] = {}
+    parts: list[tuple[str, Sequence[Region]]] = []
     for infos in engine.adapters:
         for info in infos:
-            for name, regions in info.native.parts.items():
-                widths[name] = max(widths.get(name, 0), *(region.box.col1 for region in regions))
+            parts += info.native.parts.items()
+    widths: dict[str, int] = {}
+    for name, regions in parts:
+        ends = [region.box.col1 for region in regions]
+        widths[name] = max(widths.get(name, 0), *ends)
     _agree(engine, widths)
     tensors: dict[Key, LazyTensor] = {}
-    for infos in engine.adapters:
-        for info in infos:
-            for name, regions in info.native.parts.items():
-                random = name.endswith("lora_A.weight")
-                rows = max(region.box.row1 for region in regions)
-                # peft's kaiming_uniform_(a=sqrt(5)) has the variance 1 / (3 · width).
-                std = (3 * widths[name]) ** -0.5 if random else 0.0
-                tensors[Key(name)] = RandomTensor(
-                    (rows, widths[name]), 0.0, std, mix(seed, *name.encode())
-                )
+    for name, regions in parts:
+        width = widths[name]
+        is_random = name.endswith("lora_A.weight")
+        # peft's kaiming_uniform_(a=sqrt(5)) has the variance 1 / (3 · width).
+        std = (3 * width) ** -0.5 if is_random else 0.0
+        rows = max(region.box.row1 for region in regions)
+        own_seed = mix(seed, *name.encode())
+        tensors[Key(name)] = RandomTensor((rows, width), 0.0, std, own_seed)
     load_adapters(engine, tensors)
 
 
@@ -129,46 +135,65 @@ class _Piece:
 
 def gather_adapters(engine: Engine) -> dict[Key, Tensor]:
     """Return the adapters' float32 master weights and optimizer state as whole matrices on rank 0, {} elsewhere. Collective."""
-    assert engine.optimizer is not None
     engine.finish()
+    pieces = _own_pieces(engine)
+    if engine.grid.world == 1:
+        return _joined(pieces)
+    everyones: list[list[_Piece] | None] = [None] * engine.grid.world
+    is_first = dist.get_rank() == 0
+    world = engine.grid.group("world")
+    dist.gather_object(pieces, everyones if is_first else None, group=world)
+    if not is_first:
+        return {}
+    gathered: list[_Piece] = []
+    for each in everyones:
+        gathered += each or []
+    return _joined(gathered)
+
+
+def _own_pieces(engine: Engine) -> list[_Piece]:
+    """Return the pieces that no other rank contributes."""
+    optimizer = engine.optimizer
+    assert optimizer is not None
     pieces: list[_Piece] = []
-    for owned in engine.optimizer.ranges():
-        if engine.optimizer.distributed or not engine.grid.rank_along(owned.info.reduced_over):
-            for slot, flat in owned.tensors.items():
-                name = WEIGHT if slot == MASTER else slot
-                pieces.append(_Piece(owned.info.native, name, owned.start, flat.detach().cpu()))
-    everyones: list[list[_Piece] | None] = [pieces]
-    if engine.grid.world > 1:
-        everyones = [None] * engine.grid.world
-        rank = dist.get_rank()
-        dist.gather_object(
-            pieces, everyones if rank == 0 else None, group=engine.grid.group("world")
-        )
-        if rank:
-            return {}
-    return _joined([piece for each in everyones if each for piece in each])
+    for owned in optimizer.ranges():
+        info = owned.info
+        if not optimizer.distributed and engine.grid.rank_along(info.reduced_over):
+            continue  # data-parallel rank 0 has the same tensors
+        for slot, flat in owned.tensors.items():
+            name = WEIGHT if slot == MASTER else slot
+            values = flat.detach().cpu()
+            pieces.append(_Piece(info.native, name, owned.start, values))
+    return pieces
 
 
 def _joined(pieces: list[_Piece]) -> dict[Key, Tensor]:
-    shapes: dict[Key, tuple[int, int]] = {}
+    found = {key: torch.zeros(shape) for key, shape in _shapes(pieces).items()}
     for piece in pieces:
+        shape = torch.Size(piece.native.shape)
+        _, cols = matrix_shape(shape)
+        elements = torch.arange(shape.numel()).view(-1, cols)
         for name, regions in piece.native.parts.items():
-            rows, cols = shapes.get(Key(name, piece.slot), (0, 0))
-            boxes = [region.box for region in regions]
-            shapes[Key(name, piece.slot)] = (
-                max(rows, *(b.row1 for b in boxes)),
-                max(cols, *(b.col1 for b in boxes)),
-            )
-    found = {key: torch.zeros(shape) for key, shape in shapes.items()}
-    for piece in pieces:
-        _, cols = matrix_shape(piece.native.shape)
-        elements = torch.arange(torch.Size(piece.native.shape).numel()).view(-1, cols)
-        for name, regions in piece.native.parts.items():
+            matrix = found[Key(name, piece.slot)]
             for region in regions:
-                places = elements[region.row : region.row + region.box.rows] - piece.start
-                here = (places >= 0) & (places < len(piece.values))
                 box = region.box
-                found[Key(name, piece.slot)][box.row0 : box.row1, box.col0 : box.col1][here] = (
-                    piece.values[places[here]]
-                )
+                end = region.row + box.rows
+                places = elements[region.row : end] - piece.start
+                here = (places >= 0) & (places < len(piece.values))
+                into = matrix[box.row0 : box.row1, box.col0 : box.col1]
+                into[here] = piece.values[places[here]]
+    return found
+
+
+def _shapes(pieces: list[_Piece]) -> dict[Key, tuple[int, int]]:
+    """Return the shapes of the whole matrices: the ends of their last regions."""
+    found: dict[Key, tuple[int, int]] = {}
+    for piece in pieces:
+        for name, regions in piece.native.parts.items():
+            key = Key(name, piece.slot)
+            rows, cols = found.get(key, (0, 0))
+            for region in regions:
+                rows = max(rows, region.box.row1)
+                cols = max(cols, region.box.col1)
+            found[key] = rows, cols
     return found

@@ -95,16 +95,17 @@ def _last_two(path: str) -> str:
 
 def safetensors_bytes(tensors: Mapping[str, Tensor]) -> bytes:
     """Return the content of a safetensors file with float32 tensors."""
-    layout = SafetensorsLayout(
-        {name: (tuple(tensor.shape), "float32") for name, tensor in tensors.items()}
-    )
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    layout = SafetensorsLayout({name: (shape, "float32") for name, shape in shapes.items()})
     content = io.BytesIO()
     for offset, data in layout.headers({}):
         content.seek(offset)
         content.write(data)
     for name, tensor in tensors.items():
-        content.seek(layout.records[name].offset)
-        content.write(tensor.contiguous().numpy().tobytes())
+        record = layout.records[name]
+        data = tensor.contiguous().numpy().tobytes()
+        content.seek(record.offset)
+        content.write(data)
     return content.getvalue()
 
 

@@ -5,7 +5,7 @@ tensor of a single-rank model consists of rectangles of the same canonical tenso
 the offset of one in the other.
 
 - If all layers have the same structure, the layers of all stages are stacked along a leading axis under one key.
-- If layers differ, each layer has keys of its own.
+- If layers differ, each layer has its own keys.
 - Experts of all ranks are stacked along the next axis.
 - Norms have Transformer Engine's names.
 
@@ -105,23 +105,23 @@ def places(
     keyed = native_tensors(rows, padded, keys, *at_rank)
     # The whole tensors are those of the same model on a single rank.
     single = replace(layout, tp=1, etp=1, ep=1)
-    whole = {
-        native.name: native
-        for native in native_tensors(rows, padded, keys, single, 0, chunk, vocab_rows)
-    }
+    wholes = native_tensors(rows, padded, keys, single, 0, chunk, vocab_rows)
+    whole_by_name = {native.name: native for native in wholes}
     # The number of this rank's first expert in the whole model.
     first_expert = ep_rank * (config.experts.count // layout.ep)
     found = {}
     for native, other in zip(named, keyed, strict=True):
-        entire = whole[_numbered(other.name, first_expert)]
-        spelled = other.name.replace(*_LOCAL) if local and not latent else other.name
+        name = other.name
+        whole = whole_by_name[_numbered(name, first_expert)]
+        spelled = name.replace(*_LOCAL) if local and not latent else name
         key, of_layer = _key(spelled, config, chunk)
+        of_expert = _expert_axis(name, config, first_expert)
         found[native.name] = Place(
             key=key,
-            stacked=(*of_layer, *_expert_axis(other.name, config, first_expert)),
+            stacked=(*of_layer, *of_expert),
             local=native.shape,
-            whole=entire.shape,
-            runs=tuple(_runs(native, entire)),
+            whole=whole.shape,
+            runs=tuple(_runs(native, whole)),
             native=native,
         )
     return found

@@ -112,9 +112,12 @@ def write(directory: Path, file: RankFile, rank: int, group: comm.Group) -> None
     with path.open("xb") as out:
         out.truncate(layout.size)
         for tensor, first, content in arriving:
-            out.seek(layout.records[tensor.placeholder.key].offset + first * tensor.itemsize)
+            key = tensor.placeholder.key
+            start = layout.records[key].offset
+            skipped = first * tensor.itemsize
+            out.seek(start + skipped)
             out.write(content.data)
-            checksums[tensor.placeholder.key] = crc32(content, checksums[tensor.placeholder.key])
+            checksums[key] = crc32(content, checksums[key])
         for offset, header in layout.headers(checksums):
             out.seek(offset)
             out.write(header)

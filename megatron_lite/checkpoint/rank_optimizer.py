@@ -23,10 +23,10 @@ def optimizers(
     models: list[OrderedDict[str, SharedTensor]],
     slots: Slots,
     *,
-    apart: bool,
+    expert_groups: bool,
 ) -> Any:
-    """Return one optimizer state, or with expert parallelism (apart) a list of two: dense parameters, then experts."""
-    if not apart:
+    """Return one optimizer state, or with expert parallelism (expert_groups) a list of two: dense parameters, then experts."""
+    if not expert_groups:
         return _optimizer_state(groups, listed, models, slots)
     dense, experts = (
         [key for key in listed if is_expert(key[1]) == of_experts] for of_experts in (False, True)

@@ -49,22 +49,30 @@ def rank_snapshot(
     tensors: list[SharedTensor] = []
     for of_parameter in slots.values():
         tensors += of_parameter.values()
+    iteration = common["iteration"]
     if not _writes(grid, grid.rank, mixture=mixture):
         nothing = RankFile(None, None, tuple(tensors))
-        return Snapshot(common["iteration"], common, rank_file=nothing)
-    order = core_order(family(engine.config.family).rows, core_naming(impl))
+        return Snapshot(iteration, common, rank_file=nothing)
+    rows = family(engine.config.family).rows
+    order = core_order(rows, core_naming(impl))
     models = [_sorted(of_chunk, order) for of_chunk in _weights(engine, renamed)]
     state = {name: plain(value) for name, value in common.items()}
     state["args"].rank = grid.rank
     if slots:
-        state["optimizer"] = _optimizer(state["optimizer"], models, slots, apart=grid.layout.ep > 1)
+        expert_groups = grid.layout.ep > 1
+        state["optimizer"] = _optimizer(
+            state["optimizer"], models, slots, expert_groups=expert_groups
+        )
     for chunk, model in enumerate(models):
         key = "model" if len(models) == 1 else f"model{chunk}"
         state[key] = _sorted(_entries(model), order)
-    weights = [tensor for model in models for tensor in model.values()]
-    path = f"{_directory(grid, mixture=mixture)}/{rank_files.MODEL_FILE}"
+    weights: list[SharedTensor] = []
+    for model in models:
+        weights += model.values()
+    directory = _directory(grid, mixture=mixture)
+    path = f"{directory}/{rank_files.MODEL_FILE}"
     file = RankFile(path, state, (*weights, *tensors))
-    return Snapshot(common["iteration"], common, rank_file=file)
+    return Snapshot(iteration, common, rank_file=file)
 
 
 def _optimizer(
@@ -72,13 +80,13 @@ def _optimizer(
     models: list[OrderedDict[str, SharedTensor]],
     slots: Slots,
     *,
-    apart: bool,
+    expert_groups: bool,
 ) -> Any:
     """Return the optimizer's entry. Its parameters are in the order of the models."""
     listed: list[Name] = []
     for chunk, model in enumerate(models):
         listed += [(chunk, name) for name in model if (chunk, name) in slots]
-    return optimizers(groups, listed, models, slots, apart=apart)
+    return optimizers(groups, listed, models, slots, expert_groups=expert_groups)
 
 
 def _entries(model: Mapping[str, SharedTensor]) -> dict[str, Any]:
@@ -111,19 +119,20 @@ class Listed(NamedTuple):
 
 def _listed(engine: Engine, chunk: Chunk, impl: str) -> dict[str, Listed]:
     """Return the names in the file by the engine's parameter names."""
-    config, grid = engine.config, engine.grid
-    tp = grid.layout.tp
-    vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, tp)
+    config = engine.config
+    grid = engine.grid
+    layout = grid.layout
+    vocab_rows = padded_vocab(config.vocab, engine.options.vocab_divisor, layout.tp)
     expert_place = grid.experts_place() if config.experts.count else (0, 0)
+    at_rank = layout, grid.tp_rank, chunk, vocab_rows, *expert_place
     rows = family(config.family).rows
-    at_rank = grid.layout, grid.tp_rank, chunk, vocab_rows, *expert_place
     ours = native_tensors(rows, config, NAMING, *at_rank)
     theirs = list(native_tensors(rows, config, core_naming(impl), *at_rank))
     unused = [native for native in theirs if _is_unused(native)]
     found = {}
     for our, their in zip(ours, theirs, strict=True):
-        second = tuple(native.name for native in unused if native.parts == our.parts)
-        found[our.name] = Listed(their.name, second)
+        copies = tuple(native.name for native in unused if native.parts == our.parts)
+        found[our.name] = Listed(their.name, copies)
     return found
 
 
@@ -167,9 +176,10 @@ def _slots(engine: Engine, renamed: list[dict[str, Listed]]) -> dict[Name, dict[
     The order is the same on all ranks that share the optimizer of any of these parameters, also on a rank that owns no
     range. If the optimizer is not shared, only writing ranks return entries.
     """
-    optimizer, grid = engine.optimizer, engine.grid
-    mixture = engine.config.experts.count > 0
+    optimizer = engine.optimizer
     assert optimizer is not None
+    grid = engine.grid
+    mixture = engine.config.experts.count > 0
     if not optimizer.distributed and not _writes(grid, grid.rank, mixture=mixture):
         return {}
     own = {(owned.chunk, owned.name): owned for owned in optimizer.ranges()}
@@ -178,19 +188,19 @@ def _slots(engine: Engine, renamed: list[dict[str, Listed]]) -> dict[Name, dict[
         ranks = _sharing(grid, info) if optimizer.distributed else [grid.rank]
         writers = tuple(rank for rank in ranks if _writes(grid, rank, mixture=mixture))
         owned = own.get((info.chunk, info.name))
-        # An fp32 weight is its own master.
-        masters = () if engine.dtype_of(info) == torch.float32 else (MASTER,)
-        parts = {
-            slot: tuple(_part(share, ranks, grid.rank, slot, owned) for share in shares)
-            for slot in (*masters, *optimizer.algorithm.of(info).state)
-        }
+        slots = list(optimizer.algorithm.of(info).state)
+        if engine.dtype_of(info) != torch.float32:  # an fp32 weight is its own master
+            slots.insert(0, MASTER)
         listed = renamed[info.chunk][info.name]
-        for name in (listed.name, *listed.unused):
-            of_parameter = found[info.chunk, name] = {}
-            for slot, of_slot in parts.items():
+        names = listed.name, *listed.unused
+        for name in names:
+            found[info.chunk, name] = {}
+        for slot in slots:
+            parts = tuple(_part(share, ranks, grid.rank, slot, owned) for share in shares)
+            for name in names:
                 key = f"{info.chunk} {slot} {name}"
                 placeholder = Placeholder(key, info.native.shape, "float32")
-                of_parameter[slot] = SharedTensor(placeholder, of_slot, writers)
+                found[info.chunk, name][slot] = SharedTensor(placeholder, parts, writers)
     return found
 
 

@@ -188,20 +188,24 @@ def load(engine: Engine, start: Start) -> None:
     """Load the weights, and the optimizer state if the start has one. Raises TensorMismatch."""
     weights = {key.name: tensor for key, tensor in start.tensors.items() if key.slot == WEIGHT}
     load_weights(engine, weights)
-    if engine.optimizer is None or not start.with_optimizer:
+    optimizer = engine.optimizer
+    if optimizer is None or not start.with_optimizer:
         return
-    for owned in engine.optimizer.ranges():
+    for owned in optimizer.ranges():
         native = owned.info.native
         _check_kind(native.parts, set(owned.tensors), start)
         for slot, flat in owned.tensors.items():
             tensors = {name: start.tensors.get(Key(name, slot)) for name in native.parts}
             if slot == "master" and not any(tensors.values()):
                 continue  # an fp32 run's weights are its masters
-            flat.copy_(read_range(native, slot, tensors, owned.start, owned.end))
-    engine.optimizer.weights_from_masters()
-    if start.progress.engine is not None:
-        fresh, found = engine.state(), start.progress.engine
-        engine.load_state({**found, "scaler": {**fresh["scaler"], **found["scaler"]}})
+            values = read_range(native, slot, tensors, owned.start, owned.end)
+            flat.copy_(values)
+    optimizer.weights_from_masters()
+    found = start.progress.engine
+    if found is not None:
+        fresh = engine.state()
+        scaler = {**fresh["scaler"], **found["scaler"]}
+        engine.load_state({**found, "scaler": scaler})
         amax.restore(engine, found.get(amax.AMAX, {}))
 
 
@@ -222,7 +226,8 @@ def read_range(
     """Return float32 [end - start]: a range of a rank's flattened tensor. Padding rows of the vocabulary are zero."""
     _, cols = matrix_shape(native.shape)
     # Read the rows that contain the range.
-    first, last = start // cols, -(-end // cols)
+    first = start // cols
+    last = -(-end // cols)
     out = torch.zeros(last - first, cols)
     for name, regions in native.parts.items():
         tensor = tensors[name]
@@ -231,8 +236,13 @@ def read_range(
                 f"{Key(name, slot)} is missing in the checkpoint; --no-load-optim starts a fresh optimizer"
             )
         for region in regions:
-            row0, row1 = max(first, region.row), min(last, region.row + region.box.rows)
-            if row0 < row1:
-                into = out[row0 - first : row1 - first, region.col : region.col + region.box.cols]
-                into.copy_(read_rows(tensor, region, row0 - region.row, row1 - region.row))
-    return out.reshape(-1)[start - first * cols : end - first * cols]
+            box = region.box
+            row0 = max(first, region.row)
+            row1 = min(last, region.row + box.rows)
+            if row0 >= row1:
+                continue
+            into = out[row0 - first : row1 - first, region.col : region.col + box.cols]
+            values = read_rows(tensor, region, row0 - region.row, row1 - region.row)
+            into.copy_(values)
+    skipped = first * cols
+    return out.reshape(-1)[start - skipped : end - skipped]

@@ -103,11 +103,7 @@ class Saver:
     def _write_to(self, target: Path, snapshot: Snapshot) -> None:
         staging = target.with_name(f".{target.name}.partial")
         if self.rank == 0:
-            self.root.mkdir(parents=True, exist_ok=True)
-            for left in self.root.iterdir():
-                if _PARTIAL.fullmatch(left.name):
-                    shutil.rmtree(left)
-            staging.mkdir()
+            self._make_staging(staging)
         self._barrier()
         if self.format == "torch_dist":
             write_blocks(staging, snapshot.shards, snapshot.objects or {}, self.group)
@@ -115,16 +111,29 @@ class Saver:
             for file_name, content in snapshot.files.items():
                 write_file(staging / file_name, content)
         elif snapshot.rank_file is not None:
-            path = snapshot.rank_file.path
-            if path is not None:
-                (staging / path).parent.mkdir()
-            rank_file.write(staging, snapshot.rank_file, self.rank, self.group)
-            if path is not None:
-                sync_directory((staging / path).parent)
+            self._write_rank_file(staging, snapshot.rank_file)
         self._barrier()
         if self.rank == 0:
             self._publish(staging, target, snapshot)
         self._barrier()
+
+    def _make_staging(self, staging: Path) -> None:
+        """Make the directory that rank 0 later renames, and remove those that earlier runs left."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        for left in self.root.iterdir():
+            if _PARTIAL.fullmatch(left.name):
+                shutil.rmtree(left)
+        staging.mkdir()
+
+    def _write_rank_file(self, staging: Path, file: rank_file.RankFile) -> None:
+        """Write this rank's file, if it has one. Collective."""
+        if file.path is None:
+            rank_file.write(staging, file, self.rank, self.group)
+            return
+        directory = (staging / file.path).parent
+        directory.mkdir()
+        rank_file.write(staging, file, self.rank, self.group)
+        sync_directory(directory)
 
     def _publish(self, staging: Path, target: Path, snapshot: Snapshot) -> None:
         if self.format == "torch_dist":
@@ -145,14 +154,15 @@ class Saver:
             self._prune(snapshot.iteration)
 
     def _prune(self, newest: int) -> None:
-        found = sorted(
-            int(match[1])
-            for path in self.root.iterdir()
-            if (match := _ITERATION.fullmatch(path.name))
-        )
-        older = [number for number in found if number < newest]
         assert self.keep_last is not None
-        for number in older[: max(0, len(older) + 1 - self.keep_last)]:
+        older: list[int] = []
+        for path in self.root.iterdir():
+            match = _ITERATION.fullmatch(path.name)
+            if match and int(match[1]) < newest:
+                older.append(int(match[1]))
+        older.sort()
+        too_many = max(0, len(older) + 1 - self.keep_last)
+        for number in older[:too_many]:
             # Rename to a hidden name first: if the run is killed here, no partial checkpoint must keep a valid name.
             leaving = self.root / rank_files.iteration_directory(number)
             hidden = leaving.with_name(f".{leaving.name}.replaced")

@@ -30,18 +30,22 @@ def sidecars(
     beside_start: the files of the checkpoint that the run starts from. A tokenizer from the flags replaces the
     checkpoint's.
     """
-    files = {name: read_sidecar(path) for name, path in (beside_start or {}).items()}
     given = tokenizer_files(data, tokenizer)
-    if given:
-        files = {
-            name: content for name, content in files.items() if _says_something_else(name)
-        } | given
+    files: dict[str, bytes] = {}
+    for name, path in (beside_start or {}).items():
+        content = read_sidecar(path)
+        if not given or _says_something_else(name):
+            files[name] = content
+    files |= given
     if data.chat_template is not None:
-        files[CHAT_TEMPLATE] = read_sidecar(Path(data.chat_template))
+        template = Path(data.chat_template)
+        files[CHAT_TEMPLATE] = read_sidecar(template)
     try:
-        return files | {CONFIG_NAME: family(config.family).config_json(config)}
+        config_json = family(config.family).config_json(config)
     except NotExpressible:
         return files
+    files[CONFIG_NAME] = config_json
+    return files
 
 
 def tokenizer_files(data: Data, tokenizer: Tokenizer) -> dict[str, bytes]:

@@ -107,39 +107,42 @@ def _dist_form(engine: Engine, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """
     if _has_distributed_form(engine):
         sharding = {"param_state_sharding_type": SHARDING["distrib_optim_sharding_type"]}
-        return {"optimizer": {**optimizer, **sharding}, "content_metadata": dict(SHARDING)}
-    inner = {"state": {}, **optimizer["optimizer"]}
+        return {
+            "optimizer": {**optimizer, **sharding},
+            "content_metadata": dict(SHARDING),
+        }
+    form = {"state": {}, **optimizer["optimizer"]}
+    if engine.dtype != torch.float32:
+        form = {**optimizer, "optimizer": form}
     content = {name: value for name, value in SHARDING.items() if not name.startswith("distrib")}
-    in_fp32 = engine.dtype == torch.float32
-    return {
-        "optimizer": inner if in_fp32 else {**optimizer, "optimizer": inner},
-        "content_metadata": content,
-    }
+    return {"optimizer": form, "content_metadata": content}
 
 
 def _dist_shards(
     engine: Engine, placed: list[dict[str, Place]], with_optimizer: bool
 ) -> Iterator[Shard]:
     """Yield this rank's blocks. Data- and context-parallel ranks with the same tensors divide the tensors among them."""
-    grid = engine.grid
+    tp_rank = engine.grid.tp_rank
     infos = (info for chunk in engine.infos for info in chunk)
-    for number, (info, (chunk, name, tensor)) in enumerate(
-        zip(infos, engine.parameters(), strict=True)
-    ):
-        if _is_turn(engine, info, number) and _is_ours(info, grid.tp_rank):
+    parameters = zip(infos, engine.parameters(), strict=True)
+    for number, (info, (chunk, name, tensor)) in enumerate(parameters):
+        if _is_turn(engine, info, number) and _is_ours(info, tp_rank):
             for each in (name, *info.second_names):
                 yield from shards(placed[chunk][each], tensor.detach())
-    if not with_optimizer or engine.optimizer is None:
+    optimizer = engine.optimizer
+    if not with_optimizer or optimizer is None:
         return
-    for number, owned in enumerate(engine.optimizer.ranges()):
+    for number, owned in enumerate(optimizer.ranges()):
+        info = owned.info
+        is_turn = optimizer.distributed or _is_turn(engine, info, number)
+        if not is_turn or not _is_ours(info, tp_rank):
+            continue
         # If a parameter has several names, Megatron's optimizer uses the last, in the order in which modules are created.
-        place = placed[owned.chunk][(owned.name, *owned.info.second_names)[-1]]
-        if _is_ours(owned.info, grid.tp_rank) and (
-            engine.optimizer.distributed or _is_turn(engine, owned.info, number)
-        ):
-            for slot, flat in _stored(engine, owned):
-                key = f"optimizer.state.{slot}.{place.key}"
-                yield from flat_shards(place, key, flat.detach(), owned.start, owned.end)
+        names = owned.name, *info.second_names
+        place = placed[owned.chunk][names[-1]]
+        for slot, flat in _stored(engine, owned):
+            key = f"optimizer.state.{slot}.{place.key}"
+            yield from flat_shards(place, key, flat.detach(), owned.start, owned.end)
 
 
 def _has_distributed_form(engine: Engine) -> bool:
@@ -169,31 +172,31 @@ def _is_ours(info: ParameterInfo, tp_rank: int) -> bool:
 
 def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
     """Yield the extra states that Megatron requires: of all linear layers, and with Transformer Engine of attention."""
-    config, content = engine.config, empty_object()
-    stacked, count = stacks_layers(config), config.layer_count
+    content = empty_object()
+    for chunk in engine.grid.chunks():
+        for key in _extra_keys(engine.config, chunk, impl):
+            yield key, content
+
+
+def _extra_keys(config: ModelConfig, chunk: Chunk, impl: str) -> Iterator[str]:
+    """Yield the keys of the extra states of a chunk."""
+    count = config.layer_count
+    stacked = stacks_layers(config)
     bert = config.has("transform !encoder")
     stack = "encoder" if bert else "decoder"
-    for chunk in engine.grid.chunks():
-        if bert and chunk.is_last:  # Megatron omits it for a decoder's head
-            yield "output_layer._extra_state/shard_0_1", content
-        for layer in range(chunk.first_layer, chunk.first_layer + chunk.layers):
-            at = (
-                (f"{stack}.layers.", layer, count)
-                if stacked
-                else (f"{stack}.layers.{layer}.", 0, 1)
-            )
-            for key in _states_of_layer(config, layer, impl, *at):
-                yield key, content
-        if config.encoder.layers:
-            for key in _states_of_encoder(config, chunk, impl):
-                yield key, content
-        for depth in range(config.mtp_layers if chunk.is_last else 0):
-            prefix = f"mtp.layers.{depth}."
-            yield f"{prefix}eh_proj._extra_state/shard_0_1", content
-            for key in _states_of_layer(
-                config, count - 1, impl, f"{prefix}transformer_layer.", 0, 1
-            ):
-                yield key, content
+    if bert and chunk.is_last:  # Megatron omits it for a decoder's head
+        yield "output_layer._extra_state/shard_0_1"
+    for layer in range(chunk.first_layer, chunk.first_layer + chunk.layers):
+        if stacked:
+            yield from _states_of_layer(config, layer, impl, f"{stack}.layers.", layer, count)
+        else:
+            yield from _states_of_layer(config, layer, impl, f"{stack}.layers.{layer}.", 0, 1)
+    if config.encoder.layers:
+        yield from _states_of_encoder(config, chunk, impl)
+    for depth in range(config.mtp_layers if chunk.is_last else 0):
+        yield f"mtp.layers.{depth}.eh_proj._extra_state/shard_0_1"
+        prefix = f"mtp.layers.{depth}.transformer_layer."
+        yield from _states_of_layer(config, count - 1, impl, prefix, 0, 1)
 
 
 def _states_of_encoder(config: ModelConfig, chunk: Chunk, impl: str) -> Iterator[str]:

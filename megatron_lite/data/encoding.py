@@ -83,43 +83,52 @@ class Encoder:
         lengths: list[list[list[int]]] = [[] for _ in keys]
         bad: list[tuple[int, str]] = []
         for number, record in enumerate(batch.records, batch.first):
-            if isinstance(record, bytes) and not record.strip():
+            is_empty_line = isinstance(record, bytes) and not record.strip()
+            if is_empty_line:
                 continue
             try:
                 fields = read_fields(record)
                 documents = [self._document(fields, key) for key in keys]
             except BadRecord as error:
-                bad.append((number, str(error)))
+                reason = str(error)
+                bad.append((number, reason))
                 continue
             for place, (ids, counts) in enumerate(documents):
                 tokens[place] += ids
                 lengths[place].append(counts)
         data = [encoded(ids, self.dtype) for ids in tokens]
-        return Encoded(data, lengths, bad, len(lengths[0]), batch.size)
+        read = len(lengths[0])
+        return Encoded(data, lengths, bad, read, batch.size)
 
     def _document(self, fields: Mapping[str, Any], key: str) -> tuple[list[int], list[int]]:
         """Return (tokens, number of tokens of each sequence)."""
         if key not in fields:
-            raise BadRecord(f"has no {key!r}, only {', '.join(map(repr, fields)) or 'nothing'}")
-        text = fields[key]
-        sequences = text if isinstance(text, list) else [text]
-        if not all(isinstance(sequence, str) for sequence in sequences):
-            raise BadRecord(f"its {key!r} is neither text nor a list of texts")
-        if self._splitter is not None:
-            sequences = [
-                sentence for sequence in sequences for sentence in self._splitter(sequence)
-            ]
+            known = ", ".join(map(repr, fields)) or "nothing"
+            raise BadRecord(f"has no {key!r}, only {known}")
         ids: list[int] = []
         counts: list[int] = []
-        for sequence in sequences:
+        for sequence in self._sequences(fields[key], key):
             found = self._tokens(sequence, key)
             if found:
                 ids += found
                 counts.append(len(found))
-        if ids and self._options.append_eod and self._tokenizer.eod is not None:
-            ids.append(self._tokenizer.eod)
+        eod = self._tokenizer.eod
+        if ids and self._options.append_eod and eod is not None:
+            ids.append(eod)
             counts[-1] += 1
         return ids, counts
+
+    def _sequences(self, text: Any, key: str) -> list[str]:
+        """Return the texts of a field, as sentences if sentences are split."""
+        sequences = text if isinstance(text, list) else [text]
+        if not all(isinstance(sequence, str) for sequence in sequences):
+            raise BadRecord(f"its {key!r} is neither text nor a list of texts")
+        if self._splitter is None:
+            return sequences
+        sentences: list[str] = []
+        for sequence in sequences:
+            sentences += self._splitter(sequence)
+        return sentences
 
     def _tokens(self, text: str, key: str) -> list[int]:
         """Return the tokens of a text. Raises BadRecord if the tokenizer refuses it: invalid numbers, half a surrogate pair."""

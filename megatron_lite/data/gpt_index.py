@@ -74,16 +74,21 @@ def _sample_index(
     """Return the starts. Sample k starts at token k · seq_length of the concatenated documents; a short rest is not used."""
     sizes = lengths[order]
     ends = np.cumsum(sizes, dtype=np.int64)
+    starts = ends - sizes
     total = int(ends[-1])
-    places = np.arange((total - 1) // seq_length + 1, dtype=np.int64) * seq_length
+    samples = (total - 1) // seq_length
+    numbers = np.arange(samples + 1, dtype=np.int64)
+    places = numbers * seq_length
     entries = np.searchsorted(ends, places, side="right")
-    offsets = places - (ends[entries] - sizes[entries])
+    offsets = places - starts[entries]
     # Megatron starts in the first document even if it has no tokens. The sample is the same.
     entries[0] = 0
-    largest = max(len(order), int(lengths.max()))
-    return np.stack((entries, offsets), axis=1).astype(
-        np.int32 if largest <= np.iinfo(np.int32).max else np.int64
-    )
+    longest = int(lengths.max())
+    largest = max(len(order), longest)
+    fits_int32 = largest <= np.iinfo(np.int32).max
+    dtype = np.int32 if fits_int32 else np.int64
+    index = np.stack((entries, offsets), axis=1)
+    return index.astype(dtype)
 
 
 def _shuffle_index(

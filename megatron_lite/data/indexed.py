@@ -78,23 +78,21 @@ class IndexedDataset(Documents):
         index = _map(path)
         self.dtype, sequences, entries = _read_header(path, index)
         # Compute with Python's integers, which can't overflow as numpy's can.
-        plain = HEADER.size + 12 * sequences + 8 * entries
-        if len(index) not in (plain, plain + sequences):
+        lengths_at = HEADER.size
+        pointers_at = lengths_at + 4 * sequences
+        documents_at = pointers_at + 8 * sequences
+        modes_at = documents_at + 8 * entries
+        if len(index) not in (modes_at, modes_at + sequences):
             raise CorruptCheckpoint(
-                f"{path}: has {len(index):,} bytes, {sequences:,} sequences and {entries:,} document entries take {plain:,}; "
+                f"{path}: has {len(index):,} bytes, {sequences:,} sequences and {entries:,} document entries take {modes_at:,}; "
                 "it is truncated, or was written to twice"
             )
-        place = HEADER.size
-        self.lengths: NDArray[np.int32] = np.frombuffer(index, "<i4", sequences, place)
-        self._pointers: NDArray[np.int64] = np.frombuffer(
-            index, "<i8", sequences, place + 4 * sequences
-        )
-        self.documents: NDArray[np.int64] = np.frombuffer(
-            index, "<i8", entries, place + 12 * sequences
-        )
+        self.lengths: NDArray[np.int32] = np.frombuffer(index, "<i4", sequences, lengths_at)
+        self._pointers: NDArray[np.int64] = np.frombuffer(index, "<i8", sequences, pointers_at)
+        self.documents: NDArray[np.int64] = np.frombuffer(index, "<i8", entries, documents_at)
         self.modes: NDArray[np.int8] | None = None
-        if sequences and len(index) != plain:
-            self.modes = np.frombuffer(index, "i1", sequences, plain)
+        if sequences and len(index) != modes_at:
+            self.modes = np.frombuffer(index, "i1", sequences, modes_at)
         self._tokens = _map(bin_path(prefix))
         self._check()
 
@@ -103,15 +101,17 @@ class IndexedDataset(Documents):
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> Tokens:
         """Return tokens [offset, offset + length) of a sequence; to its end if length is None."""
-        available = int(self.lengths[index]) - offset
+        tokens = int(self.lengths[index])
+        available = tokens - offset
         count = available if length is None else length
         if offset < 0 or not 0 <= count <= available:
             raise IndexError(
-                f"sequence {index} has {self.lengths[index]} tokens; {count} from {offset} were asked for"
+                f"sequence {index} has {tokens} tokens; {count} from {offset} were asked for"
             )
         if not count:
             return np.empty(0, self.dtype)
-        start = int(self._pointers[index]) + offset * self.dtype.itemsize
+        skipped = offset * self.dtype.itemsize
+        start = int(self._pointers[index]) + skipped
         return np.frombuffer(self._tokens, self.dtype, count, start)
 
     def _check(self) -> None:
@@ -176,11 +176,13 @@ def _map(path: Path) -> mmap.mmap | bytes:
 
 
 def _read_header(path: Path, index: mmap.mmap | bytes) -> tuple[TokenDtype, int, int]:
-    if len(index) < HEADER.size or index[: len(MAGIC)] != MAGIC:
+    header = index[: HEADER.size]
+    if len(header) < HEADER.size or not header.startswith(MAGIC):
+        start = MAGIC[:7].decode()
         raise CorruptCheckpoint(
-            f"{path}: is not an index of a Megatron dataset: it doesn't start with {MAGIC[:7].decode()}"
+            f"{path}: is not an index of a Megatron dataset: it doesn't start with {start}"
         )
-    _, version, code, sequences, entries = HEADER.unpack(index[: HEADER.size])
+    _, version, code, sequences, entries = HEADER.unpack(header)
     if version != VERSION:
         raise CorruptCheckpoint(f"{path}: says version {version}; only {VERSION} is known")
     if code not in DTYPES:

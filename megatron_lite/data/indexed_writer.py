@@ -134,12 +134,13 @@ class IndexedWriter:
     def _write_index(self) -> None:
         lengths = np.frombuffer(self._lengths, "<i4") if self._lengths else np.empty(0, "<i4")
         ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
-        starts = np.concatenate((np.zeros(1, "<i8"), ends))[: len(lengths)]
-        header = HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents))
-        modes = self._modes.tobytes() if self._modes is not None else b""
-        data = b"".join(
-            (header, lengths.tobytes(), starts.tobytes(), self._documents.tobytes(), modes)
-        )
+        starts = np.zeros(len(lengths), "<i8")
+        starts[1:] = ends[:-1]
+        code = CODES[self.dtype]
+        header = HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._documents))
+        modes = b"" if self._modes is None else self._modes.tobytes()
+        documents = self._documents.tobytes()
+        data = b"".join((header, lengths.tobytes(), starts.tobytes(), documents, modes))
         index = StagedFile(self._partial[1], 0, keep=False)
         try:
             index.write(0, data)

@@ -42,6 +42,26 @@ def find_inputs(words: Sequence[str], flag: str = "--input") -> list[str]:
 
 def _files_of(directory: str, flag: str) -> list[str]:
     """Return all visible files of a directory and its subdirectories, sorted."""
+    found = _visible_files(directory)
+    for name in found:
+        if not Path(name).is_file():
+            raise UsageError(
+                f"{flag} {directory}: {name} is no regular file; name the files that are meant"
+            )
+    if not found:
+        raise UsageError(f"{flag} {directory}: there are no files in this directory")
+    found.sort()
+    texts = [name for name in found if _is_named_as_text(name)]
+    others = [name for name in found if not _is_named_as_text(name)]
+    if texts and others:
+        raise UsageError(
+            f"{flag} {directory}: has plain text ({texts[0]}) and other files ({others[0]}); name the files that are meant"
+        )
+    return found
+
+
+def _visible_files(directory: str) -> list[str]:
+    """Return everything in a directory and its subdirectories that is no directory and whose name starts with no dot."""
     found: list[str] = []
     visited = {os.path.realpath(directory)}  # a link may lead back to a parent directory
     for place, names, files in os.walk(directory, followlinks=True):
@@ -49,21 +69,10 @@ def _files_of(directory: str, flag: str) -> list[str]:
         real_paths = {name: os.path.realpath(Path(place) / name) for name in visible}
         names[:] = [name for name in visible if real_paths[name] not in visited]
         visited.update(real_paths.values())
-        found += [str(Path(place) / name) for name in files if not name.startswith(".")]
-    special = [name for name in found if not Path(name).is_file()]
-    if special:
-        raise UsageError(
-            f"{flag} {directory}: {special[0]} is no regular file; name the files that are meant"
-        )
-    if not found:
-        raise UsageError(f"{flag} {directory}: there are no files in this directory")
-    texts = [name for name in sorted(found) if _is_named_as_text(name)]
-    if texts and len(texts) < len(found):
-        other = next(name for name in sorted(found) if not _is_named_as_text(name))
-        raise UsageError(
-            f"{flag} {directory}: has plain text ({texts[0]}) and other files ({other}); name the files that are meant"
-        )
-    return sorted(found)
+        for name in files:
+            if not name.startswith("."):
+                found.append(str(Path(place) / name))
+    return found
 
 
 def is_plain_text(name: str) -> bool:

@@ -52,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="fields (or columns) with text, each a dataset of its own (text)",
+        help="fields (or columns) with text; each becomes a separate dataset (text)",
     )
     add(
         "--split-sentences",

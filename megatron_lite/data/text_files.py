@@ -1,4 +1,4 @@
-"""Reads text files: JSON lines, plain or compressed with gzip or zstandard, and parquet. The first bytes tell them apart."""
+"""Reads text files: JSON lines, plain or compressed with gzip or zstandard, and parquet. The first bytes of a file show its format."""
 
 import gzip
 import sys

@@ -105,21 +105,24 @@ def _require_tokens(
     writers: Sequence[IndexedWriter], options: PreprocessOptions, skipped: int
 ) -> None:
     """Raise CorruptCheckpoint for a dataset without tokens, because nothing can be trained on it."""
-    empty = [
-        key for key, writer in zip(options.encoding.keys, writers, strict=True) if not writer.tokens
-    ]
+    empty: list[str] = []
+    for key, writer in zip(options.encoding.keys, writers, strict=True):
+        if not writer.tokens:
+            empty.append(repr(key))
     if not empty:
         return
-    place, keys = ", ".join(options.inputs), ", ".join(map(repr, empty))
+    place = ", ".join(options.inputs)
     documents = writers[0].documents
-    if skipped and not documents:
+    if documents:
+        keys = ", ".join(empty)
+        raise CorruptCheckpoint(f"{place}: none of {documents:,} documents has a token of {keys}")
+    if skipped:
+        plain_text = ", ".join(TEXT_SUFFIXES)
         raise CorruptCheckpoint(
             f"{place}: all {skipped:,} records are bad, and nothing is left of them; records are JSON lines or parquet, "
-            f"plain text is read from {', '.join(TEXT_SUFFIXES)}"
+            f"plain text is read from {plain_text}"
         )
-    if not documents:
-        raise CorruptCheckpoint(f"{place}: there are no records")
-    raise CorruptCheckpoint(f"{place}: none of {documents:,} documents has a token of {keys}")
+    raise CorruptCheckpoint(f"{place}: there are no records")
 
 
 def _encoded(

@@ -77,23 +77,27 @@ class Tokenizer(Protocol):
 
 def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
     """Build a tokenizer. Raises UsageError for a missing flag or package, CorruptCheckpoint for files that are no tokenizer."""
-    if options.type not in TYPES:
-        raise UsageError(
-            f"--tokenizer-type {options.type} is unknown; there are {', '.join(TYPES)}"
-        )
-    if options.type == "NullTokenizer":
+    kind = options.type
+    if kind not in TYPES:
+        known = ", ".join(TYPES)
+        raise UsageError(f"--tokenizer-type {kind} is unknown; there are {known}")
+    if kind == "NullTokenizer":
         return NullTokenizer(_needed(options, "vocab_size"))
-    if options.type == "GPT2BPETokenizer":
-        return _gpt2(_file(options, "vocab_file"), _file(options, "merge_file"))
-    if options.type in BERT_TYPES:
-        lower = options.type == "BertWordPieceLowerCase"
-        return _bert(_file(options, "vocab_file"), options.extra_ids, lower=lower)
-    if options.type == "HuggingFaceTokenizer":
+    if kind == "GPT2BPETokenizer":
+        vocabulary = _file(options, "vocab_file")
+        merges = _file(options, "merge_file")
+        return _gpt2(vocabulary, merges)
+    if kind in BERT_TYPES:
+        lower = kind == "BertWordPieceLowerCase"
+        vocabulary = _file(options, "vocab_file")
+        return _bert(vocabulary, options.extra_ids, lower=lower)
+    if kind == "HuggingFaceTokenizer":
         place = str(_needed(options, "model"))
-        return HuggingFaceTokenizer(
-            str(Path(place).parent) if place.endswith("tokenizer.json") else place
-        )
-    return SentencePieceTokenizer(_file(options, "model"), begins=options.type == "Llama2Tokenizer")
+        if place.endswith("tokenizer.json"):
+            place = str(Path(place).parent)
+        return HuggingFaceTokenizer(place)
+    begins = kind == "Llama2Tokenizer"
+    return SentencePieceTokenizer(_file(options, "model"), begins=begins)
 
 
 def _needed(options: TokenizerOptions, field: str) -> Any:
@@ -258,12 +262,13 @@ def _gpt2(vocab_file: Path, merge_file: Path) -> RustTokenizer:
 
     try:
         vocabulary = json.loads(vocab_file.read_text(encoding="utf-8"))
-        merges = [
-            line
-            for line in merge_file.read_text(encoding="utf-8").splitlines()
-            if line and line[:9] != "#version:"
-        ]
-        pairs = [(first, second) for first, second in (line.split(" ") for line in merges)]
+        merges = merge_file.read_text(encoding="utf-8")
+        pairs: list[tuple[str, str]] = []
+        for line in merges.splitlines():
+            is_header = line.startswith("#version:")
+            if line and not is_header:
+                first, second = line.split(" ")
+                pairs.append((first, second))
         tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
     except Exception as error:  # tokenizers raises Exception itself
         raise CorruptCheckpoint(
@@ -273,7 +278,8 @@ def _gpt2(vocab_file: Path, merge_file: Path) -> RustTokenizer:
         raise CorruptCheckpoint(f"{vocab_file}: has no {END_OF_TEXT}, with which documents end")
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
+    end_of_text = AddedToken(END_OF_TEXT, normalized=False, special=True)
+    tokenizer.add_special_tokens([end_of_text])
     return RustTokenizer(tokenizer, END_OF_TEXT, None, END_OF_TEXT)
 
 
@@ -291,15 +297,14 @@ def _bert(vocab_file: Path, extra_ids: int | None, *, lower: bool) -> RustTokeni
             f"{vocab_file}: has no {', '.join(missing)}; it is not a BERT vocabulary"
         )
     if extra_ids is not None:
-        added = ("[BOS]", "[EOS]", *(f"<extra_id_{number}>" for number in range(extra_ids)))
+        added = ["[BOS]", "[EOS]"]
+        added += [f"<extra_id_{number}>" for number in range(extra_ids)]
         words += [word for word in added if word not in words]
-    tokenizer = Tokenizer(
-        models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
-    )
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    tokenizer.add_special_tokens(
-        [AddedToken(word, normalized=False, special=True) for word in BERT_SPECIAL]
-    )
+    special = [AddedToken(word, normalized=False, special=True) for word in BERT_SPECIAL]
+    tokenizer.add_special_tokens(special)
     return RustTokenizer(tokenizer, "[SEP]", "[PAD]", "[CLS]")

@@ -162,13 +162,15 @@ class RunningBatch:
 
     def _read(self) -> list[Step]:
         """Read as many whole prompts as fit into a turn, or a part of the oldest prompt."""
-        first, *others = self._reading
-        feeds, budget = [(first, min(first.waits_for, self.prompt_tokens))], self.prompt_tokens
-        budget -= feeds[0][1]
-        for row in others:
-            if row.waits_for <= budget:
-                feeds.append((row, row.waits_for))
-                budget -= row.waits_for
+        budget = self.prompt_tokens
+        feeds: list[tuple[_Row, int]] = []
+        for row in self._reading:
+            count = row.waits_for
+            if row is self._reading[0]:
+                count = min(count, budget)
+            if count <= budget:
+                feeds.append((row, count))
+                budget -= count
         logits = self.model.extend([row.part(count) for row, count in feeds])
         counted = []
         for row, count in feeds:
@@ -188,26 +190,30 @@ class RunningBatch:
 
     def _taken(self, rows: Sequence[tuple[_Row, int]], logits: Tensor) -> list[Step]:
         """Process the logits. rows: (row, its number of logits). A prompt that is not fully read gives no step."""
-        steps, copies, good, end = [], [], sound(logits), 0
+        steps = []
+        copies = []
+        good = sound(logits)
+        end = 0
         for row, count in rows:
-            own, end = slice(end, end + count), end + count
+            own = slice(end, end + count)
+            end += count
             if not all(good[own]):
-                self.model.forget(
-                    row.slots
-                )  # NaN in the cache would get into the sums of the next row
+                # NaN in the cache would get into the sums of the next row.
+                self.model.forget(row.slots)
                 self._leave(row)
                 steps.append(Step(row.number, NO_TOKEN, None, "error"))
             elif row.waits_for > 0:
                 continue
             elif row.search is None:
-                steps.append(self._take(row, logits[own][0]))
+                last = logits[own][0]
+                steps.append(self._take(row, last))
             elif sources := row.search.take(logits[own]):
-                copies.append(
-                    ([row.slots[source] for source in sources], row.slots[: len(sources)])
-                )
+                from_slots = [row.slots[source] for source in sources]
+                copies.append((from_slots, row.slots[: len(sources)]))
             else:
                 self._leave(row)
-                steps.append(Step(row.number, NO_TOKEN, None, "stop", tuple(row.search.found())))
+                beams = tuple(row.search.found())
+                steps.append(Step(row.number, NO_TOKEN, None, "stop", beams))
         sources, targets = merged(copies)
         if sources:
             self.model.copy(sources, targets)
@@ -216,12 +222,15 @@ class RunningBatch:
     def _take(self, row: _Row, logits: Tensor) -> Step:
         request = row.request
         token = choose(logits, row.tokens, request.sampling)
-        known = None if request.log_probs is None else likelihood(logits, token, request.log_probs)
+        known = None
+        if request.log_probs is not None:
+            known = likelihood(logits, token, request.log_probs)
         row.tokens.append(token)
+        generated = len(row.tokens) - len(request.prompt)
         end = None
         if token in request.stop_ids:
             end = "stop"
-        elif len(row.tokens) - len(request.prompt) == request.max_tokens:
+        elif generated == request.max_tokens:
             end = "length"
         if end is not None:
             self._leave(row)

@@ -62,8 +62,10 @@ class SlotCache:
         new_rows = [slot for slot, start in zip(slots, starts, strict=True) if start == 0]
         self._begin(new_rows)
         alike = len(set(starts)) == 1
-        firsts = torch.tensor(starts[:1] if alike else starts, device=device)
-        positions = firsts.unsqueeze(1) + torch.arange(tokens, device=device)
+        distinct = starts[:1] if alike else starts
+        firsts = torch.tensor(distinct, device=device)
+        offsets = torch.arange(tokens, device=device)
+        positions = firsts.unsqueeze(1) + offsets
         self._choose(slots, positions, alike=alike)
         return positions
 

@@ -26,7 +26,9 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; --help lists all flags")
 
 
-def make_parser(command: str, description: str, examples: str) -> Parser:
+def make_parser(
+    command: str, description: str, examples: str, *, needs_model: bool = True
+) -> Parser:
     """Return a parser with the flags for the model and its layout."""
     parser = Parser(
         prog=f"megatron-lite {command}", description=description, epilog=f"examples:\n{examples}", allow_abbrev=False,
@@ -36,7 +38,7 @@ def make_parser(command: str, description: str, examples: str) -> Parser:
     add = parser.add_argument_group("model").add_argument
     add(
         "--load",
-        required=True,
+        required=needs_model,
         metavar="PATH",
         help="any checkpoint that megaconv reads, or a Hub id",
     )

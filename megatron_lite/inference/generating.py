@@ -3,20 +3,25 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from megaconv.errors import UsageError
 from megaconv.terminal import one_line
+from megatron_lite.data.resumable_lines import ResumableLines
 from megatron_lite.inference.batching import NO_TOKEN, Request, RunningBatch, Step, steps
 from megatron_lite.inference.beams import Beam, BeamSettings
 from megatron_lite.inference.opening import Opened, run
-from megatron_lite.inference.prompts import encode
+from megatron_lite.inference.prompts import encode, start_of
+from megatron_lite.inference.questions import Question, Questions, check_questions, questions_of
 from megatron_lite.inference.sampling import Likelihood, Sampling
 from megatron_lite.inference.slots import NotFinite, require_known
 from megatron_lite.inference.text import TextStream, say
+
+BLOCK_TURNS = 64
+"""Rows of a block for each slot."""
 
 
 def sampling_of(given: argparse.Namespace) -> Sampling:
@@ -29,39 +34,69 @@ def sampling_of(given: argparse.Namespace) -> Sampling:
 def main(given: argparse.Namespace) -> None:
     """Run the command. Raises UsageError."""
     sampling_of(given)  # raises before anything is loaded
-    if not given.prompts and given.prompts_file is None:
-        raise UsageError("give a prompt, or --prompts-file")
-    if given.log_probs is not None and given.log_probs < 0:
+    has_file = given.prompts_file is not None
+    has_log_probs = given.log_probs is not None
+    check_questions(given)
+    if has_log_probs and given.log_probs < 0:
         raise UsageError(f"--log-probs {given.log_probs} must be 0 or more")
-    if given.beams is not None and (
-        given.beams < 1 or given.temperature or given.stop or given.log_probs is not None
-    ):
-        raise UsageError(
-            "--beams must be 1 or more, and excludes --temperature, --stop, --log-probs"
-        )
-    if given.prompts_file is None:  # don't allocate slots for more rows than prompts
-        given.slots = min(given.slots, len(given.prompts))
+    if given.beams is not None:
+        excluded = given.temperature or given.stop or has_log_probs
+        if given.beams < 1 or excluded:
+            raise UsageError(
+                "--beams must be 1 or more, and excludes --temperature, --stop, --log-probs"
+            )
+    if not has_file:  # don't allocate slots for more rows than there are
+        prompts = max(len(given.prompts), 1)
+        samples = given.samples_per_prompt or given.num_samples
+        given.slots = min(given.slots, prompts * samples)
     given.slots = max(given.slots, given.beams or 0)
     run(given, lambda opened: _use(opened, given))
 
 
 def _use(opened: Opened, given: argparse.Namespace) -> None:
     """Generate the answers. Raises NotFinite at the end if an answer had NaN or infinite logits."""
-    prompts = [*given.prompts, *(_read(given.prompts_file) if given.prompts_file else ())]
-    if not given.beams and not given.output:
-        _stream(opened, given, prompts)
-        return
-    failed = False
-    with open_output(given.output or "-") as file:
-        for line in answers(opened, given, prompts):
-            failed |= "error" in line
-            print(
-                _rows(line) if not given.output else json.dumps(line, ensure_ascii=False),
-                file=file,
-                flush=True,
-            )
+    questions = questions_of(given)
+    if given.output and given.output != "-":
+        failed = _write(opened, given, questions)
+    elif given.output or given.beams:
+        failed = _print_lines(opened, given, questions)
+    else:
+        failed = _stream(opened, given, questions)
     if failed:
         raise NotFinite
+
+
+def _write(opened: Opened, given: argparse.Namespace, questions: Questions) -> bool:
+    """Write the answers to the output file, and return whether one of them is an error."""
+    failed = False
+
+    def check(number: int, line: Mapping[str, Any]) -> None:
+        nonlocal failed
+        failed |= "error" in line
+        for question in questions.part(number, number + 1):
+            if line.get("prompt") != question.text:
+                raise UsageError(
+                    f"{given.output}, line {number + 1}: is of another prompt; resume with the same flags"
+                )
+
+    block = BLOCK_TURNS * opened.model.slots
+    path = Path(given.output)
+    with ResumableLines(path, resume=given.resume, overwrite=True, block=block) as lines:
+        lines.start(len(questions), check)
+        for line in all_answers(opened, given, questions, lines.first):
+            failed |= "error" in line
+            lines.write(line)
+    return failed
+
+
+def _print_lines(opened: Opened, given: argparse.Namespace, questions: Questions) -> bool:
+    failed = False
+    with open_output("-") as file:
+        for line in all_answers(opened, given, questions):
+            failed |= "error" in line
+            shown = json.dumps(line, ensure_ascii=False) if given.output else _rows(line)
+            print(shown, file=file, flush=True)
+    return failed
 
 
 def _rows(line: dict[str, Any]) -> str:
@@ -73,28 +108,27 @@ def _rows(line: dict[str, Any]) -> str:
     return "\n".join(shown) if shown else f"    error  {one_line(line['prompt'])}"
 
 
-def _stream(opened: Opened, given: argparse.Namespace, prompts: list[str]) -> None:
+def _stream(opened: Opened, given: argparse.Namespace, questions: Questions) -> bool:
     """Answer one prompt after the other, and print each token as it comes."""
     failed = False
-    for number, prompt in enumerate(prompts):
-        if len(prompts) > 1:
+    for number, question in enumerate(questions.part(0, len(questions))):
+        if len(questions) > 1:
             print(f"{'' if number == 0 else chr(10)}[{number + 1}] ", end="")
         batch, text = (
             RunningBatch(opened.model),
             TextStream(opened.tokenizer.detokenize, given.stop),
         )
         request = batch.add(
-            request_of(opened, given, prompt)
+            request_of(opened, given, question)
         )  # may raise, so do it before the prompt is printed
-        say(prompt)
+        say(question.text)
         for step in steps(batch):
             failed |= step.end == "error"
             say(said(step, text))
             if text.stopped:
                 batch.cancel(request)
         say(text.finish() + "\n")
-    if failed:
-        raise NotFinite
+    return failed
 
 
 def said(step: Step, text: TextStream) -> str:
@@ -102,12 +136,14 @@ def said(step: Step, text: TextStream) -> str:
     return "" if step.end == "stop" or step.token == NO_TOKEN else text.add(step.token)
 
 
-def request_of(opened: Opened, given: argparse.Namespace, prompt: str) -> Request:
-    """Return the request for a prompt. Raises UsageError for an invalid text or an unknown token."""
-    tokens = encode(opened.tokenizer, prompt)
+def request_of(opened: Opened, given: argparse.Namespace, question: Question) -> Request:
+    """Return the request for a row. Raises UsageError for an invalid text or an unknown token."""
+    tokens = (
+        encode(opened.tokenizer, question.text) if question.text else start_of(opened.tokenizer)
+    )
     require_known(tokens, opened.config.vocab)
     return Request(
-        tokens, given.max_new_tokens, sampling_of(given),
+        tokens, given.max_new_tokens, replace(sampling_of(given), seed=question.seed),
         frozenset() if given.ignore_eos else opened.stop_ids, given.log_probs,
         BeamSettings(given.beams, given.length_penalty) if given.beams else None,
     )  # fmt: skip
@@ -115,7 +151,7 @@ def request_of(opened: Opened, given: argparse.Namespace, prompt: str) -> Reques
 
 @dataclass
 class _Answer:
-    prompt: str
+    question: Question
     text: TextStream
     said: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -124,15 +160,29 @@ class _Answer:
     beams: tuple[Beam, ...] = ()
 
 
-def answers(
-    opened: Opened, given: argparse.Namespace, prompts: list[str]
+def all_answers(
+    opened: Opened, given: argparse.Namespace, questions: Questions, first: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Yield the answers in the order of the prompts, each as soon as it and all earlier ones are ready."""
+    """Yield the answers in order, from row `first` on, in blocks that don't share a running batch.
+
+    Rounding depends on the other rows of a turn. A resumed run begins with a whole block, so it has the same turns.
+    """
+    block = BLOCK_TURNS * opened.model.slots
+    for start in range(first, len(questions), block):
+        asked = list(questions.part(start, start + block))
+        for line in answers(opened, given, asked):
+            yield _of_sample(line) if questions.unconditional else line
+
+
+def answers(
+    opened: Opened, given: argparse.Namespace, asked: Sequence[Question]
+) -> Iterator[dict[str, Any]]:
+    """Yield the answers in the order of the rows, each as soon as it and all earlier ones are ready."""
     batch = RunningBatch(opened.model)
     waiting: dict[int, _Answer] = {}
-    for prompt in prompts:
+    for question in asked:
         text = TextStream(opened.tokenizer.detokenize, given.stop)
-        waiting[batch.add(request_of(opened, given, prompt))] = _Answer(prompt, text)
+        waiting[batch.add(request_of(opened, given, question))] = _Answer(question, text)
     for step in steps(batch):
         answer = waiting[step.number]
         if step.token != NO_TOKEN:
@@ -147,7 +197,15 @@ def answers(
             answer.said += answer.text.finish()
         while waiting and (first := next(iter(waiting.values()))).end:
             del waiting[next(iter(waiting))]
-            yield _line(opened, first)
+            line = _line(opened, first)
+            numbered = given.unconditional or given.samples_per_prompt is not None
+            yield {**line, "id": first.question.number} if numbered else line
+
+
+def _of_sample(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the line of a sample without a prompt, with the fields of Megatron's generate_samples_gpt.py."""
+    text = line["text"]
+    return {"text": text, "all_text": text, **{key: line[key] for key in line if key != "tokens"}}
 
 
 def _line(opened: Opened, answer: _Answer) -> dict[str, Any]:
@@ -156,13 +214,13 @@ def _line(opened: Opened, answer: _Answer) -> dict[str, Any]:
         found = [
             {"text": text, "tokens": list(beam.tokens), "score": beam.score} for text, beam in texts
         ]
-        return {"prompt": answer.prompt, "beams": found}
+        return {"prompt": answer.question.text, "beams": found}
     return _plain(answer)
 
 
 def _plain(answer: _Answer) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "prompt": answer.prompt,
+        "prompt": answer.question.text,
         "text": answer.said,
         "tokens": answer.tokens,
         "finish_reason": answer.end,
@@ -188,28 +246,3 @@ def open_output(path: str) -> TextIO:
         return Path(path).open("w", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path}: can't be written: {error.strerror}") from error
-
-
-def _read(path: str) -> Iterator[str]:
-    """Yield the prompts of a file. Raises UsageError with the line."""
-    try:
-        lines = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: can't be read: {error}") from error
-    for number, line in enumerate(lines.splitlines(), 1):
-        if not line.strip():
-            continue
-        if not path.endswith((".jsonl", ".json")):
-            yield line
-            continue
-        try:
-            prompt = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(
-                f'{path}, line {number}: expected an object with "prompt", found {line[:60]!r}'
-            ) from error
-        if not isinstance(prompt, str):
-            raise UsageError(
-                f"{path}, line {number}: the prompt should be text, found {prompt!r:.60}"
-            )
-        yield prompt

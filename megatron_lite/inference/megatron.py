@@ -64,46 +64,57 @@ def generate(
     model: LanguageModel, prompts: Sequence[Sequence[int]], settings: MegatronSettings, words: Words
 ) -> Generated:
     """Generate. Each prompt takes a slot. Raises NotFinite."""
+    rows = len(prompts)
     lengths = torch.tensor([len(prompt) for prompt in prompts])
-    first, last = int(lengths.min()), int(lengths.max()) + settings.tokens_to_generate
-    tokens = torch.full((len(prompts), last), words.eod)
+    first = int(lengths.min())
+    last = int(lengths.max()) + settings.tokens_to_generate
+    tokens = torch.full((rows, last), words.eod)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt)
-    known = [require_finite(found).log_probs for found in model.score(tokens[:, :first].tolist())]
+    scores = model.score(tokens[:, :first].tolist())
+    known = [require_finite(scored).log_probs for scored in scores]
     log_probs = [torch.stack(known)]
-    ends = torch.full((len(prompts),), last)
-    done = torch.zeros(len(prompts), dtype=torch.bool)
+    ends = torch.full((rows,), last)
+    done = torch.zeros(rows, dtype=torch.bool)
     generator = torch.Generator()
     if settings.seed is not None:
         generator.manual_seed(settings.seed)
     else:
         generator.seed()
-    top_p, place = settings.top_p, first
+    top_p = settings.top_p
+    place = first
     for place in range(first, last):
         start = 0 if place == first else place - 1
-        logits = model.extend(
-            [
-                Feed(row, start, tuple(tokens[row, start:place].tolist()))
-                for row in range(len(tokens))
-            ]
-        )
-        if not all(sound(logits)):
-            raise NotFinite
+        logits = _extended(model, tokens, start, place)
+        previous = tokens[:, place - 1]
         if settings.prevent_newline_after_colon:
-            logits[tokens[:, place - 1] == words.colon, words.after_colon] = NEVER
+            logits[previous == words.colon, words.after_colon] = NEVER
         chosen = _sample(logits, settings, top_p, generator)
         if top_p > 0 and settings.top_p_decay > 0:
             top_p = max(top_p * settings.top_p_decay, settings.top_p_bound)
         started = lengths <= place
         tokens[started, place] = chosen[started]
-        log_probs.append(logits.log_softmax(-1).gather(1, tokens[:, place : place + 1]))
-        stops = started & _stops(chosen, tokens[:, place - 1], settings, words)
+        taken = tokens[:, place : place + 1]
+        log_probs.append(logits.log_softmax(-1).gather(1, taken))
+        stops = started & _stops(chosen, previous, settings, words)
         ends[stops & ~done] = place + 1
         done |= stops
         if settings.use_eod_token_for_early_termination and bool(done.all()):
             break
     length = place + 1 if last > first else first
-    return Generated(tokens[:, :length], ends.clamp(max=length).tolist(), torch.cat(log_probs, 1))
+    kept_ends = ends.clamp(max=length).tolist()
+    return Generated(tokens[:, :length], kept_ends, torch.cat(log_probs, 1))
+
+
+def _extended(model: LanguageModel, tokens: Tensor, start: int, end: int) -> Tensor:
+    """Feed tokens [start, end) of all rows, and return the logits after the last one. Raises NotFinite."""
+    feeds = []
+    for row, given in enumerate(tokens[:, start:end].tolist()):
+        feeds.append(Feed(row, start, tuple(given)))
+    logits = model.extend(feeds)
+    if not all(sound(logits)):
+        raise NotFinite
+    return logits
 
 
 def _sample(

@@ -25,7 +25,7 @@ from megatron_lite.parallel import comm
 _HEAD = 256
 """Numbers of a turn sent in the first broadcast. A second broadcast sends the rest, for example of a long prompt."""
 IDLE_S = 20.0
-"""Seconds that other ranks wait for a turn until rank 0 sends an idle turn."""
+"""Seconds that other ranks wait for a turn until rank 0 sends an empty turn."""
 SCORED_TOKENS = 8192
 """Largest number of tokens scored in one pass, padding included."""
 _BLOCK = 512
@@ -90,16 +90,16 @@ class EngineModel:
         """
         for feed in feeds:
             require_known(feed.tokens, self.vocab)
-            assert not self._recurrent or feed.start in (0, self._used[feed.slot]), (
-                "a state can't drop its last tokens"
-            )
-        words = [len(feeds)]
+            continues = feed.start in (0, self._used[feed.slot])
+            assert continues or not self._recurrent, "a state can't drop its last tokens"
+        words = [Turn.EXTEND, len(feeds)]
         for feed in feeds:
-            words += [feed.slot, feed.start, len(feed.tokens)]
-            self._used[feed.slot] = feed.start + len(feed.tokens)
-        found = self._take(
-            [Turn.EXTEND, *words, *(token for feed in feeds for token in feed.tokens)]
-        )
+            count = len(feed.tokens)
+            words += [feed.slot, feed.start, count]
+            self._used[feed.slot] = feed.start + count
+        for feed in feeds:
+            words += feed.tokens
+        found = self._take(words)
         assert found is not None, "rank 0 collects the results of all ranks"
         return found
 
@@ -120,22 +120,26 @@ class EngineModel:
         for row in rows:
             require_known(row, self.vocab)
         lengths = [len(row) for row in rows]
-        found = self._take(
-            [Turn.SCORE, top, len(rows), *lengths, *(token for row in rows for token in row)]
-        )
+        words = [Turn.SCORE, top, len(rows), *lengths]
+        for row in rows:
+            words += row
+        found = self._take(words)
         assert found is not None, "rank 0 collects the results of all ranks"
-        return [
-            Scored(
-                part[:, 0].float(),
-                part[:, 1] > 0,
-                part[:, 2 : 2 + top].long(),
-                part[:, 2 + top :].float(),
+        predicted = [max(length - 1, 0) for length in lengths]
+        first_log_prob = 2 + top
+        scores = []
+        for part in torch.split(found, predicted):
+            scored = Scored(
+                log_probs=part[:, 0].float(),
+                greedy=part[:, 1] > 0,
+                top_ids=part[:, 2:first_log_prob].long(),
+                top_log_probs=part[:, first_log_prob:].float(),
             )
-            for part in torch.split(found, [max(length - 1, 0) for length in lengths])
-        ]
+            scores.append(scored)
+        return scores
 
     def idle(self) -> None:
-        """Send an idle turn, so that other ranks don't time out."""
+        """Send an empty turn, so that other ranks don't time out."""
         self._take([Turn.IDLE])
 
     @contextmanager
@@ -263,61 +267,68 @@ class EngineModel:
         tokens = _padded([feed.tokens for feed in feeds]).to(device)
         slots = [feed.slot for feed in feeds]
         starts = [feed.start for feed in feeds]
-        positions = self.cache.select(slots, starts, tokens.shape[1], device)
-        last = self.engine.last_stage(Microbatch(tokens, tokens, positions=positions), self.cache)
+        longest = tokens.shape[1]
+        positions = self.cache.select(slots, starts, longest, device)
+        batch = Microbatch(tokens, tokens, positions=positions)
+        last = self.engine.last_stage(batch, self.cache)
         if last is None:
             return torch.zeros(len(feeds), self.vocab, device=device)
         chunk, hidden = last
         # Only the last token of each feed needs logits.
-        last_tokens = torch.tensor([len(feed.tokens) - 1 for feed in feeds], device=device)
+        ends = [len(feed.tokens) - 1 for feed in feeds]
+        last_tokens = torch.tensor(ends, device=device)
         rows = torch.arange(len(feeds), device=device)
-        picked = hidden[last_tokens, rows]
-        return chunk.logits((picked.unsqueeze(0),))[:, 0].contiguous()
+        picked = hidden[last_tokens, rows].unsqueeze(0)
+        logits = chunk.logits((picked,))
+        return logits[:, 0].contiguous()
 
     def _score(self, rows: list[list[int]], top: int) -> Tensor:
         """Return float64 [tokens, 2 + 2 top] of all rows, concatenated; `score` splits it."""
-        dp = self.grid.dp
-        found = [
-            torch.zeros(max(len(row) - 1, 0), 2 + 2 * top, dtype=torch.float64) for row in rows
-        ]
+        dp, dp_rank = self.grid.dp, self.grid.dp_rank
+        device = self.grid.device
+        predicted = [len(row) - 1 for row in rows]
+        found: list[Tensor] = []
+        for count in predicted:
+            found.append(torch.zeros(max(count, 0), 2 + 2 * top, dtype=torch.float64))
         shares = [range(replica, len(rows), dp) for replica in range(dp)]
-        groups = [
-            list(_batches([len(rows[number]) - 1 for number in share], SCORED_TOKENS))
-            for share in shares
-        ]
-        own = shares[self.grid.dp_rank]
-        for group in groups[self.grid.dp_rank]:
+        groups: list[list[list[int]]] = []
+        for share in shares:
+            counts = [predicted[number] for number in share]
+            groups.append(list(_batches(counts, SCORED_TOKENS)))
+        own = shares[dp_rank]
+        for group in groups[dp_rank]:
             numbers = [own[place] for place in group]
             # No logits after a row's last token are needed.
-            tokens = _padded([rows[number][:-1] for number in numbers]).to(self.grid.device)
+            tokens = _padded([rows[number][:-1] for number in numbers]).to(device)
             last = self.engine.last_stage(Microbatch(tokens, tokens))
-            for place, number in enumerate(numbers):
-                if last is not None:
+            if last is not None:
+                for place, number in enumerate(numbers):
                     self._judge(*last, place, rows[number], found[number])
-        nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.grid.device)
+        nothing = torch.zeros(1, 1, dtype=torch.int64, device=device)
         for _ in self._others(groups):
             self.engine.last_stage(Microbatch(nothing, nothing))
-        return self._to_first(torch.cat(found).to(self.grid.device))
+        together = torch.cat(found).to(device)
+        return self._to_first(together)
 
     def _judge(
         self, chunk: Network, hidden: Tensor, place: int, row: list[int], into: Tensor
     ) -> None:
         """Score one row of a batch, in blocks of tokens whose logits fit into memory."""
         tokens = torch.tensor(row[1:], device=hidden.device)
+        top = len(into[0]) // 2 - 1
         for first in range(0, len(tokens), _BLOCK):
             part = slice(first, min(first + _BLOCK, len(tokens)))
-            found = judge(
-                chunk.logits((hidden[part, place : place + 1],))[0],
-                tokens[part],
-                len(into[0]) // 2 - 1,
-            )
+            own = hidden[part, place : place + 1]
+            logits = chunk.logits((own,))[0]
+            found = judge(logits, tokens[part], top)
             columns = (
                 found.log_probs.unsqueeze(1),
                 found.greedy.unsqueeze(1),
                 found.top_ids,
                 found.top_log_probs,
             )
-            into[part] = torch.cat([column.double() for column in columns], 1).cpu()
+            in_doubles = [column.double() for column in columns]
+            into[part] = torch.cat(in_doubles, 1).cpu()
 
     def _to_first(self, made: Tensor) -> Tensor:
         """Return the result of the replicas' last stages, on rank 0 too and on the CPU.
@@ -325,14 +336,16 @@ class EngineModel:
         made: zeros for the rows of other replicas.
         """
         grid = self.grid
+        last_stage = grid.layout.pp - 1
         if grid.dp > 1:
-            gives = grid.pp_rank == grid.layout.pp - 1 and grid.tp_rank == 0
-            made = made if gives else torch.zeros_like(made)
+            gives = grid.pp_rank == last_stage and grid.tp_rank == 0
+            if not gives:
+                made = torch.zeros_like(made)
             comm.all_reduce(made, grid.group("world"))
             return made.cpu()
         ends = grid.group("ends")
-        if ends is not None and grid.pp_rank in (0, grid.layout.pp - 1):
-            comm.broadcast(made, grid.rank_of_stage(grid.layout.pp - 1), ends)
+        if ends is not None and grid.pp_rank in (0, last_stage):
+            comm.broadcast(made, grid.rank_of_stage(last_stage), ends)
         return made.cpu()
 
 

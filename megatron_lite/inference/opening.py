@@ -25,9 +25,10 @@ from megatron_lite.processes import launch
 from megatron_lite.processes.failure import all_or_none, report
 from megatron_lite.processes.node import once_a_node
 from megatron_lite.settings.architecture import check_against, model_type
-from megatron_lite.settings.config import Parallel, Settings
+from megatron_lite.settings.config import Settings
 from megatron_lite.settings.learning import Data
 from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.parallel import Parallel
 from megatron_lite.settings.sizes import LONGEST_UNASKED, check_sizes
 
 _TORCH = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -81,10 +82,33 @@ def run(given: argparse.Namespace, use: Callable[[Opened], None], *, lasting: bo
         launch.leave(report(error, f"rank {launch.rank()}", place.store if place else None))
 
 
+@dataclass(frozen=True)
+class OpenedEngine:
+    """A model on every rank, without memory for the generation of rows."""
+
+    engine: Engine
+    start: Start
+    tokenizer: Tokenizer
+    length: int
+    """Tokens of the longest row."""
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.engine.config
+
+
 def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Place) -> Opened:
     """Open the model. Collective. Raises CheckpointError."""
     if given.slots < 1:
         raise UsageError(f"--slots {given.slots} must be 1 or more")
+    found = open_engine(given, parallel, place)
+    stops = all_or_none(lambda: stop_ids(found.config, found.tokenizer, found.start.files))
+    model = EngineModel(found.engine, given.slots, found.length)
+    return Opened(model, found.config, found.tokenizer, stops, given.load, place.store)
+
+
+def open_engine(given: argparse.Namespace, parallel: Parallel, place: launch.Place) -> OpenedEngine:
+    """Open the checkpoint, its tokenizer and an engine with its weights. Collective. Raises CheckpointError."""
     start = once_a_node(lambda: open_weights(given.load), place.node)
     tokenizer = all_or_none(lambda: _tokenizer(given, start))
     config, dtype = start.config, start.config.dtype
@@ -94,13 +118,9 @@ def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Plac
     if given.dtype:
         dtype = _TORCH[given.dtype]
     length = given.max_length or min(config.max_positions, LONGEST_UNASKED)
-    config = changed(config, {"dtype": dtype})
-    engine = make_engine(config, parallel, place, length)
+    engine = make_engine(changed(config, {"dtype": dtype}), parallel, place, length)
     load_weights(engine, {key.name: tensor for key, tensor in start.tensors.items()})
-    stops = all_or_none(lambda: stop_ids(config, tokenizer, start.files))
-    return Opened(
-        EngineModel(engine, given.slots, length), config, tokenizer, stops, given.load, place.store
-    )
+    return OpenedEngine(engine, start, tokenizer, length)
 
 
 def _check_flags_of_model(training: Settings, config: ModelConfig, load: str) -> None:
@@ -113,11 +133,11 @@ def make_engine(
     config: ModelConfig, parallel: Parallel, place: launch.Place, length: int
 ) -> Engine:
     """Return an engine for inference; its weights are zero until they are loaded. length: of the longest row."""
+    tp = parallel.tensor_model_parallel_size
     pp = parallel.pipeline_model_parallel_size
-    layout = Layout(
-        parallel.tensor_model_parallel_size, pp, 1, parallel.expert_model_parallel_size,
-        stage_layers=split_layers(config.layer_count, pp, 1, LayerSplit()),
-    )  # fmt: skip
+    ep = parallel.expert_model_parallel_size
+    stage_layers = split_layers(config.layer_count, pp, 1, LayerSplit())
+    layout = Layout(tp, pp, 1, ep, stage_layers=stage_layers)
     options = ModelOptions(dtype=config.dtype or "float32", trains=False)
     dp = check_sizes(
         config, layout, world=place.world, options=options, sequence=length, microbatches=1

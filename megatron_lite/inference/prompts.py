@@ -20,6 +20,14 @@ def encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     return (*tokenizer.begin, *tokens_of(tokenizer, text))
 
 
+def start_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens before a text without a prompt: the begin token, else the end-of-document token."""
+    if tokenizer.begin:
+        return tuple(tokenizer.begin)
+    start = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+    return () if start is None else (start,)
+
+
 def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the tokens of a text, without begin and end tokens. Raises UsageError for a text that can't be tokenized."""
     try:

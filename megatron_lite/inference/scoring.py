@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megaconv.errors import UsageError
+from megaconv.model.config import ModelConfig
 from megatron_lite.inference.generating import open_output
 from megatron_lite.inference.opening import Opened, run
 from megatron_lite.inference.prompts import encode, tokens_of
@@ -74,38 +75,50 @@ def _read(opened: Opened, path: str) -> Iterator[tuple[list[int], int]]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        where = f"{path}, line {number}"
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise UsageError(f"{path}, line {number}: is not JSON: {error}") from error
-        tokens, first = _row(opened, record, f"{path}, line {number}")
-        if not first < len(tokens):
-            raise UsageError(
-                f"{path}, line {number}: has {len(tokens)} tokens, none of which has others before it to be scored by"
-            )
-        if opened.config.positions.kind == "learned" and len(tokens) > opened.config.max_positions:
-            raise UsageError(
-                f"{path}, line {number}: has {len(tokens)} tokens, and the model {opened.config.max_positions} positions"
-            )
-        wrong = [token for token in tokens if not 0 <= token < opened.config.vocab]
-        if wrong:
-            raise UsageError(
-                f"{path}, line {number}: token {wrong[0]} is outside the model's vocabulary of {opened.config.vocab}"
-            )
+            raise UsageError(f"{where}: is not JSON: {error}") from error
+        tokens, first = _row(opened, record, where)
+        _check_row(opened.config, tokens, first, where)
         yield tokens, first
 
 
+def _check_row(config: ModelConfig, tokens: list[int], first: int, where: str) -> None:
+    """Raise UsageError for a row that can't be scored."""
+    count = len(tokens)
+    if first >= count:
+        raise UsageError(
+            f"{where}: has {count} tokens, none of which has others before it to be scored by"
+        )
+    if config.positions.kind == "learned" and count > config.max_positions:
+        raise UsageError(
+            f"{where}: has {count} tokens, and the model {config.max_positions} positions"
+        )
+    for token in tokens:
+        if not 0 <= token < config.vocab:
+            raise UsageError(
+                f"{where}: token {token} is outside the model's vocabulary of {config.vocab}"
+            )
+
+
 def _row(opened: Opened, record: Any, where: str) -> tuple[list[int], int]:
-    if isinstance(record, dict):
-        tokens = record.get("tokens")
-        if isinstance(tokens, list) and all(type(token) is int for token in tokens):
-            return tokens, 1
-        if isinstance(record.get("text"), str):
-            return list(encode(opened.tokenizer, record["text"])), 1
-        prompt, completion = record.get("prompt"), record.get("completion")
-        if isinstance(prompt, str) and isinstance(completion, str):
-            before = encode(opened.tokenizer, prompt)
-            return [*before, *tokens_of(opened.tokenizer, completion)], max(len(before), 1)
+    fields = record if isinstance(record, dict) else {}
+    tokenizer = opened.tokenizer
+    tokens = fields.get("tokens")
+    text = fields.get("text")
+    prompt = fields.get("prompt")
+    completion = fields.get("completion")
+    if isinstance(tokens, list) and all(type(token) is int for token in tokens):
+        return tokens, 1
+    if isinstance(text, str):
+        return list(encode(tokenizer, text)), 1
+    if isinstance(prompt, str) and isinstance(completion, str):
+        before = encode(tokenizer, prompt)
+        after = tokens_of(tokenizer, completion)
+        return [*before, *after], max(len(before), 1)
+    found = str(record)[:60]
     raise UsageError(
-        f'{where}: expected {{"tokens": [...]}}, {{"text": ...}} or {{"prompt": ..., "completion": ...}}, found {str(record)[:60]!r}'
+        f'{where}: expected {{"tokens": [...]}}, {{"text": ...}} or {{"prompt": ..., "completion": ...}}, found {found!r}'
     )

@@ -56,13 +56,18 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + text
-        places = [place for place in (text.find(word) for word in self._stop) if place >= 0]
+        found = [text.find(word) for word in self._stop]
+        places = [place for place in found if place >= 0]
         if places:
-            self.stopped, self._held = True, ""
+            self.stopped = True
+            self._held = ""
             return text[: min(places)]
-        keep = 0 if finish else max((_overlap(text, word) for word in self._stop), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        kept = 0
+        if not finish:
+            kept = max((_overlap(text, word) for word in self._stop), default=0)
+        end = len(text) - kept
+        self._held = text[end:]
+        return text[:end]
 
 
 def _overlap(text: str, word: str) -> int:

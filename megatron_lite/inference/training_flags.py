@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from megaconv.errors import UsageError
 from megatron_lite.settings.arguments import parse
-from megatron_lite.settings.config import PRECISION_FLAGS, Settings, flags
+from megatron_lite.settings.config import Settings, flags
+from megatron_lite.settings.optimization import PRECISION_FLAGS
 
 _OF_THE_STEP = (
     "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_bf16",

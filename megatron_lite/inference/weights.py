@@ -57,12 +57,14 @@ def _held(engine: Engine) -> dict[str, list[_Held]]:
     found: dict[str, list[_Held]] = {}
     for module, infos in zip(engine.chunks, engine.infos, strict=True):
         for info in infos:
-            if _gives(engine, info):
-                parameter = (
-                    module.get_parameter(info.name).detach().view(matrix_shape(info.native.shape))
-                )
-                for name, regions in info.native.parts.items():
-                    found.setdefault(name, []).append(_Held(parameter, regions))
+            if not _gives(engine, info):
+                continue
+            native = info.native
+            parameter = module.get_parameter(info.name).detach()
+            matrix = parameter.view(matrix_shape(native.shape))
+            for name, regions in native.parts.items():
+                held = _Held(matrix, regions)
+                found.setdefault(name, []).append(held)
     return found
 
 

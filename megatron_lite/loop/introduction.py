@@ -10,7 +10,8 @@ from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
 from megatron_lite.loop.devices import device_of
 from megatron_lite.loop.run import Run
-from megatron_lite.settings.config import PRECISION_FLAGS, flags
+from megatron_lite.settings.config import flags
+from megatron_lite.settings.optimization import PRECISION_FLAGS
 from megatron_lite.settings.options import LoRA
 
 
@@ -22,19 +23,22 @@ def introduce(
     former_dtype: str | None,
 ) -> None:
     """Print the log lines. former_dtype: see prepare.Basis."""
+    saves = run.saver is not None
+    continues = run.progress.iteration > 0
+    arguments = None if start is None else start.arguments
     _introduce_model(run)
     _introduce_device(run)
     _introduce_start(run, start)
     _introduce_evaluations(run)
-    if run.saver is not None and start is not None:
+    if saves and start is not None:
         _point_out(run, start)
     if adapters is not None:
         _introduce_adapters(run, adapters)
     _mention(run, start, tokenizer)
-    if start is not None and start.arguments:
-        for name, then, now in _changes(run, start.arguments):
+    if arguments:
+        for name, then, now in _changes(run, arguments):
             run.say(f"changed since the checkpoint: {name} {then} -> {now}")
-    if former_dtype is not None and run.progress.iteration:
+    if continues and former_dtype is not None:
         _mention_precision(run, former_dtype)
 
 
@@ -44,12 +48,16 @@ def _introduce_model(run: Run) -> None:
     options = run.engine.options
     context = f", CP {sizes.cp}" if sizes.cp > 1 else ""
     run.say(f"{run.place}; {sizes.layout}{context}, DP {sizes.dp}")
-    if run.saver is None and run.settings.training.epochs != 0:
+    only_evaluates = run.settings.training.epochs == 0
+    if run.saver is None and not only_evaluates:
         run.say("no --save: nothing of this run will be kept")
-    parameters = sum(tensor.numel() for _, _, tensor in run.engine.parameters())
-    model = f"{config.family}, {config.layer_count} layers of {config.hidden}, {options.dtype}"
+    parameters = 0
+    for _, _, tensor in run.engine.parameters():
+        parameters += tensor.numel()
+    shape = f"{config.layer_count} layers of {config.hidden}"
     state = _bytes_each(run) if options.lora is None else "frozen"
-    run.say(f"{model}; {parameters:,} parameters on this rank, {state}")
+    on_this_rank = f"{parameters:,} parameters on this rank, {state}"
+    run.say(f"{config.family}, {shape}, {options.dtype}; {on_this_rank}")
 
 
 def _introduce_device(run: Run) -> None:
@@ -107,11 +115,12 @@ def _introduce_adapters(run: Run, start: AdapterStart) -> None:
     load = run.settings.checkpointing.load
     trained = 0
     for infos in run.engine.adapters:
-        trained += sum(prod(info.native.shape) for info in infos)
-    origin = f"from {start.place}" if start.place is not None else "fresh"
-    run.say(
-        f"{_adapter(start.options)}, {origin}: {trained:,} parameters on this rank, {_bytes_each(run)}"
-    )
+        for info in infos:
+            trained += prod(info.native.shape)
+    adapter = _adapter(start.options)
+    origin = "fresh" if start.place is None else f"from {start.place}"
+    size = f"{trained:,} parameters on this rank, {_bytes_each(run)}"
+    run.say(f"{adapter}, {origin}: {size}")
     if start.base is not None and start.base != load:
         run.say(f"warning: the adapter was trained on {start.base}, but --load is {load}")
 

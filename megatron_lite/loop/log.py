@@ -114,23 +114,29 @@ class Meter:
 
 def line(figures: Mapping[str, Any], further: str, total: int | None) -> str:
     """Return the log line. further: the part after the loss, from Objective.shown."""
-    step = f"step {figures['iteration']:>6}" + (f"/{total}" if total else "")
-    scale, mfu = figures["loss_scale"], figures["mfu"]
+    of_total = f"/{total}" if total else ""
+    scale = figures["loss_scale"]
+    mfu = figures["mfu"]
+    skipped = figures["skipped"]
+    empty = figures["empty"]
+    milliseconds = figures["step_seconds"] * 1e3
+    memory_gib = figures["memory_bytes"] / 2**30
+    tokens = figures["tokens_per_second"]
     speed = f"{figures['tflops']:.2f} TFLOP/s"
     parts = [
-        step,
+        f"step {figures['iteration']:>6}{of_total}",
         f"samples {figures['consumed_samples']}",
         f"loss {figures['loss']:.5f}{further}",
         f"lr {figures['learning_rate']:.3e}",
         f"grad norm {figures['grad_norm']:.3f}",
         f"loss scale {scale:g}" if scale != 1.0 else "",
-        f"{figures['step_seconds'] * 1e3:.0f} ms",
-        f"{figures['tokens_per_second']:,.0f} tokens/s/{figures['device']}",
+        f"{milliseconds:.0f} ms",
+        f"{tokens:,.0f} tokens/s/{figures['device']}",
         f"{speed} ({mfu:.1%} MFU)" if mfu else speed,
-        f"{figures['memory_bytes'] / 2**30:.2f} GiB",
+        f"{memory_gib:.2f} GiB",
         f"{duration(figures['seconds_left'])} left",
-        f"{figures['skipped']} skipped" if figures["skipped"] else "",
-        f"{figures['empty']} without labels" if figures["empty"] else "",
+        f"{skipped} skipped" if skipped else "",
+        f"{empty} without labels" if empty else "",
     ]
     return " | ".join(part for part in parts if part)
 

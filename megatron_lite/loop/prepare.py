@@ -39,10 +39,11 @@ from megatron_lite.processes.failure import all_or_none
 from megatron_lite.processes.launch import Place
 from megatron_lite.processes.node import once_a_node
 from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
-from megatron_lite.settings.config import PRECISION_FLAGS, Settings, subjects
+from megatron_lite.settings.config import Settings, subjects
 from megatron_lite.settings.contradictions import check_flags, check_steps
 from megatron_lite.settings.kinds import check_kind
 from megatron_lite.settings.objective_flags import check_objective_flags
+from megatron_lite.settings.optimization import PRECISION_FLAGS
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.run_options import model_options, optimizer_options
 from megatron_lite.settings.sizes import work_out
@@ -250,17 +251,24 @@ def with_token_ids(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
 
 def _sample_counts(setup: Setup, progress: Progress) -> list[int]:
     """Return the least number of samples for training, evaluation and test."""
-    settings, sizes = setup.settings, setup.sizes
-    training, each = settings.training, settings.training.eval_iters * sizes.batch.full
+    settings = setup.settings
+    training = settings.training
+    interval = training.eval_interval
+    batch = setup.sizes.batch
+    each = training.eval_iters * batch.full
     if training.train_samples is not None:
-        smallest = min(sizes.batch.sizes())
-        rounds = training.train_samples // smallest // training.eval_interval + 1
+        smallest = min(batch.sizes())
+        most_steps = training.train_samples // smallest
+        rounds = most_steps // interval + 1
     else:
         rounds = evaluations(settings)
     # Earlier evaluations may have had another batch size.
-    left = max(0, rounds - progress.iteration // training.eval_interval)
-    validation = max(each * rounds, progress.consumed_valid_samples + each * left)
-    return [total_samples(settings, sizes, progress) + sizes.batch.full, validation, each]
+    done = progress.iteration // interval
+    left = max(0, rounds - done)
+    with_earlier = progress.consumed_valid_samples + each * left
+    validation = max(each * rounds, with_earlier)
+    train = total_samples(settings, setup.sizes, progress) + batch.full
+    return [train, validation, each]
 
 
 def _sinks(settings: Settings, place: Place) -> list[Sink]:

@@ -8,7 +8,7 @@ from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.batches import GlobalBatches
 from megatron_lite.data.samples import Dataset
-from megatron_lite.engine import Engine, StepReport
+from megatron_lite.engine import Engine
 from megatron_lite.loop.log import Meter, Sink
 from megatron_lite.loop.schedule import Schedule
 from megatron_lite.loop.stop import Stop
@@ -16,6 +16,7 @@ from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.training_data import Exam
 from megatron_lite.processes.launch import Place
+from megatron_lite.rank.report import StepReport
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
 

@@ -21,16 +21,17 @@ from megatron_lite.processes.failure import all_or_none
 
 def check_space(run: Run) -> None:
     """Raise NotEnoughSpace if the next checkpoint does not fit on the disk. Call it before the first step. Collective."""
-    if run.saver is None:
+    saver = run.saver
+    if saver is None:
         return
-    now = replace(
-        run.progress, engine=run.engine.state()
-    )  # the loaded state may still contain lazy tensors
-    size = torch.tensor(_take(run, now).size)
+    # The loaded state may still contain lazy tensors.
+    now = replace(run.progress, engine=run.engine.state())
+    snapshot = _take(run, now)
+    size = torch.tensor(snapshot.size)
     if run.place.world > 1:
         dist.all_reduce(size, group=run.place.save_group)
-    needed, root = int(size), run.saver.root
-    all_or_none(lambda: None if run.place.rank else _require_space(root, needed))
+    needed = int(size)
+    all_or_none(lambda: None if run.place.rank else _require_space(saver.root, needed))
 
 
 def _require_space(root: Path, needed: int) -> None:
@@ -44,17 +45,21 @@ def _require_space(root: Path, needed: int) -> None:
 
 def save(run: Run) -> None:
     """Save a checkpoint unless this iteration is saved already."""
-    if run.saver is None or run.saved == run.progress.iteration:
+    iteration = run.progress.iteration
+    if run.saver is None or run.saved == iteration:
         return
     begun = time.perf_counter()
-    saving, iteration = run.settings.checkpointing, run.progress.iteration
-    run.saver.save(_take(run, run.progress))
+    saving = run.settings.checkpointing
+    snapshot = _take(run, run.progress)
+    run.saver.save(snapshot)
     run.saved = iteration
     where = str(saving.save)
     if run.engine.options.lora is not None:
-        where = f"{where}/{rank_files.iteration_directory(iteration)}"  # the directory that peft and megaconv merge expect
+        # The directory that peft and megaconv merge expect.
+        where = f"{where}/{rank_files.iteration_directory(iteration)}"
+    seconds = time.perf_counter() - begun
     ways = " (being written while training goes on)" if saving.async_save else ""
-    run.say(f"step {iteration:>6} | saved to {where} in {time.perf_counter() - begun:.2f} s{ways}")
+    run.say(f"step {iteration:>6} | saved to {where} in {seconds:.2f} s{ways}")
     run.meter.restart()
 
 

@@ -9,7 +9,8 @@ from math import cos, pi, sqrt
 from typing import Any, NamedTuple
 
 from megaconv.errors import UsageError
-from megatron_lite.settings.config import Optimizer, Training
+from megatron_lite.settings.config import Training
+from megatron_lite.settings.optimization import Optimizer
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,14 @@ class LearningRate:
     def _height(self, samples: int) -> float:
         """Return 1 at the highest rate, 0 at the lowest."""
         if self.style == "WSD":
+            style = self.wsd_style
             begun = samples - (self.decay - self.wsd_decay)
             if begun <= 0:
                 return 1.0
-            part, style = begun / self.wsd_decay, self.wsd_style
+            part = begun / self.wsd_decay
         else:
-            part, style = (samples - self.warmup) / (self.decay - self.warmup), self.style
+            style = self.style
+            part = (samples - self.warmup) / (self.decay - self.warmup)
         if style == "exponential":
             return float(2.0 * 0.5**part - 1.0)
         return {

@@ -31,12 +31,14 @@ def _where(settings: Settings, place: Place | None) -> str:
     """Return the known part of `rank 3 (tp 1 pp 1 dp 0)`."""
     if place is None or place.world == 1:
         return f"rank {launch.rank()}"
-    tp, pp = (
-        settings.parallel.tensor_model_parallel_size,
-        settings.parallel.pipeline_model_parallel_size,
-    )
+    rank = place.rank
+    tp = settings.parallel.tensor_model_parallel_size
+    pp = settings.parallel.pipeline_model_parallel_size
     cp = settings.parallel.context_parallel_size
     dp = max(1, place.world // (tp * cp * pp))
-    context = f" cp {place.rank // tp % cp}" if cp > 1 else ""
-    at = f"tp {place.rank % tp} pp {place.rank // (tp * cp * dp)} dp {place.rank // (tp * cp) % dp}"
-    return f"rank {place.rank} ({at}{context})"
+    tp_rank = rank % tp
+    cp_rank = rank // tp % cp
+    dp_rank = rank // (tp * cp) % dp
+    pp_rank = rank // (tp * cp * dp)
+    context = f" cp {cp_rank}" if cp > 1 else ""
+    return f"rank {rank} (tp {tp_rank} pp {pp_rank} dp {dp_rank}{context})"

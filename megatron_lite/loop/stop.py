@@ -32,11 +32,12 @@ class Stop:
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, _left_to_the_thread)
         for number in (signal.SIGINT, signal.SIGHUP):
-            if (
-                signal.getsignal(number) != signal.SIG_IGN
-            ):  # ignored in the background of a script, or under nohup
+            # They are ignored in the background of a script, or under nohup.
+            is_ignored = signal.getsignal(number) == signal.SIG_IGN
+            if not is_ignored:
                 signal.signal(number, _left_to_the_thread)
-        threading.Thread(target=self._read, args=(reading,), name="signals", daemon=True).start()
+        reader = threading.Thread(target=self._read, args=(reading,), name="signals", daemon=True)
+        reader.start()
 
     def _read(self, descriptor: int) -> None:
         while arrived := os.read(descriptor, 1):

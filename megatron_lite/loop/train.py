@@ -14,7 +14,6 @@ import torch
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.batches import prefetch
 from megatron_lite.data.samples import Dataset
-from megatron_lite.engine import StepReport
 from megatron_lite.loop import plot
 from megatron_lite.loop.garbage import Garbage
 from megatron_lite.loop.log import METRICS, line
@@ -24,6 +23,7 @@ from megatron_lite.loop.saving import check_space, save
 from megatron_lite.loop.schedule import Rates
 from megatron_lite.objectives.training_data import Exam
 from megatron_lite.processes.failure import TrainingError
+from megatron_lite.rank.report import StepReport
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
 
@@ -58,7 +58,9 @@ def _all_steps(run: Run, garbage: Garbage, profile: Profile) -> str | None:
     """Make the remaining steps. Return the reason to end before the last one, or None."""
     train_data = run.datasets[0]
     assert train_data is not None
-    feeder, started = run.feeder, time.monotonic()
+    feeder = run.feeder
+    heartbeat = run.place.heartbeat
+    started = time.monotonic()
     steps = list(_steps(run))
     if steps:
         check_space(run)
@@ -77,9 +79,10 @@ def _all_steps(run: Run, garbage: Garbage, profile: Profile) -> str | None:
         )
         _check(run, report)
         _advance(run, report, run.sizes.batch.at(consumed))
-        if run.place.heartbeat is not None:
-            run.place.heartbeat.step(run.progress.iteration)
-        garbage.after(run.progress.iteration)
+        iteration = run.progress.iteration
+        if heartbeat is not None:
+            heartbeat.step(iteration)
+        garbage.after(iteration)
         _check_replicas(run)
         _log(run, report, rates, last=consumed == steps[-1][0])
         if run.saver is not None:
@@ -141,12 +144,14 @@ def _check_replicas(run: Run) -> None:
 
 
 def _advance(run: Run, report: StepReport, size: int) -> None:
-    progress, tokens = run.progress, size * run.sizes.seq * run.objective.rows
+    progress = run.progress
+    tokens = size * run.sizes.seq * run.objective.rows
+    scheduled = 0 if report.skipped else size
     run.progress = replace(
         progress,
         iteration=progress.iteration + 1,
         consumed_samples=progress.consumed_samples + size,
-        scheduled_samples=progress.scheduled_samples + (0 if report.skipped else size),
+        scheduled_samples=progress.scheduled_samples + scheduled,
         flops=progress.flops + tokens * run.meter.flops,
         engine=run.engine.state(),
     )
@@ -154,7 +159,8 @@ def _advance(run: Run, report: StepReport, size: int) -> None:
     run.skipped += report.skipped and not report.empty
     run.meter.add(size, tokens)
     if not report.empty:
-        run.losses.append((run.progress.iteration, report.loss))
+        point = run.progress.iteration, report.loss
+        run.losses.append(point)
     if not report.skipped:
         run.interval.append(report)
 
@@ -216,26 +222,32 @@ def _evaluate_when_due(run: Run, garbage: Garbage) -> None:
 
 def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
     """Evaluate the means of all losses over the next --eval-iters batches."""
-    iters, size = run.settings.training.eval_iters, run.sizes.batch.full
+    iters = run.settings.training.eval_iters
     if dataset is None or not iters:
         return
-    first = run.progress.consumed_valid_samples if what == "validation" else 0
+    is_validation = what == "validation"
+    first = run.progress.consumed_valid_samples if is_validation else 0
     totals = _totals(run, dataset, first, iters)
     step = run.progress.iteration
-    if what == "validation":
-        run.progress = replace(run.progress, consumed_valid_samples=first + iters * size)
+    if is_validation:
+        consumed = first + iters * run.sizes.batch.full
+        run.progress = replace(run.progress, consumed_valid_samples=consumed)
     means = {name: total / count for name, (total, count) in totals.items() if count}
     if "loss" not in means:
         run.say(f"step {step:>6} | {what}: no label counts, so there is no loss")
         return
     loss = means.pop("loss")
-    if what == "validation":
+    if is_validation:
         run.evaluations.append((step, loss))
-    perplexity = f" | perplexity {math.exp(min(loss, 700)):.3f}" if run.objective.perplexity else ""
+    perplexity = ""
+    if run.objective.perplexity:
+        perplexity = f" | perplexity {math.exp(min(loss, 700)):.3f}"
     others = run.objective.shown(means)
     run.say(f"step {step:>6} | {what} loss {loss:.5f}{perplexity}{others}")
-    figures = {f"{what}_{name}": value for name, value in means.items()}
-    _write(run, {f"{what}_loss": loss, **figures})
+    figures = {f"{what}_loss": loss}
+    for name, value in means.items():
+        figures[f"{what}_{name}"] = value
+    _write(run, figures)
     run.meter.restart()
 
 

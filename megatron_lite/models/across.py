@@ -121,15 +121,19 @@ def _within(block: Block, ranks: ContextGroup, source: int, half: int, window: i
     """
     first_q, last_q = _positions(block.queries, ranks, ranks.rank, half)
     first_k, last_k = _positions(block.keys, ranks, source, half)
-    skipped = max(0, first_q - window + 1 - first_k)  # keys before the window of all queries
-    beyond = max(0, last_q - (last_k + window - 1))  # queries whose window is after all keys
+    # Keys before the window of all queries.
+    skipped = max(0, first_q - window + 1 - first_k)
+    # Queries whose window is after all keys.
+    beyond = max(0, last_q - window + 1 - last_k)
     queries = slice(block.queries.start, block.queries.stop - beyond)
     keys = slice(block.keys.start + skipped, block.keys.stop)
     if queries.start >= queries.stop or keys.start >= keys.stop:
         return None
-    first_k, last_q = first_k + skipped, last_q - beyond
+    first_k += skipped
+    last_q -= beyond
     covered = last_q - first_k < window
-    return block._replace(queries=queries, keys=keys, ahead=None if covered else first_q - first_k)
+    ahead = None if covered else first_q - first_k
+    return block._replace(queries=queries, keys=keys, ahead=ahead)
 
 
 def _positions(part: slice, ranks: ContextGroup, rank: int, half: int) -> tuple[int, int]:
@@ -184,25 +188,24 @@ class _Across(torch.autograd.Function):
         exchange: Exchange,
         largest: Tensor | None,
     ) -> Tensor:
+        scale = exchange.scale
         keys_values = torch.stack((k, v))
         out, logs = _nothing_yet(q)
-        for source, (keys, values) in exchange.walk(keys_values).walk():
+        walk = exchange.walk(keys_values)
+        for source, (keys, values) in walk.walk():
             for block in exchange.blocks(source, len(q)):
-                queries, own_keys, own_values = (
-                    block.queries_of(q),
-                    block.keys_of(keys),
-                    block.keys_of(values),
-                )
+                queries = block.queries_of(q)
+                own_keys = block.keys_of(keys)
+                own_values = block.keys_of(values)
                 seen = block.seen(exchange.window)
                 part, log = _attended(
-                    queries, own_keys, own_values, exchange.scale, seen, causal=block.causal
+                    queries, own_keys, own_values, scale, seen, causal=block.causal
                 )
                 _merge(block.queries_of(out), block.queries_of(logs), part, log)
                 if largest is not None:
                     causal = (0, None) if block.causal else None
-                    raise_to(
-                        largest, queries, own_keys, exchange.scale, causal if seen is None else seen
-                    )
+                    visible = causal if seen is None else seen
+                    raise_to(largest, queries, own_keys, scale, visible)
         if sinks is not None:  # a sink is a key with value 0
             _merge(out, logs, torch.zeros_like(out), sinks.expand_as(logs))
         out = out.to(q.dtype)
@@ -218,22 +221,25 @@ class _Across(torch.autograd.Function):
         walk = exchange.walk(keys_values)
         for source, (keys, values), (dk, dv) in walk.walk_back():
             for block in exchange.blocks(source, len(q)):
+                queries_of, keys_of = block.queries_of, block.keys_of
                 more_q, more_k, more_v = _gradients(
-                    block.queries_of(grad),
-                    block.queries_of(q),
-                    block.keys_of(keys),
-                    block.keys_of(values),
-                    block.queries_of(out),
-                    block.queries_of(logs),
+                    queries_of(grad),
+                    queries_of(q),
+                    keys_of(keys),
+                    keys_of(values),
+                    queries_of(out),
+                    queries_of(logs),
                     exchange.scale,
                     block.seen(exchange.window),
                     causal=block.causal,
                 )
-                block.queries_of(dq).add_(more_q)
-                block.keys_of(dk).add_(more_k)
-                block.keys_of(dv).add_(more_v)
+                queries_of(dq).add_(more_q)
+                keys_of(dk).add_(more_k)
+                keys_of(dv).add_(more_v)
         dk, dv = walk.gradient.to(q.dtype)
-        dsinks = None if sinks is None else _gradient_of_sinks(sinks, logs, grad, out)
+        dsinks = None
+        if sinks is not None:
+            dsinks = _gradient_of_sinks(sinks, logs, grad, out)
         return dq.to(q.dtype), dk, dv, dsinks, None, None
 
 

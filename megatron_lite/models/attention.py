@@ -15,6 +15,7 @@ from megatron_lite.models.across import attend_across
 from megatron_lite.models.flash import Kernel, kernel_for
 from megatron_lite.models.masks import causal_mask, narrow_mask
 from megatron_lite.models.passes import Packed, Pass
+from megatron_lite.models.scored_attention import Rules, attend_by_scores
 from megatron_lite.models.scores import raise_by_rows
 from megatron_lite.parallel.context import ContextGroup, heads_for_tokens, tokens_for_heads
 
@@ -31,6 +32,7 @@ def attend(
     scale: float | None = None,
     sinks: Tensor | None = None,
     largest: Tensor | None = None,
+    rules: Rules | None = None,
 ) -> Tensor:
     """Return causal attention: shape of q, with v's width.
 
@@ -45,7 +47,14 @@ def attend(
     sinks [heads]: one more score for every query of a head, without a value.
     largest: float32 [heads], raised to the largest scores of the keys that this rank computes. Only for decoders
     without a cache.
+    rules: None if a kernel can compute the scores. Only without sinks.
     """
+    if rules is not None:
+        assert sinks is None, "no family has sinks and such rules"
+        scored: Tensor = attend_by_scores(
+            q, k, v, run, rules, window=window, dropout=dropout, scale=scale, largest=largest
+        )
+        return scored
     if run.visible is not None:
         return sdpa(q, k, v, run.visible[:, None, None, :], dropout, scale, sinks)
     if run.context is not None:
@@ -97,7 +106,8 @@ def _with_others(
         "largest": largest,
         "dropout": dropout,
     }
-    return tokens_for_heads(attend(q, k, v, replace(run, context=None), **how), near)
+    of_heads = attend(q, k, v, replace(run, context=None), **how)
+    return tokens_for_heads(of_heads, near)
 
 
 def choose(backend: str, q: Tensor, v: Tensor, dropout: float) -> Kernel | None:
@@ -203,12 +213,9 @@ def _packed(
         queries, keys, values = map(_row_after_row, (q, k, v))
         made = kernel.attend_packed(queries, keys, values, packed, window, dropout, scale)
         return _rows_again(made, q)
-    fits = (
-        q.is_cuda
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[-1] == v.shape[-1]
-        and sinks is None
-    )
+    half_precision = q.dtype in (torch.float16, torch.bfloat16)
+    same_width = q.shape[-1] == v.shape[-1]
+    fits = q.is_cuda and half_precision and same_width and sinks is None
     if fits and not dropout and has_varlen():
         return _varlen_packed(q, k, v, packed, window, scale)
     rows = []
@@ -217,8 +224,10 @@ def _packed(
         for document in documents:
             mask = narrow_mask(document.length, window, q.device)
             part = document.place
-            pieces.append(sdpa(q[part], k[part], v[part], mask, dropout, scale, sinks))
-        rows.append(torch.cat(pieces))
+            attended = sdpa(q[part], k[part], v[part], mask, dropout, scale, sinks)
+            pieces.append(attended)
+        row = torch.cat(pieces)
+        rows.append(row)
     return torch.cat(rows, 1)
 
 

@@ -112,19 +112,30 @@ class Bert(Network):
 
     def __init__(self, plan: Plan, chunk: Chunk) -> None:
         super().__init__(plan, chunk)
-        config, last = plan.config, chunk.is_last
-        hidden, for_words = config.hidden, last and config.has("transform")
+        config = plan.config
+        head = config.head
         self.embedding = Embedding(plan) if chunk.is_first else None
-        self.encoder = Stack(plan, own_layers(plan, chunk), ends=last)
-        self.lm_head = Transform(plan) if for_words else None
-        shares = config.tie_embeddings and chunk.is_first
-        self.output_layer = Head(plan, shares_embedding=shares) if for_words else None
-        self.pooler = Pooler(plan) if last and config.has("pooler") else None
-        self.binary_head = Dense(hidden, 2) if last and config.head.binary else None
-        self.classification_head = (
-            Dense(hidden, config.head.classes) if last and config.head.classes else None
-        )
-        self.multichoice_head = Dense(hidden, 1) if last and config.head.choices else None
+        self.encoder = Stack(plan, own_layers(plan, chunk), ends=chunk.is_last)
+        self.lm_head = None
+        self.output_layer = None
+        self.pooler = None
+        self.binary_head = None
+        self.classification_head = None
+        self.multichoice_head = None
+        if not chunk.is_last:
+            return
+        if config.has("transform"):
+            shares = config.tie_embeddings and chunk.is_first
+            self.lm_head = Transform(plan)
+            self.output_layer = Head(plan, shares_embedding=shares)
+        if config.has("pooler"):
+            self.pooler = Pooler(plan)
+        if head.binary:
+            self.binary_head = Dense(config.hidden, 2)
+        if head.classes:
+            self.classification_head = Dense(config.hidden, head.classes)
+        if head.choices:
+            self.multichoice_head = Dense(config.hidden, 1)
 
     @classmethod
     def loss_names(cls, config: ModelConfig) -> tuple[str, ...]:

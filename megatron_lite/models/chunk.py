@@ -94,19 +94,22 @@ class ModelChunk(Network):
         weights = run.label_weights()
         total, losses = self.label_losses(given, run.labels, weights * run.share)
         found = {"loss": Counted(losses, weights)}
-        if self.mtp is not None and torch.is_grad_enabled():
-            (hidden,) = given
-            names = self.loss_names(self.plan.config)[1:]
-            part = run.share * self.plan.options.mtp_loss_scale / len(self.mtp.layers)
-            assert run.counting is not None
-            for name, (made, ahead) in zip(
-                names, self.mtp(hidden, run, self._embed(run)), strict=True
-            ):
-                # As in Megatron, this is the mean over the microbatch's remaining labels. It has the weight of
-                # the mean over all labels.
-                each = part * run.counting / ahead.counting.clamp(min=1)
-                more, losses = self.label_losses((made,), ahead.labels, ahead.weights * each)
-                total, found[name] = total + more, Counted(losses, ahead.weights)
+        if self.mtp is None or not torch.is_grad_enabled():
+            return total, found
+        (hidden,) = given
+        plan = self.plan
+        _, *names = self.loss_names(plan.config)
+        share = run.share * plan.options.mtp_loss_scale / len(self.mtp.layers)
+        assert run.counting is not None
+        predicted = self.mtp(hidden, run, self._embed(run))
+        for name, (made, ahead) in zip(names, predicted, strict=True):
+            # As in Megatron, this is the mean over the microbatch's remaining labels. It has the weight of
+            # the mean over all labels.
+            each = share * run.counting / ahead.counting.clamp(min=1)
+            shares = ahead.weights * each
+            further, losses = self.label_losses((made,), ahead.labels, shares)
+            total = total + further
+            found[name] = Counted(losses, ahead.weights)
         return total, found
 
     def label_losses(

@@ -50,7 +50,7 @@ class CrossLayer(Residual):
 
 
 class LMHead(nn.Module):
-    """The head, as a module of its own because of Megatron core's parameter names."""
+    """The head, as a separate module because of Megatron core's parameter names."""
 
     def __init__(self, plan: Plan, *, shares_embedding: bool) -> None:
         super().__init__()
@@ -65,14 +65,19 @@ class EncoderDecoder(Network):
         together = chunk.encoder is None
         self.starts_decoder = together or chunk.starts_decoder
         of_encoder = [Layer(plan, layer) for layer in encoder_layers(plan.config, chunk)]
-        of_decoder = [CrossLayer(plan, chunk.first_layer + local) for local in range(chunk.layers)]
+        last_layer = chunk.first_layer + chunk.layers
+        of_decoder = [CrossLayer(plan, layer) for layer in range(chunk.first_layer, last_layer)]
         self.embedding = Embedding(plan) if chunk.embeds else None
-        self.encoder = (
-            Stack(plan, of_encoder, ends=together or chunk.ends_encoder) if of_encoder else None
-        )
-        self.decoder = Stack(plan, of_decoder, ends=chunk.is_last) if of_decoder else None
-        shares = plan.config.tie_embeddings and chunk.embeds
-        self.lm_head = LMHead(plan, shares_embedding=shares) if chunk.is_last else None
+        self.encoder = None
+        if of_encoder:
+            self.encoder = Stack(plan, of_encoder, ends=together or chunk.ends_encoder)
+        self.decoder = None
+        if of_decoder:
+            self.decoder = Stack(plan, of_decoder, ends=chunk.is_last)
+        self.lm_head = None
+        if chunk.is_last:
+            shares = plan.config.tie_embeddings and chunk.embeds
+            self.lm_head = LMHead(plan, shares_embedding=shares)
 
     @classmethod
     def loss_names(cls, config: ModelConfig) -> tuple[str, ...]:
@@ -111,11 +116,13 @@ class EncoderDecoder(Network):
         source = run.source
         assert source is not None, "there is a text for the encoder to read"
         if self.encoder is not None:
-            taken = (self.encoder(self._embedded(source) if self.is_first else taken[0], source),)
+            x = self._embedded(source) if self.is_first else taken[0]
+            taken = (self.encoder(x, source),)
         if self.decoder is None:
             return taken
         if self.starts_decoder:
-            taken = (self._embedded(run), *taken)
+            embedded = self._embedded(run)
+            taken = (embedded, *taken)
         x, memory = taken
         x = self.decoder(x, memory, run)
         return (x,) if self.is_last else (x, memory)

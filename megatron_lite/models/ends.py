@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron_lite.models import rng
 from megatron_lite.models.build_plan import Plan
-from megatron_lite.models.loss import head_loss, rows_at_a_time
+from megatron_lite.models.loss import capped, head_loss, rows_at_a_time
 from megatron_lite.models.passes import Pass
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameter_kinds import Kind
@@ -94,6 +94,7 @@ class Head(nn.Module):
             plan.config.vocab,
             rows,
             plan.ranks,
+            plan.config.head.logit_cap,
         )
         return total, losses.view(labels.shape[1], labels.shape[0]).t()
 
@@ -102,7 +103,8 @@ class Head(nn.Module):
         ranks = self.plan.ranks
         if ranks.group and ranks.sequence:
             hidden = comm.gathered(hidden, ranks.group)
-        own = linear(hidden, self._matrix(shared), self.bias).float().permute(2, 1, 0)
+        logits = linear(hidden, self._matrix(shared), self.bias).float()
+        own = capped(logits, self.plan.config.head.logit_cap).permute(2, 1, 0)
         whole = comm.gathered(own, ranks.group) if ranks.group else own
         return whole[: self.plan.config.vocab].permute(1, 2, 0)
 

@@ -36,17 +36,16 @@ class Layer(Residual):
 
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
-        self.layer, self.ranks, self.dropout = layer, plan.ranks, plan.options.hidden_dropout
-        self.after_attention, self.after_mlp = (
-            rng.At(layer, rng.AFTER_ATTENTION),
-            rng.At(layer, rng.AFTER_MLP),
-        )
+        config, options = plan.config, plan.options
+        self.layer = layer
+        self.ranks = plan.ranks
+        self.dropout = options.hidden_dropout
+        self.after_attention = rng.At(layer, rng.AFTER_ATTENTION)
+        self.after_mlp = rng.At(layer, rng.AFTER_MLP)
         kind = plan.kind(layer)
-        self._add_mixer(plan, mixer_of(plan.config, kind))
+        self._add_mixer(plan, mixer_of(config, kind))
         self._add_mlp(plan, kind.mlp)
-        use_fp8(
-            self, plan.options.fp8, layer=layer, layers=plan.config.layer_count, tp=plan.ranks.size
-        )
+        use_fp8(self, options.fp8, layer=layer, layers=config.layer_count, tp=plan.ranks.size)
 
     def _add_mixer(self, plan: Plan, mixer: Mixer | None) -> None:
         """Add the mixer under its own name, after the norm that it needs."""
@@ -73,12 +72,13 @@ class Layer(Residual):
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """x [sequence (/ tp), batch, hidden] -> the same shape."""
         if self.mixer_name is not None:
+            mixer = getattr(self, self.mixer_name)
             normed = x if self.input_layernorm is None else self.input_layernorm(x)
-            mixed = getattr(self, self.mixer_name)(normed, run)
+            mixed = mixer(normed, run)
             x = x + self.drop(mixed, run, self.after_attention)
         if self.mlp is None:
             return x
-        # torch.compile stops at experts. In a method of its own, the call would be one more compiled part.
+        # torch.compile stops at experts. In a separate method, the call would be one more compiled part.
         made = (
             self.mlp(x)
             if self.pre_mlp_layernorm is None

@@ -53,17 +53,28 @@ def head_loss(
     vocab: int,
     rows: int,
     ranks: TensorGroup,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (sum of weights * losses, differentiable; the losses, float32 [tokens], not differentiable).
 
     hidden [sequence (/ tp), batch, width]. weight [padded vocabulary / tp, width], bias [padded vocabulary / tp].
     labels int64 [tokens] and weights float32 [tokens], with tokens in the order of [sequence, batch].
-    vocab: number of columns without padding. rows: tokens at a time.
+    vocab: number of columns without padding. rows: tokens at a time. cap: see `capped`.
     """
     made: tuple[Tensor, Tensor] = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, labels, weights, vocab, rows, ranks, torch.is_grad_enabled()
+        hidden, weight, bias, labels, weights, vocab, rows, ranks, cap, torch.is_grad_enabled()
     )
     return made
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Limit logits to the range between minus and plus `cap` by a tanh, in place. None: no limit."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _slope(logits: Tensor, cap: float | None) -> Tensor | None:
+    """Return the derivative of `capped` for capped logits; None if it is 1."""
+    return None if cap is None else 1 - (logits / cap).square_()
 
 
 @dataclass(frozen=True)
@@ -109,17 +120,19 @@ class _Gradients:
 
     def add(self, part: slice, x: Tensor, of_logits: Tensor, own: _OwnColumns) -> None:
         """Add a block. x [rows, width]; of_logits float32 [rows, own columns]."""
+        weight = own.weight
         if self.of_bias is not None:
             self.of_bias[: own.count] += of_logits.sum(0)
-        rounded = of_logits.to(own.weight.dtype)
-        torch.mm(rounded, own.weight, out=self.of_input[part])
+        rounded = of_logits.to(weight.dtype)
+        torch.mm(rounded, weight, out=self.of_input[part])
         if self.of_weight is None:
             return
         of_own = self.of_weight[: own.count]
+        columns = rounded.t()
         if of_own.dtype == rounded.dtype:
-            of_own.addmm_(rounded.t(), x)
+            of_own.addmm_(columns, x)
         else:
-            of_own += rounded.t() @ x
+            of_own += columns @ x
 
 
 def _of_logits(softmax: Tensor, index: Tensor, held: Tensor, weights: Tensor) -> Tensor:
@@ -149,6 +162,7 @@ class _HeadLoss(torch.autograd.Function):
         vocab: int,
         rows: int,
         ranks: TensorGroup,
+        cap: float | None,
         backward_follows: bool,
     ) -> tuple[Tensor, Tensor]:
         whole = comm.gathered(hidden, ranks.group) if ranks.group and ranks.sequence else hidden
@@ -161,12 +175,14 @@ class _HeadLoss(torch.autograd.Function):
             gradients = _Gradients.zeros(x, weight, bias, trained=trained, one_block=one_block)
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
-            logits = F.linear(x[part], own.weight, own.bias).float()
+            logits = capped(F.linear(x[part], own.weight, own.bias).float(), cap)
+            slope = None if gradients is None else _slope(logits, cap)
             index, held = _own_labels(labels[part], own.first, own.count)
             losses[part], scale = _losses(logits, index, held, ranks)
             if gradients is not None:
                 weighted_softmax = logits.mul_((scale * weights[part]).unsqueeze(1))
                 of_logits = _of_logits(weighted_softmax, index, held, weights[part])
+                of_logits = of_logits if slope is None else of_logits.mul_(slope)
                 gradients.add(part, x[part], of_logits, own)
         if gradients is not None:
             of_hidden = gradients.of_input.view_as(whole)
@@ -180,7 +196,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         dx, *others = ctx.saved_tensors
         dw, db = (None if each is None else each.mul_(grad) for each in others)
-        return dx.mul_(grad), dw, db, None, None, None, None, None, None
+        return dx.mul_(grad), dw, db, *[None] * 7
 
 
 def _rounded(gradients: _Gradients, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -215,19 +231,23 @@ def _losses(
     The logits are replaced by exponentials relative to this rank's maximum. One collective exchanges each rank's
     maximum, its sum of exponentials, and the label's logit.
     """
-    if logits.shape[1]:
+    rows, columns = logits.shape
+    if columns:
         own_largest = logits.amax(1)
         picked = logits.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill(~held, 0)
         exponentials = logits.sub_(own_largest.unsqueeze(1)).exp_().sum(1)
     else:  # this rank has only padding
-        own_largest = logits.new_full((len(logits),), -torch.inf)
-        exponentials = picked = logits.new_zeros(len(logits))
+        own_largest = logits.new_full((rows,), -torch.inf)
+        exponentials = logits.new_zeros(rows)
+        picked = exponentials
     largest = own_largest
     if ranks.group:
-        all_ranks = comm.gathered(
-            torch.stack((own_largest, exponentials, picked)), ranks.group
-        ).view(ranks.size, 3, -1)
-        largest = all_ranks[:, 0].amax(0)
-        exponentials = (all_ranks[:, 1] * (all_ranks[:, 0] - largest).exp()).sum(0)
-        picked = all_ranks[:, 2].sum(0)
-    return largest + exponentials.log() - picked, (own_largest - largest).exp_() / exponentials
+        own = torch.stack((own_largest, exponentials, picked))
+        all_ranks = comm.gathered(own, ranks.group).view(ranks.size, 3, -1)
+        each_largest, each_sum, each_picked = all_ranks.unbind(1)
+        largest = each_largest.amax(0)
+        exponentials = (each_sum * (each_largest - largest).exp()).sum(0)
+        picked = each_picked.sum(0)
+    losses = largest + exponentials.log() - picked
+    scale = (own_largest - largest).exp_() / exponentials
+    return losses, scale

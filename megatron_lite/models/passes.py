@@ -124,7 +124,9 @@ class Pass:
     counting: Tensor | None = None
     """float32 []: the sum of the whole microbatch's weights; None if `ahead` is empty."""
     scores: LargestScores | None = None
-    """Where attention stores its largest scores; None: nowhere."""
+    """The place where attention stores its largest scores; None: they are not stored."""
+    masks: dict[tuple[int, int | None, int | None], Tensor] = field(default_factory=dict)
+    """Masks that layers share, by (keys, window, chunk); see scored_attention.py."""
     _seen: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
 
     def label_weights(self) -> Tensor:
@@ -212,21 +214,24 @@ class Passes:
 
     def _ahead(self, batch: Microbatch, packed: Packed | None) -> tuple[Tensor, tuple[Ahead, ...]]:
         """Return (sum of weights, inputs of each depth). Shift before sharding: the next token may be on another rank."""
-        tokens, labels, ends = batch.tokens, batch.labels, _ends(batch.tokens, packed)
+        tokens = batch.tokens
+        labels = batch.labels
+        ends = _ends(tokens, packed)
         weights = (
             torch.ones_like(labels, dtype=torch.float32)
             if batch.loss_mask is None
             else batch.loss_mask.float()
         )
-        counting, found = weights.sum(), []
+        counting = weights.sum()
+        found = []
         for _ in range(self._depths):
             # Shift by one position. A document's last token has no next token.
             tokens, labels, weights = (
                 x.roll(-1, 1).masked_fill(ends, 0) for x in (tokens, labels, weights)
             )
-            found.append(
-                Ahead(self._own(tokens), self._own(labels), self._own(weights), weights.sum())
-            )
+            own = self._own
+            ahead = Ahead(own(tokens), own(labels), own(weights), weights.sum())
+            found.append(ahead)
         return counting, tuple(found)
 
     def _own(self, x: Tensor, axis: int = 1) -> Tensor:

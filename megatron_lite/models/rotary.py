@@ -79,12 +79,12 @@ def magnitude(config: ModelConfig) -> float:
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
 
-    factor, both = scaling["factor"], (scaling.get("mscale"), scaling.get("mscale_all_dim"))
-    return (
-        sharper(factor, both[0]) / sharper(factor, both[1])
-        if both[0] and both[1]
-        else sharper(factor, 1.0)
-    )
+    factor = scaling["factor"]
+    mscale = scaling.get("mscale")
+    mscale_all_dim = scaling.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return sharper(factor, mscale) / sharper(factor, mscale_all_dim)
+    return sharper(factor, 1.0)
 
 
 def sharper(factor: float, strength: float) -> float:

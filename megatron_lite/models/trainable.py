@@ -15,17 +15,15 @@ from megatron_lite.settings.architecture import OF_THEIR_OWN
 from megatron_lite.settings.options import ModelOptions
 
 TRAINED = (
-    "arcee", "bailing_moe2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "gemma",
-    "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_oss", "hy_v3", "jais2", "llama", "mimo", "minimax_m2",
-    "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "sarvam_mla",
-    "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+    "arcee", "bailing_moe2", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "exaone_moe", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_oss",
+    "helium", "hy_v3", "internlm2", "jais2", "llama", "llama4", "mellum", "mimo", "minimax_m2", "ministral", "mistral", "mixtral",
+    "nemotron", "olmo2", "olmo3", "olmoe", "phi3", "qwen", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "sarvam_mla", "sarvam_moe",
+    "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
 """Families that the decoder supports by configuration."""
 NOT_TRAINED = {
-    "deepseek_v32": "an indexer chooses the positions that a token attends to",
-    "gemma2": "attention scores and logits are capped",
-    "glm_moe_dsa": "an indexer chooses the positions that a token attends to",
-    "llama4": "attention is to chunks, and the router scales the experts' inputs",
+    "mamba2": "all layers are Mamba 2",
     "nemotron_h": "some layers are Mamba 2",
     "qwen3_5": "some layers are gated delta nets",
     "qwen3_5_moe": "some layers are gated delta nets",
@@ -33,13 +31,12 @@ NOT_TRAINED = {
 }
 """Family that can't be trained -> the reason."""
 NOT_COMPUTED = {
-    "indexer": "an indexer that chooses positions",
     "output_norm mixture": "norms after its experts, not before them",
     "output_norm mla": "norms after its latent attention, not before it",
     "post_norm": "norms of the sums of each sublayer, as the original BERT: Megatron core has none",
-    "qk_l2_norm": "q and k divided by their L2 norm",
-    "capped_scores": "capped attention scores",
-    "capped_logits": "capped logits",
+    "capped_scores mla": "capped scores of latent attention",
+    "capped_scores sinks": "capped scores beside attention sinks",
+    "qk_l2_norm mla": "norms without weights in latent attention",
     "expert_latent": "experts that work on a projection of the hidden states",
 }
 """Features that the decoder does not support, whatever the family."""
@@ -119,19 +116,21 @@ def rotated_width(config: ModelConfig) -> int:
 
 def _check_groups(experts: Experts) -> None:
     """Raise NotExpressible for groups of experts that no router can choose from; in transformers, torch raises an error."""
-    if not experts.groups or experts.groups == 1:
+    groups = experts.groups
+    if not groups or groups == 1:
         return
-    chosen = experts.group_topk or experts.groups
-    each, rest = divmod(experts.count, experts.groups)
-    if rest or each < RANKED_BY or chosen > experts.groups:
+    chosen = experts.group_topk or groups
+    each, rest = divmod(experts.count, groups)
+    if rest or each < RANKED_BY or chosen > groups:
         raise NotExpressible(
-            f"the model ranks {experts.groups} groups of its {experts.count} experts by the best {RANKED_BY} of each, and takes {chosen}; "
+            f"the model ranks {groups} groups of its {experts.count} experts by the best {RANKED_BY} of each, and takes {chosen}; "
             f"expected equal groups of {RANKED_BY} experts or more, and no more groups than there are (n_group, topk_group)"
         )
-    if experts.per_token > chosen * each:
+    available = chosen * each
+    if experts.per_token > available:
         raise NotExpressible(
             f"the model gives each token {experts.per_token} experts (num_experts_per_tok) of its best {chosen} groups (topk_group), "
-            f"which have {each} each, {chosen * each} in all"
+            f"which have {each} each, {available} in all"
         )
 
 

@@ -90,14 +90,13 @@ class ExampleData(TrainingData):
                 "--split divides --finetune-data; with --valid-finetune-data there is nothing to divide"
             )
         cut: Callable[[Examples, int], Pieces] = pairs_for if self.pairs else pieces_for
+        train = cut(self.train, sizes.seq)
         valid = cut(self.valid, sizes.seq) if self.valid else None
-        packed = Packed(cut(self.train, sizes.seq), valid)
-        changes = {
-            **_training_length(settings, sizes, packed.train, progress),
-            **_evaluations(settings, sizes, packed, say),
-        }
-        settings = replace(settings, training=replace(settings.training, **changes))
-        return settings, replace(self, packed=packed)
+        packed = Packed(train, valid)
+        length = _training_length(settings, sizes, train, progress)
+        evaluations = _evaluations(settings, sizes, packed, say)
+        training = replace(settings.training, **length, **evaluations)
+        return replace(settings, training=training), replace(self, packed=packed)
 
     def datasets(self, setup: Setup, samples: Sequence[int]) -> list[Dataset | None]:
         assert self.packed is not None
@@ -130,14 +129,16 @@ class ExampleData(TrainingData):
     def _summary(
         self, setup: Setup, pieces: Pieces, dataset: FinetuneDataset | PairDataset, noun: str
     ) -> str:
-        examples, seq, epoch = pieces.examples, setup.sizes.seq, dataset.epoch_samples
-        number = counted(len(examples) // (2 if self.pairs else 1), noun)
-        tokens = f"{len(examples.tokens):,} tokens ({int(examples.learned.sum()):,} learned)"
-        samples = (
-            f"2 rows of {seq} tokens each"
-            if self.pairs
-            else f"{counted(epoch, 'sample')} of {seq} tokens"
-        )
+        examples = pieces.examples
+        seq = setup.sizes.seq
+        epoch = dataset.epoch_samples
+        rows_each = 2 if self.pairs else 1
+        number = counted(len(examples) // rows_each, noun)
+        learned = int(examples.learned.sum())
+        tokens = f"{len(examples.tokens):,} tokens ({learned:,} learned)"
+        samples = f"{counted(epoch, 'sample')} of {seq} tokens"
+        if self.pairs:
+            samples = f"2 rows of {seq} tokens each"
         steps = epoch / setup.sizes.batch.full
         plural = "" if steps == 1 else "s"
         return f"{number}, {tokens}, {samples}, {steps:,.4g} step{plural} an epoch"
@@ -181,17 +182,19 @@ def _remarks(pieces: Pieces, seq: int, noun: str, what: str) -> Iterator[str]:
     """Yield a line for each property of the examples that a user may not expect. what: the purpose of the examples."""
     examples = pieces.examples
     if examples.equal:
-        yield f"warning: left out, as both answers are the same: {counted(examples.equal, 'pair')}{what}"
+        pairs = counted(examples.equal, "pair")
+        yield f"warning: left out, as both answers are the same: {pairs}{what}"
     if pieces.cut:
-        verbs = ("is", "was") if pieces.cut == 1 else ("are", "were")
         number = counted(pieces.cut, noun)
-        yield f"warning: {number}{what} {verbs[0]} longer than --seq-length {seq} and {verbs[1]} cut"
+        present, past = ("is", "was") if pieces.cut == 1 else ("are", "were")
+        yield f"warning: {number}{what} {present} longer than --seq-length {seq} and {past} cut"
     if pieces.dropped:
-        verb, them = ("was", "it") if pieces.dropped == 1 else ("were", "them")
         number = counted(pieces.dropped, noun)
+        verb, them = ("was", "it") if pieces.dropped == 1 else ("were", "them")
         yield f"warning: {number}{what} {verb} dropped: nothing to learn is left of {them}"
     if examples.unread:
-        names = ", ".join(f'"{name}"' for name in sorted(examples.unread))
-        yield f"fields that are not read{what}: {names}"
+        quoted = [f'"{name}"' for name in sorted(examples.unread)]
+        yield f"fields that are not read{what}: {', '.join(quoted)}"
     if examples.plain_chats:
-        yield f"{examples.plain_chats:,} instructions{what} are written out: the tokenizer has no chat template"
+        number = f"{examples.plain_chats:,}"
+        yield f"{number} instructions{what} are written out: the tokenizer has no chat template"

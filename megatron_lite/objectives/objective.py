@@ -22,7 +22,7 @@ from megatron_lite.settings.options import ModelOptions
 
 
 class Objective:
-    """What a run learns. The defaults are those of a decoder that predicts the next token.
+    """The training objective of a run. The defaults are those of a decoder that predicts the next token.
 
     An object has no state of a run. Methods are in the order in which a run calls them.
     """

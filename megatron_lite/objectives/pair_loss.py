@@ -114,7 +114,9 @@ def compare(
         comm.all_reduce(sums, context.group)
     summed_losses, lengths = sums
     # IPO uses means per token.
-    part = 1 / lengths.clamp(min=1) if options.loss == "ipo" else torch.ones_like(lengths)
+    part = torch.ones_like(lengths)
+    if options.loss == "ipo":
+        part = 1 / lengths.clamp(min=1)
     likelier = -summed_losses - reference
     gains = likelier * part
     with torch.enable_grad():  # differentiates a few numbers only, also in a pass without gradients
@@ -122,7 +124,8 @@ def compare(
         loss = pair_losses(gains, options)
         (slopes,) = torch.autograd.grad(loss.sum(), gains)
     rewards = options.beta * likelier
-    chosen, rejected = rewards[0::2], rewards[1::2]
+    chosen = rewards[0::2]
+    rejected = rewards[1::2]
     figures = {
         "loss": loss.detach(),
         "chosen_reward": chosen,

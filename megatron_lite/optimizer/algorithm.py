@@ -1,6 +1,6 @@
 """The interface of an optimizer: the parameters that it updates, the state that it keeps, and its update.
 
-A further optimizer needs a subclass of Algorithm in a file of its own, its line in algorithms.py, and a value of
+A further optimizer needs a subclass of Algorithm in a separate file, its line in algorithms.py, and a value of
 --optimizer (megatron_lite/settings/optimizers.py). Everything else asks the subclass: buckets, sharding, checkpoints,
 and `plan`. This module and the subclasses import torch only to build an update, because `plan` works without torch.
 """

@@ -42,18 +42,11 @@ def squares(ranges: Iterable[FlatRange], grid: Grid, *, distributed: bool) -> Te
     counted = [
         item.gradient
         for item in ranges
-        if not _counted_elsewhere(item, grid, distributed=distributed)
+        if not _counts_elsewhere(item, grid, distributed=distributed)
     ]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=grid.device)
     return (_of_gpu if grid.device.type == "cuda" else _of_cpu)(counted)
-
-
-def _counted_elsewhere(item: FlatRange, grid: Grid, *, distributed: bool) -> bool:
-    """Return whether another rank counts it: tensor rank 0, data-parallel rank 0, or the stage with the first copy."""
-    tensor_rank = item.info.replicated and grid.tp_rank
-    data_rank = not distributed and grid.rank_along(item.info.reduced_over)
-    return bool(tensor_rank or data_rank or item.info.is_copy)
 
 
 def _of_cpu(gradients: Iterable[Tensor]) -> Tensor:
@@ -68,6 +61,16 @@ def _of_gpu(gradients: list[Tensor]) -> Tensor:
     """Return the sum of squares by a few launches for all gradients. The kernel adds in a fixed order."""
     norms = torch._foreach_norm(gradients)
     return torch.stack(list(norms)).double().square().sum()
+
+
+def _counts_elsewhere(item: FlatRange, grid: Grid, *, distributed: bool) -> bool:
+    """Return True if another rank counts a gradient: tensor rank 0, data-parallel rank 0, or the stage with the first copy."""
+    info = item.info
+    if info.is_copy:
+        return True
+    if info.replicated and grid.tp_rank:
+        return True
+    return not distributed and grid.rank_along(info.reduced_over) > 0
 
 
 def clip_factor(norm: float, most: float) -> float:

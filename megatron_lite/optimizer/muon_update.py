@@ -34,16 +34,20 @@ SMALLEST_NORM = 1e-7
 def orthogonalized(matrix: Tensor, options: MuonOptions) -> Tensor:
     """Return float32 [out, in] with all singular values near 1, by the Newton-Schulz iteration."""
     # With the smaller side first, X X' is small.
-    wide = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix
-    x = wide / torch.linalg.vector_norm(wide).clamp(min=SMALLEST_NORM)
+    rows, columns = matrix.shape
+    transposed = rows > columns
+    wide = matrix.t() if transposed else matrix
+    norm = torch.linalg.vector_norm(wide).clamp(min=SMALLEST_NORM)
+    x = wide / norm
     if options.precision == "medium":
         x = x.bfloat16()
-    for a, b, c in islice(cycle(COEFFICIENTS[options.coefficients]), options.steps):
+    coefficients = cycle(COEFFICIENTS[options.coefficients])
+    for a, b, c in islice(coefficients, options.steps):
         gram = x @ x.t()
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.addmm(x, polynomial, x, beta=a)
     found: Tensor = x.float()
-    return found if wide is matrix else found.t()
+    return found.t() if transposed else found
 
 
 def scale(rows: int, columns: int, mode: str) -> float:
@@ -105,8 +109,8 @@ class MuonUpdate:
 def _joined(part: Tensor, axis: int, group: comm.Group) -> Tensor:
     """Join the parts of all tensor ranks along an axis."""
     assert group is not None
-    turned = part.transpose(0, axis).contiguous()
-    return comm.gathered(turned, group).transpose(0, axis)
+    transposed = part.transpose(0, axis).contiguous()
+    return comm.gathered(transposed, group).transpose(0, axis)
 
 
 Rows = slice | Tensor

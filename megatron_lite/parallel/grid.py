@@ -156,7 +156,7 @@ def make_grid(
     """Create the grid and its groups. Collective over the default process group.
 
     That group exists unless there is only one process.
-    near: number of neighbouring context ranks that form a group, for a2a+p2p. experts: whether the model has experts.
+    near: number of neighbouring context ranks that form a group, for a2a+p2p. experts: True if the model has experts.
     timeout: how long a call of each group waits for the other ranks; None: torch's default.
     Raises LayoutError if tp x cp x dp x pp is not the number of processes.
     """
@@ -166,26 +166,30 @@ def make_grid(
     wanted = {"tp": dense.groups("tp"), "replicas": dense.groups(*REPLICAS)}
     if experts:
         of_experts = expert_mesh(layout, dp, cp)
-        wanted |= {axis: of_experts.groups(axis) for axis in ("etp", "ep", "edp")}
+        for axis in ("etp", "ep", "edp"):
+            wanted[axis] = of_experts.groups(axis)
     if world == 1:
         return Grid(layout, dp, 0, device)
     columns = dense.groups("pp")
+    contexts = dense.groups("cp")
     wanted |= _holders_of_tables(columns, layout)
     rank = dist.get_rank()
     made = _Groups(rank, device, timeout)
     groups = {axis: made.own(ranks) for axis, ranks in wanted.items()}
     # A separate group, so that keys don't queue behind gradients.
-    groups["cp"] = _Groups(rank, device, timeout).own(dense.groups("cp"))
+    groups["cp"] = _Groups(rank, device, timeout).own(contexts)
     if near > 1:
-        groups["cp_near"] = made.own(_near(dense.groups("cp"), near))
-        groups["cp_far"] = made.own(_far(dense.groups("cp"), near))
+        groups["cp_near"] = made.own(_near(contexts, near))
+        groups["cp_far"] = made.own(_far(contexts, near))
+    everyone = {"world": dist.group.WORLD}
+    channels = _make_channels(columns, layout, rank, device, timeout)
     grid = Grid(
         layout,
         dp,
         rank,
         device,
-        groups={"world": dist.group.WORLD, **groups},
-        channels=_make_channels(columns, layout, rank, device, timeout),
+        groups=everyone | groups,
+        channels=channels,
         cp=cp,
     )
     _warm_up(grid)

@@ -12,10 +12,10 @@ class Kind(Enum):
     """The kind of a parameter."""
 
     SHARDED = "each tensor rank has its own part"
-    VOCABULARY = "the same, of a table of words, of which tied ends of a pipeline have a copy each"
-    OF_TOKENS = "each tensor rank has a copy, which sees its rank's tokens alone under sequence parallelism, else all of them"
-    OF_HEADS = "each tensor rank has a copy, which sees its rank's heads alone"
-    EXPERT = "a part of one expert, which sees all tokens that come to it"
+    VOCABULARY = "the same, for the rows of the vocabulary; with tied weights, the first and the last stage have a copy each"
+    OF_TOKENS = "each tensor rank has a copy, which processes its rank's tokens with sequence parallelism, else all tokens"
+    OF_HEADS = "each tensor rank has a copy, which processes only its rank's heads"
+    EXPERT = "a part of one expert, which processes all tokens that are routed to it"
     UNTRAINED = (
         "each tensor rank has a copy, without gradient and optimizer; something else changes it"
     )

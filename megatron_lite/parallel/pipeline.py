@@ -91,16 +91,16 @@ class Executor:
         )
 
     def _post(self, action: Action, at: Edge) -> list[tuple[comm.Call, Tensor]]:
-        whom, group = self._grid.rank_of_stage(at.pp_rank), self._group(action, at)
-        tensors = [
-            torch.empty(wire.shape, dtype=wire.dtype, device=self._grid.device)
-            for wire in self._arriving(action)
-        ]
-        tags = _tags(at, len(tensors))
-        return [
-            (comm.receive(tensor, whom, group, tag), tensor)
-            for tensor, tag in zip(tensors, tags, strict=True)
-        ]
+        sender = self._grid.rank_of_stage(at.pp_rank)
+        group = self._group(action, at)
+        device = self._grid.device
+        wires = self._arriving(action)
+        posted = []
+        for wire, tag in zip(wires, _tags(at, len(wires)), strict=True):
+            tensor = torch.empty(wire.shape, dtype=wire.dtype, device=device)
+            call = comm.receive(tensor, sender, group, tag)
+            posted.append((call, tensor))
+        return posted
 
     def _send(self, action: Action, at: Edge, made: Payload) -> None:
         self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]

@@ -80,13 +80,15 @@ def program(actions: Sequence[Action], pp: int, vpp: int, pp_rank: int) -> Itera
     The next message is requested before the current pass is computed, so that it arrives during the pass.
     """
     incoming = [edge(action, pp, vpp, pp_rank, outgoing=False) for action in actions]
-    for here, action in enumerate(actions):
-        if here == 0 and incoming[here] is not None:
-            yield Operation("post", action, incoming[here])
-        if incoming[here] is not None:
-            yield Operation("wait", action, incoming[here])
-        if here + 1 < len(actions) and incoming[here + 1] is not None:
-            yield Operation("post", actions[here + 1], incoming[here + 1])
+    if incoming and incoming[0] is not None:
+        yield Operation("post", actions[0], incoming[0])
+    for number, action in enumerate(actions):
+        message = incoming[number]
+        if message is not None:
+            yield Operation("wait", action, message)
+        following = number + 1
+        if following < len(actions) and incoming[following] is not None:
+            yield Operation("post", actions[following], incoming[following])
         yield Operation("compute", action)
         outgoing = edge(action, pp, vpp, pp_rank, outgoing=True)
         if outgoing is not None:

@@ -217,16 +217,18 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
-        rows, grads = (each.reshape(-1, x.shape[-1]).float() for each in (x, grad))
-        wide, each_inverse = weight.float(), inverse.view(-1)
+        width = x.shape[-1]
+        rows = x.reshape(-1, width).float()
+        grads = grad.reshape(-1, width).float()
+        wide = weight.float()
+        each_inverse = inverse.view(-1)
         products = grads * rows
         dweight = torch.mv(products.t(), each_inverse)
-        along = torch.mv(products, wide).mul_(each_inverse.pow(3)).div_(x.shape[-1])
-        dx = (
-            (grads * wide)
-            .mul_(each_inverse.unsqueeze(-1))
-            .addcmul_(rows, along.unsqueeze(-1), value=-1)
-        )
+        along = torch.mv(products, wide)
+        along.mul_(each_inverse.pow(3)).div_(width)
+        dx = grads * wide
+        dx.mul_(each_inverse.unsqueeze(-1))
+        dx.addcmul_(rows, along.unsqueeze(-1), value=-1)
         return dx.view_as(x).to(x.dtype), dweight.to(weight.dtype), None
 
 

@@ -137,33 +137,42 @@ def activations(run: Described, pp_rank: int) -> int:
 
 def _kept_by(run: Described, chunk: Chunk) -> int:
     """Return the bytes that a forward pass of one microbatch through a chunk keeps until its backward pass."""
-    tokens, elements = run.tokens, 0.0
-    for group, whole in _groups(run, chunk):
-        elements += _width(run) if whole else sum(layer_elements(run, layer) for layer in group)
-    found = elements * tokens * run.itemsize
+    width = _width(run)
+    elements = 0.0
+    for group, only_input in _groups(run, chunk):
+        if only_input:
+            elements += width
+            continue
+        for layer in group:
+            elements += layer_elements(run, layer)
+    found = elements * run.tokens
     if chunk.is_last:
-        further, tp = run.config.mtp_layers, run.sizes.layout.tp
+        config = run.config
         # The gradient of the head's matrix.
-        matrix = run.vocab_rows // tp * run.config.hidden
-        predicted = (
-            further * (layer_elements(run, run.config.layer_count - 1) + 3 * _width(run)) * tokens
-        )
-        found += ((2 * _width(run) * tokens + matrix) * (1 + further) + predicted) * run.itemsize
-    return round(found)
+        vocab = run.vocab_rows // run.sizes.layout.tp
+        matrix = vocab * config.hidden
+        of_head = 2 * width * run.tokens + matrix
+        last_layer = layer_elements(run, config.layer_count - 1)
+        of_mtp_layer = (last_layer + 3 * width) * run.tokens
+        found += of_head + config.mtp_layers * (of_head + of_mtp_layer)
+    return round(found * run.itemsize)
 
 
 def _groups(run: Described, chunk: Chunk) -> Iterator[tuple[range, bool]]:
-    """Yield (layers, whether only the input of the group is kept)."""
-    again, end = run.options.recompute, chunk.first_layer + chunk.layers
-    if again.granularity != "full":
-        yield range(chunk.first_layer, end), False
-    elif again.method == "uniform":
-        for first in range(chunk.first_layer, end, again.layers):
-            yield range(first, min(first + again.layers, end)), True
+    """Yield (layers, True if only the input of the group is kept)."""
+    recompute = run.options.recompute
+    first = chunk.first_layer
+    end = first + chunk.layers
+    if recompute.granularity != "full":
+        yield range(first, end), False
+    elif recompute.method == "uniform":
+        for start in range(first, end, recompute.layers):
+            yield range(start, min(start + recompute.layers, end)), True
     else:
-        for layer in range(chunk.first_layer, min(chunk.first_layer + again.layers, end)):
+        recomputed_end = min(first + recompute.layers, end)
+        for layer in range(first, recomputed_end):
             yield range(layer, layer + 1), True
-        yield range(min(chunk.first_layer + again.layers, end), end), False
+        yield range(recomputed_end, end), False
 
 
 def _inside(run: Described, chunk: Chunk) -> int:

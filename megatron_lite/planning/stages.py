@@ -110,7 +110,7 @@ def kind_of(native: NativeTensor, config: ModelConfig) -> Kind:
     """Return the kind of a parameter, from its name and sharding."""
     if is_expert(native.name):
         return Kind.EXPERT
-    if native.name.endswith("router.expert_bias"):
+    if native.name.endswith("router.expert_bias") or ".core_attention.indexer." in native.name:
         return Kind.UNTRAINED
     if native.replicated:
         of_heads = config.attention.qk_norm and native.name.endswith(

@@ -137,7 +137,8 @@ def _computed_again(run: Described, chunk: Chunk) -> range:
 
 def _of_layer(run: Described, layer: int, forward: int) -> Iterator[Counted]:
     """Yield the traffic of one layer. forward: how often its forward pass is computed."""
-    config, kind = run.config, run.config.layers[layer]
+    config = run.config
+    kind = config.layers[layer]
     mixer = mixer_of(config, kind)
     if mixer is not None:
         if mixer.attends:
@@ -159,27 +160,33 @@ def _of_other_tokens(run: Described, forward: int) -> Iterator[Counted]:
 
     Except with a2a, values are sent with the width of keys.
     """
-    attention, cp, tp = run.config.attention, run.sizes.cp, run.sizes.layout.tp
-    how, near = run.options.context, run.options.near
-    heads, kv_heads = attention.heads // tp, attention.kv_heads // tp
+    attention = run.config.attention
+    cp, tp = run.sizes.cp, run.sizes.layout.tp
+    method, near = run.options.context, run.options.near
+    has_levels = near > 1
+    kv_heads = attention.kv_heads // tp
     keys = run.tokens * kv_heads * attention.head_dim
     passes = forward + 1
-    if how in ("p2p", "a2a+p2p"):
+    if method in ("p2p", "a2a+p2p"):
         # With `near` ranks, a rank has `near` times the tokens and 1/near of the heads.
         far = cp // near
         keys_sent = run.itemsize * (far - 1) * passes
         gradients_sent = FLOAT32 * far
-        yield "cp" if near == 1 else "cp_far", "send", 2 * keys * (keys_sent + gradients_sent)
-    if how == "all_gather":
-        yield "cp", "all_gather", 2 * keys * run.itemsize * cp * passes
-        yield "cp", "reduce_scatter", 2 * keys * FLOAT32 * cp
-    if how in ("a2a", "a2a+p2p"):
+        sent = 2 * keys * (keys_sent + gradients_sent)
+        yield "cp_far" if has_levels else "cp", "send", sent
+    if method == "all_gather":
+        whole = 2 * keys * cp
+        yield "cp", "all_gather", whole * run.itemsize * passes
+        yield "cp", "reduce_scatter", whole * FLOAT32
+    if method in ("a2a", "a2a+p2p"):
+        heads = attention.heads // tp
         v_dim = run.config.latent.v_dim or attention.head_dim
         queries = run.tokens * heads * attention.head_dim
         values = run.tokens * kv_heads * v_dim
         output = run.tokens * heads * v_dim
-        exchanged = (queries + keys + values + output) * run.itemsize * passes
-        yield "cp" if near == 1 else "cp_near", "all_to_all", exchanged
+        elements = queries + keys + values + output
+        exchanged = elements * run.itemsize * passes
+        yield "cp_near" if has_levels else "cp", "all_to_all", exchanged
 
 
 def _of_matrices(run: Described, into: int, forward: int) -> Iterator[Counted]:

@@ -1,6 +1,6 @@
 """Finds the rank that blocks a run, from the counts of calls in all heartbeats.
 
-Stacks can't tell. On a GPU the host runs ahead and blocks in any line, and the backward pass runs in another thread.
+Stacks don't show it. On a GPU the host runs ahead and blocks in any line, and the backward pass runs in another thread.
 """
 
 from collections.abc import Sequence

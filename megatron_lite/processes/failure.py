@@ -110,7 +110,7 @@ def report(error: BaseException, where: str, store: "Store | None") -> int:
             _print(text)
         return error.exit_status
     if store is not None and _is_lost_connection(error):
-        time.sleep(PATIENCE_S)  # gives a rank with a cause of its own the time to report it
+        time.sleep(PATIENCE_S)  # gives the rank that failed first the time to report it
         silent = "was silent for longer than --distributed-timeout-minutes (does it hang?)"
         gone = "ended without a message (was it killed?)"
         if speaks():

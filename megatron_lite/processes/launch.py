@@ -20,7 +20,7 @@ from megatron_lite.processes.heartbeat import Heartbeat
 from megatron_lite.processes.interfaces import explained
 from megatron_lite.processes.node import node_group
 from megatron_lite.processes.slurm import sees_own_gpu
-from megatron_lite.settings.config import Parallel
+from megatron_lite.settings.parallel import Parallel
 
 HEAD_START_S = 60.0
 """Time from --distributed-timeout-minutes until calls of groups fail. The heartbeat reports the cause meanwhile."""
@@ -47,7 +47,7 @@ class Place:
     watch: StoreWatch | None = None
     heartbeat: Heartbeat | None = None
     timeout: timedelta | None = None
-    """How long a call of any group waits for other ranks; None in a single process."""
+    """The time that a call of any group waits for other ranks; None in a single process."""
 
     def __str__(self) -> str:
         """Return a text such as `4 x cpu, gloo`."""

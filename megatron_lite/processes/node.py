@@ -28,7 +28,7 @@ def node_group(everybody: dist.ProcessGroup, timeout: timedelta) -> Group:
     here = [rank for rank, machine in enumerate(machines) if machine == machines[dist.get_rank()]]
     if len(here) == 1:
         return None
-    # Only the members create the group. Otherwise the whole world would have to synchronize once for each node.
+    # Only the members create the group. With all ranks, the whole world would have to synchronize once for each node.
     made: dist.ProcessGroup = dist.new_group(
         here, backend="gloo", timeout=timeout, use_local_synchronization=True
     )

@@ -45,7 +45,7 @@ class Product:
         return linear(x, weight, bias)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The same product without autograd, for a Function with a backward pass of its own."""
+        """The same product without autograd, for a Function that has its own backward pass."""
         return linear(x, weight, bias)
 
     def of_input(self, grad: Tensor, weight: Tensor) -> Tensor:

@@ -184,33 +184,43 @@ def check_against(
     settings: Settings, config: ModelConfig, dropouts: Mapping[str, float], source: str
 ) -> None:
     """Raise UsageError for the first flag that contradicts the checkpoint at source."""
+    stated = _stated(config) | dict(dropouts)
+    if "moe_layer_freq" in stated:
+        stated["moe_layer_freq"] = _have_experts(config)
+    has_no_vocabulary = settings.data.tokenizer_type == "NullTokenizer"
+    for name in sorted(settings.given):
+        subject, _ = flags()[name]
+        is_free = name in FREE and name not in dropouts
+        if subject != "model" or is_free or name not in stated:
+            continue
+        if name == "vocab_size" and has_no_vocabulary:
+            continue  # here it is the tokenizer's size; NullTokenizer adds a token
+        asked = getattr(settings.model, name)
+        held = stated[name]
+        if name == "moe_layer_freq":
+            model = replace(settings.model, num_layers=config.layer_count)
+            asked = _with_experts(model)
+        is_off = asked is False and held is None
+        if asked != held and not is_off:
+            flag = name.replace("_", "-")
+            raise UsageError(
+                f"--{flag} {asked} contradicts the checkpoint {source}, which has {held}; leave the flag out"
+            )
+
+
+def _stated(config: ModelConfig) -> dict[str, Any]:
+    """Return the model's arguments by the name of the flag, as its checkpoint states them."""
     stated = to_arguments(
         config, Layout(stage_layers=(config.layer_count,)), TrainingState(), transformer_impl="local", grouped_experts=False,
         vocab_divisor=1, padded_vocab=config.vocab, allow_lossy=True,
-    ) | dict(dropouts)  # fmt: skip
+    )  # fmt: skip
+    scaling = config.positions.scaling or {}
     stated |= {
         "disable_bias_linear": not stated["add_bias_linear"],
         "no_bias_gelu_fusion": not stated["bias_gelu_fusion"],
         "num_query_groups": config.attention.kv_heads,
-        "rope_scaling_factor": (config.positions.scaling or {}).get(
-            "factor", stated["rope_scaling_factor"]
-        ),
+        "rope_scaling_factor": scaling.get("factor", stated["rope_scaling_factor"]),
     }
     if "bert_binary_head" in stated:
         stated["bert_no_binary_head"] = not stated["bert_binary_head"]
-    for name in sorted(settings.given):
-        subject, _ = flags()[name]
-        if subject != "model" or (name in FREE and name not in dropouts) or name not in stated:
-            continue
-        if name == "vocab_size" and settings.data.tokenizer_type == "NullTokenizer":
-            continue  # here it is the tokenizer's size; NullTokenizer adds a token
-        asked = getattr(getattr(settings, subject), name)
-        if name == "moe_layer_freq":
-            asked, stated[name] = (
-                _with_experts(replace(settings.model, num_layers=config.layer_count)),
-                _have_experts(config),
-            )
-        if asked != stated[name] and not (asked is False and stated[name] is None):
-            raise UsageError(
-                f"--{name.replace('_', '-')} {asked} contradicts the checkpoint {source}, which has {stated[name]}; leave the flag out"
-            )
+    return stated

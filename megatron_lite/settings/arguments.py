@@ -167,24 +167,26 @@ def type_hints() -> dict[str, Any]:
 
 def _add(group: argparse._ArgumentGroup, name: str, item: Field[Any], hint: Any) -> None:
     text: str = item.metadata["help"]
-    options: dict[str, Any] = {}
+    choices = item.metadata["choices"]
+    short = item.metadata["short"]
+    element = _element(hint)
+    options: dict[str, Any] = {"metavar": {int: "N", float: "X"}.get(element, "WORD")}
     if hint is bool:
-        options = {"nargs": "?", "const": True, "metavar": "true|false"}
-    elif item.metadata["choices"]:
-        options = {"choices": item.metadata["choices"]}
-        text += " {" + ", ".join(item.metadata["choices"]) + "}"
+        options |= {"nargs": "?", "const": True, "metavar": "true|false"}
+    elif choices:
+        options["choices"] = choices
+        text += " {" + ", ".join(choices) + "}"
     elif hint not in (int, float, str):
-        options = {"nargs": "+"}
-    if options.get("metavar") is None:
-        options["metavar"] = {int: "N", float: "X"}.get(_element(hint), "WORD")
+        options["nargs"] = "+"
     if item.default not in (None, False):
         text += f" [{_shown(item.default)}]"
-    short = [item.metadata["short"]] if item.metadata["short"] else []
+    names = ["--" + name.replace("_", "-")]
+    if short:
+        names.append(short)
     group.add_argument(
-        "--" + name.replace("_", "-"),
-        *short,
+        *names,
         dest=name,
-        type=_reader(_element(hint), item.metadata["choices"]),
+        type=_reader(element, choices),
         help=text.replace("%", "%%"),
         **options,
     )
@@ -267,16 +269,16 @@ def _unknown(word: str) -> str:
     if not word.startswith("-"):
         return f"{word!r} is not a flag or a flag's value; --help lists them"
     if word in TODAY:
-        return f"unknown flag {word}; give {' '.join(TODAY[word])}"
-    known = ["--" + name.replace("_", "-") for name in flags()] + list(YAML_FLAGS)
-    close = (
-        [OTHERWISE_CALLED[word]]
-        if word in OTHERWISE_CALLED
-        else difflib.get_close_matches(word, known, n=1, cutoff=0.75)
-    )
-    return f"unknown flag {word}" + (
-        f"; did you mean {close[0]}?" if close else "; --help lists all flags"
-    )
+        today = " ".join(TODAY[word])
+        return f"unknown flag {word}; give {today}"
+    known = ["--" + name.replace("_", "-") for name in flags()]
+    known += YAML_FLAGS
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+    if word in OTHERWISE_CALLED:
+        close = [OTHERWISE_CALLED[word]]
+    if not close:
+        return f"unknown flag {word}; --help lists all flags"
+    return f"unknown flag {word}; did you mean {close[0]}?"
 
 
 def _read_yaml(path: str, ignored: list[str]) -> dict[str, Any]:
@@ -343,14 +345,15 @@ def flag_table() -> str:
 
 def _table_row(name: str) -> str:
     """Return a flag's row of the table."""
-    item = flags()[name][1]
+    _, item = flags()[name]
+    metadata = item.metadata
     spelled = [f"`--{name.replace('_', '-')}`"]
-    if item.metadata["short"]:
-        spelled.append(f"`{item.metadata['short']}`")
-    text = item.metadata["help"].replace("|", "\\|")
-    choices = " · ".join(f"`{choice}`" for choice in item.metadata["choices"])
+    if metadata["short"]:
+        spelled.append(f"`{metadata['short']}`")
+    text = metadata["help"].replace("|", "\\|")
+    choices = [f"`{choice}`" for choice in metadata["choices"]]
     if choices:
-        text += f" ({choices})"
+        text += f" ({' · '.join(choices)})"
     default = ""
     if item.default not in (None, False):
         default = f"`{_shown(item.default)}`"

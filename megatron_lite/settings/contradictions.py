@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from math import prod
 
 from megaconv.errors import UsageError
-from megatron_lite.settings.config import Balance, Logging, Parallel, Settings, Training
+from megatron_lite.settings.config import Logging, Settings, Training
 from megatron_lite.settings.optimizers import OPTIMIZERS
 from megatron_lite.settings.options import CONTEXT
+from megatron_lite.settings.parallel import Balance, Parallel
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 """The values of --moe-router-load-balancing-type."""

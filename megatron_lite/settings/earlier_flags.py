@@ -32,7 +32,7 @@ REPLACED = {
     "--use-tfrecords": "TFRecords can't be read; preprocess makes data from text",
     "--model-path": "give --load",
     "--cloze-eval": "give --task LAMBADA, with --valid-data for the file",
-    "--webtext-eval": "this mode is not supported; --task WIKITEXT103 --valid-data FILE gives a file's perplexity",
+    "--webtext-eval": "give evaluate --corpus, with FILE for the data",
     **dict.fromkeys(
         (
             "--ict-head-size", "--bert-load", "--ict-load", "--titles-data-path", "--block-data-path",

@@ -51,22 +51,22 @@ def check_kind(settings: Settings, kind: str) -> None:
 
 def _refused(settings: Settings, kind: str) -> Iterator[tuple[str, str]]:
     if kind != "gpt":
-        yield from (
-            (name, reason) for name, reason in OF_ENCODERS.items() if _asked(settings, name)
-        )
+        for name, reason in OF_ENCODERS.items():
+            if _asked(settings, name):
+                yield name, reason
         for name, value in _ALONE[kind].items():
-            if _asked(settings, name) and _value(settings, name) != value:
-                yield (
-                    name,
-                    f"there is code for {value} alone" if value else "there is no code for it",
-                )
-    others = {name for one, names in OF_MODEL.items() if one != kind for name in names}
-    others |= {item.name for item in fields(Masked)} - set(MASKED.get(kind, ()))
-    yield from (
-        (name, "it is about another --model-type")
-        for name in sorted(others)
-        if _asked(settings, name)
-    )
+            differs = _value(settings, name) != value
+            if differs and _asked(settings, name):
+                reason = f"there is code for {value} alone" if value else "there is no code for it"
+                yield name, reason
+    of_masked = {item.name for item in fields(Masked)}
+    others = of_masked - set(MASKED.get(kind, ()))
+    for other, names in OF_MODEL.items():
+        if other != kind:
+            others |= set(names)
+    for name in sorted(others):
+        if _asked(settings, name):
+            yield name, "it is about another --model-type"
 
 
 def _value(settings: Settings, name: str) -> object:

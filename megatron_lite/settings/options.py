@@ -191,5 +191,5 @@ class OptimizerOptions:
     """Used only with float16."""
     qk_clip: QkClip | None = None
     """Applied after each step; None: no clipping."""
-    tell_scores: bool = False
+    log_scores: bool = False
     """Report the largest attention score even without clipping."""

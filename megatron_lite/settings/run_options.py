@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from megatron_lite.settings.config import Balance, Optimizer, Settings
+from megatron_lite.settings.config import Settings
+from megatron_lite.settings.optimization import Optimizer
 from megatron_lite.settings.optimizers import OPTIMIZERS
 from megatron_lite.settings.options import (
     FP8,
@@ -14,6 +15,7 @@ from megatron_lite.settings.options import (
     QkClip,
     Recompute,
 )
+from megatron_lite.settings.parallel import Balance
 
 
 def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOptions:
@@ -89,5 +91,5 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
         bucket_elements=parallel.ddp_bucket_size or default.bucket_elements,
         overlap_grad_reduce=parallel.overlap_grad_reduce, overlap_param_gather=parallel.overlap_param_gather, loss_scale=scale,
         qk_clip=QkClip(optimizer.qk_clip_alpha, optimizer.qk_clip_threshold) if optimizer.qk_clip else None,
-        tell_scores=settings.logging.log_max_attention_logit,
+        log_scores=settings.logging.log_max_attention_logit,
     )  # fmt: skip

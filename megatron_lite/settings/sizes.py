@@ -6,9 +6,10 @@ from megaconv.errors import LayoutError, UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.model.sharding import rank_sizes
-from megatron_lite.settings.config import Parallel, Settings, Training
+from megatron_lite.settings.config import Settings, Training
 from megatron_lite.settings.contradictions import check_flags, check_steps
 from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.parallel import Parallel
 from megatron_lite.settings.stacks import check_one_stack, layout_of_two_stacks
 from megatron_lite.settings.wording import counted
 
@@ -117,14 +118,16 @@ def _sequence(training: Training) -> int | None:
 def batch_size(training: Training, dp: int) -> BatchSize:
     """Return the batch size. Raises UsageError for a ramp-up that does not reach the global batch size."""
     full = training.global_batch_size or training.micro_batch_size * dp
-    if training.rampup_batch_size is None:
+    rampup = training.rampup_batch_size
+    if rampup is None:
         return BatchSize(full, full)
-    if len(training.rampup_batch_size) != 3:
+    if len(rampup) != 3:
         raise UsageError("--rampup-batch-size takes three numbers: START INCREMENT SAMPLES")
-    start, increment, samples = training.rampup_batch_size
-    if start < 1 or increment < 1 or samples < 1 or start >= full or (full - start) % increment:
+    start, increment, samples = rampup
+    growth = full - start
+    if start < 1 or increment < 1 or samples < 1 or growth <= 0 or growth % increment:
         raise UsageError(
-            f"--rampup-batch-size {start} {increment} {samples}: {full} (the global batch) - {start} = {full - start} "
+            f"--rampup-batch-size {start} {increment} {samples}: {full} (the global batch) - {start} = {growth} "
             f"must be a positive multiple of {increment}"
         )
     if training.train_samples is None:

@@ -3,7 +3,7 @@
 from megaconv.errors import LayoutError, UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout, split_stacks
-from megatron_lite.settings.config import Parallel
+from megatron_lite.settings.parallel import Parallel
 
 OF_TWO_STACKS = ("pipeline_model_parallel_split_rank", "encoder_pipeline_model_parallel_size")
 OF_ONE_STACK = (

@@ -374,7 +374,7 @@ def test_adapters_of_experts_that_differ_have_no_place_in_a_grouped_layer(tmp_pa
         ),
         *("--ckpt-format", "torch_dist", "--save-dir", tmp_path / "out", "--moe-grouped-gemm"),
     )
-    assert_refused(outcome, 2, "experts have adapters of their own", "leave --moe-grouped-gemm out")
+    assert_refused(outcome, 2, "experts have their own adapters", "leave --moe-grouped-gemm out")
 
 
 @pytest.mark.parametrize(

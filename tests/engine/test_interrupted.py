@@ -85,51 +85,69 @@ def large(tmp_path: Path) -> Path:
     return write_large_llama(tmp_path / "model")
 
 
-def conversion(model: Path, *options: object) -> list[object]:
-    return [
-        "convert",
-        "--load-dir",
-        model,
-        "--saver",
-        "core",
-        "--save-dir",
-        model.parent / "out",
-        "--tp",
-        2,
-        *options,
-    ]
+def output_of(model: Path) -> Path:
+    return model.parent / "out"
+
+
+def conversion(model: Path, *options: object, output: Path | None = None) -> list[object]:
+    """The command that all runs here repeat. output: the target; None: that of output_of."""
+    target = output or output_of(model)
+    paths = ["--load-dir", model, "--save-dir", target]
+    return ["convert", *paths, "--saver", "core", "--tp", 2, *options]
 
 
 def staging(model: Path) -> Path:
     return model.parent / ".out.megaconv-partial"
 
 
+def journal(model: Path) -> Path:
+    """The file with one line for each tensor that is on disk, after a first line."""
+    return staging(model) / "journal.jsonl"
+
+
+def wait_for_lines(model: Path, lines: int) -> str:
+    """Code that waits until the journal has so many lines."""
+    return f"while open({str(journal(model))!r}).read().count(chr(10)) < {lines}: pass"
+
+
 @contextmanager
 def under_way(model: Path, *options: object, before: str = "") -> Iterator[subprocess.Popen[str]]:
     """A conversion that has begun to write."""
     process = start(*conversion(model, *options), before=before)
+
+    def has_ended() -> bool:
+        return process.poll() is not None
+
+    def has_output() -> bool:
+        return any(staging(model).glob("data/*/*/*"))
+
     try:
-        wait(lambda: any(staging(model).glob("data/*/*/*")) or process.poll() is not None)
-        assert process.poll() is None, finish(process)
+        wait(lambda: has_output() or has_ended())
+        assert not has_ended(), finish(process)
         yield process
     finally:
         process.kill()
         process.communicate()
 
 
-def complete_outcome(model: Path) -> dict[str, str]:
-    """What a run that nobody disturbs makes."""
-    arguments = conversion(model)
-    arguments[6] = model.parent / "undisturbed"
-    assert run(*arguments).status == 0
-    return snapshot(model.parent / "undisturbed")
+def undisturbed_output(model: Path, *options: object) -> dict[str, str]:
+    """The files of a run that nothing stops."""
+    output = model.parent / "undisturbed"
+    outcome = run(*conversion(model, *options, output=output))
+    assert outcome.status == 0, outcome.err
+    return snapshot(output)
+
+
+def assert_converts(model: Path, *options: object) -> None:
+    outcome = run(*conversion(model, *options))
+    assert outcome.status == 0, outcome.err
 
 
 # Ctrl-C and SIGTERM.
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["as it is", "behind the error of a lock"])
-def test_an_interruption_is_told_as_such(
+def test_an_interruption_is_reported_as_one(
     hidden: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A signal may come while Condition.wait() takes its lock back: then leaving the lock fails."""
@@ -185,7 +203,7 @@ def test_an_impatient_ctrl_c_leaves_nothing_either(large: Path) -> None:
 
 
 def test_an_interrupted_conversion_leaves_what_it_would_have_replaced(model: Path) -> None:
-    write_old_output(model.parent / "out")
+    write_old_output(output_of(model))
     with (
         unchanged(model.parent),
         under_way(model, "--overwrite", before=slow(Path("/dev/null"))) as process,
@@ -216,10 +234,10 @@ conversion.verify_fingerprint = slowly
 def test_an_interrupted_reading_command_ends_at_once(
     model: Path, tmp_path: Path, command: str
 ) -> None:
-    process = start(
-        command, *[model] * (1 + (command == "diff")), before=slow(tmp_path / "reading", seconds=3)
-    )
-    wait((tmp_path / "reading").exists)
+    marker = tmp_path / "reading"
+    models = [model, model] if command == "diff" else [model]
+    process = start(command, *models, before=slow(marker, seconds=3))
+    wait(marker.exists)
     process.send_signal(signal.SIGINT)
     assert_interrupted(finish(process, 20))  # of a minute
 
@@ -228,21 +246,19 @@ def test_an_interrupted_reading_command_ends_at_once(
 def test_with_resume_an_interrupted_conversion_keeps_what_it_has_done(
     model: Path, number: int
 ) -> None:
-    expected = complete_outcome(model)
-    before = (
-        slow(Path("/dev/null"), 0.1)
-        + "from megaconv.engine import transfer; transfer.JOURNAL_SECONDS = 0"
-    )
+    expected = undisturbed_output(model)
+    write_journal_at_once = "from megaconv.engine import transfer; transfer.JOURNAL_SECONDS = 0"
+    before = slow(Path("/dev/null"), 0.1) + write_journal_at_once
     with under_way(model, "--resume", before=before) as process:
-        wait(lambda: (staging(model) / "journal.jsonl").read_text().count("\n") > 4)
+        wait(lambda: journal(model).read_text().count("\n") > 4)
         process.send_signal(number)
         outcome = finish(process, 10)
-    assert not (model.parent / "out").exists()
+    assert not output_of(model).exists()
     assert staging(model).is_dir()
     assert_interrupted(outcome, "--resume")
     assert "nothing was left behind" not in outcome.err
-    assert run(*conversion(model, "--resume")).status == 0
-    assert snapshot(model.parent / "out") == expected
+    assert_converts(model, "--resume")
+    assert snapshot(output_of(model)) == expected
 
 
 # SIGKILL.
@@ -251,11 +267,11 @@ def test_with_resume_an_interrupted_conversion_keeps_what_it_has_done(
 def kill(
     model: Path, owner: str, name: str, number: int, *options: object, journaled: str = "pass"
 ) -> None:
+    """Convert, with SIGKILL in place of a call. journaled: code that runs before the kill."""
     before = KILL.format(owner=owner, name=name, number=number, journaled=journaled)
-    assert (
-        finish(start(*conversion(model, "--workers", 1, *options), before=before)).status
-        == -signal.SIGKILL
-    )
+    command = conversion(model, "--workers", 1, *options)
+    outcome = finish(start(*command, before=before))
+    assert outcome.status == -signal.SIGKILL, outcome
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -263,36 +279,32 @@ def kill(
 def test_a_killed_conversion_leaves_no_output_and_the_next_one_is_as_if_nothing_had_been(
     model: Path, owner: str, name: str, number: int, resume: bool
 ) -> None:
-    expected, source = complete_outcome(model), snapshot(model)
+    expected = undisturbed_output(model)
+    source = snapshot(model)
     kill(model, owner, name, number)
-    assert not (model.parent / "out").exists()
+    assert not output_of(model).exists()
     assert staging(model).is_dir()
     assert snapshot(model) == source
-    assert run(*conversion(model, *["--resume"] * resume)).status == 0
-    assert snapshot(model.parent / "out") == expected
-    assert sorted(path.name for path in model.parent.iterdir()) == ["model", "out", "undisturbed"]
+    options = ["--resume"] if resume else []
+    assert_converts(model, *options)
+    assert snapshot(output_of(model)) == expected
+    left = sorted(path.name for path in model.parent.iterdir())
+    assert left == ["model", "out", "undisturbed"]
 
 
 def test_a_conversion_that_is_killed_again_and_again_gets_there(model: Path) -> None:
-    expected = complete_outcome(model)
+    expected = undisturbed_output(model)
+    pause = "import time; time.sleep(0.3)"
     for number in (10, 8, 6):
-        kill(
-            model,
-            "FileTensor",
-            "read_into",
-            number,
-            "--resume",
-            journaled="import time; time.sleep(0.3)",
-        )
-    assert run(*conversion(model, "--resume")).status == 0
-    assert snapshot(model.parent / "out") == expected
+        kill(model, "FileTensor", "read_into", number, "--resume", journaled=pause)
+    assert_converts(model, "--resume")
+    assert snapshot(output_of(model)) == expected
 
 
 def kill_with_most_finished(model: Path, *options: object) -> None:
-    """All but ten of its tensors."""
-    journal = str(staging(model) / "journal.jsonl")
-    journaled = f"while open({journal!r}).read().count(chr(10)) < 30: pass"
-    kill(model, "FileTensor", "read_into", 30, *options, journaled=journaled)
+    """Convert all but ten of its tensors."""
+    all_before = wait_for_lines(model, 30)
+    kill(model, "FileTensor", "read_into", 30, *options, journaled=all_before)
 
 
 @pytest.mark.parametrize(
@@ -318,10 +330,12 @@ def counted(self, box, out):
     read_into(self, box, out)
 FileTensor.read_into = counted
 """
-    outcome = finish(start(*conversion(model, "--resume", *options, *more), before=count))
+    command = conversion(model, "--resume", *options, *more)
+    outcome = finish(start(*command, before=count))
     assert outcome.status == 0, outcome.err
-    assert outcome.out.count("read\n") == 39 - 29
-    assert "begins anew" not in outcome.err
+    tensors, finished = 39, 29
+    assert outcome.out.count("read\n") == tensors - finished
+    assert "starts again" not in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -333,7 +347,7 @@ FileTensor.read_into = counted
         (["--allow-lossy", "overflow"], "--allow-lossy is overflow, was none\n"),
     ],
 )
-def test_resuming_with_other_options_says_which_part_is_otherwise(
+def test_resuming_with_other_options_says_which_part_differs(
     model: Path, options: list[object], reason: str
 ) -> None:
     kill_with_most_finished(model)
@@ -350,25 +364,25 @@ def test_resuming_with_another_source_says_which_file_has_changed(model: Path) -
     assert f"{model / 'model.safetensors'} has changed" in outcome.err
 
 
-def test_a_run_that_had_finished_nothing_is_begun_anew_without_a_word(model: Path) -> None:
+def test_a_run_that_had_finished_nothing_starts_again_without_a_message(model: Path) -> None:
     kill(model, "FileTensor", "read_into", 1)
     outcome = finish(start(*conversion(model, "--resume", "--dtype", "fp32")))
     assert outcome.status == 0
-    assert "begins anew" not in outcome.err
+    assert "starts again" not in outcome.err
 
 
 def test_a_kill_after_the_rename_leaves_the_complete_output(model: Path) -> None:
-    expected = complete_outcome(model)
+    expected = undisturbed_output(model)
     kill(model, "__import__('formats.staging').staging.Staging", "discard", 1)
-    assert snapshot(model.parent / "out") == expected
-    assert run("diff", model, model.parent / "out").status == 0
+    assert snapshot(output_of(model)) == expected
+    assert run("diff", model, output_of(model)).status == 0
 
 
 def test_a_kill_while_a_target_is_replaced_leaves_the_old_one(model: Path) -> None:
-    before = snapshot(write_old_output(model.parent / "out"))
+    before = snapshot(write_old_output(output_of(model)))
     kill(model, "__import__('formats.renames').renames", "exchange", 1, "--overwrite")
-    assert snapshot(model.parent / "out") == before
-    assert run(*conversion(model, "--overwrite")).status == 0
+    assert snapshot(output_of(model)) == before
+    assert_converts(model, "--overwrite")
     assert sorted(path.name for path in model.parent.iterdir()) == ["model", "out"]
 
 
@@ -377,47 +391,31 @@ def test_a_kill_while_a_target_is_replaced_leaves_the_old_one(model: Path) -> No
 )
 def test_resuming_with_other_options_starts_over(model: Path, options: list[object]) -> None:
     kill(model, "os", "fsync", 8)
-    assert run(*conversion(model, "--resume", *options)).status == 0
-    arguments = conversion(model, *options)
-    arguments[6] = model.parent / "undisturbed"
-    assert run(*arguments).status == 0
-    assert snapshot(model.parent / "out") == snapshot(model.parent / "undisturbed")
+    assert_converts(model, "--resume", *options)
+    assert snapshot(output_of(model)) == undisturbed_output(model, *options)
 
 
 def test_resuming_with_another_source_starts_over(model: Path) -> None:
     kill(model, "os", "fsync", 8)
     write_llama(model, seed=1)
-    assert run(*conversion(model, "--resume")).status == 0
-    assert run("diff", model, model.parent / "out").status == 0
+    assert_converts(model, "--resume")
+    assert run("diff", model, output_of(model)).status == 0
 
 
 def test_resuming_without_a_loss_that_was_allowed_before_is_refused_as_ever(model: Path) -> None:
     weights = load_file(model / "model.safetensors")
     weights["model.embed_tokens.weight"][3, 5] = 98304.0
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    options, journaled = (
-        ["--dtype", "fp16"],
-        f"while open({str(staging(model) / 'journal.jsonl')!r}).read().count(chr(10)) < 30: pass",
-    )
-    kill(
-        model,
-        "FileTensor",
-        "read_into",
-        30,
-        *options,
-        "--allow-lossy",
-        "overflow",
-        journaled=journaled,
-    )
-    assert_refused(
-        run(*conversion(model, *options, "--resume")), 2, "98304", "--allow-lossy overflow"
-    )
+    as_fp16 = ["--dtype", "fp16"]
+    kill_with_most_finished(model, *as_fp16, "--allow-lossy", "overflow")
+    resumed = run(*conversion(model, *as_fp16, "--resume"))
+    assert_refused(resumed, 2, "98304", "--allow-lossy overflow")
 
 
 @pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist"])
 def test_damage_in_what_only_the_killed_run_read_is_found(ckpt_format: str, model: Path) -> None:
-    """Of an embedding without its padding, whose checksum is that of all rows, and which the second run doesn't read."""
-    padded, out = model.parent / "padded", model.parent / "out"
+    """Damage in a padded embedding: its checksum covers all rows, and the second run doesn't read it."""
+    padded = model.parent / "padded"
     files = {"dist_files": 1} if ckpt_format == "torch_dist" else {}
     megaconv.convert(
         model,
@@ -429,33 +427,34 @@ def test_damage_in_what_only_the_killed_run_read_is_found(ckpt_format: str, mode
         **files,
     )
     (padded / "megaconv.json").unlink()
-    (file,) = [*padded.glob("*/mp_rank_00/model_optim_rng.pt"), *padded.glob("*/*.distcp")]
-    stored = (
-        load_file(model / "model.safetensors")["model.embed_tokens.weight"][0]
-        .view(torch.uint8)
-        .numpy()
-        .tobytes()
-    )
-    content = bytearray(file.read_bytes())
-    content[content.index(stored)] ^= 0x40
-    file.write_bytes(content)
-    command: list[object] = ["convert", padded, out, "--saver", "hf", "--workers", 1]
-    journal = str(staging(model) / "journal.jsonl")
+    rank_files = padded.glob("*/mp_rank_00/model_optim_rng.pt")
+    dist_files = padded.glob("*/*.distcp")
+    (file,) = [*rank_files, *dist_files]
+    damage_embedding(file, model)
+    command: list[object] = ["convert", padded, output_of(model), "--saver", "hf", "--workers", 1]
+    embedding_is_read = wait_for_lines(model, 20)
     before = KILL.format(
-        owner="FileTensor",
-        name="read_into",
-        number=30,
-        journaled=f"while open({journal!r}).read().count(chr(10)) < 20: pass",
+        owner="FileTensor", name="read_into", number=30, journaled=embedding_is_read
     )
-    assert finish(start(*command, before=before)).status == -signal.SIGKILL
+    killed = finish(start(*command, before=before))
+    assert killed.status == -signal.SIGKILL, killed
     for options in ["--resume"], []:
         assert_refused(run(*command, *options), 3, file.name, "checksum")
 
 
+def damage_embedding(file: Path, model: Path) -> None:
+    """Change one bit of the embedding's first row."""
+    embedding = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    first_row = embedding[0].view(torch.uint8).numpy().tobytes()
+    content = bytearray(file.read_bytes())
+    content[content.index(first_row)] ^= 0x40
+    file.write_bytes(content)
+
+
 def test_resuming_where_nothing_was_begun_just_converts(model: Path) -> None:
-    expected = complete_outcome(model)
-    assert run(*conversion(model, "--resume")).status == 0
-    assert snapshot(model.parent / "out") == expected
+    expected = undisturbed_output(model)
+    assert_converts(model, "--resume")
+    assert snapshot(output_of(model)) == expected
 
 
 # Two at once.
@@ -465,19 +464,19 @@ def test_resuming_where_nothing_was_begun_just_converts(model: Path) -> None:
 def test_a_second_run_on_the_same_target_is_refused_and_does_not_disturb_the_first(
     model: Path, option: str
 ) -> None:
-    expected = complete_outcome(model)
+    expected = undisturbed_output(model)
     with under_way(model, before=slow(Path("/dev/null"), 0.03)) as first:
-        assert_refused(run(*conversion(model, option)), 2, "another run", str(model.parent / "out"))
+        assert_refused(run(*conversion(model, option)), 2, "another run", str(output_of(model)))
         outcome = finish(first)
     assert (outcome.status, outcome.err) == (0, "")
-    assert snapshot(model.parent / "out") == expected
+    assert snapshot(output_of(model)) == expected
 
 
 def test_a_target_that_somebody_else_made_meanwhile_is_not_replaced(model: Path) -> None:
     with under_way(model, before=slow(Path("/dev/null"), 0.03)) as process:
-        (model.parent / "out").mkdir()
-        (model.parent / "out" / "precious.txt").write_text("precious")
-        before = snapshot(model.parent / "out")
+        output_of(model).mkdir()
+        (output_of(model) / "precious.txt").write_text("precious")
+        before = snapshot(output_of(model))
         assert_refused(finish(process), 2, "already exists")
-    assert snapshot(model.parent / "out") == before
+    assert snapshot(output_of(model)) == before
     assert not staging(model).exists()

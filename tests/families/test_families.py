@@ -82,6 +82,14 @@ DELTA_NET = {
 CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {"query_pre_attn_scalar": 5},
+    "vaultgemma": {"query_pre_attn_scalar": 5},
+    "cwm": {},
+    "helium": {},
+    "internlm2": {"bias": True},
+    "mellum": {**EXPERTS, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    "ministral": {},
+    "qwen": {"seq_length": 32},
+    "youtu": {**LATENT, "head_dim": LATENT["qk_rope_head_dim"]},
     "gemma3_text": {"query_pre_attn_scalar": 5},
     "olmo2": {},
     "exaone4": {},
@@ -141,6 +149,7 @@ CONFIG_KEYS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "qwen3_5": {**DELTA_NET, "mtp_num_hidden_layers": 1},
+    "mamba2": {"num_heads": 4, "head_dim": 6, "n_groups": 2, "state_size": 5},
     "nemotron_h": {
         "hybrid_override_pattern": "ME*",
         "mamba_num_heads": 4,
@@ -868,7 +877,7 @@ def test_what_proves_a_family_is_what_the_oracles_do() -> None:
     proven = {**VARIANTS, **MIXTURES}
     computed = {family_of(variant) for variant in proven.values()} | {"bert", "t5"}
     # Gemma's embedding is scaled by the oracle, norms of some of Llama 4's layers are left out; the kernel of Mamba's scan is its own.
-    custom = {*NEEDS, "gemma", "llama4", "nemotron_h"}
+    custom = {*NEEDS, "gemma", "llama4", "mamba2", "nemotron_h"}
     for name, family in families().items():
         expected = (
             ("custom module" if name in custom else "megatron-core")

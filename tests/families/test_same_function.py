@@ -58,6 +58,7 @@ FOLLOWS = {
     "attention.head_dim": ("attention.scale",),
     "mlp.activation": ("hidden_act",),
     "head.activation": ("hidden_act",),
+    "layers.rotates": ("layers.chunk",),
     "attention.scale": ("square root of the head size",),
 }
 """What a family has in a fixed relation to a field, and is named in its place."""
@@ -68,6 +69,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "layers.mlp": ("experts", "dense", "none", ("dense", "experts", "experts", "dense")),
     "layers.window": (7, (None, 7, None, 7), (7, 9, 7, 9), (None, None, 7, 7)),
     "layers.rotates": (False, (True, True, True, False)),
+    "layers.chunk": (7, (7, 7, None, 7)),
     "positions.kind": ("rope", "learned", "relative"),
     "positions.scaling": (
         {"rope_type": "linear", "factor": 3.0},

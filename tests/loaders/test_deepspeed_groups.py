@@ -220,7 +220,7 @@ def test_rates_of_their_own_are_refused(tmp_path: Path) -> None:
     """Megatron's scheduler sets one for all."""
     step = copy(TWO, tmp_path)
     edit_groups(step, lambda groups: groups[1].update(lr=0.02))
-    assert_refused(step, tmp_path, r"learning rates of their own \(0\.01, 0\.02\)")
+    assert_refused(step, tmp_path, r"their own learning rates \(0\.01, 0\.02\)")
 
 
 def test_settings_that_are_tensors_are_the_numbers_in_them(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ EDITS: Mapping[str, tuple[Callable[[State], object], int, tuple[str, ...]]] = {
     "a chunk outside": (
         lambda state: chunks(state)[0].state.update(sizes=(9, 32, 24)), 3, (KEY, "reaches out of the tensor"),  # type: ignore[attr-defined]
     ),
-    "a chunk without a place": (drop_place, 3, (KEY, "doesn't say where")),
+    "a chunk without a place": (drop_place, 3, (KEY, "has no file for the chunk")),
     "a shape of words": (lambda state: entry(state).update(size=("a", 2)), 3, (".metadata",)),
     "no tensors at all": (lambda state: state.pop("state_dict_metadata"), 3, (".metadata",)),
     "a tensor of another shape": (

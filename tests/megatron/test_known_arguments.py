@@ -27,7 +27,7 @@ from megaconv.megatron.arguments.sparse import INDEXER_ORDER
 from megaconv.megatron.arguments.whole import HF_NAMES
 from megaconv.megatron.arguments.write import LEFT_OUT
 from megaconv.megatron.optimizer.buffers import bucket_sizes
-from megaconv.megatron.rank_files import source
+from megaconv.megatron.rank_files import configuration
 from megaconv.model.config import ModelConfig
 from megaconv.options import LoadOptions
 from megatron_lite.settings.config import Settings, subjects
@@ -279,7 +279,7 @@ def real(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rea
         captured.append(Read(args, found))
         return from_arguments(args, found, **more)
 
-    monkeypatch.setattr(source, "from_arguments", capture)
+    monkeypatch.setattr(configuration, "from_arguments", capture)
     open_checkpoint(FIXTURES / request.param / "checkpoint")
     return captured[0]
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -77,17 +78,24 @@ def preloaded() -> bool:
 
 
 def preload_and_start_again() -> str:
-    """Replaces this process by one with the library; the reason why, where that can't be had."""
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    if compiler is None or not sys.platform.startswith("linux"):
-        return "no C compiler" if compiler is None else "only for Linux"
-    library = Path(tempfile.mkdtemp(prefix="failing-calls-")) / "failing_calls.so"
+    """Replaces this process by one with the library. Returns the reason if the library can't be built."""
+    if not sys.platform.startswith("linux"):
+        return "only for Linux"
+    compilers = [shutil.which(name) for name in ("cc", "gcc", "clang")]
+    compiler = next(filter(None, compilers), None)
+    if compiler is None:
+        return "no C compiler"
+    directory = Path(tempfile.mkdtemp(prefix="failing-calls-"))
+    library = directory / "failing_calls.so"
     source = Path(__file__).with_name("failing_calls.c")
-    command = [compiler, "-O1", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
-    compiled = subprocess.run(command, capture_output=True, text=True, check=False)
+    options = ["-O1", "-shared", "-fPIC"]
+    build = [compiler, *options, "-o", str(library), str(source), "-ldl"]
+    compiled = subprocess.run(build, capture_output=True, text=True, check=False)
     if compiled.returncode:
-        return f"{compiler} can't compile {source.name}: {compiled.stderr.strip()[:300]}"
-    os.environ |= {_PRELOADED: str(library), "LD_PRELOAD": str(library)}
+        reason = compiled.stderr.strip()[:300]
+        return f"{compiler} can't compile {source.name}: {reason}"
+    os.environ[_PRELOADED] = str(library)
+    os.environ["LD_PRELOAD"] = str(library)
     return os.execv(sys.executable, [sys.executable, "-m", "tests.trust", *sys.argv[1:]])
 
 
@@ -95,22 +103,28 @@ def attack(bench: Bench, number: int) -> None:
     """Goes through all faults in a random order."""
     plan = _plan(bench)
     fault = plan[number % len(plan)]
+    options = WAYS[fault.way]
     folder = bench.fresh_folder()
-    target, new = folder / "out", bench.output("hf", fault.saver)
-    old = bench.output("other", fault.saver) if "--overwrite" in WAYS[fault.way] else None
-    if old is not None:
+    target = folder / "out"
+    before = ABSENT
+    if "--overwrite" in options:
+        old = bench.output("other", fault.saver)
         shutil.copytree(old.path, target)
-    before = old.files if old else ABSENT
-    arguments = command(bench.checkpoints["hf"].path, target, SAVERS[fault.saver], WAYS[fault.way])
+        before = old.files
+    new = bench.output("hf", fault.saver).files
+    source = bench.checkpoints["hf"].path
+    arguments = command(source, target, SAVERS[fault.saver], options)
     outcome = server.run(*arguments, folder=folder, prepare=lambda: _arm(bench, fault))
     what = f"{fault} (exit {outcome.status}: {outcome.err.strip()[-300:]})"
     check_conduct(outcome, str(fault))
-    check_one_of(target, (new.files,) if outcome.status == 0 else (before, new.files), what)
-    if (fault.kind, fault.error) in UNSUPPORTED and outcome.status:
+    succeeded = outcome.status == 0
+    allowed = (new,) if succeeded else (before, new)
+    check_one_of(target, allowed, what)
+    if not succeeded and (fault.kind, fault.error) in UNSUPPORTED:
         raise Failure("message", f"{what}: should do without")
     _judge_remains(fault, folder, outcome, what)
     if number % 4 == 0:
-        _judge_repetition(folder, arguments, new.files, what)
+        _judge_repetition(folder, arguments, new, what)
 
 
 def _judge_remains(fault: Fault, folder: Path, outcome: server.Outcome, what: str) -> None:
@@ -124,16 +138,18 @@ def _judge_remains(fault: Fault, folder: Path, outcome: server.Outcome, what: st
     check_nothing_left(folder, known, what)
 
 
-def _judge_repetition(folder: Path, arguments: list[object], new: object, what: str) -> None:
-    """A sound system afterwards: the same command, with leave to replace what is there, makes the output."""
-    again = server.run(
-        *arguments, *([] if "--overwrite" in arguments else ["--overwrite"]), folder=folder
-    )
-    check_conduct(again, f"{what}; then again")
+def _judge_repetition(
+    folder: Path, arguments: list[object], new: Mapping[str, str], what: str
+) -> None:
+    """On a sound system, the same command makes the output. It may replace what is there."""
+    overwrite = [] if "--overwrite" in arguments else ["--overwrite"]
+    again = server.run(*arguments, *overwrite, folder=folder)
+    what = f"{what}; then again"
+    check_conduct(again, what)
     if again.status:
-        raise Failure("message", f"{what}; then again: exit {again.status}: {again.err}")
-    check_one_of(folder / "out", (new,), f"{what}; then again")  # type: ignore[arg-type]
-    check_nothing_left(folder, ("out",), f"{what}; then again")
+        raise Failure("message", f"{what}: exit {again.status}: {again.err}")
+    check_one_of(folder / "out", (new,), what)
+    check_nothing_left(folder, ("out",), what)
 
 
 def _arm(bench: Bench, fault: Fault | None) -> None:

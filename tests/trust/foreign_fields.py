@@ -34,55 +34,75 @@ def changed_field(file: str, content: bytes, random: Random) -> tuple[bytes, str
 
 def _changed_gguf(content: bytes, random: Random) -> tuple[bytes, str]:
     fields = list(_fields_of_gguf(content))
-    field = random.choice(
-        [each for each in fields if random.random() < 0.5 or "tensor" in each.what] or fields
-    )
-    old = int.from_bytes(content[field.offset : field.offset + field.nbytes], "little")
-    value = random.choice(
-        [*HUGE, old + 1, old - 1, old * 2, old // 2, old ^ 1 << random.randrange(8 * field.nbytes)]
-    )
-    new = (value % (1 << 8 * field.nbytes)).to_bytes(field.nbytes, "little")
-    return content[: field.offset] + new + content[
-        field.offset + field.nbytes :
-    ], f"{field.what}: {old} to {value}"
+    # Half of the keys, so that tensors are chosen more often.
+    some = [field for field in fields if random.random() < 0.5 or "tensor" in field.what]
+    field = random.choice(some or fields)
+    end = field.offset + field.nbytes
+    bits = 8 * field.nbytes
+    old = int.from_bytes(content[field.offset : end], "little")
+    one_bit_changed = old ^ 1 << random.randrange(bits)
+    values = [*HUGE, old + 1, old - 1, old * 2, old // 2, one_bit_changed]
+    value = random.choice(values)
+    new = (value % (1 << bits)).to_bytes(field.nbytes, "little")
+    changed = content[: field.offset] + new + content[end:]
+    return changed, f"{field.what}: {old} to {value}"
 
 
 def _fields_of_gguf(content: bytes) -> Iterator[Field]:
     """Every number of the header, and the lengths and first bytes of its texts."""
-    yield from (Field(4, 4, "version"), Field(8, 8, "tensors"), Field(16, 8, "keys"))
+    yield Field(4, 4, "version")
+    yield Field(8, 8, "tensors")
+    yield Field(16, 8, "keys")
     tensors, keys = struct.unpack_from("<QQ", content, 8)
     at = 24
     for _ in range(keys):
-        length = struct.unpack_from("<Q", content, at)[0]
-        name = content[at + 8 : at + 8 + length].decode()
-        yield Field(at, 8, f"length of {name}")
-        at += 8 + length
-        yield Field(at, 4, f"type of {name}")
-        fields = list(_value(content, at + 4, struct.unpack_from("<I", content, at)[0], name))
-        yield from fields[:_SHOWN_ITEMS]
+        fields = list(_fields_of_key(content, at))
+        yield from fields[: 2 + _SHOWN_ITEMS]
         at = fields[-1].offset + fields[-1].nbytes
     for _ in range(tensors):
-        length = struct.unpack_from("<Q", content, at)[0]
-        name = f"tensor {content[at + 8 : at + 8 + length].decode()}"
-        axes = struct.unpack_from("<I", content, at + 8 + length)[0]
-        yield from (Field(at, 8, f"length of {name}"), Field(at + 8, 1, f"name of {name}"))
-        at += 8 + length
-        yield Field(at, 4, f"axes of {name}")
-        yield from (Field(at + 4 + 8 * axis, 8, f"size of {name}") for axis in range(axes))
-        at += 4 + 8 * axes
-        yield from (Field(at, 4, f"type of {name}"), Field(at + 4, 8, f"offset of {name}"))
-        at += 12
+        fields = list(_fields_of_tensor(content, at))
+        yield from fields
+        at = fields[-1].offset + fields[-1].nbytes
+
+
+def _fields_of_key(content: bytes, at: int) -> Iterator[Field]:
+    """A name, the type of the value, and the value, which ends where the key does."""
+    (length,) = struct.unpack_from("<Q", content, at)
+    end = at + 8 + length
+    name = content[at + 8 : end].decode()
+    (kind,) = struct.unpack_from("<I", content, end)
+    yield Field(at, 8, f"length of {name}")
+    yield Field(end, 4, f"type of {name}")
+    yield from _value(content, end + 4, kind, name)
+
+
+def _fields_of_tensor(content: bytes, at: int) -> Iterator[Field]:
+    """A name, the sizes, the type of the elements, and the offset, which ends where the tensor does."""
+    (length,) = struct.unpack_from("<Q", content, at)
+    end = at + 8 + length
+    name = f"tensor {content[at + 8 : end].decode()}"
+    (axes,) = struct.unpack_from("<I", content, end)
+    sizes = end + 4
+    yield Field(at, 8, f"length of {name}")
+    yield Field(at + 8, 1, f"name of {name}")
+    yield Field(end, 4, f"axes of {name}")
+    for axis in range(axes):
+        yield Field(sizes + 8 * axis, 8, f"size of {name}")
+    kind = sizes + 8 * axes
+    yield Field(kind, 4, f"type of {name}")
+    yield Field(kind + 4, 8, f"offset of {name}")
 
 
 def _value(content: bytes, at: int, kind: int, name: str) -> Iterator[Field]:
     """The last field ends where the value does."""
     if kind == _STRING:
-        length = struct.unpack_from("<Q", content, at)[0]
+        (length,) = struct.unpack_from("<Q", content, at)
         yield Field(at, 8, f"length of the text of {name}")
         yield Field(at + 8, length, f"text of {name}")
     elif kind == _ARRAY:
         item, count = struct.unpack_from("<IQ", content, at)
-        yield from (Field(at, 4, f"items' type of {name}"), Field(at + 4, 8, f"items of {name}"))
+        yield Field(at, 4, f"items' type of {name}")
+        yield Field(at + 4, 8, f"items of {name}")
         at += 12
         for _ in range(count):
             fields = list(_value(content, at, item, f"an item of {name}"))
@@ -95,20 +115,14 @@ def _value(content: bytes, at: int, kind: int, name: str) -> Iterator[Field]:
 def _changed_yaml(content: bytes, random: Random) -> tuple[bytes, str]:
     lines = content.decode().splitlines()
     place = random.randrange(len(lines))
-    key, _, value = lines[place].partition(":")
-    new = str(
-        random.choice(
-            [
-                *STRANGE,
-                *HUGE,
-                value + "0",
-                value + ": x",
-                "&a [*a, *a]",
-                "!!python/object:os.system",
-            ]
-        )
-    )
-    lines[place] = random.choice(
-        [f"{key}: {new}", f"{key}{value}", f"  {key}:{value}", f"{key}:{value}\n{key}:{value}"]
-    )
-    return "\n".join(lines).encode("utf-8", "replace"), f"line {place}: {lines[place][:60]!r}"
+    old = lines[place]
+    key, _, value = old.partition(":")
+    doubtful = (value + "0", value + ": x", "&a [*a, *a]", "!!python/object:os.system")
+    new = random.choice([*STRANGE, *HUGE, *doubtful])
+    other_value = f"{key}: {new}"
+    no_colon = f"{key}{value}"
+    indented = f"  {key}:{value}"
+    twice = f"{key}:{value}\n{key}:{value}"
+    lines[place] = random.choice([other_value, no_colon, indented, twice])
+    changed = "\n".join(lines).encode("utf-8", "replace")
+    return changed, f"line {place}: {lines[place][:60]!r}"

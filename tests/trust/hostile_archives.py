@@ -45,20 +45,18 @@ def attack(bench: Bench, case: int) -> None:
 
 def _field(content: bytes, random: Random) -> tuple[bytes, str]:
     """One field of one header has another value."""
-    signature, fields = random.choice(
-        [(_CENTRAL, _FIELDS), (b"PK\3\4", _LOCAL_FIELDS), (_END, _END_FIELDS)]
-    )
+    headers = [(_CENTRAL, _FIELDS), (b"PK\3\4", _LOCAL_FIELDS), (_END, _END_FIELDS)]
+    signature, fields = random.choice(headers)
     places = [place for place in range(len(content)) if content.startswith(signature, place)]
     name, (offset, layout) = random.choice(list(fields.items()))
-    place = random.choice(places) + offset
-    (old,) = struct.unpack_from(layout, content, place)
-    top = (1 << 8 * struct.calcsize(layout)) - 1
-    new = random.choice(
-        [0, 1, top, top - 1, (old + 1) & top, (old - 1) & top, old ^ 8, (old * 2) & top, 64]
-    )
-    return content[:place] + struct.pack(layout, new) + content[
-        place + struct.calcsize(layout) :
-    ], f"{name} {old} becomes {new}"
+    start = random.choice(places) + offset
+    size = struct.calcsize(layout)
+    (old,) = struct.unpack_from(layout, content, start)
+    top = (1 << 8 * size) - 1
+    near_old = ((old + 1) & top, (old - 1) & top, old ^ 8, (old * 2) & top)
+    new = random.choice([0, 1, top, top - 1, *near_old, 64])
+    changed = content[:start] + struct.pack(layout, new) + content[start + size :]
+    return changed, f"{name} {old} becomes {new}"
 
 
 def _compressed(content: bytes, random: Random) -> tuple[bytes, str]:
@@ -72,18 +70,25 @@ def _compressed(content: bytes, random: Random) -> tuple[bytes, str]:
 
 def _bomb(content: bytes, random: Random) -> tuple[bytes, str]:
     """A pickle of a gigabyte of zeros, which takes a megabyte."""
-    size, squeeze, entries = 1 << 30, zlib.compressobj(9, zlib.DEFLATED, -15), members(content)
-    packed = b"".join(squeeze.compress(bytes(1 << 20)) for _ in range(1 << 6)) + squeeze.flush()
-    made = bytearray(
-        stored([(name, packed if name.endswith("data.pkl") else data) for name, data in entries])
-    )
-    place = made.index(_CENTRAL)
-    while not made[place + 46 :].startswith(
-        next(name for name, _ in entries if name.endswith("data.pkl")).encode()
-    ):
-        place = made.index(_CENTRAL, place + 1)
-    struct.pack_into("<H", made, place + 10, 8)
-    struct.pack_into("<I", made, place + 24, size)
+    size = 1 << 30
+    compressor = zlib.compressobj(9, zlib.DEFLATED, -15)
+    packed = b"".join(compressor.compress(bytes(1 << 20)) for _ in range(1 << 6))
+    packed += compressor.flush()
+    entries = []
+    pickle_name = ""
+    for name, data in members(content):
+        is_pickle = name.endswith("data.pkl")
+        entries.append((name, packed if is_pickle else data))
+        if is_pickle:
+            pickle_name = name
+    made = bytearray(stored(entries))
+    header = made.index(_CENTRAL)
+    while not made[header + 46 :].startswith(pickle_name.encode()):
+        header = made.index(_CENTRAL, header + 1)
+    method, _ = _FIELDS["method"]
+    unpacked, _ = _FIELDS["unpacked"]
+    struct.pack_into("<H", made, header + method, ZIP_DEFLATED)
+    struct.pack_into("<I", made, header + unpacked, size)
     return bytes(made), "a bomb"
 
 
@@ -140,17 +145,16 @@ def _same_place(content: bytes, random: Random) -> tuple[bytes, str]:
     made = bytearray(content)
     end = made.rindex(_END)
     first = made.index(_CENTRAL)
-    lengths = struct.unpack_from("<3H", made, first + 28)
-    entry = bytearray(made[first : first + 46 + sum(lengths)])
-    entry[46 + lengths[0] - 1] ^= 1
+    name_length, extra_length, comment_length = struct.unpack_from("<3H", made, first + 28)
+    entry_size = 46 + name_length + extra_length + comment_length
+    entry = bytearray(made[first : first + entry_size])
+    last_letter = 46 + name_length - 1
+    entry[last_letter] ^= 1
     made[end:end] = entry
-    entries, size = (
-        struct.unpack_from("<H", made, end + len(entry) + 10)[0],
-        struct.unpack_from("<I", made, end + len(entry) + 12)[0],
-    )
-    struct.pack_into(
-        "<HHI", made, end + len(entry) + 8, entries + 1, entries + 1, size + len(entry)
-    )
+    end += entry_size
+    (entries,) = struct.unpack_from("<H", made, end + 10)
+    (size,) = struct.unpack_from("<I", made, end + 12)
+    struct.pack_into("<HHI", made, end + 8, entries + 1, entries + 1, size + entry_size)
     return bytes(made), "two names for one member"
 
 

@@ -126,20 +126,31 @@ def _link(bench: Bench, source: Path, random: Random) -> str:
 def _large(bench: Bench, source: Path, random: Random) -> str:
     """A terabyte that takes no room, or megabytes of text."""
     file = random.choice(_files(source))
+    name = file.relative_to(source)
     if random.random() < 0.4:
         with file.open("ab") as opened:
             opened.truncate(random.choice([1 << 32, 1 << 40]))
-        return f"{file.relative_to(source)} has {file.stat().st_size} bytes"
+        return f"{name} has {file.stat().st_size} bytes"
     kind = random.choice(["brackets", "digits", "keys", "text", "spaces"])
-    count = 4_000_000
-    content = {
-        "brackets": b"[" * count, "digits": b'{"x": ' + b"9" * count + b"}", "text": b'{"x": "' + b"a" * 10 * count + b'"}',
-        "keys": json.dumps({f"key {number}": number for number in range(count // 10)}).encode(), "spaces": b" " * 10 * count,
-    }[kind]  # fmt: skip
+    content = _megabytes_of(kind)
     if file.suffix == ".safetensors":
         content = struct.pack("<Q", len(content)) + content
     file.write_bytes(content)
-    return f"{file.relative_to(source)} is {len(content)} bytes of {kind}"
+    return f"{name} is {len(content)} bytes of {kind}"
+
+
+def _megabytes_of(kind: str) -> bytes:
+    count = 4_000_000
+    if kind == "brackets":
+        return b"[" * count
+    if kind == "digits":
+        return b'{"x": ' + b"9" * count + b"}"
+    if kind == "text":
+        return b'{"x": "' + b"a" * 10 * count + b'"}'
+    if kind == "spaces":
+        return b" " * 10 * count
+    keys = {f"key {number}": number for number in range(count // 10)}
+    return json.dumps(keys).encode()
 
 
 # Numbers and names.
@@ -221,20 +232,22 @@ def _name(bench: Bench, source: Path, random: Random) -> str:
         "shard_*": f"shard_{number}_{number}.pt", "*.0.0": f"{number}.0.0", "model_world*": f"model_world_size_{number}_rank_{number}.pt",
         "global_step*": f"global_step{number}", "zero_pp_rank_0*": f"zero_pp_rank_{number}_mp_rank_00_optim_states.pt", "0": number,
     }  # fmt: skip
-    found = [
-        (path, new) for pattern, new in kinds.items() for path in sorted(source.rglob(pattern))
-    ]
+    found: list[tuple[Path, str]] = []
+    for pattern, new in kinds.items():
+        for path in sorted(source.rglob(pattern)):
+            found.append((path, new))
     if not found:
         return _special(bench, source, random)
     path, new = random.choice(found)
-    new = new[:250]
-    if (path.parent / new).exists():
+    target = path.with_name(new[:250])
+    shown = target.name[:40]
+    if target.exists():
         return "nothing"
     if random.random() < 0.5 and path.is_file():
-        shutil.copyfile(path, path.with_name(new))
-        return f"{path.name} is there as {new[:40]} too"
-    path.rename(path.with_name(new))
-    return f"{path.name} is called {new[:40]}"
+        shutil.copyfile(path, target)
+        return f"{path.name} is there as {shown} too"
+    path.rename(target)
+    return f"{path.name} is called {shown}"
 
 
 def _tracker(bench: Bench, source: Path, random: Random) -> str:

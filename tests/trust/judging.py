@@ -56,20 +56,23 @@ def check_conduct(
     killed: by the case itself, so that it need not say anything.
     answers: exit statuses that are no errors; 4 is one of commands that compare.
     """
-    shown = f"{what}: exit {outcome.status}: {outcome.err[-600:]}"
+    status = outcome.status
+    shown = f"{what}: exit {status}: {outcome.err[-600:]}"
     if outcome.hung:
         raise Failure("hang", f"{what}: no end after {outcome.seconds:.0f} s")
     for event in outcome.events:
-        raise Failure("outside" if event.startswith("open ") else "executed", f"{what}: {event}")
+        promise = "outside" if event.startswith("open ") else "executed"
+        raise Failure(promise, f"{what}: {event}")
     if _PYTHON.search(outcome.err):
         raise Failure("traceback", shown)
     if outcome.peak_bytes > MEMORY_BYTES:
         raise Failure("memory", f"{what}: {outcome.peak_bytes >> 20} MB")
     if killed:
         return
-    if outcome.status < 0:
-        raise Failure("message", f"{what}: ended by signal {-outcome.status}")
-    if outcome.status not in answers and not _OURS.search(outcome.err):
+    if status < 0:
+        raise Failure("message", f"{what}: ended by signal {-status}")
+    says_why = _OURS.search(outcome.err)
+    if status not in answers and not says_why:
         raise Failure("message", shown)
 
 
@@ -85,11 +88,14 @@ def check_one_of(target: Path, allowed: Collection[Mapping[str, str]], what: str
         return
     if not found:
         raise Failure("lost", f"{what}: nothing is at the target any more")
-    nearest = min(allowed, key=lambda other: len(set(other.items()) ^ set(found.items())))
-    differing = sorted({name for name, _ in set(nearest.items()) ^ set(found.items())})
-    raise Failure(
-        "wrong", f"{what}: the target is no complete output: {', '.join(differing[:5])} differ"
-    )
+
+    def differing(expected: Mapping[str, str]) -> set[str]:
+        changed = set(expected.items()) ^ set(found.items())
+        return {name for name, _ in changed}
+
+    fewest = min(map(differing, allowed), key=len)
+    names = ", ".join(sorted(fewest)[:5])
+    raise Failure("wrong", f"{what}: the target is no complete output: {names} differ")
 
 
 def check_exists_somewhere(folder: Path, states: Collection[Mapping[str, str]], what: str) -> None:

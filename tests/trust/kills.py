@@ -79,16 +79,15 @@ class Steps:
         self._fatal, self._reported, self._count, self._lock = fatal, reported, 0, Lock()
 
     def install(self, *, exchange: bool = True) -> None:
-        """exchange: whether two names can be exchanged; else the call fails as NFS has it fail."""
-        for owner in filter(
-            None, (os, getattr(pathlib, "_NormalAccessor", None))
-        ):  # Python 3.10 binds them there
+        """exchange: two names can be exchanged; if not, the call fails as NFS has it fail."""
+        bound_in_python_3_10 = getattr(pathlib, "_NormalAccessor", None)
+        for owner in filter(None, (os, bound_in_python_3_10)):
             for name in _STEPS:
                 if hasattr(owner, name):
-                    setattr(owner, name, self._counted(name, getattr(owner, name)))
-        for module in [
-            module for name, module in sys.modules.items() if name.startswith("formats.")
-        ]:
+                    call = getattr(owner, name)
+                    setattr(owner, name, self._counted(name, call))
+        ours = [module for name, module in sys.modules.items() if name.startswith("formats.")]
+        for module in ours:
             for name, value in list(vars(module).items()):
                 if isinstance(value, ctypes._CFuncPtr):  # type: ignore[attr-defined]
                     call = value if exchange or "rename" not in name else _unsupported
@@ -130,22 +129,26 @@ def _unsupported(*arguments: Any) -> int:
 
 def attack(bench: Bench, number: int) -> None:
     """Every fourth case is a signal at a random moment, the others go through all steps in a random order."""
-    folder, random = bench.fresh_folder(), bench.random("kills", number)
-    scenario, visit = SCENARIOS[number % len(SCENARIOS)], number // len(SCENARIOS)
-    blow, step, moment = None, None, ""
+    folder = bench.fresh_folder()
+    target = folder / "out"
+    random = bench.random("kills", number)
+    visit, place = divmod(number, len(SCENARIOS))
+    scenario = SCENARIOS[place]
     steps = _steps_of(bench, scenario)
+    blow, step = None, None
     if visit % 4 == 3:
-        blow = Blow(random.uniform(0, 1.2 * _seconds_of(bench, scenario)), random.choice(SIGNALS))
-        moment = f"{signal.Signals(blow.number).name} after {blow.seconds * 1000:.1f} ms"
+        seconds = random.uniform(0, 1.2 * _seconds_of(bench, scenario))
+        blow = Blow(seconds, random.choice(SIGNALS))
+        name = signal.Signals(blow.number).name
+        moment = f"{name} after {seconds * 1000:.1f} ms"
     else:
-        step = steps[(visit - visit // 4) % len(steps)][0]
-        moment = f"SIGKILL at step {step}, {dict(steps)[step]}"
+        earlier = visit - visit // 4
+        step, name = steps[earlier % len(steps)]
+        moment = f"SIGKILL at step {step}, {name}"
     what = f"{scenario}; {moment}"
-    old = _put_old_output(bench, scenario, folder / "out")
+    old = _put_old_output(bench, scenario, target)
     new = bench.output("hf", scenario.saver).files
-    arguments = command(
-        bench.checkpoints["hf"].path, folder / "out", SAVERS[scenario.saver], scenario.options
-    )
+    arguments = _command(bench, scenario, target)
     outcome = server.run(*arguments, folder=folder, prepare=_preparation(scenario, step), blow=blow)
     died = outcome.status < 0
     check_conduct(outcome, what, killed=died)
@@ -153,6 +156,11 @@ def attack(bench: Bench, number: int) -> None:
     if not died:
         _judge_end(scenario, folder, outcome.status, new, what)
     _judge_repetition(scenario, folder, arguments, new, what)
+
+
+def _command(bench: Bench, scenario: Scenario, target: Path) -> list[object]:
+    source = bench.checkpoints["hf"].path
+    return command(source, target, SAVERS[scenario.saver], scenario.options)
 
 
 def _preparation(
@@ -200,13 +208,14 @@ def _judge_repetition(
     scenario: Scenario, folder: Path, arguments: list[object], new: Mapping[str, str], what: str
 ) -> None:
     """The same command once more makes what an undisturbed run makes, and tidies up."""
-    what, complete = f"{what}; then again", state(folder / "out") == new
+    target = folder / "out"
+    was_complete = state(target) == new
     again = server.run(*arguments, folder=folder, prepare=_preparation(scenario, None))
+    what = f"{what}; then again"
+    ended = f"{what} (exit {again.status}: {again.err.strip()[-300:]})"
     check_conduct(again, what)
-    check_one_of(
-        folder / "out", (new,), f"{what} (exit {again.status}: {again.err.strip()[-300:]})"
-    )
-    if complete and not scenario.replaces:
+    check_one_of(target, (new,), ended)
+    if was_complete and not scenario.replaces:
         if again.status != 2:
             raise Failure("message", f"{what}: exit {again.status} for a target that exists")
         return
@@ -219,10 +228,9 @@ def _judge_repetition(
 def _steps_of(bench: Bench, scenario: Scenario) -> list[tuple[int, str]]:
     """All steps of an undisturbed run, by number and name, in this seed's order; those of the commit first."""
     folder = bench.fresh_folder()
-    _put_old_output(bench, scenario, folder / "out")
-    arguments = command(
-        bench.checkpoints["hf"].path, folder / "out", SAVERS[scenario.saver], scenario.options
-    )
+    target = folder / "out"
+    _put_old_output(bench, scenario, target)
+    arguments = _command(bench, scenario, target)
     reported = os.memfd_create("steps")
     outcome = server.run(*arguments, folder=folder, prepare=_preparation(scenario, None, reported))
     assert outcome.status == 0, outcome.err
@@ -231,16 +239,18 @@ def _steps_of(bench: Bench, scenario: Scenario) -> list[tuple[int, str]]:
     bench.fresh_folder()
     steps = list(enumerate(names))
     bench.random(f"steps of {scenario}", 0).shuffle(steps)
-    return sorted(steps, key=lambda step: any(name in step[1] for name in _BULK))
+
+    def is_bulk(step: tuple[int, str]) -> bool:
+        return any(name in step[1] for name in _BULK)
+
+    return sorted(steps, key=is_bulk)
 
 
 @cache
 def _seconds_of(bench: Bench, scenario: Scenario) -> float:
     """How long an undisturbed run takes."""
     folder = bench.fresh_folder()
-    arguments = command(
-        bench.checkpoints["hf"].path, folder / "out", SAVERS[scenario.saver], scenario.options
-    )
-    seconds = server.run(*arguments, folder=folder, prepare=_preparation(scenario, None)).seconds
+    arguments = _command(bench, scenario, folder / "out")
+    outcome = server.run(*arguments, folder=folder, prepare=_preparation(scenario, None))
     bench.fresh_folder()
-    return seconds
+    return outcome.seconds

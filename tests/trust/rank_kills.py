@@ -39,12 +39,16 @@ def attack(bench: Bench, case: int) -> None:
 
     random = bench.random("ranks", case)
     victim = _VICTIMS[case % len(_VICTIMS)]
-    saver, way = random.choice(_SAVERS), random.choice(["fresh", "overwrite", "resume", "both"])
-    new, old = _expected(bench, saver), ABSENT
+    saver = random.choice(_SAVERS)
+    way = random.choice(["fresh", "overwrite", "resume", "both"])
+    replaces = "--overwrite" in WAYS[way]
+    new = _expected(bench, saver)
     folder = bench.fresh_folder()
-    target, logs = folder / "out", folder / "logs"
+    target = folder / "out"
+    logs = folder / "logs"
     logs.mkdir()
-    if "--overwrite" in WAYS[way]:
+    old = ABSENT
+    if replaces:
         shutil.copytree(bench.output("other", saver).path, target)
         old = state(target)
     arguments = command(bench.checkpoints["hf"].path, target, SAVERS[saver], WAYS[way])
@@ -58,14 +62,17 @@ def attack(bench: Bench, case: int) -> None:
     shutil.rmtree(logs)
     logs.mkdir()
     again = Launch(logs, arguments, {}).outcomes()
-    text = f"{what}; then again: {[(outcome.status, outcome.err[-300:]) for outcome in again]}"
-    _judge_ends(again, text)
+    shown = [(outcome.status, outcome.err[-300:]) for outcome in again]
+    what = f"{what}; then again: {shown}"
+    _judge_ends(again, what)
+    failed = any(outcome.status for outcome in again)
     exists = any("already exists" in outcome.err for outcome in again)
-    if any(outcome.status for outcome in again) and not (exists and "--overwrite" not in WAYS[way]):
-        raise Failure("message", text)
-    check_one_of(target, (new,), text)
+    rightly_refused = exists and not replaces
+    if failed and not rightly_refused:
+        raise Failure("message", what)
+    check_one_of(target, (new,), what)
     if not exists:
-        check_nothing_left(folder, ("out", "logs"), text)
+        check_nothing_left(folder, ("out", "logs"), what)
 
 
 class Launch:

@@ -62,13 +62,15 @@ def strange_value(random: Random, old: Any = None) -> Any:
     if isinstance(old, bool) or old is None or random.random() < 0.3:
         return random.choice(STRANGE)
     if isinstance(old, int):
-        return random.choice(
-            [*HUGE, old + 1, old - 1, old * 2, old // 2, -old, float(old), str(old)]
-        )
+        numbers = old + 1, old - 1, old * 2, old // 2, -old
+        return random.choice([*HUGE, *numbers, float(old), str(old)])
     if isinstance(old, str):
-        return random.choice([old[:-1], old + "x", old.upper(), *STRANGE])
+        shorter = old[:-1]
+        longer = old + "x"
+        return random.choice([shorter, longer, old.upper(), *STRANGE])
     if isinstance(old, list):
-        return random.choice([old[:-1], old * 2, old[::-1], *HUGE])
+        shorter, doubled, reverse = old[:-1], old * 2, old[::-1]
+        return random.choice([shorter, doubled, reverse, *HUGE])
     return random.choice(HUGE)
 
 

@@ -85,25 +85,29 @@ def stored(entries: list[tuple[str, bytes]]) -> bytes:
 
 
 def _with_pickle(content: bytes, change: Callable[[bytes], bytes]) -> bytes:
-    return stored(
-        [
-            (name, change(data) if name.endswith("data.pkl") else data)
-            for name, data in members(content)
-        ]
-    )
+    changed = []
+    for name, data in members(content):
+        is_pickle = name.endswith("data.pkl")
+        changed.append((name, change(data) if is_pickle else data))
+    return stored(changed)
 
 
 def _replace_in_envelope(file: Path, change: Callable[[bytes], bytes]) -> bool:
     """An object's range keeps its length: the rest is a member of zeros."""
     metadata = dcp_metadata.read(file.with_name(".metadata"))
-    place = next(place for place in metadata.objects.values() if place.file == file.name)
+    places = [place for place in metadata.objects.values() if place.file == file.name]
+    start = places[0].offset
+    end = start + places[0].nbytes
     content = file.read_bytes()
-    old = members(content[place.offset : place.offset + place.nbytes])
-    pickle = next((name, change(data)) for name, data in old if name.endswith("data.pkl"))
-    root = pickle[0].partition("/")[0]
-    missing = place.nbytes - len(stored([pickle, (f"{root}/pad", b"")]))
+    old = members(content[start:end])
+    name, data = next(entry for entry in old if entry[0].endswith("data.pkl"))
+    root, _, _ = name.partition("/")
+    padding = f"{root}/pad"
+    pickle = name, change(data)
+    without_padding = stored([pickle, (padding, b"")])
+    missing = places[0].nbytes - len(without_padding)
     if missing < 0:
         return False
-    made = stored([pickle, (f"{root}/pad", bytes(missing))])
-    file.write_bytes(content[: place.offset] + made + content[place.offset + place.nbytes :])
+    made = stored([pickle, (padding, bytes(missing))])
+    file.write_bytes(content[:start] + made + content[end:])
     return True

@@ -47,7 +47,8 @@ def attack(bench: Bench, case: int) -> None:
     random = bench.random("trainer", case)
     run = RUNS[case % len(RUNS)]
     steps, whole = _undisturbed(bench, run)
-    victim, step = random.randrange(run.size), random.randrange(steps)
+    victim = random.randrange(run.size)
+    step = random.randrange(steps)
     what = f"{run.size} processes, {run.words}: rank {victim} killed at step {step} of {steps}"
     folder = bench.fresh_folder()
     running = launch(folder, run.size, run.command, partial(_die, victim, step))
@@ -56,22 +57,36 @@ def attack(bench: Bench, case: int) -> None:
         running.kill()
     _wait(running, what)
     check_logs(running, what)
-    tracker = folder / "ckpt" / "latest_checkpointed_iteration.txt"
-    if tracker.exists() and not (folder / "ckpt" / f"iter_{int(tracker.read_text()):07d}").is_dir():
-        raise Failure("lost", f"{what}: the tracker names a checkpoint that isn't there")
+    _check_tracker(folder / "ckpt", what)
     again = launch(folder, run.size, run.command)
-    if any(_wait(again, f"{what}; then again")):
+    statuses = _wait(again, f"{what}; then again")
+    if any(statuses):
         raise Failure("message", f"{what}; then again: {again.logs()[-600:]}")
-    found = {
-        name: content
-        for name, content in snapshot(folder / "ckpt").items()
-        if not _is_remainder(name)
-    }
+    _check_checkpoints(folder / "ckpt", whole, what)
+
+
+def _check_tracker(directory: Path, what: str) -> None:
+    """The tracker, if there is one, names a checkpoint that is there."""
+    tracker = directory / "latest_checkpointed_iteration.txt"
+    if not tracker.exists():
+        return
+    iteration = int(tracker.read_text())
+    if not (directory / f"iter_{iteration:07d}").is_dir():
+        raise Failure("lost", f"{what}: the tracker names a checkpoint that isn't there")
+
+
+def _check_checkpoints(directory: Path, whole: Mapping[str, str], what: str) -> None:
+    """The last checkpoints are there, and each one that is there is complete. whole: of the undisturbed run."""
+    found = {}
+    for name, content in snapshot(directory).items():
+        if not _is_remainder(name):
+            found[name] = content
     missing = [name for name in whole if name.startswith(_KEPT) and name not in found]
     differing = [name for name, content in found.items() if whole.get(name) != content]
     torn = [name for name in whole if name.split("/")[0] in found and name not in found]
-    if missing or differing or torn:
-        names = ", ".join(sorted({*missing, *differing, *torn})[:6])
+    wrong = sorted({*missing, *differing, *torn})
+    if wrong:
+        names = ", ".join(wrong[:6])
         raise Failure("wrong", f"{what}: {names} differ from those of the uninterrupted run")
 
 

@@ -24,7 +24,8 @@ COMMANDS = (
     "formats",
     "demo",
 )
-"""Modules of this package that add themselves to the application, in the order of --help."""
+"""The commands, in the order of --help and of the documentation. Each is a module of this package that adds itself to
+the application."""
 
 for _name in COMMANDS:
     import_module(f"{__name__}.{_name}")
@@ -34,13 +35,11 @@ _modules = {
     for command in app.registered_commands
     if command.callback
 }
-app.registered_commands[:] = [
-    _modules[name] for name in COMMANDS
-]  # the import of one module may have registered another first
+# The import of one module may have registered another first.
+app.registered_commands[:] = [_modules[name] for name in COMMANDS]
 for _command in app.registered_commands:
-    _command.short_help = re.split(r"(?<=\.)\s", _command.callback.__doc__ or "")[
-        0
-    ]  # click would truncate it at the end of the line
+    # click would truncate the first sentence at the end of the line.
+    _command.short_help = re.split(r"(?<=\.)\s", _command.callback.__doc__ or "")[0]
 
 
 def main() -> None:

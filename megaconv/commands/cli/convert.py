@@ -1,5 +1,6 @@
 """`megaconv convert`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -172,22 +173,27 @@ def _converted(request: Request, ranks: Any) -> Any:
 
 
 def _print_summary(save_dir: str, report: Any) -> None:
+    show(f"{save_dir}: {', '.join(_amounts(report))}")
+    _print_from_base(report)
+    rounding = report.rounding
+    if rounding is not None:
+        errors = f"at most {rounding.largest:.3g}, {rounding.rms:.3g} rms"
+        show(f"quantized   {rounding.count:,} weights are off by {errors}")
+    verified = " (verified)" if report.verified else ""
+    fingerprint = report.fingerprint
+    show(f"fingerprint {fingerprint.weights}{verified}")
+    if fingerprint.optimizer is not None:
+        show(f"optimizer   {fingerprint.optimizer}{verified}")
+
+
+def _amounts(report: Any) -> Iterator[str]:
+    """The number of parameters, the size of the output, and the time that it took."""
     from megaconv.commands.inspection import readable
 
     speed = readable(int(report.header.nbytes / max(report.seconds, 1e-9)))
-    written = f"{readable(report.nbytes)} in {len(report.files)} files"
-    show(
-        f"{save_dir}: {report.parameters:,} parameters, {written}, {report.seconds:.2f} s ({speed}/s)"
-    )
-    _print_from_base(report)
-    if (off := report.rounding) is not None:
-        show(
-            f"quantized   {off.count:,} weights are off by at most {off.largest:.3g}, {off.rms:.3g} rms"
-        )
-    verified = " (verified)" if report.verified else ""
-    show(f"fingerprint {report.fingerprint.weights}{verified}")
-    if report.fingerprint.optimizer is not None:
-        show(f"optimizer   {report.fingerprint.optimizer}{verified}")
+    yield f"{report.parameters:,} parameters"
+    yield f"{readable(report.nbytes)} in {len(report.files)} files"
+    yield f"{report.seconds:.2f} s ({speed}/s)"
 
 
 def _say_notices(report: Any) -> None:
@@ -213,6 +219,8 @@ def _dry_run(request: Request) -> None:
     for name, size in report.files.items():
         show(f"{size:>18,}  {Path(request.save_dir) / name}")
     _say_notices(report)
+    memory = readable(report.memory)
     show(
-        f"{report.nbytes:>18,}  bytes in {len(report.files)} files; buffers will take {readable(report.memory)} of memory at most"
+        f"{report.nbytes:>18,}  bytes in {len(report.files)} files; "
+        f"buffers will take {memory} of memory at most"
     )

@@ -119,19 +119,20 @@ def diff(
         raise typer.Exit(4)
 
 
+def _verdict(found: Any, compared: str) -> str:
+    """The first line of the summary."""
+    within = f", {found.within} of them within the tolerance" if found.within else ""
+    if not found.same:
+        return f"different: {len(found.differences)} of {found.tensors} tensors{within}"
+    slots = f" ({', '.join(found.slots)})" if len(found.slots) > 1 else ""
+    if compared:
+        return f"the same {compared}{found.tensors} tensors{slots}{within}"
+    return f"the same: {found.tensors} tensors are equal{slots}{within}"
+
+
 def _print_summary(found: Any, compared: str) -> None:
     """Print the summary. compared: the compared part, if it isn't the whole tensors."""
-    within = f", {found.within} of them within the tolerance" if found.within else ""
-    if found.same:
-        slots = f" ({', '.join(found.slots)})" if len(found.slots) > 1 else ""
-        same = (
-            f"the same {compared}{found.tensors} tensors"
-            if compared
-            else f"the same: {found.tensors} tensors are equal"
-        )
-        show(f"{same}{slots}{within}")
-    else:
-        show(f"different: {len(found.differences)} of {found.tensors} tensors{within}")
+    show(_verdict(found, compared))
     for name, left, right in found.config:
         show(f"  configuration: {name} is {left!r} in A, {right!r} in B")
     groups = found.groups()

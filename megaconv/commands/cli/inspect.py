@@ -1,6 +1,7 @@
 """`megaconv inspect`."""
 
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -100,25 +101,33 @@ def inspect(
         from megaconv.commands.views.requested import Asked, Subject, views
 
         asked = Asked(tree, tensors, layout, stats, megatron_args, html, quiet)
-        shown = views(
-            Subject(path, place, found, options), asked, blocks=has_blocks(), columns=width
-        )
+        subject = Subject(path, place, found, options)
+        shown = views(subject, asked, blocks=has_blocks(), columns=width)
     if as_json:
         print_json({view.name: view.document for view in shown} if shown else found.to_json())
     elif shown:
-        for line in (
-            piece for view in shown for whole in view.lines for piece in folded(whole, width)
-        ):
-            show(line)
-        for note in (note for view in shown for note in view.notes):
-            show(f"megaconv: {note}", sys.stderr)
+        _show_views(shown, width)
     else:
-        lines = list(found.lines())
-        labels = max(len(label) for label, _ in lines)
-        for label, text in lines:
-            for line in folded(f"{label:<{labels}}  {text}", width, labels + 2):
-                show(line)
+        _show_facts(found, width)
     _end_if_changed(path, found)
+
+
+def _show_views(shown: Iterable[Any], width: int | None) -> None:
+    for view in shown:
+        for line in view.lines:
+            for piece in folded(line, width):
+                show(piece)
+    for view in shown:
+        for note in view.notes:
+            show(f"megaconv: {note}", sys.stderr)
+
+
+def _show_facts(found: Any, width: int | None) -> None:
+    lines = list(found.lines())
+    labels = max(len(label) for label, _ in lines)
+    for label, text in lines:
+        for piece in folded(f"{label:<{labels}}  {text}", width, labels + 2):
+            show(piece)
 
 
 def _end_if_changed(path: str, found: Any) -> None:

@@ -52,15 +52,20 @@ def _print(found: Any) -> None:
 
 def _print_globals(found: Iterable[Any]) -> None:
     """A line for each function or class that pickles name: ordinary ones once for all files, others by file."""
-    ordinary, others = Counter[str](), Counter[tuple[str, str, str]]()
+    ordinary = Counter[str]()
+    others = Counter[tuple[str, str, str]]()
     for each in found:
         if each.judgement == "ordinary":
             ordinary[each.name] += 1
         else:
             others[each.judgement, each.file, each.name] += 1
     for (judgement, file, name), count in sorted(others.items()):
-        verb = "calls" if judgement == "unsafe" else "names"
-        times = f", {count} times" if count > 1 else ""
-        show(f"{judgement:<8} {file}: {verb} {name}{times}")
+        _print_global(judgement, file, name, count)
     for name, count in sorted(ordinary.items()):
         show(f"ordinary {name} ({count})")
+
+
+def _print_global(judgement: str, file: str, name: str, count: int) -> None:
+    verb = "calls" if judgement == "unsafe" else "names"
+    times = f", {count} times" if count > 1 else ""
+    show(f"{judgement:<8} {file}: {verb} {name}{times}")

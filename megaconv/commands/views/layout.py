@@ -20,7 +20,7 @@ from megaconv.model.rank_share import RankShare, rank_shares
 _WIDEST = 96
 """Columns for layers. For a deeper model, one column stands for several layers."""
 _SHOWN_EXPERT_RANKS = 8
-"""Expert ranks in the line about experts. Of further ranks, the line shows the last one."""
+"""Number of expert ranks in the line about experts. If there are more, the line ends with the last one."""
 BLOCKS = {"dense": "█", "experts": "▓", "linear": "░"}
 PLAIN_BLOCKS = {"dense": "#", "experts": "x", "linear": "="}
 _KIND_NAMES = {
@@ -106,10 +106,13 @@ class LayoutView:
         for chunk in self.layout.chunks():
             if chunk.pp_rank != pp_rank:
                 continue
-            for layer in range(chunk.first_layer, chunk.first_layer + chunk.layers):
-                cells[1 + layer // per_column] = glyphs[self._kind(layer)]
+            first, stop = chunk.first_layer, chunk.first_layer + chunk.layers
+            for layer in range(first, stop):
+                column = 1 + layer // per_column
+                cells[column] = glyphs[self._kind(layer)]
             if chunk.embeds:
-                cells[chunk.first_layer // per_column] = "E"
+                column = first // per_column
+                cells[column] = "E"
             if chunk.is_last:
                 cells[-1] = "H"
         return "".join(cells)
@@ -131,12 +134,16 @@ class LayoutView:
         if tp > 1:
             yield f"tp: each of {tp} tensor ranks has 1/{tp} of attention, dense MLPs, embedding and head; norms are on all"
         if self.config.experts.count:
-            runs = [f"ep {rank}: {held[0]}-{held[-1]}" for rank, held in enumerate(self._experts())]
-            shown = ", ".join(runs[:_SHOWN_EXPERT_RANKS])
-            if len(runs) > _SHOWN_EXPERT_RANKS:
-                shown += f" ... {runs[-1]}"
             parts = f"; each in {etp} parts (etp)" if etp > 1 else ""
-            yield f"experts of each layer: {shown}{parts}"
+            yield f"experts of each layer: {self._ranges_of_experts()}{parts}"
+
+    def _ranges_of_experts(self) -> str:
+        """The experts of the first ranks and of the last rank."""
+        ranges = [f"ep {rank}: {held[0]}-{held[-1]}" for rank, held in enumerate(self._experts())]
+        shown = ", ".join(ranges[:_SHOWN_EXPERT_RANKS])
+        if len(ranges) > _SHOWN_EXPERT_RANKS:
+            shown += f" ... {ranges[-1]}"
+        return shown
 
 
 def layout_view(header: Header) -> LayoutView:

@@ -67,9 +67,9 @@ def megatron_args(header: Header, place: Path | None) -> tuple[CommandLine, list
     )
     found = command_line(arguments)
     if found.unsettable:
-        told = ", ".join(f"{name}={value}" for name, value in found.unsettable.items())
+        unsettable = ", ".join(f"{name}={value}" for name, value in found.unsettable.items())
         notes.append(
-            f"no flag of Megatron-LM sets {told}; set it in the model's configuration where it is built"
+            f"no flag of Megatron-LM sets {unsettable}; set it in the model's configuration where it is built"
         )
     return found, notes
 
@@ -100,8 +100,9 @@ def _checkpoint(header: Header, place: Path | None, notes: list[str]) -> dict[st
     version = rank_files.find_version(place) or place
     backend = read_backend(version) or ("torch_dist" if is_dcp(version) else "torch")
     root = version.parent if rank_files.is_version(version.name) else version
-    found: dict[str, Any] = {"load": str(root.resolve()), "ckpt_format": backend}
-    return found | {
+    return {
+        "load": str(root.resolve()),
+        "ckpt_format": backend,
         "no_load_optim": header.training.optimizer is None,
         "no_load_rng": not header.training.rng,
     }

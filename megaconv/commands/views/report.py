@@ -33,13 +33,17 @@ def movement_report(a: str, b: str, left: Header, found: Diff, moved: Movement) 
     )
     rows = [row | stats.get(row["name"], {}) for row in described]
     layers = [{"name": layer.name, "stats": layer.to_json()} for layer in moved.layers()]
-    configuration = [
-        ("configuration", f"{name} is {ours!r} in A, {theirs!r} in B")
-        for name, ours, theirs in found.config
-    ]
     different = f"{len(found.differences)} of {found.tensors} differ"
-    facts = [("A", a), ("B", b), ("tensors", different), *configuration]
-    return _page(f"{b}, moved from {a}", facts, rows, MOVEMENT, layers=layers)
+    facts = [("A", a), ("B", b), ("tensors", different)]
+    for name, ours, theirs in found.config:
+        facts.append(("configuration", f"{name} is {ours!r} in A, {theirs!r} in B"))
+    return _page(
+        f"{b}, moved from {a}",
+        facts,
+        rows,
+        MOVEMENT,
+        layers=layers,
+    )
 
 
 class Numbers(NamedTuple):

@@ -8,6 +8,7 @@ from megaconv.engine.statistics import Statistics
 _BARS = " ▁▂▃▄▅▆▇█"
 _PLAIN_BARS = " .:-=+*#@"
 _SHOWN_BINS = 16
+_HEADING = f"{'mean':>10} {'std':>10} {'min':>10} {'max':>10} {'zeros':>7}  histogram"
 
 
 def lines(
@@ -15,16 +16,15 @@ def lines(
 ) -> Iterator[str]:
     """Lines for people: one per tensor. If that exceeds `columns`, one line for its name and one for its values."""
     width = max(map(len, found), default=0)
-    heading = f"{'mean':>10} {'std':>10} {'min':>10} {'max':>10} {'zeros':>7}  histogram"
-    longest_values = len(heading) - len("histogram") + _SHOWN_BINS
+    longest_values = len(_HEADING) - len("histogram") + _SHOWN_BINS
     longest_line = width + 2 + longest_values
     if columns is not None and longest_line > columns:
-        yield heading
+        yield _HEADING
         for name, stats in found.items():
             yield name
             yield _values(stats, blocks)
         return
-    yield f"{'':<{width}}  {heading}"
+    yield f"{'':<{width}}  {_HEADING}"
     for name, stats in found.items():
         yield f"{name:<{width}}  {_values(stats, blocks)}"
 

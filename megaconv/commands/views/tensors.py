@@ -29,16 +29,19 @@ class TensorLine:
     def lines(self) -> Iterator[str]:
         """Lines for people: the tensor, and below it each native tensor that holds a part of it."""
         yield f"{self.name}  {list(self.shape)} {self.dtype}"
-        rows, cols = matrix_shape(self.shape)
         for place in self.places:
-            box = place.box
-            slices = _slice("rows", box.row0, box.row1, rows) + _slice(
-                "columns", box.col0, box.col1, cols
-            )
-            again = " (again)" if place.copy else ""
-            native = place.native or self.name
-            files = ", ".join(_file(file, offset) for file, offset in place.files)
-            yield f"    {_where(place)}{native}{slices}{again}  {files}".rstrip()
+            yield f"    {self._place(place)}".rstrip()
+
+    def _place(self, place: Place) -> str:
+        """The line of a native tensor: its rank, its name, the part that it holds, and its files."""
+        rows, cols = matrix_shape(self.shape)
+        box = place.box
+        row_slice = _slice("rows", box.row0, box.row1, rows)
+        col_slice = _slice("columns", box.col0, box.col1, cols)
+        again = " (again)" if place.copy else ""
+        native = place.native or self.name
+        files = ", ".join(_file(file, offset) for file, offset in place.files)
+        return f"{_where(place)}{native}{row_slice}{col_slice}{again}  {files}"
 
 
 def _file(name: str, offset: int | None) -> str:

@@ -101,13 +101,17 @@ def lines(root: Module) -> Iterator[str]:
     rows = list(_rows(root, 0))
     width = max((len(label) for label, _ in rows), default=0)
     for label, module in rows:
-        each = (
-            f"   {module.copies} of {module.parameters // module.copies:,} each"
-            if module.copies > 1
-            else ""
-        )
-        part = share(module.nbytes, root.nbytes)
-        yield f"{label:<{width}}  {module.parameters:>18,}  {readable(module.nbytes):>11}  {part:>4}{each}"
+        each = ""
+        if module.copies > 1:
+            parameters = module.parameters // module.copies
+            each = f"   {module.copies} of {parameters:,} each"
+        columns = [
+            f"{label:<{width}}",
+            f"{module.parameters:>18,}",
+            f"{readable(module.nbytes):>11}",
+            f"{share(module.nbytes, root.nbytes):>4}{each}",
+        ]
+        yield "  ".join(columns)
 
 
 def _rows(module: Module, depth: int) -> Iterator[tuple[str, Module]]:

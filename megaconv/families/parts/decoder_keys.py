@@ -55,12 +55,17 @@ def model_keys(*, tied: bool, tokens: Tokens) -> tuple[Keys, ...]:
     def read(raw: Raw) -> Fields:
         found = {name: raw.get(name, default) for name, default in zip(names, tokens, strict=True)}
         eos = found["eos_token_id"]
-        return found | {"eos_token_id": tuple(eos) if isinstance(eos, list) else eos}
+        if isinstance(eos, list):
+            found["eos_token_id"] = tuple(eos)
+        return found
 
     def write(config: ModelConfig) -> Raw:
         eos = config.eos_token_id
-        written = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
-        return written | {"eos_token_id": list(eos) if isinstance(eos, tuple) else eos}
+        return {
+            "bos_token_id": config.bos_token_id,
+            "pad_token_id": config.pad_token_id,
+            "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
+        }
 
     return (
         size("vocab_size", "vocab"),
@@ -89,7 +94,7 @@ def heads(kv_heads: int | None, head_dim: int | None = None, *, own_size: bool =
         hidden = need_size(raw, "hidden_size")
         count = need_size(raw, "num_attention_heads")
         given = {"num_key_value_heads": kv_heads, **raw}
-        # null means that each head has keys and values of its own.
+        # null means that each head has its own keys and values.
         groups = need_size(given, "num_key_value_heads", count)
         if count % groups:
             raise CorruptCheckpoint(

@@ -108,13 +108,15 @@ def _read_mixers(raw: Raw) -> Fields:
     if kinds is None:
         full = [layer for layer in range(layers) if (layer + 1) % interval == 0]
         return {"layers.mixer": per_layer(full, layers, "attention", "linear")}
+    mixers = []
     for kind in kinds:
         if kind not in _KINDS:
             raise NotExpressible(
                 f"{CONFIG_NAME}: layer_types has {kind!r}, which this architecture doesn't support"
             )
+        mixers.append(_KINDS[kind])
     require_each_layer("layer_types", kinds, layers)
-    return {"layers.mixer": tuple(_KINDS[kind] for kind in kinds)}
+    return {"layers.mixer": tuple(mixers)}
 
 
 def _write_mixers(config: ModelConfig) -> Raw:

@@ -90,20 +90,18 @@ def updated(
     }
     given = {name: value for name, value in given.items() if aliases.get(name) not in changes}
     dtype = changes.pop("torch_dtype", None)
-    merged = {
-        **given,
-        **changes,
-        **({} if dtype is None else {"dtype" if "dtype" in given else "torch_dtype": dtype}),
-    }
+    merged = {**given, **changes}
+    if dtype is not None:
+        merged["dtype" if "dtype" in given else "torch_dtype"] = dtype
     merged.setdefault("architectures", now["architectures"])
     merged.pop(QUANTIZATION, None)  # the weights are no longer quantized
     if changes.keys() & set(_ROPE):
         merged = {
             key: value for key, value in merged.items() if key in now or key not in _ROPE_BESIDE
         }
-        merged |= {
-            key: now[key] for key in _ROPE if key in now and (key in merged or now[key] is not None)
-        }
+        for key in _ROPE:
+            if key in now and (key in merged or now[key] is not None):
+                merged[key] = now[key]
     return merged
 
 

@@ -1,4 +1,4 @@
-"""Sparse attention as in DeepSeek: an indexer with small heads of its own selects the positions that each token attends
+"""Sparse attention as in DeepSeek: an indexer with its own small heads selects the positions that each token attends
 to.
 
     hf      model.layers.{l}.self_attn.indexer.{wq_b, wk, k_norm, weights_proj}
@@ -7,7 +7,7 @@ to.
 Every tensor-parallel rank holds the whole indexer. In files, in transformers and in Megatron core from 0.19 on, the
 rotating elements of an indexer's head come first. In core 0.16 to 0.18 they come last, as pairs of neighbours
 (`rope_last`). Those releases normalize latent vectors in Transformer Engine's next linear layer. From 0.19 on, both
-norms are modules of their own, since the indexer needs their outputs. Source: modeling_deepseek_v32.py and
+norms are separate modules, since the indexer needs their outputs. Source: modeling_deepseek_v32.py and
 modeling_glm_moe_dsa.py of transformers 5; dsa.py and experimental_attention_variant_module_specs.py of Megatron core,
 tags core_v0.16.1 to core_v0.19.0 and main at d98e8a64ddf3.
 """

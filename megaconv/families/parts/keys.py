@@ -78,6 +78,7 @@ HARMLESS = frozenset(
         ),
         # used only by the initialization, and a width that mamba_num_heads gives
         *("time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand"),
+        *("time_step_min", "time_step_rank"),
         # for generation: which logits are computed
         "num_logits_to_keep",
         # for training only
@@ -209,16 +210,19 @@ def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Key
         word = raw.get(key, default)
         if word not in values:
             raise UnknownFamily(
-                f"{CONFIG_NAME}: {key} {word!r} is not supported in this architecture; expected {' or '.join(values)}"
+                f"{CONFIG_NAME}: {key} {word!r} is not supported in this architecture; "
+                f"expected {' or '.join(values)}"
             )
         return {field: values[word]}
 
     def write(config: ModelConfig) -> Raw:
-        named = [word for word, value in values.items() if value == value_of(config, field)]
+        wanted = value_of(config, field)
+        named = [word for word, value in values.items() if value == wanted]
         if not named:
+            possible = map(str, dict.fromkeys(values.values()))
             raise NotExpressible(
-                f"the model's {field} is {value_of(config, field)}, which {key} of this architecture's {CONFIG_NAME} "
-                f"can't represent: it has {' and '.join(map(str, dict.fromkeys(values.values())))}"
+                f"the model's {field} is {wanted}, which {key} of this architecture's {CONFIG_NAME} "
+                f"can't represent: it has {' and '.join(possible)}"
             )
         return {key: named[0]}
 
@@ -226,7 +230,7 @@ def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Key
 
 
 def follows(field: str, rule: Callable[[Raw], Any]) -> Keys:
-    """A field that follows from other keys, without a key of its own."""
+    """A field that follows from other keys and has no key."""
     return Keys((), lambda raw: {field: rule(raw)}, lambda config: {})
 
 

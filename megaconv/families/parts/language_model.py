@@ -30,7 +30,7 @@ SAME_AS = {
     "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2",
     "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe",
 }  # fmt: skip
-"""model_type of a language model with a type of its own -> model_type of the equal text model. They are equal only for
+"""model_type of a language model with its own type -> model_type of the equal text model. They are equal only for
 text: then all three positions that images give a token (mrope) are the same."""
 
 _QWEN2_VL = {
@@ -95,7 +95,7 @@ def inner_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _stated(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a config.json says about the language model inside; None if there is none."""
+    """The part of a config.json that describes the language model inside; None if there is none."""
     inside = raw.get(TEXT)
     if inside is None and "vision_config" in raw and "hidden_size" in raw:
         # Qwen2-VL on the Hub has the keys of its language model beside the others.

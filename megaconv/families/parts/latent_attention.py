@@ -1,4 +1,4 @@
-"""Latent attention as in DeepSeek V2 and V3: queries, keys and values from narrow latent vectors with norms of their own.
+"""Latent attention as in DeepSeek V2 and V3: queries, keys and values from narrow latent vectors with their own norms.
 
 hf     model.layers.{l}.self_attn.{q_proj, q_a_proj, q_a_layernorm, q_b_proj, kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj}
 core   decoder.layers.{l}.self_attention.{linear_q_proj, linear_q_down_proj, linear_q_up_proj, linear_kv_down_proj, ...}

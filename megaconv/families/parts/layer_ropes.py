@@ -22,7 +22,7 @@ Rope = tuple[float, dict[str, Any] | None]
 def layer_ropes(theta: float, local_theta: float | None = None) -> Keys:
     """Rope of both kinds of layers.
 
-    theta, local_theta: the defaults for missing keys. local_theta None: layers with a window have no base of their own.
+    theta, local_theta: the defaults for missing keys. local_theta None: layers with a window have no separate base.
     """
 
     def read(raw: Raw) -> Fields:

@@ -144,7 +144,7 @@ MAMBA_ONLY: dict[str, Any] = {
     },
     **{"layer_norm_epsilon": 1e-5, "time_step_min": 0.001},
 }
-"""Megatron core's mixer has no other convolution, no biases on projections, and no epsilon of its own for its norm."""
+"""Megatron core's mixer has no other convolution, no biases on projections, and no separate epsilon for its norm."""
 
 
 def limited_time_steps(config: ModelConfig) -> tuple[str, ...]:

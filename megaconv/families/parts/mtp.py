@@ -3,7 +3,7 @@
     hf      model.layers.61.{enorm, hnorm, eh_proj, input_layernorm, self_attn ..., shared_head.norm}    (after 61 layers)
     core    mtp.layers.0.{enorm, hnorm, eh_proj, transformer_layer..., final_layernorm}           (on the last stage)
 
-Qwen3-Next and Qwen 3.5 have one MTP layer, with full attention, under names of its own:
+Qwen3-Next and Qwen 3.5 have one MTP layer, with full attention, under its own names:
 
     hf      mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, layers.0..., norm}
 
@@ -57,25 +57,25 @@ def with_mtp(rows: tuple[Row, ...], *, hf_copies: bool = True) -> tuple[Row, ...
 
     hf_copies: True if Hugging Face's files hold copies of embedding and head with each MTP layer.
     """
-    copies = (
-        _COPIES
-        if hf_copies
-        else {"embed.weight": Copied("mtp", {"core": _COPIES["embed.weight"].names["core"]})}
-    )
-    copied = [
-        replace(row, copies=(*row.copies, copies[row.canonical]))
-        if row.canonical in copies
-        else row
-        for row in rows
-    ]
+    copies = _COPIES
+    if not hf_copies:
+        in_core = {"core": _COPIES["embed.weight"].names["core"]}
+        copies = {"embed.weight": Copied("mtp", in_core)}
+    heads: list[Row] = []
+    others: list[Row] = []
+    for row in rows:
+        if row.canonical in copies:
+            copy = copies[row.canonical]
+            row = replace(row, copies=(*row.copies, copy))
+        is_head = row.canonical.startswith("head.")
+        (heads if is_head else others).append(row)
     layer = (_as_mtp(row) for row in rows if row.stage == "layer")
-    heads = [row for row in copied if row.canonical.startswith("head.")]
-    return (*(row for row in copied if row not in heads), *_JOINT, *layer, *_END, *heads)
+    return (*others, *_JOINT, *layer, *_END, *heads)
 
 
 @dataclass(frozen=True)
 class OwnLayer:
-    """One MTP layer with attention, under names of its own in Hugging Face's files. All its other parts are like the
+    """One MTP layer with attention, under its own names in Hugging Face's files. All its other parts are like the
     last ordinary layer's."""
 
     layer: str
@@ -87,10 +87,8 @@ class OwnLayer:
 
     def rows(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """A table with the rows of this MTP layer added. In Megatron, it comes before the head."""
-        made = with_mtp(
-            tuple(row for row in rows if row.when is None or "linear" not in row.when),
-            hf_copies=False,
-        )
+        of_any_layer = (row for row in rows if row.when is None or "linear" not in row.when)
+        made = with_mtp(tuple(of_any_layer), hf_copies=False)
         predicting = [self._renamed(row) for row in made if row.stage == "mtp"]
         copied = {row.canonical: row for row in made if row.copies}
         heads = [row for row in rows if row.canonical.startswith("head.")]

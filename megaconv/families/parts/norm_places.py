@@ -27,19 +27,19 @@ def norms_at(
 ) -> tuple[Row, ...]:
     """The rows of attention and the MLP with norms after them. before: the names of the norms before them; None if
     there are none."""
-    kept = [
-        [row for row in rows if before or row.canonical not in _BEFORE] for rows in (attention, mlp)
-    ]
     names = dict(zip(_BEFORE, before or (), strict=False))
-    around = [
-        *kept[0], _after("attn_output_norm", after[0], "self_attention.linear_proj"),
-        *kept[1], _after("mlp_output_norm", after[1], "mlp.linear_fc2"),
-    ]  # fmt: skip
-    named = (
-        row.renamed(hf=f"{_HF}{names[row.canonical]}.weight") if row.canonical in names else row
-        for row in around
-    )
-    return tuple(named)
+    found: list[Row] = []
+    for row in (
+        *attention,
+        _after("attn_output_norm", after[0], "self_attention.linear_proj"),
+        *mlp,
+        _after("mlp_output_norm", after[1], "mlp.linear_fc2"),
+    ):
+        if row.canonical in names:
+            found.append(row.renamed(hf=f"{_HF}{names[row.canonical]}.weight"))
+        elif row.canonical not in _BEFORE:
+            found.append(row)
+    return tuple(found)
 
 
 def _after(name: str, word: str, module: str) -> Row:

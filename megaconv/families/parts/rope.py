@@ -98,16 +98,19 @@ def read_rope(raw: Raw, default_theta: float) -> tuple[float, dict[str, Any] | N
     """(theta, scaling or None), by the keys of either version of transformers. Values inside the object take
     precedence."""
     scaling = _rope_object(raw)
-    theta = need_number({**raw, **scaling}, "rope_theta", default_theta)
+    merged = {**raw, **scaling}
+    theta = need_number(merged, "rope_theta", default_theta)
     older_kind = scaling.pop("type", None)
     kind = scaling.get("rope_type") or older_kind or "default"
     scaling["rope_type"] = kind
     scaling.pop("rope_theta", None)
     scaling.pop(_PERCENT, None)
-    if kind in _SCALED_FROM_A_LENGTH and raw.get(_ORIGINAL) is not None:
-        scaling[_ORIGINAL] = raw[_ORIGINAL]
+    original = raw.get(_ORIGINAL)
+    if kind in _SCALED_FROM_A_LENGTH and original is not None:
+        scaling[_ORIGINAL] = original
     for name in _SCALING.get(kind, ()):
-        if type(scaling.get(name)) not in (int, float):
+        value = scaling.get(name)
+        if type(value) not in (int, float):
             raise CorruptCheckpoint(
                 f"{CONFIG_NAME}: rope scaling {kind} has no number {name}: {scaling}"
             )

@@ -116,12 +116,13 @@ def whole_in_megatron(
     found = replace(said, config=whole.config)
     if kind in TOWERS and any(name.startswith(TOWER) for name in tensors):
         found = _with_tower(found, kind)
-    listed = tuple(
-        _beside(name, _in_files(name, said.renamed), shape)
-        for name, shape in tensors.items()
-        if not (found.tower and name.startswith(TOWER))
-    )
-    found = replace(found, tensors=listed)
+    listed: list[Beside] = []
+    for name, shape in tensors.items():
+        in_tower = found.tower and name.startswith(TOWER)
+        if not in_tower:
+            in_files = _in_files(name, said.renamed)
+            listed.append(_beside(name, in_files, shape))
+    found = replace(found, tensors=tuple(listed))
     _require_distinct(found, where)
     return found
 

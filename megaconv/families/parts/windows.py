@@ -53,17 +53,21 @@ def windows_on(raw: Raw, layers: tuple[int, ...], size_of_window: int | None) ->
     }
 
 
-def windows_by_layer(default: int, *, full_every: int, pattern: tuple[str, ...] = ()) -> Keys:
+def windows_by_layer(
+    default: int, *, full_every: int | None, full_first: bool = False, pattern: tuple[str, ...] = ()
+) -> Keys:
     """A window for each layer. default, full_every: without layer_types, every full_every-th layer has no window, and
-    the others have this size.
+    the others have this size. None: all layers have this size.
 
+    full_first: True if the first of full_every layers has no window, False if the last of them has none.
     pattern: further keys, the first of which gives full_every if layer_types is missing.
     """
 
     def read(raw: Raw) -> Fields:
         given = [key for key in pattern if raw.get(key) is not None]
         every = need_size(raw, given[0]) if given else full_every
-        windowed = windowed_layers(raw, windows_but_every(every, raw))
+        otherwise = windows_but_every(every, raw, place=1 if full_first else 0)
+        windowed = windowed_layers(raw, otherwise)
         return windows_on(raw, windowed, raw.get("sliding_window", default) or None)
 
     def write(config: ModelConfig) -> Raw:
@@ -73,11 +77,17 @@ def windows_by_layer(default: int, *, full_every: int, pattern: tuple[str, ...] 
     return Keys(("sliding_window", "layer_types", *pattern), read, write)
 
 
-def windows_but_every(step: int, raw: Raw) -> list[str]:
-    """The layer_types of a model in which every step-th layer has no window."""
+def windows_but_every(step: int | None, raw: Raw, *, place: int = 0) -> list[str]:
+    """The layer_types of a model in which every step-th layer has no window; None: all layers have one.
+
+    place: the remainder of the number of such a layer, counted from 1, divided by step.
+    """
     layers = need_size(raw, "num_hidden_layers")
+    if step is None:
+        return ["sliding_attention"] * layers
     return [
-        "sliding_attention" if (layer + 1) % step else "full_attention" for layer in range(layers)
+        "full_attention" if (layer + 1) % step == place % step else "sliding_attention"
+        for layer in range(layers)
     ]
 
 

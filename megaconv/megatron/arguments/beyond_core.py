@@ -7,7 +7,7 @@
 
 Megatron-Bridge selects norms after sublayers, and norms over all heads, by the model's provider. In a checkpoint, the
 tensors show these norms. If a rank has only one head, the tensors don't show the width of the norms of q and k;
-megaconv then writes an argument of its own. Source: gemma2_provider.py, gemma3_provider.py and minimax_m2_provider.py
+megaconv then writes its own argument. Source: gemma2_provider.py, gemma3_provider.py and minimax_m2_provider.py
 of Megatron-Bridge.
 """
 

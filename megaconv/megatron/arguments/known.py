@@ -19,7 +19,7 @@ class Limit(NamedTuple):
     accepted: tuple[object, ...]
     """Allowed values. In a list, each item must be one of them. None also stands for a missing argument."""
     computes: str
-    """What the argument is, or what any other value computes, for messages."""
+    """For messages: the argument's meaning, or the effect of any other value."""
     only: str = ""
     """The condition under which the argument matters: `experts`, `gelu`, or `residuals of core`; empty: always."""
 

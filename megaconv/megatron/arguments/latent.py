@@ -61,22 +61,25 @@ def _scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
     others = sorted(
         name for name, value in scaling.items() if name not in known and value is not None
     )
-    both = [bool(scaling.get(name)) for name in ("mscale", "mscale_all_dim")]
-    if scaling["rope_type"] != "yarn" or others or both == [False, True]:
+    mscale: Any = scaling.get("mscale")
+    mscale_all_dim: Any = scaling.get("mscale_all_dim")
+    only_all_dim = mscale_all_dim and not mscale
+    if scaling["rope_type"] != "yarn" or others or only_all_dim:
         raise NotExpressible(
-            f"rope scaling {dict(scaling)} has no equivalent in Megatron's latent attention, which supports yarn only"
+            f"rope scaling {dict(scaling)} has no equivalent in Megatron's latent attention, "
+            "which supports yarn only"
         )
+    if not mscale_all_dim:
+        # Without mscale_all_dim, the definitions of Megatron and transformers agree only if mscale is 1.
+        mscale, mscale_all_dim = 1.0, 0.0
     found = {name: scaling.get(name) or value for name, value in _YARN.items()}
-    # Without mscale_all_dim, the definitions of Megatron and transformers agree only if mscale is 1.
-    mscales = (
-        (float(scaling["mscale"]), float(scaling["mscale_all_dim"])) if all(both) else (1.0, 0.0)
-    )
-    factor = {
+    return {
+        "rope_type": "yarn",
         "rotary_scaling_factor": float(scaling["factor"]),
-        "mscale": mscales[0],
-        "mscale_all_dim": mscales[1],
+        "mscale": float(mscale),
+        "mscale_all_dim": float(mscale_all_dim),
+        **found,
     }
-    return {"rope_type": "yarn", **factor, **found}
 
 
 def read_latent(args: Namespace) -> dict[str, Any]:

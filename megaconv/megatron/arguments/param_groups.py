@@ -2,7 +2,7 @@
 
     decay       matrices: layers' weights, embeddings, head, router
     no decay    vectors: norms and biases
-    decoupled   embedding and head, where they have a learning rate of their own
+    decoupled   embedding and head, where they have their own learning rate
 
 With expert parallelism, a second optimizer trains the experts; its groups are of the same kinds. Groups are recognised
 by their values, never by their order, which differs between releases and pipeline stages. Checkpoints don't name the
@@ -135,33 +135,36 @@ def by_class(groups: Iterable[ParamGroup], args: Namespace, where: str) -> dict[
 
 def require_same(group: ParamGroup, other: ParamGroup, where: str) -> None:
     """Raises NotExpressible, which names the differences, unless two groups of one class are equal."""
-    if group != other:
-        ours, theirs = ({"wd_mult": each.wd_mult, **each.settings} for each in (group, other))
-        names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-        differs = ", ".join(f"{name} {ours.get(name)} and {theirs.get(name)}" for name in names)
-        decay, decoupled = group_class(group)
-        kind = f"with{'' if decay else 'out'} weight decay" + (
-            ", of embedding and head" if decoupled else ""
-        )
-        raise NotExpressible(
-            f"{where}: parameter groups of one kind ({kind}) differ in {differs}; which parameters are in which can't be determined "
-            f"in another layout; {WITHOUT}"
-        )
+    if group == other:
+        return
+    ours = {"wd_mult": group.wd_mult, **group.settings}
+    theirs = {"wd_mult": other.wd_mult, **other.settings}
+    names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    differs = ", ".join(f"{name} {ours.get(name)} and {theirs.get(name)}" for name in names)
+    decay, decoupled = group_class(group)
+    kind = "with weight decay" if decay else "without weight decay"
+    if decoupled:
+        kind += ", of embedding and head"
+    raise NotExpressible(
+        f"{where}: parameter groups of one kind ({kind}) differ in {differs}; "
+        "which parameters are in which can't be determined in another layout; "
+        f"{WITHOUT}"
+    )
 
 
 def write_order(groups: Iterable[ParamGroup]) -> list[int]:
     """Indices in the order of core 0.16: the default group, then the others by their overrides, name by name."""
 
     def overrides(group: ParamGroup) -> list[tuple[str, float]]:
-        rates = (
-            {name: group.settings.get(name) or 0.0 for name in ("max_lr", "min_lr")}
-            if group.decoupled_lr
-            else {}
-        )
-        factors = {"lr_mult": group.lr_mult, "wd_mult": group.wd_mult}
-        return sorted(
-            (rates | {name: factor for name, factor in factors.items() if factor != 1}).items()
-        )
+        found: dict[str, float] = {}
+        if group.decoupled_lr:
+            for name in ("max_lr", "min_lr"):
+                found[name] = group.settings.get(name) or 0.0
+        if group.lr_mult != 1:
+            found["lr_mult"] = group.lr_mult
+        if group.wd_mult != 1:
+            found["wd_mult"] = group.wd_mult
+        return sorted(found.items())
 
     listed = list(groups)
     return sorted(range(len(listed)), key=lambda index: overrides(listed[index]))

@@ -161,16 +161,18 @@ def _is_own(target: str) -> bool:
 # Activations.
 
 
+_ACTIVATION_FLAGS = ("swiglu", "quick_geglu", "squared_relu", "openai_gelu", "bias_gelu_fusion")
+
+
 def _activation(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The activation as Megatron's flags. An activation without a flag stays as it is, so that it is refused."""
     if "activation_func" not in fields:
         return {}
-    value, gated = fields["activation_func"], bool(fields.get("gated_linear_unit"))
+    value = fields["activation_func"]
     kind = _kind_of(value)
+    gated = bool(fields.get("gated_linear_unit"))
     fused = bool(fields.get("bias_activation_fusion"))
-    off = dict.fromkeys(
-        ("swiglu", "quick_geglu", "squared_relu", "openai_gelu", "bias_gelu_fusion"), False
-    )
+    off = dict.fromkeys(_ACTIVATION_FLAGS, False)
     if kind == "silu" and gated:
         return off | {"swiglu": True}
     if kind == "quick_gelu" and gated:

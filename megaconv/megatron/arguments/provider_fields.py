@@ -156,7 +156,7 @@ def provider_fields(config: ModelConfig, layout: Layout, args: Namespace) -> dic
     lacking += ["vision or audio encoders"] if config.whole else []
     if lacking:
         raise NotExpressible(
-            f"the model has {', '.join(lacking)}: Megatron-Bridge builds such models by providers of their own, which are not written"
+            f"the model has {', '.join(lacking)}: Megatron-Bridge builds such models by other providers, which are not written"
         )
     given, latent = vars(args), bool(config.latent.kv_rank)
     names = [

@@ -142,8 +142,10 @@ def _read_yarn(args: Namespace) -> dict[str, Any]:
         for name, argument in YARN.items()
         if not name.startswith("mscale")
     }
-    truncate = {} if getattr(args, YARN_TRUNCATE, True) else {"truncate": False}
-    return {"rope_type": "yarn", **others, **mscales, **truncate}
+    found = {"rope_type": "yarn", **others, **mscales}
+    if not getattr(args, YARN_TRUNCATE, True):
+        found["truncate"] = False
+    return found
 
 
 def _given(args: Namespace, name: str) -> Any:

@@ -47,13 +47,10 @@ def _contradictions(
     """(argument, what the tensors show) for each contradiction."""
     latent = getattr(args, "multi_latent_attention", False)
     for field, argument in _ARGUMENTS.items():
+        if field not in given or field not in found:
+            continue
         of_latent_vectors = latent and field == "attention.qk_norm"
-        if (
-            field in given
-            and field in found
-            and given[field] != found[field]
-            and not of_latent_vectors
-        ):
+        if given[field] != found[field] and not of_latent_vectors:
             yield argument, f"{field} = {found[field]}"
     if getattr(args, "swiglu", False) is True and not found["mlp.gated"]:
         yield "swiglu", "an MLP without a gate"

@@ -6,102 +6,17 @@ Tensors are right even if args are wrong.
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
 from megaconv.errors import TensorMismatch, UnknownFamily
+from megaconv.megatron.arguments.size_tensors import SizeTensors
 from megaconv.megatron.states.ranks import Ranks, Weights
 from megaconv.model.fields import one_or_each
 from megaconv.model.layout import Layout
 
-
-@dataclass(frozen=True)
-class SizeTensors:
-    """Names of the tensors whose shapes give the model's sizes."""
-
-    embedding: str
-    positions: str
-    encoder: str
-    decoder: str
-    """The prefix of the decoder. `layers` and `final_norm` are the names in the last stack of the model."""
-    layers: str
-    """The prefix before a layer's number."""
-    final_norm: str
-    head: str
-    tied_copy: str
-    """The name of a tied head, if another stage holds the embedding."""
-    # Names in a layer, without `.weight` and `.bias`:
-    qkv: str
-    o: str
-    fc1: str
-    fc2: str
-    token_types: str
-    head_bias: str
-    """The bias of a T5's head."""
-    linear: str = "self_attention.in_proj"
-    """The input projection of a gated delta net."""
-    mamba: str = "mixer."
-    """The prefix of a Mamba 2's tensors."""
-    transform: str = "lm_head.dense.weight"
-    """The transform before BERT's head."""
-
-
 CLASSIFICATION, MULTIPLE_CHOICE = "classification_head.weight", "multichoice_head.weight"
 """Heads on a BERT's pooled first token, with the same names in core and legacy models."""
-
-CORE_SIZE_TENSORS = SizeTensors(
-    "embedding.word_embeddings.weight",
-    "embedding.position_embeddings.weight",
-    "encoder.",
-    "decoder.",
-    "decoder.layers.",
-    "decoder.final_layernorm",
-    "output_layer.weight",
-    "output_layer.weight",
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-    "embedding.tokentype_embeddings.weight",
-    "lm_head.output_layer.bias",
-)
-LEGACY_SIZE_TENSORS = SizeTensors(
-    "language_model.embedding.word_embeddings.weight",
-    "language_model.embedding.position_embeddings.weight",
-    "language_model.encoder.",
-    "language_model.decoder.",
-    "language_model.encoder.layers.",
-    "language_model.encoder.final_norm",
-    "language_model.output_layer.weight",
-    "word_embeddings_for_head.weight",
-    "self_attention.query_key_value",
-    "self_attention.dense",
-    "mlp.dense_h_to_4h",
-    "mlp.dense_4h_to_h",
-    "language_model.embedding.tokentype_embeddings.weight",
-    "lm_head.bias",
-)
-
-
-def with_stacks(names: SizeTensors, ranks: Ranks) -> SizeTensors:
-    """The names for the last stack of the model.
-
-    This is the decoder, or the encoder if there is no decoder, as in legacy models.
-    """
-    found = [name for chunks in ranks.weights.values() for chunk in chunks for name in chunk]
-    listed = names.decoder if names.layers.startswith(names.decoder) else names.encoder
-    there = (
-        stack
-        for stack in (names.decoder, names.encoder)
-        if any(name.startswith(stack) for name in found)
-    )
-    last = next(there, listed)
-    return replace(
-        names,
-        layers=last + names.layers.removeprefix(listed),
-        final_norm=last + names.final_norm.removeprefix(listed),
-    )
 
 
 def find_layout(ranks: Ranks, args: Namespace, names: SizeTensors) -> Layout:
@@ -112,13 +27,15 @@ def find_layout(ranks: Ranks, args: Namespace, names: SizeTensors) -> Layout:
     vpp = max(len(chunks) for chunks in ranks.weights.values())
     counts = _stage_layers(ranks, vpp, names.layers)
     encoder = _encoder_layers(ranks, vpp, names)
+    layers = sum(counts)
     expected = getattr(args, "num_layers", None)
-    if sum(encoder) and sum(counts) == getattr(args, "decoder_num_layers", None):
+    if sum(encoder) and layers == getattr(args, "decoder_num_layers", None):
         # Legacy models; Megatron core uses num_layers for a decoder and ignores decoder_num_layers.
-        expected = sum(counts)
-    if expected is not None and sum(counts) != expected:
+        expected = layers
+    if expected is not None and layers != expected:
         raise TensorMismatch(
-            f"the rank files hold {sum(counts)} layers ({'+'.join(map(str, counts))}), their args say {expected}; is a stage missing?"
+            f"the rank files hold {layers} layers ({_by_stage(counts)}), "
+            f"their args say {expected}; is a stage missing?"
         )
     if not sum(encoder) or ranks.pp == 1:
         return Layout(ranks.tp, ranks.pp, vpp, ranks.ep, stage_layers=counts)
@@ -137,18 +54,25 @@ def _own_stages(
 ) -> tuple[int, ...]:
     """The encoder's layers on the stages before the decoder's. Raises TensorMismatch if stages hold layers of both."""
     split = sum(1 for _ in takewhile(lambda layers: layers == 0, decoder))
-    if sum(encoder[:split]) != sum(encoder) or not all(decoder[split:]):
+    own = encoder[:split]
+    layers = sum(encoder)
+    if sum(own) != layers or not all(decoder[split:]):
         raise TensorMismatch(
-            f"the pipeline stages hold {'+'.join(map(str, encoder))} layers of an encoder and {'+'.join(map(str, decoder))} of a decoder; "
+            f"the pipeline stages hold {_by_stage(encoder)} layers of an encoder "
+            f"and {_by_stage(decoder)} of a decoder; "
             "expected all of the encoder's on stages before the decoder's"
         )
     expected = getattr(args, "encoder_num_layers", None)
-    if expected is not None and sum(encoder) != expected:
+    if expected is not None and layers != expected:
         raise TensorMismatch(
-            f"the rank files hold {sum(encoder)} layers of an encoder ({'+'.join(map(str, encoder[:split]))}), their args say {expected}; "
-            "is a stage missing?"
+            f"the rank files hold {layers} layers of an encoder ({_by_stage(own)}), "
+            f"their args say {expected}; is a stage missing?"
         )
-    return encoder[:split]
+    return own
+
+
+def _by_stage(layers: tuple[int, ...]) -> str:
+    return "+".join(map(str, layers))
 
 
 def _stage_layers(ranks: Ranks, vpp: int, before_number: str) -> tuple[int, ...]:
@@ -273,11 +197,9 @@ def _mixers(layers: Mapping[int, Weights], names: SizeTensors) -> tuple[str, ...
             return "linear"
         if any(name.startswith(names.mamba) for name in layer):
             return "mamba"
-        return (
-            "none"
-            if hybrid and not any(name.startswith("self_attention.") for name in layer)
-            else "attention"
-        )
+        if any(name.startswith("self_attention.") for name in layer):
+            return "attention"
+        return "none" if hybrid else "attention"
 
     return tuple(mixer(layers[index]) for index in sorted(layers))
 

@@ -167,18 +167,20 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
     while position < len(message):
         tag, position = _varint(message, position)
         kind = tag & 7
+        number = tag >> 3
         if kind == 2:
             length, position = _varint(message, position)
-            if position + length > len(message):
+            end = position + length
+            if end > len(message):
                 raise ValueError("a field that reaches past the end")
-            yield tag >> 3, message[position : position + length]
-            position += length
+            yield number, message[position:end]
+            position = end
         elif kind == 0:
             _, position = _varint(message, position)
-            yield tag >> 3, b""
+            yield number, b""
         elif kind in (1, 5):
             position += 8 if kind == 1 else 4
-            yield tag >> 3, b""
+            yield number, b""
         else:
             raise ValueError(f"a field of kind {kind}")
 

@@ -119,7 +119,7 @@ def _is_coupled(ds_config: Any) -> bool:
 def _other_rates(groups: Sequence[Mapping[str, Any]]) -> str | None:
     rates = sorted({float(number(group.get("lr", 0.0))) for group in groups})
     if len(rates) > 1:
-        return f"groups of the optimizer have learning rates of their own ({rates[0]:g}, {rates[-1]:g}), Megatron's have one"
+        return f"groups of the optimizer have their own learning rates ({rates[0]:g}, {rates[-1]:g}), Megatron's have one"
     return None
 
 

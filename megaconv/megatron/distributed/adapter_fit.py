@@ -89,11 +89,10 @@ def _all_modules(
             name, weight = name.replace(".local_experts.0.", "."), of_all_experts(native)
         if fused or len(weight.parts) == 1:
             yield BridgeModule(name, weight)
-        else:
-            yield from (
-                BridgeModule(name, part_of(weight, part), part.split(".")[-2])
-                for part in weight.parts
-            )
+            continue
+        for part in weight.parts:
+            kind = part.split(".")[-2]
+            yield BridgeModule(name, part_of(weight, part), kind)
 
 
 def _weights(weight: NativeTensor, config: ModelConfig) -> set[str]:
@@ -178,7 +177,7 @@ class _Fitting:
         }
         if len(lows) > 1:
             raise NotExpressible(
-                f"{part}: experts have adapters of their own, and a grouped layer of Megatron-Bridge has one pair of matrices for all of a "
+                f"{part}: experts have their own adapters, and a grouped layer of Megatron-Bridge has one pair of matrices for all of a "
                 "rank's experts (LoRALinear around TEGroupedLinear); leave --moe-grouped-gemm out, which gives adapters for a run "
                 "with moe_grouped_gemm=False, or merge the adapter into its base (--adapter)"
             )

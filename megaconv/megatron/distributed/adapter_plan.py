@@ -72,14 +72,13 @@ def plan_adapter(
     chunks, shapes, extras = _Keys(header, layout).of(modules)
     header = at_iteration(header, options, without_releases=True)
     iteration = directory_iteration(header.training)
-    files, version = DistcpFiles(options.files or 1), rank_files.iteration_directory(iteration)
-    stored = [
-        (
-            chunk,
-            *files.add_chunk(chunk.key, shapes[chunk.key], chunk.dtype, chunk.offset, chunk.shape),
-        )
-        for chunk in chunks
-    ]
+    version = rank_files.iteration_directory(iteration)
+    files = DistcpFiles(options.files or 1)
+    stored = []
+    for chunk in chunks:
+        shape = shapes[chunk.key]
+        file, record = files.add_chunk(chunk.key, shape, chunk.dtype, chunk.offset, chunk.shape)
+        stored.append((chunk, f"{version}/{file}", record))
     for name in extras:
         files.add_object(name, [None])
     common = {
@@ -94,9 +93,7 @@ def plan_adapter(
         torch_dist.FORMAT_FILE: PlainFile(torch_dist.format_json("torch_dist")),
         RUN_CONFIG: PlainFile(yaml_bytes(settings)),
     }
-    placements, _ = place(
-        ((chunk, f"{version}/{file}", record) for chunk, file, record in stored), header, options
-    )
+    placements, _ = place(iter(stored), header, options)
     layouts = {f"{version}/{name}": each for name, each in written.items()}
     return OutputPlan(layouts | tracker_and_sidecars(header, iteration), placements)
 

@@ -159,24 +159,10 @@ def _pairs(
     weights: Mapping[str, NativeTensor],
     settings: Settings,
 ) -> Iterator[Pair]:
-    held: dict[tuple[str, str], dict[str, LazyTensor]] = {}
-    named = {
-        name: tensor
-        for name, tensor in model_tensors(tensors)[0].items()
-        if EXTRA_STATE not in name
-    }
-    for name, tensor in unstack(
-        {_grouped(name, tensor): tensor for name, tensor in named.items()}
-    ).items():
-        found = _TENSOR.fullmatch(name)
-        if found is None or _first_of(f"{found[1]}.weight") not in weights:
-            raise TensorMismatch(
-                f"{version}: {name} is no adapter of a linear layer of the model",
-                code="unknown-tensor",
-            )
-        held.setdefault((found[1], found[2] or ""), {})[found[3] or found[4]] = tensor
+    held = _parts_by_module(version, tensors, weights)
     for (module, kind), parts in held.items():
-        name = f"{module}{ADAPTER}{f'adapter_{kind}' if kind else ''}".rstrip(".")
+        adapter = f"adapter_{kind}" if kind else ""
+        name = f"{module}{ADAPTER}{adapter}".rstrip(".")
         if not {"in", "out"} <= parts.keys():
             raise TensorMismatch(
                 f"{version}: {name} has only one of its two matrices", code="missing-tensor"
@@ -184,7 +170,8 @@ def _pairs(
         if settings.dora != ("magnitude" in parts):
             has = "no" if settings.dora else "a"
             raise TensorMismatch(
-                f"{version}: {name} has {has} weight_magnitude, its settings say otherwise"
+                f"{version}: {name} has {has} weight_magnitude, "
+                "but its settings require the opposite"
             )
         native = f"{module}.weight"
         weight = weights[_first_of(native)]
@@ -197,6 +184,30 @@ def _pairs(
         yield Pair(
             rows, parts["in"], parts["out"], settings.alpha, name, parts.get("magnitude"), lengths
         )
+
+
+def _parts_by_module(
+    version: Path, tensors: Mapping[str, ChunkedTensor], weights: Mapping[str, NativeTensor]
+) -> dict[tuple[str, str], dict[str, LazyTensor]]:
+    """(module, kind of adapter) -> the adapter's tensors: `in`, `out` and `magnitude`.
+
+    Raises TensorMismatch for a tensor of anything that is not a linear layer.
+    """
+    model, _ = model_tensors(tensors)
+    stacked = {
+        _grouped(name, tensor): tensor for name, tensor in model.items() if EXTRA_STATE not in name
+    }
+    held: dict[tuple[str, str], dict[str, LazyTensor]] = {}
+    for name, tensor in unstack(stacked).items():
+        found = _TENSOR.fullmatch(name)
+        if found is None or _first_of(f"{found[1]}.weight") not in weights:
+            raise TensorMismatch(
+                f"{version}: {name} is no adapter of a linear layer of the model",
+                code="unknown-tensor",
+            )
+        parts = held.setdefault((found[1], found[2] or ""), {})
+        parts[found[3] or found[4]] = tensor
+    return held
 
 
 def _grouped(name: str, tensor: ChunkedTensor) -> str:

@@ -57,9 +57,8 @@ def chunks_of(
         held = [
             (name, found) for name, found in zip(names, regions, strict=True) if found or padding
         ]
-        yield PlannedChunk(
-            key, place + offset, shape, dtype, cols, held, slot, padding, native.shift
-        )
+        begin = place + offset
+        yield PlannedChunk(key, begin, shape, dtype, cols, held, slot, padding, native.shift)
 
 
 class _Form(NamedTuple):

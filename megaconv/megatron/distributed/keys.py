@@ -22,7 +22,7 @@ from math import prod
 from formats.chunked import ChunkedTensor, joined
 from formats.errors import CorruptCheckpoint
 from formats.tensor import Shape
-from megaconv.megatron.states.whole_names import LANGUAGE_MODEL, apart
+from megaconv.megatron.states.whole_names import LANGUAGE_MODEL, split_multimodal
 from megaconv.model.config import ModelConfig
 from megaconv.model.natives import NativeTensor
 
@@ -58,14 +58,14 @@ _FC1_NORM, _MLP_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 def model_tensors(
     tensors: Mapping[str, ChunkedTensor],
 ) -> tuple[dict[str, ChunkedTensor], dict[str, ChunkedTensor]]:
-    """(the weights, the tensors beside the language model of a multimodal model), under Megatron's names.
+    """(the weights, a multimodal model's tensors outside its language model), under Megatron's names.
 
     Frameworks around Megatron add a prefix (`module.`, `model.` ...) to the names, which is removed.
     """
     names = [name for name in tensors if not _NOT_MODEL.match(name)]
     prefix = next((found[1] for name in names if (found := _PREFIX.fullmatch(name))), "")
     outer = prefix.removesuffix(LANGUAGE_MODEL)
-    return apart({name.removeprefix(outer): tensors[name] for name in names})
+    return split_multimodal({name.removeprefix(outer): tensors[name] for name in names})
 
 
 def has_optimizer(names: Collection[str]) -> bool:
@@ -89,7 +89,7 @@ def unstack(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
 
 
 def _halves_joined(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
-    """The tensors, with NAME_w above NAME_v as NAME. Core saves the two halves of a gated MLP apart."""
+    """The tensors, with NAME_w above NAME_v as NAME. Core saves the two halves of a gated MLP separately."""
     whole = {}
     for name, tensor in tensors.items():
         base, half = name[:-2], name[-2:]

@@ -27,7 +27,6 @@ from formats.flattened import unflatten
 from formats.pickle_records import TorchDtype
 from formats.tensor import LazyTensor, Shape
 from megaconv.errors import CheckpointError, TensorMismatch
-from megaconv.families import family
 from megaconv.megatron.arguments.param_groups import (
     WITHOUT,
     Class,
@@ -38,9 +37,8 @@ from megaconv.megatron.arguments.param_groups import (
 )
 from megaconv.megatron.arguments.sparse import INDEXER_ORDER
 from megaconv.megatron.distributed.keys import unstack
-from megaconv.megatron.optimizer.plan import once
+from megaconv.megatron.distributed.saved_ranks import SavedRanks
 from megaconv.megatron.optimizer.rank import (
-    Parameter,
     RankOptimizer,
     grad_scaler,
     other_optimizer,
@@ -49,16 +47,14 @@ from megaconv.megatron.optimizer.rank import (
     step_of,
     updates,
 )
-from megaconv.megatron.optimizer.shared_embeddings import is_shared, shared_tensors
 from megaconv.megatron.optimizer.source import Optimizers
-from megaconv.megatron.states.names import BUFFERS, core_order
+from megaconv.megatron.states.names import BUFFERS
 from megaconv.megatron.states.ranks import RankId
 from megaconv.model.assembled import Placed
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
-from megaconv.model.layout import Chunk, Layout
+from megaconv.model.layout import Layout
 from megaconv.model.naming import Naming, core_naming
-from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.model.training import ADAM, EXP_AVG, MASTER, SGD, OptimizerState, ParamGroup
 
 _RNG = re.compile(r"rng_state/shard_(\d+)\.(\d+)_[\d.]+")
@@ -323,7 +319,7 @@ class DistOptimizer:
         placed: the weights, which show the parameters' dtypes. Raises TensorMismatch if the buffers don't fit.
         """
         dtypes = {name: item.tensor.dtype for item in placed for name in item.native.parts}
-        ranks = _Ranks(config, layout, padded, self._naming(config), dtypes)
+        ranks = SavedRanks(config, layout, padded, self._naming(config), dtypes)
         by_rank, made = {}, []
         for rank in ranks.numbers():
             natives = ranks.natives(rank)
@@ -361,8 +357,8 @@ class DistOptimizer:
         matches = [_OBJECT.fullmatch(name) for name in self.directory.objects()]
         prefixes = sorted({match[1] for match in matches if match})
         # Data-parallel groups are numbered over (pp, tp), those of experts over (pp, ep, etp), before core 0.12 over
-        # (ep, pp, tp). Of several ranks with the same parameters, the first has the state: ep 0 for dense ones, a tp
-        # below etp for experts.
+        # (ep, pp, tp). If several ranks have the same parameters, the first one has the state: ep 0 for dense ones, a
+        # tp below etp for experts.
         dense = rank.pp * layout.tp + rank.tp if rank.ep == 0 else None
         if len(prefixes) == 1:
             return self._part(prefixes[0], dense)
@@ -398,61 +394,21 @@ class DistOptimizer:
         """The buckets as older releases have them in distrib_optim.pt: one tensor per bucket."""
         unpadded = "per_bucket_numel_unpadded"
         made: dict[Any, Any] = {unpadded: self.directory.read_object(f"{base}{unpadded}/shard_0_1")}
+        for (index, dtype, gradients, slot), numbered in self._numbered(prefix, group).items():
+            dtypes = TorchDtype(dtype), TorchDtype(gradients)
+            buffer = made.setdefault(index, {})
+            entry = buffer.setdefault(dtypes, {})
+            entry[slot] = [numbered[bucket] for bucket in range(len(numbered))]
+        return made
+
+    def _numbered(
+        self, prefix: str, group: int
+    ) -> dict[tuple[int, str, str, str], dict[int, ChunkedTensor]]:
+        """(buffer, dtype, dtype of gradients, slot) -> the tensors by number of their bucket."""
         buckets: dict[tuple[int, str, str, str], dict[int, ChunkedTensor]] = {}
         for name, tensor in self.tensors.items():
             found = _BUCKET.fullmatch(name)
             if found and (found[1], int(found[2])) == (prefix, group):
                 key = int(found[3]), found[4], found[5], found[7]
                 buckets.setdefault(key, {})[int(found[6])] = tensor
-        for (index, dtype, gradients, slot), numbered in buckets.items():
-            entry = made.setdefault(index, {}).setdefault(
-                (TorchDtype(dtype), TorchDtype(gradients)), {}
-            )
-            entry[slot] = [numbered[bucket] for bucket in range(len(numbered))]
-        return made
-
-
-@dataclass(frozen=True)
-class _Ranks:
-    """The ranks of the run that saved a checkpoint, and the share of the model on each."""
-
-    config: ModelConfig
-    layout: Layout
-    padded: int
-    naming: Naming
-    dtypes: Mapping[str, str]
-    """The weights' dtypes by canonical name."""
-
-    def numbers(self) -> Iterator[RankId]:
-        """The ranks that hold tensors which no other rank holds."""
-        for pp_rank in range(self.layout.pp):
-            for ep_rank in range(self.layout.ep):
-                yield from (RankId(tp_rank, pp_rank, ep_rank) for tp_rank in range(self.layout.tp))
-
-    def natives(self, rank: RankId) -> list[tuple[Parameter, NativeTensor]]:
-        """The parameters of a rank, in the order of its modules."""
-        embeddings = shared_tensors(self.config, self.layout.pp)
-        found = []
-        for chunk in self.layout.chunks():
-            if chunk.pp_rank != rank.pp:
-                continue
-            for native in self._of_chunk(chunk, rank):
-                shared = is_shared(native, embeddings, self.config)
-                dtype = self.dtypes[next(iter(native.parts))]
-                found.append(
-                    (Parameter(chunk.vpp_rank, native.name, native.shape, dtype, shared), native)
-                )
-        return found
-
-    def _of_chunk(self, chunk: Chunk, rank: RankId) -> list[NativeTensor]:
-        rows = family(self.config.family).rows
-        natives = native_tensors(
-            rows, self.config, self.naming, self.layout, rank.tp, chunk, self.padded, rank.ep
-        )
-        kept = [
-            native
-            for native in natives
-            if (native.copy is None or native.copy.written) and not native.name.endswith(BUFFERS)
-        ]
-        order = core_order(rows, self.naming)
-        return once(sorted(kept, key=lambda native: order(native.name)))
+        return buckets

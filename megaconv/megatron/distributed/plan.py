@@ -30,9 +30,9 @@ from megaconv.megatron.states.names import extra_states, is_of_linear_layer
 from megaconv.megatron.states.whole_names import in_whole
 from megaconv.model.beside import BESIDE
 from megaconv.model.ir import WEIGHT, Header, Key
-from megaconv.model.layout import Chunk, Layout, divide
+from megaconv.model.layout import Layout, divide
 from megaconv.model.naming import CORE, CORE_LOCAL, CORE_LOCAL_KEYS, with_rope_last
-from megaconv.model.natives import NativeTensor, Region, native_tensors
+from megaconv.model.natives import NativeTensor, Region, unsharded_tensors
 from megaconv.model.regions import Repeated
 from megaconv.model.sharding import rank_sizes
 from megaconv.options import SaveOptions
@@ -145,7 +145,7 @@ class GlobalModel:
         rope_last: bool,
     ) -> "GlobalModel":
         config, tensors = header.config, list[PlacedTensor]()
-        whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
+        rows = family(config.family).rows
         # Local layers use Transformer Engine's names as keys. With latent attention and in hybrids they keep their own
         # names.
         naming, renamed = (CORE_LOCAL_KEYS if local else CORE), local
@@ -154,16 +154,14 @@ class GlobalModel:
         naming = with_rope_last(naming) if rope_last else naming
         natives = [
             native
-            for native in native_tensors(
-                family(config.family).rows, config, naming, Layout(), 0, whole, padded
-            )
+            for native in unsharded_tensors(rows, config, naming, vocab_rows=padded)
             if native.copy is None or native.copy.written
         ]
         stacked = stacks_layers(config)
         places: dict[str, Shape] = {}
         shapes: dict[str, Shape] = {}
         called = in_whole if config.whole else str
-        # Of several names of one parameter, Megatron's optimizer uses the last.
+        # If a parameter has several names, Megatron's optimizer uses the last.
         last = {tuple(native.parts): native.name for native in natives if native.copy}
         inside = [native for native in natives if not native.name.startswith(BESIDE)]
         beside = [native for native in natives if native.name.startswith(BESIDE)]
@@ -284,14 +282,7 @@ class _Zarr:
         steps = {chunk.key: chunk.shape for chunk in self._model.chunks()}
         for chunk in self._model.chunks():
             step = steps[chunk.key]
-            places = [divmod(first, size) for first, size in zip(chunk.offset, step, strict=True)]
-            index = [quotient for quotient, _ in places]
-            on_grid = not any(rest for _, rest in places)
-            if chunk.shape != step or not on_grid:
-                raise LayoutError(
-                    f"{chunk.key}: its shards are of different sizes, which zarr arrays can't have"
-                )
-            file = f"{chunk.key}/{'.'.join(map(str, index))}"
+            file = f"{chunk.key}/{_file_in_array(chunk, step)}"
             self._files[file] = zarr_arrays.ChunkLayout(chunk.shape, chunk.dtype)
             described = zarr_arrays.array_json(self._model.shapes[chunk.key], step, chunk.dtype)
             self._files[f"{chunk.key}/{zarr_arrays.ARRAY_FILE}"] = PlainFile(described)
@@ -303,6 +294,20 @@ class _Zarr:
             file = f"{key}/{zarr_arrays.object_name(place_in_grid, grid)}"
             self._files[file] = empty if value is None else torch_zip.plan(value, "archive")
         return self._files
+
+
+def _file_in_array(chunk: PlannedChunk, step: Shape) -> str:
+    """The name of a chunk's file: its place in the grid of chunks, such as `0.2`.
+
+    step: shape of all chunks of the array. Raises LayoutError for a chunk of another shape.
+    """
+    places = [divmod(first, size) for first, size in zip(chunk.offset, step, strict=True)]
+    on_grid = all(rest == 0 for _, rest in places)
+    if chunk.shape != step or not on_grid:
+        raise LayoutError(
+            f"{chunk.key}: its shards are of different sizes, which zarr arrays can't have"
+        )
+    return ".".join(str(index) for index, _ in places)
 
 
 def place(
@@ -317,17 +322,15 @@ def place(
         padding, parts = chunk.padding, chunk.parts
         if padding and options.vocab_padding == "repeat":
             ((name, regions),) = parts
-            again = Region(
-                Box(last, last + 1, 0, chunk.cols), padding.start, order=Repeated(len(padding))
-            )
+            last_row = Box(last, last + 1, 0, chunk.cols)
+            again = Region(last_row, padding.start, order=Repeated(len(padding)))
             parts = [(name, (*regions, again))]
         elif padding:
             zeros.append((file, record, padding.start * row_bytes, len(padding) * row_bytes))
         for name, regions in parts:
             if regions:
                 key = Key(name, chunk.slot)
-                at = Placement(
-                    file, record, row_bytes, regions, shift=native_shift(header, chunk.shift, key)
-                )
+                shift = native_shift(header, chunk.shift, key)
+                at = Placement(file, record, row_bytes, regions, shift=shift)
                 placements.setdefault(key, []).append(at)
     return placements, zeros

@@ -78,17 +78,19 @@ def describe(version: Path, *, complete: bool) -> Described:
 
     Raises CorruptCheckpoint for settings that are missing or damaged, UnknownFamily for settings that aren't supported.
     """
-    run_config, model = version / RUN_CONFIG, version.parent / NEMO_MODEL
+    run_config = version / RUN_CONFIG
+    model = version.parent / NEMO_MODEL
+    is_nemo = version.name == NEMO_WEIGHTS
     if run_config.is_file():
         return _of_bridge(run_config, complete=complete)
-    if version.name == NEMO_WEIGHTS and model.is_file():
+    if is_nemo and model.is_file():
         return _of_nemo(model, complete=complete)
     if complete:
         raise CorruptCheckpoint(
             f"{version}: has no args; Megatron writes them into {torch_dist.COMMON_FILE}, Megatron-Bridge {RUN_CONFIG}, NeMo "
             f"{NEMO_MODEL}. Without them give --config with the Hugging Face directory of the model"
         )
-    return Described(Namespace(), {}, NEMO if version.name == NEMO_WEIGHTS else "")
+    return Described(Namespace(), {}, NEMO if is_nemo else "")
 
 
 def _of_bridge(path: Path, *, complete: bool) -> Described:
@@ -159,18 +161,22 @@ def _counts(path: Path) -> dict[str, Any]:
     if not isinstance(stored, dict):
         raise CorruptCheckpoint(f"{path}: should hold a dictionary, found {type(stored).__name__}")
     found = {}
-    for name, value in stored.items():
-        if (
-            isinstance(value, (FileTensor, StridedTensor))
-            and value.shape == ()
-            and value.dtype in _NUMBERS
-        ):
-            value = read_tensor(value).view(np.dtype(value.dtype)).reshape(-1)[0].item()
-        if type(value) in (int, float) and isinstance(name, str):
-            most = OPERATIONS if name == _OPERATIONS else _MOST_COUNTED
-            if not 0 <= value <= most:
-                raise CorruptCheckpoint(
-                    f"{path}: its {name} should be from 0 to {most:,}, found {value}"
-                )
-            found[name] = value if name == _OPERATIONS else int(value)
+    for name, stored_value in stored.items():
+        value = _number(stored_value)
+        if type(value) not in (int, float) or not isinstance(name, str):
+            continue
+        most = OPERATIONS if name == _OPERATIONS else _MOST_COUNTED
+        if not 0 <= value <= most:
+            raise CorruptCheckpoint(
+                f"{path}: its {name} should be from 0 to {most:,}, found {value}"
+            )
+        found[name] = value if name == _OPERATIONS else int(value)
     return found
+
+
+def _number(value: Any) -> Any:
+    """A tensor that holds one number as this number; any other value unchanged."""
+    is_tensor = isinstance(value, (FileTensor, StridedTensor))
+    if is_tensor and value.shape == () and value.dtype in _NUMBERS:
+        return read_tensor(value).view(np.dtype(value.dtype)).reshape(-1)[0].item()
+    return value

@@ -181,16 +181,14 @@ class OptimizerWriter:
     @cached_property
     def _order(self) -> dict[bool | None, list[int]]:
         """The groups of each optimizer that have a parameter."""
-        used = {(is_expert(name), index) for name, index in self.state.group_of.items()}
+        used: dict[bool | None, set[int]] = {None: set(), False: set(), True: set()}
+        for name, index in self.state.group_of.items():
+            used[is_expert(name)].add(index)
+            used[None].add(index)
         order = write_order(self.state.groups)
-        kinds: dict[bool | None, tuple[bool, ...]] = {
-            None: (False, True),
-            False: (False,),
-            True: (True,),
-        }
         orders = {
-            experts: [index for index in order if any((kind, index) in used for kind in held)]
-            for experts, held in kinds.items()
+            experts: [index for index in order if index in indices]
+            for experts, indices in used.items()
         }
         for experts in self.optimizers():
             groups = [self.state.groups[index] for index in orders[experts]]

@@ -151,11 +151,15 @@ def parameters(
     for chunk, weights in enumerate(chunks):
         for listed, tensor in weights.items():
             name = aliases.get(listed, listed)
-            if not name.endswith(BUFFERS):
-                found.setdefault(
-                    (chunk, name),
-                    Parameter(chunk, name, tuple(tensor.shape), tensor.dtype, name == shared),
-                )
+            if name.endswith(BUFFERS) or (chunk, name) in found:
+                continue
+            found[chunk, name] = Parameter(
+                chunk,
+                name,
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                shared=name == shared,
+            )
     return list(found.values())
 
 
@@ -181,7 +185,8 @@ def read(
             continue
         reader = _Part(part, share, args, pp_rank, where, result)
         if _is_distributed(part):
-            reader.read_buffers(flat, gathered_elsewhere=isinstance(buffers, list) and flat is None)
+            gathered_elsewhere = isinstance(buffers, list) and flat is None
+            reader.read_buffers(flat, gathered_elsewhere=gathered_elsewhere)
         else:
             reader.read_states()
     return result
@@ -192,11 +197,13 @@ def _share_out(listed: Sequence[Any], found: Sequence[Parameter]) -> list[list[P
     if len(listed) == 1:
         return [list(found)]
     kinds = [{bool(group.get("is_expert_parallel")) for group in _groups(part)} for part in listed]
+    first_chunk_is_separate = kinds.count({False}) > 1
     shares = []
     for index, kind in enumerate(kinds):
         share = [parameter for parameter in found if is_expert(parameter.name) in kind]
-        if kinds.count({False}) > 1 and kind == {False}:  # the first chunk has a separate optimizer
-            share = [parameter for parameter in share if (parameter.chunk == 0) == (index == 0)]
+        if first_chunk_is_separate and kind == {False}:
+            is_first = index == 0
+            share = [parameter for parameter in share if (parameter.chunk == 0) == is_first]
         shares.append(share)
     return shares
 
@@ -305,11 +312,11 @@ class _Part:
     def _moments(self, state: Any, parameter: Parameter) -> dict[str, LazyTensor]:
         if not state:
             self._fail(f"no state of {parameter.name} (was it never trained?)")
-        kind = next((kind for kind in (ADAM, SGD) if set(state) - {"step"} == set(kind)), None)
+        stored = set(state) - {"step"}
+        kind = next((kind for kind in (ADAM, SGD) if stored == set(kind)), None)
         if kind is None:
-            raise other_optimizer(
-                self.where, f"{', '.join(sorted(map(str, state)))} of {parameter.name}"
-            )
+            entries = ", ".join(sorted(map(str, state)))
+            raise other_optimizer(self.where, f"{entries} of {parameter.name}")
         if "step" in state:
             self.result.parameter_steps.add(updates(state["step"]))
         return {slot: state[slot] for slot in kind}

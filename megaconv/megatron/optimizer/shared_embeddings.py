@@ -11,7 +11,7 @@ param_and_grad_buffer.py of Megatron core 0.16.
 from collections.abc import Mapping
 
 from megaconv.families import family
-from megaconv.megatron.arguments.sizes import SizeTensors
+from megaconv.megatron.arguments.size_tensors import SizeTensors
 from megaconv.model.config import ModelConfig
 from megaconv.model.natives import NativeTensor
 
@@ -30,14 +30,13 @@ def shared_tensors(config: ModelConfig, stages: int) -> frozenset[str]:
     """The canonical names of shared embeddings."""
     if stages == 1:
         return frozenset()
-    rows = family(config.family).rows
-    tied = (row for row in rows if config.tie_embeddings and any(row.copied_with("head")))
-    of_mtp = (
-        row
-        for row in rows
-        if config.mtp_layers and any("core" in copy.names for copy in row.copied_with("mtp"))
-    )
-    return frozenset(row.canonical for row in (*tied, *of_mtp))
+    found: set[str] = set()
+    for row in family(config.family).rows:
+        is_head = config.tie_embeddings and any(row.copied_with("head"))
+        copies_with_mtp = row.copied_with("mtp") if config.mtp_layers else ()
+        if is_head or any("core" in copy.names for copy in copies_with_mtp):
+            found.add(row.canonical)
+    return frozenset(found)
 
 
 def is_shared(native: NativeTensor, shared: frozenset[str], config: ModelConfig) -> bool:

@@ -85,7 +85,14 @@ def open_optimizers(
             buffers[path] = torch_zip.read(path) if path.exists() else None
         found = parameters(ranks.weights[rank], shared.get(rank.pp), aliases)
         with well_formed(f"{where}: its optimizer"):
-            by_rank[rank] = read(state["optimizer"], buffers[path], found, args, rank.pp, where)
+            by_rank[rank] = read(
+                optimizer=state["optimizer"],
+                buffers=buffers[path],
+                found=found,
+                args=args,
+                pp_rank=rank.pp,
+                where=where,
+            )
     return Optimizers(by_rank)
 
 

@@ -3,7 +3,7 @@
     layer_01-model_00-model_states.pt        the embedding: word_embeddings.weight ...; tied, the head as well
     layer_03-model_00-model_states.pt        the first layer, by the names that it has in legacy Megatron: input_layernorm.weight ...
     layer_08-model_00-model_states.pt        the norm after the last one: weight, bias
-    layer_09-model_00-model_states.pt        a head of its own: lm_head.weight
+    layer_09-model_00-model_states.pt        an untied head: lm_head.weight
     mp_rank_00_model_states.pt               no parameters: args, iteration, checkpoint_version
 
 Numbers count every module of the pipeline. Modules without parameters have no file, so some numbers are missing.
@@ -24,7 +24,7 @@ from formats.errors import CorruptCheckpoint, UnsupportedInput
 from megaconv.errors import UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.megatron.arguments.sizes import LEGACY_SIZE_TENSORS
+from megaconv.megatron.arguments.size_tensors import LEGACY_SIZE_TENSORS
 from megaconv.megatron.rank_files.source import RankSource, Spellings, open_model
 from megaconv.megatron.states.legacy_names import MODEL, present
 from megaconv.megatron.states.ranks import RankId, ranks_of_models

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from formats.pickle_writer import Placeholder
 from formats.tensor import ITEMSIZE, Box, Shape, matrix_shape
 from megaconv.engine.plan import OutputPlan, Placement, native_dtype, native_shift
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY, copies
-from megaconv.errors import LayoutError, NotExpressible, UsageError
+from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.megatron.arguments.latent import latent_norm_argument
@@ -30,28 +30,22 @@ from megaconv.megatron.rank_files.iteration import (
     check_iteration,
     directory_iteration,
 )
+from megaconv.megatron.rank_files.output_layout import DEFAULT_DIVISOR
 from megaconv.megatron.states.order import ModuleOrder, NameOrder
 from megaconv.megatron.states.origin import rank_of
 from megaconv.megatron.states.whole_names import in_whole
 from megaconv.model.beside import BESIDE
-from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import (
     Chunk,
-    LayerSplit,
     Layout,
     padded_vocab,
-    split_layers,
-    split_stacks,
-    uneven_splits,
 )
 from megaconv.model.naming import Naming
 from megaconv.model.natives import NativeTensor, RankTensors, Region
 from megaconv.model.regions import Repeated
 from megaconv.model.table import with_beside
 from megaconv.options import SaveOptions
-
-DEFAULT_DIVISOR = 128
 
 
 @dataclass(frozen=True)
@@ -78,109 +72,6 @@ def check_options(options: SaveOptions, formats: tuple[str, ...] = ("torch",)) -
         raise UsageError(
             f"vocabulary padding {options.vocab_padding!r} is not known; choose repeat or zero"
         )
-
-
-def choose_layout(
-    config: ModelConfig, source: Layout | None, options: SaveOptions, *, uneven: bool = True
-) -> Layout:
-    """The requested sizes, otherwise the source's, otherwise 1. The source's layer split is kept if it fits.
-
-    uneven: True if the output can have stages of different sizes, so that an error may propose them. Raises
-    LayoutError.
-    """
-    source = source or Layout(stage_layers=(config.layer_count,))
-    tp, pp = options.tp or source.tp, options.pp or source.pp
-    if config.encoder.layers:
-        return _choose_stacks(config, source, tp, pp, options)
-    if options.split.split_rank is not None:
-        raise LayoutError(
-            f"pipeline split rank = {options.split.split_rank}: this model has no encoder; leave the option out"
-        )
-    vpp = options.vpp or (source.vpp if options.pp in (None, source.pp) else 1)
-    listed = options.split.stages()
-    if options.vpp is None and pp > 1 and listed is not None and listed % pp == 0:
-        vpp = listed // pp  # Megatron also computes the number of virtual stages from the list
-    keep = (pp, vpp) == (source.pp, source.vpp) and options.split == LayerSplit()
-    stages = (
-        source.stage_layers
-        if keep
-        else _split(config.layer_count, pp, vpp, options.split, uneven=uneven)
-    )
-    ep, etp = _expert_sizes(config, source, tp, options)
-    return Layout(tp, pp, vpp, ep, etp, stages)
-
-
-def _split(layers: int, pp: int, vpp: int, split: LayerSplit, *, uneven: bool) -> tuple[int, ...]:
-    try:
-        return split_layers(layers, pp, vpp, split)
-    except LayoutError as error:
-        ways = (
-            uneven_splits(layers, pp, vpp) if uneven and error.code == "layout-indivisible" else []
-        )
-        if not ways:
-            raise
-        raise LayoutError(
-            f"{error}, or share the layers out by {' or '.join(ways)}", code=error.code
-        ) from None
-
-
-def _choose_stacks(
-    config: ModelConfig, source: Layout, tp: int, pp: int, options: SaveOptions
-) -> Layout:
-    """The layout of a model with encoder and decoder, which share a stage only if there is only one."""
-    split_rank = options.split.split_rank
-    if split_rank is None:
-        split_rank = source.split_rank if pp == source.pp else 0
-    ep, etp = _expert_sizes(config, source, tp, options)
-    stacks = f"{config.encoder.layers} layers of an encoder and {config.layer_count} of a decoder"
-    if pp == 1 and not split_rank:
-        return Layout(
-            tp, 1, 1, ep, etp, split_layers(config.layer_count, 1, options.vpp or 1, options.split)
-        )
-    if (options.vpp or 1) > 1 or replace(options.split, split_rank=None) != LayerSplit():
-        raise LayoutError(
-            f"the model has {stacks}: Megatron shares them out evenly and without virtual stages; leave --vpp and layer splits out"
-        )
-    if not split_rank:
-        raise LayoutError(
-            f"pp = {pp}: the model has {stacks}, each on separate pipeline stages; pass the encoder's number of the {pp} stages with "
-            "--pipeline-model-parallel-split-rank"
-        )
-    encoder, stages = split_stacks(config.encoder.layers, config.layer_count, pp, split_rank)
-    return Layout(tp, pp, 1, ep, etp, stages, encoder)
-
-
-def _expert_sizes(
-    config: ModelConfig, source: Layout, tp: int, options: SaveOptions
-) -> tuple[int, int]:
-    """(ep, etp). Without an option, the expert tensor-parallel size is the tensor-parallel size."""
-    if not config.experts.count:
-        if (options.ep or 1) > 1:
-            raise LayoutError(
-                f"expert parallel size (ep) = {options.ep}: this model has no experts; leave it out"
-            )
-        if (options.etp or 1) not in (1, tp):
-            raise LayoutError(
-                f"expert tensor parallel size (etp) = {options.etp}: this model has no experts; leave it out"
-            )
-        return 1, 1
-    ep = options.ep or source.ep
-    etp = options.etp or (
-        source.etp if options.tp in (None, source.tp) and source.etp < source.tp else tp
-    )
-    if config.mlp.bias:
-        etp = options.etp or 1
-        if etp > 1 or ep < tp:
-            raise LayoutError(
-                f"expert tensor parallel size (etp) = {etp} with ep = {ep}, tp = {tp}: this model's experts have biases, "
-                "which Megatron core allows with etp = 1 only; leave --etp out and give --ep tp or more"
-            )
-    if etp > tp or tp % etp or etp * ep < tp:
-        raise LayoutError(
-            f"expert tensor parallel size (etp) = {etp} with ep = {ep}, tp = {tp}: Megatron's torch format has a file for every rank "
-            "only if etp divides tp and etp * ep is tp or more"
-        )
-    return ep, etp
 
 
 def plan_ranks(
@@ -424,18 +315,19 @@ class _Planner:
         for native in natives:
             dtype = native_dtype(self.header, native)
             entries[native.name] = Placeholder(f"{model}/{native.name}", native.shape, dtype)
-
         # Transformer Engine's modules have extra states: empty tensors or None.
-        language_names = [name for name in entries if not name.startswith(BESIDE)]
-        encoder_names = []
-        if whole := self.header.config.whole:
-            encoder_names = [name.removeprefix(BESIDE) for name in entries if whole.builds(name)]
-        for prefix, names in (("", language_names), (BESIDE, encoder_names)):
+        for prefix, names in self._names_by_prefix(list(entries)):
             for name, is_tensor in self.style.extra_states(names).items():
-                entries[prefix + name] = (
-                    Placeholder(f"{model}/{name}", (0,), "uint8") if is_tensor else None
-                )
+                empty = Placeholder(f"{model}/{name}", (0,), "uint8")
+                entries[prefix + name] = empty if is_tensor else None
         yield from sorted(entries.items(), key=lambda entry: self._order(entry[0]))
+
+    def _names_by_prefix(self, names: list[str]) -> Iterator[tuple[str, list[str]]]:
+        """Yield the names of the language model, then those of an encoder that Megatron builds, without its prefix."""
+        yield "", [name for name in names if not name.startswith(BESIDE)]
+        whole = self.header.config.whole
+        if whole:
+            yield BESIDE, [name.removeprefix(BESIDE) for name in names if whole.builds(name)]
 
     def _place(
         self,

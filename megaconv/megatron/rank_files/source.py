@@ -1,6 +1,5 @@
 """Opens a Megatron checkpoint's ranks as a source of canonical tensors, for core and legacy models and all formats."""
 
-import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,26 +10,24 @@ from formats import rank_files
 from formats.errors import CorruptCheckpoint
 from formats.tensor import LazyTensor, Shape
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY, find_sidecars
-from megaconv.errors import NotExpressible, TensorMismatch, UnknownFormat, UsageError
+from megaconv.errors import NotExpressible, UnknownFormat, UsageError
 from megaconv.families import family, is_multimodal, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.whole_model import refuse_optimizer
 from megaconv.megatron.arguments.encoder import refuse_lost_head
 from megaconv.megatron.arguments.param_groups import WITHOUT
-from megaconv.megatron.arguments.read import from_arguments, read_fields, read_layout, true_vocab
+from megaconv.megatron.arguments.read import read_layout
 from megaconv.megatron.arguments.run_arguments import OPTIMIZATION, plain_arguments
+from megaconv.megatron.arguments.size_tensors import SizeTensors, with_stacks
 from megaconv.megatron.arguments.sizes import (
-    SizeTensors,
     expert_tensor_parallel_size,
     find_layout,
     find_sizes,
     padded_rows,
     require_gate,
-    with_stacks,
 )
 from megaconv.megatron.arguments.tokenizer import NamedTokenizer, named_tokenizer
 from megaconv.megatron.arguments.whole import read_whole, refuse_unknown_beside, without_images
-from megaconv.megatron.arguments.write import LEFT_OUT
 from megaconv.megatron.optimizer.shared_embeddings import shared_names
 from megaconv.megatron.optimizer.source import (
     Optimizers,
@@ -42,6 +39,7 @@ from megaconv.megatron.optimizer.source import (
     untrained,
 )
 from megaconv.megatron.optimizer.training_output import ENCODER_STAGES
+from megaconv.megatron.rank_files.configuration import are_ids, configure, vocabulary_size
 from megaconv.megatron.states.early_gpt2 import arguments as early_arguments
 from megaconv.megatron.states.early_gpt2 import is_early
 from megaconv.megatron.states.ranks import RankId, Ranks, is_legacy, read_ranks
@@ -49,8 +47,8 @@ from megaconv.model.assembled import Placed, assemble
 from megaconv.model.beside import BESIDE
 from megaconv.model.ceilings import ITERATION, OPERATIONS, VOCABULARY
 from megaconv.model.check import same_names, well_formed
-from megaconv.model.config import ModelConfig, value_of
-from megaconv.model.fields import NOT_COMPUTED, STRUCTURE, changed, config_differences
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype, shift_of
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import LEGACY, Naming
@@ -61,8 +59,6 @@ from megaconv.options import LoadOptions
 
 if TYPE_CHECKING:
     from megaconv.megatron.distributed.optimizer import DistOptimizer
-
-_log = logging.getLogger("megaconv")
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,7 @@ def open_model(
         if options.config is None:
             require_gate(ranks, layout, args, names)
     legacy = spellings.naming == LEGACY
-    config = _configure(
+    config = configure(
         found,
         args,
         sidecars,
@@ -168,9 +164,9 @@ def open_model(
         refuse_lost_head(args, config, str(listing.directory))
     written = read_layout(args, config) if by_args else layout
     padded = padded_rows(ranks, names)
-    config = changed(config, {"vocab": _vocab(options, config, args, padded, written.tp)})
+    config = changed(config, {"vocab": vocabulary_size(options, config, args, padded, written.tp)})
     named = named_tokenizer(args) if config.hf is None else NamedTokenizer()
-    ids = {name: number for name, number in named.ids.items() if _are_ids(number, config.vocab)}
+    ids = {name: number for name, number in named.ids.items() if are_ids(number, config.vocab)}
     config = changed(config, ids) if ids else config
     shapes = canonical_shapes(family(config.family).rows, config)
     training = _training(source)
@@ -257,124 +253,6 @@ def _with_beside(
     return replace(config, whole=read_whole(config.whole, beside, source.args, where))
 
 
-def _configure(
-    found: Mapping[str, Any],
-    args: Namespace,
-    directory: Path,
-    *,
-    required: bool,
-    legacy: bool,
-    text_only: bool,
-) -> ModelConfig:
-    """The configuration from config.json, otherwise from args. It has to agree with the tensors."""
-    if not required and not (directory / CONFIG_NAME).is_file():
-        with well_formed("the rank files' args"):
-            return from_arguments(args, found, legacy=legacy)
-    larger = is_multimodal(directory)
-    _, config = read_config(directory / CONFIG_NAME, text_only=larger and text_only, whole=True)
-    if larger:  # the files show whether there is a head, whatever config.json says
-        config = changed(config, {"tie_embeddings": found["tie_embeddings"]})
-    described = dict(found)
-    if hasattr(args, "num_attention_heads"):
-        described["attention.heads"] = args.num_attention_heads
-    for name in STRUCTURE:
-        if name in described and value_of(config, name) != described[name]:
-            raise TensorMismatch(
-                f"{directory / CONFIG_NAME}: says {name} = {value_of(config, name)}, the checkpoint has {described[name]}; "
-                "it describes another model"
-            )
-    config = changed(
-        config, {"mtp_layers": found["mtp_layers"]}
-    )  # config.json may list layers that weren't saved
-    where = str(directory / CONFIG_NAME)
-    with well_formed("the rank files' args"):
-        given = read_fields(args, found, legacy=legacy)
-        compared = _compared(given, found, args)
-    return _with_run_arguments(config, compared, where, config_wins=required)
-
-
-_STATED_BY = {
-    "attention.heads": "num_attention_heads",
-    "attention.head_dim": "kv_channels",
-    "attention.kv_heads": "group_query_attention",
-}
-"""Sizes that follow from others if this argument is missing."""
-
-
-def _compared(
-    given: Mapping[str, Any], found: Mapping[str, Any], args: Namespace
-) -> dict[str, Any]:
-    """The fields that the run's arguments give.
-
-    Fields that tensors show, or that the writer left out of the arguments, aren't among them.
-    """
-    left_out = getattr(args, LEFT_OUT, ())
-    skipped = {*NOT_COMPUTED, "vocab", *left_out, *(name for name in STRUCTURE if name in found)}
-    if not getattr(args, "multi_latent_attention", False):
-        skipped |= {
-            name for name, argument in _STATED_BY.items() if getattr(args, argument, None) is None
-        }
-    return {name: value for name, value in given.items() if name not in skipped}
-
-
-def _with_run_arguments(
-    config: ModelConfig, given: Mapping[str, Any], where: str, *, config_wins: bool
-) -> ModelConfig:
-    """config.json, with the differing values of the run's arguments. A warning names every difference.
-
-    A run that continues in a directory with other arguments leaves its old config.json there. config_wins: True if
-    --config gave the file, so that its values stay. Raises TensorMismatch if both can't describe tensors of the same
-    shapes.
-    """
-    # The run computed these norms as Megatron does, unless its arguments say otherwise: config.json is from
-    # transformers.
-    config = changed(config, {"latent.norm_epsilon": given.get("latent.norm_epsilon")})
-    run = changed(config, given)
-    differences = config_differences(config, run)
-    for name, ours, theirs in differences:
-        if name in STRUCTURE and not config_wins:
-            raise TensorMismatch(
-                f"{where}: says {name} = {ours}, the arguments of the run that saved the checkpoint say {theirs}; its tensors are of "
-                "one of both. Give --config with a directory whose config.json fits them"
-            )
-        _log.warning(
-            "%s says %s = %s, the arguments of the run that saved the checkpoint say %s; %s",
-            where, name, ours, theirs,
-            "--config wins" if config_wins else "the arguments win (--config with a directory of that file has it otherwise)",
-        )  # fmt: skip
-    return config if config_wins or not differences else run
-
-
-def _vocab(options: LoadOptions, config: ModelConfig, args: Namespace, padded: int, tp: int) -> int:
-    """The true vocabulary size: the requested one, that of config.json or args, or all rows."""
-    given = options.true_vocab_size
-    if given is None:
-        with well_formed("the rank files' args"):
-            stated = true_vocab(args, padded, tp)
-        given = config.vocab if config.hf is not None else stated
-        if options.config is None and stated not in (None, given):
-            _log.warning(
-                "config.json says a vocabulary of %d, the arguments of the run that saved the checkpoint say %d; config.json wins "
-                "(--true-vocab-size %d keeps as many rows as the arguments say)",
-                given, stated, stated,
-            )  # fmt: skip
-    if given is None:
-        _log.warning(
-            "the true vocabulary size is unknown; all %d rows are kept, padding included (--true-vocab-size N removes it)",
-            padded,
-        )
-        return padded
-    if not 0 < given <= padded:
-        raise UsageError(
-            f"a vocabulary of {given} is larger than the {padded} rows of the embedding"
-        )
-    return given
-
-
-def _are_ids(numbers: int | tuple[int, ...], vocab: int) -> bool:
-    return max(numbers if isinstance(numbers, tuple) else (numbers,)) < vocab
-
-
 def _training(source: RankSource) -> TrainingState:
     listing, args = source.listing, source.args
     iteration = source.state.get("iteration", listing.iteration)
@@ -387,12 +265,10 @@ def _training(source: RankSource) -> TrainingState:
         raise CorruptCheckpoint(
             f"{listing.directory}: its num_floating_point_operations_so_far should be from 0 to {OPERATIONS:.0e}"
         )
-    # Arguments that replace missing args describe the model. Of their run, keep only the optimization.
-    run = {
-        name: value
-        for name, value in vars(args).items()
-        if not source.writer or name in OPTIMIZATION
-    }
+    # Arguments that replace missing args describe the model. Only the optimization is about their run.
+    run = vars(args)
+    if source.writer:
+        run = {name: value for name, value in run.items() if name in OPTIMIZATION}
     return TrainingState(
         iteration if isinstance(iteration, int) else None,
         release=listing.iteration is None and listing.directory.name == rank_files.RELEASE,
@@ -446,10 +322,11 @@ def _place_chunk(
     if chunk.vpp_rank == 0:
         outside = ranks.beside.get(rank, {})
         weights |= {BESIDE + name: tensor for name, tensor in outside.items()}
-    natives = [native for native in natives if native.copy is None or native.name in weights]
-    virtual_stage = "" if layout.vpp == 1 else f" (model{chunk.vpp_rank})"
-    where = ranks.files[rank] + virtual_stage
-    same_names([native.name for native in natives], weights, where)
-    for native in natives:
+    stored = [native for native in natives if native.copy is None or native.name in weights]
+    where = ranks.files[rank]
+    if layout.vpp > 1:
+        where += f" (model{chunk.vpp_rank})"
+    same_names([native.name for native in stored], weights, where)
+    for native in stored:
         if native.copy is None or native.copy.used:
             yield Placed(native, weights[native.name], where)

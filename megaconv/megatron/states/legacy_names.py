@@ -97,14 +97,15 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for name, value in flat.items():
         words = name.split(".")
-        depth = next(
-            (depth for depth, word in enumerate(words, 1) if word in _FLAT), len(words) - 1
-        )
-        words = [*words[:depth], ".".join(words[depth:])]
+        depth = len(words) - 1
+        for place, word in enumerate(words, 1):
+            if word in _FLAT:
+                depth = place
+                break
         level = nested
-        for word in words[:-1]:
+        for word in words[:depth]:
             level = level.setdefault(word, {})
-        level[words[-1]] = value
+        level[".".join(words[depth:])] = value
     return nested
 
 

@@ -52,6 +52,8 @@ def describe_naming(naming: Naming) -> str:
 
 _POST_NORM = ".post_layernorm.weight"
 """The suffix of a norm in the linear layer before it."""
+_FINAL_NORMS = ("decoder.final_layernorm.weight", "decoder.final_norm.weight")
+"""Only the last pipeline stage has one of these."""
 _NORMS = tuple(
     f"{name}.weight"
     for name in (
@@ -95,19 +97,23 @@ def extra_states(names: Collection[str], naming: Naming | None = None) -> dict[s
             for module in modules
             if module.endswith("linear_proj")
         ]
-        sparse = {
-            name.partition(".indexer.")[0] for name in names if ".indexer." in name
-        }  # sparse attention isn't one of Transformer Engine's layers
+        # Sparse attention isn't one of Transformer Engine's layers.
+        sparse = {name.partition(".indexer.")[0] for name in names if ".indexer." in name}
         found |= {module + EXTRA_STATE: True for module in attention if module not in sparse}
         norms = [name for name in names if name.endswith(_NORMS)]
         found |= {name.removesuffix(".weight") + EXTRA_STATE: True for name in norms}
+    for head in _heads(names):
+        found[head + EXTRA_STATE] = False
+    return found
+
+
+def _heads(names: Collection[str]) -> list[str]:
+    """The modules of the output layers in a chunk with these parameters."""
     heads = [
-        name
-        for name in ("lm_head.output_layer", "output_layer")
-        if any(n.startswith(f"{name}.") for n in names)
+        head
+        for head in ("lm_head.output_layer", "output_layer")
+        if any(name.startswith(f"{head}.") for name in names)
     ]
-    if not heads and (
-        "decoder.final_layernorm.weight" in names or "decoder.final_norm.weight" in names
-    ):
-        heads = ["output_layer"]  # a tied head, which has no parameters of its own
-    return found | {head + EXTRA_STATE: False for head in heads}
+    ends_the_model = any(name in names for name in _FINAL_NORMS)
+    # A tied head has no parameters.
+    return heads or (["output_layer"] if ends_the_model else [])

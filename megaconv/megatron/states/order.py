@@ -101,9 +101,10 @@ class ModuleOrder:
         if part in module.children:
             return 0, names.index(part), 0
         numbered = _NUMBERED.fullmatch(part)
-        if numbered and f"{numbered[1]}{{e}}" in module.children:
+        of_each_expert = f"{numbered[1]}{{e}}" if numbered else ""
+        if numbered and of_each_expert in module.children:
             # A grouped layer has weight0, bias0, weight1, bias1 ...
-            return 0, int(numbered[2]), names.index(f"{numbered[1]}{{e}}")
+            return 0, int(numbered[2]), names.index(of_each_expert)
         raise TensorMismatch(
             f"{name}: no row of the table names {part}, so its place in the model is unknown"
         )

@@ -16,7 +16,7 @@ from megaconv.megatron.states.early_gpt2 import with_later_names
 from megaconv.megatron.states.legacy_names import MODEL, flatten
 from megaconv.megatron.states.names import EXTRA_STATE, NOT_PARAMETERS
 from megaconv.megatron.states.origin import require_one_save, require_own_directories
-from megaconv.megatron.states.whole_names import apart
+from megaconv.megatron.states.whole_names import split_multimodal
 
 _log = logging.getLogger("megaconv")
 
@@ -159,12 +159,15 @@ def _require_stacks(ranks: Ranks) -> None:
     decoder.
     """
     first = min(ranks.states)
-    args, parts = (
-        ranks.states[first].get("args"),
-        ("encoder_pipeline", "pipeline", "encoder_tensor"),
-    )
-    found = [getattr(args, f"{word}_model_parallel_size", None) for word in parts]
-    own, others, tp = (size if type(size) is int else 0 for size in found)
+    args = ranks.states[first].get("args")
+
+    def size(word: str) -> int:
+        found = getattr(args, f"{word}_model_parallel_size", None)
+        return found if type(found) is int else 0
+
+    own = size("encoder_pipeline")
+    others = size("pipeline")
+    tp = size("encoder_tensor")
     if own and 0 < tp < ranks.tp:
         raise UnknownFormat(
             f"{ranks.files[first]}: its encoder has tensor parallel size {tp}, its decoder {ranks.tp}; models whose encoder and "
@@ -178,28 +181,26 @@ def _require_stacks(ranks: Ranks) -> None:
 
 
 def _require_complete(ranks: Ranks, directory: Path) -> None:
+    sizes = f"tp={ranks.tp}, pp={ranks.pp}"
+    if ranks.ep > 1:
+        sizes += f", ep={ranks.ep}"
     most = max(ranks.tp, ranks.pp, ranks.ep)
-    if most > len(
-        ranks.states
-    ):  # before counting up to it: a directory's name may contain any number
+    # This check comes before any loop up to `most`: a directory's name may contain any number.
+    if most > len(ranks.states):
         raise CorruptCheckpoint(
-            f"{directory}: there is a rank directory of rank {most - 1}, but there are {len(ranks.states)} in all; "
-            f"the checkpoint has tp={ranks.tp}, pp={ranks.pp}"
-            + (f", ep={ranks.ep}" if ranks.ep > 1 else "")
+            f"{directory}: there is a rank directory of rank {most - 1}, "
+            f"but there are {len(ranks.states)} in all; the checkpoint has {sizes}"
         )
     for pp_rank in range(ranks.pp):
         held = [rank for rank in ranks.states if rank.pp == pp_rank]
-        missing = [
-            f"tensor rank {tp}" for tp in range(ranks.tp) if tp not in {rank.tp for rank in held}
-        ]
-        missing += [
-            f"expert rank {ep}" for ep in range(ranks.ep) if ep not in {rank.ep for rank in held}
-        ]
+        tp_ranks = {rank.tp for rank in held}
+        ep_ranks = {rank.ep for rank in held}
+        missing = [f"tensor rank {tp}" for tp in range(ranks.tp) if tp not in tp_ranks]
+        missing += [f"expert rank {ep}" for ep in range(ranks.ep) if ep not in ep_ranks]
         if missing:
             raise CorruptCheckpoint(
-                f"{directory}: there is no rank directory for {missing[0]}, pipeline rank {pp_rank}; "
-                f"the checkpoint has tp={ranks.tp}, pp={ranks.pp}"
-                + (f", ep={ranks.ep}" if ranks.ep > 1 else ""),
+                f"{directory}: there is no rank directory for {missing[0]}, "
+                f"pipeline rank {pp_rank}; the checkpoint has {sizes}",
                 code="missing-file",
             )
 
@@ -212,18 +213,20 @@ def _grid(
     A model of two stacks has no experts. Its encoder may have its own stages, with an unused head.
     """
     sizes = [1 + max(column) for column in zip(*listing.files, strict=True)]
+    if len(sizes) == 3:
+        tp, pp, ep = sizes
+        return tp, pp, ep
     if len(sizes) == 1:
         return sizes[0], 1, 1
-    if len(sizes) == 3:
-        return sizes[0], sizes[1], sizes[2]
+    tp, second = sizes
     # The first of several pipeline stages has no final norm and no head. If the first rank has them, the second number
     # is therefore the expert rank. This doesn't hold for a model of two stacks, whose encoder ends on an earlier stage.
     first_rank = min(weights, key=lambda numbers: numbers[::-1])
     last_chunk = weights[first_rank][-1]
     ends_the_model = any(name.startswith(_TAIL) for name in last_chunk)
     if ends_the_model and not _has_two_stacks(weights):
-        return sizes[0], 1, sizes[1]
-    return sizes[0], sizes[1], 1
+        return tp, 1, second
+    return tp, second, 1
 
 
 def _has_two_stacks(weights: Mapping[tuple[int, ...], list[Weights]]) -> bool:
@@ -253,10 +256,13 @@ def _split(state: Mapping[str, Any], path: Path) -> tuple[list[Weights], Weights
     chunks = _chunks(state, path)
     if is_legacy(state):
         return chunks, {}
-    parts = [apart(chunk) for chunk in chunks]
-    return [inside for inside, _ in parts], {
-        name: tensor for _, others in parts for name, tensor in others.items()
-    }
+    inside: list[Weights] = []
+    outside: Weights = {}
+    for chunk in chunks:
+        language_model, others = split_multimodal(chunk)
+        inside.append(language_model)
+        outside |= others
+    return inside, outside
 
 
 def _chunks(state: Mapping[str, Any], path: Path) -> list[Weights]:

@@ -13,7 +13,7 @@ LANGUAGE_MODEL = "language_model."
 T = TypeVar("T")
 
 
-def apart(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+def split_multimodal(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
     """(the language model's tensors, the others under their own names).
 
     For a language model by itself: (all, none).

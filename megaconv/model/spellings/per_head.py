@@ -1,4 +1,4 @@
-"""A canonical tensor with an axis of its own for the heads, as in GGUF's latent attention."""
+"""A canonical tensor with a separate axis for the heads, as in GGUF's latent attention."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from megaconv.model.spellings.transposed import AS_COLUMNS
 
 @dataclass(frozen=True)
 class PerHead(Separate):
-    """A canonical tensor [heads*rows, cols] with an axis of its own for the heads: [heads, rows, cols]."""
+    """A canonical tensor [heads*rows, cols] with a separate axis for the heads: [heads, rows, cols]."""
 
     transposed: bool = False
     """True if each head is stored as its transpose, [heads, cols, rows]."""

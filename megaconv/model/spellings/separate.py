@@ -1,4 +1,4 @@
-"""Each canonical tensor in a native tensor of its own. All other spellings derive from this one."""
+"""Each canonical tensor in a separate native tensor. All other spellings derive from this one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ from megaconv.model.regions import NativeTensor
 
 @dataclass(frozen=True)
 class Separate:
-    """A spelling that stores each of a row's tensors in a native tensor of its own. A plain string means the same.
+    """A spelling that stores each of a row's tensors in a separate native tensor. A plain string means the same.
 
     A row may have several spellings at once. A spelling with `members` holds these tensors of the row (numbers in the
     row's order). A spelling without `members` holds all the others.
 
     A subclass is another way to store tensors. It overrides `stored` if each tensor stays in a native tensor of its
-    own, and `natives` if it joins them. Regions with an `Order` of their own store rows or columns in another order.
+    own, and `natives` if it joins them. Regions with their own `Order` store rows or columns in another order.
     """
 
     name: str

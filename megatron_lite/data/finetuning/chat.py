@@ -141,7 +141,7 @@ class ChatTemplate:
         """Return the character range of a turn's answer, with its end-of-turn token, but without the line break after it."""
         if not number:
             raise BadRecord(
-                "begins with the assistant's turn, which the chat template can't tell from its prompt"
+                "begins with the assistant's turn, which the chat template can't distinguish from its prompt"
             )
         before = self._rendered(chat, chat.messages[:number], prompt=True)
         ends_whole = number == len(chat.messages) - 1

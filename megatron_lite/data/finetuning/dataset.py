@@ -47,25 +47,30 @@ class FinetuneDataset:
 
     def __getitem__(self, index: int) -> Sample:
         pack = self._packs[index]
-        tokens, labels, position_ids = (np.zeros(self._seq_length, np.int64) for _ in range(3))
-        loss_mask = np.zeros(self._seq_length, np.float32)
-        documents = np.full(
-            self._seq_length, len(pack), np.int32
-        )  # unused positions form a separate document
+        length = self._seq_length
+        tokens = np.zeros(length, np.int64)
+        labels = np.zeros(length, np.int64)
+        position_ids = np.zeros(length, np.int64)
+        loss_mask = np.zeros(length, np.float32)
+        # Unused positions form a separate document.
+        documents = np.full(length, len(pack), np.int32)
         examples = self._pieces.examples
         start = 0
         for ordinal, number in enumerate(pack):
             first = int(self._pieces.starts[number])
             last = int(self._pieces.ends[number])
             # A token's label is the next token, so an example of n tokens has n - 1 positions.
-            place = slice(start, start + last - first - 1)
-            tokens[place] = examples.tokens[first : last - 1]
-            labels[place] = examples.tokens[first + 1 : last]
-            loss_mask[place] = examples.learned[first + 1 : last]
-            position_ids[place] = np.arange(last - first - 1)
+            count = last - first - 1
+            read = slice(first, last - 1)
+            predicted = slice(first + 1, last)
+            place = slice(start, start + count)
+            tokens[place] = examples.tokens[read]
+            labels[place] = examples.tokens[predicted]
+            loss_mask[place] = examples.learned[predicted]
+            position_ids[place] = np.arange(count)
             documents[place] = ordinal
             start = place.stop
-        position_ids[start:] = np.arange(self._seq_length - start)
+        position_ids[start:] = np.arange(length - start)
         return Sample(tokens, labels, loss_mask, position_ids, documents)
 
 
@@ -97,18 +102,22 @@ class PairDataset:
 
     def __getitem__(self, index: int) -> PairSample:
         number = int(self.order[index])
-        tokens = np.zeros((2, self.seq_length), np.int64)
-        labels = np.zeros((2, self.seq_length), np.int64)
-        loss_mask = np.zeros((2, self.seq_length), np.float32)
+        shape = 2, self.seq_length
+        tokens = np.zeros(shape, np.int64)
+        labels = np.zeros(shape, np.int64)
+        loss_mask = np.zeros(shape, np.float32)
         examples = self.pieces.examples
         for row in (0, 1):
-            first = int(self.pieces.starts[2 * number + row])
-            last = int(self.pieces.ends[2 * number + row])
+            answer = 2 * number + row
+            first = int(self.pieces.starts[answer])
+            last = int(self.pieces.ends[answer])
             # Each token but the last one predicts the next.
-            length = last - first - 1
-            tokens[row, :length] = examples.tokens[first : last - 1]
-            labels[row, :length] = examples.tokens[first + 1 : last]
-            loss_mask[row, :length] = examples.learned[first + 1 : last]
+            read = slice(first, last - 1)
+            predicted = slice(first + 1, last)
+            filled = row, slice(last - first - 1)
+            tokens[filled] = examples.tokens[read]
+            labels[filled] = examples.tokens[predicted]
+            loss_mask[filled] = examples.learned[predicted]
         known = np.zeros(0) if self.reference is None else self.reference[number]
         return PairSample(tokens, labels, loss_mask, known)
 

@@ -10,7 +10,7 @@
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,16 +133,23 @@ def read_record(record: Mapping[str, Any], wanted: str | None = None) -> Reading
 
     Raises BadRecord for a record without a form, and for content that would be left out.
     """
-    there = {name: value for name, value in record.items() if value is not None}
-    form = _form_of(there, wanted)
+    present = {name: value for name, value in record.items() if value is not None}
+    form = _form_of(present, wanted)
     used = {*form.fields, *form.optional}
-    left_out = [name for name in there if name in CONTENT - used and there[name] not in ("", [])]
-    if left_out and wanted is None:
+    if wanted is None:
+        _refuse_unused(present, form, CONTENT - used)
+    unread = frozenset(present.keys() - used)
+    return Reading(form.read(present), unread)
+
+
+def _refuse_unused(present: Mapping[str, Any], form: Form, unused: Set[str]) -> None:
+    """Raise BadRecord for a record with content in an unused field."""
+    left_out = [name for name in present if name in unused and present[name] not in ("", [])]
+    if left_out:
         raise BadRecord(
             f"has {listed(form.fields)}, and {listed(left_out)}, which would be left out; take away what is not meant, "
             f"or name the form that is: --finetune-form {' | '.join(NAMES)}"
         )
-    return Reading(form.read(there), frozenset(there.keys() - used))
 
 
 def _form_of(record: Mapping[str, Any], wanted: str | None) -> Form:
@@ -212,15 +219,21 @@ def read_message(turn: Any, where: str) -> Message:
         raise BadRecord(f"{where} is by {role!r}; there are {', '.join(ROLES)}")
     if content is None and not rest:
         raise BadRecord(f'{where} has no "content"')
-    if rest.pop("weight", 1) not in (1, True) or rest.pop("train", True) not in (1, True):
-        raise BadRecord(
-            f"{where} has a loss weight, which is not supported; end the conversation before it"
-        )
+    for name in ("weight", "train"):
+        if rest.pop(name, 1) not in (1, True):
+            raise BadRecord(
+                f"{where} has a loss weight, which is not supported; end the conversation before it"
+            )
     if isinstance(content, list):
         content = "".join(_part(part, where) for part in content)
     if content is not None and not isinstance(content, str):
-        raise BadRecord(f"{where} should have text for its content, found {type(content).__name__}")
-    return {"role": ROLES[role], **({} if content is None else {"content": content}), **rest}
+        kind = type(content).__name__
+        raise BadRecord(f"{where} should have text for its content, found {kind}")
+    message: dict[str, Any] = {"role": ROLES[role]}
+    if content is not None:
+        message["content"] = content
+    message.update(rest)
+    return message
 
 
 def _part(part: Any, where: str) -> str:

@@ -11,7 +11,7 @@
 | `conversations` or `messages` | one or several messages | LLaMA-Factory |
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -70,16 +70,20 @@ def read_pair(record: Mapping[str, Any]) -> Pair:
 def _as_example(record: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a record in a form that finetuning reads: the question and one of its answers."""
     answer = record[name]
-    asked = {field: value for field, value in record.items() if field not in ANSWERS}
+    where = f'its "{name}"'
+    asked = {}
+    for field, value in record.items():
+        if field not in ANSWERS:
+            asked[field] = value
     if isinstance(answer, str):
         return _with_text(asked, answer)
-    if not isinstance(answer, list | Mapping):
-        raise BadRecord(f'its "{name}" should be text or messages, found {type(answer).__name__}')
-    turns = (
-        read_turns(record, name)
-        if isinstance(answer, list)
-        else [read_message(answer, f'its "{name}"')]
-    )
+    if isinstance(answer, list):
+        turns = read_turns(record, name)
+    elif isinstance(answer, Mapping):
+        turns = [read_message(answer, where)]
+    else:
+        kind = type(answer).__name__
+        raise BadRecord(f"{where} should be text or messages, found {kind}")
     return _with_turns(asked, turns, name)
 
 
@@ -97,26 +101,26 @@ def _with_text(asked: dict[str, Any], answer: str) -> dict[str, Any]:
 
 def _with_turns(asked: dict[str, Any], turns: list[Message], name: str) -> dict[str, Any]:
     prompt = asked.pop("prompt", None)
-    if isinstance(prompt, str) and turns[0]["role"] == "assistant":
-        return {**asked, "messages": [{"role": "user", "content": prompt}, *turns]}
     if isinstance(prompt, str):
-        if not any(turn["role"] != "assistant" and turn.get("content") == prompt for turn in turns):
+        if turns[0]["role"] == "assistant":
+            question: Message = {"role": "user", "content": prompt}
+            return {**asked, "messages": [question, *turns]}
+        contents = [turn.get("content") for turn in turns if turn["role"] != "assistant"]
+        if prompt not in contents:
             raise BadRecord(
                 f'its "prompt" is no message of its "{name}", so that it would be left out'
             )
         return {**asked, "messages": turns}
     if prompt is not None:
-        return {**asked, "messages": [*read_turns({"prompt": prompt}, "prompt"), *turns]}
+        before = read_turns({"prompt": prompt}, "prompt")
+        return {**asked, "messages": [*before, *turns]}
     place = "conversations" if "conversations" in asked else "messages"
     before = read_turns(asked, place) if place in asked else []
     return {**asked, place: [*before, *turns]}
 
 
 def _with_common_beginning(chosen: Chat, rejected: Chat) -> tuple[Chat, Chat]:
-    both = zip(chosen.messages, rejected.messages, strict=False)
-    given = next((number for number, (one, other) in enumerate(both) if one != other), None)
-    if given is None:  # one is a prefix of the other, or they are equal
-        given = min(len(chosen.messages), len(rejected.messages)) - 1
+    given = _first_difference(chosen.messages, rejected.messages)
     for name, chat in zip(ANSWERS, (chosen, rejected), strict=True):
         if chat.messages[given]["role"] != "assistant":
             raise BadRecord(
@@ -124,3 +128,12 @@ def _with_common_beginning(chosen: Chat, rejected: Chat) -> tuple[Chat, Chat]:
                 "answers to different questions can't be compared"
             )
     return replace(chosen, given=given), replace(rejected, given=given)
+
+
+def _first_difference(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """Return the number of the first differing message; the last common one if one list begins with the other."""
+    common = min(len(chosen), len(rejected))
+    for number in range(common):
+        if chosen[number] != rejected[number]:
+            return number
+    return common - 1

@@ -31,12 +31,12 @@ def build_mapping(
     samples: the least number, rounded up to whole epochs; None: one epoch. short_probability: of a shorter sample.
     """
     targets = _targets(longest, short_probability, seed)
-    epoch = [
-        (first, last)
-        for first, last in pairwise(documents.tolist())
-        if last - first >= least_sentences
-        and not (last - first > 1 and (lengths[first:last] > LONG_SENTENCE).any())
-    ]
+    epoch: list[tuple[int, int]] = []
+    for first, last in pairwise(documents.tolist()):
+        sentences = last - first
+        too_long = sentences > 1 and (lengths[first:last] > LONG_SENTENCE).any()
+        if sentences >= least_sentences and not too_long:
+            epoch.append((first, last))
     found: list[tuple[int, int, int]] = []
     sizes = lengths.tolist()
     while True:
@@ -46,7 +46,8 @@ def build_mapping(
         if samples is None or len(found) >= samples or len(found) == before:
             break
     mapping = np.array(found, np.int64).reshape(-1, 3)
-    return mapping[_shuffled(len(mapping), seed + 1)]
+    order = _shuffled(len(mapping), seed + 1)
+    return mapping[order]
 
 
 def _of_document(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -67,37 +68,42 @@ def bert_sample(
     seed: the dataset's seed plus the sample's number.
     """
     random = np.random.RandomState(seed % 2**32)
-    pivot, swapped = len(sentences), False
+    pivot = len(sentences)
+    swapped = False
     if two_parts:
         pivot = int(random.randint(1, len(sentences))) if len(sentences) >= 3 else 1
         swapped = bool(random.random_sample() < 0.5)
-    parts = [
-        [token for sentence in part for token in sentence]
-        for part in (sentences[:pivot], sentences[pivot:])
-    ]
-    first, second = reversed(parts) if swapped else parts
+    first = list(chain.from_iterable(sentences[:pivot]))
+    second = list(chain.from_iterable(sentences[pivot:]))
+    if swapped:
+        first, second = second, first
     truncated = len(first) + len(second) > longest
     _trim(first, second, longest, random)
-    tokens = [words.cls, *first, words.sep, *(second and [*second, words.sep])]
+    tokens = [words.cls, *first, words.sep]
+    second_starts = len(tokens)
+    if second:
+        tokens += [*second, words.sep]
     types = np.zeros(length, np.int64)
-    types[len(first) + 2 : len(tokens)] = 1
+    types[second_starts : len(tokens)] = 1
     types[len(tokens) :] = words.filler
     never = frozenset((words.cls, words.sep))
 
     def draw(random: np.random.RandomState) -> int | None:
         if random.random_sample() < MASK_EACH:
             return words.mask
-        return (
-            int(random.randint(0, words.words)) if random.random_sample() >= RANDOM_EACH else None
-        )
+        if random.random_sample() < RANDOM_EACH:
+            return None
+        return int(random.randint(0, words.words))
 
     masked = mask(
         tokens, longest, masking, random, continues=words.continues, never=never, draw=draw
     )
     text = _padded(masked.tokens, length, words.filler)
-    labels, loss_mask = np.full(length, -1, np.int64), np.zeros(length, np.int64)
+    labels = np.full(length, -1, np.int64)
+    loss_mask = np.zeros(length, np.int64)
     for span in masked.spans:
-        labels[span.places], loss_mask[span.places] = span.tokens, 1
+        labels[span.places] = span.tokens
+        loss_mask[span.places] = 1
     padding_mask = np.where(text == words.filler, words.filler, 1)
     text[text == words.filler] = 0
     labels[labels == words.filler] = 0

@@ -4,18 +4,32 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 from megaconv.errors import CheckpointError, Interrupted, UsageError
-from megatron_lite.data.recipes import decontaminate
-from megatron_lite.data.recipes.flags import given_of
-from megatron_lite.data.recipes.removal import Report
+from megatron_lite.data.recipes import decontaminate, score, select
 
-RECIPES: dict[str, ModuleType] = {"decontaminate": decontaminate}
-"""Name -> module with DESCRIPTION, add_flags(parser) and run(flags, given)."""
+RECIPES: dict[str, ModuleType] = {
+    "decontaminate": decontaminate,
+    "score": score,
+    "select": select,
+}
+"""Name -> module with DESCRIPTION, add_flags(parser) and run(flags), which returns a report."""
+
+
+class Report(Protocol):
+    """The result of a recipe."""
+
+    def lines(self) -> Iterable[str]:
+        """Return the lines of a table."""
+        ...
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as one JSON object."""
+        ...
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail(str(error), 1)
     except (KeyboardInterrupt, Interrupted):
-        return _fail("interrupted; nothing was left behind", 130)
+        return _fail(
+            "interrupted; --resume continues `score`, other recipes leave nothing behind", 130
+        )
     finally:
         signal.signal(signal.SIGTERM, handler)
     return 0
@@ -59,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: argparse.Namespace) -> None:
     if words.report is not None and not words.report.absolute().parent.is_dir():
         raise UsageError(f"--report {words.report}: its directory doesn't exist; create it first")
-    report: Report = RECIPES[words.recipe].run(words, given_of(words))
+    report: Report = RECIPES[words.recipe].run(words)
     for line in report.lines():
         print(line)
     if words.report is not None:

@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from megaconv.errors import UsageError
 from megatron_lite.data.finetuning.records import find_files
 from megatron_lite.data.recipes.documents import Document, Reader, texts_of
-from megatron_lite.data.recipes.flags import Given, add_common
+from megatron_lite.data.recipes.flags import Given, add_common, given_of
 from megatron_lite.data.recipes.ngrams import Finder, NgramSizes, count, ngrams_of
 from megatron_lite.data.recipes.removal import Corpus, Report
 
@@ -27,7 +27,7 @@ _SENTENCE_ENDS = ".!?"
 
 @dataclass(frozen=True)
 class Cutting:
-    """How much is cut and kept; the fields are flags of the command, the defaults Megatron's."""
+    """The amounts to cut and to keep. The fields are flags of the command, with Megatron's defaults."""
 
     key_threshold: int = 10
     """An n-gram with at least this many counts is common."""
@@ -85,8 +85,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, type=int, default=default, help=f"{text} ({default})")
 
 
-def run(words: argparse.Namespace, given: Given) -> Report:
+def run(words: argparse.Namespace) -> Report:
     """Decontaminate the corpus. Raises CorruptCheckpoint, UsageError, TargetExists."""
+    given = given_of(words)
     sizes = NgramSizes(words.min_ngram_size, words.max_ngram_size)
     cutting = Cutting(
         words.key_threshold,
@@ -163,12 +164,15 @@ def pieces_of(text: str, finder: Finder, cutting: Cutting) -> list[str] | None:
     hit = finder.first(text)
     if hit is None:
         return None
+    margin = cutting.remove_char_each_side
+    shortest = cutting.filter_text_char_len
     pieces: list[str] = []
     while hit is not None:
-        left = _before(text, hit.start - cutting.remove_char_each_side)
-        text = _behind(text, hit.end + cutting.remove_char_each_side)
-        pieces += [left] if len(left) > cutting.filter_text_char_len else []
-        if len(text) <= cutting.filter_text_char_len or len(pieces) > cutting.splits_count:
+        before = _before(text, hit.start - margin)
+        text = _behind(text, hit.end + margin)
+        if len(before) > shortest:
+            pieces.append(before)
+        if len(text) <= shortest or len(pieces) > cutting.splits_count:
             return pieces
         hit = finder.first(text)
     return [*pieces, text]

@@ -29,6 +29,8 @@ class Reader:
     key: str = "text"
     skip_bad_lines: bool = False
     warn: Callable[[str], None] = lambda message: None
+    key_flag: str = "--text-key"
+    """The flag that names the field, for messages."""
 
     def documents(self, file: str) -> Iterator[Document]:
         """Yield the documents of a file, in order. Raises CorruptCheckpoint with file and line for a bad record."""
@@ -45,12 +47,15 @@ class Reader:
 
     def _document(self, record: Record) -> Document:
         content = record.content
-        fields = {self.key: content} if isinstance(content, str) else read_fields(content)
+        if isinstance(content, str):
+            fields: Mapping[str, Any] = {self.key: content}
+        else:
+            fields = read_fields(content)
         text = fields.get(self.key)
         if not isinstance(text, str):
             known = ", ".join(map(repr, fields)) or "nothing"
             raise BadRecord(
-                f"has no text in {self.key!r}, only {known}; name the field: --text-key"
+                f"has no text in {self.key!r}, only {known}; name the field: {self.key_flag}"
             )
         try:
             size = len(text.encode())

@@ -53,12 +53,14 @@ def staged_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
 
     After an error nothing is left. Raises TargetExists.
     """
-    if target.exists() and not overwrite:
-        raise TargetExists(f"{target}: exists; choose another directory, or pass --overwrite")
-    if target.exists() and not target.is_dir():
-        raise TargetExists(f"{target}: is no directory, so --overwrite doesn't replace it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    if target.exists():
+        if not overwrite:
+            raise TargetExists(f"{target}: exists; choose another directory, or pass --overwrite")
+        if not target.is_dir():
+            raise TargetExists(f"{target}: is no directory, so --overwrite doesn't replace it")
+    parent = target.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=parent))
     try:
         staging.chmod(0o755)
         yield staging

@@ -29,7 +29,7 @@ class Share:
 
 @dataclass
 class Report:
-    """What happened to the documents of a corpus: read = kept + split + removed."""
+    """The fate of a corpus's documents: read = kept + split + removed."""
 
     read: Share = field(default_factory=Share)
     kept: Share = field(default_factory=Share)
@@ -42,15 +42,20 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as one JSON object."""
-        shares = {"kept": self.kept, "split": self.split, "pieces": self.pieces}
+        removed = {reason: share.documents for reason, share in self.removed.items()}
+        removed_bytes = {reason: share.bytes for reason, share in self.removed.items()}
         return {
             "documents": self.read.documents,
-            **{name: share.documents for name, share in shares.items()},
-            "removed": {reason: share.documents for reason, share in self.removed.items()},
+            "kept": self.kept.documents,
+            "split": self.split.documents,
+            "pieces": self.pieces.documents,
+            "removed": removed,
             "bytes": {
                 "documents": self.read.bytes,
-                **{name: share.bytes for name, share in shares.items()},
-                "removed": {reason: share.bytes for reason, share in self.removed.items()},
+                "kept": self.kept.bytes,
+                "split": self.split.bytes,
+                "pieces": self.pieces.bytes,
+                "removed": removed_bytes,
             },
         }
 

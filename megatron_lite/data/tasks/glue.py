@@ -41,24 +41,27 @@ def read_mnli(name: str) -> Read:
     found = Read()
     rows = _rows(name, "MNLI")
     header = next(rows)
-    if len(header.columns) < _MNLI_TEST:
+    columns = len(header.columns)
+    if columns < _MNLI_TEST:
         raise CorruptCheckpoint(
-            f"{header.where}: the first line names {len(header.columns)} columns, separated by tabs; MNLI has 10 or more"
+            f"{header.where}: the first line names {columns} columns, separated by tabs; MNLI has 10 or more"
         )
-    is_test = len(header.columns) == _MNLI_TEST
+    is_test = columns == _MNLI_TEST
     for row in rows:
-        if len(row.columns) < _MNLI_TEST:
-            raise CorruptCheckpoint(
-                f"{row.where}: has {len(row.columns)} columns, MNLI has 10 or more"
-            )
+        columns = len(row.columns)
+        if columns < _MNLI_TEST:
+            raise CorruptCheckpoint(f"{row.where}: has {columns} columns, MNLI has 10 or more")
         _require_number(row)
         first, second = (_text(row, column) for column in _MNLI_TEXTS)
         label = MNLI_LABELS[0] if is_test else row.columns[-1]
         if label not in MNLI_LABELS:
+            expected = ", ".join(MNLI_LABELS)
             raise CorruptCheckpoint(
-                f"{row.where}: the label in the last column is {label!r:.60}; expected {', '.join(MNLI_LABELS)}"
+                f"{row.where}: the label in the last column is {label!r:.60}; expected {expected}"
             )
-        found.examples.append(Example((first,), second, MNLI_LABELS.index(label)))
+        number = MNLI_LABELS.index(label)
+        example = Example((first,), second, number)
+        found.examples.append(example)
     return found
 
 

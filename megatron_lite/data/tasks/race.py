@@ -18,6 +18,7 @@ CHOICES = 4
 LONGEST_CHOICE = 128
 """Tokens of a question with an option."""
 _BLANK = "_"
+LETTERS = ("A", "B", "C", "D")
 _LISTS = ("questions", "options", "answers")
 
 
@@ -37,15 +38,17 @@ def read_race(directory: str) -> Read:
 def _examples(where: str, line: str) -> list[Example]:
     document = _document(where, line)
     article = clean(document["article"])
-    questions = zip(*(document[name] for name in _LISTS), strict=True)
+    lists = [document[name] for name in _LISTS]
     found = []
-    for number, (question, options, answer) in enumerate(questions, 1):
+    for number, (question, options, answer) in enumerate(zip(*lists, strict=True), 1):
         here = f"{where}: question {number}"
+        is_letter = answer in LETTERS
         _require(here, isinstance(question, str), "should be a text", question)
         _require(here, _are_options(options), f"should have {CHOICES} options", options)
-        _require(here, answer in ("A", "B", "C", "D"), "should have an answer from A to D", answer)
+        _require(here, is_letter, "should have an answer from A to D", answer)
         choices = tuple(_choice(question, option) for option in options)
-        found.append(Example(choices, article, label=ord(answer) - ord("A")))
+        label = LETTERS.index(answer)
+        found.append(Example(choices, article, label))
     return found
 
 

@@ -1,19 +1,25 @@
 """Flags of `megatron-lite evaluate`."""
 
-from megaconv.local_paths import local_word
+from megaconv.errors import CheckpointError
+from megaconv.local_paths import local_path, local_word
 from megatron_lite.inference.flags import Parser, command, make_parser
+from megatron_lite.processes.failure import refuse
 
+MODULE = "megatron_lite.inference.evaluation.command"
 EXAMPLES = """  megatron-lite evaluate --load gpt2 --task WIKITEXT103 --valid-data wiki.test.tokens --overlapping-eval 32
   megatron-lite evaluate --load gpt2 --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada --output lambada.json
+  megatron-lite evaluate --load ckpt --corpus 'held-out/*.jsonl.gz' --seq-length 1024 --output perplexity.json
+  megatron-lite evaluate --toxicity scored.jsonl --prompts prompts.jsonl
   torchrun --nproc-per-node 2 -m megatron_lite evaluate --load ckpt --tp 2 --lm-eval arc_easy hellaswag --limit 100"""
 
 
-def parser() -> Parser:
+def parser(*, needs_model: bool = True) -> Parser:
     """Return the parser of the command."""
     made = make_parser(
         "evaluate",
-        "Measure a model on Megatron's zero-shot tasks, or on any of lm-eval's.",
+        "Measure a model on Megatron's zero-shot tasks, on a corpus, or on any task of lm-eval.",
         EXAMPLES,
+        needs_model=needs_model,
     )
     add = made.add_argument_group("Megatron's tasks").add_argument
     add(
@@ -35,6 +41,27 @@ def parser() -> Parser:
         action="store_true",
         help="all tokens of the last word count, not the last one alone",
     )
+    add = made.add_argument_group("perplexity of a corpus").add_argument
+    add(
+        "--corpus",
+        nargs="+",
+        default=[],
+        type=local_word,
+        metavar="FILE",
+        help="JSON lines, parquet, plain text, also .gz, .zst; directories, patterns, prefixes of indexed datasets",
+    )
+    add("--json-key", default="text", metavar="KEY", help="field with the text (text)")
+    add("--limit-tokens", type=int, metavar="N", help="end with the document that has token N")
+    add("--skip-bad-lines", action="store_true", help="leave out, and report, unreadable lines")
+    add = made.add_argument_group("toxicity of scored continuations (needs no --load)").add_argument
+    add(
+        "--toxicity",
+        type=local_path,
+        metavar="FILE",
+        help="continuations with scores, from `generate --samples-per-prompt` and `data score`",
+    )
+    add("--prompts", type=local_path, metavar="FILE", help="their prompts: RealToxicityPrompts")
+    add("--by", default="score.toxicity", metavar="FIELD", help="the score (score.toxicity)")
     add = made.add_argument_group("tasks of lm-eval (extra `evaluate`)").add_argument
     add("--lm-eval", nargs="+", default=[], metavar="TASK", help="names of tasks")
     add("--include-path", type=local_word, metavar="DIRECTORY", help="with tasks of your own")
@@ -52,4 +79,18 @@ def parser() -> Parser:
 
 def main(words: list[str]) -> int:
     """Run the command and return the exit status."""
-    return command(parser(), words, "megatron_lite.inference.evaluation.command", of_training=True)
+    flags = {word.partition("=")[0] for word in words}
+    if "--toxicity" in flags and not {"--load", "-h", "--help"} & flags:
+        return _without_model(words)
+    return command(parser(), words, MODULE, of_training=True)
+
+
+def _without_model(words: list[str]) -> int:
+    from megatron_lite.inference.evaluation.tables import evaluate_toxicity, report
+
+    try:
+        given = parser(needs_model=False).parse_args(words)
+        report(evaluate_toxicity(given), None, given.output)
+    except CheckpointError as error:
+        return refuse(str(error), error.exit_status)
+    return 0

@@ -4,7 +4,8 @@ from megaconv.local_paths import local_word
 from megatron_lite.inference.flags import Parser, add_sampling, command, make_parser
 
 EXAMPLES = """  megatron-lite generate --load Llama-2-7b "Once upon a time" --max-new-tokens 100 --temperature 0.8 --top-p 0.95
-  torchrun --nproc-per-node 4 -m megatron_lite generate --load ckpt --tp 2 --pp 2 --prompts-file prompts.jsonl --output answers.jsonl"""
+  torchrun --nproc-per-node 4 -m megatron_lite generate --load ckpt --tp 2 --pp 2 --prompts-file prompts.jsonl --output answers.jsonl
+  megatron-lite generate --load ckpt --unconditional --num-samples 100000 --temperature 1 --top-p 0.9 --output self.jsonl --resume"""
 
 
 def parser() -> Parser:
@@ -22,6 +23,23 @@ def parser() -> Parser:
         type=local_word,
         metavar="FILE",
         help="JSON lines, in the order of the prompts; - for standard output",
+    )
+    made.add_argument(
+        "--unconditional", action="store_true", help="samples of whole texts, without a prompt"
+    )
+    made.add_argument(
+        "--num-samples", type=int, default=1, metavar="N", help="with --unconditional (1)"
+    )
+    made.add_argument(
+        "--samples-per-prompt",
+        type=int,
+        metavar="N",
+        help="samples of each prompt, each with a seed of its own; lines get the prompt's number as `id`",
+    )
+    made.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue --output, which an interrupted run with the same flags has left",
     )
     add_sampling(made, max_new_tokens=64)
     made.add_argument(

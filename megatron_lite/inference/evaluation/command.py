@@ -1,32 +1,44 @@
-"""`megatron-lite evaluate`: prints a table, and writes JSON to a file."""
+"""`megatron-lite evaluate`: opens the model and runs the asked measurements."""
 
 import argparse
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from megaconv.errors import UsageError
 from megaconv.terminal import show
-from megatron_lite.inference.evaluation import zeroshot
-from megatron_lite.inference.generating import open_output
+from megatron_lite.data.recipes.documents import Reader
+from megatron_lite.inference.evaluation import corpus, zeroshot
+from megatron_lite.inference.evaluation.tables import evaluate_toxicity, report
 from megatron_lite.inference.opening import Opened, run
 
 
 def main(given: argparse.Namespace) -> None:
     """Run the command. Raises UsageError."""
-    if given.task is None and not given.lm_eval:
-        raise UsageError("give --task, or --lm-eval")
+    _check(given)
+    given.sources = corpus.find_sources(given.corpus)
+    run(given, lambda opened: _use(opened, given))
+
+
+def _check(given: argparse.Namespace) -> None:
+    if given.task is None and not given.lm_eval and not given.corpus:
+        raise UsageError("give --task, --corpus, or --lm-eval; --toxicity alone needs no --load")
     if given.task is not None and not given.valid_data:
         raise UsageError(f"--task {given.task} needs --valid-data")
     if given.task == "LAMBADA" and given.overlapping_eval is not None:
-        raise UsageError("--overlapping-eval requires --task WIKITEXT103")
-    run(given, lambda opened: _use(opened, given))
+        raise UsageError("--overlapping-eval requires --task WIKITEXT103 or --corpus")
+    if given.limit_tokens is not None and given.limit_tokens < 1:
+        raise UsageError(f"--limit-tokens {given.limit_tokens} must be 1 or more")
 
 
 def _use(opened: Opened, given: argparse.Namespace) -> None:
     results: dict[str, dict[str, Any]] = {}
+    if given.toxicity is not None:
+        results |= evaluate_toxicity(given)
     for path in map(Path, given.valid_data or ()) if given.task else ():
         results[f"{given.task} {path.name}"] = _zeroshot(opened, given, path)
+    if given.sources:
+        results["corpus"] = _corpus(opened, given)
     if given.lm_eval:
         from megatron_lite.inference.evaluation.harness import evaluate
 
@@ -38,14 +50,7 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
             given.limit,
             chat=given.apply_chat_template,
         )
-    if given.output:
-        with open_output(given.output) as file:
-            print(
-                json.dumps({"model": opened.path, "results": results}, indent=1, default=str),
-                file=file,
-            )
-    for line in table(results):
-        show(line)
+    report(results, opened.path, given.output)
 
 
 def _zeroshot(opened: Opened, given: argparse.Namespace, path: Path) -> dict[str, Any]:
@@ -59,20 +64,19 @@ def _zeroshot(opened: Opened, given: argparse.Namespace, path: Path) -> dict[str
     )
 
 
-def table(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a line for each measure."""
-    rows = [
-        (
-            task,
-            name.removesuffix(",none"),
-            f"{value:.6g}" if isinstance(value, float) else str(value),
+def _corpus(opened: Opened, given: argparse.Namespace) -> dict[str, Any]:
+    length = given.seq_length or opened.model.length
+    positions = opened.config.positions
+    if positions.kind == "learned" and length > opened.config.max_positions:
+        raise UsageError(
+            f"--seq-length {length}: the model has only {opened.config.max_positions} positions"
         )
-        for task, measures in results.items()
-        for name, value in measures.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    ]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-    return [
-        f"{task:<{widths[0]}}  {name:<{widths[1]}}  {value:>{widths[2]}}"
-        for task, name, value in rows
-    ]
+    reader = Reader(given.json_key, given.skip_bad_lines, _warn, key_flag="--json-key")
+    entries = corpus.entries_of(given.sources, reader, opened.tokenizer)
+    return corpus.perplexity(
+        opened.model, opened.tokenizer, entries, length, given.overlapping_eval, given.limit_tokens
+    )
+
+
+def _warn(message: str) -> None:
+    show(f"megatron_lite: warning: {message}: left out", sys.stderr)

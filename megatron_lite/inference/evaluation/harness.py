@@ -82,26 +82,24 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         **others: Any,
     ) -> list[tuple[float, bool]]:
-        """Return (sum of the continuation's log-probabilities, whether it is the likeliest) for each request.
+        """Return (sum of the continuation's log-probabilities, True if it is the likeliest) for each request.
 
         Long rows are truncated at the start.
         """
+        longest = self.max_length + 1
         found = []
         for first in range(0, len(requests), _ROWS):
             part = requests[first : first + _ROWS]
-            rows = [
-                [*context, *continuation][-(self.max_length + 1) :]
-                for _, context, continuation in part
-            ]
-            for request, row, scored in zip(part, rows, self.opened.model.score(rows), strict=True):
+            rows = [[*context, *continuation][-longest:] for _, context, continuation in part]
+            scores = self.opened.model.score(rows)
+            for request, row, scored in zip(part, rows, scores, strict=True):
                 require_finite(scored)
-                counted = slice(max(len(row) - 1 - len(request[2]), 0), None)
-                found.append(
-                    (
-                        float(scored.log_probs[counted].double().sum()),
-                        bool(scored.greedy[counted].all()),
-                    )
-                )
+                _, _, continuation = request
+                predicted = len(row) - 1
+                first_counted = max(predicted - len(continuation), 0)
+                total = scored.log_probs[first_counted:].double().sum()
+                likeliest = scored.greedy[first_counted:].all()
+                found.append((float(total), bool(likeliest)))
         return found
 
     def loglikelihood_rolling(
@@ -151,19 +149,21 @@ class _Settings:
         words = dict(given)
         until = words.pop("until", [])
         self.until: list[str] = [until] if isinstance(until, str) else list(until)
-        lengths = [
-            words.pop(name, None)
-            for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-        ]
-        self.max_tokens: int = next(
-            (int(length) for length in lengths if length is not None), MAX_GENERATED
-        )
+        names = "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"
+        lengths = [words.pop(name, None) for name in names]
+        stated = [int(length) for length in lengths if length is not None]
+        self.max_tokens: int = stated[0] if stated else MAX_GENERATED
         temperature = float(words.pop("temperature", 0.0) or 0.0)
         samples = words.pop("do_sample", temperature > 0)
-        self.sampling = Sampling(
-            (temperature or 1.0) if samples else 0.0, int(words.pop("top_k", 0) or 0), float(words.pop("top_p", 1.0) or 1.0),
-            float(words.pop("repetition_penalty", 1.0)), int(words.pop("seed", 0)),
-        )  # fmt: skip
+        top_k = words.pop("top_k", 0) or 0
+        top_p = words.pop("top_p", 1.0) or 1.0
+        penalty = words.pop("repetition_penalty", 1.0)
+        seed = words.pop("seed", 0)
+        if not samples:
+            temperature = 0.0
+        elif not temperature:
+            temperature = 1.0
+        self.sampling = Sampling(temperature, int(top_k), float(top_p), float(penalty), int(seed))
         if words:
             raise UsageError(
                 f"the task wants to generate with {', '.join(words)}, for which there is no code"

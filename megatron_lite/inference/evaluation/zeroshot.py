@@ -9,7 +9,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,12 @@ from typing import Any
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UsageError
 from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.inference.evaluation.windows import ROWS, Window, grouped, log_prob_sum
 from megatron_lite.inference.prompts import tokens_of
 from megatron_lite.inference.slots import LanguageModel, require_finite
 
 _HIGHEST = 20.0
 """Larger losses are clamped for perplexities, so that e^20 is the largest perplexity."""
-_ROWS = 32
-"""Number of rows that are scored together."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """A row of a task, without padding."""
-
-    tokens: tuple[int, ...]
-    counted: int
-    """Number of last tokens that count."""
 
 
 def wikitext_windows(
@@ -123,40 +112,40 @@ def wikitext(
     text = _read(path)
     words = len(text.strip().split(" "))
     tokens = _tokens(tokenizer, text_of(path)(text), str(path))
-    if len(tokens) < 2 or words < 2:
+    count = len(tokens)
+    if count < 2 or words < 2:
         raise CorruptCheckpoint(
-            f"{path}: has {words} words and {len(tokens)} tokens; there is nothing to predict"
+            f"{path}: has {words} words and {count} tokens; there is nothing to predict"
         )
     total = 0.0
-    for windows in _groups(wikitext_windows(tokens, length, stride)):
-        for window, scored in zip(
-            windows, model.score([window.tokens for window in windows]), strict=True
-        ):
-            total -= float(
-                require_finite(scored)
-                .log_probs[len(window.tokens) - 1 - window.counted :]
-                .double()
-                .sum()
-            )
-    loss, ratio = total / (len(tokens) - 1), (len(tokens) - 1) / (words - 1)
+    for windows in grouped(wikitext_windows(tokens, length, stride), ROWS):
+        total -= log_prob_sum(model, windows)
+    predicted = count - 1
+    loss = total / predicted
+    ratio = predicted / (words - 1)
+    by_word = loss * ratio
     return {
-        "loss": loss, "perplexity": math.exp(min(_HIGHEST, loss)), "word_perplexity": math.exp(min(_HIGHEST, loss * ratio)),
-        "token_ratio": ratio, "tokens": len(tokens), "words": words,
-    }  # fmt: skip
+        "loss": loss,
+        "perplexity": math.exp(min(_HIGHEST, loss)),
+        "word_perplexity": math.exp(min(_HIGHEST, by_word)),
+        "token_ratio": ratio,
+        "tokens": count,
+        "words": words,
+    }
 
 
 def lambada(
     model: LanguageModel, tokenizer: Tokenizer, path: Path, *, strict: bool
 ) -> dict[str, float]:
     """Return how many last words (strict) or tokens are the likeliest ones. Raises UsageError, CorruptCheckpoint, NotFinite."""
-    right = count = 0
-    for windows in _groups(_lambada_windows(path, tokenizer, strict=strict)):
-        for window, scored in zip(
-            windows, model.score([window.tokens for window in windows]), strict=True
-        ):
-            right += bool(
-                require_finite(scored).greedy[len(window.tokens) - 1 - window.counted :].all()
-            )
+    right = 0
+    count = 0
+    for windows in grouped(_lambada_windows(path, tokenizer, strict=strict), ROWS):
+        scores = model.score([window.tokens for window in windows])
+        for window, scored in zip(windows, scores, strict=True):
+            require_finite(scored)
+            first_counted = len(window.tokens) - 1 - window.counted
+            right += bool(scored.greedy[first_counted:].all())
             count += 1
     if not count:
         raise CorruptCheckpoint(f"{path}: has no lines")
@@ -167,20 +156,20 @@ def _lambada_windows(path: Path, tokenizer: Tokenizer, *, strict: bool) -> Itera
     for number, line in enumerate(_read(path).splitlines(), 1):
         if not line.strip():
             continue
+        where = f"{path}, line {number}"
         try:
             text: Any = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError) as error:
+            start = line[:60]
             raise CorruptCheckpoint(
-                f'{path}, line {number}: expected {{"text": ...}}, found {line[:60]!r}'
+                f'{where}: expected {{"text": ...}}, found {start!r}'
             ) from error
         if not isinstance(text, str) or not text.strip():
-            raise CorruptCheckpoint(f"{path}, line {number}: has no text")
-        where = f"{path}, line {number}"
-        window = lambada_window(text, partial(_tokens, tokenizer, where=where), strict=strict)
+            raise CorruptCheckpoint(f"{where}: has no text")
+        encode = partial(_tokens, tokenizer, where=where)
+        window = lambada_window(text, encode, strict=strict)
         if len(window.tokens) <= window.counted:
-            raise CorruptCheckpoint(
-                f"{path}, line {number}: has one word alone, and nothing to predict it by"
-            )
+            raise CorruptCheckpoint(f"{where}: has one word alone, and nothing to predict it by")
         yield window
 
 
@@ -190,17 +179,6 @@ def _tokens(tokenizer: Tokenizer, text: str, where: str) -> list[int]:
         return tokens_of(tokenizer, text)
     except UsageError as error:
         raise CorruptCheckpoint(f"{where}: {error}") from error
-
-
-def _groups(windows: Iterator[Window]) -> Iterator[list[Window]]:
-    group: list[Window] = []
-    for window in windows:
-        group.append(window)
-        if len(group) == _ROWS:
-            yield group
-            group = []
-    if group:
-        yield group
 
 
 def _read(path: Path) -> str:

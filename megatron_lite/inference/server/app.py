@@ -81,12 +81,13 @@ class Server:
 
     def app(self) -> ASGIApp:
         """Return the ASGI app."""
+        guarded = self._guarded
         routes = [
-            Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
-            Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
-            Route("/v1/models", self._guarded(self.models)),
-            Route("/api", self._guarded(self.megatron), methods=["PUT", "POST"]),
-            Route("/metrics", self._guarded(self.metrics)),
+            Route("/v1/completions", guarded(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", guarded(self.chat), methods=["POST"]),
+            Route("/v1/models", guarded(self.models)),
+            Route("/api", guarded(self.megatron), methods=["PUT", "POST"]),
+            Route("/metrics", guarded(self.metrics)),
             Route("/health", self.health),
             Route("/", self.page),
         ]
@@ -94,7 +95,9 @@ class Server:
             routes=routes,
             exception_handlers={HTTPException: self._no_route, Exception: self._broken},
         )
-        return app if self.local_name is None else LocalOnly(app, self.local_name, self._other_site)
+        if self.local_name is None:
+            return app
+        return LocalOnly(app, self.local_name, self._other_site)
 
     def _guarded(self, handler: Handler) -> Handler:
         """Wrap a handler: check the key, turn a refusal into an answer, and count answers."""
@@ -204,18 +207,22 @@ class Server:
 
     async def _begun(self, wanted: Wanted, deadline: Deadline) -> list[Choice]:
         """Return the initial content of the choices: with echo the prompt."""
-        found = []
+        found: list[Choice] = []
+        if not wanted.echo:
+            count = len(wanted.prompts) * wanted.choices
+            return [Choice() for _ in range(count)]
+        top = wanted.log_probs
+        end = None if wanted.max_tokens else "length"
         for prompt in wanted.prompts:
-            scored, top = None, wanted.log_probs
-            if wanted.echo and top is not None:
-                (scored,) = await deadline.of(self.worker.between(_score(prompt, top)))
+            scored = None
+            if top is not None:
+                scoring = self.worker.between(_score(prompt, top))
+                (scored,) = await deadline.of(scoring)
             for _ in range(wanted.choices):
-                if wanted.echo:
-                    text = self.opened.tokenizer.detokenize(prompt)
-                    tokens = of_prompt(prompt, scored, top or 0)
-                    found.append(Choice(text, tokens, None if wanted.max_tokens else "length"))
-                else:
-                    found.append(Choice())
+                text = self.opened.tokenizer.detokenize(prompt)
+                tokens = of_prompt(prompt, scored, top or 0)
+                choice = Choice(text, tokens, end)
+                found.append(choice)
         return found
 
     async def _whole(self, wanted: Wanted, form: Form, deadline: Deadline) -> Response:
@@ -294,22 +301,28 @@ class Server:
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics in Prometheus' format."""
-        running, waiting = self.worker.counts
+        worker = self.worker
+        model = self.opened.model
+        running, waiting = worker.counts
         lines = ["# TYPE megatron_lite_requests_total counter"]
         for (route, status), count in sorted(self.answered.items()):
-            lines.append(
-                f'megatron_lite_requests_total{{route="{route}",status="{status}"}} {count}'
-            )
-        for name, kind, value in (
-            ("prompt_tokens_total", "counter", self.worker.prompt_tokens),
-            ("generated_tokens_total", "counter", self.worker.tokens),
-            ("requests_without_answer_total", "counter", self.worker.without_answer),
-            ("requests_running", "gauge", running),
-            ("requests_waiting", "gauge", waiting),
-            ("slots", "gauge", self.opened.model.slots),
-            ("cache_bytes", "gauge", self.opened.model.cache.bytes()),
-        ):
-            lines += [f"# TYPE megatron_lite_{name} {kind}", f"megatron_lite_{name} {value}"]
+            labels = f'route="{route}",status="{status}"'
+            lines.append(f"megatron_lite_requests_total{{{labels}}} {count}")
+        counters = {
+            "prompt_tokens_total": worker.prompt_tokens,
+            "generated_tokens_total": worker.tokens,
+            "requests_without_answer_total": worker.without_answer,
+        }
+        gauges = {
+            "requests_running": running,
+            "requests_waiting": waiting,
+            "slots": model.slots,
+            "cache_bytes": model.cache.bytes(),
+        }
+        for kind, values in (("counter", counters), ("gauge", gauges)):
+            for name, value in values.items():
+                lines.append(f"# TYPE megatron_lite_{name} {kind}")
+                lines.append(f"megatron_lite_{name} {value}")
         return PlainTextResponse("\n".join(lines) + "\n")
 
 

@@ -122,7 +122,8 @@ def _tokens(text: str, opened: Opened) -> list[int]:
 
 
 def _beams(fields: Fields, opened: Opened, rows: list[list[int]], count: int) -> Searched:
-    width = fields.integer("beam_width", None, 1, len(opened.model.copied))
+    most = len(opened.model.copied)
+    width = fields.integer("beam_width", None, 1, most)
     if len(rows) > 1:
         raise Refused("When doing beam_search, batch size must be 1", "beam_width")
     if count == 0:
@@ -130,13 +131,17 @@ def _beams(fields: Fields, opened: Opened, rows: list[list[int]], count: int) ->
     stop = fields.integer("stop_token", 50256, 0, 1 << 31)
     penalty = fields.number("length_penalty", 1.0, -100, 100)
     _without_beams(fields)
-    rules = MegatronBeams(width, stop, penalty, opened.tokenizer.eod or 0)
+    (prompt,) = rows
+    eod = opened.tokenizer.eod or 0
+    rules = MegatronBeams(width, stop, penalty, eod)
+    request = Request(tuple(prompt), count, beams=rules)
 
     def answer(found: Sequence[Beam]) -> Answer:
-        texts = _texts(opened, [[*rows[0], *beam.tokens] for beam in found])
-        return texts | {"scores": [beam.score for beam in found]}
+        texts = _texts(opened, [[*prompt, *beam.tokens] for beam in found])
+        scores = [beam.score for beam in found]
+        return texts | {"scores": scores}
 
-    return Searched(Request(tuple(rows[0]), count, beams=rules), answer)
+    return Searched(request, answer)
 
 
 def _without_beams(fields: Fields) -> None:

@@ -44,12 +44,11 @@ def of_prompt(
         return [(token, None) for token in prompt]
     found: list[tuple[int, Likelihood | None]] = [(prompt[0], None)]
     for place, token in enumerate(prompt[1:]):
-        pairs = zip(
-            scored.top_ids[place, :top].tolist(),
-            scored.top_log_probs[place, :top].tolist(),
-            strict=True,
-        )
-        found.append((token, Likelihood(float(scored.log_probs[place]), tuple(pairs))))
+        log_prob = float(scored.log_probs[place])
+        top_ids = scored.top_ids[place, :top].tolist()
+        top_log_probs = scored.top_log_probs[place, :top].tolist()
+        likeliest = tuple(zip(top_ids, top_log_probs, strict=True))
+        found.append((token, Likelihood(log_prob, likeliest)))
     return found
 
 

@@ -40,16 +40,21 @@ class Worker:
 
         failed: called on the thread if the model fails; the thread then ends.
         """
-        self.model, self._failed = model, failed
+        self.model = model
+        self._failed = failed
         self._batch = RunningBatch(model)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._alone: deque[Callable[[], None]] = deque()
         """Functions that need all slots, and wait until they are free."""
         self._tickets: dict[int, Ticket] = {}
         self._room = model.slots + most_waiting
-        self._open, self._lock, self._ending = 0, threading.Lock(), False
-        self.prompt_tokens = self.tokens = 0
-        """Number of accepted prompt tokens, and of generated tokens."""
+        self._open = 0
+        self._lock = threading.Lock()
+        self._ending = False
+        self.prompt_tokens = 0
+        """Number of accepted prompt tokens."""
+        self.tokens = 0
+        """Number of generated tokens."""
         self.without_answer = 0
         """Number of requests that ended because logits were NaN or infinite."""
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)

@@ -62,20 +62,22 @@ class Adapter(nn.Module):
     ) -> None:
         """out: rows of the rank's matrix; some may have no adapter. place: (layer, index in the layer), for dropout."""
         super().__init__()
-        self.options, self.sharding, self.out = options, sharding, out
+        self.options = options
+        self.sharding = sharding
+        self.out = out
         self.ranks = TensorGroup() if sharding is Sharding.EXPERTS else ranks
         layer, number = place
-        of_rank = rng.LORA * (1 + self.ranks.rank) if sharding is Sharding.ROWS else 0
-        self.at = rng.At(layer, rng.LORA + number + of_rank)
-        self.pairs = nn.ModuleDict(
-            {share.module.key: Pair(share, options.rank, sharding) for share in shares}
-        )
-        self.rows = [
-            row
-            for share in shares
-            for run in share.rows
-            for row in range(run.local, run.local + run.size)
-        ]
+        stream = rng.LORA + number
+        if sharding is Sharding.ROWS:
+            stream += rng.LORA * (1 + self.ranks.rank)
+        self.at = rng.At(layer, stream)
+        self.pairs = nn.ModuleDict()
+        self.rows: list[int] = []
+        for share in shares:
+            self.pairs[share.module.key] = Pair(share, options.rank, sharding)
+            for run in share.rows:
+                end = run.local + run.size
+                self.rows += range(run.local, end)
         self.seed: rng.Seed | None = None
         """The seed of the layer's current pass; None: no dropout."""
         self._index: Tensor | None = None

@@ -40,25 +40,28 @@ def attach(
     pass.
     Raises NotExpressible.
     """
-    modules, numbers = modules_of(config), Counter[int]()
+    modules = modules_of(config)
+    numbers = Counter[int]()
     for own in natives:
         path, _, last = own.name.rpartition(".")
-        matrix, layer = chunk.get_submodule(path), _LAYER.match(own.name)
-        if last != "weight" or layer is None or (sharding := _sharding(matrix)) is None:
+        layer = _LAYER.match(own.name)
+        if last != "weight" or layer is None:
             continue
-        shares = [
-            share
-            for share in shares_of(own, modules)
-            if is_target(share.module, path, options.targets)
-        ]
-        if shares:
-            owner = chunk.get_submodule(layer[0])
-            assert isinstance(owner, Layer)
-            numbers[owner.layer] += 1
-            place = owner.layer, numbers[owner.layer]
-            adapter = Adapter(shares, own.shape[0], options, sharding, ranks, place)
-            matrix.adapter = adapter
-            yield from _parameters(adapter, f"{path}.adapter.pairs", shares)
+        matrix = chunk.get_submodule(path)
+        sharding = _sharding(matrix)
+        if sharding is None:
+            continue
+        possible = shares_of(own, modules)
+        shares = [share for share in possible if is_target(share.module, path, options.targets)]
+        if not shares:
+            continue
+        owner = chunk.get_submodule(layer[0])
+        assert isinstance(owner, Layer)
+        numbers[owner.layer] += 1
+        place = owner.layer, numbers[owner.layer]
+        adapter = Adapter(shares, own.shape[0], options, sharding, ranks, place)
+        matrix.adapter = adapter
+        yield from _parameters(adapter, f"{path}.adapter.pairs", shares)
     for module in chunk.modules():
         if isinstance(module, Layer):
             _seed_before(module)

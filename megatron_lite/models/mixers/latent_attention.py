@@ -74,7 +74,8 @@ class LatentAttention(nn.Module):
         self.linear_q_up_proj = None if direct else self._up(plan, q_rank, width)
 
     @staticmethod
-    def _up(plan: Plan, rank: int, out: int) -> NormColumnLinear:
+    def _up(plan: Plan, rank: int, out: int) -> nn.Module:
+        """Return the norm of a latent vector and the matrix that projects it up."""
         return NormColumnLinear(
             rank, out, plan.norm_of_latents, plan.ranks, bias=False, keep=plan.keep
         )
@@ -92,8 +93,11 @@ class LatentAttention(nn.Module):
         return projected
 
     def _queries(self, x: Tensor, run: Pass) -> Tensor:
+        return self._rotated_queries(self._projected_queries(x), run)
+
+    def _rotated_queries(self, projected: Tensor, run: Pass) -> Tensor:
         """Return [sequence, batch, heads, head_dim]: the part without rotation, then the rotated part."""
-        q = self._by_head(self._projected_queries(x))
+        q = self._by_head(projected)
         if run.rotary is None:
             return q
         q_nope, q_rope = torch.split(q, [self.nope, self.latent.rope_dim], -1)
@@ -101,16 +105,22 @@ class LatentAttention(nn.Module):
 
     def _keys_and_values(self, x: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
         """Return keys and values of this rank's heads. All heads share the rotated part of the keys."""
-        rope = self.latent.rope_dim
+        sizes = self.latent
+        ranks = self.ranks
+        rope = sizes.rope_dim
         down: Tensor = self.linear_kv_down_proj(x)
-        latent, shared = torch.split(down, [self.latent.kv_rank, rope], -1)
-        k, v = torch.split(
-            self._by_head(self.linear_kv_up_proj(latent)), [self.nope, self.latent.v_dim], -1
-        )
-        shared = comm.shared_over(shared, self.ranks.group, gather=self.ranks.sequence)
+        latent, shared = torch.split(down, [sizes.kv_rank, rope], -1)
+        up: Tensor = self.linear_kv_up_proj(self._normed_latent(latent))
+        k, v = torch.split(self._by_head(up), [self.nope, sizes.v_dim], -1)
+        shared = comm.shared_over(shared, ranks.group, gather=ranks.sequence)
         rotated = self._rotated(shared.unsqueeze(2), run)
         of_each_head = rotated.expand(*k.shape[:3], rope)
-        return torch.cat((k, of_each_head), -1), v
+        keys = torch.cat((k, of_each_head), -1)
+        return keys, v
+
+    def _normed_latent(self, latent: Tensor) -> Tensor:
+        """Return the input of linear_kv_up_proj, which contains the norm."""
+        return latent
 
     def _by_head(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], self.heads, -1)

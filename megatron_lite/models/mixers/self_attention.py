@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from megaconv.model.subjects import Temperature
 from megatron_lite.models import rng
 from megatron_lite.models.attention import attend
 from megatron_lite.models.build_plan import Plan
@@ -12,6 +13,7 @@ from megatron_lite.models.input_matrix import input_matrix
 from megatron_lite.models.mixers.wide_norm import WideNorm
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.rotary import neighbours_apart, rotate
+from megatron_lite.models.scored_attention import Rules
 from megatron_lite.models.scores import of_layer
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import Norm, RowLinear, TensorGroup
@@ -47,6 +49,13 @@ class SelfAttention(nn.Module):
         self.rotates = kind.rotates
         self.rotates_locally = kind.window is not None and positions.local_theta is not None
         self.interleaved = positions.interleaved
+        self.chunk, self.cap = kind.chunk, attention.score_cap
+        self.l2_epsilon = (
+            plan.config.norm.epsilon if attention.qk_l2_norm and kind.rotates else None
+        )
+        temperature = plan.config.temperature
+        tempered = temperature.everywhere or not kind.rotates
+        self.temperature = temperature if temperature.scale and tempered else None
         self._add_matrices(plan)
 
     def _add_matrices(self, plan: Plan) -> None:
@@ -74,6 +83,10 @@ class SelfAttention(nn.Module):
         """x [sequence (/ tp), batch, hidden] -> the same shape."""
         q, k, v = self._projected(x)
         q, k = self._rotated(q, k, run)
+        if self.l2_epsilon is not None:
+            q, k = _l2_normed(q, self.l2_epsilon), _l2_normed(k, self.l2_epsilon)
+        if self.temperature is not None:
+            q = tempered(q, self.temperature, run.positions)
         if run.cache is not None:
             k, v = run.cache.append(self.layer, k, v)
         sinks = None if self.core_attention is None else self.core_attention.softmax_offset
@@ -88,9 +101,16 @@ class SelfAttention(nn.Module):
             window=self.window,
             scale=self.scale,
             sinks=sinks,
+            rules=self._rules(k, run),
         )
         projected: Tensor = self.linear_proj(mixed.flatten(2))
         return projected
+
+    def _rules(self, k: Tensor, run: Pass) -> Rules | None:
+        """Return the rules of scores. A sequence within one chunk needs no rule of chunks."""
+        ranks = 1 if run.context is None else run.context.size
+        chunk = self.chunk if self.chunk is not None and len(k) * ranks > self.chunk else None
+        return None if self.cap is None and chunk is None else Rules(self.cap, chunk)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k, v [sequence, batch, heads or kv_heads, head_dim], after the norms of q and k."""
@@ -112,6 +132,20 @@ class SelfAttention(nn.Module):
         return rotate(q, *rotary), rotate(k, *rotary)
 
 
+def _l2_normed(x: Tensor, epsilon: float) -> Tensor:
+    """Divide each head of x by the root mean square of its elements."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return normed.to(x.dtype)
+
+
+def tempered(q: Tensor, temperature: Temperature, positions: Tensor) -> Tensor:
+    """Scale q [sequence, batch, heads, head_dim] by its positions, int64 [sequence, batch or 1]."""
+    intervals = torch.floor((positions.float() + temperature.offset) / temperature.interval)
+    factor = 1 + temperature.scale * torch.log1p(intervals)
+    return (q * factor[..., None, None]).to(q.dtype)
+
+
 def attended(
     q: Tensor,
     k: Tensor,
@@ -124,9 +158,16 @@ def attended(
     window: int | None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    rules: Rules | None = None,
 ) -> Tensor:
     """Return attention with dropout if there is any. If the pass collects largest scores, they are stored there."""
-    how: Any = {"window": window, "backend": options.attention, "scale": scale, "sinks": sinks}
+    how: Any = {
+        "window": window,
+        "backend": options.attention,
+        "scale": scale,
+        "sinks": sinks,
+        "rules": rules,
+    }
     drops = run.seed is not None and options.attention_dropout > 0
     if run.scores is None and not drops:
         return attend(q, k, v, run, **how)

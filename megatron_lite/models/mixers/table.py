@@ -7,21 +7,28 @@ from megatron_lite.models.mixers.declaration import Mixer
 from megatron_lite.models.mixers.delta_net import DELTA_NET
 from megatron_lite.models.mixers.latent import LATENT
 from megatron_lite.models.mixers.mamba import MAMBA
+from megatron_lite.models.mixers.sparse import SPARSE
 
 MIXERS: dict[str, Mixer | None] = {
     "attention": ATTENTION,
     "latent": LATENT,
+    "sparse": SPARSE,
     "linear": DELTA_NET,
     "mamba": MAMBA,
     "none": None,
 }
-"""Words of LayerKind.mixer, and `latent` for attention with latent vectors -> the mixer; None: the layer is only an MLP."""
+"""Words of LayerKind.mixer, `latent` for attention with latent vectors, and `sparse` if it also has an indexer -> the mixer.
+
+None: the layer is only an MLP.
+"""
 
 
 def mixer_of(config: ModelConfig, kind: LayerKind) -> Mixer | None:
     """Return the mixer of a layer, or None if the layer has none."""
     latent = kind.mixer == "attention" and config.latent.kv_rank > 0
-    return MIXERS["latent" if latent else kind.mixer]
+    if not latent:
+        return MIXERS[kind.mixer]
+    return MIXERS["sparse" if config.indexer.heads else "latent"]
 
 
 def stays_in_float32(name: str) -> bool:

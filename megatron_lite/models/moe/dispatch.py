@@ -172,14 +172,20 @@ def _hops(sent: list[int], arrived: list[int], ranks: ExpertRanks) -> tuple[Hop 
     sent: rows for each expert. arrived: rows by part, source rank and own expert.
     """
     experts = len(sent)
-    here = experts // comm.size(ranks.experts)
+    own_experts = experts // comm.size(ranks.experts)
     by_part = _sums(arrived, experts)
-    mine = 0 if ranks.parts is None else ranks.parts.rank()
-    to_ranks = _sums(sent, here)
-    from_ranks = _sums(arrived[mine * experts : (mine + 1) * experts], here)
-    same = [by_part[mine]] * len(by_part)
-    among_experts = None if ranks.experts is None else Hop(ranks.experts, to_ranks, from_ranks)
-    among_parts = None if ranks.parts is None else Hop(ranks.parts, same, by_part)
+    part = 0 if ranks.parts is None else ranks.parts.rank()
+    among_experts = None
+    if ranks.experts is not None:
+        arrived_here = arrived[part * experts : (part + 1) * experts]
+        to_ranks = _sums(sent, own_experts)
+        from_ranks = _sums(arrived_here, own_experts)
+        among_experts = Hop(ranks.experts, to_ranks, from_ranks)
+    among_parts = None
+    if ranks.parts is not None:
+        # Every other part gets the same rows.
+        to_parts = [by_part[part]] * len(by_part)
+        among_parts = Hop(ranks.parts, to_parts, by_part)
     return among_experts, among_parts
 
 

@@ -50,19 +50,23 @@ class Experts(nn.Module):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.shape = plan.config.mlp
+        self.on_input = plan.config.experts.probs_on_input
         self.local_experts = nn.ModuleList(Expert(plan) for _ in range(plan.sizes["local_experts"]))
 
     def forward(self, x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
         """x [rows, hidden], sorted by expert; counts: rows of each expert; weights [rows, 1] -> [rows, hidden].
 
-        As in Megatron, the weights multiply the activation, so that no output has to be kept.
+        As in Megatron, the weights multiply the activation, so that no output has to be kept. In some models they
+        multiply the input (Llama 4).
         """
+        factors = None if self.on_input else weights
+        x = x * weights if self.on_input else x
         fc1, fc2 = (list(self._matrices(name)) for name in ("linear_fc1", "linear_fc2"))
         inner, bias = _products(fc1, x, counts), _biases(fc1, counts)
         inner = inner if bias is None else inner + bias
-        made = _products(fc2, activate(inner, self.shape, weights), counts)
+        made = _products(fc2, activate(inner, self.shape, factors), counts)
         bias = _biases(fc2, counts)
-        return made if bias is None else made + bias * weights
+        return made if bias is None else made + (bias if factors is None else bias * factors)
 
     def _matrices(self, name: str) -> Iterator[ExpertMatrix]:
         for expert in self.local_experts:
@@ -101,15 +105,15 @@ class SharedExperts(nn.Module):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
-        config, ffn = plan.config, plan.sizes["shared_ffn"]
-        self.shape = config.mlp
-        self.gate_weight = (
-            nn.Parameter(torch.empty(1, config.hidden)) if config.experts.shared_gate else None
-        )
-        self.linear_fc1 = ColumnLinear(
-            config.hidden, ffn * (2 if self.shape.gated else 1), plan.ranks
-        )
-        self.linear_fc2 = RowLinear(ffn, config.hidden, plan.ranks, bias=False)
+        hidden = plan.config.hidden
+        ffn = plan.sizes["shared_ffn"]
+        self.shape = plan.config.mlp
+        self.gate_weight = None
+        if plan.config.experts.shared_gate:
+            self.gate_weight = nn.Parameter(torch.empty(1, hidden))
+        up = 2 * ffn if self.shape.gated else ffn
+        self.linear_fc1 = ColumnLinear(hidden, up, plan.ranks)
+        self.linear_fc2 = RowLinear(ffn, hidden, plan.ranks, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.linear_fc2(activate(self.linear_fc1(x), self.shape))

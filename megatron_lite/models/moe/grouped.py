@@ -34,16 +34,16 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: list[int], kernel: bool, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, *weights)
-        ctx.counts, ctx.kernel = counts, kernel
+        ctx.counts = counts
+        ctx.kernel = kernel
         if kernel:
-            made: Tensor = F.grouped_mm(
-                x, _together(weights).transpose(1, 2), offs=_ends(counts, x.device)
-            )
+            transposed = _together(weights).transpose(1, 2)
+            made: Tensor = F.grouped_mm(x, transposed, offs=_ends(counts, x.device))
             return made
         y = x.new_empty(len(x), len(weights[0]))
-        for rows, weight, out in zip(
-            torch.split(x, counts), weights, torch.split(y, counts), strict=True
-        ):
+        inputs = torch.split(x, counts)
+        outputs = torch.split(y, counts)
+        for rows, weight, out in zip(inputs, weights, outputs, strict=True):
             torch.mm(rows, weight.t(), out=out)
         return y
 
@@ -79,17 +79,20 @@ def _of_weights(
 
 def _together(weights: Sequence[Tensor]) -> Tensor:
     """Return [experts, out, in]: a view if the weights lie in a bucket at equal distances, as in a layer; else a copy."""
-    first, *others = weights
+    first = weights[0]
+    size = first.numel()
+    count = len(weights)
     starts = [weight.storage_offset() for weight in weights]
-    step = starts[1] - starts[0] if others else first.numel()
-    storage = first.untyped_storage().data_ptr()
-    even = all(
-        weight.untyped_storage().data_ptr() == storage and start == starts[0] + number * step
-        for number, (weight, start) in enumerate(zip(weights, starts, strict=True))
-    )
-    if not even or step < first.numel():
+    step = starts[1] - starts[0] if count > 1 else size
+    at_equal_distances = [starts[0] + number * step for number in range(count)]
+    storages = {weight.untyped_storage().data_ptr() for weight in weights}
+    in_one_storage = len(storages) == 1
+    is_view = in_one_storage and starts == at_equal_distances and step >= size
+    if not is_view:
         return torch.stack(list(weights))
-    return first.as_strided((len(weights), *first.shape), (step, *first.stride()))
+    shape = count, *first.shape
+    strides = step, *first.stride()
+    return first.as_strided(shape, strides)
 
 
 def _ends(counts: Sequence[int], device: torch.device) -> Tensor:

@@ -148,14 +148,15 @@ class Router(nn.Module):
         probabilities = (
             _normalized(logits.float().sigmoid()) if sigmoid else logits.softmax(-1, torch.float32)
         )
+        chosen = self.experts.per_token
         groups = self.ranks.group, balance.context
         for kind, coefficient in self.options.losses:
             if kind == "aux_loss":
-                found = load_balancing(probabilities, self.experts.per_token, groups)
+                found = load_balancing(probabilities, chosen, groups)
             elif kind == "global_aux_loss":
-                found = over_the_step(probabilities, self.experts.per_token, self.layer, balance)
+                found = over_the_step(probabilities, chosen, self.layer, balance)
             else:
-                found = by_sequence(probabilities, self.experts.per_token, batch, groups)
+                found = by_sequence(probabilities, chosen, batch, groups)
             balance.logged[kind, self.layer] = found.detach()
             weights = join(weights, found, coefficient * balance.share)
         return weights

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_lite.inference.opening import Opened, open_model
 from megatron_lite.processes import launch
-from megatron_lite.settings.config import Parallel
+from megatron_lite.settings.parallel import Parallel
 
 KEY = "a key"
 

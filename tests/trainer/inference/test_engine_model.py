@@ -50,6 +50,51 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 24,
         },
     ),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 64,
+            "moe_layers": [1, 3],
+            "no_rope_layers": [1, 0, 1, 1],
+            "attention_chunk_size": 7,
+            "floor_scale": 4,
+            "attn_scale": 0.3,
+        },
+    ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {
+            "num_key_value_heads": 8,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "index_n_heads": 3,
+            "index_head_dim": 16,
+            "index_topk": 6,
+        },
+    ),
     "deepseek_v3": (
         "deepseek_v3",
         {
@@ -184,7 +229,7 @@ LAYOUTS = {
     "tp2": (2, 1, 1, 1, 1), "pp2": (1, 2, 1, 1, 1), "tp2 pp2": (2, 2, 1, 1, 1), "pp2 vpp2": (1, 2, 1, 1, 2),
     "dp2": (1, 1, 2, 1, 1), "ep2": (1, 1, 2, 2, 1), "tp2 ep2": (2, 1, 1, 2, 1),
 }  # fmt: skip
-WITH_EXPERTS = ("mixtral", "deepseek_v3", "gpt_oss", "minimax_m2")
+WITH_EXPERTS = ("mixtral", "deepseek_v3", "deepseek_v32", "llama4", "gpt_oss", "minimax_m2")
 FITTING = [
     (name, layout)
     for name in MODELS

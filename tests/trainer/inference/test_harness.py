@@ -13,7 +13,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra `evaluate
 from megatron_lite.inference.evaluation import harness
 from megatron_lite.inference.opening import open_model
 from megatron_lite.processes import launch
-from megatron_lite.settings.config import Parallel
+from megatron_lite.settings.parallel import Parallel
 from tests.trainer.inference.conversations import save
 from tests.trainer.loop.launches import launch as launch_ranks
 

@@ -9,8 +9,8 @@ import pytest
 
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UsageError
+from megatron_lite.inference.evaluation.windows import Window
 from megatron_lite.inference.evaluation.zeroshot import (
-    Window,
     lambada,
     lambada_window,
     text_of,

@@ -39,3 +39,16 @@ def test_a_small_llama_learns_two_sentences_by_heart(tmp_path: Path) -> None:
         megaconv.fingerprint(tmp_path / "tuned").weights
         == megaconv.fingerprint(tmp_path / "tuned-hf").weights
     )
+
+
+@pytest.mark.oracle
+@pytest.mark.slow
+def test_a_small_gpt_learns_from_its_nontoxic_texts(tmp_path: Path) -> None:
+    """The script fails unless the bad words fall by half and clean text stays as likely."""
+    environment = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        ["bash", "examples/detoxify.sh", str(tmp_path)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("after ")

@@ -16,7 +16,7 @@ from megatron_lite.processes import launch as launching
 from megatron_lite.processes.failure import TrainingError
 from megatron_lite.processes.interfaces import explained
 from megatron_lite.processes.slurm import adopt, tasks_of_node
-from megatron_lite.settings.config import Parallel
+from megatron_lite.settings.parallel import Parallel
 from tests.trainer.loop.launches import LLAMA, launch
 from tests.trainer.loop.test_failing import at_step
 

@@ -6,7 +6,8 @@ import pytest
 
 from megaconv.errors import UsageError
 from megatron_lite.loop.schedule import learning_rate, make_schedule, weight_decay
-from megatron_lite.settings.config import Optimizer, Training
+from megatron_lite.settings.config import Training
+from megatron_lite.settings.optimization import Optimizer
 from megatron_lite.settings.sizes import batch_size
 
 pytestmark = pytest.mark.oracle

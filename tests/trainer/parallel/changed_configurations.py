@@ -30,6 +30,7 @@ from tests.transformers_oracle import (
     VARIANTS,
     VOCAB,
     Variant,
+    family_of,
     load,
     rope,
 )
@@ -45,7 +46,7 @@ BASES: dict[str, Variant] = {
     name: next(
         variant
         for variant in {**VARIANTS, **MIXTURES, **NAMED}.values()
-        if variant.model_type == name
+        if family_of(variant) == name
     )
     for name in TRAINED
     if name not in OF_THEIR_OWN and name not in RELATIVES

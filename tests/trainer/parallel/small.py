@@ -10,9 +10,10 @@ import torch
 from megaconv.model.fields import from_fields
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megatron_lite.checkpoint.weights import init_weights
-from megatron_lite.engine import Engine, StepReport
+from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
+from megatron_lite.rank.report import StepReport
 from megatron_lite.settings.options import (
     ModelOptions,
     MuonOptions,
@@ -60,6 +61,17 @@ _GEMMA_3 = {
     "attention.qk_norm": True, "norm.zero_centered": True, "norm.place": "both", "mlp.activation": "gelu_tanh", "embedding_scale": 32**0.5,
     "layers.window": (5, 5, None, 5), "positions.local_theta": 100.0, "attention.scale": 0.3,
 }  # fmt: skip
+_GEMMA_2 = {
+    "norm.zero_centered": True, "norm.place": "both", "mlp.activation": "gelu_tanh", "embedding_scale": 32**0.5,
+    "layers.window": (5, None, 5, None), "attention.score_cap": 1.5, "head.logit_cap": 2.5, "attention.scale": 0.3,
+}  # fmt: skip
+_LLAMA_4 = {
+    "layers.mlp": ("dense", "experts", "dense", "experts"), "experts.score": "sigmoid", "experts.renormalize": False,
+    "experts.probs_on_input": True, "experts.per_token": 1, "experts.shared_ffn": 16, "positions.interleaved": True,
+    "layers.rotates": (True, True, False, True), "layers.chunk": (5, 5, None, 5), "attention.qk_l2_norm": True,
+    "temperature.scale": 0.3, "temperature.interval": 3, "temperature.offset": 1,
+}  # fmt: skip
+_SPARSE = {"indexer.heads": 3, "indexer.head_dim": 6, "indexer.topk": 4}
 _OLMO_2 = {
     "attention.qk_norm": True,
     "attention.qk_norm_width": "all",
@@ -83,6 +95,9 @@ MODELS = {
     "further tokens, tied": from_fields(
         "deepseek_v3", {**SIZES, **_EXPERTS, **_LATENT, "mtp_layers": 2, "tie_embeddings": True}
     ),
+    "deepseek_v32": from_fields("deepseek_v32", {**SIZES, **_EXPERTS, **_LATENT, **_SPARSE}),
+    "llama4": from_fields("llama4", {**SIZES, **_EXPERTS, **_LLAMA_4}),
+    "gemma2": from_fields("gemma2", {**SIZES, **_GEMMA_2, "tie_embeddings": True}),
     "gpt_oss": from_fields("gpt_oss", {**_BIASES, **SIZES, **_EXPERTS, **_SINKS}),
     "gemma3": from_fields("gemma3_text", {**SIZES, **_GEMMA_3, "tie_embeddings": True}),
     "mimo": from_fields("mimo", {**SIZES, "attention.qkv_bias": True, "mtp_layers": 1}),

@@ -28,7 +28,7 @@ from megatron_lite.settings.architecture import OF_THEIR_OWN
 from megatron_lite.settings.options import LoRA, ModelOptions
 from megatron_lite.settings.sizes import check_sizes
 from tests.trainer.parallel.small import MODELS
-from tests.transformers_oracle import MIXTURES, NAMED, RELATIVES, VARIANTS
+from tests.transformers_oracle import MIXTURES, NAMED, RELATIVES, VARIANTS, family_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,6 +42,22 @@ FEATURES = {
     "llama": MODELS["llama"],
     "mistral": changed(replace(MODELS["qwen3"], family="mistral"), {"attention.qk_norm": False, "layers.window": 5}),
     "phi3": changed(replace(MODELS["qwen3"], family="phi3"), {"attention.qk_norm": False, "layers.window": 5}),
+    **{
+        name: changed(replace(MODELS["qwen3"], family=name), {"attention.qk_norm": False, **fields})
+        for name, fields in (
+            ("ministral", {"layers.window": (5, None, 5, None)}),
+            ("cwm", {"layers.window": (None, 5, 5, 5)}),
+            ("helium", {"positions.interleaved": True}),
+            ("internlm2", {"attention.qkv_bias": True, "attention.o_bias": True}),
+            ("qwen", {"attention.qkv_bias": True}),
+            ("youtu", {name: LATENT[name] for name in LATENT if name.startswith(("attention", "latent"))}),
+        )
+    },
+    "mellum": changed(
+        replace(MODELS["qwen3"], family="mellum"),
+        {**EXPERTS, "layers.window": (5, 5, None, 5), "positions.local_theta": 100.0},
+    ),
+    "vaultgemma": changed(replace(MODELS["gemma2"], family="vaultgemma"), {"norm.place": "before"}),
     "qwen2": changed(
         replace(MODELS["qwen3"], family="qwen2"), {"attention.qk_norm": False, "attention.qkv_bias": True}
     ),
@@ -74,7 +90,11 @@ FEATURES = {
         replace(MODELS["llama"], family="gemma"),
         {"mlp.activation": "gelu_tanh", "norm.zero_centered": True, "embedding_scale": 32**0.5},
     ),
+    "gemma2": MODELS["gemma2"],
     "gemma3_text": MODELS["gemma3"],
+    "llama4": MODELS["llama4"],
+    "deepseek_v32": MODELS["deepseek_v32"],
+    "glm_moe_dsa": changed(replace(MODELS["deepseek_v32"], family="glm_moe_dsa"), {"indexer.interleaved": True}),
     "ernie4_5": changed(replace(MODELS["qwen3"], family="ernie4_5"), {"attention.qk_norm": False, "positions.interleaved": True}),
     "glm": changed(
         replace(MODELS["qwen3"], family="glm"),
@@ -187,7 +207,7 @@ def test_every_family_that_can_be_trained_is_compared() -> None:
     """Its parameters here, its logits and gradients with transformers'."""
     assert set(TRAINED) == set(COMPARED) <= set(families())
     assert set(NETWORKS) == set(OF_THEIR_OWN)
-    oracles = {variant.model_type for variant in (VARIANTS | MIXTURES | NAMED).values()}
+    oracles = {family_of(variant) for variant in (VARIANTS | MIXTURES | NAMED).values()}
     assert set(TRAINED) <= oracles | set(RELATIVES)
     assert oracles.isdisjoint(RELATIVES)
 
@@ -226,8 +246,14 @@ def test_no_other_family_is_trained_as_if_it_were_one_of_these(family: str) -> N
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"attention.score_cap": 50.0}, "capped attention scores"),
-        ({"head.logit_cap": 30.0}, "capped logits"),
+        (
+            {"attention.score_cap": 50.0, "attention.sinks": True},
+            "capped scores beside attention sinks",
+        ),
+        (
+            {"norm.place": "after_sum"},
+            "norms of the sums of each sublayer, as the original BERT: Megatron core has none",
+        ),
     ],
 )
 def test_what_this_decoder_does_not_compute_is_refused_by_name(

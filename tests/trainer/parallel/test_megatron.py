@@ -11,9 +11,10 @@ import megaconv
 from megaconv.checkpoint import open_checkpoint
 from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.weights import load_weights
-from megatron_lite.engine import Engine, StepReport
+from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
+from megatron_lite.rank.report import StepReport
 from megatron_lite.settings.options import Balancing, ModelOptions, OptimizerOptions
 from tests.trainer.parallel.core_oracle import BETAS, CLIP, EPS, WEIGHT_DECAY, train_with_core
 from tests.transformers_oracle import MIXTURES, VARIANTS, VOCAB, create

@@ -9,9 +9,10 @@ import torch
 from megaconv.model.fields import changed
 from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.weights import init_weights
-from megatron_lite.engine import Engine, StepReport
+from megatron_lite.engine import Engine
 from megatron_lite.optimizer.precision import LossScaler
 from megatron_lite.parallel.grid import make_grid
+from megatron_lite.rank.report import StepReport
 from megatron_lite.settings.options import LossScale, ModelOptions, OptimizerOptions
 from tests.trainer.parallel.small import (
     MODELS,

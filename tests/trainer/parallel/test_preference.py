@@ -14,11 +14,12 @@ from megaconv.checkpoint import open_checkpoint
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megatron_lite.checkpoint.adapters import init_adapters
 from megatron_lite.checkpoint.weights import load_weights
-from megatron_lite.engine import Engine, StepReport
+from megatron_lite.engine import Engine
 from megatron_lite.inference.weights import hugging_face_tensors
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.objectives.pair_loss import REFERENCE, PairLoss, Preference
 from megatron_lite.parallel.grid import make_grid
+from megatron_lite.rank.report import StepReport
 from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions, Recompute
 from tests.trainer.parallel.worlds import World
 

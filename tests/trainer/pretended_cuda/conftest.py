@@ -4,7 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.trainer.pretended_cuda.library import PretendedWorld, compile_guard, reason_to_skip
+from tests.trainer.pretended_cuda.guarded_processes import (
+    PretendedWorld,
+    compile_guard,
+    reason_to_skip,
+)
 
 
 @pytest.fixture(scope="session")

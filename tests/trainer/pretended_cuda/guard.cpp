@@ -1,5 +1,5 @@
 // CUDA without a device, for CPU builds of torch: a device guard, and hooks with a pinned allocator and generators.
-// library.py compiles this file. Load the result by LD_PRELOAD, so that torch finds the hooks when it starts.
+// guarded_processes.py compiles this file. Load the result by LD_PRELOAD, so that torch finds the hooks when it starts.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>

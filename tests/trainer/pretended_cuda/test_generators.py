@@ -7,7 +7,7 @@ from megatron_lite.models.rng import ATTENTION, At, Seed
 from megatron_lite.parallel.tensor import TensorGroup
 from tests.trainer.pretended_cuda.device import GPU, PretendedGpu
 from tests.trainer.pretended_cuda.generators import WrongGenerator
-from tests.trainer.pretended_cuda.library import PretendedWorld
+from tests.trainer.pretended_cuda.guarded_processes import PretendedWorld
 
 ALONE, PLACE = TensorGroup(), At(3, ATTENTION)
 

@@ -13,7 +13,7 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions, Recompute
 from tests.trainer.pretended_cuda.device import GPU, PretendedGpu
-from tests.trainer.pretended_cuda.library import PretendedWorld
+from tests.trainer.pretended_cuda.guarded_processes import PretendedWorld
 
 LLAMA_8B: dict[str, Any] = {
     "hidden": 4096, "attention.heads": 32, "attention.kv_heads": 8, "attention.head_dim": 128, "mlp.ffn": 14336,

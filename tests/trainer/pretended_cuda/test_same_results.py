@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lite.settings.options import FP8, Balancing, LoRA, QkClip
 from tests.trainer.parallel.small import FULL, MODELS, SELECTIVE, Case
-from tests.trainer.pretended_cuda.library import PretendedWorld
+from tests.trainer.pretended_cuda.guarded_processes import PretendedWorld
 from tests.trainer.pretended_cuda.steps import MICROBATCHES, Steps, take_steps
 
 BF16 = ("dtype", "bfloat16")

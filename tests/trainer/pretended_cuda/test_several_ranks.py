@@ -3,7 +3,7 @@
 import pytest
 
 from tests.trainer.parallel.small import FULL, Case
-from tests.trainer.pretended_cuda.library import PretendedWorld
+from tests.trainer.pretended_cuda.guarded_processes import PretendedWorld
 from tests.trainer.pretended_cuda.steps import Steps, take_steps
 from tests.trainer.pretended_cuda.test_same_results import BF16, require_same
 

@@ -10,7 +10,7 @@ from megatron_lite.parallel import comm
 from megatron_lite.parallel.grid import make_grid
 from tests.trainer.pretended_cuda.collectives import through_gloo
 from tests.trainer.pretended_cuda.device import GPU, PretendedGpu
-from tests.trainer.pretended_cuda.library import PretendedWorld
+from tests.trainer.pretended_cuda.guarded_processes import PretendedWorld
 from tests.trainer.pretended_cuda.streams import StreamRace
 
 

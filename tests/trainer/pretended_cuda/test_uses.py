@@ -23,7 +23,7 @@ from tests.trainer.parallel import test_preference as preference
 from tests.trainer.parallel.small import MODELS, Case, make_engine, own_batches
 from tests.trainer.pretended_cuda.collectives import through_gloo
 from tests.trainer.pretended_cuda.device import GPU, PretendedGpu
-from tests.trainer.pretended_cuda.library import PretendedWorld
+from tests.trainer.pretended_cuda.guarded_processes import PretendedWorld
 
 CPU = torch.device("cpu")
 STEPS = 2

@@ -22,9 +22,10 @@ from megatron_lite.settings.arguments import (
     make_parser,
     parse,
 )
-from megatron_lite.settings.config import Parallel, flags
+from megatron_lite.settings.config import flags
 from megatron_lite.settings.kinds import check_kind
 from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.parallel import Parallel
 from megatron_lite.settings.sizes import Sizes, work_out
 from tests.trainer.loop.launches import DEEPSEEK
 

@@ -1,0 +1,85 @@
+"""Pure Mamba 2: Codestral Mamba and the models of state-spaces. Each layer is a mixer, without an MLP.
+
+A pure Mamba has no attention, no MLP and no table of positions. Megatron's arguments need numbers for them all the same.
+These numbers change nothing, and tensor-parallel ranks have to divide them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megaconv.families import Family
+from megaconv.families.parts.decoder_keys import model_keys
+from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD
+from megaconv.families.parts.keys import Fields, Keys, Raw, need_size, size
+from megaconv.families.parts.mamba import MAMBA_ONLY, TIME_STEP_LIMIT, mamba_rows
+from megaconv.families.parts.row_changes import in_core
+from megaconv.model.config import ModelConfig
+
+ROWS = in_core((
+    EMBEDDING.renamed(hf="backbone.embeddings.weight"),
+    *mamba_rows("backbone.layers.{l}.norm.", "backbone.layers.{l}.mixer."),
+    HEAD[0].renamed(hf="backbone.norm_f.weight", core="decoder.final_norm.weight"),
+    HEAD[1],
+))  # fmt: skip
+
+_POSITIONS = 1 << 20
+"""A number of positions that no sequence reaches."""
+_FIXED = {
+    "layers.mixer": "mamba",
+    "layers.mlp": "none",
+    "positions.kind": "none",
+    "norm.kind": "RMSNorm",
+    "norm.epsilon": 1e-5,
+    "max_positions": _POSITIONS,
+}
+
+
+def _unused(hidden: int, heads: int, head_dim: int) -> Fields:
+    """The sizes of the parts that the model lacks."""
+    return {
+        "attention.heads": heads,
+        "attention.kv_heads": heads,
+        "attention.head_dim": head_dim,
+        "mlp.ffn": 4 * hidden,
+    }
+
+
+def _read_heads(raw: Raw) -> Fields:
+    heads, head_dim = need_size(raw, "num_heads", 128), need_size(raw, "head_dim", 64)
+    unused = _unused(need_size(raw, "hidden_size", 4096), heads, head_dim)
+    return {**unused, "mamba.heads": heads, "mamba.head_dim": head_dim}
+
+
+def _write_heads(config: ModelConfig) -> Raw:
+    mamba = config.mamba
+    expand = mamba.heads * mamba.head_dim // config.hidden
+    return {"num_heads": mamba.heads, "head_dim": mamba.head_dim, "expand": expand}
+
+
+def _assumed(fields: Mapping[str, Any]) -> Fields:
+    """The fields that Megatron's arguments may give otherwise, although they change nothing."""
+    unused = _unused(fields["hidden"], fields["mamba.heads"], fields["mamba.head_dim"])
+    plain = {"mlp.activation": "silu", "mlp.gated": True}
+    return {**unused, **plain, "max_positions": _POSITIONS, "positions.kind": "none"}
+
+
+_KEYS = (
+    size("hidden_size", "hidden", 4096),
+    size("num_hidden_layers", "layers.count", 64),
+    Keys(("num_heads", "head_dim"), _read_heads, _write_heads),
+    size("n_groups", "mamba.groups", 8),
+    size("state_size", "mamba.state", 128),
+    TIME_STEP_LIMIT,
+    *model_keys(tied=False, tokens=(0, 2, 1)),
+)
+_OTHER_NAMES = ("mamba_hidden_act", "mamba_proj_bias", "time_step_min")
+"""Keys of hybrids that a pure Mamba names otherwise, or uses only for initialization."""
+_ONLY = {
+    **{key: value for key, value in MAMBA_ONLY.items() if key not in _OTHER_NAMES},
+    "hidden_act": "silu",
+}
+
+FAMILY = Family(
+    "mamba2", ("Mamba2ForCausalLM",), "mamba2", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY, older={"embedding.weight": "embeddings.weight"},
+    recognized="only_mamba !learned !norm_bias !zero_centered", assumed=_assumed, proven="custom module",
+)  # fmt: skip

@@ -1,0 +1,73 @@
+"""The form in which a saver stores one tensor, if other values are stored than the canonical ones."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from formats.tensor import Box, Bytes, Shape
+from megaconv.options import QUANTIZATIONS
+
+if TYPE_CHECKING:
+    from formats.lazy_numpy import Floats
+
+LEFT_OUT = "left out"
+FOLDED = "folded"
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A small tensor whose content is known before the conversion, such as a scale of activations."""
+
+    content: "Bytes"
+    """The tensor's bytes as a matrix [rows, columns * itemsize]."""
+    shape: Shape
+    dtype: str
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        itemsize = self.content.shape[1]
+        out[:] = self.content[box.row0 : box.row1, :itemsize]
+
+    def as_read(self, box: Box, stored: Bytes) -> Bytes:
+        """No bytes: a reader of the output gets no such tensor."""
+        return stored[:0]
+
+
+class Step(NamedTuple):
+    """Factors [in] of the columns of a matrix, float32. The products are rounded to the dtype of the matrix."""
+
+    times: "Floats"
+    over: "Floats | None" = None
+    """Divisors of the products; None: no divisors."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """The factors of a tensor that a calibration gives."""
+
+    steps: tuple[Step, ...] = ()
+    pre_quant: "Floats | None" = None
+    """Factors [in] by which an engine multiplies the inputs, and a reader the columns; None: no such factors."""
+    constants: Mapping[str, Constant] = field(default_factory=dict)
+    """Tensors that are stored beside the weight: the last part of the name -> the tensor."""
+
+
+class Form(NamedTuple):
+    """The form in which one tensor is stored."""
+
+    kind: str
+    """A dtype's name, a GGUF type, a quantization, FOLDED, or LEFT_OUT: not in the output.
+
+    FOLDED is a norm, multiplied with the factors of its outputs. The quantizations are those of `quantizing.py`.
+    """
+    add: int = 0
+    """A number that is added in float32. For FOLDED: the number that the norm adds to its weight."""
+    joined: str = ""
+    """A name that is equal for all tensors that share a scale; empty for a tensor that shares none."""
+    brings_scale_2: bool = False
+    """True if the shared scale is stored with this tensor. It is stored with one of several fused tensors."""
+    scaling: Scaling = Scaling()
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if readers get a dequantized tensor, without its scales."""
+        return self.kind in QUANTIZATIONS

@@ -1,0 +1,179 @@
+"""The tensors that a quantized weight becomes: its codes, its scales, and the constants of its activations.
+
+    fp8-block          x [out, in] float8_e4m3fn, x_scale_inv [out / 128, in / 128] float32           fp8_blocks.py
+    fp8-per-channel    x [out, in] float8_e4m3fn, x_scale [out] float32                               fp8_rows.py
+    nvfp4              x [out, in / 2] uint8, x_scale [out, in / 16] float8_e4m3fn, x_scale_2 []      nvfp4.py
+    fp8                x [out, in] float8_e4m3fn, x_scale []                                          calibrated.py
+    int8-sq            x [out, in] int8, x_scale [out]                                                calibrated.py
+    int4-awq           x [out / 2, in] uint8, x_scale [out, in / 128]                                 calibrated.py
+    w4a8-awq           the same, and x_scale_2 []                                                     calibrated.py
+
+A shared scale (`x_scale_2`, and the scale of fp8) is stored with one of the weights that a file fuses.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from formats.tensor import Box, Bytes, LazyTensor, Shape
+from megaconv.model.ir import Key, TensorInfo
+from megaconv.options import (
+    FP8,
+    FP8_BLOCK,
+    FP8_PER_CHANNEL,
+    INT4_AWQ,
+    INT8_SQ,
+    NVFP4,
+    W4A8_AWQ,
+)
+from megaconv.values import fp8_blocks, fp8_rows, nvfp4
+from megaconv.values.calibrated import (
+    ByteCodes,
+    Fp8,
+    GroupScales,
+    Int4Groups,
+    Int8Rows,
+    Matrix,
+    NibbleCodes,
+    OneScale,
+    SharedScale,
+)
+from megaconv.values.forms import Form
+from megaconv.values.fp8_blocks import Blocks, Fp8Scales, Fp8Values, Rounding
+from megaconv.values.fp8_rows import Rows, RowScales
+from megaconv.values.nvfp4 import Fp4Scale2, Fp4Scales, Fp4Values, Groups, Joined
+from megaconv.values.smoothed import SmoothedTensor
+
+SCALE, SCALE_2 = nvfp4.SCALES, nvfp4.SCALE_2
+"""The suffixes of the scales' names after the weight's name."""
+Shared = Joined | SharedScale
+_Made = Iterator[tuple[str, LazyTensor]]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight to be quantized."""
+
+    name: str
+    tensor: LazyTensor
+    form: Form
+    shared: Shared | None
+    errors: Rounding
+
+    @property
+    def smoothed(self) -> LazyTensor:
+        return smoothed(self.tensor, self.form)
+
+
+def smoothed(tensor: LazyTensor, form: Form) -> LazyTensor:
+    """The tensor after the factors of its columns, if the form has any."""
+    steps = form.scaling.steps
+    return SmoothedTensor(tensor, steps) if steps else tensor
+
+
+def quantized(
+    key: Key, tensor: LazyTensor, form: Form, shared: Shared | None, errors: Rounding
+) -> Iterator[tuple[Key, LazyTensor]]:
+    """Yield the tensors that a weight becomes, its own key first."""
+    weight = Weight(str(key), tensor, form, shared, errors)
+    for suffix, made in _WRITTEN[form.kind](weight):
+        yield key._replace(name=key.name + suffix), made
+
+
+def shared_scales(
+    tensors: Iterable[tuple[Key, LazyTensor]], forms: Mapping[Key, Form]
+) -> dict[str, Shared]:
+    """The scales that several weights share, by the name in their forms."""
+    members: dict[str, list[tuple[str, LazyTensor]]] = {}
+    kinds: dict[str, str] = {}
+    for key, tensor in tensors:
+        form = forms.get(key)
+        if form is not None and form.joined:
+            members.setdefault(form.joined, []).append((str(key), smoothed(tensor, form)))
+            kinds[form.joined] = form.kind
+    return {
+        name: Joined(found) if kinds[name] == NVFP4 else SharedScale(found)
+        for name, found in members.items()
+    }
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor of which only shape and dtype are known. Nothing can be read from it."""
+
+    shape: Shape
+    dtype: str
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        raise AssertionError("a description has no content")
+
+
+def quantized_infos(key: Key, info: TensorInfo, form: Form) -> dict[Key, TensorInfo]:
+    """Shape and dtype of the tensors that a weight becomes."""
+    nothing: Shared = Joined(()) if form.kind == NVFP4 else SharedScale(())
+    described = Described(tuple(info.shape), info.dtype)
+    made = quantized(key, described, form, nothing, Rounding())
+    return {name: TensorInfo(tuple(each.shape), each.dtype) for name, each in made}
+
+
+def _fp8_block(weight: Weight) -> _Made:
+    blocks = Blocks(weight.tensor, weight.name)
+    yield "", Fp8Values(blocks, weight.errors)
+    yield fp8_blocks.SCALES, Fp8Scales(blocks)
+
+
+def _fp8_per_channel(weight: Weight) -> _Made:
+    rows = Rows(weight.tensor, weight.name)
+    yield "", Fp8Values(rows, weight.errors)
+    yield fp8_rows.SCALES, RowScales(rows)
+
+
+def _nvfp4(weight: Weight) -> _Made:
+    assert isinstance(weight.shared, Joined)
+    groups = Groups(weight.tensor, weight.shared)
+    yield "", Fp4Values(groups, weight.errors)
+    yield SCALE, Fp4Scales(groups)
+    if weight.form.brings_scale_2:
+        yield SCALE_2, Fp4Scale2(weight.shared)
+
+
+def _fp8(weight: Weight) -> _Made:
+    assert isinstance(weight.shared, SharedScale)
+    quantizer = Fp8(weight.shared, weight.tensor.dtype)
+    yield "", ByteCodes(Matrix(weight.tensor, weight.tensor, quantizer, None), weight.errors)
+    if weight.form.brings_scale_2:
+        yield SCALE, OneScale(weight.shared)
+
+
+def _int8_sq(weight: Weight) -> _Made:
+    rows = Rows(weight.smoothed, weight.name, 127.0, "INT8")
+    pre_quant = weight.form.scaling.pre_quant
+    matrix = Matrix(weight.tensor, weight.smoothed, Int8Rows(rows), pre_quant)
+    yield "", ByteCodes(matrix, weight.errors)
+    yield SCALE, RowScales(rows)
+
+
+def _int4_awq(weight: Weight) -> _Made:
+    quantizer = Int4Groups(weight.name)
+    pre_quant = weight.form.scaling.pre_quant
+    matrix = Matrix(weight.tensor, weight.smoothed, quantizer, pre_quant)
+    yield "", NibbleCodes(matrix, weight.errors)
+    yield SCALE, GroupScales(weight.smoothed, quantizer)
+
+
+def _w4a8_awq(weight: Weight) -> _Made:
+    assert isinstance(weight.shared, SharedScale)
+    yield from _int4_awq(weight)
+    if weight.form.brings_scale_2:
+        yield SCALE_2, OneScale(weight.shared)
+
+
+_WRITTEN: Mapping[str, Callable[[Weight], _Made]] = {
+    FP8_BLOCK: _fp8_block,
+    FP8_PER_CHANNEL: _fp8_per_channel,
+    NVFP4: _nvfp4,
+    FP8: _fp8,
+    INT8_SQ: _int8_sq,
+    INT4_AWQ: _int4_awq,
+    W4A8_AWQ: _w4a8_awq,
+}
+"""Quantization -> the tensors of a weight by the suffix of their names."""

@@ -1,0 +1,1 @@
+"""`megatron-lite calibrate`: statistics of the inputs of matrices, and AWQ's search."""

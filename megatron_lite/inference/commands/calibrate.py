@@ -1,0 +1,59 @@
+"""Flags of `megatron-lite calibrate`."""
+
+from megaconv.local_paths import local_word
+from megatron_lite.inference.flags import Parser, command, make_parser
+
+SAMPLES = SEQ_LENGTH = 512
+EXAMPLES = """  megatron-lite calibrate --load Llama-2-7b --data chats.jsonl --output amax.safetensors
+  megatron-lite calibrate --load ckpt --data corpus_text_document --samples 256 --seq-length 2048 --awq --output amax.safetensors
+  megaconv convert Llama-2-7b out --saver hf --quantize fp8 --calibration amax.safetensors"""
+
+
+def parser() -> Parser:
+    """Return the parser of the command."""
+    made = make_parser(
+        "calibrate",
+        "Measure how large the inputs of each matrix are. `megaconv convert --calibration` takes its scales from the file.",
+        EXAMPLES,
+    )
+    add = made.add_argument_group("calibration").add_argument
+    add(
+        "--data",
+        required=True,
+        nargs="+",
+        type=local_word,
+        metavar="PATH",
+        help="chats or texts as `finetune` reads them, or the prefix of an indexed dataset",
+    )
+    add(
+        "--output",
+        required=True,
+        type=local_word,
+        metavar="FILE",
+        help="the statistics, as safetensors",
+    )
+    add(
+        "--samples",
+        type=int,
+        default=SAMPLES,
+        metavar="N",
+        help=f"the most samples ({SAMPLES})",
+    )
+    add(
+        "--seq-length",
+        type=int,
+        default=SEQ_LENGTH,
+        metavar="N",
+        help=f"the most tokens of a sample ({SEQ_LENGTH})",
+    )
+    add(
+        "--awq",
+        action="store_true",
+        help="also search AWQ's factors, which --quantize int4-awq and w4a8-awq need; at --tp 1",
+    )
+    return made
+
+
+def main(words: list[str]) -> int:
+    """Run the command and return the exit status."""
+    return command(parser(), words, "megatron_lite.inference.calibration.command", of_training=True)

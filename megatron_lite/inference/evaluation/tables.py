@@ -1,0 +1,56 @@
+"""The results of `evaluate`: a table on the terminal, and JSON in a file. It does not import torch."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from megaconv.errors import UsageError
+from megaconv.terminal import show
+from megatron_lite.inference.evaluation import toxicity
+
+Results = dict[str, dict[str, Any]]
+"""Task -> measure -> value."""
+
+
+def evaluate_toxicity(given: argparse.Namespace) -> Results:
+    """Return the measures of `--toxicity`. Raises UsageError, CorruptCheckpoint."""
+    if given.prompts is None:
+        raise UsageError("--toxicity needs --prompts")
+    return dict(toxicity.measure(given.toxicity, given.prompts, given.by))
+
+
+def report(results: Results, model: str | None, output: str | None) -> None:
+    """Print the results and write them to `output`. Raises UsageError if it can't be written."""
+    if output == "-":
+        print(_as_json(results, model))
+    elif output:
+        try:
+            Path(output).write_text(_as_json(results, model) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{output}: can't be written: {error.strerror}") from error
+    for line in table(results):
+        show(line)
+
+
+def _as_json(results: Results, model: str | None) -> str:
+    return json.dumps({"model": model, "results": results}, indent=1, default=str)
+
+
+def table(results: Results) -> list[str]:
+    """Return a line for each measure."""
+    rows = [
+        (
+            task,
+            name.removesuffix(",none"),
+            f"{value:.6g}" if isinstance(value, float) else str(value),
+        )
+        for task, measures in results.items()
+        for name, value in measures.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    ]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    return [
+        f"{task:<{widths[0]}}  {name:<{widths[1]}}  {value:>{widths[2]}}"
+        for task, name, value in rows
+    ]

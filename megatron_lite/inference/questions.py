@@ -1,0 +1,107 @@
+"""The rows that `generate` continues: prompts, samples of each prompt, and samples without a prompt."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaconv.errors import UsageError
+from megatron_lite.models.rng import mix
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row to continue."""
+
+    number: int
+    """Number of the prompt from 0; without prompts, of the sample."""
+    text: str
+    seed: int
+    """Of this row's sample."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """All rows of a run."""
+
+    texts: Sequence[str]
+    samples: int
+    """Samples of each text."""
+    seed: int
+    unconditional: bool = False
+    own_seeds: bool = True
+    """True if each row has a seed of its own, from `seed` and the row's number. Else all rows have `seed`."""
+
+    def __len__(self) -> int:
+        return len(self.texts) * self.samples
+
+    def part(self, first: int, last: int) -> Iterator[Question]:
+        """Yield the rows from `first` up to but without `last`."""
+        for row in range(first, min(last, len(self))):
+            prompt = row // self.samples
+            seed = mix(self.seed, row) if self.own_seeds else self.seed
+            number = row if self.unconditional else prompt
+            yield Question(number, self.texts[prompt], seed)
+
+
+def questions_of(given: argparse.Namespace) -> Questions:
+    """Return the rows that the flags of `generate` describe. Raises UsageError."""
+    if given.unconditional:
+        return Questions([""], given.num_samples, given.seed, unconditional=True)
+    texts = [*given.prompts, *(read_prompts(given.prompts_file) if given.prompts_file else ())]
+    several = given.samples_per_prompt is not None
+    return Questions(texts, given.samples_per_prompt or 1, given.seed, own_seeds=several)
+
+
+def check_questions(given: argparse.Namespace) -> None:
+    """Raise UsageError for flags that contradict each other."""
+    if given.unconditional and (given.prompts or given.prompts_file is not None):
+        raise UsageError("--unconditional excludes prompts and --prompts-file")
+    if not given.unconditional and not given.prompts and given.prompts_file is None:
+        raise UsageError("give a prompt, --prompts-file, or --unconditional")
+    if given.num_samples != 1 and not given.unconditional:
+        raise UsageError("--num-samples requires --unconditional; see --samples-per-prompt")
+    if given.samples_per_prompt is not None and given.unconditional:
+        raise UsageError("--samples-per-prompt excludes --unconditional; see --num-samples")
+    samples = given.num_samples if given.samples_per_prompt is None else given.samples_per_prompt
+    if samples < 1:
+        raise UsageError(f"the number of samples is {samples}; it must be 1 or more")
+    if samples > 1 and given.temperature == 0:
+        raise UsageError("all samples are equal at --temperature 0; give a temperature above 0")
+    if samples > 1 and given.beams:
+        raise UsageError("--beams excludes several samples")
+    if given.resume and given.output in (None, "-"):
+        raise UsageError("--resume needs --output with a file")
+
+
+def read_prompts(path: str) -> Iterator[str]:
+    """Yield the prompts of a file. Raises UsageError with the line."""
+    try:
+        lines = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: can't be read: {error}") from error
+    is_json = path.endswith((".jsonl", ".json"))
+    # A text in JSON may have other line ends within, such as U+2028.
+    for number, line in enumerate(lines.split("\n") if is_json else lines.splitlines(), 1):
+        if not line.strip():
+            continue
+        if is_json:
+            yield _prompt_of(line, f"{path}, line {number}")
+        else:
+            yield line
+
+
+def _prompt_of(line: str, where: str) -> str:
+    """Return the prompt of a record; also of RealToxicityPrompts: {"prompt": {"text": ...}}."""
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f'{where}: expected an object with "prompt", found {line[:60]!r}'
+        ) from error
+    text = prompt.get("text") if isinstance(prompt, dict) else prompt
+    if not isinstance(text, str):
+        raise UsageError(f"{where}: the prompt should be text, found {prompt!r:.60}")
+    return text

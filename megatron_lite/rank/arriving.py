@@ -1,0 +1,25 @@
+"""The tensors that a rank receives from other pipeline stages."""
+
+from collections.abc import Callable, Sequence
+
+from megatron_lite.models.batch import Lengths, Microbatch
+from megatron_lite.models.network_interface import Network
+from megatron_lite.parallel.payload import Wires, with_gradient
+from megatron_lite.parallel.pipeline_order import Action
+
+
+def arriving_tensors(
+    chunks: Sequence[Network], batch: Microbatch, cp: int
+) -> Callable[[Action], Wires]:
+    """Return a function: action -> the tensors that it receives from another stage, for microbatches of this shape."""
+    rows, length = batch.tokens.shape
+    source_length = 0 if batch.source is None else batch.source.shape[1]
+    lengths = Lengths(rows, length // cp, source_length)
+
+    def arriving(action: Action) -> Wires:
+        chunk = chunks[action.chunk]
+        if action.backward:
+            return with_gradient(chunk.gives(lengths))
+        return chunk.takes(lengths)
+
+    return arriving

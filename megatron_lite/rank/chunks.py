@@ -1,0 +1,111 @@
+"""Builds a rank's chunks of a model on the meta device, with their adapters, and allocates parameters without gradients."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import Chunk
+from megatron_lite.models.build_plan import ExpertRanks, Plan, make_plan
+from megatron_lite.models.lora.attached import attach, check_targets
+from megatron_lite.models.network_by_family import network
+from megatron_lite.models.network_interface import Network
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.parameter_kinds import declared
+from megatron_lite.parallel.parameters import (
+    ParameterInfo,
+    adapter_info,
+    parameter_infos,
+    replace_parameter,
+)
+from megatron_lite.parallel.tensor import TensorGroup
+from megatron_lite.products.selection import check_device
+from megatron_lite.settings.options import LoRA, ModelOptions
+
+
+class Built(NamedTuple):
+    """A rank's chunks: virtual stages in order. Each list has one entry per chunk."""
+
+    chunks: list[Network]
+    infos: list[list[ParameterInfo]]
+    """The parameters of each chunk."""
+    adapters: list[list[ParameterInfo]]
+    """The adapters of each chunk if only adapters are trained; empty lists if not."""
+    sizes: dict[str, int]
+    """This rank's sizes, such as its number of heads."""
+
+
+def build_chunks(config: ModelConfig, grid: Grid, options: ModelOptions) -> Built:
+    """Build the chunks on the meta device, with adapters if these are trained."""
+    tp, lora = grid.layout.tp, options.lora
+    check_device(options.fp8, grid.device, tp)
+    sequence = options.sequence_parallel and tp > 1
+    ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, sequence)
+    experts = ExpertRanks(experts=grid.group("ep"), parts=grid.group("etp"))
+    plan = make_plan(config, grid.layout, options, ranks, experts)
+    built = Built([], [], [], plan.sizes)
+    for index, chunk in enumerate(grid.chunks()):
+        with torch.device("meta"):
+            module = network(config.family)(plan, chunk)
+        infos = _infos(module, plan, grid, index, chunk)
+        adapters: list[ParameterInfo] = []
+        if lora is not None:
+            adapters = _attach_adapters(module, infos, plan, index, lora)
+        built.chunks.append(module)
+        built.infos.append(infos)
+        built.adapters.append(adapters)
+    if lora is not None:
+        check_targets(config, lora.targets, found=any(built.adapters))
+    return built
+
+
+def _infos(
+    module: Network, plan: Plan, grid: Grid, index: int, chunk: Chunk
+) -> list[ParameterInfo]:
+    """Return the parameters of a chunk. index: its number on this rank."""
+    infos = parameter_infos(
+        declared(module),
+        plan.config,
+        grid,
+        index,
+        chunk,
+        plan.vocab_rows,
+        sequence=plan.ranks.sequence,
+        frozen=plan.options.lora is not None,
+    )
+    return list(infos)
+
+
+def _attach_adapters(
+    module: Network, infos: Sequence[ParameterInfo], plan: Plan, index: int, lora: LoRA
+) -> list[ParameterInfo]:
+    """Add adapters to a chunk and return their parameters."""
+    ranks = plan.ranks
+    natives = [info.native for info in infos]
+    with torch.device("meta"):
+        made = list(attach(module, natives, plan.config, lora, ranks))
+    found = []
+    for native, kind in made:
+        info = adapter_info(index, native, kind, ranks.size, sequence=ranks.sequence)
+        found.append(info)
+    return found
+
+
+def allocate_untrained(
+    built: Built, dtype: torch.dtype, device: torch.device, *, evaluates: bool
+) -> None:
+    """Allocate the parameters that have no gradient: all of them if the engine only evaluates."""
+    for module, infos, adapters in zip(built.chunks, built.infos, built.adapters, strict=True):
+        for info in (*infos, *adapters):
+            if info.trained and not evaluates:
+                continue
+            zeros = torch.zeros(info.native.shape, dtype=dtype_of(info, dtype), device=device)
+            parameter = nn.Parameter(zeros, requires_grad=False)
+            replace_parameter(module, info.name, parameter)
+
+
+def dtype_of(info: ParameterInfo, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a parameter: the model's, or float32 if its module declares that."""
+    return torch.float32 if info.in_float32 else dtype

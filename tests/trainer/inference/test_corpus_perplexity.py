@@ -1,0 +1,144 @@
+"""Every token of a corpus is predicted once, and the sums are those of whole documents."""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from formats.errors import CorruptCheckpoint
+from megaconv.errors import UsageError
+from megatron_lite.cli import main
+from megatron_lite.data.indexed_writer import IndexedWriter
+from megatron_lite.data.recipes.documents import Reader
+from megatron_lite.inference.evaluation.corpus import entries_of, find_sources, perplexity
+from megatron_lite.inference.evaluation.windows import stream_windows
+from megatron_lite.inference.evaluation.zeroshot import wikitext_windows
+from megatron_lite.processes import launch
+from tests.trainer.inference.conversations import save
+from tests.trainer.inference.models import slots_of, tiny
+from tests.trainer.loop.launches import train
+
+TEXTS = ["Grüße aus Köln.", "one two  three\nfour", "", "x"]
+
+
+class Bytes:
+    """1 + each byte of UTF-8."""
+
+    vocab_size = 257
+    eod = 0
+    pad = bos = None
+    begin: list[int] = []  # noqa: RUF012
+
+    def tokenize(self, text: str) -> list[int]:
+        return [1 + byte for byte in text.encode()]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return bytes(number - 1 for number in ids).decode()
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        return self.detokenize(ids)
+
+
+def write(path: Path, texts: Sequence[str]) -> str:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def measured(model: Any, words: list[str], length: int, **others: Any) -> dict[str, Any]:
+    entries = entries_of(find_sources(words), Reader(), Bytes())
+    return perplexity(model, Bytes(), entries, length, **others)
+
+
+@pytest.mark.parametrize(("length", "stride"), [(4, 4), (4, 1), (7, 3), (100, 50), (1, 1)])
+@pytest.mark.parametrize("count", [1, 2, 5, 8, 29, 30])
+def test_windows_of_a_stream_are_those_of_the_whole_text(
+    length: int, stride: int, count: int
+) -> None:
+    tokens = list(range(count))
+    parts = [tokens[:3], [], tokens[3:4], tokens[4:]]
+    expected = [window for window in wikitext_windows(tokens, length, stride) if window.counted > 0]
+    assert list(stream_windows(parts, length, stride)) == expected
+
+
+@pytest.mark.oracle
+def test_sums_are_those_of_the_documents(tmp_path: Path) -> None:
+    """In one window all tokens have the whole corpus before them; sizes are those of the texts."""
+    model = slots_of(tiny(vocab_size=257))
+    found = measured(model, [write(tmp_path / "corpus.jsonl", TEXTS)], 96)
+    tokens = list(chain(*([*Bytes().tokenize(text), 0] for text in TEXTS)))
+    total = -float(model.score([tokens])[0].log_probs.double().sum())
+    assert found["loss"] * found["predicted_tokens"] == pytest.approx(total, rel=1e-6)
+    assert found["predicted_tokens"] == len(tokens) - 1 == found["tokens"] - 1
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert (found["documents"], found["bytes"], found["words"]) == (4, size, 8)
+    assert found["perplexity"] == pytest.approx(math.exp(total / (len(tokens) - 1)))
+    assert found["bits_per_byte"] == pytest.approx(total / size / math.log(2))
+    assert found["word_perplexity"] == pytest.approx(math.exp(total / 8))
+    assert found["tokens_per_word"] == pytest.approx(len(tokens) / 8)
+
+
+@pytest.mark.oracle
+def test_an_indexed_corpus_gives_the_same_as_its_texts(tmp_path: Path) -> None:
+    model = slots_of(tiny(vocab_size=257))
+    texts = write(tmp_path / "corpus.jsonl", TEXTS)
+    for name, end in (("with", [0]), ("without", [])):
+        with IndexedWriter(str(tmp_path / name), np.dtype("<u2")) as writer:
+            for text in TEXTS:
+                tokens = [*Bytes().tokenize(text), *end]
+                writer.add(tokens, [len(tokens)])
+        assert measured(model, [str(tmp_path / name)], 9) == measured(model, [texts], 9)
+
+
+def test_the_limit_ends_with_a_whole_document(tmp_path: Path) -> None:
+    model = slots_of(tiny(vocab_size=257))
+    all_texts = write(tmp_path / "corpus.jsonl", TEXTS)
+    first = write(tmp_path / "first.jsonl", TEXTS[:2])
+    limit = len(TEXTS[0].encode()) + 2
+    assert measured(model, [all_texts], 9, limit=limit) == measured(model, [first], 9)
+
+
+def test_a_corpus_without_tokens_to_predict_is_refused(tmp_path: Path) -> None:
+    model = slots_of(None)
+    with pytest.raises(CorruptCheckpoint, match="no tokens to predict"):
+        measured(model, [write(tmp_path / "corpus.jsonl", [""])], 9)
+    with pytest.raises(UsageError, match="--overlapping-eval 10"):
+        measured(model, [write(tmp_path / "corpus.jsonl", ["x"])], 9, stride=10)
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"txt": 1}\n')
+    with pytest.raises(CorruptCheckpoint, match=r"bad.jsonl:2.*'text'"):
+        measured(model, [str(tmp_path / "bad.jsonl")], 9)
+
+
+@pytest.mark.oracle
+def test_two_data_parallel_ranks_measure_what_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the command line. A corpus of one document has the sum that `score` gives for it, and its end."""
+    monkeypatch.setattr(launch, "leave", sys.exit)
+    save(tmp_path / "model")
+    write(tmp_path / "corpus.jsonl", ["the only document of this corpus"])
+    rows = [{"text": "the only document of this corpus<|end|>"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))
+    words = f"--corpus {tmp_path}/corpus.jsonl --seq-length 40 --load {tmp_path}/model"
+    score = f"score --load {tmp_path}/model --input {tmp_path}/rows.jsonl --output {tmp_path}/s"
+    for command in (f"evaluate {words} --output {tmp_path}/one.json", score):
+        with pytest.raises(SystemExit) as end:
+            main(command.split())
+        assert not end.value.code
+    one = json.loads((tmp_path / "one.json").read_text())["results"]["corpus"]
+    scored = json.loads((tmp_path / "s").read_text())
+    assert -one["loss"] * one["predicted_tokens"] == pytest.approx(scored["sum"], abs=1e-4)
+
+    many = write(tmp_path / "corpus.jsonl", ["a b c d e f"] * 20)
+    measure = f"evaluate --corpus {many} --seq-length 7 --load {tmp_path}/model --output"
+    with pytest.raises(SystemExit):
+        main([*measure.split(), f"{tmp_path}/one.json"])
+    train(tmp_path / "run", 2, f"{measure} two.json")
+    one = json.loads((tmp_path / "one.json").read_text())["results"]["corpus"]
+    two = json.loads((tmp_path / "run" / "two.json").read_text())["results"]["corpus"]
+    assert two == pytest.approx(one, rel=1e-6)
