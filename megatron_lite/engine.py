@@ -178,7 +178,6 @@ class Engine:
             optimizer.step(rates, factor, row_factors)
         end_step(self._delayed, partial(raise_to_largest, grid=grid))
         self.step += 1
-        largest_score = None if scores is None else float(scores.top)
         return StepReport(
             loss=loss / (tokens or 1.0),
             tokens=tokens,
