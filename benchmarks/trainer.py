@@ -34,7 +34,8 @@ from megaconv.model.fields import fields_of, from_fields
 from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
-from megatron_lite.loop.log import flops_per_token, peak_tflops
+from megatron_lite.loop.devices import peak_tflops
+from megatron_lite.loop.log import flops_per_token
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.processes.launch import keep_freed_memory

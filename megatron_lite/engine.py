@@ -159,6 +159,8 @@ class Engine:
         square = self._reduce_gradients(optimizer)
         scores = None if self._watch is None else self._watch.found()
         totals = sum_over_world(losses, square, signals, grid)
+        # Here the host has waited for all of the device's work. After the update it would wait for the update too.
+        largest_score = None if scores is None else float(scores.top)
         loss, tokens = totals.losses[0]
         norm = 0.0
         factor = 1.0
@@ -176,7 +178,6 @@ class Engine:
             optimizer.step(rates, factor, row_factors)
         end_step(self._delayed, partial(raise_to_largest, grid=grid))
         self.step += 1
-        largest_score = None if scores is None else float(scores.top)
         return StepReport(
             loss=loss / (tokens or 1.0),
             tokens=tokens,

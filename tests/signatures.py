@@ -41,6 +41,14 @@ ENGINE_FILES = {
     "MXFP8BlockScaling": "transformer_engine/common/recipe/__init__.py",
 }
 
+STATES = {
+    "Linear": "transformer_engine/pytorch/module/linear.py",
+    "LayerNormLinear": "transformer_engine/pytorch/module/layernorm_linear.py",
+    "GroupedLinear": "transformer_engine/pytorch/module/grouped_linear.py",
+}
+"""Modules whose parameters have names that checkpoints contain."""
+MODULE_BASE = "transformer_engine/pytorch/module/base.py"
+
 Parameters = list[dict[str, Any]]
 """The parameters in order: each with `name`, `kind` and, if it has a default, `optional`."""
 
@@ -48,6 +56,12 @@ Parameters = list[dict[str, Any]]
 def signatures(package: str) -> dict[str, dict[str, dict[str, Parameters]]]:
     """Return the stored signatures of a package: by module (or package), version and function."""
     found: dict[str, dict[str, dict[str, Parameters]]] = json.loads(PATH.read_text())[package]
+    return found
+
+
+def states(version: str) -> dict[str, list[str]]:
+    """Return the stored names of a version's state by module of Transformer Engine."""
+    found: dict[str, list[str]] = json.loads(PATH.read_text())["states"][version]
     return found
 
 
@@ -99,6 +113,37 @@ def _arguments(args: ast.arguments) -> Iterator[dict[str, Any]]:
         yield _described(keyword.arg, "KEYWORD_ONLY", default is not None)
 
 
+def parse_states(source: str, name: str) -> list[str]:
+    """Return the names of a module's parameters in source text. A varying part of a name is {}."""
+    (module,) = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    )
+    found = [name for node in ast.walk(module) for name in _registered(node)]
+    return list(dict.fromkeys(found))
+
+
+def _registered(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a call of register_parameter, or a list of one such name, contains."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.register_parameter":
+        yield from _text_of(node.args[0])
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.List):
+        target = ast.unparse(node.targets[0])
+        if target in ("self.weight_names", "self.bias_names"):
+            yield from (text for each in node.value.elts for text in _text_of(each))
+
+
+def _text_of(node: ast.expr) -> Iterator[str]:
+    """Yield the text of a constant or of a formatted string."""
+    if isinstance(node, ast.Constant):
+        yield str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        yield "".join(
+            str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values
+        )
+
+
 def _described(name: str, kind: str, optional: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name, "kind": kind}
     return found | {"optional": True} if optional else found
@@ -135,10 +180,28 @@ def _engine(clone: str) -> dict[str, Any]:
     return {"transformer_engine": made}
 
 
+def _states(clone: str) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for version in ENGINE:
+        made[version] = {}
+        for name, path in STATES.items():
+            source, base = (_text(clone, version, each) for each in (path, MODULE_BASE))
+            assert source is not None, f"{clone} has no {path} at {version}"
+            assert base is not None, f"{clone} has no {MODULE_BASE} at {version}"
+            extra = ["_extra_state"] if "def get_extra_state(self)" in base else []
+            made[version][name] = [*parse_states(source, name), *extra]
+    return made
+
+
 def main() -> None:
-    """Write the file."""
+    """Write the file. Without a clone of FlashAttention (-), its signatures stay as they are."""
     flash_clone, engine_clone = sys.argv[1:]
-    found = {"flash-attention": _flash(flash_clone), "engine": _engine(engine_clone)}
+    known = json.loads(PATH.read_text())["flash-attention"] if flash_clone == "-" else None
+    found = {
+        "flash-attention": known or _flash(flash_clone),
+        "engine": _engine(engine_clone),
+        "states": _states(engine_clone),
+    }
     lines = json.dumps(found, separators=(",", ":")).replace("}]", "}]\n")
     PATH.write_text(lines + "\n")
 

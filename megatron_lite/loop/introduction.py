@@ -8,6 +8,7 @@ from megaconv.megatron.arguments.notices import core_notices, embedding_notices,
 from megatron_lite.checkpoint.adapter_runs import AdapterStart
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
+from megatron_lite.loop.devices import device_of
 from megatron_lite.loop.run import Run
 from megatron_lite.settings.config import flags
 from megatron_lite.settings.optimization import PRECISION_FLAGS
@@ -26,6 +27,7 @@ def introduce(
     continues = run.progress.iteration > 0
     arguments = None if start is None else start.arguments
     _introduce_model(run)
+    _introduce_device(run)
     _introduce_start(run, start)
     _introduce_evaluations(run)
     if saves and start is not None:
@@ -56,6 +58,13 @@ def _introduce_model(run: Run) -> None:
     state = _bytes_each(run) if options.lora is None else "frozen"
     on_this_rank = f"{parameters:,} parameters on this rank, {state}"
     run.say(f"{config.family}, {shape}, {options.dtype}; {on_this_rank}")
+
+
+def _introduce_device(run: Run) -> None:
+    """Say the figures of a known GPU, as MFU relates to its rate."""
+    device = device_of(str(run.place))
+    if run.engine.grid.device.type == "cuda" and device is not None:
+        run.say(f"data sheet of {device}")
 
 
 def _introduce_start(run: Run, start: Start | None) -> None:

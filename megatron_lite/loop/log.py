@@ -20,27 +20,6 @@ from megatron_lite.models.layer_kinds import layer_kind
 from megatron_lite.models.mixers.table import mixer_of
 from megatron_lite.settings.config import Logging
 
-PEAK_TFLOPS = {
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H200 NVL": 835.0,
-    "H200": 989.0,
-    "H800 PCIe": 756.0,
-    "H800": 989.0,
-    "GB200": 2500.0,
-    "B200": 2250.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.0,
-    "MI300X": 1307.0,
-}
-"""Dense bf16 operations per second, in units of 1e12, by words in the device's name. The first entry that fits counts.
-
-A name without PCIe or NVL is an SXM module. Sources: the data sheets of NVIDIA H100, H200 and L40S Tensor Core GPUs,
-A100, DGX B200 and GB200 NVL72 (half of the figure with sparsity), and AMD's data sheet of Instinct MI300X.
-"""
-
 
 def flops_per_token(
     config: ModelConfig, seq: int, decoder_seq: int = 0, *, frozen: bool = False
@@ -132,11 +111,6 @@ class Meter:
         }
         self.restart()
         return figures
-
-
-def peak_tflops(device_name: str | None) -> float | None:
-    """Return the device's peak rate, or None for a CPU or an unknown device."""
-    return next((peak for word, peak in PEAK_TFLOPS.items() if word in (device_name or "")), None)
 
 
 def line(figures: Mapping[str, Any], further: str, total: int | None) -> str:

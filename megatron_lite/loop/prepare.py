@@ -20,8 +20,9 @@ from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.loop import plot
+from megatron_lite.loop.devices import peak_tflops
 from megatron_lite.loop.introduction import introduce
-from megatron_lite.loop.log import Meter, Sink, flops_per_token, open_sinks, peak_tflops
+from megatron_lite.loop.log import Meter, Sink, flops_per_token, open_sinks
 from megatron_lite.loop.run import Run
 from megatron_lite.loop.savable import check_savable
 from megatron_lite.loop.schedule import make_schedule

@@ -10,7 +10,7 @@ from megatron_lite.parallel import comm
 from megatron_lite.parallel.grid import Grid
 
 BLOCK = 1 << 17
-"""Elements whose squares are summed in float32. The sums of the blocks are added in float64."""
+"""Elements whose squares a CPU sums in float32. The sums of the blocks are added in float64."""
 
 
 def sum_shares(ranges: Iterable[FlatRange], grid: Grid) -> None:
@@ -39,12 +39,28 @@ def _sum_together(gradients: list[Tensor], group: comm.Group) -> None:
 
 def squares(ranges: Iterable[FlatRange], grid: Grid, *, distributed: bool) -> Tensor:
     """Return the sum of squares, float64 [], of the gradients that this rank counts. Over all ranks, each counts once."""
-    sums = [torch.zeros((), device=grid.device)]
-    for item in ranges:
-        if not _counts_elsewhere(item, grid, distributed=distributed):
-            for part in torch.split(item.gradient, BLOCK):
-                sums.append(torch.dot(part, part))
-    return torch.stack(sums).double().sum()
+    counted = [
+        item.gradient
+        for item in ranges
+        if not _counts_elsewhere(item, grid, distributed=distributed)
+    ]
+    if not counted:
+        return torch.zeros((), dtype=torch.float64, device=grid.device)
+    return (_of_gpu if grid.device.type == "cuda" else _of_cpu)(counted)
+
+
+def _of_cpu(gradients: Iterable[Tensor]) -> Tensor:
+    """Return the sum of squares by one product for each block."""
+    dots = (
+        torch.dot(part, part) for gradient in gradients for part in torch.split(gradient, BLOCK)
+    )
+    return torch.stack(list(dots)).double().sum()
+
+
+def _of_gpu(gradients: list[Tensor]) -> Tensor:
+    """Return the sum of squares by a few launches for all gradients. The kernel adds in a fixed order."""
+    norms = torch._foreach_norm(gradients)
+    return torch.stack(list(norms)).double().square().sum()
 
 
 def _counts_elsewhere(item: FlatRange, grid: Grid, *, distributed: bool) -> bool:

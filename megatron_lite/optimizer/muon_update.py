@@ -12,6 +12,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from megaconv.model.regions import Region
 from megaconv.model.training import MOMENTUM
 from megatron_lite.optimizer.algorithm import Rates, TensorGroups
 from megatron_lite.optimizer.ranges import FlatRange
@@ -63,18 +64,19 @@ class MuonUpdate:
         self, ranges: Sequence[FlatRange], options: MuonOptions, groups: TensorGroups
     ) -> None:
         self._ranges, self._options = ranges, options
+        self._pieces = [list(pieces(item.info, item.master.device)) for item in ranges]
         self._groups = groups if options.tp_mode == "duplicated" else TensorGroups()
         """The tensor ranks that gather the parts of a matrix; None if each part is updated separately."""
 
     @torch.no_grad()
     def step(self, rates: Rates, factor: float) -> None:
         """Update the matrices."""
-        for item in self._ranges:
+        for item, matrices in zip(self._ranges, self._pieces, strict=True):
             item.gradient.mul_(factor)
             item.master.mul_(1 - rates.lr * rates.weight_decay)
             direction = self._direction(item).view(item.shape)
             master = item.master.view(item.shape)
-            for rows, columns in pieces(item.info):
+            for rows, columns in matrices:
                 update = self._update_of(direction[rows, columns], item.info)
                 master[rows, columns] -= rates.lr * update
 
@@ -111,11 +113,29 @@ def _joined(part: Tensor, axis: int, group: comm.Group) -> Tensor:
     return comm.gathered(transposed, group).transpose(0, axis)
 
 
-def pieces(info: ParameterInfo) -> Iterator[tuple[Tensor, slice]]:
-    """Yield (rows, columns) in this rank's tensor of each canonical matrix in it. Rows are in the matrix's own order."""
+Rows = slice | Tensor
+"""Row numbers: a slice if they are consecutive, else int64 on the device."""
+
+
+def pieces(info: ParameterInfo, device: torch.device) -> Iterator[tuple[Rows, slice]]:
+    """Yield (rows, columns) in this rank's tensor of each canonical matrix in it. Rows are in the matrix's own order.
+
+    It copies row numbers to the device, for which the host waits. Call it before the first step.
+    """
     for regions in info.native.parts.values():
         in_order = sorted(regions, key=lambda region: (region.box.row0, region.row))
-        rows = [torch.arange(region.row, region.row + region.box.rows) for region in in_order]
+        rows = [row for region in in_order for row in _rows(region)]
         spans = {(region.col, region.col + region.box.cols) for region in regions}
         ((first, last),) = spans  # all regions of a matrix have the same columns
-        yield torch.cat(rows), slice(first, last)
+        yield _consecutive(rows) or torch.tensor(rows, device=device), slice(first, last)
+
+
+def _rows(region: Region) -> range:
+    """Return the rows of a region in the rank's tensor."""
+    return range(region.row, region.row + region.box.rows)
+
+
+def _consecutive(rows: Sequence[int]) -> slice | None:
+    """Return the rows as a slice, or None if they are not consecutive."""
+    whole = range(rows[0], rows[0] + len(rows))
+    return slice(whole.start, whole.stop) if list(whole) == list(rows) else None

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megaconv.model.fields import from_fields
-from megatron_lite.loop.log import METRICS, Meter, duration, flops_per_token, peak_tflops
+from megatron_lite.loop.devices import DEVICES, device_of, peak_tflops
+from megatron_lite.loop.log import METRICS, Meter, duration, flops_per_token
 from tests.trainer.loop.launches import LLAMA, launch, train
 
 REPORTING = "--tensorboard-dir events --plot curves/loss.png --eval-interval 2 --eval-iters 2"
@@ -68,6 +69,16 @@ def test_empty_splits_are_fine(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_each_form_of_a_gpu_has_its_own_peak(name: str, peak: float) -> None:
     assert peak_tflops(name) == peak
+
+
+def test_every_entry_of_the_table_can_be_found_and_is_plausible() -> None:
+    """Between 50 and 1,000 operations for each byte of bandwidth, and no entry that an earlier one hides."""
+    for device in DEVICES:
+        assert device_of(f"NVIDIA {device.word}") is device
+        for speed in device.terabytes_per_second:
+            assert 50 < device.tflops / speed < 1000
+    text = "L40S: 362 TFLOP/s in bf16, 48 GB at 0.864 TB/s"
+    assert str(device_of("NVIDIA L40S")) == text
 
 
 def test_operations_are_counted_as_published() -> None:

@@ -151,6 +151,7 @@ class Case:
     kind: str = "adamw"
     muon: MuonOptions = MUON
     qk_clip: QkClip | None = None
+    ep: int = 1
 
     @property
     def world(self) -> int:
@@ -159,7 +160,7 @@ class Case:
     def __str__(self) -> str:
         words = [
             f"{name}{getattr(self, name)}"
-            for name in ("tp", "pp", "vpp", "dp", "cp")
+            for name in ("tp", "pp", "vpp", "dp", "cp", "ep")
             if getattr(self, name) > 1
         ]
         words += [
@@ -188,6 +189,7 @@ class Case:
             vpp=1,
             dp=1,
             cp=1,
+            ep=1,
             sequence_parallel=False,
             distributed=False,
             recompute=NONE,
@@ -211,6 +213,7 @@ def make_engine(
         case.tp,
         case.pp,
         case.vpp,
+        case.ep,
         stage_layers=split_layers(config.layer_count, case.pp, case.vpp, LayerSplit()),
     )
     options = ModelOptions(

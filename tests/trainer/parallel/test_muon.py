@@ -30,7 +30,8 @@ def matrices(engine: Engine) -> dict[str, torch.Tensor]:
         if MUON.takes(item.info):
             names = item.info.native.parts
             found |= {
-                name: whole[at].clone() for name, at in zip(names, pieces(item.info), strict=True)
+                name: whole[at].clone()
+                for name, at in zip(names, pieces(item.info, whole.device), strict=True)
             }
         else:
             found[item.name] = whole.clone()
@@ -45,7 +46,9 @@ def gradients(engine: Engine) -> dict[str, torch.Tensor]:
         if MUON.takes(item.info):
             found |= {
                 name: whole[at].clone()
-                for name, at in zip(item.info.native.parts, pieces(item.info), strict=True)
+                for name, at in zip(
+                    item.info.native.parts, pieces(item.info, whole.device), strict=True
+                )
             }
         else:
             found[item.name] = whole.clone()

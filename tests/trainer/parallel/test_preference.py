@@ -89,7 +89,10 @@ def pairs(step: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     return found
 
 
-def make(case: Case) -> Engine:
+CPU = torch.device("cpu")
+
+
+def make(case: Case, device: torch.device = CPU) -> Engine:
     source = open_checkpoint(case.base)
     layout = Layout(
         case.tp,
@@ -97,9 +100,7 @@ def make(case: Case) -> Engine:
         1,
         stage_layers=split_layers(source.config.layer_count, case.pp, 1, LayerSplit()),
     )
-    grid = make_grid(
-        layout, case.dp, torch.device("cpu"), cp=case.cp, experts=source.config.experts.count > 0
-    )
+    grid = make_grid(layout, case.dp, device, cp=case.cp, experts=source.config.experts.count > 0)
     options = ModelOptions(
         "float32", sequence_parallel=case.sequence_parallel, recompute=case.recompute, vocab_divisor=1 if case.tp == 1 else 2,
         lora=case.lora,
@@ -118,7 +119,8 @@ def own(engine: Engine, step: int, reference: Tensor | None) -> list[Microbatch]
     for index, first in enumerate(range(0, PAIRS, 2)):
         rows = [torch.cat(parts) for parts in zip(*pairs(step)[first : first + 2], strict=True)]
         extras = {} if reference is None else {REFERENCE: reference[first : first + 2].flatten()}
-        every.append(Microbatch(rows[0], rows[1], rows[2], extras=extras, index=index))
+        whole = Microbatch(rows[0], rows[1], rows[2], extras=extras, index=index)
+        every.append(whole.to(engine.grid.device))
     return every[engine.grid.dp_rank :: engine.grid.dp]
 
 

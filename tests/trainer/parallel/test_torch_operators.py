@@ -1,17 +1,22 @@
 """Our calls of torch's private operators, against the schemas of the installed torch."""
 
 import ast
+import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 import megatron_lite
 
 ROOT = Path(megatron_lite.__file__).parent
-PREFIX = "torch.ops.aten."
+PRIVATE = re.compile(r"torch\.(ops\.aten\.|(?=_[a-z]+(_[a-z]+)*$))")
+"""The begin of an operator's full name: in torch.ops.aten, or a private function of torch."""
 STARRED = {"batch_first": 3, "tensors": 5}
 """The number of tensors that a starred argument stands for, by its name."""
 
@@ -20,7 +25,7 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
     """Yield the operators that our code calls, with the calls."""
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(PREFIX):
+            if isinstance(node, ast.Call) and PRIVATE.match(ast.unparse(node.func)):
                 yield f"{path.name}:{node.lineno}", node
 
 
@@ -57,9 +62,13 @@ def keywords(call: ast.Call) -> set[str]:
 def overload(call: ast.Call) -> Any:
     """Return the operator's overload, as named in the call or the default one."""
     found: Any = torch.ops.aten
-    for part in ast.unparse(call.func).removeprefix(PREFIX).split("."):
+    for part in PRIVATE.sub("", ast.unparse(call.func)).split("."):
         found = getattr(found, part)
-    return getattr(found, "default", found)
+    if isinstance(found, torch._ops.OpOverloadPacket):
+        found = getattr(
+            found, "default" if "default" in found.overloads() else found.overloads()[0]
+        )
+    return found
 
 
 @pytest.mark.parametrize("call", [call for _, call in CALLS], ids=[place for place, _ in CALLS])
@@ -75,4 +84,17 @@ def test_a_call_fits_the_schema(call: ast.Call) -> None:
 
 
 def test_all_operators_are_found() -> None:
-    assert len(CALLS) == 6
+    assert len(CALLS) == 8
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped product")
+def test_the_grouped_product_has_the_schema_of_our_calls() -> None:
+    """Called as in models/moe/grouped.py: two tensors and offs."""
+    parameters = inspect.signature(F.grouped_mm).parameters
+    required = [name for name, each in parameters.items() if each.default is each.empty]
+    assert (required, "offs" in parameters) == (["mat_a", "mat_b"], True)
+    offs = torch.tensor([2, 4], dtype=torch.int32)
+    a, b = torch.randn(4, 16).bfloat16(), torch.randn(2, 16, 8).bfloat16()
+    found: Tensor = F.grouped_mm(a, b, offs=offs)
+    expected = torch.cat([a[:2] @ b[0], a[2:] @ b[1]])
+    torch.testing.assert_close(found, expected)

@@ -19,12 +19,17 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from megaconv.errors import UsageError
+from megaconv.families import family
 from megaconv.model.fields import fields_of, from_fields
+from megaconv.model.layout import Layout
+from megaconv.model.naming import CORE_GROUPED
+from megaconv.model.natives import native_tensors
+from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear, RowLinear
 from megatron_lite.products import selection
 from megatron_lite.products.transformer_engine import RECIPES, TransformerEngineProduct
 from megatron_lite.products.transformer_engine import make_autocast as regions
 from megatron_lite.settings.options import FP8
-from tests.signatures import ENGINE, signatures, stub
+from tests.signatures import ENGINE, signatures, states, stub
 from tests.trainer.parallel.small import FULL, MODELS, Case, make_engine, step
 from tests.trainer.parallel.worlds import World
 
@@ -234,3 +239,24 @@ def test_mxfp8_is_refused_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     selection.check_device(replace(options, recipe="blockwise"), gpu, 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     selection.check_device(options, gpu, 1)
+
+
+@pytest.mark.parametrize("version", ENGINE)
+def test_parameters_have_the_names_of_transformer_engines_modules(version: str) -> None:
+    names = states(version)
+    assert set(names["LayerNormLinear"]) == {*NormColumnLinear.kinds, "_extra_state"}
+    for module in (ColumnLinear, RowLinear):
+        assert set(names["Linear"]) == {*module.kinds, "_extra_state"}
+    assert {"weight{}", "bias{}", "_extra_state"} <= set(names["GroupedLinear"])
+
+
+def test_experts_have_the_names_of_transformer_engines_grouped_module() -> None:
+    config = MODELS["mixtral"]
+    layout = Layout(stage_layers=(config.layer_count,))
+    (chunk,) = layout.chunks()
+    rows = family(config.family).rows
+    found = native_tensors(rows, config, CORE_GROUPED, layout, 0, chunk, config.vocab)
+    ends = {
+        native.name.rsplit(".", 1)[1] for native in found if ".experts.linear_fc" in native.name
+    }
+    assert ends == {f"weight{expert}" for expert in range(config.experts.count)}

@@ -1,4 +1,4 @@
-// CUDA without a device, for CPU builds of torch: a device guard, and hooks with a pinned allocator.
+// CUDA without a device, for CPU builds of torch: a device guard, and hooks with a pinned allocator and generators.
 // guarded_processes.py compiles this file. Load the result by LD_PRELOAD, so that torch finds the hooks when it starts.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -64,6 +64,14 @@ struct PinnedAllocator final : c10::Allocator {
 
 PinnedAllocator pinned_allocator;
 
+// A generator on cuda:0 with the state of the CPU's generator. A GPU's own generator draws other numbers.
+struct PretendedGenerator final : at::CPUGeneratorImpl {
+  PretendedGenerator() {
+    device_ = c10::Device(c10::DeviceType::CUDA, 0);
+    key_set_ = c10::DispatchKeySet(c10::DispatchKey::CUDA);
+  }
+};
+
 }  // namespace
 
 struct CUDAHooks : at::CUDAHooksInterface {
@@ -86,6 +94,9 @@ struct CUDAHooks : at::CUDAHooksInterface {
     return pinned.count(memory) > 0;
   }
   void deviceSynchronize(c10::DeviceIndex) const override {}
+  at::Generator getNewGenerator(c10::DeviceIndex) const override {
+    return at::make_generator<PretendedGenerator>();
+  }
 };
 
 namespace at {

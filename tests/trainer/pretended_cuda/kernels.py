@@ -130,6 +130,97 @@ def _flash_backward(
     return tuple(torch.cat(parts, 1).squeeze(0) for parts in zip(*made, strict=True))
 
 
+def fits_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    **_: Any,
+) -> bool:
+    """Return whether scaled_dot_product_attention would take flash attention. The pretended kernel has no dropout."""
+    same_width = q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256
+    return q.dtype in HALF and same_width and attn_mask is None and not dropout_p
+
+
+def flash_sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return scaled_dot_product_attention by one operation. q, k, v [batch, heads, length, width]."""
+    require(enable_gqa or q.shape[1] == k.shape[1], "fewer key heads need enable_gqa")
+    operation = ATEN._scaled_dot_product_flash_attention.default
+    out: Tensor = operation(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+    return out
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """torch's fused norm, which exists only on a GPU, as one operation in each direction."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            normed, inverse = ATEN._fused_rms_norm.default(x, shape, weight, eps)
+        ctx.save_for_backward(x, inverse, weight)
+        ctx.shape = shape
+        found: Tensor = normed
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        x, inverse, weight = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        operation = ATEN._fused_rms_norm_backward.default
+        of_x, of_weight = operation(grad, x, ctx.shape, inverse, weight, wanted)
+        return of_x, None, of_weight, None
+
+
+def fused_rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
+    """Return rms_norm by the operation that a GPU has for it."""
+    normed: Tensor = _FusedRMSNorm.apply(x, shape, weight, eps)  # type: ignore[no-untyped-call]
+    return normed
+
+
+def _rms_norm_backward(
+    grad: Tensor, x: Tensor, shape: Any, inverse: Tensor, weight: Tensor, wanted: list[bool]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x and of the weight. inverse: one over the root mean square, from the forward pass."""
+    wide, scaled = x.float(), grad.float() * weight.float()
+    along = (scaled * wide).mean(-1, keepdim=True)
+    of_x = inverse * (scaled - wide * along * inverse.square())
+    of_weight = (grad.float() * wide * inverse).flatten(0, -2).sum(0)
+    of_x, of_weight = of_x.to(x.dtype), of_weight.to(weight.dtype)
+    return of_x if wanted[0] else None, of_weight if wanted[1] else None
+
+
+def _sdpa_forward(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, *_: Any, **how: Any
+) -> tuple[Any, ...]:
+    state, nothing = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)
+    shape = nothing, nothing, q.shape[2], k.shape[2], state, state.clone(), nothing
+    if q.is_meta:
+        return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32), *shape
+    out, logs = _row_forward(*(x.transpose(1, 2) for x in (q, k, v)), causal, how)
+    return out.transpose(1, 2), logs, *shape
+
+
+def _sdpa_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, *rest: Any, **how: Any
+) -> list[Tensor]:
+    if q.is_meta:
+        return [torch.empty_like(x) for x in (q, k, v)]
+    of_out, *qkv, own = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+    made = _row_backward(of_out, qkv, own, logs, rest[5], how)
+    return [x.transpose(1, 2) for x in made]
+
+
 def _aligned(x: Tensor) -> bool:
     """Return whether one of the last two axes is contiguous, and the other's stride is a multiple of 16 bytes."""
     *_, first, second = x.stride()
@@ -166,6 +257,10 @@ def _scaled(a: Tensor, b: Tensor, *rest: Any, **how: Any) -> Tensor:
 KERNELS: dict[Any, Callable[..., Any]] = {
     ATEN._grouped_mm.default: _grouped,
     ATEN._scaled_mm.default: _scaled,
+    ATEN._fused_rms_norm.default: ATEN._fused_rms_norm.default,
+    ATEN._fused_rms_norm_backward.default: _rms_norm_backward,
+    ATEN._scaled_dot_product_flash_attention.default: _sdpa_forward,
+    ATEN._scaled_dot_product_flash_attention_backward.default: _sdpa_backward,
 }
 
 

@@ -1,13 +1,12 @@
 """Some steps of a small model on the CPU, and the same on the pretended GPU: what each process of a test runs."""
 
 from dataclasses import dataclass
-from typing import Any
-from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
+from megatron_lite.checkpoint.adapters import init_adapters
 from tests.trainer.parallel.small import Case, make_engine, own_batches
+from tests.trainer.pretended_cuda.collectives import through_gloo
 from tests.trainer.pretended_cuda.device import GPU, PretendedGpu
 from tests.trainer.pretended_cuda.record import Record
 
@@ -32,19 +31,9 @@ def take_steps(_rank: int, case: Case) -> Steps:
     """Train on both devices."""
     on_cpu = _train(case, CPU, Record())
     record = Record()
-    make_group = dist.new_group
-    with PretendedGpu() as now, patch.object(dist, "new_group", _gloo(make_group)):
+    with PretendedGpu() as now, through_gloo():
         on_gpu = _train(case, GPU, record, now)
     return Steps(on_cpu, on_gpu, dict(record.launches), dict(record.waits), dict(record.unpinned))
-
-
-def _gloo(make_group: Any) -> Any:
-    """Return new_group with gloo in place of NCCL."""
-
-    def make(ranks: list[int], backend: str | None = None) -> Any:
-        return make_group(ranks, backend="gloo")
-
-    return make
 
 
 def _train(
@@ -52,6 +41,8 @@ def _train(
 ) -> list[tuple[float, float]]:
     """Return (loss, norm) of each step. second: receives the record of the second step."""
     engine, found = make_engine(case, device=device), []
+    if engine.options.lora is not None:
+        init_adapters(engine, seed=7)
     for number in range(STEPS):
         own = [batch.to(device) for batch in own_batches(case, number, engine)[:MICROBATCHES]]
         if now is not None:

@@ -200,6 +200,51 @@ def barrier(group: Group | None = None) -> None:
     _start(group, "barrier", (), None, lambda _: None).wait()
 
 
+def broadcast_object_list(object_list: list[Any], src: int, group: Group | None = None) -> None:
+    source = (group or RANK.world).ranks.index(src)
+
+    def execute(lists: list[list[Any]]) -> None:
+        for each in lists:
+            each[:] = list(lists[source])
+
+    _start(group, "broadcast_objects", (src,), object_list, execute).wait()
+
+
+def gather_object(
+    obj: Any, object_gather_list: list[Any] | None = None, dst: int = 0, group: Group | None = None
+) -> None:
+    target = (group or RANK.world).ranks.index(dst)
+
+    def execute(given: list[tuple[Any, list[Any]]]) -> None:
+        given[target][1][:] = [each for each, _ in given]
+
+    _start(group, "gather_objects", (dst,), (obj, object_gather_list), execute).wait()
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int = 0,
+    group: Group | None = None,
+) -> None:
+    source = (group or RANK.world).ranks.index(src)
+
+    def execute(given: list[tuple[list[Any], list[Any]]]) -> None:
+        for (found, _), each in zip(given, given[source][1], strict=True):
+            found[0] = each
+
+    data = scatter_object_output_list, scatter_object_input_list
+    _start(group, "scatter_objects", (src,), data, execute).wait()
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Group | None = None) -> None:
+    def execute(given: list[tuple[list[Any], Any]]) -> None:
+        for found, _ in given:
+            found[:] = [each for _, each in given]
+
+    _start(group, "all_gather_objects", (), (object_list, obj), execute).wait()
+
+
 def _message(kind: str, tensor: Tensor, peer: int, group: Group | None, tag: int) -> Work:
     group = group or RANK.world
     pair = (min(group.own, peer), max(group.own, peer))
@@ -252,6 +297,10 @@ FUNCTIONS = {
     "reduce": reduce,
     "all_to_all_single": all_to_all_single,
     "barrier": barrier,
+    "broadcast_object_list": broadcast_object_list,
+    "gather_object": gather_object,
+    "scatter_object_list": scatter_object_list,
+    "all_gather_object": all_gather_object,
     "isend": isend,
     "irecv": irecv,
     "batch_isend_irecv": batch_isend_irecv,
@@ -259,6 +308,7 @@ FUNCTIONS = {
     "new_group": new_group,
     "destroy_process_group": lambda group=None: None,
     "is_initialized": lambda: True,
+    "get_backend": lambda group=None: "gloo",
     "get_rank": lambda group=None: (group or RANK.world).rank(),
     "get_world_size": lambda group=None: (group or RANK.world).size(),
     "get_process_group_ranks": lambda group: list(group.ranks),

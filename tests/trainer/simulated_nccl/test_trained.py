@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_lite.checkpoint.copies import Copies
 from megatron_lite.checkpoint.rank_state import rank_snapshot
 from megatron_lite.checkpoint.saver import Saver, has_checkpoint
+from megatron_lite.checkpoint.snapshot import dist_snapshot
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.processes.blame import Beat, blamed
@@ -121,14 +122,17 @@ def test_experts_on_several_ranks_train(empty: bool) -> None:
         assert losses == pytest.approx(expected, rel=1e-4)
 
 
-def _train_and_save(rank: int, case: Case, root: Path) -> list[float]:
+TAKES = {"torch": rank_snapshot, "torch_dist": dist_snapshot}
+
+
+def _train_and_save(rank: int, case: Case, root: Path, kind: str) -> list[float]:
     """Save after the first step, in a thread, while the second one runs."""
     engine, group, world = make_engine(case), dist.new_group(), RANK.world
     losses = [step(engine, case, 0).loss]
     common = {"iteration": 1, "args": Namespace()}
-    snapshot = rank_snapshot(engine, common, with_optimizer=False, impl="local")
+    snapshot = TAKES[kind](engine, common, with_optimizer=False, impl="local")
     snapshot = snapshot.copied(Copies())
-    saver = Saver(root, "torch", rank, group, {})
+    saver = Saver(root, kind, rank, group, {})
 
     def save() -> None:
         RANK.begin(world)
@@ -147,12 +151,15 @@ def _train_and_save(rank: int, case: Case, root: Path) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("case", [Case("qwen3", pp=2, dp=2, distributed=True, steps=3)], ids=str)
-def test_a_save_at_the_same_time_disturbs_nothing(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", TAKES)
+def test_a_save_at_the_same_time_disturbs_nothing(kind: str, tmp_path: Path) -> None:
+    case = Case("qwen3", pp=2, dp=2, distributed=True, steps=3)
     expected = train(0, case.alone())
-    for losses in run_ranks(case.world, _train_and_save, case, tmp_path):
+    for losses in run_ranks(case.world, _train_and_save, case, tmp_path, kind):
         assert losses == pytest.approx(expected.losses, rel=1e-4)
     assert has_checkpoint(tmp_path)
+    files = [path.suffix for path in (tmp_path / "iter_0000001").rglob("*")]
+    assert files.count(".distcp") == (case.world if kind == "torch_dist" else 0)
 
 
 @pytest.mark.slow

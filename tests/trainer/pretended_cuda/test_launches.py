@@ -1,0 +1,62 @@
+"""Kernel launches of a training step at the shapes of an 8B Llama. Tensors have shapes, but no elements."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from megaconv.model.fields import from_fields
+from megaconv.model.layout import Layout
+from megatron_lite.engine import Engine
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.parallel.grid import make_grid
+from megatron_lite.settings.options import ModelOptions, OptimizerOptions, Recompute
+from tests.trainer.pretended_cuda.device import GPU, PretendedGpu
+from tests.trainer.pretended_cuda.guarded_processes import PretendedWorld
+
+LLAMA_8B: dict[str, Any] = {
+    "hidden": 4096, "attention.heads": 32, "attention.kv_heads": 8, "attention.head_dim": 128, "mlp.ffn": 14336,
+    "vocab": 128256, "max_positions": 8192, "norm.epsilon": 1e-5, "positions.theta": 5e5,
+}  # fmt: skip
+SEQUENCE = 8192
+
+
+def _launches(_rank: int, layers: int, recompute: Recompute) -> Counter[str]:
+    """Return the launches of a step with one sequence."""
+    config = from_fields("llama", {"layers.count": layers, **LLAMA_8B})
+    options = ModelOptions(dtype="bfloat16", recompute=recompute)
+    with PretendedGpu(shapes_only=True) as record:
+        grid = make_grid(Layout(stage_layers=(layers,)), 1, GPU)
+        engine = Engine(config, grid, options, OptimizerOptions())
+        tokens = torch.zeros(1, SEQUENCE, dtype=torch.int64, device=GPU)
+        record.clear()
+        engine.train_step([Microbatch(tokens, tokens)], lr=1e-4)
+        return Counter(record.launches)
+
+
+BUDGETS = {
+    "kept": (Recompute(), 51),
+    "selective": (Recompute("selective"), 55),
+    "full": (Recompute("full"), 67),
+}
+
+
+@pytest.mark.parametrize(
+    ("recompute", "budget"),
+    [
+        pytest.param(*budget, id=name, marks=[] if name == "kept" else [pytest.mark.slow])
+        for name, budget in BUDGETS.items()
+    ],
+)
+def test_a_layer_of_an_8b_model_has_few_launches(
+    gpu_world: PretendedWorld, recompute: Recompute, budget: int
+) -> None:
+    """Forward, backward and update of one layer more. The gradient norm is one operation for all parameters."""
+    (one,), (two,) = (gpu_world.run(1, _launches, layers, recompute) for layers in (1, 2))
+    of_layer = two - one
+    assert sum(of_layer.values()) <= budget, of_layer
+    times = 2 if recompute.granularity == "full" else 1
+    assert of_layer["_scaled_dot_product_flash_attention"] == times
+    assert two["_foreach_norm"] == 1
+    assert two["_fused_adamw_"] <= 3, "one for each group of parameters"
