@@ -90,9 +90,10 @@ def _with_run_arguments(
     --config gave the file, so that its values stay. Raises TensorMismatch if both can't describe tensors of the same
     shapes.
     """
-    # The run computed these norms as Megatron does, unless its arguments say otherwise: config.json is from
-    # transformers.
-    config = changed(config, {"latent.norm_epsilon": given.get("latent.norm_epsilon")})
+    # The run computed these norms, and limited time steps, as Megatron does, unless its arguments say otherwise:
+    # config.json is from transformers.
+    of_the_run = ("latent.norm_epsilon", "mamba.least_time_step")
+    config = changed(config, {name: given.get(name) for name in of_the_run})
     run = changed(config, given)
     differences = config_differences(config, run)
     for name, ours, theirs in differences:

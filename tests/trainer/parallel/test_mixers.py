@@ -93,7 +93,8 @@ def save(engine: Engine, case: Case, root: Path, form: str) -> None:
     group = dist.new_group(backend="gloo") if case.world > 1 else None
     sidecars = {"config.json": family(config.family).config_json(config)}
     saver = Saver(root, form, engine.grid.rank, group, sidecars)
-    saver.save(take(engine, common, with_optimizer=True, impl="local"))
+    impl = "local" if engine.options.local_layers else "transformer_engine"
+    saver.save(take(engine, common, with_optimizer=True, impl=impl))
     saver.finish()
 
 
