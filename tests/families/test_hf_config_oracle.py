@@ -76,6 +76,11 @@ def as_transformers_has_it(raw: Raw) -> Any:
     if "full_attention" in rope:
         local = two_ropes_as_transformers_has_them(raw["model_type"], rope)
         rope = dict(rope["full_attention"])
+    temperature = {}
+    if raw["model_type"] == "ministral3":
+        temperature = {"temperature.scale": rope.pop("llama_4_scaling_beta", 0.0)}
+        for other in ("type", "max_position_embeddings"):  # repeat another value
+            rope.pop(other, None)
     window = getattr(config, "sliding_window", None) or None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     windows = [window if kind == "sliding_attention" else None for kind in kinds]
@@ -114,6 +119,7 @@ def as_transformers_has_it(raw: Raw) -> Any:
         **experts_as_transformers_has_them(config),
         **latent,
         **local,
+        **temperature,
         **gemma_2_as_transformers_has_it(config),
         **(
             {"rotates": [not window or kind == "sliding_attention" for kind in kinds]}
@@ -471,7 +477,10 @@ def test_no_rotation_of_before_is_left_beside_another_one() -> None:
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", IN_TRANSFORMERS)
 def test_keys_that_are_left_out_have_the_values_that_transformers_gives_them(name: str) -> None:
-    raw = raw_config(name, hidden_size=64, num_attention_heads=32)
+    heads = {"helium": 20}.get(
+        name, 32
+    )  # a multiple of the key/value heads that transformers assumes
+    raw = raw_config(name, hidden_size=64, num_attention_heads=heads)
     more = {
         "deepseek_v2": ("num_experts_per_tok",),
         "dots1": ("num_experts_per_tok", "n_routed_experts"),
@@ -481,6 +490,11 @@ def test_keys_that_are_left_out_have_the_values_that_transformers_gives_them(nam
 
 
 TRANSFORMERS_CANNOT = (
+    *((name, "num_key_value_heads") for name in ("cwm", "helium", "mellum", "ministral")),
+    *((name, "num_key_value_heads") for name in ("ministral3", "vaultgemma", "youtu")),
+    *((name, "head_dim") for name in ("cwm", "helium", "mellum", "ministral3", "vaultgemma")),
+    ("cwm", "sliding_window"),
+    ("mellum", "rope_scaling"),
     ("qwen3", "head_dim"),
     ("mistral", "num_key_value_heads"),
     ("mixtral", "num_key_value_heads"),
@@ -512,7 +526,7 @@ TRANSFORMERS_CANNOT = (
     *(("llama4", key) for key in ("num_key_value_heads", "head_dim")),
     ("exaone_moe", "sliding_window"),  # without layer_types; with them its model divides by 0
     *(
-        (name, "eos_token_id") for name in ("glm", "glm4")
+        (name, "eos_token_id") for name in ("cwm", "glm", "glm4")
     ),  # for which its class has tokens of its own
     *(
         (name, key)

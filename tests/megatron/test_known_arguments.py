@@ -237,6 +237,7 @@ def real_checkpoints() -> list[Path]:
                 "filter-",
                 "orbax-",
                 "modelopt-",
+                "ggml-",
                 "fsdp1-",
             )
         )
