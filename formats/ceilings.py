@@ -89,7 +89,5 @@ AXES = 64
 AXIS = 1 << 63
 """Elements along one axis, exclusive: the limit of torch's and safetensors' 64-bit numbers."""
 
-SMALL_OBJECT_BYTES = 1 << 20
-"""Objects of a store that are fetched together with others like them. A `.zarray` has 300 bytes."""
-LISTED_OBJECTS = 100_000
-"""Objects below a prefix of a store. The largest checkpoints, in zarr, have some ten thousand."""
+LISTED_OBJECTS = 1_400_000
+"""Objects below a prefix of a store. A large model in zarr has one for each of some 300,000 chunks."""

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from formats.ceilings import SMALL_OBJECT_BYTES
 from formats.errors import CheckpointError, UnsafeContent
 from formats.partial_files import RemoteState, register_root
 from formats.stores.objects import Listed, Store
@@ -24,6 +23,9 @@ _THREADS = 16
 _LONGEST_PART = 255
 _PER_ARRAY = (".zarray",)
 """Names of small files that every array of a checkpoint has. The first read of one fetches all."""
+
+_SMALL_OBJECT_BYTES = 1 << 20
+"""Objects up to this size are fetched together with others like them. A `.zarray` has 300 bytes."""
 
 
 def open_directory(store: Store, prefix: str, beside: Sequence[str]) -> Path | None:
@@ -89,7 +91,7 @@ def _make(store: Store, root: Path, found: Iterable[Listed]) -> None:
 
 def _hold_all(group: Sequence[StandIn]) -> None:
     """Fetch small objects of neighbouring directories at once."""
-    small = [each for each in group if 0 < each.state.size <= SMALL_OBJECT_BYTES]
+    small = [each for each in group if 0 < each.state.size <= _SMALL_OBJECT_BYTES]
     if len(small) < 2:
         return
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -77,7 +77,7 @@ def _refused(
     if code == "NoSuchBucket":
         return CheckpointError(
             f"{request}: there is no such bucket at {endpoint}; check the name, AWS_REGION and AWS_ENDPOINT_URL",
-            code="no-such-input",
+            code="store-refused",
         )
     if code in _HINTS:
         hint = _HINTS[code]

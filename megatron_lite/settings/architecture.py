@@ -13,7 +13,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
 from megaconv.model.training import TrainingState
 from megatron_lite.settings.config import Settings, flags
-from megatron_lite.settings.hybrid_layers import hybrid_fields, is_mamba_hybrid
+from megatron_lite.settings.hybrid_layers import hybrid_fields, is_mamba_hybrid, linear_layers
 from megatron_lite.settings.model import Model
 
 FREE = ("init_method_std", "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout")
@@ -192,6 +192,8 @@ def check_against(
     stated = _stated(config) | dict(dropouts)
     if "moe_layer_freq" in stated:
         stated["moe_layer_freq"] = _have_experts(config)
+    if "linear_attention_freq" in stated:
+        stated["linear_attention_freq"] = [kind.mixer == "linear" for kind in config.layers]
     has_no_vocabulary = settings.data.tokenizer_type == "NullTokenizer"
     for name in sorted(settings.given):
         subject, _ = flags()[name]
@@ -202,9 +204,11 @@ def check_against(
             continue  # here it is the tokenizer's size; NullTokenizer adds a token
         asked = getattr(settings.model, name)
         held = stated[name]
+        model = replace(settings.model, num_layers=config.layer_count)
         if name == "moe_layer_freq":
-            model = replace(settings.model, num_layers=config.layer_count)
             asked = _with_experts(model)
+        if name == "linear_attention_freq":
+            asked = linear_layers(model)
         is_off = asked is False and held is None
         if asked != held and not is_off:
             flag = name.replace("_", "-")

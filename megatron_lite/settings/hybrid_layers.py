@@ -22,7 +22,7 @@ def hybrid_fields(model: Model) -> dict[str, Any]:
     if model.experimental_attention_variant is not None:
         return {
             "layers.mixer": tuple(
-                "linear" if linear else "attention" for linear in _linear_layers(model)
+                "linear" if linear else "attention" for linear in linear_layers(model)
             )
         }
     if model.attention_output_gate:
@@ -117,7 +117,7 @@ def _of_mamba(model: Model, pattern: str) -> dict[str, Any]:
     return {"mamba.heads": heads, "mamba.head_dim": width}
 
 
-def _linear_layers(model: Model) -> list[bool]:
+def linear_layers(model: Model) -> list[bool]:
     """Return for each layer whether it has a delta net, from --linear-attention-freq. Raises UsageError."""
     said, layers = (model.linear_attention_freq or "").replace(" ", ""), model.num_layers or 0
     if said.isdigit() and int(said):

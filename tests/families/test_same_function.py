@@ -53,7 +53,7 @@ FOLLOWS = {
     "experts.count": ("experts.shared_ffn",),
     "hidden": ("embedding_scale", "attention.head_dim", "mlp.ffn"),
     "mamba.heads": ("attention.heads",),
-    "positions.scaling": ("temperature.scale",),
+    "positions.scaling": ("temperature.scale", "temperature.interval"),
     "mamba.head_dim": ("attention.head_dim",),
     "layers.window": ("layers.rotates",),
     "attention.qkv_bias": ("attention.o_bias",),

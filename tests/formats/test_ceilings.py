@@ -28,6 +28,7 @@ PUBLISHED_FILES = {
     "YAML_VALUES": 2_000,  # run_config.yaml
     "YAML_DEPTH": 8,  # model.yaml of NeMo
     "YAML_NUMBER": 25,  # a float64 in full
+    "LISTED_OBJECTS": 350_000,  # Kimi K2 with optimizer state in zarr: 276,000 chunks and 70,000 `.zarray`
     "AXES": 5,  # a convolution over video
     "AXIS": 1 << 40,  # a parameter buffer of a trillion elements
 }  # fmt: skip

@@ -112,7 +112,7 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
         config = changed(config, {"layers.mixer": ("linear", "attention"), **sizes})
     if has_mamba(family):
         return changed(config, hybrid_fields("M*-E", latent=3))
-    if not has_experts(family):
+    if not has_experts(family) and not has_latent_attention(family):
         return config
     if has_latent_attention(family):
         config = changed(
@@ -128,6 +128,8 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
         )
     if has_indexer(family):
         config = changed(config, {"indexer.heads": 3, "indexer.head_dim": 5, "indexer.topk": 1})
+    if not has_experts(family):
+        return config
     config = changed(config, {"mtp_layers": int(has_mtp(family))})
     experts = {
         "experts.count": 4,

@@ -51,11 +51,11 @@ def config_of(family: str) -> dict[str, Any]:
         "bert": BERT | {"num_attention_heads": 4},
         "t5": T5 | {"num_heads": 4},
     }
-    return known.get(family) or raw_config(
-        family,
-        torch_dtype="bfloat16",
-        **({"norm_topk_prob": True, "num_experts_per_tok": 4} if family == "glm4_moe" else {}),
-    )
+    keys = {
+        "glm4_moe": {"norm_topk_prob": True, "num_experts_per_tok": 4},
+        "internlm2": {"bias": False},  # Megatron has no layers with these biases
+    }
+    return known.get(family) or raw_config(family, torch_dtype="bfloat16", **keys.get(family, {}))
 
 
 def options_of(family: str, words: str) -> dict[str, Any]:
