@@ -18,8 +18,9 @@ MAX_WORKERS = 8
 BLOCK_BYTES = 1 << 20
 """Bytes of the blocks in which tensors are moved.
 
-The size is large enough for the disk and small enough for the caches (benchmarks/convert.py). Blocks of 2 MiB took half
-more of the kernel's time, because Linux then looks for 2 MiB of contiguous memory in its page cache for each block.
+The size is large enough for the disk and small enough for the caches (benchmarks/convert.py). For larger blocks Linux
+looks for as much contiguous memory in its page cache. Blocks of 2 MiB took up to half more of the kernel's time on one
+machine and none on another, and blocks of 4 MiB three times as much.
 """
 
 

@@ -99,7 +99,9 @@ def test_a_bad_scorer_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.delenv("PERSPECTIVE_API_KEY", raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_OFFLINE", True
+    )  # read when it was imported
     source = write(tmp_path / "in.jsonl")
     assert score(source, tmp_path / "out", scorer=scorer) != 0
     (line,) = capsys.readouterr().err.strip().splitlines()
