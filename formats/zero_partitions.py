@@ -194,7 +194,7 @@ class _Partitions:
     paddings: Any
     """Elements behind each parameter of each group under stages 1 and 2, or None."""
     slices: Sequence[Sequence[Mapping[str, Any]]]
-    """What each file lists as its slices of each group. Empty where DeepSpeed lists none."""
+    """The slices of each group that a file lists as its own. Empty if DeepSpeed lists none."""
 
     def vectors(self, slot: str) -> list[list[LazyTensor]]:
         """The vectors of a moment, in the order of `masters`."""

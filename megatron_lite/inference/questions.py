@@ -19,7 +19,7 @@ class Question:
     """Number of the prompt from 0; without prompts, of the sample."""
     text: str
     seed: int
-    """Of this row's sample."""
+    """The seed of this row's sample."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ A matrix computes with its `product` (products/product.py). A Recorder takes the
 lets the product compute. Keys and values come by the cache of a pass, which here keeps nothing.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -37,12 +38,12 @@ class Columns:
         self.rows += len(magnitude)
 
 
-class Watcher:
+class Watcher(ABC):
     """Sees the inputs of all matrices. A subclass decides what it keeps."""
 
+    @abstractmethod
     def see(self, name: str, x: Tensor, weight: Tensor) -> None:
         """name: of the matrix. x [..., in] with at least one row, weight [out, in]: as this rank has them."""
-        raise NotImplementedError
 
 
 class Recorder(Product):

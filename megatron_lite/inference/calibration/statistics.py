@@ -56,7 +56,7 @@ class WholeColumns:
 
 @dataclass
 class Merged:
-    """What all ranks have seen."""
+    """The statistics of all ranks together."""
 
     columns: dict[str, WholeColumns] = field(default_factory=dict)
     """By canonical tensor."""

@@ -18,7 +18,7 @@ class Heads(NamedTuple):
     """Heads whose channels follow each other in a projection."""
 
     number: int
-    """Of this tensor rank. A number below the context-parallel size is repeated up to it."""
+    """The number of heads of this tensor rank. A number below the context-parallel size is repeated up to it."""
     width: int = 1
 
 

@@ -30,7 +30,7 @@ from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import NormColumnLinear, RowLinear
 
 EPSILON = 1e-5
-"""Of the norm after the gate, in Megatron core and in the families of its hybrids."""
+"""The epsilon of the norm after the gate, in Megatron core and in the families of its hybrids."""
 
 
 class GatedGroupNorm(nn.Module):

@@ -320,10 +320,16 @@ FURTHER = [
 )
 def test_ten_steps_are_those_of_megatron_core(case: Case, world: World) -> None:
     wanted, allowed = expected(case.model), TOLERANCES[case.model]
-    # Ranks sum the terms of a decay's gradient, which almost cancel, in another order. 2.2e-5 is the most that is found.
-    of_gradients = allowed.gradients * (1 if case.world == 1 else 2)
+    # Ranks sum the terms of a decay's gradient, which almost cancel, in another order. With Mamba 2, TP2 and CP2 its
+    # gradient is 2.2e-5 off.
+    of_decays = allowed.gradients * (1 if case.world == 1 else 2)
     for found in world.run(case.world, train, case, len(wanted["loss"])):
         assert found.logits is None or found.logits < allowed.logits
-        assert {part: far for part, far in found.gradients.items() if far > of_gradients} == {}
+        too_far = {
+            part: far
+            for part, far in found.gradients.items()
+            if far > (of_decays if part.endswith("A_log") else allowed.gradients)
+        }
+        assert too_far == {}
         assert found.losses == pytest.approx(wanted["loss"], rel=allowed.losses)
         assert found.norms == pytest.approx(wanted["grad_norm"], rel=allowed.norms)
