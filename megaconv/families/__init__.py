@@ -122,13 +122,23 @@ class Family:
 
 
 @cache
-def families() -> dict[str, Family]:
-    """megaconv's own families, by name."""
-    found = {}
-    for module in sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.ispkg):
-        family: Family = import_module(f"{__name__}.{module}").FAMILY
-        found[family.name] = family
+def _names() -> tuple[str, ...]:
+    """The names of megaconv's own families, which are also the names of their files."""
+    return tuple(sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.ispkg))
+
+
+def _own(name: str) -> Family | None:
+    """megaconv's own family of this name, without the import of any other; None if there is none."""
+    if name not in _names():
+        return None
+    found: Family = import_module(f"{__name__}.{name}").FAMILY
     return found
+
+
+@cache
+def families() -> dict[str, Family]:
+    """megaconv's own families, by name. Imports all of them."""
+    return {name: import_module(f"{__name__}.{name}").FAMILY for name in _names()}
 
 
 def all_families() -> dict[str, Family]:
@@ -177,6 +187,10 @@ def _family_of(config: Mapping[str, Any]) -> Family | None:
             return bool(set(architectures) & set(family.architectures))
         return config.get("model_type") in (family.model_type, *family.other_types)
 
+    # Most families have the name of their model_type. Then no other file is imported, which takes a fifth of the start.
+    namesake = _own(str(config.get("model_type")))
+    if namesake is not None and fits(namesake):
+        return namesake
     for known_families in (
         families,
         all_families,
@@ -268,7 +282,7 @@ def read_config(
 
 def family(name: str) -> Family:
     """A family of this package or of another package. Raises UnknownFamily."""
-    found = families().get(name) or all_families().get(name)
+    found = _own(name) or all_families().get(name)
     if found is None:
         raise UnknownFamily(
             f"model family {name!r} is not known; known: {', '.join(all_families())}"

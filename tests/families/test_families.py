@@ -1,6 +1,8 @@
 """Families beside Llama's: any of their models through any two layouts and back, and what else their files may be like."""
 
 import json
+import subprocess
+import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping
@@ -916,3 +918,29 @@ def test_an_architecture_that_can_not_be_converted_is_refused_with_its_reason(
     hf = write_llama(tmp_path / "hf", extra_config={"architectures": [architecture]})
     outcome = run("convert", "--load-dir", hf, "--saver", "core", "--save-dir", tmp_path / "out")
     assert_refused(outcome, 3, UNSUPPORTED[architecture])
+
+
+def test_a_config_whose_family_has_its_name_imports_no_other_family() -> None:
+    found = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from megaconv.families import family_of_hf\n"
+            "config = {'architectures': ['LlamaForCausalLM'], 'model_type': 'llama'}\n"
+            "assert family_of_hf(config, 'config.json').name == 'llama'\n"
+            "print([name for name in sys.modules if name.startswith('megaconv.families.')])",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "megaconv.families.llama" in found.stdout
+    assert "megaconv.families.mixtral" not in found.stdout
+
+
+def test_a_family_has_the_name_of_its_file_and_shares_no_architecture() -> None:
+    architectures: list[str] = []
+    for name, family in families().items():
+        assert family.name == name
+        architectures.extend(family.architectures)
+    assert len(architectures) == len(set(architectures))
