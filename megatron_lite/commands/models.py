@@ -4,15 +4,12 @@ import argparse
 from collections.abc import Sequence
 
 from megaconv.families import families
-from megatron_lite.models.trainable import NOT_TRAINED, TRAINED
+from megatron_lite.models.trainable import TRAINED
 from megatron_lite.settings.architecture import OF_THEIR_OWN
 
 
 def table() -> str:
-    """Return a Markdown table with a line for each family, and the reason why a family can't be trained.
-
-    Families that can't be trained can be converted.
-    """
+    """Return a Markdown table with a line for each family. Families that can't be trained can be converted."""
     lines = ["| family | architectures | trained |", "|---|---|---|"]
     for name, family in sorted(families().items()):
         architectures = ", ".join(family.architectures)
@@ -21,11 +18,7 @@ def table() -> str:
 
 
 def _trained(family: str) -> str:
-    """Return `yes`, or `no` with the reason. Families of plugins have no reason."""
-    if family in TRAINED or family in OF_THEIR_OWN:
-        return "yes"
-    reason = NOT_TRAINED.get(family)
-    return "no" if reason is None else f"no: {reason}"
+    return "yes" if family in TRAINED or family in OF_THEIR_OWN else "no"
 
 
 def main(words: Sequence[str]) -> int:

@@ -17,16 +17,12 @@ from megatron_lite.settings.options import ModelOptions
 TRAINED = (
     "arcee", "bailing_moe2", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
     "exaone_moe", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_oss",
-    "granite", "helium", "hy_v3", "internlm2", "jais2", "llama", "llama4", "mellum", "mimo", "minimax_m2", "ministral",
+    "granite", "helium", "hy_v3", "internlm2", "jais2", "llama", "llama4", "mamba2", "mellum", "mimo", "minimax_m2", "ministral",
     "ministral3", "mistral", "mixtral", "nemotron", "nemotron_h", "olmo2", "olmo3", "olmoe", "phi3", "qwen", "qwen2", "qwen2_moe",
     "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open",
     "stablelm", "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
 """Families that the decoder supports by configuration."""
-NOT_TRAINED = {
-    "mamba2": "all layers are Mamba 2",
-}
-"""Family that can't be trained -> the reason."""
 NOT_COMPUTED = {
     "output_norm mixture": "norms after its experts, not before them",
     "output_norm mla": "norms after its latent attention, not before it",
@@ -63,13 +59,11 @@ def check_trained(
 
 
 def _check_family(family: str) -> None:
-    """Raise NotExpressible for a family that can't be trained. Families of plugins have no reason."""
+    """Raise NotExpressible for a family of another package, whose layers the decoder may not have."""
     if family in TRAINED or family in OF_THEIR_OWN:
         return
-    reason = NOT_TRAINED.get(family)
-    because = "" if reason is None else f": {reason}"
     raise NotExpressible(
-        f"a {family} can't be trained yet{because}; `megatron-lite models` lists the families that can"
+        f"a {family} can't be trained; `megatron-lite models` lists the families that can"
     )
 
 

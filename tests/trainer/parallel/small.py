@@ -88,12 +88,17 @@ _HYBRID = {
     "mlp.gated": False, "positions.kind": "none", "mamba.heads": 4, "mamba.head_dim": 6, "mamba.groups": 2, "mamba.state": 5,
     "experts.score": "sigmoid", "experts.router_bias": True, "experts.shared_ffn": 24,
 }  # fmt: skip
+_MAMBA_ALONE = {
+    "layers.mixer": "mamba", "layers.mlp": "none", "positions.kind": "none", "mamba.heads": 4, "mamba.head_dim": 6, "mamba.groups": 2,
+    "mamba.state": 5,
+}  # fmt: skip
 _DELTA_NETS = {
     "layers.mixer": ("linear", "linear", "attention", "linear"), "attention.qk_norm": True, "attention.output_gate": True,
     "norm.zero_centered": True, "positions.rotary_percent": 0.5, "linear.key_heads": 2, "linear.value_heads": 4, "linear.key_dim": 4,
     "linear.value_dim": 6, "linear.conv": 3,
 }  # fmt: skip
 MODELS = {
+    "mamba": from_fields("mamba2", {**SIZES, **_MAMBA_ALONE}),
     "hybrid": from_fields("nemotron_h", {**SIZES, **_EXPERTS, **_HYBRID}),
     "delta nets": from_fields("qwen3_5", {**SIZES, **_DELTA_NETS}),
     "delta nets, experts": from_fields(

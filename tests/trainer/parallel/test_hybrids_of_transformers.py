@@ -13,9 +13,12 @@ from tests.transformers_oracle import LAYERS, MIXTURES, VARIANTS
 pytestmark = pytest.mark.oracle
 OF_MAMBA = 5e-5
 """Relative tolerance of gradients: sums of decays over a sequence magnify rounding. 2e-5 is the most that is found."""
+OF_PURE_MAMBA = 5e-4
+"""The same for layers of Mamba 2 alone, each of which magnifies the rounding of the others. 3.6e-4 is the most that is found."""
 OF_DELTA_NETS = 5e-4
 """The same: triangular systems magnify rounding more. 2e-4 is the most that is found."""
 HYBRIDS = {
+    "mamba2": OF_PURE_MAMBA,
     "nemotron_h": OF_MAMBA,
     "nemotron_h, experts": OF_MAMBA,
     "qwen3_5": OF_DELTA_NETS,
@@ -42,10 +45,12 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(
 @pytest.mark.parametrize(
     ("name", "layout", "sequence_parallel"),
     [
+        ("mamba2", Layout(2, stage_layers=(LAYERS,)), False),
         ("nemotron_h", Layout(2, stage_layers=(LAYERS,)), False),
         ("qwen3_5", Layout(2, stage_layers=(LAYERS,)), False),
         ("nemotron_h, experts", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True),
         ("qwen3_next", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True),
+        pytest.param("mamba2", UNEVEN, True, marks=pytest.mark.slow),
         pytest.param("nemotron_h", UNEVEN, True, marks=pytest.mark.slow),
         pytest.param("qwen3_5", UNEVEN, True, marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", UNEVEN, True, marks=pytest.mark.slow),
