@@ -16,7 +16,7 @@ from megaconv.terminal import show
 from megatron_lite.models.trainable import refuse_whole
 from megatron_lite.planning.report import Planned
 from megatron_lite.planning.stages import Described
-from megatron_lite.settings.architecture import OF_THEIR_OWN, check_against, model_from_flags
+from megatron_lite.settings.architecture import check_against, model_from_flags
 from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.objective_flags import check_objective_flags
@@ -85,8 +85,6 @@ def describe(world: int | None, words: list[str]) -> Described:
     check_objective_flags(settings)
     options = model_options(settings, NO_DROPOUT)
     config = changed(_model(settings), {"dtype": options.dtype})
-    if config.family in OF_THEIR_OWN:
-        raise NotExpressible(f"a run of a {config.family} can't be planned yet")
     parallel = settings.parallel
     ranks = world or prod(
         (

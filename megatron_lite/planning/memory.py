@@ -8,7 +8,9 @@ widths of all heads together; f is the MLP's width. Each is divided by tp, but h
     MLP         h + h + f (2 f if gated) + f (activated)
     experts     k times (2 h + f or 2 f + f), and h twice; if etp ranks share each expert, they have the rows of all of these,
                 h once more for each, and f / etp of them
-    head        h twice, and once the gradient of its matrix; the same and a layer more for each further predicted token
+    cross       h + h + q (of queries) + q (output), and for each token of the encoder k and v
+    head        h twice, and once the gradient of its matrix; the same and a layer more for each further predicted token;
+                three h more for BERT's transform
 
 Selective recomputation leaves out the normed and activated elements. Full recomputation keeps one h for each group of
 layers, and the inside of one group.
@@ -31,7 +33,7 @@ from megatron_lite.optimizer.algorithms import algorithm
 from megatron_lite.optimizer.dealing import Dealer
 from megatron_lite.optimizer.filling import Filling, fill
 from megatron_lite.parallel.pipeline_order import order
-from megatron_lite.planning.stages import Described
+from megatron_lite.planning.stages import Described, StackPart
 
 
 @dataclass(frozen=True)
@@ -138,14 +140,10 @@ def activations(run: Described, pp_rank: int) -> int:
 def _kept_by(run: Described, chunk: Chunk) -> int:
     """Return the bytes that a forward pass of one microbatch through a chunk keeps until its backward pass."""
     width = _width(run)
-    elements = 0.0
-    for group, only_input in _groups(run, chunk):
-        if only_input:
-            elements += width
-            continue
-        for layer in group:
-            elements += layer_elements(run, layer)
-    found = elements * run.tokens
+    found = 0.0
+    for part in run.stacks(chunk):
+        for group, only_input in _groups(run, part.layers):
+            found += width * part.tokens if only_input else _of_layers(run, part, group)
     if chunk.is_last:
         config = run.config
         # The gradient of the head's matrix.
@@ -155,14 +153,30 @@ def _kept_by(run: Described, chunk: Chunk) -> int:
         last_layer = layer_elements(run, config.layer_count - 1)
         of_mtp_layer = (last_layer + 3 * width) * run.tokens
         found += of_head + config.mtp_layers * (of_head + of_mtp_layer)
+        if config.has("transform"):
+            found += 3 * width * run.tokens
     return round(found * run.itemsize)
 
 
-def _groups(run: Described, chunk: Chunk) -> Iterator[tuple[range, bool]]:
+def _of_layers(run: Described, part: StackPart, layers: range) -> float:
+    """Return the elements that a microbatch leaves in some layers of a part."""
+    each = sum(layer_elements(run, layer) for layer in layers) * part.tokens
+    return each + (len(layers) * _cross_elements(run) if part.crosses else 0)
+
+
+def _cross_elements(run: Described) -> float:
+    """Return the elements that a microbatch leaves in a layer's attention to the encoder's output."""
+    attention, tp = run.config.attention, run.sizes.layout.tp
+    width = attention.heads * attention.head_dim / tp
+    normed = 0 if run.options.recompute.granularity == "selective" else _width(run)
+    queries = run.tokens * (_width(run) + normed + 2 * width)
+    return queries + run.source_tokens * 2 * width
+
+
+def _groups(run: Described, layers: range) -> Iterator[tuple[range, bool]]:
     """Yield (layers, True if only the input of the group is kept)."""
     recompute = run.options.recompute
-    first = chunk.first_layer
-    end = first + chunk.layers
+    first, end = layers.start, layers.stop
     if recompute.granularity != "full":
         yield range(first, end), False
     elif recompute.method == "uniform":
@@ -177,13 +191,13 @@ def _groups(run: Described, chunk: Chunk) -> Iterator[tuple[range, bool]]:
 
 def _inside(run: Described, chunk: Chunk) -> int:
     """Return the bytes inside the largest group of layers that is recomputed."""
-    tokens = run.tokens * run.itemsize
     inside = (
-        sum(layer_elements(run, layer) for layer in group)
-        for group, whole in _groups(run, chunk)
+        _of_layers(run, part, group)
+        for part in run.stacks(chunk)
+        for group, whole in _groups(run, part.layers)
         if whole
     )
-    return round(max(inside, default=0.0) * tokens)
+    return round(max(inside, default=0.0) * run.itemsize)
 
 
 def _width(run: Described) -> float:

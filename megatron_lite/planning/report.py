@@ -48,7 +48,10 @@ class Planned:
     @cached_property
     def bubble(self) -> float:
         layout = self.run.sizes.layout
-        return bubble(layout.pp, layout.vpp, self.run.microbatches, layout.stage_layers)
+        layers = [
+            sum(len(part.layers) for part in self.run.stacks(chunk)) for chunk in layout.chunks()
+        ]
+        return bubble(layout.pp, layout.vpp, self.run.microbatches, layers)
 
     @cached_property
     def untrained(self) -> str | None:
@@ -71,6 +74,7 @@ class Planned:
             },
             "batch": {
                 "global": run.sizes.batch.full, "micro": run.sizes.micro_batch, "sequence": run.sizes.seq,
+                **({"decoder_sequence": run.sizes.decoder_seq} if run.sizes.decoder_seq else {}),
                 "microbatches": run.microbatches,
             },
             "bubble": self.bubble, "not_trained_yet": self.untrained,
@@ -104,8 +108,9 @@ class Planned:
         yield f"{model}; {ranks}: {sizes.layout}{context}, DP {sizes.dp}"
         sequences = counted(sizes.batch.full, "sequence")
         microbatches = counted(run.microbatches, "microbatch", "microbatches")
+        lengths = f"{sizes.seq} and {sizes.decoder_seq}" if sizes.decoder_seq else str(sizes.seq)
         yield (
-            f"a step: {sequences} of {sizes.seq} tokens, {microbatches} of {sizes.micro_batch} on each rank; "
+            f"a step: {sequences} of {lengths} tokens, {microbatches} of {sizes.micro_batch} on each rank; "
             f"{self.bubble:.1%} of it is the pipeline's bubble"
         )
 

@@ -1,8 +1,9 @@
 """A run that is only described, and the contents of its pipeline stages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from formats.tensor import ITEMSIZE
 from megaconv.families import family
@@ -11,12 +12,23 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, padded_vocab
 from megaconv.model.naming import CORE
 from megaconv.model.natives import NativeTensor, RankTensors
-from megaconv.model.table import with_beside
+from megaconv.model.table import encoder_layers, with_beside
 from megatron_lite.models.mixers.table import stays_in_float32
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.parameters import ParameterInfo, is_partial, tied_along, trained_tensors
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 from megatron_lite.settings.sizes import Sizes
+
+
+class StackPart(NamedTuple):
+    """Consecutive layers of one stack."""
+
+    layers: range
+    tokens: int
+    """Tokens of a microbatch in these layers."""
+    crosses: bool
+    """True if each layer also attends to the encoder's output."""
+
 
 BEFORE, BEHIND = -1, 1 << 30
 """Places before and after all layers, for sorting."""
@@ -48,8 +60,23 @@ class Described:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch on one context rank."""
-        return self.sizes.seq // self.sizes.cp * self.sizes.micro_batch
+        """Tokens of a microbatch on one context rank. T5: of the decoder."""
+        length = self.sizes.decoder_seq or self.sizes.seq
+        return length // self.sizes.cp * self.sizes.micro_batch
+
+    @property
+    def source_tokens(self) -> int:
+        """Tokens of a microbatch that the encoder reads. 0 for a model with one stack."""
+        return self.sizes.seq * self.sizes.micro_batch if self.sizes.decoder_seq else 0
+
+    def stacks(self, chunk: Chunk) -> Iterator["StackPart"]:
+        """Yield the parts of a chunk: layers of T5's encoder, then layers of the decoder or of the only stack."""
+        of_encoder = encoder_layers(self.config, chunk)
+        if of_encoder:
+            yield StackPart(of_encoder, self.source_tokens, crosses=False)
+        own = range(chunk.first_layer, chunk.first_layer + chunk.layers)
+        if own:
+            yield StackPart(own, self.tokens, crosses=self.config.encoder.layers > 0)
 
     @property
     def expert_dp(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from megaconv.model.layout import Chunk
+from megaconv.model.layout import Chunk, Layout
 from megatron_lite.models.mixers.table import mixer_of
 from megatron_lite.optimizer.algorithms import make_dealer
 from megatron_lite.optimizer.filling import fill, padded
@@ -28,7 +28,7 @@ class Traffic:
     group: str
     """A group of parallel/grid.py.
 
-    One of `tp`, `cp`, `cp_near`, `cp_far`, `replicas`, `ep`, `etp`, `edp`, `ends`, `world`. `pp` stands for messages
+    One of `tp`, `cp`, `cp_near`, `cp_far`, `replicas`, `ep`, `etp`, `edp`, `ends`, `stacks`, `world`. `pp` stands for messages
     between stages.
     """
     kind: str
@@ -63,8 +63,13 @@ def sizes(run: Described) -> dict[str, int]:
         "tp": layout.tp, "cp": run.sizes.cp, "cp_near": run.options.near, "cp_far": run.sizes.cp // run.options.near,
         "replicas": run.replicas,
         "pp": layout.pp, "ep": layout.ep, "etp": layout.etp, "edp": run.expert_dp,
-        "ends": 2 if layout.pp > 1 else 1, "world": run.world,
+        "ends": _holders_of_tables(layout), "stacks": 2 if layout.split_rank else 1, "world": run.world,
     }  # fmt: skip
+
+
+def _holders_of_tables(layout: Layout) -> int:
+    """Return the number of stages that hold the vocabulary's table: the first, T5's first of the decoder, and the last."""
+    return len({0, layout.split_rank, layout.pp - 1})
 
 
 Counted = tuple[str, str, float]
@@ -77,7 +82,9 @@ def _all(run: Described, pp_rank: int) -> Iterator[Counted]:
         for group, kind, count in _of_microbatch(run, chunk):
             yield group, kind, count * run.microbatches
         yield from _of_gradients(run, run.parameters(index, chunk))
-    yield "world", "all_reduce", (2 + 1 + 2) * FLOAT64  # losses, squares, two signals
+    losses = 2 if run.config.head.binary else 1
+    # The sum and the number of each loss, squares, two signals.
+    yield "world", "all_reduce", (2 * losses + 1 + 2) * FLOAT64
     routers = sum(
         run.config.has("moe", layer)
         for chunk in chunks
@@ -93,29 +100,63 @@ def _end(chunk: Chunk) -> int:
 
 
 def _of_microbatch(run: Described, chunk: Chunk) -> Iterator[Counted]:
-    tokens = run.tokens
-    whole = tokens * run.config.hidden * run.itemsize
-    between = whole // run.sizes.layout.tp if run.sequence else whole
-    if chunk.is_first:
-        yield from _there_and_back(run, whole)
-    else:
-        yield "pp", "send", between  # the gradient in the backward pass
-    again = _computed_again(run, chunk)
-    for layer in range(chunk.first_layer, _end(chunk)):
-        yield from _of_layer(run, layer, 2 if layer in again else 1)
+    if not chunk.is_first:
+        yield "pp", "send", _arriving(run, chunk)  # the gradient in the backward pass
+    for tokens in _embedded(run, chunk):
+        yield from _there_and_back(run, tokens)
+    for part in run.stacks(chunk):
+        again = _computed_again(run, part.layers)
+        for layer in part.layers:
+            forward = 2 if layer in again else 1
+            yield from _of_layer(run, layer, part.tokens, forward)
+            if part.crosses:
+                yield from _of_cross_attention(run, forward)
     if chunk.is_last:
-        for _ in range(1 + run.config.mtp_layers):
-            yield from _there_and_back(run, whole)
-            # The loss gathers each rank's maximum, sum of exponentials and label's logit (models/loss.py).
-            yield "tp", "all_gather", 3 * FLOAT32 * tokens * run.sizes.layout.tp
-        for _ in range(run.config.mtp_layers):
-            yield from _of_layer(run, run.config.layer_count - 1, 1)
+        yield from _of_head(run)
     else:
-        yield "pp", "send", between
+        yield "pp", "send", _leaving(run, chunk)
 
 
-def _there_and_back(run: Described, whole: int) -> Iterator[Counted]:
+def _embedded(run: Described, chunk: Chunk) -> Iterator[int]:
+    """Yield the numbers of tokens that a chunk embeds."""
+    if chunk.is_first and run.source_tokens:
+        yield run.source_tokens
+    if chunk.starts_decoder or (chunk.is_first and chunk.encoder is None):
+        yield run.tokens
+
+
+def _arriving(run: Described, chunk: Chunk) -> int:
+    """Return the bytes that a chunk takes from the stage before it."""
+    starts = chunk.starts_decoder or not chunk.layers
+    return _between(run, run.source_tokens + (0 if starts else run.tokens))
+
+
+def _leaving(run: Described, chunk: Chunk) -> int:
+    """Return the bytes that a chunk gives to the next stage. A decoder's stage also passes the encoder's output on."""
+    return _between(run, run.source_tokens + (run.tokens if chunk.layers else 0))
+
+
+def _between(run: Described, tokens: int) -> int:
+    """Return the bytes of some tokens' activations between stages."""
+    whole = tokens * run.config.hidden * run.itemsize
+    return whole // run.sizes.layout.tp if run.sequence else whole
+
+
+def _of_head(run: Described) -> Iterator[Counted]:
+    for _ in range(1 + run.config.mtp_layers):
+        yield from _there_and_back(run, run.tokens)
+        # The loss gathers each rank's maximum, sum of exponentials and label's logit (models/loss.py).
+        yield "tp", "all_gather", 3 * FLOAT32 * run.tokens * run.sizes.layout.tp
+    for _ in range(run.config.mtp_layers):
+        yield from _of_layer(run, run.config.layer_count - 1, run.tokens, 1)
+    if run.config.head.binary and run.sequence:
+        # The pooler broadcasts the first token of each sequence, and sums its gradient.
+        yield "tp", "all_reduce", 2 * run.sizes.micro_batch * run.config.hidden * run.itemsize
+
+
+def _there_and_back(run: Described, tokens: int) -> Iterator[Counted]:
     """Yield the traffic of the embedding's output, or of the head's input."""
+    whole = tokens * run.config.hidden * run.itemsize
     if run.sequence:
         yield "tp", "reduce_scatter", whole
         yield "tp", "all_gather", whole
@@ -123,36 +164,43 @@ def _there_and_back(run: Described, whole: int) -> Iterator[Counted]:
         yield "tp", "all_reduce", whole
 
 
-def _computed_again(run: Described, chunk: Chunk) -> range:
+def _computed_again(run: Described, layers: range) -> range:
     again = run.options.recompute
     if again.granularity != "full":
         return range(0)
-    return range(
-        chunk.first_layer,
-        _end(chunk)
-        if again.method == "uniform"
-        else min(_end(chunk), chunk.first_layer + again.layers),
-    )
+    return layers if again.method == "uniform" else layers[: again.layers]
 
 
-def _of_layer(run: Described, layer: int, forward: int) -> Iterator[Counted]:
-    """Yield the traffic of one layer. forward: how often its forward pass is computed."""
+def _of_layer(run: Described, layer: int, tokens: int, forward: int) -> Iterator[Counted]:
+    """Yield the traffic of one layer, for so many tokens. forward: how often its forward pass is computed."""
     config = run.config
     kind = config.layers[layer]
     mixer = mixer_of(config, kind)
     if mixer is not None:
         if mixer.attends:
             yield from _of_other_tokens(run, forward)
-        yield from _of_matrices(run, mixer.input_width(config), forward)
+        yield from _of_matrices(run, tokens, mixer.input_width(config), forward)
         shared = mixer.shared_width(config)
         if shared:
             yield from _of_shared(run, shared, forward)
     if kind.mlp == "dense":
-        yield from _of_matrices(run, config.hidden, forward)
+        yield from _of_matrices(run, tokens, config.hidden, forward)
     elif kind.mlp == "experts":
         if config.experts.shared_ffn:
-            yield from _of_matrices(run, config.hidden, forward)
+            yield from _of_matrices(run, tokens, config.hidden, forward)
         yield from _of_experts(run, forward)
+
+
+def _of_cross_attention(run: Described, forward: int) -> Iterator[Counted]:
+    """Yield the traffic of a layer's attention to the encoder's output: of queries and the result, then of keys and values."""
+    width = run.config.hidden
+    yield from _of_matrices(run, run.tokens, width, forward)
+    source = run.source_tokens * run.itemsize * width
+    if run.sequence:
+        yield "tp", "all_gather", source * (forward + 1)
+        yield "tp", "reduce_scatter", source
+    else:
+        yield "tp", "all_reduce", source
 
 
 def _of_other_tokens(run: Described, forward: int) -> Iterator[Counted]:
@@ -189,9 +237,9 @@ def _of_other_tokens(run: Described, forward: int) -> Iterator[Counted]:
         yield "cp_near" if has_levels else "cp", "all_to_all", exchanged
 
 
-def _of_matrices(run: Described, into: int, forward: int) -> Iterator[Counted]:
+def _of_matrices(run: Described, tokens: int, into: int, forward: int) -> Iterator[Counted]:
     """Yield the traffic of a column-sharded and the following row-sharded matrix. into: width of the first one's input."""
-    each = run.tokens * run.itemsize
+    each = tokens * run.itemsize
     taken, given = each * into, each * run.config.hidden
     if run.sequence:
         yield "tp", "all_gather", taken * (forward + 1) + given

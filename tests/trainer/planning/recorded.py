@@ -12,16 +12,20 @@ import torch
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed, from_fields
-from megaconv.model.layout import LayerSplit, Layout, split_layers
+from megaconv.model.layout import LayerSplit, Layout, split_layers, split_stacks
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.bert import SWAPPED_PARTS
 from megatron_lite.parallel import comm, tensor
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.planning.stages import Described
 from megatron_lite.settings.options import Balancing, ModelOptions, OptimizerOptions, Recompute
 from megatron_lite.settings.sizes import BatchSize, Sizes
-from tests.trainer.parallel.small import MODELS, NONE
+from tests.trainer.parallel.small import MODELS as DECODERS
+from tests.trainer.parallel.small import NONE
+from tests.trainer.parallel.test_bert import CONFIG as BERT
+from tests.trainer.parallel.test_encoder_decoders import CONFIG as T5
 
 SEQUENCE = 16
 MIXTURE = from_fields(
@@ -33,6 +37,11 @@ MIXTURE = from_fields(
         "experts.shared_ffn": 40, "experts.shared_gate": True, "experts.renormalize": False,
     },
 )  # fmt: skip
+
+
+MODELS = {**DECODERS, "mixture": MIXTURE, "bert": BERT, "t5": T5}
+SOURCE_SEQUENCE = 24
+"""Tokens that T5's encoder reads; its decoder has SEQUENCE."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +65,14 @@ class Planned:
     recompute: Recompute = NONE
     dtype: str = "float32"
     microbatches: int = 2
+    encoder_stages: int = 0
+    """T5: stages of the encoder's own."""
     wider: int = 1
     """Times which the model is as wide."""
 
     @property
     def config(self) -> ModelConfig:
-        found = MIXTURE if self.model == "mixture" else MODELS[self.model]
+        found = MODELS[self.model]
         wide = {
             "hidden": found.hidden * self.wider,
             "mlp.ffn": found.mlp.ffn * self.wider,
@@ -76,13 +87,21 @@ class Planned:
 
     def described(self) -> Described:
         config = self.config
+        of_encoder: tuple[int, ...] = ()
+        if self.encoder_stages:
+            of_encoder, stage_layers = split_stacks(
+                config.encoder.layers, config.layer_count, self.pp, self.encoder_stages
+            )
+        else:
+            stage_layers = split_layers(config.layer_count, self.pp, self.vpp, LayerSplit())
         layout = Layout(
             self.tp,
             self.pp,
             self.vpp,
             self.ep,
             self.etp,
-            stage_layers=split_layers(config.layer_count, self.pp, self.vpp, LayerSplit()),
+            stage_layers=stage_layers,
+            encoder_stage_layers=of_encoder,
         )
         options = ModelOptions(
             self.dtype, sequence_parallel=self.sequence, recompute=self.recompute, vocab_divisor=4,
@@ -91,9 +110,11 @@ class Planned:
         )  # fmt: skip
         optimizer = OptimizerOptions(self.kind, distributed=self.distributed, bucket_elements=4000)
         batch = BatchSize(2 * self.microbatches * self.dp, 2 * self.microbatches * self.dp)
+        two_stacks = config.encoder.layers > 0
         sizes = Sizes(
-            layout=layout, dp=self.dp, batch=batch, micro_batch=2, seq=SEQUENCE, cp=self.cp
-        )
+            layout=layout, dp=self.dp, batch=batch, micro_batch=2, cp=self.cp,
+            seq=SOURCE_SEQUENCE if two_stacks else SEQUENCE, decoder_seq=SEQUENCE if two_stacks else 0,
+        )  # fmt: skip
         return Described(config, sizes, options, optimizer)
 
     def __str__(self) -> str:
@@ -129,10 +150,21 @@ def step(engine: Engine, planned: Planned) -> None:
         engine.config.vocab, (planned.microbatches, 2, SEQUENCE + 1), generator=generator
     )
     batches = [
-        Microbatch(rows[:, :-1], rows[:, 1:], index=index) for index, rows in enumerate(tokens)
+        Microbatch(rows[:, :-1], rows[:, 1:], index=index, **_of_family(engine, rows))
+        for index, rows in enumerate(tokens)
     ]
     engine.train_step(batches, 1e-3, 0.1, (0.0, 0.0))
     engine.finish()
+
+
+def _of_family(engine: Engine, rows: torch.Tensor) -> dict[str, Any]:
+    """What a microbatch of a BERT or a T5 has beside its tokens and labels."""
+    if engine.config.family == "bert":
+        types, seen = torch.zeros_like(rows[:, 1:]), torch.ones_like(rows[:, 1:], dtype=torch.bool)
+        return {"types": types, "visible": seen, "extras": {SWAPPED_PARTS: rows[:, 0] % 2}}
+    if engine.config.family == "t5":
+        return {"source": rows[:, :1].repeat(1, SOURCE_SEQUENCE)}
+    return {}
 
 
 def traffic_of_a_step(

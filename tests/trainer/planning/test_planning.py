@@ -36,6 +36,12 @@ STEPS = [
     Planned("deepseek_v3", cp=2, context="a2a"),
     Planned("gpt2", cp=4, context="a2a+p2p", near=2),
     Planned("qwen3", dp=2, distributed=True, kind="muon"),
+    Planned("bert", tp=2, pp=2, recompute=FULL),
+    Planned("bert", tp=2, dp=2, sequence=True, distributed=True),
+    Planned("t5", tp=2, dp=2, distributed=True),
+    Planned("t5", tp=2, recompute=FULL),
+    Planned("t5", pp=3, encoder_stages=2),
+    Planned("t5", tp=2, pp=2, encoder_stages=1, distributed=True),
 ]
 
 
@@ -63,6 +69,9 @@ KEPT = [
     Planned("qwen3", dtype="bfloat16", wider=4),
     Planned("llama", tp=2, dp=2, dtype="bfloat16", distributed=True, wider=4),
     Planned("gpt2", pp=2, dtype="float32", wider=4),
+    Planned("bert", tp=2, pp=2, dtype="bfloat16", wider=4),
+    Planned("t5", tp=2, dtype="bfloat16", wider=4),
+    Planned("t5", pp=2, encoder_stages=1, dtype="bfloat16", wider=4),
     Planned("mixture", ep=2, dp=4, dtype="bfloat16", distributed=True, wider=4),
     Planned("qwen3", dtype="bfloat16", kind="sgd", wider=4),
     Planned("llama", dp=2, dtype="bfloat16", distributed=True, kind="sgd", wider=4),
@@ -103,7 +112,9 @@ def test_each_optimizer_is_counted_with_its_own_state(distributed: bool) -> None
         assert adam.kept - muon.kept == layers * 4
 
 
-@pytest.mark.parametrize("model", ["qwen3", "gpt2", "gemma3", "mixture", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "model", ["qwen3", "gpt2", "gemma3", "mixture", "deepseek_v3", "bert", "t5"]
+)
 @pytest.mark.parametrize("granularity", [None, "selective"])
 def test_activations_are_those_that_autograd_keeps(model: str, granularity: str | None) -> None:
     planned = Planned(model, wider=4, recompute=Recompute(granularity), microbatches=1)

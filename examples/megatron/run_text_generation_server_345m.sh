@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Serves the GPT of 345M on port 5000, also as Megatron's server does (PUT /api). examples/text_generation_cli.py is a client.
+#
+#   CHECKPOINTS=checkpoints/gpt2_345m VOCAB_FILE=gpt2-vocab.json MERGE_FILE=gpt2-merges.txt \
+#       examples/megatron/run_text_generation_server_345m.sh [FLAGS]
+#   examples/megatron/run_text_generation_server_345m.sh --dry-run    (prints the command; needs no data, no checkpoint, no GPU)
+#
+# Further flags override those below.
+set -euo pipefail
+
+run=("${PYTHON:-python3}")
+if [[ ${1:-} == --dry-run ]]; then
+    shift
+    run=(echo "${run[@]}")
+    CHECKPOINTS=checkpoints/gpt2_345m
+    VOCAB_FILE=gpt2-vocab.json
+    MERGE_FILE=gpt2-merges.txt
+fi
+
+# The model's flags are compared with the checkpoint.
+model=(--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 --fp16)
+tokenizer=(
+    --tokenizer-type GPT2BPETokenizer
+    --vocab-file "${VOCAB_FILE:?is vocab.json of GPT-2}" --merge-file "${MERGE_FILE:?is merges.txt of GPT-2}"
+)
+exec "${run[@]}" -m megatron_lite serve --load "${CHECKPOINTS:?is the directory of the checkpoint}" --port 5000 "${model[@]}" "${tokenizer[@]}" "$@"
