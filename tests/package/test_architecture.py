@@ -69,6 +69,7 @@ ROOMS = {
         ("megatron_lite.models",),
         ("megatron_lite.parallel",),
         ("megatron_lite.products",),
+        ("megatron_lite.retrieval",),
         ("megatron_lite.data",),
         ("megatron_lite.processes",),
         ("megatron_lite.settings",),
