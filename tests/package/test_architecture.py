@@ -36,6 +36,7 @@ ROOMS = {
         ("megaconv.adapters", "megaconv.gguf"),
         ("megaconv.huggingface",),
         ("megaconv.values",),
+        ("megaconv.planning",),
         ("megaconv.families",),
         ("megaconv.options",),
         ("megaconv.model",),
