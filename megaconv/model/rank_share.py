@@ -1,5 +1,6 @@
 """The number of parameters that one rank of a layout holds, computed from a family's table without listing tensors."""
 
+from collections.abc import Mapping
 from math import prod
 from typing import NamedTuple
 
@@ -30,22 +31,37 @@ def rank_shares(
 
     Raises LayoutError if the layout can't shard the model.
     """
-    rank_sizes(config, layout, shares_heads=True)
-    rows = with_beside(rows, config)
-    divide(vocab_rows, layout.tp, "padded vocabulary", RANKS["tp"])
+    elements = row_elements(rows, config, layout, vocab_rows)
     held = {pp_rank: RankShare(0, 0) for pp_rank in range(layout.pp)}
-    sizes = config.sizes() | {"vocab": vocab_rows}
-    elements = {row: _elements(row, sizes, layout) for row in rows}
     for chunk in layout.chunks():
-        of_rank = held[chunk.pp_rank]
-        for row in rows:
-            count = elements[row] * _times(row, config, chunk)
-            of_rank = RankShare(
-                of_rank.dense + (0 if row.of_experts else count),
-                of_rank.experts + (count if row.of_experts else 0),
-            )
-        held[chunk.pp_rank] = of_rank
+        before, more = held[chunk.pp_rank], chunk_share(elements, config, chunk)
+        held[chunk.pp_rank] = RankShare(before.dense + more.dense, before.experts + more.experts)
     return list(held.values())
+
+
+def row_elements(
+    rows: tuple[Row, ...], config: ModelConfig, layout: Layout, vocab_rows: int
+) -> dict[Row, int]:
+    """The elements of one layer's tensors on one rank, by row. They don't depend on the pipeline.
+
+    Raises LayoutError if the layout can't shard the model.
+    """
+    rank_sizes(config, layout, shares_heads=True)
+    divide(vocab_rows, layout.tp, "padded vocabulary", RANKS["tp"])
+    sizes = config.sizes() | {"vocab": vocab_rows}
+    return {row: _elements(row, sizes, layout) for row in with_beside(rows, config)}
+
+
+def chunk_share(elements: Mapping[Row, int], config: ModelConfig, chunk: Chunk) -> RankShare:
+    """The parameters of one chunk. elements: row_elements of the layout."""
+    dense = experts = 0
+    for row, each in elements.items():
+        count = each * _times(row, config, chunk)
+        if row.of_experts:
+            experts += count
+        else:
+            dense += count
+    return RankShare(dense, experts)
 
 
 def _elements(row: Row, sizes: dict[str, int], layout: Layout) -> int:

@@ -19,6 +19,7 @@ layers, and the inside of one group.
 from collections.abc import Iterator
 
 from megaconv.model.layout import Chunk
+from megaconv.model.subjects import LayerKind
 from megaconv.planning.mixers import mixer_cost
 from megaconv.planning.pipeline_order import order
 from megaconv.planning.run import Run, StackPart
@@ -44,22 +45,26 @@ def _kept_by(run: Run, chunk: Chunk) -> int:
         for group, only_input in _groups(run, part.layers):
             found += width * part.tokens if only_input else _of_layers(run, part, group)
     if chunk.is_last:
-        config = run.config
-        # The gradient of the head's matrix.
-        vocab = run.vocab_rows // run.layout.tp
-        matrix = vocab * config.hidden
-        of_head = 2 * width * run.tokens + matrix
-        last_layer = layer_elements(run, config.layer_count - 1)
-        of_mtp_layer = (last_layer + 3 * width) * run.tokens
-        found += of_head + config.mtp_layers * (of_head + of_mtp_layer)
-        if config.has("transform"):
-            found += 3 * width * run.tokens
+        found += head_elements(run)
     return round(found * run.itemsize)
+
+
+def head_elements(run: Run) -> float:
+    """Return the elements that a microbatch leaves in the head and the layers of further tokens."""
+    config, width = run.config, run.width
+    # The gradient of the head's matrix.
+    matrix = run.vocab_rows // run.layout.tp * config.hidden
+    of_head = 2 * width * run.tokens + matrix
+    found = of_head + (3 * width * run.tokens if config.has("transform") else 0.0)
+    if config.mtp_layers:
+        of_mtp_layer = (layer_elements(run, config.layers[-1]) + 3 * width) * run.tokens
+        found += config.mtp_layers * (of_head + of_mtp_layer)
+    return found
 
 
 def _of_layers(run: Run, part: StackPart, layers: range) -> float:
     """Return the elements that a microbatch leaves in some layers of a part."""
-    each = sum(layer_elements(run, layer) for layer in layers) * part.tokens
+    each = sum(layer_elements(run, run.config.layers[layer]) for layer in layers) * part.tokens
     return each + (len(layers) * _cross_elements(run) if part.crosses else 0)
 
 
@@ -99,10 +104,10 @@ def _inside(run: Run, chunk: Chunk) -> int:
     return round(max(inside, default=0.0) * run.itemsize)
 
 
-def layer_elements(run: Run, layer: int) -> float:
-    """Return the elements that a token leaves in a layer on this rank."""
+def layer_elements(run: Run, kind: LayerKind) -> float:
+    """Return the elements that a token leaves in a layer of this kind on one rank."""
     config, tp = run.config, run.layout.tp
-    kind, gates = config.layers[layer], 2 if config.mlp.gated else 1
+    gates = 2 if config.mlp.gated else 1
     selective = run.recompute.granularity == "selective"
     keeps_normed = config.norm.place != "after" and not selective
     normed = run.width if keeps_normed else 0.0

@@ -67,8 +67,8 @@ class Run:
     """Kinds of the balancing losses of experts, such as `seq_aux_loss`."""
     moves_bias: bool = False
     """True if each step moves the biases of routers that have them."""
-    distributed: bool = False
-    """True if data-parallel ranks shard the optimizer's state (ZeRO 1)."""
+    sharding: str = "no_shard"
+    """One of SHARDING (megaconv/model/memory.py): the state that data-parallel ranks share."""
     vocab_divisor: int = 128
 
     @property

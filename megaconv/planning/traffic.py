@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.subjects import LayerKind
 from megaconv.planning.mixers import mixer_cost
 from megaconv.planning.run import Run
 
@@ -105,16 +106,16 @@ def of_microbatch(run: Run, chunk: Chunk) -> Iterator[Counted]:
     if not chunk.is_first:
         yield "pp", "send", _arriving(run, chunk)  # the gradient in the backward pass
     for tokens in _embedded(run, chunk):
-        yield from _there_and_back(run, tokens)
+        yield from there_and_back(run, tokens)
     for part in run.stacks(chunk):
         again = _computed_again(run, part.layers)
         for layer in part.layers:
             forward = 2 if layer in again else 1
-            yield from _of_layer(run, layer, part.tokens, forward)
+            yield from of_layer(run, run.config.layers[layer], part.tokens, forward)
             if part.crosses:
                 yield from _of_cross_attention(run, forward)
     if chunk.is_last:
-        yield from _of_head(run)
+        yield from of_head(run)
     else:
         yield "pp", "send", _leaving(run, chunk)
 
@@ -144,19 +145,20 @@ def _between(run: Run, tokens: int) -> int:
     return whole // run.layout.tp if run.sequence else whole
 
 
-def _of_head(run: Run) -> Iterator[Counted]:
+def of_head(run: Run) -> Iterator[Counted]:
+    """Yield the traffic of the head, and of the layers that predict further tokens."""
     for _ in range(1 + run.config.mtp_layers):
-        yield from _there_and_back(run, run.tokens)
+        yield from there_and_back(run, run.tokens)
         # The loss gathers each rank's maximum, sum of exponentials and label's logit (megatron_lite/models/loss.py).
         yield "tp", "all_gather", 3 * FLOAT32 * run.tokens * run.layout.tp
     for _ in range(run.config.mtp_layers):
-        yield from _of_layer(run, run.config.layer_count - 1, run.tokens, 1)
+        yield from of_layer(run, run.config.layers[-1], run.tokens, 1)
     if run.config.head.binary and run.sequence:
         # The pooler broadcasts the first token of each sequence, and sums its gradient.
         yield "tp", "all_reduce", 2 * run.micro_batch * run.config.hidden * run.itemsize
 
 
-def _there_and_back(run: Run, tokens: int) -> Iterator[Counted]:
+def there_and_back(run: Run, tokens: int) -> Iterator[Counted]:
     """Yield the traffic of the embedding's output, or of the head's input."""
     whole = tokens * run.config.hidden * run.itemsize
     if run.sequence:
@@ -173,10 +175,9 @@ def _computed_again(run: Run, layers: range) -> range:
     return layers if again.method == "uniform" else layers[: again.layers]
 
 
-def _of_layer(run: Run, layer: int, tokens: int, forward: int) -> Iterator[Counted]:
-    """Yield the traffic of one layer, for so many tokens. forward: how often its forward pass is computed."""
+def of_layer(run: Run, kind: LayerKind, tokens: int, forward: int) -> Iterator[Counted]:
+    """Yield the traffic of a layer of this kind, for so many tokens. forward: how often its forward pass is computed."""
     config = run.config
-    kind = config.layers[layer]
     mixer = mixer_cost(config, kind)
     if mixer is not None:
         if mixer.attends:

@@ -1,0 +1,156 @@
+"""The estimated time of a step, and the memory of the fullest rank, for a described run."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import Chunk
+from megaconv.model.subjects import LayerKind
+from megaconv.planning.layer_costs import Cost, Machine, head_cost, layer_cost
+from megaconv.planning.parameters import Parameters
+from megaconv.planning.rank_memory import (
+    MemoryParts,
+    adapter_memory,
+    adapter_parameters,
+    rank_memory,
+    shares_together,
+)
+from megaconv.planning.run import Run
+from megaconv.planning.step_time import Stage, StepTime, step_time
+
+LORA_RANK = 16
+"""Rank of the adapters for which memory is counted."""
+Contents = tuple[bool, bool, tuple[int, ...]]
+"""(is_first, is_last, number of layers of each kind) of a chunk."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The cost of one run."""
+
+    run: Run
+    time: StepTime
+    memory: MemoryParts
+    """Of the fullest rank."""
+    parameters: int
+    """Parameters of the fullest rank."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of one GPU."""
+        return self.run.global_batch * self.run.seq / self.time.total / self.run.world
+
+
+class Estimator:
+    """Estimates runs of one model. It remembers what candidates of a search have in common."""
+
+    def __init__(self, config: ModelConfig, machine: Machine) -> None:
+        self.config, self.machine = config, machine
+        self._kinds = list(dict.fromkeys(config.layers))
+        self._counts = [_running(config, kind) for kind in self._kinds]
+        self._parameters: dict[Hashable, Parameters] = {}
+        self._costs: dict[Hashable, dict[Contents, Cost]] = {}
+        self._adapters = adapter_parameters(config, LORA_RANK) if machine.frozen else 0
+
+    def parameters(self, run: Run) -> Parameters:
+        """Return the parameters of ranks. Raises LayoutError if the model can't be sharded so."""
+        layout = run.layout
+        key = (layout.tp, layout.ep, layout.etp)
+        if key not in self._parameters:
+            self._parameters[key] = Parameters.of(self.config, *key, run.vocab_divisor)
+        return self._parameters[key]
+
+    def estimate(self, run: Run) -> Estimate:
+        """Return the estimate. Raises LayoutError if the model can't be sharded so."""
+        stages = self.stages(run)
+        memory, fullest = self._fullest(run, stages)
+        time = step_time(run, stages, self.machine)
+        return Estimate(run, time, memory, fullest.share.parameters)
+
+    def stages(self, run: Run) -> list[Stage]:
+        """Return the pipeline ranks."""
+        parameters = self.parameters(run)
+        by_rank: list[list[Chunk]] = [[] for _ in range(run.layout.pp)]
+        for chunk in run.layout.chunks():
+            by_rank[chunk.pp_rank].append(chunk)
+        return [self._stage(run, rank, chunks, parameters) for rank, chunks in enumerate(by_rank)]
+
+    def _stage(self, run: Run, rank: int, chunks: list[Chunk], parameters: Parameters) -> Stage:
+        costs = tuple(self._chunk_cost(run, chunk, parameters) for chunk in chunks)
+        return Stage(rank, costs, shares_together([parameters.chunk(chunk) for chunk in chunks]))
+
+    def _fullest(self, run: Run, stages: list[Stage]) -> tuple[MemoryParts, Stage]:
+        largest = self.parameters(run).largest_layer
+        found: dict[Hashable, tuple[MemoryParts, Stage]] = {}
+        for stage in stages:
+            # Of ranks with equal chunks the first one keeps the most passes.
+            key = stage.chunks, stage.share
+            if key not in found:
+                found[key] = self._memory(run, stage, largest), stage
+        return max(found.values(), key=lambda one: one[0].total)
+
+    def _memory(self, run: Run, stage: Stage, largest: int) -> MemoryParts:
+        if self.machine.frozen:
+            return adapter_memory(run, stage, self._adapters // run.layout.pp)
+        return rank_memory(run, stage, largest)
+
+    def _chunk_cost(self, run: Run, chunk: Chunk, parameters: Parameters) -> Cost:
+        layout = run.layout
+        key = (
+            layout.tp, layout.ep, layout.etp, run.cp, run.micro_batch, run.seq, run.sequence, run.context,
+            run.dispatcher, run.dtype, run.recompute,
+        )  # fmt: skip
+        known = self._costs.setdefault(key, {})
+        contents = self._contents(chunk)
+        if contents not in known:
+            known[contents] = self._cost_of(run, contents, known, parameters)
+        return known[contents]
+
+    def _contents(self, chunk: Chunk) -> Contents:
+        first, end = chunk.first_layer, chunk.first_layer + chunk.layers
+        return (
+            chunk.is_first,
+            chunk.is_last,
+            tuple(counts[end] - counts[first] for counts in self._counts),
+        )
+
+    def _cost_of(
+        self, run: Run, contents: Contents, known: dict[Contents, Cost], parameters: Parameters
+    ) -> Cost:
+        """Return the cost of a chunk's layers and, in the last one, of the head."""
+        found = Cost()
+        for number, (kind, count) in enumerate(zip(self._kinds, contents[2], strict=True)):
+            if count:
+                each = self._layer_cost(run, number, kind, known, parameters)
+                found = _sum(found, each, count)
+        if contents[1]:
+            last = self.config.layer_count - 1
+            found = _sum(found, head_cost(run, parameters.layer(last), self.machine), 1)
+        return found
+
+    def _layer_cost(
+        self,
+        run: Run,
+        number: int,
+        kind: LayerKind,
+        known: dict[Contents, Cost],
+        parameters: Parameters,
+    ) -> Cost:
+        one = tuple(int(number == other) for other in range(len(self._kinds)))
+        alone = (False, False, one)
+        if alone not in known:
+            share = parameters.layer(self.config.layers.index(kind))
+            known[alone] = layer_cost(run, kind, share, self.machine)
+        return known[alone]
+
+
+def _running(config: ModelConfig, kind: LayerKind) -> list[int]:
+    """Return how many of the first layers are of a kind, for 0 to all layers."""
+    return [0, *accumulate(int(other == kind) for other in config.layers)]
+
+
+def _sum(one: Cost, other: Cost, count: int) -> Cost:
+    """Return the cost of one and `count` of the other. Only one layer at a time is recomputed."""
+    added = Cost(*(a + count * b for a, b in zip(one, other, strict=True)))
+    return added._replace(inside=max(one.inside, other.inside))

@@ -1,0 +1,101 @@
+"""GPUs by name: memory, peak rates and bandwidths, per GPU, from public data sheets.
+
+Rates are dense; data sheets that count sparsity tell twice as much. Link rates count one direction. The network is
+that of the usual server: one adapter for each GPU.
+"""
+
+from dataclasses import dataclass
+
+from megaconv.errors import UsageError
+
+GB, TERA = 10**9, 10**12
+"""Data sheets count in powers of ten."""
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One kind of GPU in its usual server."""
+
+    name: str
+    memory: int
+    """Bytes."""
+    bf16: float
+    """Dense bf16 operations per second."""
+    fp8: float | None
+    """Dense FP8 operations per second; None if the GPU has no FP8 products."""
+    bandwidth: float
+    """Bytes per second of the memory."""
+    nvlink: float
+    """Bytes per second to the other GPUs of the node, one direction."""
+    network: float
+    """Bytes per second to other nodes, one direction."""
+    node: int = 8
+    """GPUs that the fast links join."""
+    source: str
+
+    def peak(self, *, fp8: bool) -> float:
+        """Return the peak rate of products. Raises UsageError for FP8 on a GPU without it."""
+        if not fp8:
+            return self.bf16
+        if self.fp8 is None:
+            raise UsageError(f"--gpu {self.name} has no FP8 products; leave --fp8 out")
+        return self.fp8
+
+
+_HOPPER = "NVIDIA H100 data sheet; DGX H100: 8 adapters of 400 Gb/s"
+_AMPERE = "NVIDIA A100 data sheet; DGX A100: 8 adapters of 200 Gb/s"
+_BLACKWELL = "NVIDIA DGX B200 data sheet"
+
+_ALL = (
+    Gpu(
+        name="h100", memory=80 * GIB, bf16=989.4 * TERA, fp8=1978.9 * TERA, bandwidth=3.35 * TERA, nvlink=450 * GB,
+        network=50 * GB, source=_HOPPER,
+    ),
+    Gpu(
+        name="h800", memory=80 * GIB, bf16=989.4 * TERA, fp8=1978.9 * TERA, bandwidth=3.35 * TERA, nvlink=200 * GB,
+        network=50 * GB, source="as H100, with NVLink of 400 GB/s in both directions: arXiv:2505.09343, section 4",
+    ),
+    Gpu(
+        name="h200", memory=141 * GB, bf16=989.4 * TERA, fp8=1978.9 * TERA, bandwidth=4.8 * TERA, nvlink=450 * GB,
+        network=50 * GB, source="NVIDIA H200 data sheet",
+    ),
+    Gpu(
+        name="h20", memory=96 * GB, bf16=148 * TERA, fp8=296 * TERA, bandwidth=4.0 * TERA, nvlink=450 * GB,
+        network=50 * GB, source="NVIDIA HGX H20 product brief",
+    ),
+    Gpu(
+        name="a100", memory=80 * GIB, bf16=312 * TERA, fp8=None, bandwidth=2.039 * TERA, nvlink=300 * GB,
+        network=25 * GB, source=_AMPERE,
+    ),
+    Gpu(
+        name="a100-40gb", memory=40 * GIB, bf16=312 * TERA, fp8=None, bandwidth=1.555 * TERA, nvlink=300 * GB,
+        network=25 * GB, source=_AMPERE,
+    ),
+    Gpu(
+        name="a800", memory=80 * GIB, bf16=312 * TERA, fp8=None, bandwidth=2.039 * TERA, nvlink=200 * GB,
+        network=25 * GB, source="as A100, with NVLink of 400 GB/s in both directions: NVIDIA A800 data sheet",
+    ),
+    Gpu(
+        name="b200", memory=180 * GB, bf16=2250 * TERA, fp8=4500 * TERA, bandwidth=8.0 * TERA, nvlink=900 * GB,
+        network=50 * GB, source=_BLACKWELL,
+    ),
+    Gpu(
+        name="gb200", memory=186 * GB, bf16=2500 * TERA, fp8=5000 * TERA, bandwidth=8.0 * TERA, nvlink=900 * GB,
+        network=50 * GB, node=72, source="NVIDIA GB200 NVL72 data sheet",
+    ),
+    Gpu(
+        name="mi300x", memory=192 * GB, bf16=1307 * TERA, fp8=2614 * TERA, bandwidth=5.3 * TERA, nvlink=448 * GB,
+        network=50 * GB, source="AMD Instinct MI300X data sheet and platform data sheet",
+    ),
+)  # fmt: skip
+GPUS = {gpu.name: gpu for gpu in _ALL}
+"""Name for `--gpu` -> the GPU."""
+
+
+def gpu_named(name: str) -> Gpu:
+    """Return a GPU. Raises UsageError for an unknown name."""
+    found = GPUS.get(name.lower())
+    if found is None:
+        raise UsageError(f"--gpu {name} is unknown; choose one of {', '.join(GPUS)}")
+    return found

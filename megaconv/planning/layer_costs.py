@@ -1,0 +1,193 @@
+"""The time and memory that a microbatch takes in one layer, or in the head, on one rank: seconds and bytes."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from megaconv.model.rank_share import RankShare
+from megaconv.model.subjects import LayerKind
+from megaconv.planning.activations import head_elements, layer_elements
+from megaconv.planning.gpus import Gpu
+from megaconv.planning.mixers import MixerCost, mixer_cost
+from megaconv.planning.rates import (
+    ATTENTION,
+    ELEMENTWISE,
+    HALF_TILE,
+    LINKS,
+    MEMORY,
+    PRODUCTS,
+    TENSOR_EXPOSED,
+    exchange_seconds,
+    link,
+)
+from megaconv.planning.run import Run
+from megaconv.planning.traffic import SENT, Counted, of_layer, there_and_back
+
+CAUSAL = 0.5
+"""The share of the scores that a causal mask leaves."""
+ATTENTION_BACKWARD = 2.5
+"""Time of fused attention's backward pass over that of its forward pass: five products in place of two."""
+LOGIT_BYTES = 4
+"""Logits are float32."""
+
+
+class Cost(NamedTuple):
+    """Seconds and bytes of one microbatch, forward and backward."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    exchange: float = 0.0
+    """Communication that no computation hides."""
+    kept: float = 0.0
+    """Bytes that stay until the backward pass."""
+    inside: float = 0.0
+    """Bytes that exist while the layer is recomputed."""
+
+    @property
+    def seconds(self) -> float:
+        return self.products + self.attention + self.elementwise + self.exchange
+
+
+class Machine(NamedTuple):
+    """The GPU and the way it is used."""
+
+    gpu: Gpu
+    fp8: bool = False
+    """True if products with the layers' weights are FP8."""
+    frozen: bool = False
+    """True if weights have no gradients, because only adapters are trained."""
+
+    @property
+    def products(self) -> float:
+        """Operations per second of products with the layers' weights."""
+        return self.gpu.peak(fp8=self.fp8) * PRODUCTS
+
+    @property
+    def plain_products(self) -> float:
+        """Operations per second of products in bf16, such as the head's."""
+        return self.gpu.bf16 * PRODUCTS
+
+    @property
+    def attention(self) -> float:
+        return self.gpu.bf16 * ATTENTION
+
+    @property
+    def memory(self) -> float:
+        """Bytes per second."""
+        return self.gpu.bandwidth * MEMORY
+
+    @property
+    def passes(self) -> int:
+        """Products with each weight: forward, for the input's gradient and for the weight's gradient."""
+        return 2 if self.frozen else 3
+
+
+def layer_cost(run: Run, kind: LayerKind, share: RankShare, machine: Machine) -> Cost:
+    """Return the cost of a layer. share: its parameters on this rank."""
+    again = run.recompute.granularity == "full"
+    mixer = mixer_cost(run.config, kind)
+    attention, backward = _attention_seconds(run, kind, mixer, machine)
+    elements = layer_elements(run, kind) * run.tokens * run.itemsize
+    traffic = of_layer(run, kind, run.tokens, 2 if again else 1)
+    forwards = 2 if again else 1
+    return Cost(
+        products=_product_seconds(run, share, machine) * (machine.passes + again),
+        attention=attention * forwards + backward,
+        elementwise=_elementwise_seconds(run, elements, machine),
+        exchange=_exchange_seconds(
+            run, traffic, machine.gpu, hides=attention * forwards + backward
+        ),
+        kept=run.width * run.tokens * run.itemsize if again else elements,
+        inside=elements if again else 0.0,
+    )
+
+
+def head_cost(run: Run, last: RankShare, machine: Machine) -> Cost:
+    """Return the cost of the head, and of layers that predict further tokens. last: one layer of the last kind's share."""
+    config = run.config
+    columns = run.vocab_rows / run.layout.tp
+    heads = 1 + config.mtp_layers
+    operations = 2 * run.tokens * config.hidden * columns * heads
+    logits = run.tokens * columns * LOGIT_BYTES
+    further = Cost()
+    if config.mtp_layers:
+        further = layer_cost(run, config.layers[-1], last, machine)
+    traffic = there_and_back(run, run.tokens * heads)
+    mtp = config.mtp_layers
+    return Cost(
+        products=operations * machine.passes / machine.plain_products + mtp * further.products,
+        attention=mtp * further.attention,
+        elementwise=6 * logits * heads / machine.memory + mtp * further.elementwise,
+        exchange=_exchange_seconds(run, traffic, machine.gpu) + mtp * further.exchange,
+        kept=head_elements(run) * run.itemsize,
+    )
+
+
+def _product_seconds(run: Run, share: RankShare, machine: Machine) -> float:
+    """Return the seconds of one product of a microbatch's tokens with each of a layer's weights."""
+    dense = 2.0 * run.tokens * share.dense / machine.products
+    if not share.experts:
+        return dense
+    experts, layout = run.config.experts, run.layout
+    own = run.tokens / (layout.tp if run.sequence else 1) * experts.per_token * layout.etp
+    here = experts.count / layout.ep
+    rows = own / here
+    operations = 2.0 * own * share.experts / here
+    # Few rows for each expert: tiles are partly empty, and reading the weights takes longer than multiplying.
+    computing = operations / machine.products * (rows + HALF_TILE) / rows
+    reading = share.experts * run.itemsize / machine.memory
+    return dense + max(computing, reading)
+
+
+def _attention_seconds(
+    run: Run, kind: LayerKind, mixer: MixerCost | None, machine: Machine
+) -> tuple[float, float]:
+    """Return the seconds of a forward and of a backward pass of the mixer, without products with weights."""
+    if mixer is None:
+        return 0.0, 0.0
+    visible = min(run.seq, kind.window or kind.chunk or run.seq)
+    operations = mixer.operations(run.config, visible) / 3 * run.tokens / run.layout.tp
+    if not mixer.attends:
+        seconds = operations / machine.attention
+        return seconds, 2 * seconds
+    masked = visible == run.seq and not run.config.has("transform")
+    seconds = operations * (CAUSAL if masked else 1.0) / machine.attention
+    return seconds, ATTENTION_BACKWARD * seconds
+
+
+def _elementwise_seconds(run: Run, elements: float, machine: Machine) -> float:
+    """Return the seconds of reading and writing. elements: bytes that a layer would keep without recomputation of it."""
+    forwards = {None: 1.0, "selective": 1.25, "full": 2.0}[run.recompute.granularity]
+    return ELEMENTWISE * elements * (forwards + 2.0) / machine.memory
+
+
+def _exchange_seconds(
+    run: Run, traffic: Iterable[Counted], gpu: Gpu, *, hides: float = 0.0
+) -> float:
+    """Return the seconds of communication that nothing hides. hides: seconds of attention, behind which a ring runs."""
+    layout = run.layout
+    found = ring = 0.0
+    for group, kind, count in traffic:
+        if group == "tp" and layout.tp > 1:
+            whole = _sent(kind, count, layout.tp) / link(gpu, layout.tp, 1)
+            found += whole * TENSOR_EXPOSED
+        elif group in ("cp", "cp_near", "cp_far") and run.cp > 1:
+            ring += _sent(kind, count, run.cp) / link(gpu, run.cp, layout.tp)
+        elif group == "ep" and layout.ep > 1:
+            found += exchange_seconds(gpu, _sent(kind, count, layout.ep), layout.ep, layout.etp)
+        elif group == "etp" and layout.etp > 1:
+            found += _sent(kind, count, layout.etp) / link(gpu, layout.etp, 1)
+    return found + max(0.0, ring - hides)
+
+
+def _sent(kind: str, count: float, ranks: int) -> float:
+    """Return the bytes that a rank sends."""
+    return count if kind == "send" else count * SENT[kind] * (ranks - 1) / ranks
+
+
+def message_seconds(run: Run, gpu: Gpu) -> float:
+    """Return the seconds of a message between neighbouring stages."""
+    whole = run.tokens * run.config.hidden * run.itemsize
+    stride = run.layout.tp * run.replicas
+    own = whole / run.layout.tp if run.sequence else whole
+    return own / (gpu.nvlink if stride * 2 <= gpu.node else gpu.network) / LINKS

@@ -1,0 +1,42 @@
+"""The share of a GPU's peak rates that training reaches, and the time of an exchange between ranks.
+
+PRODUCTS, TENSOR_EXPOSED and ELEMENTWISE are fitted to every second row of Megatron-LM's table of 1.7B to 462B models on
+H100 (`benchmarks/planner.py fit`). The other shares are usual results of bandwidth tests and of fused attention.
+"""
+
+from megaconv.planning.gpus import Gpu
+
+PRODUCTS = 0.66
+"""Share of the peak in large products with weights."""
+ATTENTION = 0.5
+"""Share of the bf16 peak in fused attention; only the visible half of the scores is computed."""
+MEMORY = 0.8
+"""Share of the memory's bandwidth in elementwise work."""
+LINKS = 0.8
+"""Share of a link's bandwidth in collectives of large tensors."""
+TENSOR_EXPOSED = 0.75
+"""Share of the tensor ranks' exchanges that products don't hide. Megatron-LM hides a part (`--tp-comm-overlap`)."""
+ELEMENTWISE = 4.0
+"""Times that a forward pass moves each kept element through memory. A backward pass moves it twice as often."""
+HALF_TILE = 64
+"""Rows that a grouped product wastes for each expert: half a tile of 128 rows."""
+
+
+def link(gpu: Gpu, ranks: int, stride: int) -> float:
+    """Return the bytes per second with which one rank of a group sends in a ring.
+
+    ranks: of the group. stride: distance of its ranks in the numbering of all ranks. If the group spans nodes, each of
+    its ranks in a node brings its own network adapter.
+    """
+    here = min(ranks, max(1, gpu.node // stride))
+    speed = gpu.nvlink if here == ranks else min(gpu.nvlink, gpu.network * here)
+    return speed * LINKS
+
+
+def exchange_seconds(gpu: Gpu, sent: float, ranks: int, stride: int) -> float:
+    """Return the time of an all-to-all. sent: bytes that a rank sends to all others together."""
+    if ranks == 1:
+        return 0.0
+    here = min(ranks, max(1, gpu.node // stride))
+    near = sent * (here - 1) / (ranks - 1)
+    return max(near / gpu.nvlink, (sent - near) / gpu.network) / LINKS

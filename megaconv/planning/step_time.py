@@ -1,0 +1,109 @@
+"""The time of a step from the costs of its pipeline ranks: steady passes, bubble, exchange of gradients, update."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megaconv.model.memory import FLOAT32
+from megaconv.model.rank_share import RankShare
+from megaconv.planning.gpus import Gpu
+from megaconv.planning.layer_costs import Cost, Machine, message_seconds
+from megaconv.planning.rates import link
+from megaconv.planning.run import Run
+
+UPDATE_BYTES = 30
+"""Bytes that an update with Adam reads and writes for a parameter: master and moments twice, gradient and weight once."""
+FORWARD, BACKWARD = 1 / 3, 2 / 3
+"""Shares of a microbatch's time."""
+TERMS = ("compute", "memory", "communication", "bubble")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The terms of a step's time on the busiest rank, in seconds."""
+
+    compute: float
+    """Products and attention."""
+    memory: float
+    """Elementwise work and the update of the parameters, which the memory's bandwidth limits."""
+    communication: float
+    """Exchanges that no computation hides."""
+    bubble: float
+    """Idle time of the pipeline."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.compute + self.memory + self.communication + self.bubble
+
+    def terms(self) -> dict[str, float]:
+        """Return the terms by name."""
+        return {term: float(getattr(self, term)) for term in TERMS}
+
+
+class Stage(NamedTuple):
+    """One pipeline rank."""
+
+    rank: int
+    chunks: tuple[Cost, ...]
+    share: RankShare
+
+    @property
+    def microbatch(self) -> Cost:
+        """The sum over the chunks."""
+        return Cost(*(sum(values) for values in zip(*self.chunks, strict=True)))
+
+
+def step_time(run: Run, stages: Sequence[Stage], machine: Machine) -> StepTime:
+    """Return the time of a step."""
+    passes = [stage.microbatch for stage in stages]
+    seconds = [each.seconds for each in passes]
+    busiest = seconds.index(max(seconds))
+    busy, number = passes[busiest], run.microbatches
+    share = stages[busiest].share
+    messages = 2 * message_seconds(run, machine.gpu) if run.layout.pp > 1 else 0.0
+    # Megatron and megatron_lite hide messages behind other chunks' passes if there are virtual stages.
+    exposed = messages if run.layout.vpp == 1 else 0.0
+    # The first and the last microbatch pass through the other ranks before and after the busiest one works.
+    others = sum(seconds) - seconds[busiest]
+    waiting = others / run.layout.vpp + (run.layout.pp - 1) * messages
+    gradients = 0.0 if machine.frozen else _gradient_seconds(run, share, busy.seconds, machine.gpu)
+    return StepTime(
+        compute=number * (busy.products + busy.attention),
+        memory=number * busy.elementwise + _update_seconds(run, share, machine),
+        communication=number * (busy.exchange + exposed) + gradients,
+        bubble=waiting,
+    )
+
+
+def _update_seconds(run: Run, share: RankShare, machine: Machine) -> float:
+    if machine.frozen:
+        return 0.0
+    dense, experts = share
+    if run.sharding != "no_shard":
+        return UPDATE_BYTES * (dense / run.replicas + experts / run.expert_dp) / machine.memory
+    return UPDATE_BYTES * (dense + experts) / machine.memory
+
+
+def _gradient_seconds(run: Run, share: RankShare, microbatch: float, gpu: Gpu) -> float:
+    """Return the time of exchanging gradients and parameters that passes don't hide. microbatch: seconds of its passes."""
+    layout = run.layout
+    turn = _turn_seconds(share.dense, run.replicas, layout.tp, gpu)
+    turn += _turn_seconds(share.experts, run.expert_dp, layout.ep * layout.etp, gpu)
+    reduce, gather = FLOAT32 * turn, run.itemsize * turn
+    forward, backward = FORWARD * microbatch, BACKWARD * microbatch
+    if run.sharding == "no_shard":
+        return max(0.0, 2 * reduce - backward)
+    if run.sharding == "optim":
+        return max(0.0, reduce - backward) + max(0.0, gather - forward)
+    if run.sharding == "optim_grads":
+        return run.microbatches * max(0.0, reduce - backward) + max(0.0, gather - forward)
+    each = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
+    return run.microbatches * each
+
+
+def _turn_seconds(elements: int, ranks: int, stride: int, gpu: Gpu) -> float:
+    """Return the seconds in which a ring passes one byte of each element around."""
+    if ranks <= 1 or not elements:
+        return 0.0
+    return elements * (ranks - 1) / ranks / link(gpu, ranks, stride)
