@@ -3,9 +3,11 @@
 from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from megaconv.model.config import ModelConfig
-from megaconv.model.layout import Chunk
+from megaconv.model.layout import Chunk, Layout
+from megaconv.model.rank_share import RankShare
 from megaconv.model.subjects import LayerKind
 from megaconv.planning.layer_costs import Cost, Machine, head_cost, layer_cost
 from megaconv.planning.parameters import Parameters
@@ -15,6 +17,7 @@ from megaconv.planning.rank_memory import (
     adapter_parameters,
     rank_memory,
     shares_together,
+    state_bytes,
 )
 from megaconv.planning.run import Run
 from megaconv.planning.step_time import Stage, StepTime, step_time
@@ -23,6 +26,16 @@ LORA_RANK = 16
 """Rank of the adapters for which memory is counted."""
 Contents = tuple[bool, bool, tuple[int, ...]]
 """(is_first, is_last, number of layers of each kind) of a chunk."""
+
+
+class _Shape(NamedTuple):
+    """Pipeline ranks with equal contents."""
+
+    rank: int
+    ranks: int
+    contents: tuple[Contents, ...]
+    chunks: tuple[Chunk, ...]
+    """Those of the first rank."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +64,9 @@ class Estimator:
         self._counts = [_running(config, kind) for kind in self._kinds]
         self._parameters: dict[Hashable, Parameters] = {}
         self._costs: dict[Hashable, dict[Contents, Cost]] = {}
+        self._shapes: dict[Hashable, list[_Shape]] = {}
+        self._shares: dict[Hashable, RankShare] = {}
+        self._stages: dict[Hashable, dict[_Shape, Stage]] = {}
         self._adapters = adapter_parameters(config, LORA_RANK) if machine.frozen else 0
 
     def parameters(self, run: Run) -> Parameters:
@@ -64,48 +80,73 @@ class Estimator:
     def estimate(self, run: Run) -> Estimate:
         """Return the estimate. Raises LayoutError if the model can't be sharded so."""
         stages = self.stages(run)
-        memory, fullest = self._fullest(run, stages)
+        largest = self.parameters(run).largest_layer
+        sizes = [self._memory(run, stage, largest) for stage in stages]
+        memory = max(sizes, key=lambda parts: parts.total)
+        fullest = stages[sizes.index(memory)]
         time = step_time(run, stages, self.machine)
         return Estimate(run, time, memory, fullest.share.parameters)
 
     def stages(self, run: Run) -> list[Stage]:
-        """Return the pipeline ranks."""
+        """Return the pipeline ranks, those with equal contents together."""
+        layout = run.layout
+        key = (
+            layout.tp, layout.ep, layout.etp, run.cp, run.micro_batch, run.seq, run.sequence, run.context,
+            run.dispatcher, run.overlaps_experts, run.dtype, run.recompute.granularity,
+        )  # fmt: skip
+        known = self._stages.setdefault(key, {})
+        costs = self._costs.setdefault(key, {})
+        found = []
+        for shape in self._shapes_of(layout):
+            if shape not in known:
+                known[shape] = self._stage(run, shape, costs)
+            found.append(known[shape])
+        return found
+
+    def _shapes_of(self, layout: Layout) -> list[_Shape]:
+        key = layout.pp, layout.vpp, layout.stage_layers
+        if key not in self._shapes:
+            chunks: dict[int, list[Chunk]] = {}
+            for chunk in layout.chunks():
+                chunks.setdefault(chunk.pp_rank, []).append(chunk)
+            grouped: dict[tuple[Contents, ...], list[int]] = {}
+            for rank, own in chunks.items():
+                grouped.setdefault(tuple(map(self._contents, own)), []).append(rank)
+            self._shapes[key] = [
+                _Shape(ranks[0], len(ranks), contents, tuple(chunks[ranks[0]]))
+                for contents, ranks in grouped.items()
+            ]
+        return self._shapes[key]
+
+    def _stage(self, run: Run, shape: _Shape, costs: dict[Contents, Cost]) -> Stage:
         parameters = self.parameters(run)
-        by_rank: list[list[Chunk]] = [[] for _ in range(run.layout.pp)]
-        for chunk in run.layout.chunks():
-            by_rank[chunk.pp_rank].append(chunk)
-        return [self._stage(run, rank, chunks, parameters) for rank, chunks in enumerate(by_rank)]
+        for contents in shape.contents:
+            if contents not in costs:
+                costs[contents] = self._cost_of(run, contents, costs, parameters)
+        chunks = tuple(costs[contents] for contents in shape.contents)
+        together = Cost(*(sum(values) for values in zip(*chunks, strict=True)))
+        return Stage(shape.rank, shape.ranks, chunks, together, self._share(run, shape))
 
-    def _stage(self, run: Run, rank: int, chunks: list[Chunk], parameters: Parameters) -> Stage:
-        costs = tuple(self._chunk_cost(run, chunk, parameters) for chunk in chunks)
-        return Stage(rank, costs, shares_together([parameters.chunk(chunk) for chunk in chunks]))
+    def _share(self, run: Run, shape: _Shape) -> RankShare:
+        layout = run.layout
+        key = layout.tp, layout.ep, layout.etp, shape
+        if key not in self._shares:
+            parameters = self.parameters(run)
+            chunks = [parameters.chunk(chunk) for chunk in shape.chunks]
+            self._shares[key] = shares_together(chunks)
+        return self._shares[key]
 
-    def _fullest(self, run: Run, stages: list[Stage]) -> tuple[MemoryParts, Stage]:
-        largest = self.parameters(run).largest_layer
-        found: dict[Hashable, tuple[MemoryParts, Stage]] = {}
-        for stage in stages:
-            # Of ranks with equal chunks the first one keeps the most passes.
-            key = stage.chunks, stage.share
-            if key not in found:
-                found[key] = self._memory(run, stage, largest), stage
-        return max(found.values(), key=lambda one: one[0].total)
+    def state_fits(self, run: Run, memory: int) -> bool:
+        """Return whether weights, gradients and optimizer state fit. It takes less time than the whole estimate."""
+        if self.machine.frozen:
+            return True
+        shares = (self._share(run, shape) for shape in self._shapes_of(run.layout))
+        return all(sum(state_bytes(run, share)) <= memory for share in shares)
 
     def _memory(self, run: Run, stage: Stage, largest: int) -> MemoryParts:
         if self.machine.frozen:
             return adapter_memory(run, stage, self._adapters // run.layout.pp)
         return rank_memory(run, stage, largest)
-
-    def _chunk_cost(self, run: Run, chunk: Chunk, parameters: Parameters) -> Cost:
-        layout = run.layout
-        key = (
-            layout.tp, layout.ep, layout.etp, run.cp, run.micro_batch, run.seq, run.sequence, run.context,
-            run.dispatcher, run.dtype, run.recompute,
-        )  # fmt: skip
-        known = self._costs.setdefault(key, {})
-        contents = self._contents(chunk)
-        if contents not in known:
-            known[contents] = self._cost_of(run, contents, known, parameters)
-        return known[contents]
 
     def _contents(self, chunk: Chunk) -> Contents:
         first, end = chunk.first_layer, chunk.first_layer + chunk.layers

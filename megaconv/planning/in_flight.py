@@ -1,27 +1,41 @@
 """The passes of which a pipeline rank keeps activations at one time, by chunk."""
 
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
-from megaconv.planning.pipeline_order import order
+from megaconv.planning.pipeline_order import Action, order
+
+
+class _Moment(NamedTuple):
+    """The moment between a forward pass and the backward pass that follows it."""
+
+    forward: int
+    backward: int
+    """The chunks of the two passes."""
+    counts: tuple[int, ...]
 
 
 @cache
 def peaks(pp: int, vpp: int, microbatches: int, pp_rank: int) -> tuple[tuple[int, ...], ...]:
-    """Return the counts by chunk at the moments when a rank may keep most. No count vector is below another one."""
-    counts, seen = [0] * vpp, set[tuple[int, ...]]()
-    for action in order(pp, vpp, _enough(pp, microbatches), pp_rank):
-        if action.backward:
-            seen.add(tuple(counts))
-            counts[action.chunk] -= 1
-        else:
-            counts[action.chunk] += 1
-    return tuple(one for one in seen if not any(_below(one, other) for other in seen))
+    """Return the counts by chunk at the moments when a rank may keep most.
+
+    While both kinds of passes stay in the same chunks, the counts change by equal steps. So the first and the last of
+    these moments are enough.
+    """
+    # After four times pp microbatches, the order repeats itself.
+    actions = order(pp, vpp, min(microbatches, 4 * pp), pp_rank)
+    found: dict[tuple[int, ...], None] = {}
+    for _, group in groupby(_moments(actions, vpp), key=lambda moment: moment[:2]):
+        moments = list(group)
+        found[moments[0].counts] = found[moments[-1].counts] = None
+    return tuple(found)
 
 
-def _enough(pp: int, microbatches: int) -> int:
-    """Return a number of microbatches after which the order repeats itself."""
-    return min(microbatches, 4 * pp)
-
-
-def _below(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+def _moments(actions: Sequence[Action], vpp: int) -> Iterator[_Moment]:
+    counts = [0] * vpp
+    for action, following in pairwise(actions):
+        counts[action.chunk] += -1 if action.backward else 1
+        if following.backward and not action.backward:
+            yield _Moment(action.chunk, following.chunk, tuple(counts))

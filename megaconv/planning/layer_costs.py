@@ -1,6 +1,6 @@
 """The time and memory that a microbatch takes in one layer, or in the head, on one rank: seconds and bytes."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from megaconv.model.rank_share import RankShare
@@ -15,7 +15,9 @@ from megaconv.planning.rates import (
     LINKS,
     MEMORY,
     PRODUCTS,
+    PRODUCTS_FP8,
     TENSOR_EXPOSED,
+    copies_share,
     exchange_seconds,
     link,
 )
@@ -60,7 +62,8 @@ class Machine(NamedTuple):
     @property
     def products(self) -> float:
         """Operations per second of products with the layers' weights."""
-        return self.gpu.peak(fp8=self.fp8) * PRODUCTS
+        share = PRODUCTS_FP8 if self.fp8 else PRODUCTS
+        return self.gpu.peak(fp8=self.fp8) * share
 
     @property
     def plain_products(self) -> float:
@@ -90,13 +93,13 @@ def layer_cost(run: Run, kind: LayerKind, share: RankShare, machine: Machine) ->
     elements = layer_elements(run, kind) * run.tokens * run.itemsize
     traffic = of_layer(run, kind, run.tokens, 2 if again else 1)
     forwards = 2 if again else 1
+    products = _product_seconds(run, share, machine) * (machine.passes + again)
+    of_attention = attention * forwards + backward
     return Cost(
-        products=_product_seconds(run, share, machine) * (machine.passes + again),
-        attention=attention * forwards + backward,
+        products=products,
+        attention=of_attention,
         elementwise=_elementwise_seconds(run, elements, machine),
-        exchange=_exchange_seconds(
-            run, traffic, machine.gpu, hides=attention * forwards + backward
-        ),
+        exchange=_exchange_seconds(run, traffic, machine.gpu, of_attention, products),
         kept=run.width * run.tokens * run.itemsize if again else elements,
         inside=elements if again else 0.0,
     )
@@ -162,11 +165,19 @@ def _elementwise_seconds(run: Run, elements: float, machine: Machine) -> float:
 
 
 def _exchange_seconds(
-    run: Run, traffic: Iterable[Counted], gpu: Gpu, *, hides: float = 0.0
+    run: Run,
+    traffic: Iterable[Counted],
+    gpu: Gpu,
+    attention: float = 0.0,
+    products: float = 0.0,
 ) -> float:
-    """Return the seconds of communication that nothing hides. hides: seconds of attention, behind which a ring runs."""
+    """Return the seconds of communication that nothing hides.
+
+    A ring of context ranks runs behind attention, and the exchange of experts' tokens may run behind all computing.
+    attention, products: seconds of these in the layer.
+    """
     layout = run.layout
-    found = ring = 0.0
+    found = ring = experts = 0.0
     for group, kind, count in traffic:
         if group == "tp" and layout.tp > 1:
             whole = _sent(kind, count, layout.tp) / link(gpu, layout.tp, 1)
@@ -174,10 +185,21 @@ def _exchange_seconds(
         elif group in ("cp", "cp_near", "cp_far") and run.cp > 1:
             ring += _sent(kind, count, run.cp) / link(gpu, run.cp, layout.tp)
         elif group == "ep" and layout.ep > 1:
-            found += exchange_seconds(gpu, _sent(kind, count, layout.ep), layout.ep, layout.etp)
+            sent = _sent(kind, count, layout.ep)
+            experts += exchange_seconds(gpu, sent, layout.ep, layout.etp, _copies(run))
         elif group == "etp" and layout.etp > 1:
             found += _sent(kind, count, layout.etp) / link(gpu, layout.etp, 1)
-    return found + max(0.0, ring - hides)
+    if run.overlaps_experts:
+        experts = max(0.0, experts - attention - products)
+    return found + experts + max(0.0, ring - attention)
+
+
+def _copies(run: Run) -> Callable[[int], float] | None:
+    """Return copies_share of this model if the dispatcher sends a token to each node once, as DeepEP does."""
+    experts = run.config.experts
+    if run.dispatcher != "flex":
+        return None
+    return lambda nodes: copies_share(nodes, experts.per_token, experts.group_topk)
 
 
 def _sent(kind: str, count: float, ranks: int) -> float:

@@ -1,6 +1,8 @@
 """The memory of one pipeline rank by what it is for, in bytes."""
 
 from dataclasses import dataclass, fields
+from operator import mul
+from typing import NamedTuple
 
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
@@ -34,25 +36,44 @@ class MemoryParts:
     @property
     def total(self) -> float:
         """Bytes of all parts."""
-        return sum(self.parts().values())
+        state = self.weights + self.gradients + self.optimizer
+        return state + self.activations + self.logits + self.buffers
 
     def parts(self) -> dict[str, float]:
         """Return the parts by name."""
         return {part.name: float(getattr(self, part.name)) for part in fields(self)}
 
 
+class State(NamedTuple):
+    """Bytes of a rank's parameters."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+
+def state_bytes(run: Run, share: RankShare) -> State:
+    """Return the bytes of a rank's parameters. share: its parameters, sharded or not over data-parallel ranks."""
+    kept, level = BYTES_PER_PARAMETER[run.dtype], SHARDING.index(run.sharding)
+    whole = share.parameters
+    part = share.dense / run.replicas + share.experts / run.expert_dp
+    return State(
+        weights=kept.weight * (part if level > 2 else whole),
+        gradients=kept.gradient * (part if level > 1 else whole),
+        optimizer=kept.state * (part if level > 0 else whole),
+    )
+
+
 def rank_memory(run: Run, stage: Stage, largest_layer: int) -> MemoryParts:
     """Return the memory of a rank in training. largest_layer: parameters of the largest layer on the rank."""
-    kept, level = BYTES_PER_PARAMETER[run.dtype], SHARDING.index(run.sharding)
-    whole = stage.share.parameters
-    part = stage.share.dense / run.replicas + stage.share.experts / run.expert_dp
+    state, kept = state_bytes(run, stage.share), BYTES_PER_PARAMETER[run.dtype]
     buffers = _buffers(run)
     if run.sharding == "optim_grads_params":
         buffers += GATHERED * largest_layer * (kept.weight + kept.gradient)
     return MemoryParts(
-        weights=kept.weight * (part if level > 2 else whole),
-        gradients=kept.gradient * (part if level > 1 else whole),
-        optimizer=kept.state * (part if level > 0 else whole),
+        weights=state.weights,
+        gradients=state.gradients,
+        optimizer=state.optimizer,
         activations=_activations(run, stage),
         logits=_logits(run, stage),
         buffers=buffers,
@@ -87,9 +108,7 @@ def _activations(run: Run, stage: Stage) -> float:
     kept = [chunk.kept for chunk in stage.chunks]
     layout = run.layout
     moments = peaks(layout.pp, layout.vpp, run.microbatches, stage.rank)
-    most = max(
-        sum(count * each for count, each in zip(counts, kept, strict=True)) for counts in moments
-    )
+    most: float = max(sum(map(mul, counts, kept)) for counts in moments)
     return most + max(chunk.inside for chunk in stage.chunks)
 
 

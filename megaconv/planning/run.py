@@ -62,7 +62,9 @@ class Run:
     near: int = 1
     """For a2a+p2p: number of neighbouring context ranks that exchange heads for tokens."""
     dispatcher: str = "alltoall"
-    """`alltoall` or `allgather`: how ranks exchange the tokens of experts."""
+    """`alltoall`, `allgather`, or `flex` (Megatron-LM with DeepEP): how ranks exchange the tokens of experts."""
+    overlaps_experts: bool = False
+    """True if the exchange of experts' tokens runs behind another microbatch's passes, as only Megatron-LM has it."""
     balance: tuple[str, ...] = ()
     """Kinds of the balancing losses of experts, such as `seq_aux_loss`."""
     moves_bias: bool = False

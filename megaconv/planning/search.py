@@ -40,6 +40,10 @@ class Wanted:
     """Bytes of one GPU."""
     dtype: str = "bfloat16"
     vocab_divisor: int = 128
+    dispatcher: str = "alltoall"
+    """`alltoall`, or `flex` for Megatron-LM with DeepEP."""
+    overlaps_experts: bool = False
+    """True if the exchange of experts' tokens is hidden where Megatron-LM can hide it: with virtual stages, or PP 1."""
     fixed: Mapping[str, int] = field(default_factory=dict)
     """Sizes of SIZES that the user gives."""
 
@@ -54,6 +58,7 @@ def candidates(config: ModelConfig, wanted: Wanted, gpu: Gpu) -> Iterator[Run]:
                         config=config, layout=layout, dp=dp, cp=cp, seq=wanted.seq, micro_batch=micro_batch,
                         global_batch=wanted.global_batch, dtype=wanted.dtype, sequence_parallel=layout.tp > 1,
                         recompute=recompute, sharding=sharding, vocab_divisor=wanted.vocab_divisor,
+                        dispatcher=wanted.dispatcher, overlaps_experts=_overlaps(wanted, layout, recompute),
                     )  # fmt: skip
 
 
@@ -62,6 +67,8 @@ def search(config: ModelConfig, wanted: Wanted, machine: Machine) -> tuple[list[
     estimator, found, tried = Estimator(config, machine), list[Estimate](), 0
     for run in candidates(config, wanted, machine.gpu):
         tried += 1
+        if not estimator.state_fits(run, wanted.memory):
+            continue
         estimate = estimator.estimate(run)
         if estimate.memory.total <= wanted.memory:
             found.append(estimate)
@@ -98,6 +105,12 @@ def _layouts(config: ModelConfig, wanted: Wanted, gpu: Gpu) -> Iterator[tuple[La
                 continue
             for vpp, stages in splits:
                 yield Layout(tp, pp, vpp, ep, etp, stage_layers=stages), cp, dp
+
+
+def _overlaps(wanted: Wanted, layout: Layout, recompute: Recompute) -> bool:
+    """Return whether Megatron-LM can hide the exchange of experts' tokens. It can't if whole layers are recomputed."""
+    passes = layout.vpp > 1 or layout.pp == 1
+    return wanted.overlaps_experts and layout.ep > 1 and passes and recompute.granularity != "full"
 
 
 def _dense_sizes(config: ModelConfig, wanted: Wanted, gpu: Gpu) -> Iterator[tuple[int, int, int]]:

@@ -42,30 +42,28 @@ class StepTime:
 
 
 class Stage(NamedTuple):
-    """One pipeline rank."""
+    """Pipeline ranks with equal contents."""
 
     rank: int
+    """The first of them, which keeps the most passes."""
+    ranks: int
+    """The number of these ranks."""
     chunks: tuple[Cost, ...]
+    microbatch: Cost
+    """The sum over the chunks."""
     share: RankShare
-
-    @property
-    def microbatch(self) -> Cost:
-        """The sum over the chunks."""
-        return Cost(*(sum(values) for values in zip(*self.chunks, strict=True)))
 
 
 def step_time(run: Run, stages: Sequence[Stage], machine: Machine) -> StepTime:
     """Return the time of a step."""
-    passes = [stage.microbatch for stage in stages]
-    seconds = [each.seconds for each in passes]
-    busiest = seconds.index(max(seconds))
-    busy, number = passes[busiest], run.microbatches
-    share = stages[busiest].share
+    busiest = max(stages, key=lambda stage: stage.microbatch.seconds)
+    busy, share, number = busiest.microbatch, busiest.share, run.microbatches
     messages = 2 * message_seconds(run, machine.gpu) if run.layout.pp > 1 else 0.0
     # Megatron and megatron_lite hide messages behind other chunks' passes if there are virtual stages.
     exposed = messages if run.layout.vpp == 1 else 0.0
     # The first and the last microbatch pass through the other ranks before and after the busiest one works.
-    others = sum(seconds) - seconds[busiest]
+    passing = sum(stage.ranks * stage.microbatch.seconds for stage in stages)
+    others = passing - busy.seconds
     waiting = others / run.layout.vpp + (run.layout.pp - 1) * messages
     gradients = 0.0 if machine.frozen else _gradient_seconds(run, share, busy.seconds, machine.gpu)
     return StepTime(

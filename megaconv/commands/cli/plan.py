@@ -1,18 +1,37 @@
 """`megaconv plan`."""
 
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
+from megaconv.errors import UsageError
 from megaconv.options import LoadOptions
 from megaconv.terminal import show
 
+if TYPE_CHECKING:
+    from megaconv.commands.best_layouts import BestLayouts
+    from megaconv.commands.layouts import Layouts
+    from megaconv.model.ir import Header
 
-@command(epilog="Example: megaconv plan Llama-2-70b --gpus 64 --gpu-memory 80GiB")
+DEFAULT_GPU = "h100"
+Dispatcher = Literal["alltoall", "flex"]
+Purpose = Literal["train", "finetune", "lora"]
+
+
+def _size(flag: str, what: str) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(
+        flag, min=1, help=f"Only layouts with this {what}."
+    )
+    return option
+
+
+@command(
+    epilog="Example: megaconv plan DeepSeek-V3 --gpus 2048 --gpu h800 --seq-length 4096 --global-batch-size 15360"
+)
 def plan(
     *,
     path: opt.Input,
@@ -22,30 +41,123 @@ def plan(
             "--gpus", min=1, help="GPUs of the run; as few as hold the model once by default."
         ),
     ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", metavar="NAME", help="Kind of GPU, such as h100, h800 or a100."),
+    ] = None,
     gpu_memory: Annotated[
         str | None,
         typer.Option("--gpu-memory", metavar="SIZE", help="Memory of one GPU, such as 80GiB."),
     ] = None,
+    seq_length: Annotated[
+        int | None, typer.Option("--seq-length", min=1, help="Tokens of a sequence.")
+    ] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option("--global-batch-size", min=1, help="Sequences of a step.")
+    ] = None,
+    purpose: Annotated[
+        Purpose, typer.Option("--for", help="Train all weights, or only adapters (lora).")
+    ] = "train",
+    fp8: Annotated[
+        bool, typer.Option("--fp8", help="Products with the layers' weights are FP8.")
+    ] = False,
+    dispatcher: Annotated[
+        Dispatcher,
+        typer.Option(
+            "--moe-token-dispatcher-type",
+            help="Exchange of experts' tokens; flex is Megatron-LM's with DeepEP.",
+        ),
+    ] = "alltoall",
+    overlap_experts: Annotated[
+        bool,
+        typer.Option(
+            "--overlap-moe-expert-parallel-comm",
+            help="Exchange of experts' tokens is hidden; only Megatron-LM can.",
+        ),
+    ] = False,
+    tp: Annotated[int | None, _size("--tp", "tensor-parallel size")] = None,
+    pp: Annotated[int | None, _size("--pp", "pipeline-parallel size")] = None,
+    vpp: Annotated[int | None, _size("--vpp", "number of virtual stages")] = None,
+    ep: Annotated[int | None, _size("--ep", "expert-parallel size")] = None,
+    etp: Annotated[int | None, _size("--etp", "expert tensor-parallel size")] = None,
+    cp: Annotated[int | None, _size("--cp", "context-parallel size")] = None,
+    micro_batch_size: Annotated[int | None, _size("--micro-batch-size", "microbatch")] = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="Layouts to show.")] = 10,
     loader: str | None,
     load: LoadOptions,
     quiet: opt.NoProgress = False,
     as_json: opt.Json = False,
 ) -> None:
-    """List the parallel layouts that a model can have, with the share of each rank and the memory for training.
+    """List the parallel layouts that a model can have, with the memory that each needs for training.
 
-    The memory is that of weights, gradients and optimizer state with Megatron's distributed optimizer, without
-    activations. PATH may also be a config.json, or a directory with nothing but one.
+    With --seq-length and --global-batch-size, the layouts are ranked by the estimated time of a step. Without them, the
+    memory is that of weights, gradients and optimizer state with Megatron's distributed optimizer, without activations.
+    PATH may also be a config.json, or a directory with nothing but one.
     """
     from megaconv.commands.inspection import inspect
-    from megaconv.commands.layouts import layouts
-    from megaconv.options.values import byte_size
 
+    fixed = {
+        "tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "cp": cp, "micro_batch": micro_batch_size,
+    }  # fmt: skip
+    given = {name: size for name, size in fixed.items() if size is not None}
+    searches = seq_length or global_batch_size or gpu or given or fp8 or purpose == "lora"
+    if searches and gpus is None:
+        raise UsageError("--gpus is missing: a search needs the number of GPUs")
     header = inspect(path, replace(load, optimizer=False), loader, check_source=False).header
-    found = layouts(
-        header, gpus, None if gpu_memory is None else byte_size(gpu_memory, "--gpu-memory ")
-    )
+    found: Layouts | BestLayouts
+    if searches and gpus is not None:
+        found = _searched(
+            header, gpus, gpu or DEFAULT_GPU, gpu_memory, seq_length, global_batch_size, given, top,
+            fp8=fp8, adapters=purpose == "lora", overlap_experts=overlap_experts, dispatcher=dispatcher,
+        )  # fmt: skip
+    else:
+        found = _listed(header, gpus, gpu_memory)
     if as_json:
         print_json(found.to_json())
         return
     for line in found.lines():
         show(line)
+
+
+def _listed(header: "Header", gpus: int | None, gpu_memory: str | None) -> "Layouts":
+    from megaconv.commands.layouts import layouts
+    from megaconv.options.values import byte_size
+
+    memory = None if gpu_memory is None else byte_size(gpu_memory, "--gpu-memory ")
+    return layouts(header, gpus, memory)
+
+
+def _searched(
+    header: "Header",
+    gpus: int,
+    name: str,
+    gpu_memory: str | None,
+    seq: int | None,
+    global_batch: int | None,
+    fixed: dict[str, int],
+    top: int,
+    *,
+    fp8: bool,
+    adapters: bool,
+    overlap_experts: bool,
+    dispatcher: Dispatcher,
+) -> "BestLayouts":
+    from megaconv.commands.best_layouts import best_layouts
+    from megaconv.options.values import byte_size
+    from megaconv.planning.gpus import gpu_named
+    from megaconv.planning.layer_costs import Machine
+    from megaconv.planning.search import Wanted
+
+    gpu = gpu_named(name)
+    machine = Machine(gpu, fp8=fp8, frozen=adapters)
+    machine.products  # noqa: B018  (refuses FP8 on a GPU without it, before the search)
+    wanted = Wanted(
+        gpus=gpus,
+        seq=seq or min(header.config.max_positions, 4096),
+        global_batch=global_batch or gpus,
+        memory=gpu.memory if gpu_memory is None else byte_size(gpu_memory, "--gpu-memory "),
+        dispatcher=dispatcher,
+        overlaps_experts=overlap_experts,
+        fixed=fixed,
+    )
+    return best_layouts(header, wanted, machine, top)

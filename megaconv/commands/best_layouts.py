@@ -1,0 +1,219 @@
+"""`megaconv plan` with a GPU and a batch: the layouts with the shortest estimated step, and what each rank's memory is for."""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from shlex import join
+from typing import Any
+
+from megaconv.commands.units import readable
+from megaconv.errors import UsageError
+from megaconv.families import family
+from megaconv.megatron.rank_files.output_layout import DEFAULT_DIVISOR
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
+from megaconv.model.ir import Header
+from megaconv.model.table import canonical_shapes
+from megaconv.planning.estimate import Estimate, Estimator
+from megaconv.planning.flags import megatron_lite_flags, megatron_lm_flags
+from megaconv.planning.gpus import Gpu
+from megaconv.planning.layer_costs import Machine
+from megaconv.planning.search import Wanted, best_of_each, candidates, search
+from megaconv.planning.step_time import TERMS
+
+DEFAULT_TOP = 10
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One layout of the list."""
+
+    rank: int
+    """Its place among the layouts of all sizes, from 1."""
+    estimate: Estimate
+    limit: str
+    """The term in which it loses most to the first layout: a name of TERMS. `memory too small` if it doesn't fit."""
+
+    def to_json(self) -> dict[str, Any]:
+        run, time = self.estimate.run, self.estimate.time
+        return {
+            "rank": self.rank, **run.layout.sizes(), "cp": run.cp, "dp": run.dp, "gpus": run.world,
+            "micro_batch": run.micro_batch, "recompute": run.recompute.granularity, "sharding": run.sharding,
+            "stage_layers": list(run.layout.stage_layers), "step_seconds": time.total, "terms": time.terms(),
+            "limit": self.limit, "tokens_per_second": self.estimate.tokens_per_second,
+            "parameters": self.estimate.parameters,
+            "memory": {**self.estimate.memory.parts(), "total": self.estimate.memory.total},
+            "fits": self.limit != TOO_SMALL,
+        }  # fmt: skip
+
+
+TOO_SMALL = "memory too small"
+
+
+@dataclass(frozen=True, repr=False)
+class BestLayouts:
+    """The layouts of a run, the shortest step first."""
+
+    config: ModelConfig
+    gpu: Gpu
+    wanted: Wanted
+    placed: tuple[Placed, ...]
+    candidates: int
+    """Number of runs that the search estimated."""
+    fitting: int
+    """Number of layouts that fit the memory."""
+
+    def __repr__(self) -> str:
+        return f"<BestLayouts: {self.fitting} layouts fit, {self.candidates} candidates>"
+
+    def to_json(self) -> dict[str, Any]:
+        first = self.placed[0].estimate.run
+        return {
+            "layouts": [one.to_json() for one in self.placed],
+            "candidates": self.candidates, "fitting": self.fitting, "gpu": self.gpu.name, "gpu_memory": self.wanted.memory,
+            "parameters": self.parameters, "parameters_with_mtp": self.parameters_with_mtp,
+            "flags": {"megatron_lm": megatron_lm_flags(first), "megatron_lite": megatron_lite_flags(first)},
+        }  # fmt: skip
+
+    @property
+    def parameters_with_mtp(self) -> int:
+        """Parameters of the model, with layers that predict further tokens."""
+        return _parameters(self.config)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model without layers that predict further tokens."""
+        return _parameters(changed(self.config, {"mtp_layers": 0}))
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines for people."""
+        yield from self._description()
+        yield HEADINGS
+        for one in self.placed:
+            yield _row(one)
+        yield ""
+        yield from self._first()
+
+    def _description(self) -> Iterator[str]:
+        wanted = self.wanted
+        with_mtp = ""
+        if self.config.mtp_layers:
+            with_mtp = f" ({self.parameters_with_mtp:,} with MTP layers)"
+        yield f"{self.config.family}, {self.parameters:,} parameters{with_mtp}"
+        yield (
+            f"{wanted.gpus:,} {self.gpu.name} of {readable(wanted.memory)}; a step of {wanted.global_batch:,} sequences of "
+            f"{wanted.seq:,} tokens"
+        )
+        yield f"{self.candidates:,} candidates; {self.fitting:,} layouts fit the memory; an estimate, not a measurement"
+
+    def _first(self) -> Iterator[str]:
+        first = self.placed[0]
+        time = first.estimate.time
+        terms = ", ".join(
+            f"{name} {value / time.total:.0%}" for name, value in time.terms().items()
+        )
+        yield f"time of the first one: {terms}"
+        parts = first.estimate.memory.parts()
+        sizes = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
+        yield f"memory of its fullest rank: {sizes}"
+        run = first.estimate.run
+        yield f"Megatron-LM:   {join(megatron_lm_flags(run))}"
+        yield f"megatron-lite: {join(megatron_lite_flags(run))}"
+
+
+HEADINGS = (
+    f"{'#':>4} {'TP':>3} {'PP':>3} {'VPP':>3} {'EP':>3} {'ETP':>3} {'CP':>3} {'DP':>5} {'batch':>5}  {'recompute':<9}  "
+    f"{'sharding':<18} {'step':>8} {'tokens/s':>9}  {'memory':>10}  loses by"
+)
+
+
+def _row(one: Placed) -> str:
+    run, estimate = one.estimate.run, one.estimate
+    layout = run.layout
+    sizes = (
+        f"{one.rank:>4} {layout.tp:>3} {layout.pp:>3} {layout.vpp:>3} {layout.ep:>3} {layout.etp:>3} {run.cp:>3} {run.dp:>5} "
+        f"{run.micro_batch:>5}"
+    )
+    ways = f"{run.recompute.granularity or '-':<9}  {run.sharding:<18}"
+    figures = f"{estimate.time.total:>6.2f} s {estimate.tokens_per_second:>9,.0f}  {readable(estimate.memory.total):>10}"
+    return f"{sizes}  {ways} {figures}  {one.limit}"
+
+
+def best_layouts(header: Header, wanted: Wanted, machine: Machine, top: int) -> BestLayouts:
+    """Search the layouts of a model. Raises UsageError if no layout has these sizes."""
+    config = header.config
+    if config.encoder.layers:
+        raise UsageError(f"{config.family}: plan searches no models with an encoder and a decoder")
+    wanted = replace(
+        wanted, vocab_divisor=header.vocab_divisor or DEFAULT_DIVISOR, dtype=_trained(config)
+    )
+    config = changed(config, {"dtype": wanted.dtype})
+    every, tried = search(config, replace(wanted, fixed={}), machine)
+    chosen, more = search(config, wanted, machine) if wanted.fixed else (every, 0)
+    layouts = best_of_each(every)
+    if not chosen:
+        chosen = [_smallest(config, wanted, machine)]
+    first = (layouts or chosen)[0]
+    times = [one.time.total for one in layouts]
+    placed = [_placed(one, first, times, wanted) for one in best_of_each(chosen)[:top]]
+    return BestLayouts(config, machine.gpu, wanted, tuple(placed), tried + more, len(layouts))
+
+
+def _placed(one: Estimate, first: Estimate, times: list[float], wanted: Wanted) -> Placed:
+    rank = bisect_left(times, one.time.total) + 1
+    if one.memory.total > wanted.memory:
+        return Placed(rank, one, TOO_SMALL)
+    own, best = one.time.terms(), first.time.terms()
+    if one.time.total <= first.time.total:
+        return Placed(rank, one, max(TERMS, key=lambda term: own[term]))
+    return Placed(rank, one, max(TERMS, key=lambda term: own[term] - best[term]))
+
+
+def _smallest(config: ModelConfig, wanted: Wanted, machine: Machine) -> Estimate:
+    """Return the run that needs the least memory. Raises UsageError if no run has these sizes."""
+    estimator = Estimator(config, machine)
+    runs = (estimator.estimate(run) for run in candidates(config, wanted, machine.gpu))
+    found = min(runs, key=lambda one: one.memory.total, default=None)
+    if found is None:
+        raise UsageError(_reason(config, wanted))
+    return found
+
+
+def _reason(config: ModelConfig, wanted: Wanted) -> str:
+    """Return why no run has these sizes, with the flags of plan."""
+    fixed = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in wanted.fixed.items())
+    given = f"--gpus {wanted.gpus} --seq-length {wanted.seq} --global-batch-size {wanted.global_batch} {fixed}".strip()
+    product = prod(wanted.fixed.get(name, 1) for name in ("tp", "pp", "cp"))
+    if wanted.gpus % product:
+        return f"{given}: --tp x --pp x --cp = {product} has to divide --gpus {wanted.gpus}; choose other sizes"
+    for flag, size, whole, what in _divisions(config, wanted.fixed):
+        if whole % size:
+            return f"{flag} {size} has to divide {what} = {whole}; choose another size"
+    return (
+        f"no layout of {config.family} has these sizes: {given}; --global-batch-size has to be a multiple of the "
+        "data-parallel ranks x --micro-batch-size"
+    )
+
+
+def _divisions(
+    config: ModelConfig, fixed: Mapping[str, int]
+) -> Iterator[tuple[str, int, int, str]]:
+    """Yield (flag, its size, the number that it has to divide, the name of that number)."""
+    sizes = config.sizes()
+    if "tp" in fixed:
+        yield "--tp", fixed["tp"], sizes["heads"], "heads"
+    if "ep" in fixed:
+        yield "--ep", fixed["ep"], config.experts.count or 1, "experts"
+    if "etp" in fixed and config.experts.count:
+        yield "--etp", fixed["etp"], config.experts.ffn, "the experts' ffn"
+
+
+def _trained(config: ModelConfig) -> str:
+    """Return the dtype in which the model is trained: that of its weights if a training run can have it."""
+    return config.dtype if config.dtype in ("bfloat16", "float16", "float32") else "bfloat16"
+
+
+def _parameters(config: ModelConfig) -> int:
+    shapes = canonical_shapes(family(config.family).rows, config)
+    return sum(prod(shape) for shape in shapes.values())
