@@ -8,11 +8,12 @@ python -m benchmarks.planner fit       constants that fit half of the published 
 
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import product
 from math import sqrt
 
-from benchmarks.published_runs import RUNS, Published
+from benchmarks.published_runs import RUNS, UNKNOWN, Published
 from megaconv.model.layout import Layout
 from megaconv.planning import layer_costs
 from megaconv.planning.estimate import Estimate, Estimator
@@ -28,8 +29,14 @@ from megaconv.planning.search import (
 )
 from megaconv.planning.splits import even_stages, head_layers
 
-SET_UPS = ("GPT-3 175B", "Llama-3 405B", "Nemotron-4 340B", "Mixtral 8x7B", "DeepSeek-V3")
-"""Runs whose layouts the search has to find."""
+SET_UPS = {
+    "GPT-3 175B in FP8, 512 GPUs": 512,
+    "Llama-3 405B": 8192,
+    "Nemotron-4 340B": 1536,
+    "Mixtral 8x7B": 64,
+    "DeepSeek-V3": 2048,
+}
+"""Name -> GPUs of the runs whose layouts the search has to find."""
 
 
 def runs_of(published: Published) -> Iterator[Run]:
@@ -37,7 +44,9 @@ def runs_of(published: Published) -> Iterator[Run]:
     virtual = VIRTUAL if published.vpp is None else (published.vpp,)
     batches = MICRO_BATCHES if published.micro_batch is None else (published.micro_batch,)
     dp = published.gpus // (published.tp * published.pp * published.cp)
-    for vpp, micro_batch in product(virtual, batches):
+    again = (None, "selective", "full")
+    recompute = again if published.recompute == UNKNOWN else (published.recompute,)
+    for vpp, micro_batch, granularity in product(virtual, batches, recompute):
         microbatches, rest = divmod(published.global_batch, micro_batch * dp)
         stages = published.pp * vpp
         if rest or not microbatches or stages > published.config.layer_count + 2:
@@ -54,7 +63,7 @@ def runs_of(published: Published) -> Iterator[Run]:
             micro_batch=micro_batch,
             global_batch=published.global_batch,
             sequence_parallel=published.tp > 1,
-            recompute=Recompute(published.recompute),
+            recompute=Recompute(granularity),
             sharding=published.sharding,
             dispatcher=published.dispatcher,
             overlaps_experts=published.overlaps_experts,
@@ -90,6 +99,8 @@ def table() -> Iterator[str]:
         layout = f"TP {run.layout.tp}, PP {run.layout.pp}, VPP {run.layout.vpp}"
         more = {"EP": run.layout.ep, "CP": run.cp}
         layout += "".join(f", {name} {size}" for name, size in more.items() if size > 1)
+        if run.recompute.granularity:
+            layout += f", {run.recompute.granularity} recomputation"
         error = estimate.time.total / published.seconds - 1
         yield (
             f"| {published.name} | {published.gpus:,} {published.gpu} | {layout} | {published.seconds:.2f} s | "
@@ -110,32 +121,26 @@ def wanted_of(published: Published) -> Wanted:
 
 
 def set_ups() -> Iterator[Published]:
-    """Yield the first published run of each name of SET_UPS."""
-    for name in SET_UPS:
-        yield next(run for run in RUNS if run.name.startswith(name))
+    """Yield the published runs of SET_UPS."""
+    for published in RUNS:
+        if SET_UPS.get(published.name) == published.gpus:
+            yield published
 
 
 def ranks() -> Iterator[str]:
     """Yield the lines of the table of ranks."""
-    yield "| run | GPUs | layout | memory | rank | of | step | first |"
+    yield "| run | GPUs | layout | memory | step | rank | of | first |"
     yield "|---|---|---|---|---|---|---|---|"
     for published in set_ups():
         found, _ = search(published.config, wanted_of(published), machine_of(published))
         layouts = best_of_each(found)
-        sizes = published.tp, published.pp, published.ep, published.cp
-        rank, theirs = next(
-            (rank, one) for rank, one in enumerate(layouts, 1) if _sizes(one.run) == sizes
-        )
-        first = layouts[0]
+        theirs, first = estimate_of(published), layouts[0]
+        rank = bisect_left([one.time.total for one in layouts], theirs.time.total) + 1
         yield (
             f"| {published.name} | {published.gpus:,} {published.gpu} | {_shown(theirs.run)} | "
-            f"{theirs.memory.total / 2**30:.0f} GiB | {rank} | {len(layouts)} | {theirs.time.total:.2f} s | "
+            f"{theirs.memory.total / 2**30:.0f} GiB | {theirs.time.total:.2f} s | {rank} | {len(layouts):,} | "
             f"{first.time.total:.2f} s: {_shown(first.run)} |"
         )
-
-
-def _sizes(run: Run) -> tuple[int, int, int, int]:
-    return run.layout.tp, run.layout.pp, run.layout.ep, run.cp
 
 
 def _shown(run: Run) -> str:

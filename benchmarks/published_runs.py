@@ -16,6 +16,9 @@ TITAN = "https://github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_to
 ZOO = "https://github.com/yanring/Megatron-MoE-ModelZoo, best_practice/Qwen3/readme.md"
 
 
+UNKNOWN = "unknown"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Published:
     """One run."""
@@ -34,7 +37,7 @@ class Published:
     seq: int = 4096
     fp8: bool = False
     sharding: str = "optim"
-    recompute: str | None = None
+    recompute: str | None = UNKNOWN
     dispatcher: str = "alltoall"
     overlaps_experts: bool = False
     tokens_per_second: float | None = None
@@ -116,7 +119,8 @@ DEEPSEEK_V3 = decoder(
     **{
         "attention.head_dim": 192, "latent.kv_rank": 512, "latent.q_rank": 1536, "latent.rope_dim": 64, "latent.v_dim": 128,
         "layers.mlp": ("dense",) * 3 + ("experts",) * 58, "experts.count": 256, "experts.per_token": 8,
-        "experts.ffn": 2048, "experts.shared_ffn": 2048, "experts.router_bias": True, "experts.groups": 8, "experts.group_topk": 4, "experts.score": "sigmoid",
+        "experts.ffn": 2048, "experts.shared_ffn": 2048, "experts.router_bias": True, "experts.groups": 8, "experts.group_topk": 4,
+        "experts.score": "sigmoid",
         "mtp_layers": 1,
     },
 )  # fmt: skip
@@ -222,7 +226,7 @@ RUNS = (
     ),
     Published(
         name="DeepSeek-V3", config=DEEPSEEK_V3, gpu="h800", gpus=2048, ep=64, pp=16, global_batch=15360, fp8=True,
-        recompute="selective", dispatcher="flex", overlaps_experts=True, step=180_000 * 3600 / 2048 * 15360 * 4096 / 1e12,
+        dispatcher="flex", overlaps_experts=True, step=180_000 * 3600 / 2048 * 15360 * 4096 / 1e12,
         source="arXiv:2412.19437: 180,000 GPU hours for 1e12 tokens; exchange of tokens overlapped",
     ),
 )  # fmt: skip

@@ -14,6 +14,7 @@ from megaconv.megatron.rank_files.output_layout import DEFAULT_DIVISOR
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header
+from megaconv.model.layout import Layout
 from megaconv.model.table import canonical_shapes
 from megaconv.planning.estimate import Estimate, Estimator
 from megaconv.planning.flags import megatron_lite_flags, megatron_lm_flags
@@ -155,14 +156,27 @@ def best_layouts(header: Header, wanted: Wanted, machine: Machine, top: int) -> 
     if not chosen:
         chosen = [_smallest(config, wanted, machine)]
     first = (layouts or chosen)[0]
+    ranks = {_key(one): rank for rank, one in enumerate(layouts, 1)}
     times = [one.time.total for one in layouts]
-    placed = [_placed(one, first, times, wanted) for one in best_of_each(chosen)[:top]]
+    placed = [
+        _placed(
+            one,
+            first,
+            ranks.get(_key(one)) or bisect_left(times, one.time.total) + 1,
+            wanted.memory,
+        )
+        for one in best_of_each(chosen)[:top]
+    ]
     return BestLayouts(config, machine.gpu, wanted, tuple(placed), tried + more, len(layouts))
 
 
-def _placed(one: Estimate, first: Estimate, times: list[float], wanted: Wanted) -> Placed:
-    rank = bisect_left(times, one.time.total) + 1
-    if one.memory.total > wanted.memory:
+def _key(one: Estimate) -> tuple[Layout, int]:
+    """Return the sizes by which layouts are told apart."""
+    return one.run.layout, one.run.cp
+
+
+def _placed(one: Estimate, first: Estimate, rank: int, memory: int) -> Placed:
+    if one.memory.total > memory:
         return Placed(rank, one, TOO_SMALL)
     own, best = one.time.terms(), first.time.terms()
     if one.time.total <= first.time.total:

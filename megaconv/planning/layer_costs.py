@@ -1,6 +1,7 @@
 """The time and memory that a microbatch takes in one layer, or in the head, on one rank: seconds and bytes."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from megaconv.model.rank_share import RankShare
@@ -21,7 +22,7 @@ from megaconv.planning.rates import (
     exchange_seconds,
     link,
 )
-from megaconv.planning.run import Run
+from megaconv.planning.run import KEEP_ALL, Run
 from megaconv.planning.traffic import SENT, Counted, of_layer, there_and_back
 
 CAUSAL = 0.5
@@ -91,6 +92,7 @@ def layer_cost(run: Run, kind: LayerKind, share: RankShare, machine: Machine) ->
     mixer = mixer_cost(run.config, kind)
     attention, backward = _attention_seconds(run, kind, mixer, machine)
     elements = layer_elements(run, kind) * run.tokens * run.itemsize
+    moved = layer_elements(replace(run, recompute=KEEP_ALL), kind) * run.tokens * run.itemsize
     traffic = of_layer(run, kind, run.tokens, 2 if again else 1)
     forwards = 2 if again else 1
     products = _product_seconds(run, share, machine) * (machine.passes + again)
@@ -98,7 +100,7 @@ def layer_cost(run: Run, kind: LayerKind, share: RankShare, machine: Machine) ->
     return Cost(
         products=products,
         attention=of_attention,
-        elementwise=_elementwise_seconds(run, elements, machine),
+        elementwise=_elementwise_seconds(run, moved, machine),
         exchange=_exchange_seconds(run, traffic, machine.gpu, of_attention, products),
         kept=run.width * run.tokens * run.itemsize if again else elements,
         inside=elements if again else 0.0,
@@ -159,7 +161,7 @@ def _attention_seconds(
 
 
 def _elementwise_seconds(run: Run, elements: float, machine: Machine) -> float:
-    """Return the seconds of reading and writing. elements: bytes that a layer would keep without recomputation of it."""
+    """Return the seconds of reading and writing. elements: bytes that a layer keeps if nothing is recomputed."""
     forwards = {None: 1.0, "selective": 1.25, "full": 2.0}[run.recompute.granularity]
     return ELEMENTWISE * elements * (forwards + 2.0) / machine.memory
 

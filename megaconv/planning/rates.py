@@ -1,16 +1,17 @@
 """The share of a GPU's peak rates that training reaches, and the time of an exchange between ranks.
 
 PRODUCTS, TENSOR_EXPOSED and ELEMENTWISE are fitted to every second row of Megatron-LM's table of 1.7B to 462B models on
-H100, and PRODUCTS_FP8 to every second row of NeMo's table (`python -m benchmarks.planner fit`). The other shares are usual results of bandwidth tests and of fused attention.
+H100, and PRODUCTS_FP8 to every second row of NeMo's (`python -m benchmarks.planner fit`).
+The other shares are usual results of bandwidth tests and of fused attention.
 """
 
 from collections.abc import Callable
 
 from megaconv.planning.gpus import Gpu
 
-PRODUCTS = 0.62
+PRODUCTS = 0.64
 """Share of the peak in large products with weights."""
-PRODUCTS_FP8 = 0.6
+PRODUCTS_FP8 = 0.65
 """The same in FP8, with the casts."""
 ATTENTION = 0.5
 """Share of the bf16 peak in fused attention; only the visible half of the scores is computed."""
@@ -18,7 +19,7 @@ MEMORY = 0.8
 """Share of the memory's bandwidth in elementwise work."""
 LINKS = 0.8
 """Share of a link's bandwidth in collectives of large tensors."""
-TENSOR_EXPOSED = 0.5
+TENSOR_EXPOSED = 0.75
 """Share of the tensor ranks' exchanges that products don't hide. Megatron-LM hides a part (`--tp-comm-overlap`)."""
 ELEMENTWISE = 4.5
 """Times that a forward pass moves each kept element through memory. A backward pass moves it twice as often."""

@@ -21,16 +21,14 @@ def head_layers(config: ModelConfig) -> int:
 def even_stages(layers: int, stages: int, at_the_end: int) -> tuple[int, ...]:
     """Return the layers of each stage. at_the_end: layers for which the head counts.
 
-    If the stages can't be equal, the last and the first one have fewer layers, in turn from the ends.
+    If the stages can't be equal, the last one has fewer layers for the head, and the first ones have one less. They
+    keep the activations of more passes.
     """
     if layers % stages == 0:
         return (layers // stages,) * stages
     extra = min(at_the_end, layers // stages + 1)
     each, more = divmod(layers + extra, stages)
-    found = [each + 1] * stages
-    for number in range(stages - more):
-        place = number // 2
-        found[-1 - place if number % 2 == 0 else place] -= 1
+    found = [each] * (stages - more) + [each + 1] * more
     found[-1] = max(0, found[-1] - extra)
     found[0] += layers - sum(found)
     return tuple(found)

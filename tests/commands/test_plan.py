@@ -109,3 +109,107 @@ def test_gpus_that_are_too_small_are_marked_and_impossible_sizes_named(tmp_path:
     assert "too large" in shown
     assert "not possible: TP 16" in shown
     assert_refused(run("plan", model, "--gpus", 7, "--gpu-memory", "many"), 2, "many")
+
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "vocab_size": 128256,
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}  # fmt: skip
+SEARCH = ("--gpus", 64, "--gpu", "h100", "--seq-length", 4096, "--global-batch-size", 256)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return tmp_path
+
+
+def test_layouts_are_ranked_by_the_time_of_a_step(llama: Path) -> None:
+    found = planned(llama, *SEARCH, "--top", 5)
+    assert len(found) == 5
+    assert [one["rank"] for one in found] == [1, 2, 3, 4, 5]
+    assert [one["step_seconds"] for one in found] == sorted(one["step_seconds"] for one in found)
+    for one in found:
+        assert one["tp"] * one["pp"] * one["cp"] * one["dp"] == 64
+        assert one["step_seconds"] == pytest.approx(sum(one["terms"].values()))
+        parts = [size for name, size in one["memory"].items() if name != "total"]
+        assert one["memory"]["total"] == pytest.approx(sum(parts))
+        assert one["memory"]["total"] <= 80 * 2**30
+    assert {"tp", "pp", "vpp", "ep", "etp", "cp", "dp"} <= set(found[0])
+
+
+def test_a_layout_that_one_asks_for_is_shown_with_its_rank_and_its_loss(llama: Path) -> None:
+    (one, *_) = planned(llama, *SEARCH, "--tp", 8, "--pp", 4, "--vpp", 1)
+    assert (one["tp"], one["pp"], one["vpp"]) == (8, 4, 1)
+    assert one["rank"] > 10
+    assert one["limit"] == "communication"
+    (one,) = planned(
+        llama, *SEARCH, "--tp", 8, "--pp", 8, "--vpp", 4, "--cp", 1, "--gpu-memory", "2GB"
+    )
+    assert (one["fits"], one["limit"]) == (False, "memory too small")
+    shown = run("plan", llama, *SEARCH, "--top", 2).out
+    assert "loses by" in shown
+    assert "time of the first one: compute" in shown
+
+
+def test_printed_flags_start_the_planned_layout(llama: Path) -> None:
+    """megatron_lite parses them to the same layout, and Megatron-LM's parser has every flag."""
+    from megatron_lite.planning.command import describe
+
+    for sizes in (
+        ("--pp", 3, "--gpus", 48),
+        ("--pp", 4, "--vpp", 2, "--tp", 2),
+        (
+            "--cp",
+            2,
+        ),
+    ):
+        outcome = run("plan", llama, *SEARCH, *sizes, "--top", 1, "--json")
+        found = json.loads(outcome.out)
+        first, flags = found["layouts"][0], found["flags"]["megatron_lite"]
+        if "--data-parallel-sharding-strategy" in flags:
+            continue
+        described = describe(first["gpus"], ["--load", str(llama), *flags])
+        layout = described.sizes.layout
+        assert list(layout.stage_layers) == first["stage_layers"]
+        assert (layout.tp, layout.pp, layout.vpp) == (first["tp"], first["pp"], first["vpp"])
+        assert (described.sizes.cp, described.sizes.dp) == (first["cp"], first["dp"])
+
+
+def test_counts_are_shown_with_and_without_mtp_layers(tmp_path: Path) -> None:
+    from tests.trainer.planning.test_command import DEEPSEEK_V3
+
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    search = ("--gpus", 16, "--gpu", "h800", "--seq-length", 4096, "--global-batch-size", 16)
+    outcome = run("plan", tmp_path, *search, "--pp", 16, "--json")
+    found = json.loads(outcome.out)
+    assert f"{found['parameters'] / 1e9:.0f}" == "671"
+    assert f"{found['parameters_with_mtp'] / 1e9:.1f}" == "682.6"
+    one = found["layouts"][0]
+    assert (one["pp"], sum(one["stage_layers"]), one["fits"]) == (16, 61, False)
+    assert "682,636,487,424 with MTP layers" in run("plan", tmp_path, *search, "--pp", 16).out
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--tp", 3), "--tp x --pp x --cp = 3 has to divide --gpus 64"),
+        (("--tp", 64), "--tp 64 has to divide heads = 32"),
+        (("--gpu", "z80"), "--gpu z80 is unknown"),
+        (("--gpu", "a100", "--fp8"), "--gpu a100 has no FP8"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_with_the_flags_of_plan(
+    llama: Path, options: tuple[object, ...], named: str
+) -> None:
+    assert_refused(run("plan", llama, *SEARCH, *options), 2, named)
+
+
+def test_adapters_alone_fit_where_training_does_not(llama: Path) -> None:
+    small = ("--gpus", 1, "--seq-length", 2048, "--global-batch-size", 8, "--gpu-memory", "40GiB")
+    whole = planned(llama, *small)[0]
+    adapters = planned(llama, *small, "--for", "lora")[0]
+    assert not whole["fits"]
+    assert adapters["fits"]
