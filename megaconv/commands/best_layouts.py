@@ -14,7 +14,6 @@ from megaconv.megatron.rank_files.output_layout import DEFAULT_DIVISOR
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header
-from megaconv.model.layout import Layout
 from megaconv.model.table import canonical_shapes
 from megaconv.planning.estimate import Estimate, Estimator
 from megaconv.planning.flags import megatron_lite_flags, megatron_lm_flags
@@ -22,8 +21,6 @@ from megaconv.planning.gpus import Gpu
 from megaconv.planning.layer_costs import Machine
 from megaconv.planning.search import Wanted, best_of_each, candidates, search
 from megaconv.planning.step_time import TERMS
-
-DEFAULT_TOP = 10
 
 
 @dataclass(frozen=True)
@@ -156,23 +153,15 @@ def best_layouts(header: Header, wanted: Wanted, machine: Machine, top: int) -> 
     if not chosen:
         chosen = [_smallest(config, wanted, machine)]
     first = (layouts or chosen)[0]
-    ranks = {_key(one): rank for rank, one in enumerate(layouts, 1)}
     times = [one.time.total for one in layouts]
+    ranks = {id(one): rank for rank, one in enumerate(layouts, 1)}
     placed = [
         _placed(
-            one,
-            first,
-            ranks.get(_key(one)) or bisect_left(times, one.time.total) + 1,
-            wanted.memory,
+            one, first, ranks.get(id(one)) or bisect_left(times, one.time.total) + 1, wanted.memory
         )
         for one in best_of_each(chosen)[:top]
     ]
     return BestLayouts(config, machine.gpu, wanted, tuple(placed), tried + more, len(layouts))
-
-
-def _key(one: Estimate) -> tuple[Layout, int]:
-    """Return the sizes by which layouts are told apart."""
-    return one.run.layout, one.run.cp
 
 
 def _placed(one: Estimate, first: Estimate, rank: int, memory: int) -> Placed:

@@ -89,6 +89,7 @@ _ALL = (
         network=50 * GB, source="AMD Instinct MI300X data sheet and platform data sheet",
     ),
 )  # fmt: skip
+DEFAULT_GPU = "h100"
 GPUS = {gpu.name: gpu for gpu in _ALL}
 """Name for `--gpu` -> the GPU."""
 

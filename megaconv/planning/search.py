@@ -6,7 +6,6 @@ or TP. Sharding of gradients and parameters is for PP 1 only.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from megaconv.errors import LayoutError
 from megaconv.model.config import ModelConfig
@@ -81,14 +80,23 @@ def _order(estimate: Estimate) -> tuple[float, float]:
 
 
 def best_of_each(found: Sequence[Estimate]) -> list[Estimate]:
-    """Return the best run of each layout: those with another microbatch, recomputation or sharding are left out."""
-    seen, kept = set[Any](), list[Estimate]()
+    """Return the best run of each combination of TP, PP, EP, ETP and CP.
+
+    Those with other virtual stages, microbatch, recomputation or sharding are left out.
+    """
+    seen, kept = set[tuple[int, ...]](), list[Estimate]()
     for estimate in found:
-        key = estimate.run.layout, estimate.run.cp
+        key = parallel_sizes(estimate.run)
         if key not in seen:
             seen.add(key)
             kept.append(estimate)
     return kept
+
+
+def parallel_sizes(run: Run) -> tuple[int, ...]:
+    """Return the sizes by which listed layouts differ: TP, PP, EP, ETP and CP."""
+    layout = run.layout
+    return layout.tp, layout.pp, layout.ep, layout.etp, run.cp
 
 
 def _layouts(config: ModelConfig, wanted: Wanted, gpu: Gpu) -> Iterator[tuple[Layout, int, int]]:

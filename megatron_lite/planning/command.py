@@ -12,6 +12,7 @@ from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
+from megaconv.planning.gpus import DEFAULT_GPU, gpu_named
 from megaconv.terminal import show
 from megatron_lite.models.trainable import refuse_whole
 from megatron_lite.planning.report import Planned
@@ -24,9 +25,10 @@ from megatron_lite.settings.run_options import model_options, optimizer_options
 from megatron_lite.settings.sizes import work_out
 
 DESCRIPTION = """\
-Memory of each rank, bytes between ranks and the pipeline's bubble of a run, without starting it or reading a weight.
+Memory of each rank, bytes between ranks, the pipeline's bubble and the estimated time of a step, without starting it or reading a weight.
 
 --world-size N       ranks of the run (as few as tp x cp x pp)
+--gpu NAME           GPU for the estimated time of a step, such as h800 or a100; h100 by default
 --json               for programs
 --load PATH          a config.json, or any checkpoint that megaconv reads; without it flags describe the model
 
@@ -47,7 +49,7 @@ def main(words: list[str]) -> int:
         return 0
     try:
         own, rest = _own_parser().parse_known_args(words)
-        planned = Planned(describe(own.world_size, rest))
+        planned = Planned(describe(own.world_size, rest), gpu_named(own.gpu))
         text = json.dumps(planned.to_json(), indent=2) if own.json else None
         lines = list(planned.lines()) if text is None else []
     except CheckpointError as error:
@@ -68,6 +70,7 @@ class _Parser(argparse.ArgumentParser):
 def _own_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="megatron-lite plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--world-size", type=int)
+    parser.add_argument("--gpu", default=DEFAULT_GPU)
     parser.add_argument("--json", action="store_true")
     return parser
 

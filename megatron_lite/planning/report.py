@@ -11,7 +11,11 @@ from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
 from megaconv.model.table import canonical_shapes
 from megaconv.planning.bubble import bubble
+from megaconv.planning.estimate import Estimator
+from megaconv.planning.gpus import DEFAULT_GPU, GPUS, Gpu
+from megaconv.planning.layer_costs import Machine
 from megaconv.planning.run import Run
+from megaconv.planning.step_time import StepTime, step_time
 from megaconv.planning.traffic import Traffic
 from megatron_lite.models.trainable import check_trained
 from megatron_lite.planning.gradients import stage_traffic
@@ -31,6 +35,8 @@ class Planned:
     """The results for a described run. Its properties raise LayoutError for a model that can't be sharded in this layout."""
 
     described: Described
+    gpu: Gpu = GPUS[DEFAULT_GPU]
+    """The GPU for which the time of a step is estimated."""
 
     @property
     def run(self) -> Run:
@@ -60,6 +66,15 @@ class Planned:
         return bubble(layout.pp, layout.vpp, self.run.microbatches, layers)
 
     @cached_property
+    def time(self) -> StepTime | None:
+        """The estimated time of a step; None for a model with an encoder and a decoder."""
+        if self.run.config.encoder.layers:
+            return None
+        machine = Machine(self.gpu, fp8=self.described.options.fp8 is not None)
+        estimator = Estimator(self.run.config, machine)
+        return step_time(self.run, estimator.stages(self.run), machine)
+
+    @cached_property
     def untrained(self) -> str | None:
         """The reason why this trainer can't train the model in this layout, or None."""
         run = self.run
@@ -83,6 +98,8 @@ class Planned:
                 **({"decoder_sequence": run.decoder_seq} if run.decoder_seq else {}),
                 "microbatches": run.microbatches,
             },
+            "gpu": self.gpu.name, "step_seconds": self.time.total if self.time else None,
+            "terms": self.time.terms() if self.time else None,
             "bubble": self.bubble, "not_trained_yet": self.untrained,
             "stages": [
                 {
@@ -100,6 +117,7 @@ class Planned:
     def lines(self) -> Iterator[str]:
         """Yield the lines of the text report."""
         yield from self._description()
+        yield from self._time_lines()
         yield from self._memory_lines()
         yield from self._traffic_lines()
         if self.untrained is not None:
@@ -118,6 +136,14 @@ class Planned:
             f"a step: {sequences} of {lengths} tokens, {microbatches} of {run.micro_batch} on each rank; "
             f"{self.bubble:.1%} of it is the pipeline's bubble"
         )
+
+    def _time_lines(self) -> Iterator[str]:
+        if self.time is None:
+            return
+        shares = {name: seconds / self.time.total for name, seconds in self.time.terms().items()}
+        largest = max(shares, key=lambda name: shares[name])
+        terms = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+        yield f"estimated on {self.gpu.name}: {self.time.total:.2f} s a step: {terms}; {largest} dominates"
 
     def _memory_lines(self) -> Iterator[str]:
         yield f"{'stage':>5}  {'parameters a rank':>18}  {'with gradients':>14}  {'activations':>11}  {'together':>10}"

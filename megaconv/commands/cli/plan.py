@@ -10,6 +10,7 @@ from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
 from megaconv.errors import UsageError
 from megaconv.options import LoadOptions
+from megaconv.planning.gpus import DEFAULT_GPU
 from megaconv.terminal import show
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from megaconv.commands.layouts import Layouts
     from megaconv.model.ir import Header
 
-DEFAULT_GPU = "h100"
 Dispatcher = Literal["alltoall", "flex"]
 Purpose = Literal["train", "finetune", "lora"]
 
