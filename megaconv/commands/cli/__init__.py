@@ -21,6 +21,7 @@ COMMANDS = (
     "verify",
     "diff",
     "scan",
+    "serve_hf",
     "formats",
     "demo",
 )
