@@ -14,7 +14,11 @@ class LoadOptions:
     """Options for reading an input. None means: take it from the checkpoint."""
 
     config: Path | None = option(
-        None, "--config", heading=INPUT_AND_OUTPUT, commands=(*CONVERSIONS, *SERVE, *ONE_INPUT), **CONFIG
+        None,
+        "--config",
+        heading=INPUT_AND_OUTPUT,
+        commands=(*CONVERSIONS, *SERVE, *ONE_INPUT),
+        **CONFIG,
     )
     """A Hugging Face directory whose configuration and tokenizer files complete a source that has none."""
     true_vocab_size: int | None = option(

@@ -1,6 +1,7 @@
 """The answers to requests, as the Hub's clients expect them. Nothing here knows sockets.
 
     /                                               a page that lists models and files
+    /diff?a=OWNER/MODEL@REVISION&b=…                a page that compares all tensors of two of them
     /api/models                                     the models
     /api/models/OWNER/MODEL[/revision/REVISION]     what `model_info` returns
     /api/models/OWNER/MODEL/tree/REVISION[/PATH]    what `list_repo_tree` returns
@@ -16,14 +17,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
-from megaconv.serving.page import page
+from megaconv.serving.page import compared, page
 from megaconv.serving.ranges import NotSatisfiable, asked_range
 from megaconv.serving.repository import MAIN, Repository, Revision
 
 WINDOW = 4 << 20
 """Bytes of a file that are computed at once."""
+Query = Mapping[str, list[str]]
 _NAME = r"([^/]+/[^/]+)"
 _WHEN = "1970-01-01T00:00:00.000Z"
 """A time for clients that parse one. A checkpoint has no such time."""
@@ -39,6 +41,15 @@ class Answer:
     """Bytes of the body."""
     body: Callable[[], Iterator[bytes | bytearray]] = lambda: iter(())
     """Computes the body, piece by piece."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a request adds to its path."""
+
+    range: str | None
+    """The header Range."""
+    query: Query
 
 
 def _whole(status: int, content: bytes, kind: str, headers: Mapping[str, str] = {}) -> Answer:
@@ -57,13 +68,14 @@ def refusal(status: int, message: str, code: str = "") -> Answer:
     return document({"error": message}, status, X_Error_Message=message, **named)
 
 
-def answer(
-    repositories: Mapping[str, Repository], target: str, asked: str | None = None
-) -> Answer:
+def answer(repositories: Mapping[str, Repository], target: str, asked: str | None = None) -> Answer:
     """The answer to a GET request. target: path and query of the request. asked: its Range header."""
-    path = unquote(urlsplit(target).path)
+    parts = urlsplit(target)
+    path, query = unquote(parts.path), parse_qs(parts.query)
     if path == "/":
         return _whole(200, page(repositories).encode(), "text/html; charset=utf-8")
+    if path == "/diff":
+        return _diff(repositories, query)
     if path.rstrip("/") == "/api/models":
         return document([_listed(each) for each in repositories.values()])
     for pattern, handle in _ROUTES:
@@ -74,8 +86,24 @@ def answer(
         repository = repositories.get(name)
         if repository is None:
             return refusal(404, f"{name} is not served here", "RepoNotFound")
-        return handle(repository, *rest, asked)
+        return handle(repository, *rest, Request(asked, query))
     return refusal(404, f"nothing is served at {path}")
+
+
+def _diff(repositories: Mapping[str, Repository], query: Query) -> Answer:
+    """A page that compares two revisions. It reads all tensors of both."""
+    pair = [_found(repositories, query.get(side, [""])[0]) for side in ("a", "b")]
+    left, right = pair
+    if left is None or right is None:
+        return refusal(404, "/diff?a=OWNER/MODEL@REVISION&b=OWNER/MODEL@REVISION: no such revision")
+    report = compared(query["a"][0], query["b"][0], left, right)
+    return _whole(200, report.encode(), "text/html; charset=utf-8")
+
+
+def _found(repositories: Mapping[str, Repository], place: str) -> Revision | None:
+    name, _, revision = place.partition("@")
+    repository = repositories.get(name)
+    return None if repository is None else repository.revision(revision or MAIN)
 
 
 def _listed(repository: Repository) -> dict[str, Any]:
@@ -86,7 +114,7 @@ def _with_revision(handle: Callable[..., Answer]) -> Callable[..., Answer]:
     """Let a handler take the revision itself in place of its name."""
 
     def named(
-        repository: Repository, revision: str | None, rest: str | None, asked: str | None
+        repository: Repository, revision: str | None, rest: str | None, asked: Request
     ) -> Answer:
         name = revision or MAIN
         found = repository.revision(name)
@@ -98,20 +126,25 @@ def _with_revision(handle: Callable[..., Answer]) -> Callable[..., Answer]:
 
 
 @_with_revision
-def _info(repository: Repository, revision: Revision, _rest: str | None, _asked: str | None) -> Answer:
+def _info(repository: Repository, revision: Revision, _rest: str | None, asked: Request) -> Answer:
+    with_sizes = "blobs" in asked.query
+    siblings = [
+        {"rfilename": name} | ({"size": file.size} if with_sizes else {})
+        for name, file in revision.files.items()
+    ]
     size = {"parameters": {}, "total": revision.header.parameters}
     return document(
         {
             **_listed(repository),
             "_id": revision.sha[:24], "sha": revision.sha, "author": repository.name.partition("/")[0], "gated": False, "disabled": False,
             "downloads": 0, "likes": 0, "tags": ["safetensors"], "library_name": "transformers", "createdAt": _WHEN, "lastModified": _WHEN,
-            "siblings": [{"rfilename": name} for name in revision.files], "safetensors": size,
+            "siblings": siblings, "safetensors": size,
         }
     )  # fmt: skip
 
 
 @_with_revision
-def _tree(repository: Repository, revision: Revision, below: str | None, _asked: str | None) -> Answer:
+def _tree(repository: Repository, revision: Revision, below: str | None, _asked: Request) -> Answer:
     prefix = f"{below.strip('/')}/" if below and below.strip("/") else ""
     entries = [
         {"type": "file", "path": name, "size": file.size, "oid": revision.tag(name)}
@@ -123,7 +156,7 @@ def _tree(repository: Repository, revision: Revision, below: str | None, _asked:
     return document(entries)
 
 
-def _refs(repository: Repository, _asked: str | None) -> Answer:
+def _refs(repository: Repository, _asked: Request) -> Answer:
     branches = []
     for name in (MAIN, *repository.iterations):
         found = repository.revision(name)
@@ -133,7 +166,7 @@ def _refs(repository: Repository, _asked: str | None) -> Answer:
 
 
 @_with_revision
-def _resolve(repository: Repository, revision: Revision, name: str, asked: str | None) -> Answer:
+def _resolve(repository: Repository, revision: Revision, name: str, asked: Request) -> Answer:
     file = revision.files.get(name)
     if file is None:
         return refusal(404, f"{repository.name} has no {name}", "EntryNotFound")
@@ -144,7 +177,7 @@ def _resolve(repository: Repository, revision: Revision, name: str, asked: str |
         "Content-Type": "application/octet-stream",
     }
     try:
-        part = asked_range(asked, file.size)
+        part = asked_range(asked.range, file.size)
     except NotSatisfiable:
         return Answer(416, {**headers, "Content-Range": f"bytes */{file.size}"})
     status, wanted = (200, range(file.size)) if part is None else (206, part)

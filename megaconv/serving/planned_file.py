@@ -145,8 +145,12 @@ def _wanted(region: Region, rows: range) -> Box | None:
             continue
         box = region.box
         if region.order == PLAIN:
-            return box._replace(row0=box.row0 + first - filled.row0, row1=box.row0 + end - filled.row0)
+            return box._replace(
+                row0=box.row0 + first - filled.row0, row1=box.row0 + end - filled.row0
+            )
         if region.order == AS_COLUMNS:
-            return box._replace(col0=box.col0 + first - filled.row0, col1=box.col0 + end - filled.row0)
+            return box._replace(
+                col0=box.col0 + first - filled.row0, col1=box.col0 + end - filled.row0
+            )
         return box  # other orders mix the rows of a region
     return None

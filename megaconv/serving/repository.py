@@ -21,7 +21,7 @@ from megaconv._version import __version__
 from megaconv.engine.preparation import prepare
 from megaconv.errors import UsageError
 from megaconv.input import find_input
-from megaconv.model.ir import Header
+from megaconv.model.ir import Header, Source
 from megaconv.options import ConvertOptions
 from megaconv.serving.planned_file import PlannedFile, planned_files
 
@@ -35,12 +35,19 @@ class Revision:
 
     sha: str
     """40 hexadecimal digits, as a commit of the Hub has."""
-    header: Header
+    place: Path
+    """The local path of the source, or what stands for its URI."""
+    source: Source
     files: Mapping[str, PlannedFile]
     opened: OpenedFiles
     """The state of the source's files when they were opened."""
     context: Context
     """The context in which files that are opened later are recorded in `opened` too."""
+
+    @property
+    def header(self) -> Header:
+        """The model's configuration and the shapes of its tensors."""
+        return self.source.header
 
     def tag(self, name: str) -> str:
         """The ETag of a file. It differs for other states of the source, other plans and other files."""
@@ -60,12 +67,12 @@ class Repository:
         """Opens the main revision. Raises CheckpointError, before anything is served."""
         self.name, self.path, self._options = name, path, options
         self._lock = Lock()
-        self._revisions = {MAIN: _open(path, options)}
+        self._revisions = {MAIN: open_revision(path, options)}
 
     @cached_property
     def iterations(self) -> tuple[str, ...]:
         """Names of a Megatron run's iterations."""
-        return tuple(rank_files.iterations(Path(self.path)))
+        return tuple(rank_files.iterations(self._revisions[MAIN].place))
 
     def revision(self, name: str) -> Revision | None:
         """A revision by its name or identity; None if there is none. Raises CheckpointError if it can't be read."""
@@ -75,12 +82,16 @@ class Repository:
                     return found
             if name not in self.iterations:
                 return None
-            opened = _open(str(Path(self.path) / name), self._options)
+            opened = open_revision(str(self._revisions[MAIN].place / name), self._options)
             self._revisions[name] = opened
             return opened
 
 
-def _open(path: str, options: ConvertOptions) -> Revision:
+def open_revision(path: str, options: ConvertOptions) -> Revision:
+    """A checkpoint as a Hugging Face directory that is not written. Raises CheckpointError.
+
+    Files that the source opens later are checked for changes too.
+    """
     opened = OpenedFiles()
     with opened:
         found = find_input(path, options.loader, options.load)
@@ -89,7 +100,7 @@ def _open(path: str, options: ConvertOptions) -> Revision:
         context = copy_context()
     identity = [__version__, report.plan.identity(), opened.listing(), opened.inode_changes()]
     sha = sha1(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    return Revision(sha, source.header, files, opened, context)
+    return Revision(sha, Path(found.place), source, files, opened, context)
 
 
 def open_repositories(
@@ -120,4 +131,3 @@ def _check_name(name: str) -> None:
 
 
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
-

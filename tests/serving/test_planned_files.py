@@ -20,7 +20,7 @@ SOURCES = (
     "dist-gpt2-tp2pp2",
     "legacy-llama-tp2pp2",
     "gguf-llama-spm",
-    "dcp-plain-single",
+    "fsdp-verl-dp3",
 )
 RECORD = "megaconv.json"
 
@@ -35,7 +35,9 @@ def require_same(source: Path, converted: Path, options: ConvertOptions, ranges:
     """Every file is compared as a whole, and in random ranges."""
     served = open_repositories([str(source)], [], options).popitem()[1].revision(MAIN)
     assert served is not None
-    files = {str(path.relative_to(converted)): path for path in converted.rglob("*") if path.is_file()}
+    files = {
+        str(path.relative_to(converted)): path for path in converted.rglob("*") if path.is_file()
+    }
     assert set(served.files) == set(files) - {RECORD}
     random = Random(str(source))
     for name, file in served.files.items():
@@ -75,7 +77,15 @@ def test_a_cast_and_several_files_are_served_too(tmp_path: Path) -> None:
         "qwen3_next",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("gemma3_text", "deepseek_v3", "phi3", "qwen3_5_moe", "llama4", "glm4_moe", "mamba2")
+            for name in (
+                "gemma3_text",
+                "deepseek_v3",
+                "phi3",
+                "qwen3_5_moe",
+                "llama4",
+                "glm4_moe",
+                "mamba2",
+            )
         ),
     ],
 )

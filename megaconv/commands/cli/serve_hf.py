@@ -1,5 +1,6 @@
 """`megaconv serve-hf`."""
 
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -32,7 +33,8 @@ def serve_hf(
         int, typer.Option("--port", min=0, max=65535, help="0 takes any free port.")
     ] = 8700,
     host: Annotated[
-        str, typer.Option("--host", help="The address to listen at; other machines can reach 0.0.0.0.")
+        str,
+        typer.Option("--host", help="The address to listen at; other machines can reach 0.0.0.0."),
     ] = "127.0.0.1",
     options: ConvertOptions,
 ) -> None:
@@ -40,7 +42,7 @@ def serve_hf(
 
     With HF_ENDPOINT set to the printed address, clients of the Hub load the models: transformers, vLLM, huggingface_hub.
     """
-    from megaconv.errors import UsageError
+    from megaconv.errors import Interrupted, UsageError
     from megaconv.serving.repository import open_repositories
     from megaconv.serving.server import Server
 
@@ -51,6 +53,6 @@ def serve_hf(
         raise UsageError(
             f"--host {host} --port {port}: {error.strerror or error}; choose another port"
         ) from error
-    with server:
+    with server, suppress(Interrupted):
         show(f"serving {', '.join(repositories)} at {server.url}")
         server.serve_forever()
