@@ -49,8 +49,7 @@ def options_page() -> str:
 def _commands_by_row() -> dict[Row, list[str]]:
     found: dict[Row, list[str]] = {}
     shared = {row.names: row.heading for row in _rows("convert")}
-    for module in COMMANDS:
-        command = module.replace("_", "-")
+    for command in COMMANDS:
         for row in _rows(command):
             heading = shared.get(row.names, OTHERS)
             found.setdefault(row._replace(heading=heading), []).append(command)

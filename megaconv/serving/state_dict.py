@@ -84,12 +84,12 @@ class Slice:
         return self.read()[index]
 
 
+@dataclass(frozen=True, repr=False)
 class StateDict(Mapping[str, "torch.Tensor"]):
     """A rank's tensors by name. A tensor is read each time when it is asked for; `dict(…)` reads all of them."""
 
-    def __init__(self, slices: Mapping[str, Slice]) -> None:
-        self.slices = slices
-        """The tensors before they are read, with their shapes and dtypes."""
+    slices: Mapping[str, Slice]
+    """The tensors before they are read, with their shapes and dtypes."""
 
     def __getitem__(self, name: str) -> "torch.Tensor":
         return self.slices[name].read()
