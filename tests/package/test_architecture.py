@@ -33,7 +33,7 @@ ROOMS = {
         ("megaconv.megatron.states",),
         ("megaconv.engine",),
         ("megaconv.registry", "megaconv.next_steps", "megaconv.input"),
-        ("megaconv.adapters", "megaconv.gguf"),
+        ("megaconv.adapters", "megaconv.gguf", "megaconv.trtllm"),
         ("megaconv.huggingface",),
         ("megaconv.values",),
         ("megaconv.families",),
