@@ -25,6 +25,7 @@ ROOMS = {
     "megaconv": (
         ("megaconv", "megaconv.__main__", "megaconv.api", "megaconv.called", "megaconv.checkpoint"),
         ("megaconv.commands.cli",),
+        ("megaconv.serving",),
         ("megaconv.commands",),
         ("megaconv.megatron.distributed",),
         ("megaconv.megatron.rank_files",),
@@ -33,7 +34,7 @@ ROOMS = {
         ("megaconv.megatron.states",),
         ("megaconv.engine",),
         ("megaconv.registry", "megaconv.next_steps", "megaconv.input"),
-        ("megaconv.adapters", "megaconv.gguf"),
+        ("megaconv.adapters", "megaconv.gguf", "megaconv.trtllm"),
         ("megaconv.huggingface",),
         ("megaconv.values",),
         ("megaconv.planning",),
