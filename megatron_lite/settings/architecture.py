@@ -20,7 +20,7 @@ FREE = ("init_method_std", "make_vocab_size_divisible_by", "attention_dropout", 
 """Model settings that a checkpoint does not fix, or that may differ from the checkpoint."""
 
 
-OF_THEIR_OWN = ("bert", "t5")
+OF_THEIR_OWN = ("bert", "biencoder", "t5")
 """Families with their own --model-type; all others are decoders, `gpt`."""
 
 
