@@ -357,7 +357,9 @@ class Engine:
             chunk = self.chunks[action.chunk]
             number = action.microbatch
             if number not in passes:
-                passes[number] = self._training_pass(microbatches[number], losses.share, drops=drops)
+                passes[number] = self._training_pass(
+                    microbatches[number], losses.share, drops=drops
+                )
             run = passes.pop(number) if action.chunk == last_chunk else passes[number]
             given: Payload = chunk(taken, run)
             if not chunk.is_last:

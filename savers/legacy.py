@@ -7,7 +7,12 @@ from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
 from megaconv.megatron.rank_files.output_layout import choose_layout
 from megaconv.megatron.rank_files.plan import ModelStyle, check_options, plan_ranks
-from megaconv.megatron.states.legacy_names import legacy_extra_states, legacy_order, nest, nest_with_poolers
+from megaconv.megatron.states.legacy_names import (
+    legacy_extra_states,
+    legacy_order,
+    nest,
+    nest_with_poolers,
+)
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header
 from megaconv.model.layout import Layout

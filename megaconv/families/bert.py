@@ -135,7 +135,9 @@ def _linear(
 
 
 FINAL_NORM = (_FINAL_NORM, replace(_FINAL_NORM.renamed(hf=_OUTPUT_NORM), when="post_norm"))
-POOLER = _linear("pooler", "hidden", "pooler", "bert.pooler.dense", "pooler.dense", "language_model.pooler.dense")
+POOLER = _linear(
+    "pooler", "hidden", "pooler", "bert.pooler.dense", "pooler.dense", "language_model.pooler.dense"
+)
 
 HEADS = (
     *FINAL_NORM,

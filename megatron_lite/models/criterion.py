@@ -12,7 +12,6 @@ from megatron_lite.models.passes import Pass
 from megatron_lite.parallel.comm import Group
 from megatron_lite.parallel.payload import Payload
 
-
 Outputs = tuple[Tensor, ...]
 """What the loss of all microbatches of a step needs of one microbatch."""
 Extras = Mapping[str, Tensor]

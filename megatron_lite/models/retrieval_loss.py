@@ -40,6 +40,18 @@ NEGATIVES = ("batch", "microbatch")
 """Values of --retriever-negatives."""
 
 
+def texts_of(queries: Tensor, contexts: Tensor) -> Microbatch:
+    """Return the microbatch of queries and contexts, each int64 [texts, length], with padding 0."""
+    return Microbatch(
+        queries,
+        queries,
+        types=torch.zeros_like(queries),
+        visible=queries > 0,
+        source=contexts,
+        source_visible=contexts > 0,
+    )
+
+
 @dataclass(frozen=True)
 class RetrievalLoss(Criterion):
     """The loss of a biencoder."""
@@ -90,7 +102,9 @@ class RetrievalLoss(Criterion):
         queries, contexts = self.outputs(stage, given, run)
         known: Extras = run.extras
         if LOSSES not in known:
-            (known,) = self.extras([(queries.detach(), contexts.detach())], stage.plan.config.hidden)
+            (known,) = self.extras(
+                [(queries.detach(), contexts.detach())], stage.plan.config.hidden
+            )
         of_queries = (queries * known[QUERY_GRADIENTS]).sum()
         of_contexts = (contexts * known[CONTEXT_GRADIENTS]).sum()
         total = (of_queries + of_contexts) * (run.share / stage.alike)
@@ -168,7 +182,9 @@ class _Gathered:
             padded = F.pad(own_rows, (0, 0, 0, most - len(own_rows)))
             rows = comm.gathered(padded, replicas).view(ranks, most, -1)
         by_rank: list[list[int]] = counts.tolist()
-        split = [rows[number, : sum(each)].split(each) for number, each in enumerate(by_rank)]
+        split = [
+            torch.split(rows[number, : sum(each)], each) for number, each in enumerate(by_rank)
+        ]
         places = [(m, r) for m in range(len(parts)) for r in range(ranks)]
         self.rows = torch.cat([split[r][m] for m, r in places])
         """[rows, width]: all rows."""

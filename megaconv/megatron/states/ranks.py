@@ -298,7 +298,9 @@ def _model_keys(state: Mapping[str, Any]) -> list[str]:
 
 def is_legacy(state: Mapping[str, Any]) -> bool:
     """True if a rank file is of one of Megatron's models from before core."""
-    return any(isinstance(state[key], dict) and holds_model(state[key]) for key in _model_keys(state))
+    return any(
+        isinstance(state[key], dict) and holds_model(state[key]) for key in _model_keys(state)
+    )
 
 
 def holds_legacy(version: Path) -> bool:
