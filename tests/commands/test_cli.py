@@ -28,6 +28,7 @@ COMMANDS = (
     "verify",
     "diff",
     "scan",
+    "serve-hf",
     "formats",
     "demo",
 )
@@ -462,6 +463,7 @@ def test_formats_lists_loaders_savers_and_families() -> None:
         "hf",
         "llama_mistral",
         "gguf",
+        "trtllm",
         "peft",
     ]
     assert document["families"]["qwen3"] == ["Qwen3ForCausalLM"]
