@@ -33,6 +33,7 @@ from megatron_lite.optimizer.algorithms import algorithm
 from megatron_lite.optimizer.dealing import Dealer
 from megatron_lite.optimizer.filling import Filling, fill
 from megatron_lite.parallel.pipeline_order import order
+from megatron_lite.planning.sharding import passing_bytes
 from megatron_lite.planning.stages import Described, StackPart
 
 
@@ -46,10 +47,12 @@ class Memory:
     """Parameters, gradients and optimizer state."""
     activations: int
     """The most that forward passes keep at one time."""
+    passing: int = 0
+    """Gradients and parameters that exist for a time, if data-parallel ranks shard them."""
 
     @property
     def total(self) -> int:
-        return self.kept + self.activations
+        return self.kept + self.activations + self.passing
 
 
 def stage_memory(run: Described) -> list[Memory]:
@@ -59,7 +62,10 @@ def stage_memory(run: Described) -> list[Memory]:
     found = []
     for pp_rank, share in enumerate(shares):
         kept = sum(held.parameters * _bytes_each(run, held) for held in _held(run, pp_rank, share))
-        found.append(Memory(share.parameters, round(kept), activations(run, pp_rank)))
+        memory = Memory(
+            share.parameters, round(kept), activations(run, pp_rank), passing_bytes(run, pp_rank)
+        )
+        found.append(memory)
     return found
 
 
@@ -121,7 +127,11 @@ def _bytes_each(run: Described, held: Held) -> float:
     dtype = "float32" if run.options.dtype == "float32" else "bfloat16"
     states = len(held.optimizer.state)
     return bytes_per_parameter(
-        dtype, held.ranks, distributed_optimizer=run.optimizer.distributed, states=states
+        dtype,
+        held.ranks,
+        distributed_optimizer=run.optimizer.distributed,
+        states=states,
+        sharding=run.optimizer.sharding if run.replicas > 1 else "optim",
     )
 
 

@@ -11,9 +11,9 @@ from math import prod
 
 from megaconv.model.layout import Chunk, Layout
 from megatron_lite.models.mixers.table import mixer_of
-from megatron_lite.optimizer.algorithms import make_dealer
-from megatron_lite.optimizer.filling import fill, padded
+from megatron_lite.optimizer.filling import padded
 from megatron_lite.parallel.parameters import ParameterInfo
+from megatron_lite.planning.sharding import bucket_times
 from megatron_lite.planning.stages import Described
 
 SENT = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
@@ -81,7 +81,7 @@ def _all(run: Described, pp_rank: int) -> Iterator[Counted]:
     for index, chunk in enumerate(chunks):
         for group, kind, count in _of_microbatch(run, chunk):
             yield group, kind, count * run.microbatches
-        yield from _of_gradients(run, run.parameters(index, chunk))
+        yield from _of_gradients(run, run.parameters(index, chunk), chunk)
     losses = 2 if run.config.head.binary else 1
     # The sum and the number of each loss, squares, two signals.
     yield "world", "all_reduce", (2 * losses + 1 + 2) * FLOAT64
@@ -294,15 +294,17 @@ def _of_gathered(run: Described, tokens: int, forward: int) -> Iterator[Counted]
         yield axis, "reduce_scatter", rows * forward + rows + weights
 
 
-def _of_gradients(run: Described, infos: Sequence[ParameterInfo]) -> Iterator[Counted]:
+def _of_gradients(
+    run: Described, infos: Sequence[ParameterInfo], chunk: Chunk
+) -> Iterator[Counted]:
     trained = [info for info in infos if info.trained]
-    dealer = make_dealer(run.optimizer)
-    for filling in fill(trained, run.optimizer.bucket_elements, dealer.deals):
+    for filling, reduced, gathered in bucket_times(run, infos, chunk):
         axis, used = filling.axis, filling.elements
         size = used if filling.whole else padded(used, sizes(run)[axis])
         if run.optimizer.distributed:
-            yield axis, "reduce_scatter", size * FLOAT32
-            yield axis, "all_gather", size * (FLOAT32 if filling.in_float32 else run.itemsize)
+            itemsize = FLOAT32 if filling.in_float32 else run.itemsize
+            yield axis, "reduce_scatter", size * FLOAT32 * reduced
+            yield axis, "all_gather", size * itemsize * gathered
         else:
             yield axis, "all_reduce", size * FLOAT32
     for info in trained:
