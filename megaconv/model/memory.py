@@ -5,10 +5,9 @@
     bf16 parameters, fp32 gradients     18                          6 + 12 / d
     fp32 parameters, fp32 gradients     16                          8 +  8 / d
 
-Gradients that are sharded too (Megatron-FSDP's optim_grads) need their bytes / d. Sharded parameters too
-(optim_grads_params): 16 / d with fp32 gradients, because the master weight, or the fp32 weight, is all that a rank keeps.
-
 The numbers cover the weight, the gradient, the fp32 master weight and Adam's two moments. Activations are not included.
+Data-parallel ranks may share more: `optim_grads` also shards the gradients, `optim_grads_params` the weights too.
+
 An optimizer with one state tensor (momentum) needs 4 bytes less in the shared part. Source:
 docs/user-guide/features/dist_optimizer.md of Megatron-LM, core 0.19.
 """
@@ -23,16 +22,8 @@ class Kept(NamedTuple):
 
     weight: int
     gradient: int
-    shared: int
-    """Bytes that a distributed optimizer shards over the data-parallel ranks."""
-
-    def split(self, sharding: str, *, weight_is_master: bool) -> tuple[int, int]:
-        """Return (bytes on every rank, bytes that ranks shard). sharding: Megatron's name of the strategy."""
-        if sharding == "optim_grads":
-            return self.weight, self.gradient + self.shared
-        if sharding == "optim_grads_params":
-            return 0, self.gradient + self.shared + (self.weight if weight_is_master else 0)
-        return self.weight + self.gradient, self.shared
+    state: int
+    """The fp32 master weight, if there is one, and Adam's moments."""
 
 
 BYTES_PER_PARAMETER = {
@@ -46,18 +37,22 @@ MOMENTS = 2
 FLOAT32 = 4
 
 
+SHARDING = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""Megatron's names for the state that data-parallel ranks shard, from nothing to everything (ZeRO 0 to 3)."""
+
+
 def bytes_per_parameter(
     dtype: str,
     data_parallel: float,
     *,
-    distributed_optimizer: bool,
+    distributed_optimizer: bool = False,
+    sharding: str | None = None,
     states: int = MOMENTS,
-    sharding: str = "optim",
 ) -> float:
     """Bytes of one parameter on one rank.
 
     data_parallel: number of ranks that hold the same parameters and share them evenly. states: number of float32 state
-    tensors. sharding: with a distributed optimizer, what ranks shard: optim, optim_grads or optim_grads_params.
+    tensors. sharding: one of SHARDING; None: `optim` with a distributed optimizer, else `no_shard`.
     Raises UsageError for a dtype that training doesn't support.
     """
     if dtype not in BYTES_PER_PARAMETER:
@@ -65,6 +60,8 @@ def bytes_per_parameter(
             f"{dtype}: nothing is trained in it; choose one of {', '.join(BYTES_PER_PARAMETER)}"
         )
     kept = BYTES_PER_PARAMETER[dtype]
-    everywhere, shared = kept.split(sharding, weight_is_master=dtype == "float32")
-    shared -= (MOMENTS - states) * FLOAT32
-    return everywhere + shared / (data_parallel if distributed_optimizer else 1)
+    state = kept.state - (MOMENTS - states) * FLOAT32
+    # In the order in which the levels of sharding begin to share them.
+    in_order = (state, kept.gradient, kept.weight)
+    level = SHARDING.index(sharding or ("optim" if distributed_optimizer else "no_shard"))
+    return sum(in_order[level:]) + sum(in_order[:level]) / data_parallel

@@ -30,7 +30,7 @@ def bucket_times(run: Described, infos: Sequence[ParameterInfo], chunk: Chunk) -
     """Yield the buckets of a chunk, with the number of their collectives in a step."""
     optimizer = run.optimizer
     fillings = _fillings(run, infos)
-    reduced = run.microbatches if optimizer.shards_gradients else 1
+    reduced = run.run.microbatches if optimizer.shards_gradients else 1
     if not optimizer.shards_parameters:
         yield from (Times(filling, reduced, 1) for filling in fillings)
         return
@@ -45,7 +45,7 @@ def bucket_times(run: Described, infos: Sequence[ParameterInfo], chunk: Chunk) -
                 use and _needs_parameters(unit) for use, unit in zip(uses, units, strict=True)
             ]
             passes += _runs(backward)
-        yield Times(filling, reduced, passes * run.microbatches)
+        yield Times(filling, reduced, passes * run.run.microbatches)
 
 
 def _of_buckets(
@@ -97,17 +97,17 @@ def passing_bytes(run: Described, pp_rank: int) -> int:
     Gradients: two buckets in float32. Parameters: those of a unit and of the next one, and of a tied embedding.
     """
     optimizer = run.optimizer
-    if run.replicas == 1 or not optimizer.shards_gradients:
+    if run.run.replicas == 1 or not optimizer.shards_gradients:
         return 0
     most = 0
-    for index, chunk in enumerate(run.chunks(pp_rank)):
+    for index, chunk in enumerate(run.run.chunks(pp_rank)):
         infos = run.parameters(index, chunk)
         fillings = _fillings(run, infos)
         sizes = [filling.elements for filling in fillings]
         pair = max((sum(sizes[first : first + 2]) for first in range(len(sizes))), default=0)
         found = FLOAT32 * pair
         if optimizer.shards_parameters:
-            found += run.itemsize * (pair + _held(run, infos, chunk))
+            found += run.run.itemsize * (pair + _held(run, infos, chunk))
         most = max(most, found)
     return most
 

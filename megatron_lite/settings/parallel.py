@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
+from megaconv.model.memory import SHARDING
 from megatron_lite.settings.flag import flag
-
-SHARDING = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""Megatron's names for ZeRO 0 to 3. Each shards what the one before it shards, and more."""
 
 
 @dataclass(frozen=True)
