@@ -53,7 +53,7 @@ class Described:
             dispatcher=options.dispatcher,
             balance=tuple(kind for kind, _ in options.balance.losses),
             moves_bias=options.balance.bias_rate != 0,
-            sharding="optim" if self.optimizer.distributed else "no_shard",
+            sharding=self.optimizer.sharding,
             vocab_divisor=options.vocab_divisor,
         )
 
