@@ -75,13 +75,18 @@ def convert(
     verify: bool = False,
     overwrite: bool = False,
     resume: bool = False,
+    take_over: bool = False,
+    yes_replace_objects: bool = False,
+    spool: str | Path | None = None,
+    max_spool: int | str = "16GiB",
     check_source: bool = True,
     max_memory: int | str = "256MiB",
     workers: int = 0,
     options: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Convert load_dir (a directory or a Hub id) into save_dir, which must not exist yet.
+    """Convert load_dir (a directory, a Hub id or a URI of a store) into save_dir (a directory or an s3:// URI), which must
+    not exist yet.
 
     Options have the names of the command line's options. A size that is left out stays as in the source.
     Sizes in bytes are numbers, or text with a unit.
@@ -146,6 +151,10 @@ def merge(
     verify: bool = False,
     overwrite: bool = False,
     resume: bool = False,
+    take_over: bool = False,
+    yes_replace_objects: bool = False,
+    spool: str | Path | None = None,
+    max_spool: int | str = "16GiB",
     max_memory: int | str = "256MiB",
     workers: int = 0,
     progress: Callable[[int, int], None] | None = None,

@@ -40,11 +40,16 @@ def open_directory(store: Store, prefix: str, beside: Sequence[str]) -> Path | N
     is_object = any(each.key == prefix for each in neighbours)
     if not inside and not is_object:
         return None
+    by_key = {each.key: each for each in (*neighbours, *inside)}
+    return stand_in_files(store, prefix, by_key.values())
+
+
+def stand_in_files(store: Store, prefix: str, found: Iterable[Listed]) -> Path:
+    """The local path that stands for a prefix with these objects. It is removed when the process ends."""
     root = Path(os.path.realpath(tempfile.mkdtemp(prefix="megaconv-")))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     register_root(root, store.uri)
-    by_key = {each.key: each for each in (*neighbours, *inside)}
-    _make(store, root, by_key.values())
+    _make(store, root, found)
     return root / prefix if prefix else root
 
 
