@@ -11,8 +11,9 @@ from threading import Lock
 
 from megaconv.called import checked
 from megaconv.checkpoint import Checkpoint, open_checkpoint
-from megaconv.commands import comparison, inspection, layouts, scanning, verification
+from megaconv.commands import cleaning, comparison, inspection, layouts, scanning, verification
 from megaconv.commands import push as pushing
+from megaconv.commands.cleaning import Cleaned
 from megaconv.commands.comparison import Diff
 from megaconv.commands.inspection import Inspection
 from megaconv.commands.layouts import Layouts
@@ -328,6 +329,16 @@ def scan(path: str | Path) -> Scan:
     path: a directory, a file, or a Hub id. Loads nothing. Raises megaconv.errors.CheckpointError if nothing is there.
     """
     return scanning.scan(path)
+
+
+@checked
+def clean(uri: str, *, yes: bool = False, take_over: bool = False) -> Cleaned:
+    """What a killed run has left at an s3:// URI: uploads, a claim and a journal. Other uploads are never touched.
+
+    yes: remove it. take_over: also the work of a run on another host that may live.
+    Raises megaconv.errors.CheckpointError for a run that lives.
+    """
+    return cleaning.clean(uri, yes=yes, take_over=take_over)
 
 
 @checked

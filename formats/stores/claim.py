@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import CheckpointError, TargetExists
+from formats.stores.directory import CLAIM
 from formats.stores.writing import ABSENT, Conflict, WritableStore
 
-NAME = ".megaconv-partial.json"
 RENEWED_SECONDS = 120.0
 STALE_SECONDS = 600.0
 """Age without renewal from which on another host's run counts as dead."""
-SENDING, PUBLISHING = "sending", "publishing"
+SENDING, PUBLISHING, COMPLETE = "sending", "publishing", "complete"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Holder:
     process: tuple[int, int]
     """Number of the process, and its start in clock ticks since the boot."""
     phase: str = SENDING
-    """SENDING: nothing of the output is visible. PUBLISHING: objects of it may be."""
+    """SENDING: nothing of the output is visible. PUBLISHING: objects of it may be. COMPLETE: all are."""
     replaces: bool = False
     """True if objects of an older output may lie there."""
     released: bool = False
@@ -117,7 +117,7 @@ class Claim:
     """This run's claim on a prefix."""
 
     def __init__(self, store: WritableStore, prefix: str, version: str) -> None:
-        self._store, self.key = store, f"{prefix}/{NAME}"
+        self._store, self.key = store, f"{prefix}/{CLAIM}"
         self.holder = this_process(version)
         _active.add(self.holder.run)
         self._tag = ""
@@ -182,6 +182,10 @@ class Claim:
                 code="target-busy",
             ) from None
 
+    def adopt(self, tag: str) -> None:
+        """Note the ETag of this run's claim, whose answer may have been lost."""
+        self._tag = tag
+
     def keep_renewed(self, lost: Callable[[BaseException], None]) -> None:
         """Renew the claim in a thread. lost: called with the error if that isn't possible any more."""
         self._lost = lost
@@ -196,15 +200,19 @@ class Claim:
                 self._lost(error)
                 return
 
+    def stop_renewing(self) -> None:
+        self._over.set()
+
     def stop(self) -> None:
         """End the renewal, and the run as others in this process see it."""
-        self._over.set()
+        self.stop_renewing()
         _active.discard(self.holder.run)
 
     def remove(self) -> None:
         """Delete the claim, if it still is this run's."""
-        self.stop()
+        self.stop_renewing()
         with self._lock:
             if self._tag:
                 self._store.delete(self.key)
                 self._tag = ""
+        self.stop()

@@ -6,10 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from formats.errors import CorruptCheckpoint
 from formats.stores import selectors
-from formats.stores.claim import NAME, PUBLISHING, Holder, parsed
+from formats.stores.claim import COMPLETE, PUBLISHING, Claim, Holder, is_gone, parsed
+from formats.stores.directory import CLAIM, JOURNAL, is_part_of_claim
 from formats.stores.objects import Listed
-from formats.stores.store_journal import FOLDER, names_in
+from formats.stores.store_journal import names_in
 from formats.stores.writing import Upload, WritableStore
 
 THREADS = 16
@@ -36,10 +38,16 @@ class Leftovers:
     """Names of the files of the output."""
 
     @property
+    def lives(self) -> bool:
+        """True if the run of the claim may be at work."""
+        return self.holder is not None and not is_gone(self.holder, self.age)
+
+    @property
     def was_published(self) -> bool:
         """True if a run was killed after its last selector: the objects are a complete output, its own or an older one."""
         last = selectors.last(self.names)
-        return self._is_publishing and last is not None and last in self.objects
+        is_there = self._is_publishing and last is not None and last in self.objects
+        return is_there or (self.holder is not None and self.holder.phase == COMPLETE)
 
     @property
     def is_torn(self) -> bool:
@@ -58,22 +66,17 @@ class Leftovers:
         return [self.objects[name].key for name in sorted(self.names) if name in self.objects]
 
 
-def is_own(prefix: str, key: str) -> bool:
-    """True for the key of a claim or of a journal."""
-    return key == f"{prefix}/{NAME}" or key.startswith(f"{prefix}/{FOLDER}/")
-
-
 def find(store: WritableStore, prefix: str) -> Leftovers:
     """Look at a prefix. Three requests, and some more if there is a claim."""
     listed = store.listing(f"{prefix}/").objects
     keys = {each.key for each in listed}
-    there = store.get(f"{prefix}/{NAME}") if f"{prefix}/{NAME}" in keys else None
+    there = store.get(f"{prefix}/{CLAIM}") if f"{prefix}/{CLAIM}" in keys else None
     holder = parsed(there.content) if there is not None else None
-    journal = tuple(key for key in sorted(keys) if key.startswith(f"{prefix}/{FOLDER}/"))
+    journal = tuple(key for key in sorted(keys) if key.startswith(f"{prefix}/{JOURNAL}/"))
     objects = {
         each.key.removeprefix(f"{prefix}/"): each
         for each in listed
-        if not is_own(prefix, each.key) and not each.key.endswith("/")
+        if not is_part_of_claim(each.key) and not each.key.endswith("/")
     }
     names = frozenset(names_in(store, prefix, journal))
     begun = () if holder is None or not names else tuple(_uploads(store, prefix, holder, names))
@@ -101,8 +104,25 @@ def _uploads(
     ]
 
 
-def remove(store: WritableStore, found: Leftovers) -> None:
-    """Remove fragments, uploads and the journal, but not the claim. The order keeps every state recognisable."""
+def require_complete(store: WritableStore, prefix: str) -> None:
+    """Raise CorruptCheckpoint if a run has not made the output at a prefix complete, and no older one is there."""
+    found = find(store, prefix)
+    if found.holder is None or not (found.is_torn or not found.objects):
+        return
+    raise CorruptCheckpoint(
+        f"{store.uri}/{prefix}: is not complete: {found.holder.described} has written or is writing there; wait for its end, "
+        "or run its command again",
+        code="incomplete-output",
+    )
+
+
+def remove(store: WritableStore, found: Leftovers, claim: Claim) -> None:
+    """Remove fragments, uploads and the journal, but not the claim. The order keeps every state recognisable.
+
+    claim: this run's, which has taken the place of the other's.
+    """
+    if found.was_published and claim.holder.phase != COMPLETE:
+        claim.change(phase=COMPLETE)  # without the journal, nobody could tell
     # The selectors first: whoever reads meanwhile must not find a door to half a checkpoint.
     names = selectors.in_order(found.names)
     doors = [found.objects[name].key for name in reversed(names) if name in found.objects]

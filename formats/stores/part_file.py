@@ -106,7 +106,7 @@ class PartFile:
         self._open: dict[int, _Part] = {}
         self._sent = set(self.parts)
         """Numbers of the parts that are complete: the store has them, or will."""
-        self._lock, self._beginning = threading.Lock(), threading.Lock()
+        self._lock, self._making, self._beginning = (threading.Lock() for _ in range(3))
 
     def write(self, offset: int, data: Bytes | bytes) -> None:
         """Write contiguous bytes at their offset. Waits while too many parts wait. Raises the error of any part."""
@@ -140,21 +140,26 @@ class PartFile:
 
     def _part(self, number: int) -> _Part | None:
         """The part with this number; None if it is complete already."""
-        with self._lock:
-            if number in self._sent:
-                return None
-            found = self._open.get(number)
-        if found is not None:
+        found, is_sent = self._known_part(number)
+        if found is not None or is_sent:
             return found
-        start, end = self._span(number)
-        slot = self._sender.slots.take(end - start)
-        missing = end - start - bytes_in(self._gaps, start, end) - self._put_known(slot, start, end)
-        made = _Part(slot, missing)
+        # One thread at a time: a second one would wait for a place that the part doesn't need.
+        with self._making:
+            found, is_sent = self._known_part(number)
+            if found is not None or is_sent:
+                return found
+            start, end = self._span(number)
+            slot = self._sender.slots.take(end - start)
+            known = self._put_known(slot, start, end)
+            made = _Part(slot, end - start - bytes_in(self._gaps, start, end) - known)
+            with self._lock:
+                self._open[number] = made
+            return made
+
+    def _known_part(self, number: int) -> tuple[_Part | None, bool]:
+        """(the part if it is open, True if it is complete)."""
         with self._lock:
-            found = None if number in self._sent else self._open.setdefault(number, made)
-        if found is not made:  # another thread was faster
-            slot.free()
-        return found
+            return self._open.get(number), number in self._sent
 
     def _put_known(self, slot: Slot, start: int, end: int) -> int:
         """Write the known bytes of a part. Returns their number."""

@@ -41,9 +41,9 @@ class WritableS3Bucket(S3Bucket):
 
     def put(self, key: str, content: bytes, *, only: str | None = None) -> str:
         request = f"s3:PutObject on {self._bucket}/{key}"
-        sums = self._sums(content, isal_zlib.crc32(content))
 
         def put() -> Any:
+            sums = self._sums(content, isal_zlib.crc32(content))
             return self._client.put_object(
                 Bucket=self._bucket,
                 Key=key,
@@ -54,11 +54,14 @@ class WritableS3Bucket(S3Bucket):
             )
 
         try:
-            return str(self._repeated(request, put)["ETag"])
+            return str(self._with_checksums(request, put)["ETag"])
         except _Refused as refused:
-            there = self.get(key) if only is not None and refused.is_condition else None
+            is_taken = only is not None and (refused.is_condition or refused.is_absent)
+            there = self.get(key) if is_taken else None
             if there is not None and there.content == content:
                 return there.tag
+            if is_taken:
+                raise Conflict(request) from None
             raise self._error(refused, request) from None
 
     def get(self, key: str) -> Small | None:
@@ -118,13 +121,20 @@ class WritableS3Bucket(S3Bucket):
             )
 
         try:
-            return str(self._repeated(request, begin)["UploadId"])
+            return str(self._with_checksums(request, begin)["UploadId"])
+        except _Refused as refused:
+            raise self._error(refused, request) from None
+
+    def _with_checksums(self, request: str, call: Callable[[], _Answer]) -> _Answer:
+        """The answer to a request with a checksum, and without it from a store that knows none. Raises _Refused."""
+        try:
+            return self._repeated(request, call)
         except _Refused as refused:
             if not self._checksums or refused.code not in _NO_CHECKSUMS:
-                raise self._error(refused, request) from None
+                raise
         self._checksums = False
         _log.warning("%s: the store knows no checksums; parts are sent with an MD5", self.uri)
-        return self.begin_upload(key)
+        return self._repeated(request, call)
 
     def put_part(self, upload: Upload, number: int, content: bytes | bytearray, crc: int) -> str:
         request = f"s3:PutObject on {self._bucket}/{upload.key}"
@@ -252,8 +262,6 @@ class WritableS3Bucket(S3Bucket):
 
     def _error(self, refused: "_Refused", request: str) -> Exception:
         """The error for a refused request."""
-        if refused.is_condition:
-            return Conflict(request)
         try:
             return self._transient(refused.error, request)
         except CheckpointError as error:

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from formats.errors import CorruptCheckpoint
 from formats.journal import entry_of, line_of
+from formats.stores.directory import JOURNAL
 from formats.stores.writing import Held, Upload, WritableStore
-
-FOLDER = ".megaconv-journal"
 
 
 class SentFile(NamedTuple):
@@ -32,7 +31,7 @@ class StoreJournal:
 
     def __init__(self, store: WritableStore, prefix: str, member: int) -> None:
         """member: number of the process among those that write the output together."""
-        self._store, self._folder = store, f"{prefix}/{FOLDER}/"
+        self._store, self._folder = store, f"{prefix}/{JOURNAL}/"
         self._member, self._count = member, 0
 
     def read(self, keys: Iterable[str]) -> list[dict[str, Any]]:
@@ -96,7 +95,7 @@ def names_in(store: WritableStore, prefix: str, keys: Iterable[str]) -> list[str
     """The names of the files that the processes of a run write."""
     names: list[str] = []
     for key in sorted(keys):
-        if key.startswith(f"{prefix}/{FOLDER}/") and key.endswith("-files.json"):
+        if key.startswith(f"{prefix}/{JOURNAL}/") and key.endswith("-files.json"):
             there = store.get(key)
             names += json.loads(there.content) if there is not None else []
     return names

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from formats import signals
-from formats.errors import CheckpointError, CorruptCheckpoint, TargetExists
+from formats.errors import CheckpointError, CorruptCheckpoint, NotEnoughSpace, TargetExists
 from formats.journal import changes
 from formats.output import Piece
 from formats.partial_files import Span
@@ -84,7 +84,7 @@ class StoreTarget:
         holder = found.holder
         if holder is not None and found.was_published and is_gone(holder, found.age):
             self._claim.take_over(holder, found.tag, take=False, age=found.age)
-            leftovers.remove(self._store, found)
+            leftovers.remove(self._store, found, self._claim)
             self._claim.remove()
             self._claim = Claim(self._store, self._prefix, self._terms.version)
         self._require_free(found)
@@ -106,9 +106,8 @@ class StoreTarget:
         """Raise an error if the spool can't hold the parts that wait. The store's own space can't be asked for."""
         needed, most = self._waiting.spool_bytes, self._terms.most_spool_bytes
         if needed > most:
-            raise CheckpointError(
-                f"--max-spool: {needed:,} bytes of parts wait at most, and {most:,} are allowed; allow more, or give a larger --max-memory",
-                code="not-enough-space",
+            raise NotEnoughSpace(
+                f"--max-spool: {needed:,} bytes of parts wait at most, and {most:,} are allowed; allow more, or give a larger --max-memory"
             )
         if needed:
             require_space(self._spool_directory, needed)
@@ -167,7 +166,7 @@ class StoreTarget:
         """Remove the work of an earlier run. Returns what is at the prefix now."""
         holder = self._claim.holder
         if found.journal or found.uploads or found.fragments:
-            leftovers.remove(self._store, found)
+            leftovers.remove(self._store, found, self._claim)
             found = self._looked_up()
         if holder.phase != SENDING or holder.replaces != bool(found.objects):
             self._claim.change(phase=SENDING, replaces=bool(found.objects))
@@ -389,21 +388,16 @@ class StoreTarget:
         surplus = set(self._objects) - set(names)
         if self._claim.holder.replaces:
             at_once(self._store.delete, [f"{self._prefix}/{name}" for name in surplus])
-        self._end()
-        leftovers.remove(self._store, self._looked_up())
+        self._claim.stop_renewing()
+        self._close_sender()
+        leftovers.remove(self._store, self._looked_up(), self._claim)
         self._claim.remove()
 
     def discard(self) -> None:
         """Remove everything that this run has written, unless it is complete. Other members leave that to member 0."""
         self._end()
-        if self._member or self.committed or not self._claiming:
-            return
         try:
-            found = self._looked_up()
-            if found.holder is None or found.holder.run != self._claim.holder.run:
-                return
-            leftovers.remove(self._store, found)
-            self._store.delete(self._claim.key)
+            self._remove_all()
         except CheckpointError as error:
             _log.warning(
                 "%s: what this run has written can't be removed (%s); `megaconv clean %s` does",
@@ -411,19 +405,35 @@ class StoreTarget:
                 error,
                 self.target,
             )
+        finally:
+            self._claim.stop()
+
+    def _remove_all(self) -> None:
+        if self._member or self.committed or not self._claiming:
+            return
+        found = self._looked_up()
+        if found.holder is None or found.holder.run != self._claim.holder.run:
+            return
+        self._claim.adopt(found.tag)
+        leftovers.remove(self._store, found, self._claim)
+        self._claim.remove()
 
     def keep(self) -> None:
         """Leave parts and journal to a run that resumes, or to member 0."""
         self._end()
-        if self._member or not self._claim.is_held:
-            return
         try:
-            self._claim.change(released=True)
+            if self._claim.is_held:
+                self._claim.change(released=True)
         except CheckpointError as error:
             _log.warning("%s: %s", self.target, error)
+        finally:
+            self._claim.stop()
 
     def _end(self) -> None:
-        self._claim.stop()
+        self._claim.stop_renewing()
+        self._close_sender()
+
+    def _close_sender(self) -> None:
         if self._sender is not None:
             self._sender.close()
             self._sender = None

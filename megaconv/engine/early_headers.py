@@ -31,22 +31,21 @@ class EarlyHeaders:
         self._waiting: dict[Where, list[Piece]] = {}
         for name, layout in plan.files.items():
             for record, (_, nbytes) in layout.records.items():
-                self._left[name, record] = nbytes
+                if nbytes:  # headers of empty records are known at once
+                    self._left[name, record] = nbytes
         for name, of_file in parts.files.items():
             for piece in of_file.pieces:
                 for record in piece.needs:
                     self._waiting.setdefault((name, record), []).append(piece)
 
     def begin(self) -> None:
-        """Write the files without tensors, and the headers of records that stay zero."""
+        """Write the files without tensors, and headers of records that stay zero."""
         for name, layout in self._plan.files.items():
             if name not in self._parts.files:
                 for offset, data in layout.headers({}):
                     self._write(name, offset, data)
         for file, record, offset, nbytes in self._plan.zeros:
             self.enter({(file, record): [zeros(offset, nbytes)]})
-        for where in [where for where, left in self._left.items() if not left]:
-            self.enter({where: []})
 
     def enter(self, runs: Mapping[Where, Sequence[Run]]) -> None:
         """Note ranges that were written."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from formats.staging import Staging
-from formats.stores.addresses import is_store, parse
+from formats.stores.addresses import is_store
 from formats.stores.target import StoreTarget
 from formats.stores.waiting import MEMORY_BYTES, Terms, Waiting
 from formats.target import Target
@@ -14,7 +14,7 @@ from megaconv.engine.ranks import ALONE, Ranks
 from megaconv.engine.record import RECORD_NAME
 from megaconv.errors import UsageError
 from megaconv.options import ConvertOptions
-from megaconv.store_inputs import writable_store
+from megaconv.store_inputs import parsed, writable_store
 
 _LEAST_AHEAD = 3
 
@@ -29,10 +29,7 @@ def output_at(save_dir: str | Path, options: ConvertOptions, ranks: Ranks = ALON
             f"--overwrite: {save_dir}: objects can't be replaced in one step; a run that is killed at its end leaves neither "
             "the old checkpoint nor the new one. Give --yes-replace-objects too, or choose another place"
         )
-    try:
-        address = parse(str(save_dir))
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    address = parsed(str(save_dir))
     if not address.prefix:
         raise UsageError(f"{save_dir}: names a whole bucket; expected s3://bucket/prefix")
     terms = Terms(

@@ -6,6 +6,7 @@ parts are incomplete at the same time. Everything is known from the plan, before
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from formats.output import FileLayout, Piece, pieces
 from formats.partial_files import Span
@@ -112,13 +113,27 @@ def _zeros(plan: OutputPlan) -> dict[str, list[Span]]:
 
 
 def _file_parts(layout: FileLayout, zeros: Iterable[Span]) -> FileParts:
-    headers = sorted(pieces(layout), key=lambda piece: piece.offset)
+    empty = {name: 0 for name, record in layout.records.items() if not record.nbytes}
+    headers = [_without_empty(piece, empty) for piece in pieces(layout)]
+    headers.sort(key=lambda piece: piece.offset)
     written = [(piece.offset, piece.offset + piece.nbytes) for piece in headers]
     written += [
         (record.offset, record.offset + record.nbytes) for record in layout.records.values()
     ]
     unwritten = gaps(layout.size, written)
     return FileParts(headers, sorted([*unwritten, *zeros]))
+
+
+def _without_empty(piece: Piece, empty: Mapping[str, int]) -> Piece:
+    """The piece without a need of records that have no bytes: their CRC-32 is 0, and nobody writes them."""
+    needs = tuple(record for record in piece.needs if record not in empty)
+    if len(needs) == len(piece.needs):
+        return piece
+    return piece._replace(needs=needs, content=partial(_content, piece, empty))
+
+
+def _content(piece: Piece, empty: Mapping[str, int], checksums: Mapping[str, int]) -> bytes:
+    return piece.content({**checksums, **empty})
 
 
 def _touched(
