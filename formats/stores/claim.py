@@ -92,6 +92,12 @@ def _start_of(pid: int) -> int:
     return 0 if fields[0] in "ZX" else int(fields[19])
 
 
+def is_of_this_process(holder: Holder) -> bool:
+    """True for a claim of this process."""
+    here = holder.host == socket.gethostname() and holder.boot == _boot()
+    return here and holder.process == (os.getpid(), _start_of(os.getpid()))
+
+
 _active: set[str] = set()
 """The runs of this process that have not ended."""
 

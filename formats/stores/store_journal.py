@@ -66,6 +66,10 @@ class StoreJournal:
         content = json.dumps(list(names)).encode()
         self._store.put(f"{self._folder}{self._member}-files.json", content)
 
+    def forget_files(self) -> None:
+        """Delete the list of files: nothing of them is left to find."""
+        self._store.delete(f"{self._folder}{self._member}-files.json")
+
     def put_small(self, name: str, content: bytes) -> None:
         self._store.put(f"{self._folder}{self._member}-small/{name}", content)
 

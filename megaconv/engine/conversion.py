@@ -93,7 +93,7 @@ def rehearse(
     """
     refuse_place(save_dir)
     output_at(save_dir, options)
-    place = resolve(load_dir, metadata_only=True)
+    place = resolve(load_dir, cache=options.load.cache)
     _require_kept(place, save_dir, options)
     found = input_at(load_dir, place, options.loader, options.load)
     report = prepare(found, save_dir, registry.saver(saver), options)[1]
@@ -126,7 +126,7 @@ def _convert(
     started = time.monotonic()
     refuse_place(save_dir)
     staging = output_at(save_dir, options, ranks)
-    place = resolve(load_dir)
+    place = resolve(load_dir, cache=options.load.cache)
     _require_kept(place, save_dir, options)
     opened = OpenedFiles()
     with opened:
