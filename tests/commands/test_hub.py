@@ -198,7 +198,7 @@ def test_a_model_is_read_from_the_hub(
 
 
 def test_only_what_is_needed_is_downloaded(online: Hub) -> None:
-    assert megaconv("fingerprint", "hf://org/name").status == 0
+    assert megaconv("fingerprint", "hf://org/name", "--cache").status == 0
     assert sorted(online.downloaded) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
