@@ -64,7 +64,7 @@ class Sender:
 
     def close(self) -> None:
         """Wait for the requests that are under way, and send nothing more."""
-        self.error = self.error or CheckpointError("the run has ended", code="cancelled")
+        self.error = self.error or CheckpointError("the run has ended")
         self.slots.fail(self.error)
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.slots.close()
