@@ -31,8 +31,8 @@ def check_steps(training: Training) -> None:
 def check_flags(settings: Settings) -> None:
     """Raise UsageError for the first check that fails."""
     for judge in (
-        _counts, _optimizer, _scores, _context, lambda given: _balance(given.balance), _precision, _fp8, _lengths, _saving, _recompute,
-        _adapters, lambda given: _garbage(given.training), _profile,
+        _counts, _optimizer, _sharding, _scores, _context, lambda given: _balance(given.balance), _precision, _fp8, _lengths, _saving,
+        _recompute, _adapters, lambda given: _garbage(given.training), _profile,
     ):  # fmt: skip
         for wrong, message in judge(settings):
             if wrong:
@@ -73,6 +73,23 @@ def _optimizer(settings: Settings) -> Judged:
     yield (
         settings.precision.fp16 and not chosen.trains_fp16,
         f"{said} is for bf16 and fp32, as in Megatron core; leave --fp16 out",
+    )
+
+
+def _sharding(settings: Settings) -> Judged:
+    """Checks of the state, gradients and parameters that data-parallel ranks shard."""
+    parallel = settings.parallel
+    strategy = parallel.data_parallel_sharding_strategy
+    said = f"--data-parallel-sharding-strategy {strategy}"
+    sharded_by = OPTIMIZERS[settings.optimizer.optimizer].distributed
+    yield (
+        strategy == "no_shard" and (parallel.use_distributed_optimizer or sharded_by),
+        f"{said} contradicts the distributed optimizer, which shards its state: leave one of them out",
+    )
+    yield (
+        strategy == "optim_grads" and parallel.pipeline_model_parallel_size > 1,
+        f"{said} requires --pp 1, because it would reduce all gradients once for each microbatch; "
+        "take optim, or optim_grads_params if memory is short",
     )
 
 
