@@ -45,7 +45,7 @@ class Estimate:
     run: Run
     time: StepTime
     memory: MemoryParts
-    """Of the fullest rank."""
+    """Memory of the fullest rank."""
     parameters: int
     """Parameters of the fullest rank."""
 

@@ -146,7 +146,7 @@ def test_a_layout_that_one_asks_for_is_shown_with_its_rank_and_its_loss(llama: P
     assert one["rank"] > 10
     assert one["limit"] == "communication"
     (one,) = planned(
-        llama, *SEARCH, "--tp", 8, "--pp", 8, "--vpp", 4, "--cp", 1, "--gpu-memory", "2GB"
+        llama, *SEARCH, "--tp", 8, "--pp", 8, "--vpp", 4, "--cp", 1, "--gpu-memory", "1GB"
     )
     assert (one["fits"], one["limit"]) == (False, "memory too small")
     shown = run("plan", llama, *SEARCH, "--top", 2).out
