@@ -45,17 +45,14 @@ def _run(words: list[str]) -> None:
     source = source_of(given)
     if not source:
         raise UsageError("--evidence-data-path is missing (or --data-path with --titles-data-path)")
-    run_as_team(lambda team: _embed(given, source, team))
+    run_as_team(lambda team: _embed(given, source, team), given.distributed_backend)
 
 
 def _embed(given: argparse.Namespace, source: dict[str, str], team: Team) -> None:
     length = given.seq_length or LENGTH
     evidence = evidence_of(source, given, length)
     place = given.output / "embedder"
-    # A Megatron BERT is converted by the first process; the others read the result.
-    first = embedder_of(given, None, length, place) if team.rank == 0 else None
-    team.wait()
-    embedder = first or embedder_of(given, None, length, place)
+    embedder = embedder_of(given, None, length, place, team)
     meta = Meta(
         embedder=embedder.name,
         fingerprint=embedder.fingerprint,

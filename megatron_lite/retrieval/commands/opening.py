@@ -1,16 +1,22 @@
 """Flags that `embed` and `retrieve` share: the embedder, the passages and their tokenizer."""
 
 import argparse
+from importlib import import_module
 from pathlib import Path
 
 from megaconv.errors import UsageError
+from megaconv.extras import require_torch
 from megaconv.local_paths import local_path
 from megatron_lite.data.tokenizer import Tokenizer, TokenizerOptions, build_tokenizer
 from megatron_lite.retrieval.commands.parsing import Parser, add_count, add_tokenizer
 from megatron_lite.retrieval.embedder import Embedder, OneTower
 from megatron_lite.retrieval.embedders import NAMES, EmbedderOptions, open_embedder
 from megatron_lite.retrieval.evidence import Evidence, open_blocks, open_evidence
+from megatron_lite.retrieval.team import Team
+from megatron_lite.retrieval.towers import TowerEmbedder, Towers
 
+LOAD = "load:"
+"""Before the path of a biencoder, in meta.json."""
 SOURCES = ("evidence_data_path", "data_path", "titles_data_path")
 
 
@@ -25,6 +31,11 @@ def add_embedder(parser: Parser) -> None:
     add("--embedder", metavar="NAME", help=NAMES)
     add_count(add, "--seq-length", None, "tokens of a passage with its title (256)")
     add_count(add, "--indexer-batch-size", 128, "texts at once")
+    add(
+        "--distributed-backend",
+        choices=("nccl", "gloo"),
+        help="nccl with a GPU for every process, else gloo",
+    )
     add_tokenizer(parser.add_argument_group("tokenizer (the model's)").add_argument)
 
 
@@ -42,17 +53,35 @@ def add_passages(parser: Parser) -> None:
     add("--use-one-sent-docs", action="store_true", help="documents of one sentence are blocks too")
 
 
-def embedder_of(given: argparse.Namespace, name: str | None, length: int, place: Path) -> Embedder:
-    """Open the embedder of the flags, or the named one. place: directory for a converted model. Raises UsageError."""
+def embedder_of(
+    given: argparse.Namespace, name: str | None, length: int, place: Path, team: Team
+) -> Embedder:
+    """Open the embedder of the flags, or the named one. Collective. Raises UsageError.
+
+    place: a directory for a converted model, which the first process writes.
+    """
     if given.load and given.embedder:
         raise UsageError("--load and --embedder exclude each other; --load names a biencoder")
-    word = given.embedder or name
-    if given.load or (word is not None and word.startswith("load:")):
-        raise UsageError("--load: biencoders can't be opened here yet; give --embedder")
+    word = f"{LOAD}{given.load}" if given.load else given.embedder or name
     if word is None:
         raise UsageError(f"--load (a biencoder) or --embedder is missing; --embedder takes {NAMES}")
+    if word.startswith(LOAD):
+        return _biencoder(given, word, length, team)
     options = EmbedderOptions(given.indexer_batch_size, length, place, given.vocab_file)
-    return OneTower(open_embedder(word, options))
+    first = open_embedder(word, options) if team.rank == 0 else None
+    team.wait()
+    return OneTower(first or open_embedder(word, options))
+
+
+def _biencoder(given: argparse.Namespace, word: str, length: int, team: Team) -> Embedder:
+    require_torch("--load", "train,data")
+    opening = import_module("megatron_lite.inference.towers")
+    towers: Towers = opening.open_towers(given, word.removeprefix(LOAD), team.place)
+    if length > towers.seq_length:
+        raise UsageError(
+            f"--seq-length {length}: {word.removeprefix(LOAD)} has {towers.seq_length} positions; give at most these"
+        )
+    return TowerEmbedder(towers, word, length, length, given.indexer_batch_size)
 
 
 def source_of(given: argparse.Namespace) -> dict[str, str]:

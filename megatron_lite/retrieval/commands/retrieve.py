@@ -19,6 +19,7 @@ from megatron_lite.retrieval.embedder import Embedder
 from megatron_lite.retrieval.faiss_index import faiss_module
 from megatron_lite.retrieval.hits import Hits, hits_of
 from megatron_lite.retrieval.questions import read_questions
+from megatron_lite.retrieval.team import Team
 from megatron_lite.retrieval.vector_files import Meta, Shards, VectorFiles
 from megatron_lite.retrieval.vector_search import FLAT, find
 
@@ -143,7 +144,7 @@ def _embedder(given: argparse.Namespace, meta: Meta | None, length: int) -> Embe
     if given.index is not None:
         place = given.index / "embedder"
     name = None if meta is None else meta.embedder
-    found = embedder_of(given, name, length, place)
+    found = embedder_of(given, name, length, place, Team(0, 1))
     if meta is not None and found.fingerprint != meta.fingerprint:
         raise UsageError(
             f"{given.index}: was made by {meta.embedder} with other weights than {found.name}; take the same model"
