@@ -1,4 +1,4 @@
-"""Whether a passage contains an answer, by ORQA's two rules.
+"""Searches passages for answers, by ORQA's two rules.
 
 string    NFD, tokens, lower case; the answer's tokens follow each other in the passage
 regex     NFD of both; the answer is a pattern that is searched. A pattern that does not compile is not found

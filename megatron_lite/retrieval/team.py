@@ -18,7 +18,7 @@ class Team:
     """This process's launch.Place; None for a single process, which is not connected."""
 
     def wait(self) -> None:
-        """Wait for all processes. What one of them wrote before, the others read after."""
+        """Wait for all processes, so that each one finds the files of the others."""
         if self.size > 1:
             import torch.distributed as dist
 

@@ -31,7 +31,7 @@ MOST_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Meta:
-    """What the vectors are of. A run continues only with the same values."""
+    """The origin of the vectors. A run continues only with the same values."""
 
     embedder: str
     fingerprint: str

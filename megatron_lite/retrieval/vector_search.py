@@ -50,7 +50,7 @@ def build(stored: Shards, width: int, text: str) -> Any:
 
 
 def _find_in_each(stored: Shards, queries: Vectors, count: int) -> Found:
-    """Search the shards one after the other, and keep the best. Of equal scores, the first stored one comes first."""
+    """Search the shards one after the other, and keep the best. The first stored one of equal scores comes first."""
     width = queries.shape[1]
     scores = np.full((len(queries), count), -np.inf, np.float32)
     ids = np.full((len(queries), count), -1, np.int64)
