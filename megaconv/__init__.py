@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from megaconv import errors
     from megaconv._version import __version__
     from megaconv.api import (
+        apply,
         convert,
+        delta,
         diff,
         fingerprint,
         inspect,
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "__version__",
+    "apply",
     "convert",
+    "delta",
     "diff",
     "errors",
     "fingerprint",
