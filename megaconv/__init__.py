@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megaconv._version import __version__
     from megaconv.api import (
         apply,
+        clean,
         convert,
         delta,
         diff,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "__version__",
     "apply",
+    "clean",
     "convert",
     "delta",
     "diff",

@@ -30,6 +30,7 @@ COMMANDS = (
     "verify",
     "diff",
     "scan",
+    "clean",
     "serve-hf",
     "formats",
     "demo",

@@ -23,6 +23,7 @@ COMMANDS = (
     "verify",
     "diff",
     "scan",
+    "clean",
     "serve-hf",
     "formats",
     "demo",
