@@ -458,7 +458,7 @@ def scan(path: str | Path) -> Scan:
 
 @checked
 def clean(uri: str, *, yes: bool = False, take_over: bool = False) -> Cleaned:
-    """What a killed run has left at an s3:// URI: uploads, a claim and a journal. Other uploads are never touched.
+    """The leftovers of a killed run at an s3:// URI: uploads, a claim and a journal. Other uploads are never touched.
 
     yes: remove it. take_over: also the work of a run on another host that may live.
     Raises megaconv.errors.CheckpointError for a run that lives.

@@ -37,7 +37,7 @@ _WAITING = 4
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What a patch holds."""
+    """The contents of a patch, in numbers."""
 
     target: Path
     base: Fingerprint
