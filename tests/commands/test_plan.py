@@ -117,7 +117,7 @@ LLAMA_8B = {
     "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "silu",
     "tie_word_embeddings": False,
 }  # fmt: skip
-SEARCH = ("--gpus", 64, "--gpu", "h100", "--seq-length", 4096, "--global-batch-size", 256)
+SEARCH = ("--gpus", 16, "--gpu", "h100", "--seq-length", 4096, "--global-batch-size", 48)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_layouts_are_ranked_by_the_time_of_a_step(llama: Path) -> None:
     assert [one["rank"] for one in found] == [1, 2, 3, 4, 5]
     assert [one["step_seconds"] for one in found] == sorted(one["step_seconds"] for one in found)
     for one in found:
-        assert one["tp"] * one["pp"] * one["cp"] * one["dp"] == 64
+        assert one["tp"] * one["pp"] * one["cp"] * one["dp"] == 16
         assert one["step_seconds"] == pytest.approx(sum(one["terms"].values()))
         parts = [size for name, size in one["memory"].items() if name != "total"]
         assert one["memory"]["total"] == pytest.approx(sum(parts))
@@ -141,12 +141,12 @@ def test_layouts_are_ranked_by_the_time_of_a_step(llama: Path) -> None:
 
 
 def test_a_layout_that_one_asks_for_is_shown_with_its_rank_and_its_loss(llama: Path) -> None:
-    (one, *_) = planned(llama, *SEARCH, "--tp", 8, "--pp", 4, "--vpp", 1)
-    assert (one["tp"], one["pp"], one["vpp"]) == (8, 4, 1)
-    assert one["rank"] > 10
+    (one, *_) = planned(llama, *SEARCH, "--tp", 8, "--pp", 2, "--vpp", 1)
+    assert (one["tp"], one["pp"], one["vpp"]) == (8, 2, 1)
+    assert one["rank"] > 5
     assert one["limit"] == "communication"
     (one,) = planned(
-        llama, *SEARCH, "--tp", 8, "--pp", 8, "--vpp", 4, "--cp", 1, "--gpu-memory", "1GB"
+        llama, *SEARCH, "--tp", 4, "--pp", 4, "--vpp", 4, "--cp", 1, "--gpu-memory", "1GB"
     )
     assert (one["fits"], one["limit"]) == (False, "memory too small")
     shown = run("plan", llama, *SEARCH, "--top", 2).out
@@ -155,27 +155,23 @@ def test_a_layout_that_one_asks_for_is_shown_with_its_rank_and_its_loss(llama: P
 
 
 def test_printed_flags_start_the_planned_layout(llama: Path) -> None:
-    """megatron_lite parses them to the same layout, and Megatron-LM's parser has every flag."""
+    """megatron_lite parses them to the same layout."""
     from megatron_lite.planning.command import describe
 
     for sizes in (
-        ("--pp", 3, "--gpus", 48),
+        ("--pp", 3, "--gpus", 24),
         ("--pp", 4, "--vpp", 2, "--tp", 2),
-        (
-            "--cp",
-            2,
-        ),
+        ("--pp", 1),
     ):
         outcome = run("plan", llama, *SEARCH, *sizes, "--top", 1, "--json")
         found = json.loads(outcome.out)
         first, flags = found["layouts"][0], found["flags"]["megatron_lite"]
-        if "--data-parallel-sharding-strategy" in flags:
-            continue
         described = describe(first["gpus"], ["--load", str(llama), *flags])
         layout = described.sizes.layout
         assert list(layout.stage_layers) == first["stage_layers"]
         assert (layout.tp, layout.pp, layout.vpp) == (first["tp"], first["pp"], first["vpp"])
         assert (described.sizes.cp, described.sizes.dp) == (first["cp"], first["dp"])
+        assert described.optimizer.sharding == first["sharding"]
 
 
 def test_counts_are_shown_with_and_without_mtp_layers(tmp_path: Path) -> None:
@@ -195,8 +191,8 @@ def test_counts_are_shown_with_and_without_mtp_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--tp", 3), "--tp x --pp x --cp = 3 has to divide --gpus 64"),
-        (("--tp", 64), "--tp 64 has to divide heads = 32"),
+        (("--tp", 3), "--tp x --pp x --cp = 3 has to divide --gpus 16"),
+        (("--tp", 64, "--gpus", 64), "--tp 64 has to divide heads = 32"),
         (("--gpu", "z80"), "--gpu z80 is unknown"),
         (("--gpu", "a100", "--fp8"), "--gpu a100 has no FP8"),
     ],
