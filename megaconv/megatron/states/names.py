@@ -16,7 +16,10 @@ BUFFERS = (*NOT_PARAMETERS, ".expert_bias", "tokens_per_expert")
 
 _EXCEPTIONS = Exceptions(
     # Attention first creates the modules that all of its kinds have; norms of heads and of latent vectors come last.
-    first=dict.fromkeys(("self_attention", "cross_attention"), ("core_attention", "linear_proj")),
+    # Retro's cross attention holds its attention in `attn`.
+    first=dict.fromkeys(
+        ("self_attention", "cross_attention", "attn"), ("core_attention", "linear_proj")
+    ),
     last={"self_attention": ("q_layernorm", "k_layernorm", "kv_layernorm")},
 )
 
@@ -61,6 +64,7 @@ _NORMS = tuple(
             "input_layernorm",
             "pre_cross_attn_layernorm",
             "pre_mlp_layernorm",
+            "pre_mlp_layernorm.norm",
             "post_layernorm",
             "final_layernorm",
         ),
