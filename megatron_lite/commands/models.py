@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from megaconv.families import families
-from megatron_lite.models.trainable import TRAINED
+from megatron_lite.models.trainable import RETRO, TRAINED
 from megatron_lite.settings.architecture import OF_THEIR_OWN
 
 
@@ -18,7 +18,7 @@ def table() -> str:
 
 
 def _trained(family: str) -> str:
-    return "yes" if family in TRAINED or family in OF_THEIR_OWN else "no"
+    return "yes" if family in (*TRAINED, *OF_THEIR_OWN, RETRO) else "no"
 
 
 def main(words: Sequence[str]) -> int:

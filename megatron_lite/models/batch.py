@@ -32,7 +32,10 @@ class Microbatch:
     documents: tuple[tuple[int, ...], ...] | None = None
     """Lengths of the documents in each row, which don't attend to each other; None: one document per row."""
     source: Tensor | None = None
-    """int64 [batch, source length]: the encoder's input if the model has an encoder; `tokens` is then the decoder's input."""
+    """int64 [batch, source length]: the encoder's input if the model has an encoder; `tokens` is then the decoder's input.
+
+    Retro: int64 [batch * chunks * neighbors, tokens of a neighbor], the neighbors of each chunk.
+    """
     source_visible: Tensor | None = None
     """Bool, shape of `source`: the tokens that can be attended to; None: all."""
     types: Tensor | None = None

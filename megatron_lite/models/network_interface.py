@@ -38,6 +38,10 @@ class Network(nn.Module, ABC):
     def units(self) -> Iterator[nn.Module]:
         """Yield the modules that wait for their parameters."""
 
+    def is_frozen(self, name: str) -> bool:
+        """Return whether a parameter keeps its loaded value. name: its name in this chunk."""
+        return self.plan.options.lora is not None
+
     def takes(self, lengths: Lengths) -> Wires:
         """Return the shapes of the previous stage's output for a microbatch of these sizes.
 
