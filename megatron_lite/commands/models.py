@@ -12,7 +12,7 @@ def table() -> str:
     """Return a Markdown table with a line for each family. Families that can't be trained can be converted."""
     lines = ["| family | architectures | trained |", "|---|---|---|"]
     for name, family in sorted(families().items()):
-        architectures = ", ".join(family.architectures)
+        architectures = ", ".join(family.architectures) or "Megatron core alone"
         lines.append(f"| {name} | {architectures} | {_trained(name)} |")
     return "\n".join(lines) + "\n"
 
