@@ -299,11 +299,7 @@ def family(name: str) -> Family:
 def recognize(config: ModelConfig) -> Family:
     """The family of a model whose configuration doesn't name it. Raises UnknownFamily unless exactly one family fits."""
     for known in (families, all_families):  # families of other packages only if none of ours fits
-        found = [
-            family
-            for family in known().values()
-            if _is_of(config, family)
-        ]
+        found = [family for family in known().values() if _is_of(config, family)]
         if found:
             break
     if len(found) == 1:

@@ -12,7 +12,11 @@ from dataclasses import replace
 
 from megaconv.families import Family
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP
-from megaconv.families.parts.row_changes import in_core, with_optional_gate, with_optional_norm_biases
+from megaconv.families.parts.row_changes import (
+    in_core,
+    with_optional_gate,
+    with_optional_norm_biases,
+)
 from megaconv.model.table import Fused, Row, Separate
 
 _HEADS = "heads*head_dim"
