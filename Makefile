@@ -60,7 +60,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) -e ".[test,oracle,data,train,zarr,serve]"
+	$(PIP) -e ".[test,oracle,data,train,zarr,serve,retrieval]"
 	touch $@
 
 $(VENV)/.documented: $(VENV)/.installed

@@ -31,7 +31,8 @@ from megaconv.values.quantized import dequantize
 
 
 def detect(path: Path) -> bool:
-    return (path / CONFIG_NAME).is_file() and has_weights(path)
+    is_of_tensorrt_llm = (path / "rank0.safetensors").is_file()
+    return (path / CONFIG_NAME).is_file() and has_weights(path) and not is_of_tensorrt_llm
 
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001

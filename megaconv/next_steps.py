@@ -44,6 +44,10 @@ DIRECTORIES = (
         "merges the newest into its base",
     ),
     Kind(
+        ("rank0.safetensors",),
+        "is a checkpoint of TensorRT-LLM ({name}), which megaconv only writes; give the checkpoint that it was made from",
+    ),
+    Kind(
         ("*.gguf",),
         "holds a GGUF file ({name}): give that file, and --config with the Hugging Face directory of the model",
     ),

@@ -74,7 +74,8 @@ class Saver:
     reads_back: bool = False
     """True if megaconv's loaders read the forms that `forms` returns, so that `--verify` needs no `read_back`."""
     read_back: Callable[[Path], "dict[str, LazyTensor]"] | None = None
-    """`read_back(directory)`: a finished output's native tensors by record, as stored.
+    """`read_back(directory)`: a finished output's native tensors by record, as stored. If records of several files have
+    equal names: by `file/record`.
 
     `--verify` needs it if no loader returns the tensors as stored (`engine/reading_back.py`).
     """

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megaconv.model.config import ModelConfig
+from megaconv.planning.pipeline_order import Action, forward_order, order
 from megatron_lite.models import rng
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.cache import Cache
@@ -33,7 +34,7 @@ from megatron_lite.parallel.parameters import (
 )
 from megatron_lite.parallel.payload import Payload
 from megatron_lite.parallel.pipeline import Executor
-from megatron_lite.parallel.pipeline_order import Action, forward_order, last_backward, order
+from megatron_lite.parallel.pipeline_order import last_backward
 from megatron_lite.parallel.replicas import Differs, differing
 from megatron_lite.products.fp8 import end_step
 from megatron_lite.products.selection import autocast_of, delayed_products

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 import megaconv
 
@@ -20,7 +21,7 @@ def measured(model: nn.Module, batches: list[Tensor], *, awq: bool = False) -> d
     modules = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name != "lm_head"
+        if isinstance(module, nn.Linear | Conv1D) and name != "lm_head"
     }
     hooks = [
         module.register_forward_pre_hook(

@@ -28,16 +28,19 @@ def as_streamed(
 ) -> OpenedSource:
     """The streamed tensors, assembled from the native tensors of an output.
 
-    natives: all tensors at path, by record, in the dtypes of the stream. Raises ModelsDiffer for one that differs from
-    the plan.
+    natives: all tensors at path, by record, in the dtypes of the stream, dequantized if the stream's are. If records of
+    several files have equal names: by file and record, with a slash between them. Raises ModelsDiffer for a tensor that
+    differs from the plan.
     """
     found = dict[Key, LazyTensor]()
     for key, info in header.manifest.items():
         parts = list[Part]()
         for place in plan.placements[key]:
+            native = natives.get(f"{place.file}/{place.record}", natives.get(place.record))
             size = plan.files[place.file].records[place.record].nbytes
-            native = _as_matrix(path, place, natives.get(place.record), info.dtype, size)
-            parts += [Part(region, native, place.record, str(path)) for region in place.regions]
+            matrix = _as_matrix(path, place, native, info.dtype, size)
+            for region in place.regions:
+                parts.append(Part(region, matrix, place.record, str(path)))
         found[key] = Assembled(key, info.shape, info.dtype, parts)
     return OpenedSource(header, found)
 
@@ -45,9 +48,17 @@ def as_streamed(
 def _as_matrix(
     path: Path, place: Placement, native: LazyTensor | None, dtype: str, size: int
 ) -> LazyTensor:
-    """The native tensor as a matrix with the rows that regions count."""
-    if native is None or native.dtype != dtype or byte_count(native.shape, dtype) != size:
-        raise ModelsDiffer(
-            f"{path}: {place.record} reads back differently from what was written; is the disk faulty?"
-        )
-    return reshaped(native, (size // place.row_bytes, place.row_bytes // ITEMSIZE[dtype]))
+    """The native tensor as a matrix with the rows that regions count.
+
+    size: the bytes of the record. A dequantized tensor has as many elements as its record has bytes.
+    """
+    wrong = ModelsDiffer(
+        f"{path}: {place.record} reads back differently from what was written; is the disk faulty?"
+    )
+    if native is None or native.dtype != dtype:
+        raise wrong
+    elements = byte_count(native.shape, dtype) // ITEMSIZE[dtype]
+    if size not in (elements * ITEMSIZE[dtype], elements):
+        raise wrong
+    rows = size // place.row_bytes
+    return reshaped(native, (rows, elements // rows))

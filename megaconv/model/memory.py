@@ -6,6 +6,8 @@
     fp32 parameters, fp32 gradients     16                          8 +  8 / d
 
 The numbers cover the weight, the gradient, the fp32 master weight and Adam's two moments. Activations are not included.
+Data-parallel ranks may share more: `optim_grads` also shards the gradients, `optim_grads_params` the weights too.
+
 An optimizer with one state tensor (momentum) needs 4 bytes less in the shared part. Source:
 docs/user-guide/features/dist_optimizer.md of Megatron-LM, core 0.19.
 """
@@ -18,31 +20,48 @@ from megaconv.errors import UsageError
 class Kept(NamedTuple):
     """Bytes of one parameter."""
 
-    on_every_rank: int
-    """Bytes on every rank: weight, gradient, and state that a distributed optimizer doesn't shard."""
-    shared: int
-    """Bytes that a distributed optimizer shards over the data-parallel ranks."""
+    weight: int
+    gradient: int
+    state: int
+    """The fp32 master weight, if there is one, and Adam's moments."""
 
 
-BYTES_PER_PARAMETER = {"float16": Kept(4, 16), "bfloat16": Kept(6, 12), "float32": Kept(8, 8)}
+BYTES_PER_PARAMETER = {
+    "float16": Kept(2, 2, 16),
+    "bfloat16": Kept(2, 4, 12),
+    "float32": Kept(4, 4, 8),
+}
 """Dtype of the parameters -> bytes of one parameter, with Adam."""
 MOMENTS = 2
 """State tensors of Adam in float32, without the master weight."""
 FLOAT32 = 4
 
 
+SHARDING = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""Megatron's names for the state that data-parallel ranks shard, from nothing to everything (ZeRO 0 to 3)."""
+
+
 def bytes_per_parameter(
-    dtype: str, data_parallel: float, *, distributed_optimizer: bool, states: int = MOMENTS
+    dtype: str,
+    data_parallel: float,
+    *,
+    distributed_optimizer: bool = False,
+    sharding: str | None = None,
+    states: int = MOMENTS,
 ) -> float:
     """Bytes of one parameter on one rank.
 
     data_parallel: number of ranks that hold the same parameters and share them evenly. states: number of float32 state
-    tensors. Raises UsageError for a dtype that training doesn't support.
+    tensors. sharding: one of SHARDING; None: `optim` with a distributed optimizer, else `no_shard`.
+    Raises UsageError for a dtype that training doesn't support.
     """
     if dtype not in BYTES_PER_PARAMETER:
         raise UsageError(
             f"{dtype}: nothing is trained in it; choose one of {', '.join(BYTES_PER_PARAMETER)}"
         )
     kept = BYTES_PER_PARAMETER[dtype]
-    shared = kept.shared - (MOMENTS - states) * FLOAT32
-    return kept.on_every_rank + shared / (data_parallel if distributed_optimizer else 1)
+    state = kept.state - (MOMENTS - states) * FLOAT32
+    # In the order in which the levels of sharding begin to share them.
+    in_order = (state, kept.gradient, kept.weight)
+    level = SHARDING.index(sharding or ("optim" if distributed_optimizer else "no_shard"))
+    return sum(in_order[level:]) + sum(in_order[:level]) / data_parallel

@@ -14,6 +14,7 @@ legacy    Megatron's models before core. Their nested dictionaries are flattened
 meta      Meta's and Mistral's own files. Llama 1 and 2 shard the embedding and the head along different axes.
           `rows`: Llama 3, which shards both by rows.
 gguf      llama.cpp's names, listed once for all families in gguf/names.py.
+trtllm    TensorRT-LLM's names, listed once for all families in trtllm/names.py.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ KEYS = (
         "core_legacy_grouped",
         "core_rope_last",
     ),
-    *("legacy", "meta", "meta_rows", "gguf"),
+    *("legacy", "meta", "meta_rows", "gguf", "trtllm"),
 )
 """Keys under which a row may spell its tensors. A new naming scheme is a new key here."""
 
@@ -71,6 +72,7 @@ LEGACY = Naming("legacy")
 META = Naming("meta")
 META_ROWS = Naming("meta", ("rows",))
 GGUF = Naming("gguf")
+TRTLLM = Naming("trtllm")
 
 NAMINGS = (
     *(HF, HF_STACKED, HF_STACKED_TRANSPOSED),

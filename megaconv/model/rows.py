@@ -20,7 +20,7 @@ from megaconv.model.spellings.separate import Separate
 STAGES = ("tower", "deepstack", "first", "encoder", "between", "retriever", "layer", "last", "mtp")
 """Places of a row's tensors, in model order."""
 
-SHARDED = ("core", "legacy", "meta")
+SHARDED = ("core", "legacy", "meta", "trtllm")
 """Naming schemes whose files are sharded over tensor-parallel ranks."""
 
 COPIED_WITH = ("head", "itself", "decoder", "encoder_end", "stacks", "mtp")

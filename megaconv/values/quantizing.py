@@ -138,7 +138,8 @@ def _nvfp4(weight: Weight) -> _Made:
 
 def _fp8(weight: Weight) -> _Made:
     assert isinstance(weight.shared, SharedScale)
-    quantizer = Fp8(weight.shared, weight.tensor.dtype)
+    rounds = weight.form.scaling.rounds_quotients
+    quantizer = Fp8(weight.shared, weight.tensor.dtype if rounds else "float32")
     yield "", ByteCodes(Matrix(weight.tensor, weight.tensor, quantizer, None), weight.errors)
     if weight.form.brings_scale_2:
         yield SCALE, OneScale(weight.shared)

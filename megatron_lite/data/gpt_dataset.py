@@ -42,6 +42,13 @@ class GPTDataset:
         ]
         return np.concatenate(parts, dtype=np.int64)
 
+    def documents(self, index: int) -> NDArray[np.int64]:
+        """Return the numbers of the documents of a sample, in order."""
+        order, starts, shuffle = self._indices
+        row = int(shuffle[index])
+        first, last = int(starts[row][0]), int(starts[row + 1][0])
+        return order[first : last + 1].astype(np.int64)
+
 
 @dataclass(frozen=True)
 class GPTSampling:

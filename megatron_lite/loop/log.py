@@ -48,7 +48,7 @@ def flops_per_token(
             weights += shape[0] * shape[1] * times
     kinds = [layer_kind(config, layer) for layer in range(config.layer_count + config.mtp_layers)]
     mixers = [mixer_of(config, kind) for kind in kinds]
-    mixed = sum(mixer.operations(config, seq) for mixer in mixers if mixer is not None)
+    mixed = sum(mixer.cost.operations(config, seq) for mixer in mixers if mixer is not None)
     return (4.0 if frozen else 6.0) * weights + mixed
 
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megaconv.planning.pipeline_order import Action
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.grid import Channel, Grid
 from megatron_lite.parallel.payload import MOST_TENSORS, Payload, Wires
-from megatron_lite.parallel.pipeline_order import Action, Edge, program
+from megatron_lite.parallel.pipeline_order import Edge, program
 
 
 class Executor:

@@ -10,11 +10,13 @@ from megaconv.commands.units import readable
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
 from megaconv.model.table import canonical_shapes
+from megaconv.planning.bubble import bubble
+from megaconv.planning.run import Run
+from megaconv.planning.traffic import Traffic
 from megatron_lite.models.trainable import check_trained
-from megatron_lite.planning.bubble import bubble
+from megatron_lite.planning.gradients import stage_traffic
 from megatron_lite.planning.memory import Memory, stage_memory
 from megatron_lite.planning.stages import Described
-from megatron_lite.planning.traffic import Traffic, stage_traffic
 from megatron_lite.settings.wording import counted
 
 _MESSAGES = {
@@ -28,7 +30,11 @@ _MESSAGES = {
 class Planned:
     """The results for a described run. Its properties raise LayoutError for a model that can't be sharded in this layout."""
 
-    run: Described
+    described: Described
+
+    @property
+    def run(self) -> Run:
+        return self.described.run
 
     @cached_property
     def parameters(self) -> int:
@@ -38,16 +44,16 @@ class Planned:
 
     @cached_property
     def memory(self) -> list[Memory]:
-        return stage_memory(self.run)
+        return stage_memory(self.described)
 
     @cached_property
     def traffic(self) -> list[list[Traffic]]:
         """The traffic by pipeline rank."""
-        return [stage_traffic(self.run, pp_rank) for pp_rank in range(self.run.sizes.layout.pp)]
+        return [stage_traffic(self.described, pp_rank) for pp_rank in range(self.run.layout.pp)]
 
     @cached_property
     def bubble(self) -> float:
-        layout = self.run.sizes.layout
+        layout = self.run.layout
         layers = [
             sum(len(part.layers) for part in self.run.stacks(chunk)) for chunk in layout.chunks()
         ]
@@ -58,7 +64,7 @@ class Planned:
         """The reason why this trainer can't train the model in this layout, or None."""
         run = self.run
         try:
-            check_trained(run.config, run.sizes.layout, run.options, sequence=run.sequence)
+            check_trained(run.config, run.layout, self.described.options, sequence=run.sequence)
         except (NotExpressible, LayoutError) as error:
             return str(error)
         return None
@@ -69,12 +75,12 @@ class Planned:
         return {
             "family": run.config.family, "parameters": self.parameters, "world_size": run.world,
             "layout": {
-                **run.sizes.layout.sizes(), "vpp": run.sizes.layout.vpp, "cp": run.sizes.cp, "dp": run.sizes.dp,
+                **run.layout.sizes(), "vpp": run.layout.vpp, "cp": run.cp, "dp": run.dp,
                 "expert_dp": run.expert_dp,
             },
             "batch": {
-                "global": run.sizes.batch.full, "micro": run.sizes.micro_batch, "sequence": run.sizes.seq,
-                **({"decoder_sequence": run.sizes.decoder_seq} if run.sizes.decoder_seq else {}),
+                "global": run.global_batch, "micro": run.micro_batch, "sequence": run.seq,
+                **({"decoder_sequence": run.decoder_seq} if run.decoder_seq else {}),
                 "microbatches": run.microbatches,
             },
             "bubble": self.bubble, "not_trained_yet": self.untrained,
@@ -101,16 +107,15 @@ class Planned:
 
     def _description(self) -> Iterator[str]:
         run = self.run
-        sizes = run.sizes
-        model = f"{run.config.family}, {self.parameters:,} parameters, {run.options.dtype}"
+        model = f"{run.config.family}, {self.parameters:,} parameters, {run.dtype}"
         ranks = counted(run.world, "rank")
-        context = f", CP {sizes.cp}" if sizes.cp > 1 else ""
-        yield f"{model}; {ranks}: {sizes.layout}{context}, DP {sizes.dp}"
-        sequences = counted(sizes.batch.full, "sequence")
+        context = f", CP {run.cp}" if run.cp > 1 else ""
+        yield f"{model}; {ranks}: {run.layout}{context}, DP {run.dp}"
+        sequences = counted(run.global_batch, "sequence")
         microbatches = counted(run.microbatches, "microbatch", "microbatches")
-        lengths = f"{sizes.seq} and {sizes.decoder_seq}" if sizes.decoder_seq else str(sizes.seq)
+        lengths = f"{run.seq} and {run.decoder_seq}" if run.decoder_seq else str(run.seq)
         yield (
-            f"a step: {sequences} of {lengths} tokens, {microbatches} of {sizes.micro_batch} on each rank; "
+            f"a step: {sequences} of {lengths} tokens, {microbatches} of {run.micro_batch} on each rank; "
             f"{self.bubble:.1%} of it is the pipeline's bubble"
         )
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
+from megaconv.planning.pipeline_order import Action
 from megatron_lite.models.batch import Lengths, Microbatch
 from megatron_lite.models.network_interface import Network
 from megatron_lite.parallel.payload import Wires, with_gradient
-from megatron_lite.parallel.pipeline_order import Action
 
 
 def arriving_tensors(

@@ -5,16 +5,8 @@ The architecture is in megaconv.model.config.ModelConfig, the layout in megatron
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Recompute:
-    """Activation recomputation: the parts that the backward pass computes again. The names are Megatron's."""
-
-    granularity: str | None = None
-    """None; `full`: whole layers; `selective`: only norms and activation functions."""
-    method: str = "uniform"
-    """For full: `uniform`: groups of `layers` layers, all of them; `block`: the first `layers` of each chunk, one by one."""
-    layers: int = 1
+from megaconv.planning.run import KEEP_ALL
+from megaconv.planning.run import Recompute as Recompute
 
 
 @dataclass(frozen=True)
@@ -108,7 +100,7 @@ class ModelOptions:
     """True if each tensor rank keeps its part of the sequence between the matrices of a layer."""
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
-    recompute: Recompute = Recompute()
+    recompute: Recompute = KEEP_ALL
     attention: str = "auto"
     """`sdpa`; `flash` (FlashAttention, on a GPU); `auto`: flash if it is installed and supports the inputs."""
     trains: bool = True

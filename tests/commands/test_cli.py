@@ -462,6 +462,7 @@ def test_formats_lists_loaders_savers_and_families() -> None:
         "hf",
         "llama_mistral",
         "gguf",
+        "trtllm",
         "peft",
     ]
     assert document["families"]["qwen3"] == ["Qwen3ForCausalLM"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megaconv.model.config import ModelConfig
-from megaconv.model.subjects import LayerKind
+from megaconv.planning.mixers import MixerCost
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,21 +46,21 @@ class Mixer:
     """Imports the class that computes it: class(plan, layer), with forward(x, run). None: the trainer can't compute it."""
     place: str = "self_attention"
     """The name of the module in a layer, as in Megatron core."""
-    needs_norm: bool = False
-    """True if the layer norms the mixer's input; False if the mixer contains its norm."""
     in_float32: frozenset[str] = frozenset()
     """The names of trained parameters that stay in float32, whatever the model's dtype."""
     cache: Callable[[ModelConfig, Mapping[str, int]], tuple[Kept, ...]]
     """(model, sizes of this rank) -> the parts of a row's cache in generation."""
     matrices: Callable[[ModelConfig], tuple[str, ...]]
     """The matrices that have an extra state in Megatron's checkpoints: the last matrix first."""
-    attends: bool = False
-    """True if tokens attend to the keys of all earlier tokens, which context-parallel ranks exchange."""
-    elements: Callable[[ModelConfig, LayerKind], float]
-    """The elements that a token leaves in the mixer for the backward pass, without the mixer's input."""
-    operations: Callable[[ModelConfig, int], float]
-    """(model, tokens of a sequence) -> operations per token, forward and backward, without products with weights."""
-    input_width: Callable[[ModelConfig], int]
-    """The width of all inputs of column-sharded matrices, which tensor ranks gather or sum."""
-    shared_width: Callable[[ModelConfig], int] = lambda _: 0
-    """The width of activations that each rank computes from its own tokens, and that the heads of all ranks use."""
+    cost: MixerCost
+    """What it keeps, computes and exchanges."""
+
+    @property
+    def needs_norm(self) -> bool:
+        """True if the layer norms the mixer's input; False if the mixer contains its norm."""
+        return self.cost.needs_norm
+
+    @property
+    def attends(self) -> bool:
+        """True if tokens attend to the keys of all earlier tokens, which context-parallel ranks exchange."""
+        return self.cost.attends

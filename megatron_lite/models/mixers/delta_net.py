@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megaconv.model.config import ModelConfig
-from megaconv.model.subjects import LayerKind
+from megaconv.planning import mixers
 from megatron_lite.models.mixers.declaration import Mixer, PerRow
 from megatron_lite.models.mixers.state_parameters import DELTA_NET_IN_FLOAT32
 
@@ -26,24 +26,10 @@ def _cache(config: ModelConfig, sizes: Mapping[str, int]) -> tuple[PerRow, PerRo
     return convolution, PerRow((value_heads, linear.key_dim, linear.value_dim), in_float32=True)
 
 
-def _elements(config: ModelConfig, _: LayerKind) -> float:
-    linear = config.linear
-    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
-    return 2 * (2 * keys + values) + 2 * values
-
-
-def _operations(config: ModelConfig, _: int) -> float:
-    """Return the operations on the state: it decays, is read at the key, is updated, and is read at the query."""
-    linear = config.linear
-    return 3 * 7.0 * linear.value_heads * linear.key_dim * linear.value_dim
-
-
 DELTA_NET = Mixer(
     module=_module,
     in_float32=DELTA_NET_IN_FLOAT32,
     cache=_cache,
     matrices=lambda _: ("out_proj", "in_proj"),
-    elements=_elements,
-    operations=_operations,
-    input_width=lambda config: config.hidden,
+    cost=mixers.DELTA_NET,
 )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megaconv.model.config import ModelConfig
-from megaconv.model.subjects import LayerKind
+from megaconv.planning import mixers
 from megatron_lite.models.mixers.declaration import Mixer, PerRow
 from megatron_lite.models.mixers.state_parameters import CONVOLUTION, MAMBA_IN_FLOAT32
 
@@ -25,25 +25,11 @@ def _cache(config: ModelConfig, sizes: Mapping[str, int]) -> tuple[PerRow, PerRo
     return convolution, PerRow((heads, mamba.head_dim, mamba.state), in_float32=True)
 
 
-def _elements(config: ModelConfig, _: LayerKind) -> float:
-    mamba = config.mamba
-    inner, states = mamba.heads * mamba.head_dim, 2 * mamba.groups * mamba.state
-    return 2 * (inner + states) + 2 * inner
-
-
-def _operations(config: ModelConfig, _: int) -> float:
-    """Return the operations on the state: it decays, is updated, and is read."""
-    mamba = config.mamba
-    return 3 * 5.0 * mamba.heads * mamba.head_dim * mamba.state
-
-
 MAMBA = Mixer(
     module=_module,
     place="mixer",
     in_float32=MAMBA_IN_FLOAT32,
     cache=_cache,
     matrices=lambda _: ("out_proj", "in_proj"),
-    elements=_elements,
-    operations=_operations,
-    input_width=lambda config: config.hidden,
+    cost=mixers.MAMBA,
 )

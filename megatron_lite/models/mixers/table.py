@@ -2,6 +2,7 @@
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.subjects import LayerKind
+from megaconv.planning.mixers import mixer_word
 from megatron_lite.models.mixers.attention import ATTENTION
 from megatron_lite.models.mixers.declaration import Mixer
 from megatron_lite.models.mixers.delta_net import DELTA_NET
@@ -25,10 +26,7 @@ None: the layer is only an MLP.
 
 def mixer_of(config: ModelConfig, kind: LayerKind) -> Mixer | None:
     """Return the mixer of a layer, or None if the layer has none."""
-    latent = kind.mixer == "attention" and config.latent.kv_rank > 0
-    if not latent:
-        return MIXERS[kind.mixer]
-    return MIXERS["sparse" if config.indexer.heads else "latent"]
+    return MIXERS[mixer_word(config, kind)]
 
 
 def stays_in_float32(name: str) -> bool:

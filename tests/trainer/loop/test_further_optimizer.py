@@ -101,7 +101,7 @@ def test_a_further_optimizer_is_planned_with_the_state_that_it_keeps(
     adam, signum = (
         describe(None, f"{LLAMA} --optimizer {name}".split()) for name in ("adam", "signum")
     )
-    (chunk,) = signum.chunks(0)
+    (chunk,) = signum.run.chunks(0)
     taken = [info for info in signum.parameters(0, chunk) if Signum().takes(info)]
     elements = sum(prod(info.native.shape) for info in taken)
     assert stage_memory(adam)[0].kept - stage_memory(signum)[0].kept == 4 * elements > 0

@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from megaconv.model.fields import changed
 from megaconv.model.layout import Layout
+from megaconv.planning.pipeline_order import Action, order
 from megatron_lite.inference.cache import SlotCache
 from megatron_lite.models.attention import attend
 from megatron_lite.models.batch import Microbatch
@@ -18,7 +19,6 @@ from megatron_lite.models.passes import Pass, Passes
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.parallel.payload import Payload, Wire, Wires, with_gradient
 from megatron_lite.parallel.pipeline import Executor
-from megatron_lite.parallel.pipeline_order import Action, order
 from tests.trainer.parallel.small import MODELS, Case, batches, make_engine, step
 from tests.trainer.parallel.worlds import World
 

@@ -7,17 +7,10 @@ from typing import NamedTuple
 
 import pytest
 
+from megaconv.planning.pipeline_order import Action, forward_order, order
 from megatron_lite.parallel.grid import Channel, Meeting, meetings
 from megatron_lite.parallel.pipeline import channel
-from megatron_lite.parallel.pipeline_order import (
-    Action,
-    Operation,
-    edge,
-    forward_order,
-    last_backward,
-    order,
-    program,
-)
+from megatron_lite.parallel.pipeline_order import Operation, edge, last_backward, program
 
 
 def simulate(orders: Sequence[Sequence[Action]], vpp: int) -> Iterator[tuple[int, Action]]:

@@ -4,9 +4,10 @@ from collections import Counter
 
 import pytest
 
-from megatron_lite.planning.bubble import bubble
-from megatron_lite.planning.memory import activations, stage_memory
-from megatron_lite.planning.traffic import stage_traffic
+from megaconv.planning.activations import activations
+from megaconv.planning.bubble import bubble
+from megatron_lite.planning.gradients import stage_traffic
+from megatron_lite.planning.memory import stage_memory
 from megatron_lite.settings.options import Recompute
 from tests.trainer.parallel.worlds import World
 from tests.trainer.planning.recorded import (
@@ -118,28 +119,30 @@ def test_each_optimizer_is_counted_with_its_own_state(distributed: bool) -> None
 @pytest.mark.parametrize("granularity", [None, "selective"])
 def test_activations_are_those_that_autograd_keeps(model: str, granularity: str | None) -> None:
     planned = Planned(model, wider=4, recompute=Recompute(granularity), microbatches=1)
-    assert bytes_of_a_pass(planned) == pytest.approx(activations(planned.described(), 0), rel=0.1)
+    assert bytes_of_a_pass(planned) == pytest.approx(
+        activations(planned.described().run, 0), rel=0.1
+    )
 
 
 @pytest.mark.parametrize("how", ["p2p", "a2a"])
 def test_activations_of_a_context_rank_are_those_of_its_tokens(how: str, world: World) -> None:
     planned = Planned("qwen3", cp=2, context=how, wider=4, microbatches=1)
     for found in world.run(2, bytes_of_a_pass_by, planned):
-        assert found == pytest.approx(activations(planned.described(), 0), rel=0.1)
+        assert found == pytest.approx(activations(planned.described().run, 0), rel=0.1)
 
 
 def test_what_is_computed_again_is_not_kept() -> None:
     plain, selective, full = (
-        activations(Planned(recompute=Recompute(granularity), microbatches=1).described(), 0)
+        activations(Planned(recompute=Recompute(granularity), microbatches=1).described().run, 0)
         for granularity in (None, "selective", "full")
     )
     assert full < selective < plain
 
 
 def test_the_first_stage_keeps_the_passes_of_all_stages_behind_it() -> None:
-    run = Planned("gpt2, untied", pp=4, microbatches=8).described()
+    run = Planned("gpt2, untied", pp=4, microbatches=8).described().run
     head = activations(run, 3) - activations(
-        Planned("gpt2, untied", pp=4, microbatches=1).described(), 2
+        Planned("gpt2, untied", pp=4, microbatches=1).described().run, 2
     )
     assert [activations(run, rank) // activations(run, 2) for rank in (0, 1, 2)] == [2, 1, 1]
     assert activations(run, 0) == 2 * activations(run, 2)

@@ -1,20 +1,18 @@
-"""Bytes that ranks exchange in a step, by group: every collective of this trainer, counted without starting a process.
+"""Bytes that ranks exchange in a step, by group: every collective of the trainer, counted without starting a process.
+
+The exchange of gradients depends on the optimizer's buckets: megatron_lite/planning/gradients.py counts it.
 
 The counts are whole tensors, as a collective receives or returns them. The bytes that a rank sends over its links
 follow from the number of ranks (`Traffic.sent`). For a mixture of experts, all rows of a rank's own tokens are counted
 as sent, whichever experts they go to.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from megaconv.model.layout import Chunk, Layout
-from megatron_lite.models.mixers.table import mixer_of
-from megatron_lite.optimizer.algorithms import make_dealer
-from megatron_lite.optimizer.filling import fill, padded
-from megatron_lite.parallel.parameters import ParameterInfo
-from megatron_lite.planning.stages import Described
+from megaconv.planning.mixers import mixer_cost
+from megaconv.planning.run import Run
 
 SENT = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 """The number of times that a ring algorithm sends each byte, before the factor (n - 1) / n for the rank's own part."""
@@ -26,7 +24,7 @@ class Traffic:
     """The traffic of one rank in a step."""
 
     group: str
-    """A group of parallel/grid.py.
+    """A group of megatron_lite/parallel/grid.py.
 
     One of `tp`, `cp`, `cp_near`, `cp_far`, `replicas`, `ep`, `etp`, `edp`, `ends`, `stacks`, `world`. `pp` stands for messages
     between stages.
@@ -47,20 +45,25 @@ class Traffic:
         )
 
 
-def stage_traffic(run: Described, pp_rank: int) -> list[Traffic]:
-    """Return the traffic of one rank of this stage, one entry for each group and kind."""
+Counted = tuple[str, str, float]
+"""(group, kind, bytes)."""
+
+
+def summed(run: Run, counted: Iterable[Counted]) -> list[Traffic]:
+    """Return one entry for each group and kind. Groups of one rank exchange nothing."""
+    ranks = sizes(run)
     sums: dict[tuple[str, str], float] = {}
-    for group, kind, count in _all(run, pp_rank):
-        if sizes(run)[group] > 1:
+    for group, kind, count in counted:
+        if ranks[group] > 1:
             sums[group, kind] = sums.get((group, kind), 0.0) + count
-    return [Traffic(group, kind, total, sizes(run)[group]) for (group, kind), total in sums.items()]
+    return [Traffic(group, kind, total, ranks[group]) for (group, kind), total in sums.items()]
 
 
-def sizes(run: Described) -> dict[str, int]:
+def sizes(run: Run) -> dict[str, int]:
     """Return the number of ranks of each group."""
-    layout = run.sizes.layout
+    layout = run.layout
     return {
-        "tp": layout.tp, "cp": run.sizes.cp, "cp_near": run.options.near, "cp_far": run.sizes.cp // run.options.near,
+        "tp": layout.tp, "cp": run.cp, "cp_near": run.near, "cp_far": run.cp // run.near,
         "replicas": run.replicas,
         "pp": layout.pp, "ep": layout.ep, "etp": layout.etp, "edp": run.expert_dp,
         "ends": _holders_of_tables(layout), "stacks": 2 if layout.split_rank else 1, "world": run.world,
@@ -72,16 +75,14 @@ def _holders_of_tables(layout: Layout) -> int:
     return len({0, layout.split_rank, layout.pp - 1})
 
 
-Counted = tuple[str, str, float]
-"""(group, kind, bytes)."""
+def of_passes(run: Run, chunk: Chunk) -> Iterator[Counted]:
+    """Yield the traffic of all microbatches of a step through one chunk."""
+    for group, kind, count in of_microbatch(run, chunk):
+        yield group, kind, count * run.microbatches
 
 
-def _all(run: Described, pp_rank: int) -> Iterator[Counted]:
-    chunks = run.chunks(pp_rank)
-    for index, chunk in enumerate(chunks):
-        for group, kind, count in _of_microbatch(run, chunk):
-            yield group, kind, count * run.microbatches
-        yield from _of_gradients(run, run.parameters(index, chunk))
+def of_step(run: Run, chunks: Sequence[Chunk]) -> Iterator[Counted]:
+    """Yield the traffic once a step: losses, the norm of gradients, and the biases of routers."""
     losses = 2 if run.config.head.binary else 1
     # The sum and the number of each loss, squares, two signals.
     yield "world", "all_reduce", (2 * losses + 1 + 2) * FLOAT64
@@ -90,7 +91,7 @@ def _all(run: Described, pp_rank: int) -> Iterator[Counted]:
         for chunk in chunks
         for layer in range(chunk.first_layer, _end(chunk))
     )
-    if run.config.experts.router_bias and run.options.balance.bias_rate and routers:
+    if run.config.experts.router_bias and run.moves_bias and routers:
         for axis in ("tp", "replicas"):
             yield axis, "all_reduce", routers * run.config.experts.count * INT64
 
@@ -99,7 +100,8 @@ def _end(chunk: Chunk) -> int:
     return chunk.first_layer + chunk.layers
 
 
-def _of_microbatch(run: Described, chunk: Chunk) -> Iterator[Counted]:
+def of_microbatch(run: Run, chunk: Chunk) -> Iterator[Counted]:
+    """Yield the traffic of one microbatch through one chunk."""
     if not chunk.is_first:
         yield "pp", "send", _arriving(run, chunk)  # the gradient in the backward pass
     for tokens in _embedded(run, chunk):
@@ -117,7 +119,7 @@ def _of_microbatch(run: Described, chunk: Chunk) -> Iterator[Counted]:
         yield "pp", "send", _leaving(run, chunk)
 
 
-def _embedded(run: Described, chunk: Chunk) -> Iterator[int]:
+def _embedded(run: Run, chunk: Chunk) -> Iterator[int]:
     """Yield the numbers of tokens that a chunk embeds."""
     if chunk.is_first and run.source_tokens:
         yield run.source_tokens
@@ -125,36 +127,36 @@ def _embedded(run: Described, chunk: Chunk) -> Iterator[int]:
         yield run.tokens
 
 
-def _arriving(run: Described, chunk: Chunk) -> int:
+def _arriving(run: Run, chunk: Chunk) -> int:
     """Return the bytes that a chunk takes from the stage before it."""
     starts = chunk.starts_decoder or not chunk.layers
     return _between(run, run.source_tokens + (0 if starts else run.tokens))
 
 
-def _leaving(run: Described, chunk: Chunk) -> int:
+def _leaving(run: Run, chunk: Chunk) -> int:
     """Return the bytes that a chunk gives to the next stage. A decoder's stage also passes the encoder's output on."""
     return _between(run, run.source_tokens + (run.tokens if chunk.layers else 0))
 
 
-def _between(run: Described, tokens: int) -> int:
+def _between(run: Run, tokens: int) -> int:
     """Return the bytes of some tokens' activations between stages."""
     whole = tokens * run.config.hidden * run.itemsize
-    return whole // run.sizes.layout.tp if run.sequence else whole
+    return whole // run.layout.tp if run.sequence else whole
 
 
-def _of_head(run: Described) -> Iterator[Counted]:
+def _of_head(run: Run) -> Iterator[Counted]:
     for _ in range(1 + run.config.mtp_layers):
         yield from _there_and_back(run, run.tokens)
-        # The loss gathers each rank's maximum, sum of exponentials and label's logit (models/loss.py).
-        yield "tp", "all_gather", 3 * FLOAT32 * run.tokens * run.sizes.layout.tp
+        # The loss gathers each rank's maximum, sum of exponentials and label's logit (megatron_lite/models/loss.py).
+        yield "tp", "all_gather", 3 * FLOAT32 * run.tokens * run.layout.tp
     for _ in range(run.config.mtp_layers):
         yield from _of_layer(run, run.config.layer_count - 1, run.tokens, 1)
     if run.config.head.binary and run.sequence:
         # The pooler broadcasts the first token of each sequence, and sums its gradient.
-        yield "tp", "all_reduce", 2 * run.sizes.micro_batch * run.config.hidden * run.itemsize
+        yield "tp", "all_reduce", 2 * run.micro_batch * run.config.hidden * run.itemsize
 
 
-def _there_and_back(run: Described, tokens: int) -> Iterator[Counted]:
+def _there_and_back(run: Run, tokens: int) -> Iterator[Counted]:
     """Yield the traffic of the embedding's output, or of the head's input."""
     whole = tokens * run.config.hidden * run.itemsize
     if run.sequence:
@@ -164,18 +166,18 @@ def _there_and_back(run: Described, tokens: int) -> Iterator[Counted]:
         yield "tp", "all_reduce", whole
 
 
-def _computed_again(run: Described, layers: range) -> range:
-    again = run.options.recompute
+def _computed_again(run: Run, layers: range) -> range:
+    again = run.recompute
     if again.granularity != "full":
         return range(0)
     return layers if again.method == "uniform" else layers[: again.layers]
 
 
-def _of_layer(run: Described, layer: int, tokens: int, forward: int) -> Iterator[Counted]:
+def _of_layer(run: Run, layer: int, tokens: int, forward: int) -> Iterator[Counted]:
     """Yield the traffic of one layer, for so many tokens. forward: how often its forward pass is computed."""
     config = run.config
     kind = config.layers[layer]
-    mixer = mixer_of(config, kind)
+    mixer = mixer_cost(config, kind)
     if mixer is not None:
         if mixer.attends:
             yield from _of_other_tokens(run, forward)
@@ -191,7 +193,7 @@ def _of_layer(run: Described, layer: int, tokens: int, forward: int) -> Iterator
         yield from _of_experts(run, forward)
 
 
-def _of_cross_attention(run: Described, forward: int) -> Iterator[Counted]:
+def _of_cross_attention(run: Run, forward: int) -> Iterator[Counted]:
     """Yield the traffic of a layer's attention to the encoder's output: of queries and the result, then of keys and values."""
     width = run.config.hidden
     yield from _of_matrices(run, run.tokens, width, forward)
@@ -203,14 +205,14 @@ def _of_cross_attention(run: Described, forward: int) -> Iterator[Counted]:
         yield "tp", "all_reduce", source
 
 
-def _of_other_tokens(run: Described, forward: int) -> Iterator[Counted]:
+def _of_other_tokens(run: Run, forward: int) -> Iterator[Counted]:
     """Yield the traffic of attention between context ranks. Gradients of keys and values are float32.
 
     Except with a2a, values are sent with the width of keys.
     """
     attention = run.config.attention
-    cp, tp = run.sizes.cp, run.sizes.layout.tp
-    method, near = run.options.context, run.options.near
+    cp, tp = run.cp, run.layout.tp
+    method, near = run.context, run.near
     has_levels = near > 1
     kv_heads = attention.kv_heads // tp
     keys = run.tokens * kv_heads * attention.head_dim
@@ -237,7 +239,7 @@ def _of_other_tokens(run: Described, forward: int) -> Iterator[Counted]:
         yield "cp_near" if has_levels else "cp", "all_to_all", exchanged
 
 
-def _of_matrices(run: Described, tokens: int, into: int, forward: int) -> Iterator[Counted]:
+def _of_matrices(run: Run, tokens: int, into: int, forward: int) -> Iterator[Counted]:
     """Yield the traffic of a column-sharded and the following row-sharded matrix. into: width of the first one's input."""
     each = tokens * run.itemsize
     taken, given = each * into, each * run.config.hidden
@@ -248,7 +250,7 @@ def _of_matrices(run: Described, tokens: int, into: int, forward: int) -> Iterat
         yield "tp", "all_reduce", given * forward + taken
 
 
-def _of_shared(run: Described, width: int, forward: int) -> Iterator[Counted]:
+def _of_shared(run: Run, width: int, forward: int) -> Iterator[Counted]:
     """Yield the traffic of the rotating part of latent attention's keys.
 
     All tensor ranks' heads use it, and each rank computes it from its own tokens.
@@ -261,55 +263,34 @@ def _of_shared(run: Described, width: int, forward: int) -> Iterator[Counted]:
         yield "tp", "all_reduce", each
 
 
-def _of_experts(run: Described, forward: int) -> Iterator[Counted]:
+def _of_experts(run: Run, forward: int) -> Iterator[Counted]:
     """Yield the traffic of experts: rows to the experts and back, with their weights; backward, the gradients of all these."""
-    experts, balance = run.config.experts, run.options.balance
-    tokens = run.tokens // (run.sizes.layout.tp if run.sequence else 1)
-    yield from (_of_gathered if run.options.dispatcher == "allgather" else _of_exchanged)(
+    experts = run.config.experts
+    tokens = run.tokens // (run.layout.tp if run.sequence else 1)
+    yield from (_of_gathered if run.dispatcher == "allgather" else _of_exchanged)(
         run, tokens, forward
     )
-    for kind, _ in balance.losses:
-        each = run.sizes.micro_batch if kind == "seq_aux_loss" else 1
+    for kind in run.balance:
+        each = run.micro_batch if kind == "seq_aux_loss" else 1
         for axis in ("tp", "cp"):
             yield axis, "all_reduce", each * experts.count * FLOAT32 * forward
 
 
-def _of_exchanged(run: Described, tokens: int, forward: int) -> Iterator[Counted]:
-    experts, etp = run.config.experts, run.sizes.layout.etp
+def _of_exchanged(run: Run, tokens: int, forward: int) -> Iterator[Counted]:
+    experts, etp = run.config.experts, run.layout.etp
     each = tokens * experts.per_token * run.itemsize * (2 * run.config.hidden + 1) * (forward + 1)
     yield "ep", "all_to_all", each + experts.count * INT64 * forward
     yield "etp", "all_to_all", each * etp
     yield "etp", "all_gather", experts.count * INT64 * forward * etp
 
 
-def _of_gathered(run: Described, tokens: int, forward: int) -> Iterator[Counted]:
+def _of_gathered(run: Run, tokens: int, forward: int) -> Iterator[Counted]:
     """Yield the traffic of the allgather dispatcher: tokens, their weights and expert numbers forward, and sums back.
 
     The backward pass exchanges the gradients of tokens and weights.
     """
-    layout, chosen = run.sizes.layout, run.config.experts.per_token
+    layout, chosen = run.layout, run.config.experts.per_token
     for axis, seen in (("etp", tokens * layout.etp), ("ep", tokens * layout.etp * layout.ep)):
         rows, weights = seen * run.config.hidden * run.itemsize, seen * chosen * run.itemsize
         yield axis, "all_gather", (rows + weights + seen * chosen * INT64) * forward + rows
         yield axis, "reduce_scatter", rows * forward + rows + weights
-
-
-def _of_gradients(run: Described, infos: Sequence[ParameterInfo]) -> Iterator[Counted]:
-    trained = [info for info in infos if info.trained]
-    dealer = make_dealer(run.optimizer)
-    for filling in fill(trained, run.optimizer.bucket_elements, dealer.deals):
-        axis, used = filling.axis, filling.elements
-        size = used if filling.whole else padded(used, sizes(run)[axis])
-        if run.optimizer.distributed:
-            yield axis, "reduce_scatter", size * FLOAT32
-            yield axis, "all_gather", size * (FLOAT32 if filling.in_float32 else run.itemsize)
-        else:
-            yield axis, "all_reduce", size * FLOAT32
-    for info in trained:
-        own = prod(info.native.shape) / (
-            sizes(run)[info.reduced_over] if run.optimizer.distributed else 1
-        )
-        if info.partial:
-            yield "tp", "all_reduce", own * FLOAT32
-        if info.tied:
-            yield info.tied, "all_reduce", own * FLOAT32

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from megatron_lite.parallel.pipeline_order import Action, order
+from megaconv.planning.pipeline_order import Action, order
 
 FORWARD, BACKWARD = 1.0, 2.0
 """Time per layer. Messages take no time in this model."""

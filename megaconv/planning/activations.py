@@ -1,0 +1,134 @@
+"""Activations that the ranks of a pipeline stage keep for the backward passes.
+
+The table lists the elements that a token leaves in a layer, in the model's dtype. h is the width; q and kv are the
+widths of all heads together; f is the MLP's width. Each is divided by tp, but h only with sequence parallelism:
+
+    attention   h (its input) + h (normed) + (q + 2 kv) (the fused product) + q and, rotated by rope, kv (input of attention) + q (output)
+    latent      h + h + ranks of q and kv + q + its k and v + output
+    MLP         h + h + f (2 f if gated) + f (activated)
+    experts     k times (2 h + f or 2 f + f), and h twice; if etp ranks share each expert, they have the rows of all of these,
+                h once more for each, and f / etp of them
+    cross       h + h + q (of queries) + q (output), and for each token of the encoder k and v
+    head        h twice, and once the gradient of its matrix; the same and a layer more for each further predicted token;
+                three h more for BERT's transform
+
+Selective recomputation leaves out the normed and activated elements. Full recomputation keeps one h for each group of
+layers, and the inside of one group.
+"""
+
+from collections.abc import Iterator
+
+from megaconv.model.layout import Chunk
+from megaconv.planning.mixers import mixer_cost
+from megaconv.planning.pipeline_order import order
+from megaconv.planning.run import Run, StackPart
+
+
+def activations(run: Run, pp_rank: int) -> int:
+    """Return the most that a rank of this stage keeps, over the passes that are in progress at one time."""
+    layout = run.layout
+    chunks = run.chunks(pp_rank)
+    each = [_kept_by(run, chunk) for chunk in chunks]
+    most = now = 0
+    for action in order(layout.pp, layout.vpp, run.microbatches, pp_rank):
+        now += -each[action.chunk] if action.backward else each[action.chunk]
+        most = max(most, now)
+    return most + max((_inside(run, chunk) for chunk in chunks), default=0)
+
+
+def _kept_by(run: Run, chunk: Chunk) -> int:
+    """Return the bytes that a forward pass of one microbatch through a chunk keeps until its backward pass."""
+    width = run.width
+    found = 0.0
+    for part in run.stacks(chunk):
+        for group, only_input in _groups(run, part.layers):
+            found += width * part.tokens if only_input else _of_layers(run, part, group)
+    if chunk.is_last:
+        config = run.config
+        # The gradient of the head's matrix.
+        vocab = run.vocab_rows // run.layout.tp
+        matrix = vocab * config.hidden
+        of_head = 2 * width * run.tokens + matrix
+        last_layer = layer_elements(run, config.layer_count - 1)
+        of_mtp_layer = (last_layer + 3 * width) * run.tokens
+        found += of_head + config.mtp_layers * (of_head + of_mtp_layer)
+        if config.has("transform"):
+            found += 3 * width * run.tokens
+    return round(found * run.itemsize)
+
+
+def _of_layers(run: Run, part: StackPart, layers: range) -> float:
+    """Return the elements that a microbatch leaves in some layers of a part."""
+    each = sum(layer_elements(run, layer) for layer in layers) * part.tokens
+    return each + (len(layers) * _cross_elements(run) if part.crosses else 0)
+
+
+def _cross_elements(run: Run) -> float:
+    """Return the elements that a microbatch leaves in a layer's attention to the encoder's output."""
+    attention, tp = run.config.attention, run.layout.tp
+    width = attention.heads * attention.head_dim / tp
+    normed = 0 if run.recompute.granularity == "selective" else run.width
+    queries = run.tokens * (run.width + normed + 2 * width)
+    return queries + run.source_tokens * 2 * width
+
+
+def _groups(run: Run, layers: range) -> Iterator[tuple[range, bool]]:
+    """Yield (layers, True if only the input of the group is kept)."""
+    recompute = run.recompute
+    first, end = layers.start, layers.stop
+    if recompute.granularity != "full":
+        yield range(first, end), False
+    elif recompute.method == "uniform":
+        for start in range(first, end, recompute.layers):
+            yield range(start, min(start + recompute.layers, end)), True
+    else:
+        recomputed_end = min(first + recompute.layers, end)
+        for layer in range(first, recomputed_end):
+            yield range(layer, layer + 1), True
+        yield range(recomputed_end, end), False
+
+
+def _inside(run: Run, chunk: Chunk) -> int:
+    """Return the bytes inside the largest group of layers that is recomputed."""
+    inside = (
+        _of_layers(run, part, group)
+        for part in run.stacks(chunk)
+        for group, whole in _groups(run, part.layers)
+        if whole
+    )
+    return round(max(inside, default=0.0) * run.itemsize)
+
+
+def layer_elements(run: Run, layer: int) -> float:
+    """Return the elements that a token leaves in a layer on this rank."""
+    config, tp = run.config, run.layout.tp
+    kind, gates = config.layers[layer], 2 if config.mlp.gated else 1
+    selective = run.recompute.granularity == "selective"
+    keeps_normed = config.norm.place != "after" and not selective
+    normed = run.width if keeps_normed else 0.0
+    found = 0.0
+    mixer = mixer_cost(config, kind)
+    if mixer is not None:
+        # If several matrices use a norm's output, it is kept.
+        into = run.width if mixer.needs_norm else normed
+        found = run.width + into + mixer.elements(config, kind) / tp
+        if run.cp > 1 and run.context in ("a2a", "a2a+p2p"):
+            # v and attention's output are kept before and after their exchange.
+            found += (
+                config.attention.head_dim
+                * (config.attention.heads + config.attention.kv_heads)
+                / tp
+            )
+    if kind.mlp == "dense":
+        activated = (
+            0 if gates == 1 or config.mlp.is_plain_swiglu else 1
+        )  # functions other than SwiGLU also keep the activated gates
+        made = 0 if selective else 1
+        found += run.width + normed + config.mlp.ffn * (gates + activated + made) / tp
+    elif kind.mlp == "experts":
+        experts, here = config.experts, tp if run.sequence else 1
+        rows = config.hidden * (1 + run.layout.etp)
+        routed = experts.per_token * (rows + experts.ffn * (gates + 1)) / here
+        shared = experts.shared_ffn * (gates + 1) / tp + (run.width if experts.shared_gate else 0)
+        found += 2 * run.width + routed + shared
+    return found + (2 * run.width if config.norm.place in ("both", "after") else 0)

@@ -1,0 +1,150 @@
+"""The cost of each kind of mixer: elements that it keeps, operations, and widths that tensor ranks exchange."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megaconv.model.config import ModelConfig
+from megaconv.model.subjects import LayerKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerCost:
+    """The cost of one kind of mixer. Sizes are those of the whole model."""
+
+    needs_norm: bool = False
+    """True if the layer norms the mixer's input; False if the mixer contains its norm."""
+    attends: bool = False
+    """True if tokens attend to the keys of all earlier tokens, which context-parallel ranks exchange."""
+    elements: Callable[[ModelConfig, LayerKind], float]
+    """The elements that a token leaves in the mixer for the backward pass, without the mixer's input."""
+    operations: Callable[[ModelConfig, int], float]
+    """(model, tokens of a sequence) -> operations per token, forward and backward, without products with weights."""
+    input_width: Callable[[ModelConfig], int]
+    """The width of all inputs of column-sharded matrices, which tensor ranks gather or sum."""
+    shared_width: Callable[[ModelConfig], int] = lambda _: 0
+    """The width of activations that each rank computes from its own tokens, and that the heads of all ranks use."""
+
+
+def _hidden(config: ModelConfig) -> int:
+    return config.hidden
+
+
+def _of_scores(config: ModelConfig, tokens: int) -> float:
+    """Return the operations of scores and weighted sums: 12 h s. They are not halved for the mask."""
+    return 12.0 * config.attention.heads * config.attention.head_dim * tokens
+
+
+def _attention_elements(config: ModelConfig, kind: LayerKind) -> float:
+    """Return the fused product, the inputs of attention (keys again if they rotate) and its output."""
+    attention = config.attention
+    q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    rotated = kv if kind.rotates and config.positions.kind == "rope" else 0
+    return (q + 2 * kv) + q + rotated + q
+
+
+ATTENTION = MixerCost(
+    attends=True,
+    elements=_attention_elements,
+    operations=_of_scores,
+    input_width=_hidden,
+)
+
+
+def _latent_elements(config: ModelConfig, _: LayerKind) -> float:
+    """Return the latent vectors, q, k and v as they are made and as attention takes them, and attention's output."""
+    attention, latent = config.attention, config.latent
+    q, values = attention.heads * attention.head_dim, attention.heads * latent.v_dim
+    latents = latent.q_rank + latent.kv_rank + latent.rope_dim
+    return 2 * q + q + values + latents + values
+
+
+def _latent_input_width(config: ModelConfig) -> int:
+    """Return the widths of the inputs of both matrices that project up."""
+    return (config.latent.q_rank or config.hidden) + config.latent.kv_rank
+
+
+LATENT = MixerCost(
+    needs_norm=True,
+    attends=True,
+    elements=_latent_elements,
+    operations=_of_scores,
+    input_width=_latent_input_width,
+    shared_width=lambda config: config.latent.rope_dim,
+)
+
+
+def _sparse_operations(config: ModelConfig, tokens: int) -> float:
+    """Return the operations of attention's scores, and of the indexer's scores, which have no backward pass.
+
+    Attention's scores are computed for all keys; those of keys that the indexer did not choose are hidden.
+    """
+    of_indexer = 2.0 * config.indexer.heads * config.indexer.head_dim * tokens
+    return _of_scores(config, tokens) + of_indexer
+
+
+SPARSE = MixerCost(
+    needs_norm=True,
+    attends=True,
+    elements=_latent_elements,
+    operations=_sparse_operations,
+    input_width=_latent_input_width,
+    shared_width=lambda config: config.latent.rope_dim,
+)
+
+
+def _delta_net_elements(config: ModelConfig, _: LayerKind) -> float:
+    linear = config.linear
+    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    return 2 * (2 * keys + values) + 2 * values
+
+
+def _delta_net_operations(config: ModelConfig, _: int) -> float:
+    """Return the operations on the state: it decays, is read at the key, is updated, and is read at the query."""
+    linear = config.linear
+    return 3 * 7.0 * linear.value_heads * linear.key_dim * linear.value_dim
+
+
+DELTA_NET = MixerCost(
+    elements=_delta_net_elements, operations=_delta_net_operations, input_width=_hidden
+)
+
+
+def _mamba_elements(config: ModelConfig, _: LayerKind) -> float:
+    mamba = config.mamba
+    inner, states = mamba.heads * mamba.head_dim, 2 * mamba.groups * mamba.state
+    return 2 * (inner + states) + 2 * inner
+
+
+def _mamba_operations(config: ModelConfig, _: int) -> float:
+    """Return the operations on the state: it decays, is updated, and is read."""
+    mamba = config.mamba
+    return 3 * 5.0 * mamba.heads * mamba.head_dim * mamba.state
+
+
+MAMBA = MixerCost(elements=_mamba_elements, operations=_mamba_operations, input_width=_hidden)
+
+COSTS: dict[str, MixerCost | None] = {
+    "attention": ATTENTION,
+    "latent": LATENT,
+    "sparse": SPARSE,
+    "linear": DELTA_NET,
+    "mamba": MAMBA,
+    "none": None,
+}
+"""Words of LayerKind.mixer, `latent` for attention with latent vectors, and `sparse` if it also has an indexer -> its cost.
+
+None: the layer is only an MLP.
+"""
+
+
+def mixer_word(config: ModelConfig, kind: LayerKind) -> str:
+    """Return the word of COSTS for a layer."""
+    latent = kind.mixer == "attention" and config.latent.kv_rank > 0
+    if not latent:
+        return kind.mixer
+    return "sparse" if config.indexer.heads else "latent"
+
+
+def mixer_cost(config: ModelConfig, kind: LayerKind) -> MixerCost | None:
+    """Return the cost of a layer's mixer, or None if the layer has none."""
+    return COSTS[mixer_word(config, kind)]

@@ -1,0 +1,136 @@
+"""A training run that is only described: the model, the layout and the sizes that decide its cost."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from formats.tensor import ITEMSIZE
+from megaconv.model.config import ModelConfig
+from megaconv.model.layout import Chunk, Layout, padded_vocab
+from megaconv.model.table import encoder_layers
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Activation recomputation: the parts that the backward pass computes again. The names are Megatron's."""
+
+    granularity: str | None = None
+    """None; `full`: whole layers; `selective`: only norms and activation functions."""
+    method: str = "uniform"
+    """For full: `uniform`: groups of `layers` layers, all of them; `block`: the first `layers` of each chunk, one by one."""
+    layers: int = 1
+
+
+KEEP_ALL = Recompute()
+"""Nothing is recomputed."""
+
+
+class StackPart(NamedTuple):
+    """Consecutive layers of one stack."""
+
+    layers: range
+    tokens: int
+    """Tokens of a microbatch in these layers."""
+    crosses: bool
+    """True if each layer also attends to the encoder's output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The sizes of a run. Names and values of the words are Megatron's."""
+
+    config: ModelConfig
+    layout: Layout
+    dp: int
+    """Data-parallel ranks, without context-parallel ranks."""
+    cp: int = 1
+    seq: int
+    """Tokens of a sequence. T5: of the encoder's sequence."""
+    decoder_seq: int = 0
+    """T5: tokens of the decoder's sequence. 0 for a model with one stack."""
+    micro_batch: int = 1
+    """Sequences of a microbatch."""
+    global_batch: int
+    """Sequences of a step."""
+    dtype: str = "bfloat16"
+    """Dtype of parameters and activations."""
+    sequence_parallel: bool = False
+    recompute: Recompute = KEEP_ALL
+    context: str = "p2p"
+    """`p2p`, `all_gather`, `a2a` or `a2a+p2p`: how context-parallel ranks exchange keys and values."""
+    near: int = 1
+    """For a2a+p2p: number of neighbouring context ranks that exchange heads for tokens."""
+    dispatcher: str = "alltoall"
+    """`alltoall` or `allgather`: how ranks exchange the tokens of experts."""
+    balance: tuple[str, ...] = ()
+    """Kinds of the balancing losses of experts, such as `seq_aux_loss`."""
+    moves_bias: bool = False
+    """True if each step moves the biases of routers that have them."""
+    distributed: bool = False
+    """True if data-parallel ranks shard the optimizer's state (ZeRO 1)."""
+    vocab_divisor: int = 128
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of parameters and activations."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def world(self) -> int:
+        """Ranks of the run."""
+        return self.layout.tp * self.layout.pp * self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that hold the same parameters, except those of experts."""
+        return self.dp * self.cp
+
+    @property
+    def expert_dp(self) -> int:
+        """Number of ranks that hold the same experts."""
+        return self.layout.tp * self.replicas // (self.layout.ep * self.layout.etp)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on one context rank. T5: of the decoder."""
+        length = self.decoder_seq or self.seq
+        return length // self.cp * self.micro_batch
+
+    @property
+    def source_tokens(self) -> int:
+        """Tokens of a microbatch that the encoder reads. 0 for a model with one stack."""
+        return self.seq * self.micro_batch if self.decoder_seq else 0
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step on one rank."""
+        return self.global_batch // (self.micro_batch * self.dp)
+
+    @property
+    def sequence(self) -> bool:
+        """True if activations between matrices are sharded (sequence parallelism)."""
+        return self.sequence_parallel and self.layout.tp > 1
+
+    @cached_property
+    def vocab_rows(self) -> int:
+        """Rows of the whole vocabulary, padding included."""
+        return padded_vocab(self.config.vocab, self.vocab_divisor, self.layout.tp)
+
+    def chunks(self, pp_rank: int) -> list[Chunk]:
+        """Return the virtual stages of a pipeline rank."""
+        return [chunk for chunk in self.layout.chunks() if chunk.pp_rank == pp_rank]
+
+    def stacks(self, chunk: Chunk) -> Iterator[StackPart]:
+        """Yield the parts of a chunk: layers of T5's encoder, then layers of the decoder or of the only stack."""
+        of_encoder = encoder_layers(self.config, chunk)
+        if of_encoder:
+            yield StackPart(of_encoder, self.source_tokens, crosses=False)
+        own = range(chunk.first_layer, chunk.first_layer + chunk.layers)
+        if own:
+            yield StackPart(own, self.tokens, crosses=self.config.encoder.layers > 0)
+
+    @property
+    def width(self) -> float:
+        """Elements of a token between layers on one rank."""
+        return self.config.hidden / (self.layout.tp if self.sequence else 1)

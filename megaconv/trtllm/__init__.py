@@ -1,0 +1,1 @@
+"""TensorRT-LLM's own checkpoints: the names of tensors, the configuration, and the scales of FP8."""

@@ -1,0 +1,54 @@
+"""Bytes that data-parallel ranks exchange in a step: gradients and updated parameters, by the optimizer's buckets."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from megaconv.planning.traffic import (
+    FLOAT32,
+    Counted,
+    Traffic,
+    of_passes,
+    of_step,
+    sizes,
+    summed,
+)
+from megatron_lite.optimizer.algorithms import make_dealer
+from megatron_lite.optimizer.filling import fill, padded
+from megatron_lite.parallel.parameters import ParameterInfo
+from megatron_lite.planning.stages import Described
+
+
+def stage_traffic(described: Described, pp_rank: int) -> list[Traffic]:
+    """Return the traffic of one rank of this stage, one entry for each group and kind."""
+    return summed(described.run, _all(described, pp_rank))
+
+
+def _all(described: Described, pp_rank: int) -> Iterator[Counted]:
+    run = described.run
+    chunks = run.chunks(pp_rank)
+    for index, chunk in enumerate(chunks):
+        yield from of_passes(run, chunk)
+        yield from of_gradients(described, described.parameters(index, chunk))
+    yield from of_step(run, chunks)
+
+
+def of_gradients(described: Described, infos: Sequence[ParameterInfo]) -> Iterator[Counted]:
+    """Yield the traffic of the gradients of a chunk, and of its updated parameters."""
+    run, optimizer = described.run, described.optimizer
+    ranks = sizes(run)
+    trained = [info for info in infos if info.trained]
+    dealer = make_dealer(optimizer)
+    for filling in fill(trained, optimizer.bucket_elements, dealer.deals):
+        axis, used = filling.axis, filling.elements
+        size = used if filling.whole else padded(used, ranks[axis])
+        if optimizer.distributed:
+            yield axis, "reduce_scatter", size * FLOAT32
+            yield axis, "all_gather", size * (FLOAT32 if filling.in_float32 else run.itemsize)
+        else:
+            yield axis, "all_reduce", size * FLOAT32
+    for info in trained:
+        own = prod(info.native.shape) / (ranks[info.reduced_over] if optimizer.distributed else 1)
+        if info.partial:
+            yield "tp", "all_reduce", own * FLOAT32
+        if info.tied:
+            yield info.tied, "all_reduce", own * FLOAT32

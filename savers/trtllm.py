@@ -1,0 +1,147 @@
+"""TensorRT-LLM's own checkpoints, from which trtllm-build makes engines: config.json and a file for each rank.
+
+    config.json, rank0.safetensors, rank1.safetensors ...     rank = pipeline rank * tp + tensor-parallel rank
+
+The vocabulary is padded with zeros to a multiple of tp. Source: what nvidia-modelopt 0.47 writes.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from formats import safetensors
+from formats.output import FileLayout, PlainFile
+from formats.safetensors import SafetensorsLayout
+from formats.tensor import ITEMSIZE, LazyTensor, matrix_shape
+from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
+from megaconv.engine.sidecars import copies
+from megaconv.errors import UsageError
+from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.model.config import ModelConfig
+from megaconv.model.ir import Header, Key
+from megaconv.model.layout import LayerSplit, Layout, padded_vocab, split_layers
+from megaconv.model.naming import TRTLLM
+from megaconv.model.natives import NativeTensor, RankTensors, unsharded_tensors
+from megaconv.options import FP8, SaveOptions
+from megaconv.saver import Saver
+from megaconv.trtllm.config import config_json
+from megaconv.trtllm.names import supported_family, trtllm_rows
+from megaconv.trtllm.scales import Fp8Forms, dequantized, with_scales
+from megaconv.values.calibration import read_calibration
+from megaconv.values.forms import Form
+
+
+def uses(options: SaveOptions) -> tuple[str, ...]:
+    """Fields of the options that this saver uses."""
+    return ("tp", "pp", "quantize", "calibration")
+
+
+def forms(header: Header, options: SaveOptions) -> dict[Key, Form]:
+    """The storage forms of the matrices in FP8. Raises UsageError for another quantization."""
+    rows = trtllm_rows(supported_family(header.config))
+    if options.quantize is None:
+        if options.calibration is not None:
+            raise UsageError("--calibration: is for a quantized output; pass --quantize fp8 too")
+        return {}
+    if options.quantize != FP8:
+        raise UsageError(
+            f"--quantize {options.quantize}: --saver trtllm writes plain weights and fp8; "
+            "TensorRT-LLM loads the others from --saver hf"
+        )
+    if options.calibration is None:
+        raise UsageError(
+            "--quantize fp8: needs statistics of activations; run `megatron-lite calibrate` and pass its file as --calibration",
+            code="option-needed",
+        )
+    statistics = read_calibration(options.calibration)
+    natives = [
+        native for native in unsharded_tensors(rows, header.config, TRTLLM) if native.copy is None
+    ]
+    return Fp8Forms(header, statistics).of(natives)
+
+
+def plan(header: Header, options: SaveOptions) -> OutputPlan:
+    """The plan of an output.
+
+    Raises LayoutError for a model that can't be sharded this way, and NotExpressible for one that the files can't hold.
+    """
+    config = header.config
+    layout = _layout(config, options)
+    files: dict[str, FileLayout] = {**copies(header.files)}
+    files[CONFIG_NAME] = PlainFile(config_json(config, layout, _quantization(options)))
+    placements: dict[Key, list[Placement]] = {}
+    zeros: list[tuple[str, str, int, int]] = []
+    for rank, natives in enumerate(_ranks(header, layout)):
+        file = f"rank{rank}.safetensors"
+        tensors = {native.name: (native.shape, native_dtype(header, native)) for native in natives}
+        files[file] = SafetensorsLayout(tensors)
+        for native in natives:
+            add_placements(placements, header, native, file, native.name)
+            zeros += _padding(header, native, file)
+    return OutputPlan(files, placements, zeros, notices=_notices(options))
+
+
+def _layout(config: ModelConfig, options: SaveOptions) -> Layout:
+    """The requested sizes. Every pipeline stage has as many layers."""
+    tp, pp = options.tp or 1, options.pp or 1
+    stages = split_layers(config.layer_count, pp, 1, LayerSplit())
+    return Layout(tp=tp, pp=pp, stage_layers=stages)
+
+
+def _ranks(header: Header, layout: Layout) -> Iterator[list[NativeTensor]]:
+    """Yield the tensors of each rank, stage by stage."""
+    config = header.config
+    rows = trtllm_rows(supported_family(config))
+    vocab = padded_vocab(config.vocab, 1, layout.tp)
+    tensors = RankTensors(rows, config, TRTLLM, layout, vocab)
+    for chunk in layout.chunks():
+        for tp_rank in range(layout.tp):
+            yield [
+                each
+                for native in tensors.of(tp_rank, chunk)
+                if native.copy is None or native.copy.written
+                for each in with_scales(native, header)
+            ]
+
+
+def _padding(
+    header: Header, native: NativeTensor, file: str
+) -> Iterator[tuple[str, str, int, int]]:
+    """Yield the stretch of zeros behind the vocabulary."""
+    if native.padding_rows:
+        rows, cols = matrix_shape(native.shape)
+        row_bytes = cols * ITEMSIZE[native_dtype(header, native)]
+        filled = rows - native.padding_rows
+        yield file, native.name, filled * row_bytes, native.padding_rows * row_bytes
+
+
+def _quantization(options: SaveOptions) -> dict[str, object]:
+    if options.quantize is None:
+        return {"quant_algo": None, "kv_cache_quant_algo": None}
+    return {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+
+
+def _notices(options: SaveOptions) -> tuple[str, ...]:
+    if options.quantize is None:
+        return ()
+    return (
+        "matrices of attention and MLP are rounded to float8_e4m3fn with one scale; q, k and v share one, and gate and up do",
+    )
+
+
+def read_back(directory: Path) -> dict[str, LazyTensor]:
+    """The tensors of all ranks by file and record, matrices in FP8 dequantized."""
+    found: dict[str, LazyTensor] = {}
+    for file in sorted(directory.glob("rank*.safetensors")):
+        for name, tensor in dequantized(safetensors.read(file)).items():
+            found[f"{file.name}/{name}"] = tensor
+    return found
+
+
+SAVER = Saver(
+    name="trtllm",
+    description="TensorRT-LLM's own checkpoint of a Llama or GPT-2: config.json with rank*.safetensors, for trtllm-build",
+    plan=plan,
+    uses=uses,
+    forms=forms,
+    read_back=read_back,
+)
