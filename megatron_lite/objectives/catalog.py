@@ -8,9 +8,17 @@ from megatron_lite.objectives.answers import Answers
 from megatron_lite.objectives.masked import MaskedSpans, MaskedWords
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.pairs import Pairs
+from megatron_lite.objectives.retro import RetroText
 from megatron_lite.settings.config import Settings
 
-OBJECTIVES: tuple[type[Objective], ...] = (Pairs, Answers, MaskedWords, MaskedSpans, Objective)
+OBJECTIVES: tuple[type[Objective], ...] = (
+    Pairs,
+    Answers,
+    RetroText,
+    MaskedWords,
+    MaskedSpans,
+    Objective,
+)
 """The first one that the flags select is used. The last one, the next token, is for all other runs."""
 
 
