@@ -80,8 +80,8 @@ def _untied(adapter: Adapter, family: Family, config: ModelConfig) -> ModelConfi
         for name in native.parts
     }
     touched = [
-        *adapter.replaced,
-        *(module_path(module.module) + ".weight" for module in adapter.modules),
+        *map(names.stored, adapter.replaced),
+        *(names.path(module) + ".weight" for module in adapter.modules),
     ]
     if not any(
         name in names.natives and shared & names.natives[name].parts.keys() for name in touched
@@ -114,11 +114,23 @@ class _Names:
         }
         self.shapes = canonical_shapes(rows, self.config)
 
+    def stored(self, name: str) -> str:
+        """The name in the model's files of a tensor or module with a name of transformers' class."""
+        for ours, theirs in self.family.renamed.items():
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
+
+    def path(self, module: ModuleAdapter) -> str:
+        """The path of a module in the model's files."""
+        return self.stored(module_path(module.module))
+
     def native(self, name: str) -> NativeTensor:
         """The native tensor of a name.
 
         Raises TensorMismatch for a tensor that the model doesn't have, NotExpressible for a tied tensor's second name.
         """
+        name = self.stored(name)
         native = self.natives.get(name) or self.natives.get(self.family.prefix + name)
         if native is None:
             raise TensorMismatch(f"{self.where}: {name} is not in the model", code="unknown-tensor")
@@ -131,7 +143,7 @@ class _Names:
 
     def target(self, module: ModuleAdapter) -> NativeTensor:
         """The weight that a module's adapter changes."""
-        path = module_path(module.module)
+        path = self.path(module)
         if (
             path + ".weight" in self.natives
             or self.family.prefix + path + ".weight" in self.natives

@@ -59,6 +59,8 @@ class Family:
     """Optional features that every model of the family has, such as `qk_norm`."""
     prefix: str = ""
     """Prefix of all Hugging Face names except the head's. Files saved from the bare model lack it."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Prefixes of modules in transformers' class, and so in adapters -> the prefixes of the same modules in files."""
     older: Mapping[str, str] = field(default_factory=dict)
     """Endings of Hugging Face names in older files -> the current endings."""
     complete: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config

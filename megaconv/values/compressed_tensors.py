@@ -1,6 +1,7 @@
 """Reads llm-compressor's checkpoints (`compressed-tensors`) in FP8, INT8 and INT4 as plain weights.
 
     FP8 and INT8    X.weight [out, in], X.weight_scale [1], [out, 1] or [out, in / group]
+    FP8 by blocks   X.weight [out, in], X.weight_scale [out / rows, in / cols], the last blocks of any size
     INT4            X.weight_packed [out, in / 8] int32, X.weight_shape [2], X.weight_scale [out, 1] or [out, in / group]
 
 An int32 holds eight numbers of 4 bits, the lowest bits first, each with 8 added. Source: compressed-tensors 0.20.
@@ -22,7 +23,7 @@ _WEIGHT, _PACKED, _SHAPE, _SCALE = ".weight", ".weight_packed", ".weight_shape",
 _FLOATS = ("float32", "bfloat16", "float16")
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 _SCHEMES = {("float", 8): "FP8", ("int", 8): "INT8", ("int", 4): "INT4"}
-_STRATEGIES = ("tensor", "channel", "group")
+_STRATEGIES = ("tensor", "channel", "group", "block")
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,27 @@ def _scheme(weights: Mapping[str, Any], settings: Mapping[str, Any], where: str)
     if found:
         raise UnsupportedInput(
             f"{where}: weights quantized by compressed-tensors with {', '.join(found)}; only symmetric FP8, INT8 and "
-            "packed INT4 by tensor, channel or group are supported: convert an unquantized copy of the model"
+            "packed INT4 by tensor, channel, group or block are supported: convert an unquantized copy of the model"
         )
-    by = f"groups of {weights['group_size']}" if strategy == "group" else strategy
+    by = strategy
+    if strategy == "group":
+        by = f"groups of {weights['group_size']}"
+    elif strategy == "block":
+        by = f"blocks of {' by '.join(map(str, weights['block_structure']))}"
     return f"{_SCHEMES[number]} by {by}"
+
+
+def _units(settings: Mapping[str, Any]) -> set[tuple[int, int]]:
+    """(rows, columns) that may share a scale, by the groups of the settings."""
+    found: set[tuple[int, int]] = set()
+    for group in settings["config_groups"].values():
+        weights = group["weights"]
+        if weights["strategy"] == "block":
+            rows, cols = weights["block_structure"]
+            found.add((rows, cols))
+        elif weights["strategy"] == "group":
+            found.add((1, weights["group_size"]))
+    return found
 
 
 def dequantize(
@@ -84,7 +102,8 @@ def dequantize(
     Raises UnsupportedInput for another scheme, TensorMismatch if a scale is missing or doesn't fit.
     """
     scheme_of(settings, where)
-    groups = {group["weights"].get("group_size") for group in settings["config_groups"].values()}
+    with well_formed(f"{where}: quantization_config"):
+        units = _units(settings)
     left_out = set(scales_of_activations(tensors, where))
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
@@ -94,9 +113,9 @@ def dequantize(
         is_quantized = module + _SCALE in tensors or tensor.dtype in ("float8_e4m3fn", "int8")
         if last == "weight_packed":
             codes = _unpacked(module, tensors, where)
-            found[module + _WEIGHT] = _plain(module, codes, tensors, groups, dtype, where)
+            found[module + _WEIGHT] = _plain(module, codes, tensors, units, dtype, where)
         elif last == "weight" and is_quantized:
-            found[name] = _plain(module, tensor, tensors, groups, dtype, where)
+            found[name] = _plain(module, tensor, tensors, units, dtype, where)
         else:
             found[name] = tensor
     return found
@@ -131,37 +150,43 @@ def _plain(
     module: str,
     codes: LazyTensor,
     tensors: Mapping[str, LazyTensor],
-    groups: set[Any],
+    units: set[tuple[int, int]],
     dtype: str,
     where: str,
 ) -> ScaledTensor:
     scales = _needed(module + _SCALE, tensors, where)
-    block = _block(tuple(codes.shape), tuple(scales.shape), groups)
+    block = _block(tuple(codes.shape), tuple(scales.shape), units)
     is_quantized = codes.dtype in ("float8_e4m3fn", "int8")
     if block is None or not is_quantized or scales.dtype not in _FLOATS:
         raise TensorMismatch(
             f"{where}: {module}{_WEIGHT} is {list(codes.shape)} {codes.dtype} "
             f"with scales {list(scales.shape)} {scales.dtype}; "
-            "expected float8_e4m3fn or int8 with one scale, [out, 1] or [out, in / group]",
+            "expected float8_e4m3fn or int8 with one scale, [out, 1], [out, in / group] or one for each block",
             code="misshapen-tensor",
         )
-    rows, cols = matrix_shape(codes.shape)
-    block_rows, block_cols = block
-    scale_of_block = reshaped(scales, (rows // block_rows, cols // block_cols))
+    scale_of_block = reshaped(scales, _blocks(matrix_shape(codes.shape), block))
     return ScaledTensor(codes, scale_of_block, block, dtype)
 
 
-def _block(shape: Shape, scales: Shape, groups: set[Any]) -> tuple[int, int] | None:
+def _block(shape: Shape, scales: Shape, units: set[tuple[int, int]]) -> tuple[int, int] | None:
     """Rows and columns that share a scale; None if the scales don't fit."""
     if len(shape) != 2 or not prod(shape):
         return None
     rows, cols = shape
+    fitting = (
+        unit for unit in sorted(units) if min(unit) > 0 and _blocks((rows, cols), unit) == scales
+    )
+    found = next(fitting, None)
+    if found is not None and (found[0] > 1 or not cols % found[1]):
+        return found
     if prod(scales) == 1:
         return rows, cols
-    if scales in ((rows,), (rows, 1)):
-        return 1, cols
-    fits = len(scales) == 2 and scales[0] == rows and scales[1] and cols % scales[1] == 0
-    return (1, cols // scales[1]) if fits and cols // scales[1] in groups else None
+    return (1, cols) if scales in ((rows,), (rows, 1)) else None
+
+
+def _blocks(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """The number of blocks down and across. The last ones may be smaller."""
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
 def _needed(name: str, tensors: Mapping[str, LazyTensor], where: str) -> LazyTensor:

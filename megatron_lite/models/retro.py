@@ -138,7 +138,8 @@ class RetrievalAttention(Attn):
         encoded = self.encoder(neighbors, own, source)
         tokens, _, hidden = encoded.shape
         by_neighbor = encoded.view(tokens, -1, self.neighbors, hidden).transpose(1, 2)
-        return by_neighbor.reshape(tokens * self.neighbors, -1, hidden)
+        memory: Tensor = by_neighbor.reshape(tokens * self.neighbors, -1, hidden)
+        return memory
 
 
 class RetrievalLayer(Residual):

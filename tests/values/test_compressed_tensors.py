@@ -10,12 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaconv.engine.stream import as_lazy
+from megaconv.values.compressed_tensors import scheme_of
 from megaconv.values.quantized import dequantize
+from tests.conftest import FIXTURES
 from tests.runs import assert_refused, run
 from tests.values.test_modelopt import EXPORTS, MATRICES, SOURCE
 from tests.values.test_quantized import as_torch, assert_same, in_rectangles
 
 Tensors = dict[str, torch.Tensor]
+GOLDEN = FIXTURES / "compressed-tensors"
 
 
 def settings(kind: str, bits: int, strategy: str, **changed: Any) -> dict[str, Any]:
@@ -101,6 +104,35 @@ def test_values_are_the_products_of_codes_and_scales_in_any_rectangle(
     assert_same(in_rectangles(found, 4, 7), expected.to(getattr(torch, dtype)))
 
 
+@pytest.mark.parametrize(
+    ("preset", "scheme"),
+    [
+        ("FP8", "FP8 by tensor"),
+        ("FP8_DYNAMIC", "FP8 by channel"),
+        ("FP8_BLOCK", "FP8 by blocks of 128 by 128"),
+        ("W8A8", "INT8 by channel"),
+        ("W4A16", "INT4 by groups of 128"),
+        ("W4A16_CHANNEL", "INT4 by channel"),
+    ],
+)
+def test_bytes_of_the_real_package_become_the_values_that_it_decompresses(
+    preset: str, scheme: str
+) -> None:
+    """The fixture was made by compressed-tensors 0.20: its compressors, its settings, and what it decompresses."""
+    described = json.loads((GOLDEN / "configs.json").read_text())[preset]
+    assert scheme_of(described, "here") == scheme
+    of_preset = {
+        name.removeprefix(f"{preset}."): tensor
+        for name, tensor in load_file(GOLDEN / "golden.safetensors").items()
+        if name.startswith(f"{preset}.")
+    }
+    expected = of_preset.pop("decompressed")
+    tensors = {f"x.{end}": as_lazy(tensor) for end, tensor in of_preset.items()}
+    (found,) = dequantize(tensors, {"quantization_config": described}, "bfloat16", "here").values()
+    assert_same(as_torch(found), expected)
+    assert_same(in_rectangles(found, 7, 33), expected)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_model_becomes_a_plain_one(scheme: str, tmp_path: Path) -> None:
     outcome = run("convert", write(tmp_path / "in", scheme), tmp_path / "out", "--saver", "hf")
@@ -125,7 +157,7 @@ def test_inspect_names_the_scheme(tmp_path: Path) -> None:
         (settings("int", 4, "group", group_size=32, symmetric=False), "asymmetric numbers"),
         (settings("int", 4, "group", group_size=32, actorder="group"), "in another order"),
         (settings("float", 4, "group", group_size=32), "float of 4 bits"),
-        (settings("float", 8, "block"), "strategy 'block'"),
+        (settings("float", 8, "attn_head"), "strategy 'attn_head'"),
         (settings("int", 8, "channel", format="pack-quantized"), "packed INT8"),
         (settings("int", 4, "channel", transform_config={"a": 1}), "rotated weights"),
         (settings("int", 4, "channel", format="marlin-24"), "format 'marlin-24'"),

@@ -20,6 +20,8 @@ from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear, RowLin
 from megatron_lite.settings.options import LoRA
 
 ALL_LINEAR = "all-linear"
+_NOT_IN_PEFT = ".mixer.out_proj"
+"""The matrix of Mamba 2 for which peft refuses adapters: fused kernels would skip them."""
 _SHARDING = (
     ((NormColumnLinear, ColumnLinear), Sharding.COLUMNS), ((RowLinear,), Sharding.ROWS), ((ExpertMatrix,), Sharding.EXPERTS),
     ((WholeLinear,), Sharding.NOT_AT_ALL),
@@ -72,12 +74,15 @@ def _sharding(matrix: nn.Module) -> Sharding | None:
 
 
 def is_target(module: Module, core: str, targets: Sequence[str]) -> bool:
-    """Return whether a target is the end of the module's path in transformers' model, or of its path in Megatron's (`core`)."""
+    """Return whether a target is the end of the module's path in transformers' model, or of its path in Megatron's (`core`).
+
+    `all-linear` leaves out the matrix that peft refuses, so that peft can load the adapter.
+    """
     name = f"{module.path}.{module.parameter}" if module.parameter else module.path
+    if ALL_LINEAR in targets and not core.endswith(_NOT_IN_PEFT):
+        return True
     return any(
-        word == ALL_LINEAR
-        or any(path == word or path.endswith(f".{word}") for path in (name, core))
-        for word in targets
+        path == word or path.endswith(f".{word}") for word in targets for path in (name, core)
     )
 
 

@@ -93,6 +93,8 @@ def modules_of(config: ModelConfig) -> Mapping[str, _Whole]:
 def _wholes(native: NativeTensor) -> Iterator[tuple[str, _Whole]]:
     stacked = len(native.shape) == 3
     rows, columns = native.shape[-2:]
+    if stacked and rows == 1:
+        return  # a convolution [channels, 1, width] is no matrix
     path, _, last = native.name.rpartition(".")
     for name, regions in native.parts.items():
         if any(region.order != PLAIN and not region.transposed for region in regions):

@@ -27,6 +27,15 @@ from tests.trainer.parallel.worlds import World
 
 pytestmark = pytest.mark.oracle
 
+DELTA_NETS: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
@@ -129,6 +138,42 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     ),
+    "mamba2": (
+        "mamba2",
+        {
+            "num_heads": 8,
+            "head_dim": 16,
+            "n_groups": 4,
+            "state_size": 16,
+            "time_step_limit": (0.0, float("inf")),
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "hybrid_override_pattern": "M*-E",
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 12,
+            "n_groups": 4,
+            "ssm_state_size": 16,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 24,
+            "use_cache": False,  # with a cache, transformers doesn't limit the time steps of new tokens
+        },
+    ),
+    "qwen3_5": ("qwen3_5_text", DELTA_NETS),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **DELTA_NETS,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
 }
 PROMPTS = [(3, 17, 90, 6, 22), (3, 60), (3, *range(40, 60)), (8, 9, 8)]
 BEAMS = Request(PROMPTS[0], 7, stop_ids=frozenset([EOS, 20]), beams=BeamSettings(3, 0.8))
@@ -229,7 +274,10 @@ LAYOUTS = {
     "tp2": (2, 1, 1, 1, 1), "pp2": (1, 2, 1, 1, 1), "tp2 pp2": (2, 2, 1, 1, 1), "pp2 vpp2": (1, 2, 1, 1, 2),
     "dp2": (1, 1, 2, 1, 1), "ep2": (1, 1, 2, 2, 1), "tp2 ep2": (2, 1, 1, 2, 1),
 }  # fmt: skip
-WITH_EXPERTS = ("mixtral", "deepseek_v3", "deepseek_v32", "llama4", "gpt_oss", "minimax_m2")
+WITH_EXPERTS = (
+    *("mixtral", "deepseek_v3", "deepseek_v32", "llama4", "gpt_oss", "minimax_m2"),
+    *("nemotron_h", "qwen3_next"),
+)
 FITTING = [
     (name, layout)
     for name in MODELS
@@ -237,7 +285,13 @@ FITTING = [
     if sizes[3] == 1 or name in WITH_EXPERTS
 ]
 """Experts are shared out where there are any."""
-QUICK = {("qwen3", "tp2 pp2"), ("mixtral", "tp2 ep2"), ("mixtral", "ep2")}
+QUICK = {
+    ("qwen3", "tp2 pp2"),
+    ("mixtral", "tp2 ep2"),
+    ("mixtral", "ep2"),
+    ("nemotron_h", "tp2 ep2"),
+    ("qwen3_5", "tp2 pp2"),
+}
 
 
 @pytest.mark.slow

@@ -27,6 +27,9 @@ PEFT = Path(__file__).parents[2] / "fixtures"
 TRAINED = Path(__file__).parents[1] / "fixtures"
 ROWS, LENGTH, STEPS = 4, 16, 10
 TOLERANCE = 1e-5
+OF_WEIGHTS = {"qwen3-5": 1e-3}
+"""Of a tensor's largest element after ten steps, if not 2e-4. Delta nets round more, and Adam divides small gradients by their own
+size: 2.6e-4 is the most that is found."""
 NONE = Recompute()
 
 
@@ -130,6 +133,8 @@ CASES = [
     ),
     Case("gpt2-conv1d", pp=2),
     Case("mixtral-experts", tp=2, ep=2, sequence_parallel=True),
+    Case("nemotron-h", tp=2, sequence_parallel=True, recompute=Recompute("selective")),
+    Case("qwen3-5", tp=2),
 ]
 FURTHER = [
     Case("llama-all-linear"),
@@ -138,6 +143,12 @@ FURTHER = [
     Case("gpt2-conv1d", tp=2),
     Case("mixtral-experts"),
     Case("mixtral-experts", pp=2, dp=2, ep=2, distributed=True),
+    Case("nemotron-h"),
+    Case("qwen3-5"),
+    Case("nemotron-h", pp=2, dp=2, distributed=True, recompute=Recompute("full")),
+    Case("nemotron-h", tp=2, cp=2, sequence_parallel=True),
+    Case("qwen3-5", pp=2, recompute=Recompute("full")),
+    Case("qwen3-5", cp=2),
 ]
 
 
@@ -163,7 +174,8 @@ def assert_ten_steps(case: Case, world: World) -> None:
     assert found.keys() == adapter.tensors.keys()
     for name, tensor in found.items():
         theirs = getattr(adapter.tensors[name], "values")  # noqa: B009
-        assert (tensor - theirs).abs().max() <= 2e-4 * theirs.abs().max(), name
+        allowed = OF_WEIGHTS.get(case.model, 2e-4)
+        assert (tensor - theirs).abs().max() <= allowed * theirs.abs().max(), name
 
 
 def test_a_fresh_adapter_changes_nothing_and_nothing_else_is_trained() -> None:
@@ -204,6 +216,9 @@ def test_a_fresh_adapter_changes_nothing_and_nothing_else_is_trained() -> None:
         ("gpt2-conv1d", LoRA(2, 4.0)),
         ("mixtral-experts", LoRA(2, 4.0)),
         ("mixtral-experts", LoRA(2, 4.0, ("gate_up_proj",))),
+        ("nemotron-h", LoRA(2, 4.0)),
+        ("nemotron-h", LoRA(2, 4.0, ("out_proj", "linear_fc2"))),
+        ("qwen3-5", LoRA(2, 4.0)),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value.targets),
 )
@@ -224,6 +239,21 @@ def test_latent_attention_and_shared_experts_have_adapters_too(
     assert world.run(2, train, across, 3)[0][0] == pytest.approx(alone[0], rel=TOLERANCE)
     modules = {name.split(".")[-3] for name in (key.name for key in alone[1])}
     assert {"kv_a_proj_with_mqa", "kv_b_proj", "gate_up_proj", "gate_proj"} <= modules
+
+
+def test_all_linear_leaves_out_the_matrix_of_mamba_that_peft_refuses() -> None:
+    """peft 0.21 raises an error for `out_proj` in these models, since fused kernels would skip its adapter."""
+    found = {
+        lora: {info.name.split(".")[-2] for info in make(case).adapters[0]}
+        for lora, case in (
+            (targets, Case("nemotron-h", lora=LoRA(2, 4.0, targets)))
+            for targets in (("all-linear",), ("out_proj",))
+        )
+    }
+    assert found["all-linear",] == {
+        *("in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+    }
+    assert found["out_proj",] == {"out_proj"}
 
 
 def assert_saved_and_merged(case: Case, lora: LoRA, tmp_path: Path) -> None:
@@ -302,6 +332,10 @@ def test_what_cannot_be_trained_is_refused() -> None:
         make(Case("llama-all-linear", lora=LoRA(4, 8, ("embed_tokens",))))
     with pytest.raises(UsageError, match="no matrix of this model's layers is among them"):
         make(Case("llama-all-linear", lora=LoRA(4, 8, ("other.q_proj",))))
+    with pytest.raises(
+        UsageError, match=r"--lora-targets conv1d: is no matrix of this model; .* in_proj"
+    ):
+        make(Case("nemotron-h", lora=LoRA(4, 8, ("in_proj", "conv1d"))))
     config = open_checkpoint(PEFT / "peft-qwen3-dora" / "base").config
     with pytest.raises(NotExpressible, match="the adapter has DoRA"):
         read_adapter(PEFT / "peft-qwen3-dora" / "adapter", config)
