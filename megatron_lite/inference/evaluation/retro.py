@@ -3,6 +3,8 @@
 with retrieval       the neighbors that the project has
 without              no neighbors: cross attention is not computed
 random neighbors     chunks drawn at random, as a control
+
+`covered_loss` is of the tokens that see neighbors: those behind the first chunk.
 """
 
 import argparse
@@ -52,13 +54,15 @@ class Measured:
         generator = np.random.default_rng(mix(self.seed, sample))
         return generator.integers(len(self.database), size=self.found(sample).shape)
 
-    def batches(self, find: Find | None) -> Iterator[Microbatch]:
-        """Yield all samples. find: None for passes without neighbors."""
+    def batches(self, find: Find | None, first_label: int) -> Iterator[Microbatch]:
+        """Yield all samples. find: None for passes without neighbors. first_label: the first label that counts."""
         for first in range(0, len(self.windows), ROWS):
             numbers = range(first, min(first + ROWS, len(self.windows)))
             rows = torch.from_numpy(np.stack([self.windows[number].tokens for number in numbers]))
             source = None if find is None else self._tokens([find(number) for number in numbers])
-            yield Microbatch(rows[:, :-1], rows[:, 1:], source=source)
+            mask = torch.ones_like(rows[:, 1:], dtype=torch.float32)
+            mask[:, :first_label] = 0
+            yield Microbatch(rows[:, :-1], rows[:, 1:], mask, source=source)
 
     def _tokens(self, rows: list[NDArray[np.int64]]) -> torch.Tensor:
         found = self.database.retrieved(np.stack(rows), self.chunks, megatron=self.megatron)
@@ -89,7 +93,19 @@ def measure(opened: Opened, given: argparse.Namespace) -> dict[str, dict[str, An
         "retro, without": None,
         "retro, random neighbors": own.drawn,
     }
-    return {name: _loss(opened, own.batches(find)) for name, find in kinds.items()}
+    return {name: _measures(opened, own, find) for name, find in kinds.items()}
+
+
+def _measures(opened: Opened, own: Measured, find: Find | None) -> dict[str, Any]:
+    loss, tokens = _loss(opened, own.batches(find, 0))
+    covered, _ = _loss(opened, own.batches(find, opened.config.retrieval.chunk - 1))
+    perplexity = math.exp(min(loss, 700.0))
+    return {
+        "loss": loss,
+        "covered_loss": covered,
+        "perplexity": perplexity,
+        "predicted_tokens": tokens,
+    }
 
 
 def _require_chunks(project: Project, opened: Opened) -> None:
@@ -100,11 +116,11 @@ def _require_chunks(project: Project, opened: Opened) -> None:
         )
 
 
-def _loss(opened: Opened, batches: Iterator[Microbatch]) -> dict[str, Any]:
+def _loss(opened: Opened, batches: Iterator[Microbatch]) -> tuple[float, int]:
+    """Return the mean loss, and the number of labels that count."""
     total, tokens = 0.0, 0.0
     device = opened.model.grid.device
     for batch in batches:
         found, count = opened.model.engine.evaluate([batch.to(device)])["loss"]
         total, tokens = total + found, tokens + count
-    loss = total / tokens
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "predicted_tokens": int(tokens)}
+    return total / tokens, int(tokens)
