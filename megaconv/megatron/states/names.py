@@ -14,6 +14,15 @@ NOT_PARAMETERS = ("rotary_pos_emb.inv_freq",)
 BUFFERS = (*NOT_PARAMETERS, ".expert_bias", "tokens_per_expert")
 """Suffixes of a model's tensors that no optimizer trains."""
 
+_OF_RETRIEVAL = (".cross_attention.", ".pre_cross_attn_layernorm.")
+"""Parts of the names of a Retro's parameters that the GPT inside it lacks."""
+
+
+def is_of_retrieval(name: str) -> bool:
+    """True if a Retro with a gate of 0 is trained without this parameter. name: of a Retro's tensor."""
+    return any(part in name for part in _OF_RETRIEVAL)
+
+
 _EXCEPTIONS = Exceptions(
     # Attention first creates the modules that all of its kinds have; norms of heads and of latent vectors come last.
     # Retro's cross attention holds its attention in `attn`.

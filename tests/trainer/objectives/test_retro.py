@@ -108,3 +108,20 @@ def test_neighbors_need_a_project() -> None:
     settings, _ = parse("pretrain", ["--retro-add-retriever", "--mock-data", "--train-iters", "1"])
     with pytest.raises(UsageError, match="--retro-add-retriever requires --retro-project-dir"):
         with_project(settings)
+
+
+@pytest.mark.slow
+def test_instruct_retro_is_tuned_with_a_gate_of_zero_and_continues(place: Path) -> None:
+    train(place, 1, f"pretrain {MODEL} {TRAINING} --retro-add-retriever --save retro")
+    records = [{"prompt": "1 2 3", "completion": "4 5"}] * 8
+    (place / "asked.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tune = (
+        "finetune --load retro --finetune-data asked.jsonl --retro-attention-gate 0 --epochs {} --global-batch-size 2 "
+        "--seq-length 16 --lr 1e-3 --attention-dropout 0 --hidden-dropout 0 --save tuned --resume"
+    )
+    train(place, 1, tune.format(1))
+    train(place, 1, tune.format(2))
+    retro, tuned = megaconv.open(place / "retro"), megaconv.open(place / "tuned")
+    for name in retro.tensors:
+        kept = bool((retro.load(name) == tuned.load(name)).all())
+        assert kept == (name.startswith("retriever.") or ".cross" in name), name
