@@ -9,9 +9,9 @@ set -euo pipefail
 
 work=${1:-$(mktemp -d)}
 python=${PYTHON:-python3}
-steps=${STEPS:-900}
+steps=${STEPS:-600}
 "$python" -c "import torch, faiss" 2>/dev/null || {
-    echo "retro.sh: $python lacks a package; in the project's directory: pip install '.[train,data,retro]'" >&2
+    echo "retro.sh: $python lacks a package; in the project's directory: pip install '.[train,data,retrieval]'" >&2
     exit 2
 }
 mkdir -p "$work"

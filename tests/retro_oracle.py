@@ -1,114 +1,82 @@
-"""Retro by megatron-core 0.15.3, the last release with it, in an environment of its own: loads checkpoints, gives logits.
+"""megatron-core 0.15.3's own RetroDataset, run on the CPU in an environment of its own, on a project directory.
 
-    python -m tests.retro_oracle tokens.npy neighbors.npy CHECKPOINT ...       writes CHECKPOINT.npy
+    python -m tests.retro_oracle PROJECT NEIGHBORS CHUNKS EOD OUTPUT.npz
 
-The model is core's own RetroModel of local layers, built from the checkpoint's args, in one process on the CPU. Both
-formats are loaded strictly.
+Core 0.15.3 is the last release with Retro. Its datasets are made as Megatron-LM's pretrain_retro.py makes them, from config.json.
 """
 
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-SIZES = {
-    **{
-        name: name
-        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
-    },
-    "layernorm_epsilon": "norm_epsilon",
-    "retro_chunk_length": "retro_chunk_length",
-    "retro_num_neighbors": "retro_num_neighbors",
-    "retro_num_retrieved_chunks": "retro_num_retrieved_chunks",
-    "retro_encoder_num_layers": "retro_encoder_layers",
-    "normalization": "normalization",
-    "add_bias_linear": "add_bias_linear",
-    "gated_linear_unit": "swiglu",
-}
-"""Field of core's configuration -> Megatron's argument."""
 
-
-def build(args: Any) -> Any:
-    """RetroModel as Megatron's pretrain_retro.py builds it from these args."""
-    import torch
-    from megatron.core.models.retro import RetroConfig, RetroModel, config
-    from megatron.core.models.retro.decoder_spec import get_retro_decoder_block_spec
-
-    config.is_te_min_version = lambda version: False  # it compares with None without TE
-    made = RetroConfig(
-        **{field: getattr(args, name) for field, name in SIZES.items()},
-        activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
-        bias_activation_fusion=False, use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0,
-        retro_encoder_hidden_dropout=0.0, retro_encoder_attention_dropout=0.0, retro_split_preprocessing="98,2,0",
-        masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False,
-    )  # fmt: skip
-    return RetroModel(
-        made,
-        get_retro_decoder_block_spec(made, use_transformer_engine=False),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
+def datasets_of(project: Path, config: dict[str, Any], eod: int) -> dict[str, Any]:
+    """The GPT samples of each split with their number, by core's builder."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
     )
-
-
-def load(version: Path) -> Any:
-    """The model with the weights of an iteration's directory, loaded strictly."""
-    import torch
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.validation import StrictHandling
-
-    files = list(version.glob("mp_rank_*/model_optim_rng.pt"))
-    if files:
-        (file,) = files
-        state = torch.load(file, weights_only=False)
-        model = build(state["args"])
-        model.load_state_dict(state["model"], strict=True)
-        return model
-    args = dist_checkpointing.load_common_state_dict(str(version))["args"]
-    model = build(args)
-    state = dist_checkpointing.load(
-        {"model": model.sharded_state_dict()}, str(version), strict=StrictHandling.RAISE_ALL
+    from megatron.core.datasets.retro.query.multi_split_gpt_dataset import (
+        MultiSplitGPTDataset,
+        MultiSplitGPTDatasetConfig,
     )
-    model.load_state_dict(state["model"], strict=True)
-    return model
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    words = list(config["retro_gpt_data_path"])
+    words[1::2] = [str(project / "data" / name) for name in words[1::2]]
+    batch = config["retro_gpt_global_batch_size"]
+    steps = config["retro_gpt_train_samples"] // batch
+    evaluations = steps // config["retro_gpt_eval_interval"] + 1
+    evaluated = config["retro_gpt_eval_iters"] * batch
+    counts = [config["retro_gpt_train_samples"], evaluations * evaluated, evaluated]
+    options = MultiSplitGPTDatasetConfig(
+        random_seed=config["retro_gpt_seed"],
+        sequence_length=config["retro_gpt_seq_length"],
+        blend=get_blend_from_list(words),
+        split=config["retro_gpt_split"],
+        split_preprocessing=config["retro_gpt_split"],
+        path_to_cache=None,
+        return_document_ids=True,
+        tokenizer=SimpleNamespace(eod=eod, unique_identifiers={"eod": eod}),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    made = BlendedMegatronDatasetBuilder(
+        MultiSplitGPTDataset, counts, lambda: True, options
+    ).build()
+    return dict(zip(("train", "valid", "test"), zip(made, counts, strict=True), strict=True))
 
 
-def logits(model: Any, tokens: Any, neighbors: Any) -> Any:
-    """float32 [batch, sequence, vocabulary]. neighbors int64 [batch, chunks, neighbors, tokens]."""
-    import torch
-
-    ids, context = torch.from_numpy(tokens), torch.from_numpy(neighbors).flatten(0, 2)
-    length, retrieved = ids.shape[1], context.shape[1]
-    mask = torch.ones(1, 1, length, length).tril() < 0.5
-    with torch.no_grad():
-        return model.eval()(
-            ids, torch.arange(length).expand(len(ids), -1), mask,
-            context_input_ids=context, context_position_ids=torch.arange(retrieved).expand(len(context), -1),
-            context_mask=None,
-        ).float()  # fmt: skip
-
-
-def main(words: list[str]) -> None:
+def main(project: Path, neighbors: int, chunks: int, eod: int, output: Path) -> None:
+    """Write the samples of each split: text, neighbor_chunks and neighbor_tokens."""
     import numpy as np
     import torch
-    from megatron.core import parallel_state
-
-    from tests.megatron_oracle import run_on_cpu
+    from megatron.core.datasets.retro.query.retro_dataset import get_retro_datasets
 
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
-    parallel_state.initialize_model_parallel()
-    tokens, neighbors = (np.load(word).astype(np.int64) for word in words[:2])
-    with run_on_cpu():
-        for place in map(Path, words[2:]):
-            version = next(place.glob("iter_*"))
-            np.save(
-                place.with_name(f"{place.name}.npy"),
-                logits(load(version), tokens, neighbors).numpy(),
-            )
+    config = json.loads((project / "config.json").read_text(encoding="utf-8"))
+    settings = SimpleNamespace(
+        retro_project_dir=str(project),
+        retro_chunk_length=config["retro_gpt_chunk_length"],
+        retro_neighbor_dirs=config["retro_neighbor_dirs"],
+        retro_block_size=config["retro_block_size"],
+        retro_num_neighbors=neighbors,
+        retro_num_retrieved_chunks=chunks,
+        retro_verify_neighbor_count=True,
+    )
+    gpt = datasets_of(project, config, eod)
+    made = get_retro_datasets(settings, gpt, config["retro_gpt_seq_length"], eod)
+    found: dict[str, Any] = {}
+    for split, dataset in zip(("train", "valid"), made, strict=False):
+        samples = [dataset[index] for index in range(gpt[split][1])]
+        for name in ("text", "neighbor_chunks", "neighbor_tokens"):
+            found[f"{split}/{name}"] = np.stack([sample[name] for sample in samples])
+    np.savez(output, **found)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), Path(sys.argv[5]))

@@ -22,6 +22,7 @@ from megaconv.model.subjects import (
     Norm,
     Positions,
     Retrieval,
+    Retriever,
     Temperature,
 )
 
@@ -39,6 +40,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "encoder": Encoder,
     "retrieval": Retrieval,
     "head": Head,
+    "retriever": Retriever,
 }
 _NESTED = ("family", "hf", "whole", "_features", "layers", *_SUBJECTS)
 _OF_LAYERS = tuple(item.name for item in fields(LayerKind))
@@ -95,6 +97,7 @@ STRUCTURE = (
         "head.choices",
         "positions.buckets",
     ),
+    *("retriever.towers", "retriever.projection", "retriever.pooler"),
     *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),
     *("indexer.heads", "indexer.head_dim"),
     *(

@@ -15,6 +15,7 @@ class Lengths:
     rows: int
     tokens: int
     source: int = 0
+    source_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Microbatch:
     """int64 [batch, source length]: the encoder's input if the model has an encoder; `tokens` is then the decoder's input.
 
     Retro: int64 [batch * chunks * neighbors, tokens of a neighbor], the neighbors of each chunk.
+    Of a biencoder: the contexts, [any, source length]; `tokens` are the queries.
     """
     source_visible: Tensor | None = None
     """Bool, shape of `source`: the tokens that can be attended to; None: all."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from megaconv import plugins
 from megaconv.errors import PluginError, UsageError
 from megatron_lite.objectives.answers import Answers
+from megatron_lite.objectives.blocks import Blocks
 from megatron_lite.objectives.masked import MaskedSpans, MaskedWords
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.pairs import Pairs
@@ -15,6 +16,7 @@ OBJECTIVES: tuple[type[Objective], ...] = (
     Pairs,
     Answers,
     RetroText,
+    Blocks,
     MaskedWords,
     MaskedSpans,
     Objective,
@@ -23,7 +25,7 @@ OBJECTIVES: tuple[type[Objective], ...] = (
 
 
 def objective_of(settings: Settings, model_type: str) -> Objective:
-    """Return the objective of a run. model_type: `gpt`, `bert` or `t5`.
+    """Return the objective of a run. model_type: `gpt`, `bert`, `t5` or `biencoder`.
 
     Raises UsageError or PluginError for an --objective that can't be used.
     """

@@ -1,4 +1,4 @@
-"""Settings of Retro: the model's retrieval, and the project directory with its data."""
+"""Settings of retrievers. They have the form of the settings in config.py. The towers' settings are in model.py."""
 
 from dataclasses import dataclass
 
@@ -6,40 +6,47 @@ from megatron_lite.settings.flag import flag
 
 
 @dataclass(frozen=True)
-class Retro:
-    """Retro: layers that attend to retrieved text"""
+class Retrieval:
+    """Retrievers: --model-type biencoder, trained on blocks with titles or on questions with passages"""
 
-    retro_project_dir: str | None = flag(
+    bert_load: str | None = flag(
         None,
-        "project of `megatron-lite retro build` or of Megatron: data, tokenizer, lengths and neighbors",
+        "BERT whose layers both towers start with, if --load is missing or holds no checkpoint: any that megaconv reads",
+        remote=True,
+    )
+    titles_data_path: tuple[str, ...] | None = flag(
+        None,
+        "indexed data sets of titles, one for each data set of sentences",
         samples=True,
     )
-    retro_add_retriever: bool = flag(
-        False, "add retrieval to the model; without it, the same data train a GPT"
+    query_in_block_prob: float = flag(
+        0.1, "probability that a query's sentence stays in its block", samples=True
     )
-    retro_chunk_length: int | None = flag(None, "tokens of a chunk (default: the project's)")
-    retro_encoder_layers: int = flag(2, "layers of the encoder of neighbors")
-    retro_num_neighbors: int = flag(2, "neighbors of each chunk", samples=True)
-    retro_num_retrieved_chunks: int = flag(
-        2, "chunks of a neighbor: the retrieved one and those that follow it", samples=True
+    use_one_sent_docs: bool = flag(False, "use documents and blocks of one sentence", samples=True)
+    retriever_score_scaling: bool = flag(
+        False, "divide scores by the square root of --hidden-size", samples=True
     )
-    retro_encoder_hidden_dropout: float = flag(0.1, "hidden dropout in the encoder")
-    retro_encoder_attention_dropout: float = flag(0.1, "attention dropout in the encoder")
-    retro_attention_gate: float = flag(
-        1.0, "factor on cross attention; 0: neither computed nor trained, as InstructRetro tunes"
+    retriever_report_topk_accuracies: tuple[int, ...] | None = flag(
+        None, "report how often a query's own context is among the k best, for each of these k"
     )
-    retro_megatron_neighbors: bool = flag(
-        False,
-        "neighbors as Megatron: a continuation goes on in the next document, and a missing one is the last chunk",
+    retriever_negatives: str = flag(
+        "batch",
+        "texts that a query is compared with: of the whole global batch, or of one micro batch of all data-parallel ranks",
+        choices=("batch", "microbatch"),
         samples=True,
     )
-
-
-OF_MODEL = (
-    "retro_add_retriever",
-    "retro_chunk_length",
-    "retro_encoder_layers",
-    "retro_num_neighbors",
-    "retro_num_retrieved_chunks",
-)
-"""The settings that describe the model, with the names of Megatron's arguments."""
+    retriever_seq_length: int = flag(
+        256, "tokens of a question or passage of --task RET-FINETUNE-NQ", samples=True
+    )
+    train_with_neg: bool = flag(
+        False, "train with the negative passages of each question", samples=True
+    )
+    train_hard_neg: int = flag(
+        0, "negative passages of each question in training, hard ones first", samples=True
+    )
+    val_av_rank_hard_neg: int = flag(30, "hard negative passages of each question in evaluations")
+    val_av_rank_other_neg: int = flag(30, "other negative passages of each question in evaluations")
+    eval_micro_batch_size: int | None = flag(
+        None,
+        "questions whose passages an evaluation of RET-FINETUNE-NQ compares (default: --micro-batch-size)",
+    )

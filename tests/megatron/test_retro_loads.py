@@ -34,7 +34,7 @@ def test_megatron_core_loads_both_formats_strictly(tmp_path: Path) -> None:
         )
     words = [str(tmp_path / name) for name in ("tokens.npy", "neighbors.npy", *formats)]
     subprocess.run(
-        [PYTHON, "-m", "tests.retro_oracle", *words], check=True, cwd=ROOT,
+        [PYTHON, "-m", "tests.retro_model_oracle", *words], check=True, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     answer = array("rope", "logits")
