@@ -73,7 +73,7 @@ def recomputed(function: Callable[..., Any], *inputs: Tensor, **others: Any) -> 
 
 
 State = TypeVar("State")
-"""What passes from layer to layer: a tensor, or a tuple of tensors."""
+"""The data between two layers: a tensor, or a tuple of tensors."""
 
 
 def run_layers(

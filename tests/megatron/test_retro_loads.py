@@ -1,6 +1,6 @@
 """megatron-core 0.15.3, the last release with Retro, loads what megaconv and the trainer write, and computes the same.
 
-It needs an environment of its own (docs/retro.md has the commands), whose Python MEGATRON_CORE_015_PYTHON names.
+It needs an environment of its own (docs/retro.md has the commands), whose Python RETRO_PYTHON names.
 """
 
 import os
@@ -14,11 +14,11 @@ import megaconv
 from tests.megatron.test_retro import RANKS
 from tests.trainer.parallel.test_retro import array
 
-PYTHON = os.environ.get("MEGATRON_CORE_015_PYTHON", "")
+PYTHON = os.environ.get("RETRO_PYTHON", "")
 pytestmark = [
     pytest.mark.retro,
     pytest.mark.skipif(
-        not PYTHON, reason="MEGATRON_CORE_015_PYTHON names no Python with megatron-core 0.15.3"
+        not PYTHON, reason="RETRO_PYTHON names no Python with megatron-core 0.15.3"
     ),
 ]
 ROOT = Path(__file__).parents[2]
