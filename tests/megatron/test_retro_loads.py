@@ -17,9 +17,7 @@ from tests.trainer.parallel.test_retro import array
 PYTHON = os.environ.get("RETRO_PYTHON", "")
 pytestmark = [
     pytest.mark.retro,
-    pytest.mark.skipif(
-        not PYTHON, reason="RETRO_PYTHON names no Python with megatron-core 0.15.3"
-    ),
+    pytest.mark.skipif(not PYTHON, reason="RETRO_PYTHON names no Python with megatron-core 0.15.3"),
 ]
 ROOT = Path(__file__).parents[2]
 
