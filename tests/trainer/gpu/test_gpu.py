@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite.models.flash import kernel_for
 from megatron_lite.models.moe.grouped import grouped_linear
 from megatron_lite.products.transformer_engine import has_transformer_engine
 from megatron_lite.settings.options import FP8
@@ -57,14 +56,15 @@ def test_muon_on_a_gpu_trains_as_on_a_cpu() -> None:
     assert losses(case, GPU) == pytest.approx(losses(case, CPU), rel=1e-2)
 
 
-def test_flash_attention_agrees_with_pytorchs() -> None:
-    if kernel_for(GPU, dropout=False) is None:
-        pytest.skip("no FlashAttention for this GPU is installed")
-    flash, sdpa = (
-        losses(Case("qwen3", options=(("dtype", "bfloat16"), ("attention", name))), GPU)
-        for name in ("flash", "sdpa")
+@pytest.mark.parametrize("backend", ["auto", "flash", "fused"])
+@pytest.mark.parametrize("model", ["qwen3", "gpt_oss"])
+def test_each_kernel_of_attention_agrees_with_plain_products(model: str, backend: str) -> None:
+    """`flash` is FlashAttention if it is installed, else PyTorch's."""
+    found, plain = (
+        losses(Case(model, options=(("dtype", "bfloat16"), ("attention", name))), GPU)
+        for name in (backend, "unfused")
     )
-    assert flash == pytest.approx(sdpa, rel=1e-2)
+    assert found == pytest.approx(plain, rel=1e-2)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
