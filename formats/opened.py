@@ -113,9 +113,9 @@ class OpenedFiles:
             for check in file.checks:
                 if only is None or check.entry in only:
                     check.finish(file)
-        self._require_unchanged()
+        self.require_unchanged()
 
-    def _require_unchanged(self) -> None:
+    def require_unchanged(self) -> None:
         """Raise CorruptCheckpoint, with the file's name, if a file has changed."""
         for path, state in self._states.items():
             try:

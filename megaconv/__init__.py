@@ -23,11 +23,13 @@ if TYPE_CHECKING:
         diff,
         fingerprint,
         inspect,
+        load_transformers,
         merge,
         open,  # noqa: A004
         plan,
         push,
         scan,
+        state_dict,
         verify,
     )
 
@@ -38,11 +40,13 @@ __all__ = [
     "errors",
     "fingerprint",
     "inspect",
+    "load_transformers",
     "merge",
     "open",
     "plan",
     "push",
     "scan",
+    "state_dict",
     "verify",
 ]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from megaconv.called import checked
 from megaconv.checkpoint import Checkpoint, open_checkpoint
@@ -22,11 +23,16 @@ from megaconv.commands.verification import Verification
 from megaconv.engine import conversion
 from megaconv.engine.fingerprints import Fingerprint
 from megaconv.engine.plan import default_workers
+from megaconv.engine.preparation import open_source
 from megaconv.engine.report import Report
 from megaconv.errors import UsageError
+from megaconv.extras import require_torch
+from megaconv.input import find_input
 from megaconv.options import ConvertOptions, LoadOptions, PushOptions, require_workers
 from megaconv.options.option import built
 from megaconv.options.values import adapter_choices, byte_size
+from megaconv.serving import state_dict as native_state
+from megaconv.serving.state_dict import StateDict
 
 
 @checked
@@ -178,6 +184,65 @@ def open(  # noqa: A001
     Raises megaconv.errors.CheckpointError.
     """
     return open_checkpoint(path, built(LoadOptions, "inspect", locals()), loader)
+
+
+@checked
+def state_dict(
+    path: str | Path,
+    *,
+    names: str = "hf",
+    tp: int = 1,
+    tp_rank: int = 0,
+    make_vocab_size_divisible_by: int | None = None,
+    loader: str | None = None,
+    config: str | Path | None = None,
+    true_vocab_size: int | None = None,
+    num_attention_heads: int | None = None,
+    text_only: bool = False,
+    options: Mapping[str, str] | None = None,
+) -> StateDict:
+    """The tensors of one tensor-parallel rank, under the names of a naming scheme. Each is read when it is asked for.
+
+    names: `hf`, `core` (Transformer Engine's layers), `core_local`, `core_grouped` or `legacy`.
+    make_vocab_size_divisible_by: the padding of the vocabulary in Megatron's schemes, with its last row. None: as in
+    the source, or 128.
+    Raises megaconv.errors.CheckpointError, and LayoutError if the model can't be sharded by tp.
+    """
+    for name, size in (("tp", tp), ("make_vocab_size_divisible_by", make_vocab_size_divisible_by)):
+        if size is not None and size < 1:
+            raise UsageError(f"{name}={size}: expected 1 or more")
+    require_torch("megaconv.state_dict")
+    read = built(LoadOptions, "inspect", locals())
+    source = open_source(find_input(path, loader, read), read)
+    return native_state.state_dict(
+        source.header,
+        dict(source.tensors()),
+        names,
+        tp=tp,
+        tp_rank=tp_rank,
+        divisor=make_vocab_size_divisible_by,
+    )
+
+
+@checked
+def load_transformers(
+    path: str | Path,
+    *,
+    device_map: Any = None,
+    dtype: str | None = None,
+    loader: str | None = None,
+    config: str | Path | None = None,
+    text_only: bool = False,
+) -> Any:
+    """A checkpoint of any format as a model of transformers, in evaluation mode. Nothing is written to disk.
+
+    device_map: as `from_pretrained` takes it. dtype: `bf16`, `fp16` or `fp32`; None: the checkpoint's own.
+    Needs torch and transformers 5. Raises megaconv.errors.CheckpointError.
+    """
+    from megaconv.serving import transformers_model
+
+    asked = built(ConvertOptions, "serve_hf", locals())
+    return transformers_model.load_transformers(path, asked, device_map)
 
 
 @checked

@@ -25,6 +25,7 @@ commands:
   serve        A model behind OpenAI's routes and Megatron's PUT /api.
   evaluate     Measure a model on zero-shot tasks, on a corpus, or on tasks of lm-eval.
   calibrate    Measure the inputs of each matrix, for `megaconv convert --quantize fp8 --calibration`.
+  retro        Build or show the chunk database and the neighbours for Retro.
   models       List the families of models, and which of them can be trained.
 
 `megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:
@@ -41,6 +42,7 @@ OTHERS = {
     "score": "megatron_lite.inference.commands.score",
     "serve": "megatron_lite.inference.commands.serve",
     "evaluate": "megatron_lite.inference.commands.evaluate",
+    "retro": "megatron_lite.retrieval.commands.retro",
     "calibrate": "megatron_lite.inference.commands.calibrate",
 }
 """Commands that don't train -> the module whose main(words) returns the exit status."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from math import isfinite, sqrt
 from typing import Any
@@ -41,6 +42,7 @@ from megatron_lite.products.selection import autocast_of, delayed_products
 from megatron_lite.rank.arriving import arriving_tensors
 from megatron_lite.rank.chunks import allocate_untrained, build_chunks, dtype_of
 from megatron_lite.rank.expert_biases import move_expert_biases
+from megatron_lite.rank.first_pass import FirstPass
 from megatron_lite.rank.groups import context_group, groups_of_other_tokens, raise_to_largest
 from megatron_lite.rank.loss_sums import LossSum, RowSums
 from megatron_lite.rank.report import StepReport
@@ -74,7 +76,7 @@ class Engine:
         """The balances of the last step's microbatches."""
         self._balanced = Step()
         criterion.check(config)
-        self.criterion = criterion
+        self.criterion = criterion.on(grid.group("replicas"))
         self._loss_names = criterion.loss_names(config)
         self._context = context_group(grid, options)
         self._passes = Passes(config, grid.device, self.dtype, self._context)
@@ -166,6 +168,7 @@ class Engine:
         scale = self.scaler.scale
         losses = LossSum(self._loss_names, grid.device, scale / positions)
         self._begin_step()
+        microbatches = self._with_extras(microbatches, drops=True)
         self._pass_forward_and_back(microbatches, losses)
         square = self._reduce_gradients(optimizer)
         scores = None if self._watch is None else self._watch.found()
@@ -199,6 +202,28 @@ class Engine:
             others=totals.means_of_others(self._loss_names),
             largest_score=largest_score,
         )
+
+    def _with_extras(
+        self, microbatches: Sequence[Microbatch], *, drops: bool
+    ) -> Sequence[Microbatch]:
+        """Return the microbatches with what their losses need of each other, which a pass without gradients computes.
+
+        drops: whether dropout is on, with the same dropped elements as in the pass that follows.
+        """
+        if not self.criterion.needs_all(len(microbatches)):
+            return microbatches
+        layout = self.grid.layout
+        first = FirstPass(self.criterion)
+        actions = forward_order(layout.pp, layout.vpp, len(microbatches))
+        with torch.no_grad():
+            self._run(actions, microbatches, first, criterion=first, drops=drops)
+        if not first.found:  # another stage has the loss
+            return microbatches
+        extras = self.criterion.extras(first.found, self.config.hidden)
+        return [
+            replace(batch, extras={**batch.extras, **further})
+            for batch, further in zip(microbatches, extras, strict=True)
+        ]
 
     def _begin_step(self) -> None:
         for buckets in self.buckets:
@@ -259,6 +284,7 @@ class Engine:
         layout = self.grid.layout
         losses = LossSum(self._loss_names, self.grid.device, 1.0)
         actions = forward_order(layout.pp, layout.vpp, len(microbatches))
+        microbatches = self._with_extras(microbatches, drops=False)
         with torch.no_grad():
             self._run(actions, microbatches, losses)
         no_gradient = torch.zeros((), device=self.grid.device)
@@ -327,11 +353,13 @@ class Engine:
         self,
         actions: Sequence[Action],
         microbatches: Sequence[Microbatch],
-        losses: LossSum | RowSums,
+        losses: LossSum | RowSums | FirstPass,
         before_backward: Any = lambda _: None,
         criterion: Criterion | None = None,
+        *,
+        drops: bool = False,
     ) -> None:
-        """Run all actions. criterion: the loss; None: the engine's."""
+        """Run all actions. criterion: the loss; None: the engine's. drops: dropout is on also without gradients."""
         wanted = criterion or self.criterion
         last_chunk = len(self.chunks) - 1
         passes: dict[int, Pass] = {}  # of microbatches that have not reached the last chunk
@@ -340,7 +368,9 @@ class Engine:
             chunk = self.chunks[action.chunk]
             number = action.microbatch
             if number not in passes:
-                passes[number] = self._training_pass(microbatches[number], losses.share)
+                passes[number] = self._training_pass(
+                    microbatches[number], losses.share, drops=drops
+                )
             run = passes.pop(number) if action.chunk == last_chunk else passes[number]
             given: Payload = chunk(taken, run)
             if not chunk.is_last:
@@ -373,12 +403,13 @@ class Engine:
         """Return a pass for chunks that are called one by one: without dropout, and not part of a training step."""
         return self._passes.make(batch, share=1.0, cache=cache)
 
-    def _training_pass(self, batch: Microbatch, share: float) -> Pass:
-        if not torch.is_grad_enabled():
-            return self._passes.make(batch, share=share)
+    def _training_pass(self, batch: Microbatch, share: float, *, drops: bool) -> Pass:
+        trains = torch.is_grad_enabled()
         seed = None
-        if self._drops:
+        if self._drops and (trains or drops):
             seed = rng.Seed(self.options.seed, self.step, batch.index, context=self._context)
+        if not trains:
+            return self._passes.make(batch, share=share, seed=seed)
         counting = share * self.criterion.counts(batch)
         balance = Balance(counting, self._balanced, self.grid.group("cp"))
         self._balances.append(balance)

@@ -7,7 +7,12 @@ from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
 from megaconv.megatron.rank_files.output_layout import choose_layout
 from megaconv.megatron.rank_files.plan import ModelStyle, check_options, plan_ranks
-from megaconv.megatron.states.legacy_names import legacy_extra_states, legacy_order, nest
+from megaconv.megatron.states.legacy_names import (
+    legacy_extra_states,
+    legacy_order,
+    nest,
+    nest_with_poolers,
+)
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header
 from megaconv.model.layout import Layout
@@ -34,8 +39,10 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     _require_expressible(header.config)
     layout = choose_layout(header.config, header.layout, options, uneven=False)
     _require_even(layout)
+    _require_whole_biencoder(header.config, layout)
     order = legacy_order(family(header.config.family).rows)
-    style = ModelStyle(LEGACY, order, legacy_extra_states, nest, legacy=True)
+    nested = nest_with_poolers if header.config.retriever.pooler else nest
+    style = ModelStyle(LEGACY, order, legacy_extra_states, nested, legacy=True)
     planned = plan_ranks(header, options, layout, style, transformer_impl="local")
     _warn_of_rope(header.config)
     return planned
@@ -61,6 +68,15 @@ def _require_even(layout: Layout) -> None:
         raise LayoutError(
             f"Megatron's legacy models have as many layers on every stage, not {'+'.join(map(str, stages))}; "
             "choose a pipeline parallel size (pp, and vpp) that divides them, without a layer split"
+        )
+
+
+def _require_whole_biencoder(config: ModelConfig, layout: Layout) -> None:
+    """Raise LayoutError for a sharded biencoder. Source: pretrain_ict.py and biencoder_model_provider of Megatron-LM."""
+    if config.has("retriever") and (layout.tp, layout.pp) != (1, 1):
+        raise LayoutError(
+            "Megatron's biencoders have tensor and pipeline parallel size 1 only; "
+            "choose --target-tensor-parallel-size 1 --target-pipeline-parallel-size 1, or --saver core"
         )
 
 

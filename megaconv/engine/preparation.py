@@ -130,8 +130,8 @@ def prepare(
     _refuse_source(opened.header, found, saver, options)
     files = options.save.files or max(DIST_FILES, processes)
     save = replace(options.save, files=files, extra=extra)
-    require_same_weights(found.given, opened, options, workers_of(options))
     streamed = _streamed(opened, saver, options, save, processes)
+    require_same_weights(found.given, opened, options, workers_of(options))
     header = streamed.source.header
     check = _checked(found, opened, header, streamed.altered, options)
     plan = saver.plan(header, save)

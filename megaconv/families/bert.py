@@ -134,9 +134,13 @@ def _linear(
     )  # fmt: skip
 
 
+FINAL_NORM = (_FINAL_NORM, replace(_FINAL_NORM.renamed(hf=_OUTPUT_NORM), when="post_norm"))
+POOLER = _linear(
+    "pooler", "hidden", "pooler", "bert.pooler.dense", "pooler.dense", "language_model.pooler.dense"
+)
+
 HEADS = (
-    _FINAL_NORM,
-    replace(_FINAL_NORM.renamed(hf=_OUTPUT_NORM), when="post_norm"),
+    *FINAL_NORM,
     *_linear("transform.dense", "hidden", "transform", "cls.predictions.transform.dense", "lm_head.dense", "lm_head.dense"),
     Row("transform.norm.{weight|bias}", ("hidden", "hidden"), stage="last", when="transform",
         hf="cls.predictions.transform.LayerNorm.{weight|bias}",
@@ -152,7 +156,7 @@ HEADS = (
         legacy="lm_head.bias",
         copies=(Copied("itself", {"hf": ("cls.predictions.decoder.bias",)}),)),
     *_linear("binary_head", "2", "binary_head", "cls.seq_relationship", "binary_head", "binary_head"),
-    *_linear("pooler", "hidden", "pooler", "bert.pooler.dense", "pooler.dense", "language_model.pooler.dense"),
+    *POOLER,
     *_linear("classification_head", "classes", "classification_head", "classifier", "classification_head", "classification_head"),
     *_linear("multichoice_head", "1", "multichoice_head", "classifier", "multichoice_head", "multichoice_head"),
 )  # fmt: skip
@@ -296,5 +300,5 @@ def complete(config: ModelConfig, names: Collection[str]) -> ModelConfig:
 FAMILY = Family(
     "bert", (*_MEGATRON, *_ORIGINAL), "megatron-bert", ROWS, keys=_KEYS, fixed=LEARNED_POSITIONS | ALL_BIASES, only=_ONLY, ignored=IGNORED,
     prefix="bert.", older={".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}, complete=complete,
-    recognized="learned norm_bias !gated !encoder both_ways !mixture",
+    recognized="learned norm_bias !gated !encoder both_ways !retriever !mixture",
 )  # fmt: skip

@@ -26,6 +26,7 @@ from megaconv.model.subjects import (
     Mamba,
     Norm,
     Positions,
+    Retriever,
     Temperature,
 )
 
@@ -57,6 +58,7 @@ class ModelConfig:
     """A factor on the embedding's output."""
     residual_scale: float | None = None
     """A factor on the output of each attention and each MLP, before it is added; None for 1."""
+    retriever: Retriever = field(default_factory=Retriever)
     token_types: int = 0
     """Number of segment types that have an embedding."""
     mtp_layers: int = 0
@@ -198,6 +200,7 @@ SIZES: Mapping[str, Size] = {
     "encoder_layers": Size("encoder.layers"),
     "token_types": Size("token_types"),
     "classes": Size("head.classes"),
+    "projection": Size("retriever.projection"),
     "relative_buckets": Size("positions.buckets"),
     "kv_rank": Size("latent.kv_rank"),
     "q_rank": Size("latent.q_rank"),
@@ -218,15 +221,17 @@ SIZES: Mapping[str, Size] = {
 """Name of a size in shapes -> the size."""
 
 
-def _of_task(config: ModelConfig) -> bool:
-    """True if the model has a head for a task (classification or multiple choice) instead of a language-model head."""
-    return bool(config.head.classes or config.head.choices) and not config.head.activation
+def _without_words(config: ModelConfig) -> bool:
+    """True if the model has a head for a task (classification, multiple choice, retrieval) instead of a language-model
+    head."""
+    of_task = config.head.classes or config.head.choices or config.retriever.towers
+    return bool(of_task) and not config.head.activation
 
 
 Holds = Callable[[ModelConfig, LayerKind, int], bool]
 FEATURES: Mapping[str, Holds] = {
     # Features of the whole model.
-    "untied": lambda config, kind, layer: not config.tie_embeddings and not _of_task(config),
+    "untied": lambda config, kind, layer: not config.tie_embeddings and not _without_words(config),
     "rope": lambda config, kind, layer: config.positions.kind == "rope",
     "interleaved": lambda config, kind, layer: config.positions.interleaved,
     "skips_rope": lambda config, kind, layer: not all(each.rotates for each in config.layers),
@@ -296,8 +301,16 @@ FEATURES: Mapping[str, Holds] = {
         config.head.binary or bool(config.head.classes or config.head.choices)
     ),
     "both_ways": lambda config, kind, layer: bool(
-        config.head.activation or config.head.classes or config.head.choices
+        config.head.activation
+        or config.head.classes
+        or config.head.choices
+        or config.retriever.towers
     ),
+    "retriever": lambda config, kind, layer: bool(config.retriever.towers),
+    "separate_towers": lambda config, kind, layer: config.retriever.towers == "separate",
+    "shared_tower": lambda config, kind, layer: config.retriever.towers == "shared",
+    "projection": lambda config, kind, layer: config.retriever.projection > 0,
+    "tower_pooler": lambda config, kind, layer: config.retriever.pooler,
     "head_bias": lambda config, kind, layer: config.head.bias,
     "transform": lambda config, kind, layer: bool(config.head.activation),
     "windows": lambda config, kind, layer: config.window is not None,

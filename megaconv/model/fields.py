@@ -21,6 +21,7 @@ from megaconv.model.subjects import (
     Mamba,
     Norm,
     Positions,
+    Retriever,
     Temperature,
 )
 
@@ -37,6 +38,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "experts": Experts,
     "encoder": Encoder,
     "head": Head,
+    "retriever": Retriever,
 }
 _NESTED = ("family", "hf", "whole", "_features", "layers", *_SUBJECTS)
 _OF_LAYERS = tuple(item.name for item in fields(LayerKind))
@@ -92,6 +94,7 @@ STRUCTURE = (
         "head.choices",
         "positions.buckets",
     ),
+    *("retriever.towers", "retriever.projection", "retriever.pooler"),
     *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),
     *("indexer.heads", "indexer.head_dim"),
     *(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
-from formats.tensor import Box, Bytes, LazyTensor, Shape
+from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape
 
 
 class NativeOutput(Protocol):
@@ -146,3 +146,12 @@ class NativeTensor(NamedTuple):
             for name, regions in self.parts.items()
         }
         return self._replace(parts=parts)
+
+    def with_padding(self, regions: tuple[Region, ...], vocab: int) -> tuple[Region, ...]:
+        """A part's regions, and the last row of the vocabulary again in each padding row."""
+        if not self.padding_rows:
+            return regions
+        rows, columns = matrix_shape(self.shape)
+        last_row = Box(vocab - 1, vocab, 0, columns)
+        order = Repeated(self.padding_rows)
+        return (*regions, Region(last_row, rows - self.padding_rows, order=order))

@@ -254,3 +254,15 @@ class Head:
     """A tanh limits logits to the range between minus and plus this value; None: no limit."""
     divisor: float | None = None
     """A number that logits are divided by; None for 1."""
+
+
+@dataclass(frozen=True)
+class Retriever:
+    """The towers of a biencoder, which embeds queries and contexts. All other fields describe one tower: a BERT."""
+
+    towers: str = ""
+    """`separate` (one tower for queries, one for contexts), `shared` (one for both); empty if the model is no biencoder."""
+    projection: int = 0
+    """Width of an embedding; 0 if an embedding is the first token's activations, without a projection."""
+    pooler: bool = False
+    """True if a pooler (dense, tanh) is in front of the projection."""

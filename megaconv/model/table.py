@@ -59,7 +59,7 @@ __all__ = [
 def expressible(rows: tuple[Row, ...], naming: Naming, features: tuple[str, ...] = ()) -> bool:
     """True if a naming scheme has names for the tensors that every model of a family has, and for those of these
     features."""
-    always = (None, "dense", "moe", "untied", *features)
+    always = (None, "dense", "moe", "untied", "separate_towers", *features)
     return all(row.spelling(naming) for row in rows if row.when in always and row.stage != "mtp")
 
 

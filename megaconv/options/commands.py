@@ -3,6 +3,8 @@
 CONVERT = ("convert",)
 CONVERSIONS = ("convert", "merge")
 """Commands that write a checkpoint."""
+SERVE = ("serve_hf",)
+"""The command that serves checkpoints which it plans as a conversion."""
 READERS = ("inspect", "plan", "fingerprint", "verify", "diff")
 """Commands that open a checkpoint and write none."""
 ONE_INPUT = ("inspect", "plan", "fingerprint", "verify")

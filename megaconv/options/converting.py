@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megaconv.errors import UsageError
-from megaconv.options.commands import CONVERSIONS, CONVERT, READERS
+from megaconv.options.commands import CONVERSIONS, CONVERT, READERS, SERVE
 from megaconv.options.option import INPUT_AND_OUTPUT, VALUES, Range, inner, normalize, option
 from megaconv.options.reading import LoadOptions
 from megaconv.options.shared import OWN_OPTIONS
@@ -20,7 +20,7 @@ class ConvertOptions:
         None,
         "--loader",
         heading=INPUT_AND_OUTPUT,
-        commands=(*CONVERSIONS, *READERS),
+        commands=(*CONVERSIONS, *SERVE, *READERS),
         help="Input format; detected from the files by default.",
     )
     """The loader's name; None: detected from the files."""
@@ -29,7 +29,7 @@ class ConvertOptions:
         None,
         "--dtype",
         heading=VALUES,
-        commands=CONVERSIONS,
+        commands=(*CONVERSIONS, *SERVE),
         help="Cast weights to bf16, fp16 or fp32; by default every bit stays.",
     )
     optimizer: bool | None = option(
@@ -81,7 +81,7 @@ class ConvertOptions:
     max_memory: int = option(
         "256MiB",
         "--max-memory",
-        commands=CONVERSIONS,
+        commands=(*CONVERSIONS, *SERVE),
         words=str,
         read=byte_size,
         help="Most memory that buffers may take.",

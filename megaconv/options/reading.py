@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaconv.options.commands import CONVERSIONS, CONVERT, ONE_INPUT, READERS
+from megaconv.options.commands import CONVERSIONS, CONVERT, ONE_INPUT, READERS, SERVE
 from megaconv.options.option import INPUT_AND_OUTPUT, Range, normalize, option
 from megaconv.options.shared import CONFIG, OWN_OPTIONS
 
@@ -14,7 +14,11 @@ class LoadOptions:
     """Options for reading an input. None means: take it from the checkpoint."""
 
     config: Path | None = option(
-        None, "--config", heading=INPUT_AND_OUTPUT, commands=(*CONVERSIONS, *ONE_INPUT), **CONFIG
+        None,
+        "--config",
+        heading=INPUT_AND_OUTPUT,
+        commands=(*CONVERSIONS, *SERVE, *ONE_INPUT),
+        **CONFIG,
     )
     """A Hugging Face directory whose configuration and tokenizer files complete a source that has none."""
     true_vocab_size: int | None = option(
@@ -36,7 +40,7 @@ class LoadOptions:
         False,
         "--text-only",
         heading=INPUT_AND_OUTPUT,
-        commands=(*CONVERT, "inspect", "plan", "fingerprint", "diff"),
+        commands=(*CONVERT, *SERVE, "inspect", "plan", "fingerprint", "diff"),
         help="Convert only the language model of a multimodal model (convert --base ORIGINAL puts the rest back).",
     )
     """Read only the language model of a multimodal model; for Hugging Face directories."""

@@ -29,7 +29,9 @@ from megaconv.model.naming import CORE, CORE_LOCAL, Naming
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 from megaconv.model.table import encoder_layers
 
-_LAYER = re.compile(r"((decoder|encoder)\.layers)\.(\d+)(\..*)")
+_LAYER = re.compile(
+    r"((?:(?:query|context|shared)_model\.)?(decoder|encoder)\.layers)\.(\d+)(\..*)"
+)
 _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)(\..*)")
 
 _LOCAL = (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")

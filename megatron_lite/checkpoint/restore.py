@@ -60,9 +60,9 @@ class Start:
 
 def find_start(settings: Settings, *, finetune: bool) -> Start | None:
     """Return the checkpoint to start from, or None for random weights. Reads metadata only. Raises CheckpointError."""
-    settings = _continued_task(settings)
+    settings, from_bert = _from_bert(_continued_task(settings))
     saving = settings.checkpointing
-    weights_alone = finetune or saving.finetune or settings.lora.wanted
+    weights_alone = finetune or saving.finetune or settings.lora.wanted or from_bert
     saved = Path(saving.save) if saving.save and has_checkpoint(Path(saving.save)) else None
     if saved is not None and saving.resume and not settings.lora.wanted:
         return _open(str(saved), settings, continued=True)
@@ -104,6 +104,15 @@ def _continued_task(settings: Settings) -> Settings:
             )
         return replace(settings, checkpointing=replace(saving, resume=True))
     return replace(settings, checkpointing=replace(saving, load=pretrained))
+
+
+def _from_bert(settings: Settings) -> tuple[Settings, bool]:
+    """Return (settings with --bert-load in the place of --load, True), unless --load holds a checkpoint."""
+    saving, bert = settings.checkpointing, settings.retrieval.bert_load
+    holds_run = saving.load is not None and has_checkpoint(local_path(saving.load))
+    if bert is None or holds_run:
+        return settings, False
+    return replace(settings, checkpointing=replace(saving, load=bert)), True
 
 
 def find_reference(settings: Settings) -> Start:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaconv.families.biencoder import TOWERS
 from megaconv.megatron.distributed.keys import stacks_layers
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, padded_vocab
@@ -185,21 +186,30 @@ def _extra_keys(config: ModelConfig, chunk: Chunk, impl: str) -> Iterator[str]:
     count = config.layer_count
     stacked = stacks_layers(config)
     bert = config.has("transform !encoder")
-    stack = "encoder" if bert else "decoder"
+    stacks = _stacks(config, bert=bert)
     # Megatron omits it for the head of other decoders.
     if chunk.is_last and (bert or config.has("mamba_layers")):
         yield "output_layer._extra_state/shard_0_1"
     for layer in range(chunk.first_layer, chunk.first_layer + chunk.layers):
-        if stacked:
-            yield from _states_of_layer(config, layer, impl, f"{stack}.layers.", layer, count)
-        else:
-            yield from _states_of_layer(config, layer, impl, f"{stack}.layers.{layer}.", 0, 1)
+        for stack in stacks:
+            if stacked:
+                yield from _states_of_layer(config, layer, impl, f"{stack}.layers.", layer, count)
+            else:
+                yield from _states_of_layer(config, layer, impl, f"{stack}.layers.{layer}.", 0, 1)
     if config.encoder.layers:
         yield from _states_of_encoder(config, chunk, impl)
     for depth in range(config.mtp_layers if chunk.is_last else 0):
         yield f"mtp.layers.{depth}.eh_proj._extra_state/shard_0_1"
         prefix = f"mtp.layers.{depth}.transformer_layer."
         yield from _states_of_layer(config, count + depth, impl, prefix, 0, 1)
+
+
+def _stacks(config: ModelConfig, *, bert: bool) -> list[str]:
+    """Return the names of the stacks of layers; a T5's encoder is not among them."""
+    if config.has("retriever"):
+        towers = [tower for tower, feature in TOWERS.items() if config.has(feature)]
+        return [f"{tower}_model.encoder" for tower in towers]
+    return ["encoder" if bert else "decoder"]
 
 
 def _states_of_encoder(config: ModelConfig, chunk: Chunk, impl: str) -> Iterator[str]:

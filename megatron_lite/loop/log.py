@@ -31,6 +31,8 @@ def flops_per_token(
     """
     if config.encoder.layers:
         return _of_two_stacks(config, seq, decoder_seq)
+    if config.has("retriever"):
+        return _of_towers(config, seq)
     looked_up = {"positions.weight", "token_types.weight"} | (
         set() if config.tie_embeddings else {"embed.weight"}
     )
@@ -50,6 +52,22 @@ def flops_per_token(
     mixers = [mixer_of(config, kind) for kind in kinds]
     mixed = sum(mixer.cost.operations(config, seq) for mixer in mixers if mixer is not None)
     return (4.0 if frozen else 6.0) * weights + mixed
+
+
+def _of_towers(config: ModelConfig, seq: int) -> float:
+    """Return the operations per token of a query, with the operations for its context, which is as long.
+
+    The second of two passes is counted alone, as with activation recomputation.
+    """
+    weights = 0.0
+    for name, shape in canonical_shapes(family(config.family).rows, config).items():
+        is_of_layer = ".layers." in name
+        if len(shape) == 2 and is_of_layer:
+            weights += shape[0] * shape[1]
+    towers_of_weights = 1 if config.has("separate_towers") else 2
+    width = config.attention.heads * config.attention.head_dim
+    mixed = 2 * 12.0 * width * config.layer_count * seq
+    return 6.0 * weights * towers_of_weights + mixed
 
 
 def _of_two_stacks(config: ModelConfig, seq: int, decoder_seq: int) -> float:

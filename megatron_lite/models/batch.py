@@ -15,6 +15,7 @@ class Lengths:
     rows: int
     tokens: int
     source: int = 0
+    source_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,10 @@ class Microbatch:
     documents: tuple[tuple[int, ...], ...] | None = None
     """Lengths of the documents in each row, which don't attend to each other; None: one document per row."""
     source: Tensor | None = None
-    """int64 [batch, source length]: the encoder's input if the model has an encoder; `tokens` is then the decoder's input."""
+    """int64 [batch, source length]: the encoder's input if the model has an encoder; `tokens` is then the decoder's input.
+
+    Of a biencoder: the contexts, [any, source length]; `tokens` are the queries.
+    """
     source_visible: Tensor | None = None
     """Bool, shape of `source`: the tokens that can be attended to; None: all."""
     types: Tensor | None = None

@@ -1,6 +1,6 @@
 """The loss of a training step: what the last stage computes, and what the mean counts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -9,7 +9,13 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.network_by_family import network
 from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.passes import Pass
+from megatron_lite.parallel.comm import Group
 from megatron_lite.parallel.payload import Payload
+
+Outputs = tuple[Tensor, ...]
+"""What the loss of all microbatches of a step needs of one microbatch."""
+Extras = Mapping[str, Tensor]
+"""Tensors of a microbatch by name; see Microbatch.extras."""
 
 
 class Criterion:
@@ -34,6 +40,28 @@ class Criterion:
         The loss to differentiate is a weighted sum over the counted labels, times run.share.
         """
         return stage.loss(given, run)
+
+    def on(self, replicas: Group) -> "Criterion":
+        """Return the criterion for one rank. replicas: the ranks with other microbatches of the same step."""
+        del replicas
+        return self
+
+    def needs_all(self, microbatches: int) -> bool:
+        """Return whether a microbatch's loss depends on the other microbatches of this rank's step.
+
+        The engine then makes two passes. The first one collects `outputs` of all microbatches, without gradients. Their
+        `extras` become extras of the microbatches for the second pass.
+        """
+        del microbatches
+        return False
+
+    def outputs(self, stage: Network, given: Payload, run: Pass) -> Outputs:
+        """Return what `extras` needs of a microbatch. given: the output of the last stage's forward."""
+        raise NotImplementedError
+
+    def extras(self, outputs: Sequence[Outputs], hidden: int) -> list[Extras]:
+        """Return the extras of each microbatch. Collective over the replicas. outputs: of this rank's microbatches."""
+        raise NotImplementedError
 
 
 OWN_LOSS = Criterion()

@@ -3,11 +3,16 @@
 from collections.abc import Mapping
 
 from megatron_lite.models.bert import Bert
+from megatron_lite.models.biencoder import Biencoder
 from megatron_lite.models.chunk import ModelChunk
 from megatron_lite.models.encoder_decoder import EncoderDecoder
 from megatron_lite.models.network_interface import Network
 
-NETWORKS: Mapping[str, type[Network]] = {"bert": Bert, "t5": EncoderDecoder}
+NETWORKS: Mapping[str, type[Network]] = {
+    "bert": Bert,
+    "biencoder": Biencoder,
+    "t5": EncoderDecoder,
+}
 """By family; all other families are decoders."""
 
 

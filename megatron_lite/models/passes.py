@@ -180,6 +180,7 @@ class Passes:
     ) -> None:
         """context: the ranks that share each sequence. Raises NotExpressible for unsupported positions."""
         self._device, self._context, self._depths = device, context, config.mtp_layers
+        self._has_types = config.token_types > 0
         self._rotary = Rotary(config, device, dtype) if config.positions.kind == "rope" else None
         local = local_positions(config)
         self._local_rotary = None if local is None else Rotary(local, device, dtype)
@@ -262,6 +263,7 @@ class Passes:
             rotary=places.rotary,
             local_rotary=places.local_rotary,
             seed=None if seed is None else seed.of_source(),
+            types=torch.zeros_like(source) if self._has_types else None,
             visible=torch.ones_like(source, dtype=torch.bool) if visible is None else visible,
         )
 

@@ -5,17 +5,25 @@ from collections.abc import Iterator
 from megaconv import plugins
 from megaconv.errors import PluginError, UsageError
 from megatron_lite.objectives.answers import Answers
+from megatron_lite.objectives.blocks import Blocks
 from megatron_lite.objectives.masked import MaskedSpans, MaskedWords
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.pairs import Pairs
 from megatron_lite.settings.config import Settings
 
-OBJECTIVES: tuple[type[Objective], ...] = (Pairs, Answers, MaskedWords, MaskedSpans, Objective)
+OBJECTIVES: tuple[type[Objective], ...] = (
+    Pairs,
+    Answers,
+    Blocks,
+    MaskedWords,
+    MaskedSpans,
+    Objective,
+)
 """The first one that the flags select is used. The last one, the next token, is for all other runs."""
 
 
 def objective_of(settings: Settings, model_type: str) -> Objective:
-    """Return the objective of a run. model_type: `gpt`, `bert` or `t5`.
+    """Return the objective of a run. model_type: `gpt`, `bert`, `t5` or `biencoder`.
 
     Raises UsageError or PluginError for an --objective that can't be used.
     """

@@ -13,8 +13,8 @@ def arriving_tensors(
 ) -> Callable[[Action], Wires]:
     """Return a function: action -> the tensors that it receives from another stage, for microbatches of this shape."""
     rows, length = batch.tokens.shape
-    source_length = 0 if batch.source is None else batch.source.shape[1]
-    lengths = Lengths(rows, length // cp, source_length)
+    source_rows, source_length = (0, 0) if batch.source is None else batch.source.shape
+    lengths = Lengths(rows, length // cp, source_length, source_rows)
 
     def arriving(action: Action) -> Wires:
         chunk = chunks[action.chunk]

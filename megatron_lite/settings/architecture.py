@@ -11,6 +11,7 @@ from megaconv.megatron.arguments.read import from_arguments
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
+from megaconv.model.subjects import Retriever
 from megaconv.model.training import TrainingState
 from megatron_lite.settings.config import Settings, flags
 from megatron_lite.settings.hybrid_layers import hybrid_fields, is_mamba_hybrid, linear_layers
@@ -20,7 +21,7 @@ FREE = ("init_method_std", "make_vocab_size_divisible_by", "attention_dropout", 
 """Model settings that a checkpoint does not fix, or that may differ from the checkpoint."""
 
 
-OF_THEIR_OWN = ("bert", "t5")
+OF_THEIR_OWN = ("bert", "biencoder", "t5")
 """Families with their own --model-type; all others are decoders, `gpt`."""
 
 
@@ -33,6 +34,8 @@ def model_type(settings: Settings, config: ModelConfig | None) -> str:
     if config is None:
         return asked or "gpt"
     found = config.family if config.family in OF_THEIR_OWN else "gpt"
+    if found == "bert" and asked == "biencoder" and settings.retrieval.bert_load is not None:
+        return asked
     if asked not in (None, found):
         raise UsageError(
             f"--model-type {asked} contradicts the checkpoint, which is a {config.family}; leave the flag out"
@@ -85,6 +88,8 @@ def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
     kind = model_type(settings, None)
     if kind == "bert":
         found |= _of_bert(settings)
+    if kind == "biencoder":
+        found |= _of_biencoder(settings)
     if kind == "t5":
         found |= _of_t5(settings)
     return from_arguments(
@@ -112,6 +117,25 @@ def _of_bert(settings: Settings) -> dict[str, Any]:
     """Return BERT's fields. Megatron has token types, pooler and binary head together, or none of them."""
     binary = not settings.model.bert_no_binary_head
     return {"head.activation": "gelu", "head.binary": binary, "token_types": 2 * binary}
+
+
+def _of_biencoder(settings: Settings) -> dict[str, Any]:
+    """Return a biencoder's fields. Its towers have token types, as in Megatron."""
+    retriever = retriever_of(settings.model)
+    found = {f"retriever.{name}": value for name, value in vars(retriever).items()}
+    return {**found, "token_types": 2, "tie_embeddings": False}
+
+
+def retriever_of(model: Model) -> Retriever:
+    """Return the towers that the flags describe. Raises UsageError for flags of both kinds of Megatron's models."""
+    shared, pooled = model.biencoder_shared_query_context_model, model.ict_head_size is not None
+    if pooled and (model.biencoder_projection_dim or shared):
+        other = "--biencoder-shared-query-context-model" if shared else "--biencoder-projection-dim"
+        raise UsageError(
+            f"--ict-head-size and {other} are of two models of Megatron-LM; give one of them"
+        )
+    width = model.ict_head_size or model.biencoder_projection_dim
+    return Retriever("shared" if shared else "separate", width, pooled)
 
 
 def _of_t5(settings: Settings) -> dict[str, Any]:

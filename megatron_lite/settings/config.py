@@ -15,6 +15,7 @@ from megatron_lite.settings.model import Model
 from megatron_lite.settings.optimization import Optimizer, Precision
 from megatron_lite.settings.options import ATTENTION
 from megatron_lite.settings.parallel import Balance, Parallel
+from megatron_lite.settings.retrieval import Retrieval
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ class Settings:
     dpo: Dpo = Dpo()
     masked: Masked = Masked()
     tasks: Tasks = Tasks()
+    retrieval: Retrieval = Retrieval()
     objective: OtherObjective = OtherObjective()
     lora: Lora = Lora()
     checkpointing: Checkpointing = Checkpointing()

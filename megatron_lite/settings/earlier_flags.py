@@ -35,8 +35,7 @@ REPLACED = {
     "--webtext-eval": "give evaluate --corpus, with FILE for the data",
     **dict.fromkeys(
         (
-            "--ict-head-size", "--bert-load", "--ict-load", "--titles-data-path", "--block-data-path",
-            "--query-in-block-prob", "--indexer-batch-size", "--indexer-log-interval",
+            "--ict-load", "--block-data-path", "--indexer-batch-size", "--indexer-log-interval",
         ),
         _RETRIEVER,
     ),

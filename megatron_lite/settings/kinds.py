@@ -6,6 +6,7 @@ from dataclasses import fields
 from megaconv.errors import UsageError
 from megatron_lite.settings.config import Settings, flags
 from megatron_lite.settings.learning import Masked, Tasks
+from megatron_lite.settings.retrieval import Retrieval
 
 NO_WINDOWS = "its samples are sentences, not windows of tokens"
 NO_LAYERS = "its layers have plain attention and a plain MLP"
@@ -21,16 +22,25 @@ OF_ENCODERS: Mapping[str, str] = {
     "lora_rank": "adapters are for decoders so far", "lora_load": "adapters are for decoders so far",
 }  # fmt: skip
 """Flag -> the reason why such a model does not support it."""
+_OF_BERT: Mapping[str, object] = {
+    "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False, "disable_bias_linear": False,
+    "context_parallel_size": 1,
+}  # fmt: skip
 _ALONE: Mapping[str, Mapping[str, object]] = {
-    "bert": {
-        "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False, "disable_bias_linear": False,
-        "context_parallel_size": 1,
-    },
+    "bert": _OF_BERT,
+    "biencoder": {**_OF_BERT, "bert_no_binary_head": False, "fp8_format": None},
     "t5": {"context_parallel_size": 1, "compile": False, "fp8_format": None},
 }  # fmt: skip
 """By kind: flag -> the only supported value."""
+_OF_TOWERS = (
+    "biencoder_projection_dim",
+    "ict_head_size",
+    "biencoder_shared_query_context_model",
+    *(item.name for item in fields(Retrieval)),
+)
 OF_MODEL: Mapping[str, tuple[str, ...]] = {
     "bert": ("bert_no_binary_head", *(item.name for item in fields(Tasks))),
+    "biencoder": (*_OF_TOWERS, *(item.name for item in fields(Tasks))),
     "t5": ("encoder_num_layers", "decoder_num_layers", "encoder_seq_length", "decoder_seq_length"),
 }
 """Flags that belong to one kind of model."""
@@ -64,6 +74,7 @@ def _refused(settings: Settings, kind: str) -> Iterator[tuple[str, str]]:
     for other, names in OF_MODEL.items():
         if other != kind:
             others |= set(names)
+    others -= set(OF_MODEL.get(kind, ()))
     for name in sorted(others):
         if _asked(settings, name):
             yield name, "it is about another --model-type"

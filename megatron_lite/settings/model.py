@@ -11,8 +11,8 @@ class Model:
 
     model_type: str | None = flag(
         None,
-        "type of the model: gpt is a decoder, bert an encoder, t5 an encoder with a decoder (default: the checkpoint's, or gpt)",
-        choices=("gpt", "bert", "t5"),
+        "type of the model: gpt is a decoder, bert an encoder, t5 both, biencoder a retriever (default: the checkpoint's, or gpt)",
+        choices=("gpt", "bert", "t5", "biencoder"),
     )
     num_layers: int | None = flag(
         None, "transformer layers; for a T5, layers of the encoder and of the decoder"
@@ -145,6 +145,15 @@ class Model:
     )
     bert_no_binary_head: bool = flag(
         False, "BERT: no token types and no head for the order of two parts"
+    )
+    biencoder_projection_dim: int = flag(
+        0, "biencoder: width of an embedding (default: the first token, as wide as the model)"
+    )
+    ict_head_size: int | None = flag(
+        None, "biencoder: width of an embedding behind a pooler, as in Megatron-LM 2.0"
+    )
+    biencoder_shared_query_context_model: bool = flag(
+        False, "biencoder: one tower for queries and contexts"
     )
     vocab_size: int | None = flag(
         None,

@@ -28,6 +28,7 @@ COMMANDS = (
     "verify",
     "diff",
     "scan",
+    "serve-hf",
     "formats",
     "demo",
 )

@@ -23,6 +23,7 @@ HOW_TO = ROOT / "docs" / "how-to"
 PAGES = sorted(HOW_TO.glob("*.md"))
 SECTIONS = ("What you need", "Steps", "Check the result", "What commonly goes wrong", "Read more")
 CONVERTING = ("convert-for-vllm-and-llama-cpp.md", "publish-to-the-hub.md")
+SERVING = "serve-without-converting.md"
 TRAINING = {
     "finetune": ("finetune-llama.md", "serve-a-tuned-model.md"),
     "continue": ("continue-a-megatron-run.md",),
@@ -71,6 +72,7 @@ def test_a_page_has_a_goal_and_all_sections(page: Path) -> None:
 
 def test_every_page_is_run() -> None:
     run_by_a_test = {*CONVERTING, *(page for pages in TRAINING.values() for page in pages)}
+    run_by_a_test.add(SERVING)
     run_by_a_test.add("object-stores.md")  # by tests/stores/test_page.py, which has a store
     assert {page.name for page in PAGES} == run_by_a_test
     assert all(commands(page) for page in run_by_a_test)
@@ -86,6 +88,18 @@ def test_the_commands_of_a_page_about_converting_run(
     assert fingerprints(page)
     for fingerprint in fingerprints(page):
         assert fingerprint in printed
+
+
+def test_the_commands_of_the_page_about_serving_checkpoints_run(
+    tmp_path: Path, shell: dict[str, str]
+) -> None:
+    """In one shell, since a command starts a server and the next ones ask it."""
+    script = "\n".join(command.text for command in commands(SERVING))
+    script = script.replace("8700", str(free_port()))
+    try:
+        in_bash(f"{script}\nkill %1", tmp_path, shell | {"HF_HUB_OFFLINE": "0"}, 120)
+    finally:
+        print((tmp_path / "server.log").read_text())
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def test_every_argument_of_every_parser_is_known() -> None:
 
 OF_TASKS = """
     faiss_match faiss_topk_retrievals orig_global_batch_size orig_micro_batch_size overlapping_eval qa_data_dev qa_data_test
-    strict_lambada train_hard_neg train_iters_per_epoch train_with_neg val_av_rank_hard_neg val_av_rank_other_neg
+    strict_lambada train_iters_per_epoch
 """
 """Of tasks/main.py and tasks/finetune_utils.py, which those lists don't look into."""
 

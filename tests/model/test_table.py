@@ -98,6 +98,13 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
     if family == "bert":
         heads = {"head.activation": "gelu", "head.binary": True}
         return changed(config, {"attention.kv_heads": 4, "token_types": 2, **heads})
+    if family == "biencoder":
+        towers = {
+            "retriever.towers": "separate",
+            "retriever.projection": 6,
+            "retriever.pooler": True,
+        }
+        return changed(config, {"attention.kv_heads": 4, "token_types": 2, **towers})
     if family == "t5":
         sizes = {"attention.kv_heads": 4, "encoder.layers": 3, "positions.buckets": 6}
         return changed(config, {"norm.kind": "LayerNorm", "head.bias": True, **sizes})

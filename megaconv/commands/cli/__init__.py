@@ -21,17 +21,18 @@ COMMANDS = (
     "verify",
     "diff",
     "scan",
+    "serve-hf",
     "formats",
     "demo",
 )
 """The commands, in the order of --help and of the documentation. Each is a module of this package that adds itself to
-the application."""
+the application, with `_` for `-`."""
 
 for _name in COMMANDS:
-    import_module(f"{__name__}.{_name}")
+    import_module(f"{__name__}.{_name.replace('-', '_')}")
 
 _modules = {
-    command.callback.__module__.rpartition(".")[2]: command
+    command.callback.__module__.rpartition(".")[2].replace("_", "-"): command
     for command in app.registered_commands
     if command.callback
 }

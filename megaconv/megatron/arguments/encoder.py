@@ -28,12 +28,25 @@ def encoder_arguments(
         return {}
     # openai_gelu of legacy models applies to layers and head; the fused approximation applies only to layers.
     everywhere = config.head.activation == "gelu_tanh"
+    of_retriever = _retriever_arguments(config) if config.has("retriever") else {}
     return {
+        **of_retriever,
         "bert_binary_head": config.has("pooler"),
         "apply_residual_connection_post_layernorm": config.has("post_norm"),
         "openai_gelu": everywhere,
         "bias_gelu_fusion": config.mlp.activation == "gelu_tanh" and not everywhere,
         "spec": ["local"] if transformer_impl == "local" and not legacy else None,
+    }
+
+
+def _retriever_arguments(config: ModelConfig) -> dict[str, Any]:
+    """The arguments of Megatron's two biencoders, of which ICTBertModel has the pooler."""
+    retriever = config.retriever
+    width = retriever.projection
+    return {
+        "ict_head_size": width if retriever.pooler else None,
+        "biencoder_projection_dim": 0 if retriever.pooler else width,
+        "biencoder_shared_query_context_model": retriever.towers == "shared",
     }
 
 
@@ -82,12 +95,17 @@ def _refusals(
         legacy and config.positions.kind == "relative",
         "the model has relative positions, which Megatron's legacy models don't support: choose --saver core",
     )
+    retriever = config.retriever
+    yield (
+        retriever.pooler and not (retriever.projection and retriever.towers == "separate"),
+        "the model has a pooler; of Megatron's biencoders, only that with two towers and --ict-head-size has one",
+    )
     yield (
         config.has("post_norm") and not legacy,
         "the original BERT norms the sum of a sublayer and what it was given; of Megatron's models only the legacy ones can "
         "do that: choose --saver legacy",
     )
-    if config.has("both_ways"):
+    if config.has("both_ways !retriever"):
         pooled = config.has("pooler")
         yield (
             config.token_types != 2 * pooled,
@@ -140,7 +158,10 @@ def _pooled_head(config: ModelConfig) -> str:
 
 def sees_both_ways(given: Mapping[str, Any]) -> bool:
     """True if the fields of a configuration are those of a BERT. Every BERT has one of these heads."""
-    return any(given.get(name) for name in ("head.activation", "head.classes", "head.choices"))
+    return any(
+        given.get(name)
+        for name in ("head.activation", "head.classes", "head.choices", "retriever.towers")
+    )
 
 
 def read_encoder(args: Namespace, given: Mapping[str, Any], *, legacy: bool) -> dict[str, Any]:

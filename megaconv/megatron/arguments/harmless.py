@@ -59,7 +59,7 @@ _BY_REASON: Mapping[str, str] = {
         original_model_sample_prob override_selected_budget param_budget_target prefill_chunk_size router_beta router_gbs
         router_inter_dim router_std skip_num_attn_layer_constraint skip_total_layer_constraint slice soft_mask tau_decay tau_init
     """,
-    "of models for images and for retrieval, whose tensors no family has": """
+    "of models for images, which no family has, and of retrievers, whose towers are seen from their tensors": """
         bert_embedder_type bert_load biencoder_projection_dim biencoder_shared_query_context_model block_data_path
         classes_fraction data_per_class_fraction data_sharding dino_bottleneck_size dino_freeze_last_layer dino_head_hidden_size
         dino_local_crops_number dino_local_img_size dino_norm_last_layer dino_teacher_temp dino_warmup_teacher_temp
@@ -276,9 +276,10 @@ _BY_REASON: Mapping[str, str] = {
     """,
     "flags of megatron_lite, which mean the same as Megatron's": """
         bert_no_binary_head compile disable_bias_linear dpo dpo_beta dpo_label_smoothing dpo_loss dpo_reference_cache epochs
-        finetune_data finetune_form finetune_turns fp32 fp8_format keep_last keep_last_batch lora_alpha lora_dropout lora_load
-        lora_rank lora_rslora lora_targets metrics_file no_bias_gelu_fusion no_check_for_nan_in_loss_and_grad no_fp8_wgrad
-        no_manual_gc_eval objective peak_tflops plot resume show_sample task train_data valid_data valid_finetune_data
+        finetune_data finetune_form finetune_turns fp32 fp8_format keep_last keep_last_batch lora_alpha
+        lora_dropout lora_load lora_rank lora_rslora lora_targets metrics_file no_bias_gelu_fusion
+        no_check_for_nan_in_loss_and_grad no_fp8_wgrad no_manual_gc_eval objective peak_tflops plot resume retriever_negatives
+        show_sample task train_data valid_data valid_finetune_data
     """,
 }
 

@@ -79,6 +79,9 @@ IN_TENSORS = (
         "head.binary",
         "head.classes",
         "head.choices",
+        "retriever.towers",
+        "retriever.projection",
+        "retriever.pooler",
     ),
     *("token_types", "positions.buckets"),
 )

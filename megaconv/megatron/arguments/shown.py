@@ -55,6 +55,7 @@ def _contradictions(
     if getattr(args, "swiglu", False) is True and not found["mlp.gated"]:
         yield "swiglu", "an MLP without a gate"
     untied = getattr(args, "untie_embeddings_and_output_weights", None)
-    for_a_task = found.get("head.classes") or found.get("head.choices")
+    heads = ("head.classes", "head.choices", "retriever.towers")
+    for_a_task = any(found.get(name) for name in heads)
     if untied is False and not found["tie_embeddings"] and not for_a_task:
         yield "untie_embeddings_and_output_weights", "an untied head"

@@ -1,5 +1,6 @@
 """The names of the tensors that show a Megatron model's sizes."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from megaconv.megatron.states.ranks import Ranks
@@ -34,6 +35,9 @@ class SizeTensors:
     """The prefix of a Mamba 2's tensors."""
     transform: str = "lm_head.dense.weight"
     """The transform before BERT's head."""
+    pooler: str = "pooler.dense.weight"
+    tower: str = ""
+    """The prefix of a biencoder's first tower, which all other names have too; empty for other models."""
 
 
 CORE_SIZE_TENSORS = SizeTensors(
@@ -69,7 +73,14 @@ LEGACY_SIZE_TENSORS = SizeTensors(
     "mlp.dense_4h_to_h",
     "language_model.embedding.tokentype_embeddings.weight",
     "lm_head.bias",
+    pooler="language_model.pooler.dense.weight",
 )
+_TOWERS = ("query_model.", "shared_model.")
+"""The first tower of a biencoder. A second tower has the same sizes."""
+_IN_TOWER = (
+    "embedding", "positions", "encoder", "decoder", "layers", "final_norm", "token_types", "pooler",
+)  # fmt: skip
+"""The names that have a tower's prefix in a biencoder."""
 
 
 def with_stacks(names: SizeTensors, ranks: Ranks) -> SizeTensors:
@@ -78,6 +89,7 @@ def with_stacks(names: SizeTensors, ranks: Ranks) -> SizeTensors:
     This is the decoder, or the encoder if there is no decoder, as in legacy models.
     """
     found = [name for chunks in ranks.weights.values() for chunk in chunks for name in chunk]
+    names = _in_tower(names, found)
     listed = names.decoder if names.layers.startswith(names.decoder) else names.encoder
     there = (
         stack
@@ -90,3 +102,12 @@ def with_stacks(names: SizeTensors, ranks: Ranks) -> SizeTensors:
         layers=last + names.layers.removeprefix(listed),
         final_norm=last + names.final_norm.removeprefix(listed),
     )
+
+
+def _in_tower(names: SizeTensors, found: Collection[str]) -> SizeTensors:
+    """The names in a biencoder's first tower; unchanged for other models. found: all names of the checkpoint."""
+    for tower in _TOWERS:
+        if any(name.startswith(tower) for name in found):
+            prefixed = {each: tower + getattr(names, each) for each in _IN_TOWER}
+            return replace(names, tower=tower, **prefixed)
+    return names

@@ -17,6 +17,8 @@ from megaconv.model.layout import Layout
 
 CLASSIFICATION, MULTIPLE_CHOICE = "classification_head.weight", "multichoice_head.weight"
 """Heads on a BERT's pooled first token, with the same names in core and legacy models."""
+PROJECTION = "projection_enc.weight"
+"""The projection of a biencoder's tower, with the same name in core and legacy models."""
 
 
 def find_layout(ranks: Ranks, args: Namespace, names: SizeTensors) -> Layout:
@@ -182,7 +184,20 @@ def _find_heads(last: Weights, names: SizeTensors) -> dict[str, Any]:
         return {"head.activation": "gelu", "head.binary": "binary_head.weight" in last}
     if CLASSIFICATION in last:
         return {"head.classes": last[CLASSIFICATION].shape[0], "tie_embeddings": False}
-    return {"head.choices": True, "tie_embeddings": False} if MULTIPLE_CHOICE in last else {}
+    if MULTIPLE_CHOICE in last:
+        return {"head.choices": True, "tie_embeddings": False}
+    return _find_towers(last, names) if names.tower else {}
+
+
+def _find_towers(last: Weights, names: SizeTensors) -> dict[str, Any]:
+    """The fields of a biencoder's towers and of their embeddings."""
+    projection = last.get(names.tower + PROJECTION)
+    return {
+        "retriever.towers": "shared" if names.tower.startswith("shared") else "separate",
+        "retriever.projection": 0 if projection is None else projection.shape[0],
+        "retriever.pooler": names.pooler in last,
+        "tie_embeddings": False,
+    }
 
 
 def _mixers(layers: Mapping[int, Weights], names: SizeTensors) -> tuple[str, ...]:

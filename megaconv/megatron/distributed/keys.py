@@ -28,12 +28,10 @@ from megaconv.model.natives import NativeTensor
 
 EXTRA_STATE = "._extra_state"
 
-_LAYERS = (
-    r"((?:decoder|encoder)\.layers\.|vision_model\.decoder\.(?:layers|deepstack_merger_list)\.)"
-)
+_LAYERS = r"((?:(?:query|context|shared)_model\.)?(?:decoder|encoder)\.layers\.|vision_model\.decoder\.(?:layers|deepstack_merger_list)\.)"
 """The prefix of names in a stack.
 
-The stack is a language model's, or an encoder's of Megatron's own layers (families/parts/towers.py).
+The stack is a language model's, a tower's of a biencoder, or an encoder's of Megatron's own layers (families/parts/towers.py).
 """
 _STACKED_LAYERS = re.compile(_LAYERS + r"(?!\d+\.)(.+)")
 _STACKED_EXPERTS = re.compile(r"(.*\.experts\.)experts\.(?!\d+\.)(.+)")

@@ -11,7 +11,7 @@ from formats import rank_files, torch_zip
 from formats.output import FileLayout, PlainFile
 from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Placeholder
-from formats.tensor import ITEMSIZE, Box, Shape, matrix_shape
+from formats.tensor import ITEMSIZE, Shape, matrix_shape
 from megaconv.engine.plan import OutputPlan, Placement, native_dtype, native_shift
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY, copies
 from megaconv.errors import NotExpressible, UsageError
@@ -43,8 +43,7 @@ from megaconv.model.layout import (
     padded_vocab,
 )
 from megaconv.model.naming import Naming
-from megaconv.model.natives import NativeTensor, RankTensors, Region
-from megaconv.model.regions import Repeated
+from megaconv.model.natives import NativeTensor, RankTensors
 from megaconv.model.table import with_beside
 from megaconv.options import SaveOptions
 
@@ -344,10 +343,8 @@ class _Planner:
         offset = piece.offset * itemsize
         filled = rows - native.padding_rows
         for name, regions in native.parts.items():
-            if native.padding_rows and self.options.vocab_padding == "repeat":
-                last = self.header.config.vocab - 1
-                last_row = Box(last, last + 1, 0, cols)
-                regions = (*regions, Region(last_row, filled, order=Repeated(native.padding_rows)))
+            if self.options.vocab_padding == "repeat":
+                regions = native.with_padding(regions, self.header.config.vocab)
             key = Key(name, piece.slot)
             shift = native_shift(self.header, native.shift, key)
             place = Placement(file, piece.record, row_bytes, regions, offset, shift)

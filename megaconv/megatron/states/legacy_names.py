@@ -7,6 +7,7 @@
                         "output_layer": {"weight": ..., "_extra_state": None}},        (untied models)
      "lm_head": {"bias": ..., "dense.weight": ...}, "binary_head": {"weight": ...},    (BERT; T5 has the bias alone)
      "word_embeddings_for_head": {"weight": ...}}                          (tied ones, on the last of several stages)
+    {"query_model": {"language_model": ..., "projection_enc": {"weight": ...}}, "context_model": ...}    (biencoders)
 
 Releases before 2.5 have `transformer` for `encoder` and `attention` for `self_attention`. Releases before core 0.4 have
 `layernorm` for `norm`. The oldest have flat names where later ones nest. Layers of Transformer Engine have their own
@@ -25,13 +26,16 @@ from megaconv.model.table import Row
 
 MODEL = "language_model"
 _BLOCK = "encoder"
-_DEEPEST = 4
+_DEEPEST = 5
 """The largest depth of nested dictionaries."""
 
 _EXCEPTIONS = Exceptions(last={MODEL: ("output_layer",)})
 """A head is created after BERT's pooler."""
 _FLAT = (_BLOCK, "decoder", "pooler", "lm_head")
 """Dictionaries without further dictionaries in them."""
+_TOWERS = ("query_model", "context_model", "shared_model", "question_model")
+_TOWER = r"(?:(?:query|context|shared)_model\.)?"
+"""A regular expression: the prefix of a tower's names in a biencoder, or nothing."""
 _LINEAR = (
     "query_key_value",
     "query",
@@ -73,12 +77,13 @@ def _walk(level: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Any]]:
 
 def present(name: str) -> str:
     """An old name in the spelling of the last releases; other names unchanged."""
+    name = _of_biencoder(name)
     name = re.sub(
-        rf"^{MODEL}\.(word|position|tokentype)_embeddings\.",
-        rf"{MODEL}.embedding.\1_embeddings.",
+        rf"^({_TOWER}{MODEL})\.(word|position|tokentype)_embeddings\.",
+        r"\1.embedding.\2_embeddings.",
         name,
     )
-    name = re.sub(rf"^{MODEL}\.transformer\.", f"{MODEL}.{_BLOCK}.", name)
+    name = re.sub(rf"^({_TOWER}{MODEL})\.transformer\.", rf"\1.{_BLOCK}.", name)
     name = name.replace(".attention.", ".self_attention.").replace(
         "lm_head.layernorm.", "lm_head.norm."
     )
@@ -87,6 +92,27 @@ def present(name: str) -> str:
     return re.sub(
         r"\b(input|post_attention|post_inter_attention|final)_layernorm\b", r"\1_norm", name
     )
+
+
+def _of_biencoder(name: str) -> str:
+    """A name of ICTBertModel (Megatron-LM 2.0) as BiEncoderModel spells it; other names unchanged."""
+    name = re.sub(r"^question_model\.", "query_model.", name)
+    return re.sub(rf"^({_TOWER})ict_head\.", r"\1projection_enc.", name)
+
+
+def holds_model(model: Mapping[str, Any]) -> bool:
+    """True if the nested dictionaries are those of a model from before core, or of a biencoder of such models."""
+    towers = (model.get(tower) for tower in _TOWERS)
+    return MODEL in model or any(isinstance(tower, dict) and MODEL in tower for tower in towers)
+
+
+def nest_with_poolers(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested dictionaries of a biencoder with poolers, ICTBertModel, in its own names."""
+    renamed = {}
+    for name, value in flat.items():
+        name = re.sub(r"^query_model\.", "question_model.", name)
+        renamed[name.replace(".projection_enc.", ".ict_head.")] = value
+    return nest(renamed)
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:

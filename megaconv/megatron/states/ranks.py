@@ -13,7 +13,7 @@ from formats.rank_files import RankFiles, read
 from formats.tensor import LazyTensor
 from megaconv.errors import UnknownFormat
 from megaconv.megatron.states.early_gpt2 import with_later_names
-from megaconv.megatron.states.legacy_names import MODEL, flatten
+from megaconv.megatron.states.legacy_names import MODEL, flatten, holds_model
 from megaconv.megatron.states.names import EXTRA_STATE, NOT_PARAMETERS
 from megaconv.megatron.states.origin import require_one_save, require_own_directories
 from megaconv.megatron.states.whole_names import split_multimodal
@@ -298,7 +298,9 @@ def _model_keys(state: Mapping[str, Any]) -> list[str]:
 
 def is_legacy(state: Mapping[str, Any]) -> bool:
     """True if a rank file is of one of Megatron's models from before core."""
-    return any(isinstance(state[key], dict) and MODEL in state[key] for key in _model_keys(state))
+    return any(
+        isinstance(state[key], dict) and holds_model(state[key]) for key in _model_keys(state)
+    )
 
 
 def holds_legacy(version: Path) -> bool:

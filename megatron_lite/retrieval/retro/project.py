@@ -49,10 +49,14 @@ class Project:
         return FORMATS[self.settings.format]
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the datasets below `data`, in the order of the blend."""
+        return parse_corpora(self.settings.data_path, "retro_gpt_data_path").prefixes
+
+    @cached_property
     def prefixes(self) -> tuple[str, ...]:
         """The paths of the datasets without .bin or .idx, in the order of the blend."""
-        corpora = parse_corpora(self.settings.data_path, "retro_gpt_data_path")
-        return tuple(str(self.path / "data" / prefix) for prefix in corpora.prefixes)
+        return tuple(str(self.path / "data" / name) for name in self.names)
 
     @cached_property
     def datasets(self) -> tuple[IndexedDataset, ...]:
@@ -129,14 +133,11 @@ class Project:
     def check_data(self) -> None:
         """Raise UsageError if a dataset isn't the one of the build. Megatron's projects don't record their datasets."""
         recorded = self.settings.own.get("data", {})
-        for prefix, name in zip(self.prefixes, self._names(), strict=True):
+        for prefix, name in zip(self.prefixes, self.names, strict=True):
             if name in recorded and recorded[name] != data_record(prefix):
                 raise UsageError(
                     f"{prefix}: changed since the project was built; build it again in another directory"
                 )
-
-    def _names(self) -> tuple[str, ...]:
-        return parse_corpora(self.settings.data_path, "retro_gpt_data_path").prefixes
 
 
 def open_project(path: Path | str) -> Project:

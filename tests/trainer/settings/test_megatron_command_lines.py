@@ -24,7 +24,7 @@ from tests.runs import run
 LINES = (FIXTURES / "megatron_command_lines.txt").read_text(encoding="utf-8").splitlines()[1:]
 
 REFUSED = {
-    "--batch-size", "--ict-head-size", "--bert-load", "--titles-data-path", "--query-in-block-prob",
+    "--batch-size",
     "--ict-load", "--block-data-path", "--indexer-log-interval", "--indexer-batch-size",
     "--max-preds-per-seq", "--tokenizer-model-type", "--presplit-sentences", "--fp32-embedding",
     "--model-path", "--cloze-eval", "--webtext-eval",

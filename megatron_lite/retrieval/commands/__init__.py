@@ -1,0 +1,1 @@
+"""Commands of retrieval: `retro`, `embed`, `retrieve`."""
