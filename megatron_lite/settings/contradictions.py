@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from math import prod
 
+from formats.stores.addresses import is_store
 from megaconv.errors import UsageError
 from megatron_lite.settings.config import Logging, Settings, Training
 from megatron_lite.settings.optimizers import OPTIMIZERS
@@ -236,6 +237,7 @@ def _profile(settings: Settings) -> Judged:
     )
     yield (
         logging.use_pytorch_profiler
-        and not (logging.tensorboard_dir or settings.checkpointing.save),
-        "--use-pytorch-profiler writes to --tensorboard-dir or to --save; give one of them",
+        and not logging.tensorboard_dir
+        and is_store(settings.checkpointing.save or "s3://"),
+        "--use-pytorch-profiler writes to --tensorboard-dir or to a directory of --save; give one of them",
     )
