@@ -16,7 +16,7 @@ class Team:
     size: int
 
     def wait(self) -> None:
-        """Wait for all processes. What one of them wrote before, the others read after."""
+        """Wait for all processes. After it, the others read the files that one of them wrote before."""
         if self.size > 1:
             import torch.distributed as dist
 

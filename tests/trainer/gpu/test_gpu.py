@@ -127,9 +127,11 @@ def saved_weights(checkpoint: Path, iteration: int) -> dict[str, torch.Tensor]:
         f"{LLAMA} --tp 2 --sequence-parallel",
         f"{LLAMA} --pp 2",
         f"{LLAMA} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        f"{LLAMA} --data-parallel-sharding-strategy optim_grads --overlap-grad-reduce --overlap-param-gather",
+        f"{LLAMA} --data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather",
         f"{MIXTRAL} --ep 2",
     ],
-    ids=["tensor", "pipeline", "data", "experts"],
+    ids=["tensor", "pipeline", "data", "sharded gradients", "sharded parameters", "experts"],
 )
 def test_two_ranks_on_nccl_train_as_two_on_gloo(command: str, tmp_path: Path) -> None:
     found = []
