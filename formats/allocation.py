@@ -9,6 +9,7 @@ import errno
 import os
 
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _library = ctypes.CDLL(None, use_errno=True)
 _fallocate = getattr(_library, "fallocate64", None) or getattr(
     _library, "fallocate", None
@@ -25,6 +26,19 @@ def fallocate(descriptor: int, size: int) -> None:
         code = ctypes.get_errno()
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
+
+
+def discard(descriptor: int, start: int, size: int) -> None:
+    """Make a range of a file zeros, and give its space back if the file system can. The file keeps its size."""
+    flags = _KEEP_SIZE | _PUNCH_HOLE
+    place = ctypes.c_int64(start), ctypes.c_int64(size)
+    if _fallocate is not None and not _fallocate(
+        ctypes.c_int(descriptor), ctypes.c_int(flags), *place
+    ):
+        return
+    zeros = bytes(1 << 20)
+    for offset in range(start, start + size, len(zeros)):
+        os.pwrite(descriptor, zeros[: start + size - offset], offset)
 
 
 def allocate(descriptor: int, size: int) -> None:

@@ -7,11 +7,12 @@ Large clusters read a checkpoint faster if it has more files, of about one size.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from heapq import heapreplace
 
 from formats import dcp_metadata, torch_zip
 from formats.dcp_metadata import METADATA_NAME, DcpMetadata, Range, StoredChunk, StoredTensor
-from formats.output import FileLayout, PlainFile, Record
+from formats.output import FileLayout, Piece, PlainFile, Record
 from formats.pickle_writer import Placeholder
 from formats.tensor import Shape
 from formats.torch_zip import TorchZipLayout
@@ -43,13 +44,25 @@ class DistcpLayout:
         return offset, archive.size
 
     def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        for piece in self.pieces():
+            yield piece.offset, piece.content(checksums)
+
+    def pieces(self) -> Iterator[Piece]:
+        """The pieces of the archives, one after another."""
         start = 0
         for archive, key in zip(self._archives, self._keys, strict=True):
-            for offset, data in archive.headers(
-                dict.fromkeys(archive.records, checksums.get(key, 0))
-            ):
-                yield start + offset, data
+            for piece in archive.pieces():
+                needs = (key,) if piece.needs else ()
+                content = partial(_of_archive, archive, key, piece)
+                yield Piece(start + piece.offset, piece.nbytes, needs, content)
             start += archive.size
+
+
+def _of_archive(
+    archive: TorchZipLayout, key: str, piece: Piece, checksums: Mapping[str, int]
+) -> bytes:
+    """The bytes of an archive's piece. Archives of one shape and dtype have one plan, whose record has another key."""
+    return piece.content(dict.fromkeys(archive.records, checksums.get(key, 0)))
 
 
 class DistcpFiles:

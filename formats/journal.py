@@ -67,7 +67,7 @@ class Journal:
         """Append entries, and return when they are on disk. The data that the entries describe has to be on disk
         before."""
         assert self._file is not None
-        self._file.write(b"".join(map(_line, entries)))
+        self._file.write(b"".join(map(line_of, entries)))
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -86,7 +86,7 @@ class Journal:
         entries: list[dict[str, Any]] = []
         end = 0
         for line in self.path.read_bytes().splitlines(keepends=True) if self.path.is_file() else ():
-            entry = _entry(line)
+            entry = entry_of(line)
             if entry is None:
                 break
             entries.append(entry)
@@ -94,12 +94,14 @@ class Journal:
         return entries, end
 
 
-def _line(entry: dict[str, Any]) -> bytes:
+def line_of(entry: dict[str, Any]) -> bytes:
+    """The line of an entry."""
     text = json.dumps(entry).encode()
     return b"%08x %b\n" % (zlib.crc32(text), text)
 
 
-def _entry(line: bytes) -> dict[str, Any] | None:
+def entry_of(line: bytes) -> dict[str, Any] | None:
+    """The entry of a line; None if its checksum is wrong."""
     checksum, _, text = line.partition(b" ")
     if not text.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text[:-1]):
         return None

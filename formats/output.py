@@ -1,6 +1,7 @@
 """The layout of an output file, complete before its first tensor arrives, so that tensors can be written in any order."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple, Protocol
 
 
@@ -35,6 +36,42 @@ class FileLayout(Protocol):
         checksums: CRC-32 of each record, by key; empty if needs_checksums is False.
         """
         ...
+
+
+class Piece(NamedTuple):
+    """A range of a file that is not a tensor, and the records that have to be complete before its bytes are known."""
+
+    offset: int
+    nbytes: int
+    needs: tuple[str, ...]
+    """The records whose CRC-32 the bytes contain."""
+    content: Callable[[Mapping[str, int]], bytes]
+    """`content(checksums)`: the bytes. checksums: at least those of the records in `needs`."""
+
+
+def pieces(layout: FileLayout) -> list[Piece]:
+    """The headers of a layout as pieces. A layout with checksums has a method `pieces`; the pieces of another one are
+    known at once."""
+    own = getattr(layout, "pieces", None)
+    if own is not None:
+        return list(own())
+    needs = tuple(layout.records) if layout.needs_checksums else ()
+    blank = dict.fromkeys(layout.records, 0)
+    found: list[Piece] = []
+    for number, (offset, data) in enumerate(layout.headers(blank)):
+        known = partial(_nth, layout, number) if needs else partial(_known, data)
+        found.append(Piece(offset, len(data), needs, known))
+    return found
+
+
+def _nth(layout: FileLayout, number: int, checksums: Mapping[str, int]) -> bytes:
+    return next(
+        data for place, (_, data) in enumerate(layout.headers(checksums)) if place == number
+    )
+
+
+def _known(data: bytes, checksums: Mapping[str, int]) -> bytes:
+    return data
 
 
 class PlainFile:

@@ -27,7 +27,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from stat import S_ISREG
 from threading import Lock
@@ -36,6 +36,8 @@ from typing import Any
 from formats import allocation, run_lock, signals
 from formats.errors import CheckpointError, NotEnoughSpace, TargetExists, UnsafeContent
 from formats.journal import Journal, changes
+from formats.output import Piece
+from formats.partial_files import Span
 from formats.renames import (
     CannotRename,
     NotPutBack,
@@ -111,6 +113,10 @@ class StagedFile:
                 _SYNC_FILE_RANGE_WRITE,
             )
 
+    def holds(self, start: int, end: int) -> bool:
+        """True: sync() brings any range to the disk."""
+        return True
+
     def sync(self) -> None:
         try:
             os.fsync(self._descriptor)
@@ -130,6 +136,8 @@ class StagedFile:
 class Staging:
     """The directory in which an output grows. Only one run at a time may use it; a second run on the same target is
     refused."""
+
+    journal_pause = 1.0
 
     def __init__(self, target: Path, *, overwrite: bool = False, member: int = 0) -> None:
         """Raises TargetExists if the target is anything but an empty directory, unless overwrite is given.
@@ -248,8 +256,16 @@ class Staging:
                 return False
         return all(_is_file_of(self.data / name, size) for name, size in sizes.items())
 
-    def file(self, name: str, size: int, *, keep: bool = False) -> StagedFile:
-        """A new file of the output. keep: the bytes that an earlier run wrote stay in it."""
+    def file(
+        self,
+        name: str,
+        size: int,
+        *,
+        keep: bool = False,
+        gaps: Sequence[Span] | None = None,
+        known: Sequence[Piece] = (),
+    ) -> StagedFile:
+        """A new file of the output. keep: the bytes that an earlier run wrote stay in it. gaps, known: not needed."""
         staged = StagedFile(self.data / name, size, keep=keep)
         self._files.append(staged)
         return staged
@@ -260,6 +276,13 @@ class Staging:
             self._journal.append(entries)
         except OSError as error:
             raise _explain(error, self.root) from error
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing to do: no writer waits for another."""
+
+    def readable(self) -> Path:
+        """The directory in which the output grows."""
+        return self.data
 
     def finish(self) -> None:
         """Bring this process's files to disk and close them. Nothing is written after this call."""

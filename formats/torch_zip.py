@@ -14,6 +14,7 @@ caffe2/serialize/inline_container.cc.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from formats.ceilings import PICKLE_BYTES
 from formats.entry_check import EntryCheck
 from formats.errors import CorruptCheckpoint
 from formats.mistaken_files import SEEN_BYTES, mistaken
-from formats.output import Record
+from formats.output import Piece, Record
 from formats.pickle_writer import Constant, Placeholder, Varying, dumps, varying_bytes
 from formats.stored_zip import (
     PlannedEntry,
@@ -175,15 +176,31 @@ class TorchZipLayout:
 
     def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
         """Yield (offset, bytes) of everything that is not a tensor. checksums: CRC-32 of each record, by key."""
+        for piece in self.pieces():
+            yield piece.offset, piece.content(checksums)
+
+    def pieces(self) -> Iterator[Piece]:
+        """The local headers, each with its content or known with its record, and the directory, which needs all records."""
+        for entry in self.entries:
+            key = self.keys.get(entry.name)
+            content = self.contents.get(entry.name, b"")
+            nbytes = entry.payload - entry.header + len(content)
+            made = partial(_header, entry, content, key)
+            yield Piece(entry.header, nbytes, () if key is None else (key,), made)
+        start = _end(self.entries)
+        yield Piece(start, self.size - start, tuple(self.keys.values()), self._directory)
+
+    def _directory(self, checksums: Mapping[str, int]) -> bytes:
         crcs = {name: crc32(content) for name, content in self.contents.items()}
         crcs |= {name: checksums[key] for name, key in self.keys.items()}
-        for entry in self.entries:
-            yield (
-                entry.header,
-                local_header(entry, crcs[entry.name]) + self.contents.get(entry.name, b""),
-            )
-        start = _end(self.entries)
-        yield start, directory(((entry, crcs[entry.name]) for entry in self.entries), start)
+        return directory(((entry, crcs[entry.name]) for entry in self.entries), _end(self.entries))
+
+
+def _header(
+    entry: PlannedEntry, content: bytes, key: str | None, checksums: Mapping[str, int]
+) -> bytes:
+    """The local header of an entry, and its content if it isn't a tensor. key: of the record that the entry is."""
+    return local_header(entry, crc32(content) if key is None else checksums[key]) + content
 
 
 @dataclass(frozen=True)
@@ -206,6 +223,10 @@ class NumberedLayout:
         """The headers of the shared layout with this number. The bytes are made here, so that thousands of files need
         no pickle each."""
         return self.shared.numbered(self.number).headers(checksums)
+
+    def pieces(self) -> Iterator[Piece]:
+        """The pieces of the shared layout with this number."""
+        return self.shared.numbered(self.number).pieces()
 
 
 def plan(value: object, root: str) -> TorchZipLayout:

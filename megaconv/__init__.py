@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megaconv import errors
     from megaconv._version import __version__
     from megaconv.api import (
+        clean,
         convert,
         diff,
         fingerprint,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "__version__",
+    "clean",
     "convert",
     "diff",
     "errors",

@@ -12,8 +12,9 @@ from typing import Any
 
 from megaconv.called import checked
 from megaconv.checkpoint import Checkpoint, open_checkpoint
-from megaconv.commands import comparison, inspection, layouts, scanning, verification
+from megaconv.commands import cleaning, comparison, inspection, layouts, scanning, verification
 from megaconv.commands import push as pushing
+from megaconv.commands.cleaning import Cleaned
 from megaconv.commands.comparison import Diff
 from megaconv.commands.inspection import Inspection
 from megaconv.commands.layouts import Layouts
@@ -69,6 +70,7 @@ def convert(
     true_vocab_size: int | None = None,
     num_attention_heads: int | None = None,
     text_only: bool = False,
+    cache: bool = False,
     dtype: str | None = None,
     quantize: str | None = None,
     kv_cache: str | None = None,
@@ -81,13 +83,18 @@ def convert(
     verify: bool = False,
     overwrite: bool = False,
     resume: bool = False,
+    take_over: bool = False,
+    yes_replace_objects: bool = False,
+    spool: str | Path | None = None,
+    max_spool: int | str = "16GiB",
     check_source: bool = True,
     max_memory: int | str = "256MiB",
     workers: int = 0,
     options: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Convert load_dir (a directory or a Hub id) into save_dir, which must not exist yet.
+    """Convert load_dir (a directory, a Hub id or a URI of a store) into save_dir (a directory or an s3:// URI), which must
+    not exist yet.
 
     Options have the names of the command line's options. A size that is left out stays as in the source.
     Sizes in bytes are numbers, or text with a unit.
@@ -147,11 +154,16 @@ def merge(
     saver: str = "hf",
     loader: str | None = None,
     config: str | Path | None = None,
+    cache: bool = False,
     dtype: str | None = None,
     dry_run: bool = False,
     verify: bool = False,
     overwrite: bool = False,
     resume: bool = False,
+    take_over: bool = False,
+    yes_replace_objects: bool = False,
+    spool: str | Path | None = None,
+    max_spool: int | str = "16GiB",
     max_memory: int | str = "256MiB",
     workers: int = 0,
     progress: Callable[[int, int], None] | None = None,
@@ -303,6 +315,7 @@ def fingerprint(
     true_vocab_size: int | None = None,
     num_attention_heads: int | None = None,
     text_only: bool = False,
+    cache: bool = False,
     optimizer: bool = True,
     options: Mapping[str, str] | None = None,
     workers: int = 0,
@@ -322,6 +335,7 @@ def verify(
     *,
     loader: str | None = None,
     config: str | Path | None = None,
+    cache: bool = False,
     true_vocab_size: int | None = None,
     num_attention_heads: int | None = None,
     options: Mapping[str, str] | None = None,
@@ -347,6 +361,7 @@ def diff(
     loader_a: str | None = None,
     loader_b: str | None = None,
     text_only: bool = False,
+    cache: bool = False,
     optimizer: bool = True,
     options: Mapping[str, str] | None = None,
     check_source: bool = True,
@@ -384,6 +399,16 @@ def scan(path: str | Path) -> Scan:
     path: a directory, a file, or a Hub id. Loads nothing. Raises megaconv.errors.CheckpointError if nothing is there.
     """
     return scanning.scan(path)
+
+
+@checked
+def clean(uri: str, *, yes: bool = False, take_over: bool = False) -> Cleaned:
+    """What a killed run has left at an s3:// URI: uploads, a claim and a journal. Other uploads are never touched.
+
+    yes: remove it. take_over: also the work of a run on another host that may live.
+    Raises megaconv.errors.CheckpointError for a run that lives.
+    """
+    return cleaning.clean(uri, yes=yes, take_over=take_over)
 
 
 @checked

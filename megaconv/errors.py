@@ -176,6 +176,9 @@ CODES = {
         3,
         "the input is of a known kind that can't be read: quantized otherwise, an adapter, a compressed archive ...",
     ),
+    "incomplete-output": Cause(
+        3, "a run is writing the input into an object store, or was killed while it did"
+    ),
     "corrupt-checkpoint": Cause(3, "a file contains an impossible value"),
     "missing-file": Cause(3, "a file of the input isn't there"),
     "truncated-file": Cause(3, "a file of the input ends too early"),

@@ -66,13 +66,13 @@ def scheme_of(uri: str) -> str:
     return match[1].lower() if match else ""
 
 
-def resolve(place: str | Path, *, metadata_only: bool = False) -> Place:
-    """The local path of an input. A Hub id is downloaded into the Hub's own cache. A URI of a store becomes a directory of
-    stand-ins, whose bytes are fetched when they are read. Any other URI is returned unchanged.
+def resolve(place: str | Path, *, cache: bool = False) -> Place:
+    """The local path of an input. A Hub id, and a URI of a store, become a directory of stand-ins, whose bytes are fetched
+    when they are read. Small files of the Hub, and weights that are there already, are read from the Hub's own cache.
+    Any other URI is returned unchanged. The path is valid until the process ends.
 
     A Path is always treated as a path, even if it looks like a URI or a Hub id.
-    metadata_only: read only the headers of safetensors files (`megaconv/hub_headers.py`). The path is then valid until
-    the process ends.
+    cache: download all files of a Hub id into the cache.
 
     Each call asks the Hub for the commit of the revision: resolve a place once, and pass the path on.
     Raises CheckpointError.
@@ -94,7 +94,7 @@ def resolve(place: str | Path, *, metadata_only: bool = False) -> Place:
         raise UsageError(
             f"{place}: is not a Hub id; expected hf://organisation/name or hf://organisation/name@revision"
         )
-    return _fetch(place, name, revision or None, metadata_only)
+    return _fetch(place, name, revision or None, cache=cache)
 
 
 def tokenizer_directory(place: str) -> Path:
@@ -213,7 +213,7 @@ def _timeout() -> float:
     return float(os.environ["HF_HUB_ETAG_TIMEOUT"])
 
 
-def _fetch(place: str, name: str, revision: str | None, metadata_only: bool) -> Path:
+def _fetch(place: str, name: str, revision: str | None, *, cache: bool) -> Path:
     timeout = _timeout()
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -223,8 +223,8 @@ def _fetch(place: str, name: str, revision: str | None, metadata_only: bool) -> 
         found = HfApi().model_info(name, revision=revision, timeout=timeout)
         files = [sibling.rfilename for sibling in found.siblings or ()]
         skip = [*_skipped(files), *_NEVER]
-        if metadata_only and (headers := _headers(place, name, str(found.sha), files, skip)):
-            return headers
+        if not cache and (by_ranges := _by_ranges(place, name, str(found.sha), files, skip)):
+            return by_ranges
         return Path(
             snapshot_download(
                 name, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=skip
@@ -269,12 +269,12 @@ def _not_found(place: str, reason: str, *, restricted: bool) -> CheckpointError:
     )
 
 
-def _headers(
+def _by_ranges(
     place: str, name: str, commit: str, files: Sequence[str], skip: Sequence[str]
 ) -> Path | None:
-    """A directory with the headers of the weights.
+    """A directory with stand-ins of the weights.
 
-    None if the weights are in the cache already, or if whole files have to be downloaded; the latter is logged.
+    None if the weights are in the cache already, or if the server answers no ranges; the latter is logged.
     """
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 
@@ -284,13 +284,7 @@ def _headers(
         for file in wanted
         if not isinstance(try_to_load_from_cache(name, file, revision=commit), str)
     ]
-    if any(file.endswith(".bin") for file in absent):
-        _log.warning(
-            "%s: has torch files, whose headers can't be read by themselves: they are downloaded",
-            place,
-        )
-        return None
-    weights = [file for file in wanted if file.endswith(hub_headers.SUFFIX)]
+    weights = [file for file in wanted if _fits(file, _WEIGHTS)]
     if not set(weights) & set(absent):
         return None
     # Use the commit, not the branch: the branch may move between two requests.

@@ -1,10 +1,10 @@
-"""Reads only the headers of weight files on the Hugging Face Hub, by HTTP range requests.
+"""Reads weight files on the Hugging Face Hub by HTTP range requests, without a download.
 
     GET /org/name/resolve/<commit>/model.safetensors   Range: bytes=0-16383
     206, Content-Range: bytes 0-16383/4976698672
 
 A temporary directory holds a stand-in for each file (`formats/stores/stand_in.py`): it has the same size, and its header
-is in memory. A read of any other byte fetches that byte from the Hub. The client is huggingface_hub 0.30 to
+is in memory. Reads of other bytes fetch windows of the file from the Hub. The client is huggingface_hub 0.30 to
 2.4, used for its endpoint, token and proxies.
 """
 
@@ -15,18 +15,20 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from formats.ceilings import HEADER_BYTES
 from formats.partial_files import RemoteState
+from formats.stores.patience import Transient
 from formats.stores.stand_in import StandIn
 from megaconv.errors import CheckpointError
 from megaconv.threads import thread_pool
 
 SUFFIX = ".safetensors"
-"""The suffix of files that hold all names and shapes at their start; torch files scatter them over the whole file."""
+"""The suffix of files that hold all names and shapes at their start."""
 
 _FIRST_BYTES = 16 << 10
 """Length of the first request: the header of a shard with up to a hundred tensors.
@@ -37,8 +39,10 @@ _THREADS = 8
 _BLOCK_BYTES = 1 << 16
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 1.0
-_TRANSIENT = (429, 500, 502, 503, 504)
+_TRANSIENT = (408, 429, 500, 502, 503, 504)
 _RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
+_QUERY = re.compile(r"\?[^\s'\"]*[=&][^\s'\"]*")
+"""The query of an address, which may hold a signature."""
 _EMPTY = 416
 """The HTTP status for any range of an empty file."""
 
@@ -84,6 +88,8 @@ def _stand_in(path: Path, url: str) -> None:
     first = _get(url, 0, _FIRST_BYTES)
     file = StandIn(path, _CommitFiles(), url, RemoteState(url, first.size, first.etag or ""))
     file.give(0, first.content)
+    if path.suffix != SUFFIX:
+        return
     end = 8 + int.from_bytes(first.content[:8], "little")
     if (
         len(first.content) < end <= min(first.size, 8 + HEADER_BYTES)
@@ -99,11 +105,42 @@ class _CommitFiles:
         return f"GET {key}"
 
     def fetch(self, key: str, state: RemoteState, start: int, out: memoryview) -> Iterator[int]:
-        out[:] = _more(key, state, start, start + len(out))
-        yield len(out)
+        try:
+            yield from _fill(key, state, start, out)
+        except (CheckpointError, Transient):
+            raise
+        except Exception as error:  # the client's network errors have no common class
+            if status_of(error) in (None, *_TRANSIENT):
+                raise Transient(reason(error)) from None
+            raise CheckpointError(f"{key}: {reason(error)}", code="hub-unreachable") from error
 
     def require_unchanged(self, states: Sequence[RemoteState]) -> None:
         """A commit never changes."""
+
+
+def _fill(url: str, state: RemoteState, start: int, out: memoryview) -> Iterator[int]:
+    """Fill a buffer with bytes of a file from `start` on. Yields the sizes of the pieces.
+
+    Raises Transient for a body that breaks off, and CheckpointError for another file.
+    """
+    with _range(url, start, start + len(out)) as (response, size, etag):
+        if (size, etag or "") != (state.size, state.tag):
+            raise _changed(url)
+        done = 0
+        for block in _blocks(response):
+            piece = block[: len(out) - done]
+            out[done : done + len(piece)] = piece
+            done += len(piece)
+            yield len(piece)
+            if done == len(out):
+                return
+        raise Transient(f"a body that ended after {done} of {len(out)} bytes")
+
+
+def _changed(url: str) -> CheckpointError:
+    return CheckpointError(
+        f"{url}: was changed on the Hub while it was read; run again", code="hub-unreachable"
+    )
 
 
 def _more(url: str, state: RemoteState, start: int, end: int) -> bytes:
@@ -118,9 +155,7 @@ def _more(url: str, state: RemoteState, start: int, end: int) -> bytes:
     except Exception as error:  # the client's network errors have no common class
         raise CheckpointError(f"{url}: {reason(error)}", code="hub-unreachable") from error
     if (part.size, part.etag or "") != (state.size, state.tag):
-        raise CheckpointError(
-            f"{url}: was changed on the Hub while it was read; run again", code="hub-unreachable"
-        )
+        raise _changed(url)
     if len(part.content) != end - start:
         raise CheckpointError(
             f"{url}: {end - start} bytes at {start} were asked for, {len(part.content)} came; run again",
@@ -144,6 +179,16 @@ def _get(url: str, start: int, end: int) -> _Part:
 
 
 def _get_once(url: str, start: int, end: int) -> _Part:
+    with _range(url, start, end) as (response, size, etag):
+        return _Part(_content(response, end - start) if size else b"", size, etag)
+
+
+@contextmanager
+def _range(url: str, start: int, end: int) -> Iterator[tuple[Any, int, str | None]]:
+    """(response, size of the whole file, ETag) of a request for a range. The response of an empty file has no body.
+
+    Raises NoRanges, CheckpointError for another range, and the client's own errors.
+    """
     client = _client()
     # A range of a compressed response would not count the file's own bytes.
     asked = {
@@ -156,7 +201,8 @@ def _get_once(url: str, start: int, end: int) -> _Part:
         received = response.headers.get("Content-Range")
         content_range = _RANGE.fullmatch(received or "")
         if response.status_code == _EMPTY and content_range and not int(content_range[3]):
-            return _Part(b"", 0, etag)
+            yield response, 0, etag
+            return
         if response.status_code >= 400:
             getattr(response, "read", lambda: None)()  # the client's error message uses the content
             client.hf_raise_for_status(response)
@@ -168,7 +214,7 @@ def _get_once(url: str, start: int, end: int) -> _Part:
                 f"{url}: expected bytes from {start} on, received {response.status_code}, {received!r}",
                 code="hub-unreachable",
             )
-        return _Part(_content(response, end - start), int(content_range[3]), etag)
+        yield response, int(content_range[3]), etag
 
 
 def _streamed(url: str, headers: dict[str, str]) -> Any:
@@ -190,11 +236,16 @@ def _client() -> Any:
     return utils
 
 
+def _blocks(response: Any) -> Iterator[bytes]:
+    """The blocks of a streamed response."""
+    blocks: Callable[[int], Any] = getattr(response, "iter_bytes", None) or response.iter_content
+    yield from blocks(_BLOCK_BYTES)
+
+
 def _content(response: Any, count: int) -> bytes:
     """At most `count` bytes of a streamed response."""
-    blocks: Callable[[int], Any] = getattr(response, "iter_bytes", None) or response.iter_content
     content = bytearray()
-    for block in blocks(_BLOCK_BYTES):
+    for block in _blocks(response):
         content += block
         if len(content) >= count:
             break
@@ -216,7 +267,7 @@ _REASONS = {
 
 def reason(error: Exception) -> str:
     """One line that describes an error of the client."""
-    text = str(error).strip()
+    text = _QUERY.sub("", str(error).strip())
     return _REASONS.get(
         status_of(error) or 0, text.splitlines()[0] if text else type(error).__name__
     )

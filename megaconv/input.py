@@ -27,12 +27,12 @@ class Input:
 def find_input(
     given: str | Path, loader: str | None = None, options: LoadOptions | None = None
 ) -> Input:
-    """Find an input. A model on the Hub is downloaded, or only its headers with `options.metadata_only`.
+    """Find an input. A model on the Hub is read by ranges, or downloaded with `options.cache`.
 
     loader: a loader's name; None: the loader that recognises the input. Raises CheckpointError.
     """
     options = options or LoadOptions()
-    return input_at(given, resolve(given, metadata_only=options.metadata_only), loader, options)
+    return input_at(given, resolve(given, cache=options.cache), loader, options)
 
 
 def input_at(given: str | Path, place: Place, loader: str | None, options: LoadOptions) -> Input:

@@ -1,7 +1,7 @@
 """One rank's part of a model in training: its chunks, gradients and optimizer, and the training step."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from math import isfinite, sqrt
@@ -23,7 +23,7 @@ from megatron_lite.models.network_interface import Network
 from megatron_lite.models.passes import Pass, Passes
 from megatron_lite.optimizer.algorithm import Rates, TensorGroups
 from megatron_lite.optimizer.algorithms import make_dealer
-from megatron_lite.optimizer.buckets import ChunkBuckets
+from megatron_lite.optimizer.chunk_buckets import BucketOptions, ChunkBuckets
 from megatron_lite.optimizer.clip import clip_factor, squares, sum_shares
 from megatron_lite.optimizer.precision import LossScaler
 from megatron_lite.optimizer.qk_clip import RowFactors, ScoreWatch, StepScores
@@ -97,7 +97,16 @@ class Engine:
         if optimizer is not None and self.dtype == torch.float16:
             scale = optimizer.loss_scale
         self.scaler = LossScaler(scale)
-        allocate_untrained(built, self.dtype, grid.device, evaluates=optimizer is None)
+        several = comm.size(grid.group("replicas")) > 1
+        self.shards_parameters = several and optimizer is not None and optimizer.shards_parameters
+        """True if parameters exist only around their use: see portions() and parameters()."""
+        allocate_untrained(
+            built,
+            self.dtype,
+            grid.device,
+            evaluates=optimizer is None,
+            frozen=not self.shards_parameters,
+        )
         if optimizer is not None:
             self._prepare_training(optimizer)
 
@@ -113,23 +122,24 @@ class Engine:
     def _prepare_training(self, optimizer: OptimizerOptions) -> None:
         """Make the buckets, which hold the trained parameters, and the optimizer."""
         grid = self.grid
-        dealer = make_dealer(optimizer)
-        sent_as = torch.bfloat16 if optimizer.bf16_reduce else torch.float32
+        options = BucketOptions(
+            dtype=self.dtype,
+            device=grid.device,
+            groups=grid.group,
+            bucket_elements=optimizer.bucket_elements,
+            distributed=optimizer.distributed,
+            overlap=optimizer.overlap_grad_reduce,
+            sent_as=torch.bfloat16 if optimizer.bf16_reduce else torch.float32,
+            dealer=make_dealer(optimizer),
+            shards_gradients=optimizer.shards_gradients and comm.size(grid.group("replicas")) > 1,
+            shards_parameters=self.shards_parameters,
+            fetches_ahead=optimizer.overlap_param_gather,
+        )
         for module, infos, adapters in zip(self.chunks, self.infos, self.adapters, strict=True):
             trained = [info for info in (*infos, *adapters) if info.trained]
-            buckets = ChunkBuckets(
-                module,
-                trained,
-                self.dtype,
-                grid.device,
-                grid.group,
-                bucket_elements=optimizer.bucket_elements,
-                distributed=optimizer.distributed,
-                sent_as=sent_as,
-                overlap=optimizer.overlap_grad_reduce,
-                dealer=dealer,
-            )
-            buckets.wait_before(module.units())
+            frozen = [info for info in infos if info.frozen and self.shards_parameters]
+            buckets = ChunkBuckets(module, trained, options, frozen)
+            buckets.wait_before(list(module.units()), list(module.shared()))
             self.buckets.append(buckets)
         groups = TensorGroups(grid.group("tp"), grid.group("etp"))
         self.optimizer = Optimizer(self.buckets, optimizer, groups)
@@ -308,7 +318,7 @@ class Engine:
         if last is None:
             return None
         chunk, hidden = last
-        with torch.no_grad():
+        with torch.no_grad(), self.whole_parameters():
             own = chunk.logits((hidden,))
         return own if self._context is None else self._context.whole(own, 1)
 
@@ -373,12 +383,21 @@ class Engine:
         executor.run(actions, before_backward)
 
     def _region(self, action: Action) -> AbstractContextManager[Any]:
-        """Return the region in which a pass is computed: Transformer Engine's, or one without effect."""
-        if self._autocast is None:
-            return nullcontext()
-        if action.backward:
-            return self._autocast.backward_pass()
-        return self._autocast.forward_pass()
+        """Return the region in which a pass is computed: with its sharded tensors, and in Transformer Engine's region."""
+        region = ExitStack()
+        if self.buckets:
+            # With one stage, the backward pass of a microbatch follows its forward pass.
+            follows = torch.is_grad_enabled() and self.grid.layout.pp == 1 and not action.backward
+            of_shards = self.buckets[action.chunk].computing(
+                backward=action.backward, backward_follows=follows
+            )
+            region.enter_context(of_shards)
+        if self._autocast is not None:
+            of_products = self._autocast
+            region.enter_context(
+                of_products.backward_pass() if action.backward else of_products.forward_pass()
+            )
+        return region
 
     def make_pass(self, batch: Microbatch, cache: Cache | None = None) -> Pass:
         """Return a pass for chunks that are called one by one: without dropout, and not part of a training step."""
@@ -405,14 +424,48 @@ class Engine:
         return max(options.hidden_dropout, options.attention_dropout, of_adapters) > 0
 
     def parameters(self) -> Iterator[tuple[int, str, Tensor]]:
-        """Yield (chunk, name, local tensor) of every parameter of this rank, including tied copies."""
-        for module, infos in zip(self.chunks, self.infos, strict=True):
-            for info in infos:
+        """Yield (chunk, name, local tensor) of every parameter of this rank, including tied copies.
+
+        Collective if parameters are sharded (shards_parameters). Then each tensor exists only until the next one.
+        """
+        for number, (module, infos) in enumerate(zip(self.chunks, self.infos, strict=True)):
+            listed = self.buckets[number].one_by_one(infos) if self.shards_parameters else infos
+            for info in listed:
                 yield info.chunk, info.name, module.get_parameter(info.name).detach()
+
+    def lasting(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of parameters() that stays: itself, or a copy in main memory if parameters are sharded."""
+        return tensor.to("cpu", copy=True) if self.shards_parameters else tensor
+
+    def portions(self) -> Iterator[list[tuple[ParameterInfo, Tensor]]]:
+        """Yield all parameters of this rank with their local tensors, to fill them portion by portion.
+
+        There is one portion, or one for each bucket if parameters are sharded.
+        """
+        found: list[tuple[ParameterInfo, Tensor]] = []
+        for number, (module, infos) in enumerate(zip(self.chunks, self.infos, strict=True)):
+            listed = self.buckets[number].portions(infos) if self.shards_parameters else [infos]
+            for portion in listed:
+                found += [(info, module.get_parameter(info.name).detach()) for info in portion]
+                if self.shards_parameters:
+                    yield found
+                    found = []
+        if found:
+            yield found
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Keep whole parameters in memory in this region. Collective if parameters are sharded."""
+        with ExitStack() as regions:
+            for buckets in self.buckets:
+                regions.enter_context(buckets.whole())
+            yield
 
     def differing(self) -> list[Differs]:
         """Return the parameters that differ between data-parallel ranks, where they should be equal. Collective."""
         self.finish()
+        if self.shards_parameters:
+            return []  # no rank holds what another one holds
         infos = (info for of_chunk in self.infos for info in of_chunk)
         tensors = (tensor for _, _, tensor in self.parameters())
         return differing(zip(infos, tensors, strict=True), self.grid)

@@ -14,6 +14,7 @@ from megaconv.engine.reading_back import Stored, as_streamed
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.families import Family, family, family_of_hf
 from megaconv.gguf.config import config_of, shortest
+from megaconv.gguf.importance import importances
 from megaconv.gguf.metadata import divisors, metadata
 from megaconv.gguf.metadata import notices as metadata_notices
 from megaconv.gguf.names import ARCHITECTURES, DIVISORS, gguf_rows
@@ -29,7 +30,7 @@ from megaconv.model.natives import NativeTensor, unsharded_tensors
 from megaconv.model.table import canonical_shapes
 from megaconv.options import SaveOptions
 from megaconv.saver import Saver
-from megaconv.values.forms import LEFT_OUT, Form
+from megaconv.values.forms import LEFT_OUT, Form, Scaling
 from megaconv.values.stored_forms import stored_shape
 
 FILE = "model.gguf"
@@ -37,19 +38,22 @@ FILE = "model.gguf"
 
 def uses(options: SaveOptions) -> tuple[str, ...]:
     """Fields of the options that this saver uses."""
-    return ()
+    return ("calibration",)
 
 
 def forms(header: Header, options: SaveOptions) -> dict[Key, Form]:
     """The storage form of each tensor. Raises UsageError for an unknown type, and NotExpressible for another family."""
     natives = _natives(header.config)
     kinds = types_of(natives, _wanted(header, options), header.config)
+    scalings = importances(natives, kinds, header, options)
     zero_centered = header.config.norm.zero_centered
     found: dict[Key, Form] = {}
     for native in natives:
         is_norm = native.name.endswith("_norm.weight")
+        added = 1 if is_norm and zero_centered else 0
         for name in native.parts:
-            found[Key(name)] = Form(kinds[native.name], 1 if is_norm and zero_centered else 0)
+            scaling = scalings.get(name, Scaling())
+            found[Key(name)] = Form(kinds[native.name], added, scaling=scaling)
     predicting = (key for key in header.manifest if key.name.startswith("mtp."))
     return found | dict.fromkeys(predicting, Form(LEFT_OUT))
 

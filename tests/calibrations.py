@@ -43,6 +43,7 @@ def measured(model: nn.Module, batches: list[Tensor], *, awq: bool = False) -> d
         found[f"{name}.input_amax"] = rows.abs().max()
         found[f"{name}.input_channel_amax"] = rows.abs().amax(0)
         found[f"{name}.input_channel_mean"] = rows.abs().mean(0)
+        found[f"{name}.input_channel_square"] = rows.square().mean(0)
         if awq:
             found[f"{name}.awq_scale"] = awq_scale(modules[name].weight.detach(), each)
     for layer in range(len(keys[0])):

@@ -9,7 +9,7 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,8 @@ from formats.stores.objects import Listed, Store
 from formats.stores.stand_in import StandIn
 
 _THREADS = 16
+CLAIM, JOURNAL = ".megaconv-partial.json", ".megaconv-journal"
+"""Names of what a run that writes leaves beside its output until it ends."""
 _LONGEST_PART = 255
 _PER_ARRAY = (".zarray",)
 """Names of small files that every array of a checkpoint has. The first read of one fetches all."""
@@ -28,11 +30,17 @@ _SMALL_OBJECT_BYTES = 1 << 20
 """Objects up to this size are fetched together with others like them. A `.zarray` has 300 bytes."""
 
 
-def open_directory(store: Store, prefix: str, beside: Sequence[str]) -> Path | None:
+def open_directory(
+    store: Store,
+    prefix: str,
+    beside: Sequence[str],
+    check_claim: Callable[[str], None] = lambda place: None,
+) -> Path | None:
     """The local path that stands for an object, or for the objects below a prefix. None if there are none.
 
-    beside: names of directories next to the prefix that belong to it. Files next to it always do. The directory is
-    removed when the process ends. Raises UnsafeContent for names that can't be paths.
+    beside: names of directories next to the prefix that belong to it. Files next to it always do. check_claim: called
+    for the prefix, and for the level above it, if a run has a claim there. The directory is removed when the process ends.
+    Raises UnsafeContent for names that can't be paths.
     """
     prefix = prefix.strip("/")
     inside = _files(store.listing(f"{prefix}/" if prefix else "").objects)
@@ -40,12 +48,27 @@ def open_directory(store: Store, prefix: str, beside: Sequence[str]) -> Path | N
     is_object = any(each.key == prefix for each in neighbours)
     if not inside and not is_object:
         return None
+    places = {prefix, prefix.rpartition("/")[0]}
+    for each in (*inside, *neighbours):
+        place, _, name = each.key.rpartition("/")
+        if name == CLAIM and place in places:
+            check_claim(place)
+    by_key = {each.key: each for each in (*neighbours, *inside) if not is_part_of_claim(each.key)}
+    return stand_in_files(store, prefix, by_key.values())
+
+
+def stand_in_files(store: Store, prefix: str, found: Iterable[Listed]) -> Path:
+    """The local path that stands for a prefix with these objects. It is removed when the process ends."""
     root = Path(os.path.realpath(tempfile.mkdtemp(prefix="megaconv-")))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     register_root(root, store.uri)
-    by_key = {each.key: each for each in (*neighbours, *inside)}
-    _make(store, root, by_key.values())
+    _make(store, root, found)
     return root / prefix if prefix else root
+
+
+def is_part_of_claim(key: str) -> bool:
+    """True for a claim, and for an object of its journal."""
+    return bool({CLAIM, JOURNAL} & set(key.split("/")))
 
 
 def _files(found: Iterable[Listed]) -> list[Listed]:

@@ -174,6 +174,7 @@ def _client() -> tuple[bool, Any]:
         "read_timeout": _TIMEOUT_SECONDS,
         "max_pool_connections": 2 * CONNECTIONS,
         "response_checksum_validation": "when_required",
+        "request_checksum_calculation": "when_required",
     }
     try:
         with _making:

@@ -10,7 +10,10 @@ from formats.errors import CheckpointError, UnsupportedInput
 from formats.stores.patience import Transient
 
 _TRANSIENT_STATUS = (408, 429, 500, 502, 503, 504)
-_TRANSIENT_CODES = {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "Throttling"}  # fmt: skip
+_TRANSIENT_CODES = {
+    "SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "Throttling", "BadDigest",
+    "ConditionalRequestConflict", "OperationAborted", "XAmzContentChecksumMismatch",
+}  # fmt: skip
 _NETWORK = {
     "ConnectionClosedError", "ReadTimeoutError", "ConnectTimeoutError", "EndpointConnectionError", "ConnectionError",
     "ResponseStreamingError", "IncompleteReadError", "HTTPClientError", "ProxyConnectionError", "ConnectionResetError",
@@ -43,6 +46,12 @@ def _answer(error: Exception) -> tuple[int, str, float]:
     after = str(metadata.get("HTTPHeaders", {}).get("retry-after", "0"))
     seconds = float(after) if after.isascii() and after.isdigit() else 0.0
     return int(metadata.get("HTTPStatusCode", 0)), code[:60], seconds
+
+
+def answer_of(error: Exception) -> tuple[int, str]:
+    """(HTTP status, the store's code) of an answer; (0, "") if none came."""
+    status, code, _ = _answer(error)
+    return status, code
 
 
 def is_replaced(error: Exception) -> bool:

@@ -145,7 +145,7 @@ def find_both(
     """Both inputs. loaders: names of loaders; None: the loader that recognises the input. Raises CheckpointError."""
     first, second = loaders
     # Both places come first: a missing input ends the command before the other one is examined.
-    places = [resolve(place, metadata_only=options.metadata_only) for place in (a, b)]
+    places = [resolve(place, cache=options.cache) for place in (a, b)]
     return input_at(a, places[0], first, options), input_at(b, places[1], second, options)
 
 

@@ -32,7 +32,7 @@ def in_the_same_format(load_dir: str | Path, options: ConvertOptions) -> tuple[s
     Raises UsageError for an input that isn't a Megatron checkpoint, and the errors of opening the input.
     """
     require_sizes(options.save)
-    place = resolve(load_dir, metadata_only=True)
+    place = resolve(load_dir)
     if isinstance(place, Path) and not place.exists():
         raise nothing_at(place)
     version = rank_files.find_version(place) if isinstance(place, Path) else None

@@ -72,7 +72,8 @@ def verify(
     Raises CorruptCheckpoint if no fingerprints were recorded, ModelsDiffer if a changed file prevents opening, and the
     errors of opening the checkpoint.
     """
-    options, place = options or LoadOptions(), resolve(path)
+    options = options or LoadOptions()
+    place = resolve(path, cache=options.cache)
     record = _need_record(place)
     changed = record.changed_files()
     alone = not any(name.startswith(BESIDE) for name in record.tensors)

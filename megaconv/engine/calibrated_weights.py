@@ -13,7 +13,7 @@ def require_same_weights(given: str, source: Source, options: ConvertOptions, wo
     given: the input, for messages. source: the input as it was opened. Raises TensorMismatch and UsageError.
     """
     path = options.save.calibration
-    if path is None or options.save.quantize is None:
+    if path is None:
         return
     if options.adapters:
         raise UsageError(

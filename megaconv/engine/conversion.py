@@ -12,10 +12,14 @@ from typing import Any
 
 from formats.entry_check import Entry
 from formats.opened import OpenedFiles
-from formats.staging import Staging
+from formats.stores.addresses import is_store
+from formats.stores.target import StoreTarget
+from formats.target import Target
 from megaconv import registry
 from megaconv._version import __version__
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
+from megaconv.engine.outputs import ahead, output_at, parts_of
+from megaconv.engine.parts import PartPlan, in_order
 from megaconv.engine.plan import block_bytes, default_workers
 from megaconv.engine.preparation import open_source, prepare, workers_of
 from megaconv.engine.ranks import ALONE, Ranks
@@ -88,11 +92,14 @@ def rehearse(
     Raises the errors that convert() would raise before it writes its first byte.
     """
     refuse_place(save_dir)
-    Staging(Path(save_dir), overwrite=options.overwrite)
-    place = resolve(load_dir, metadata_only=True)
+    output_at(save_dir, options)
+    place = resolve(load_dir, cache=options.load.cache)
     _require_kept(place, save_dir, options)
     found = input_at(load_dir, place, options.loader, options.load)
-    return prepare(found, save_dir, registry.saver(saver), options)[1]
+    report = prepare(found, save_dir, registry.saver(saver), options)[1]
+    if not is_store(str(save_dir)):
+        return report
+    return replace(report, waiting=parts_of(report.plan, options, workers_of(options))[1])
 
 
 def _require_kept(place: Place, save_dir: str | Path, options: ConvertOptions) -> None:
@@ -102,7 +109,7 @@ def _require_kept(place: Place, save_dir: str | Path, options: ConvertOptions) -
         options.save.base,
         *(Path(each.place) for each in options.adapters),
     )
-    refuse_loss(save_dir, place, others, RECORD_NAME)
+    refuse_loss(save_dir, place, others, RECORD_NAME, overwrite=options.overwrite)
 
 
 def _convert(
@@ -118,8 +125,8 @@ def _convert(
     """Convert. complete: receives save_dir as soon as the output is in place, even if an error follows."""
     started = time.monotonic()
     refuse_place(save_dir)
-    staging = Staging(Path(save_dir), overwrite=options.overwrite, member=ranks.rank)
-    place = resolve(load_dir)
+    staging = output_at(save_dir, options, ranks)
+    place = resolve(load_dir, cache=options.load.cache)
     _require_kept(place, save_dir, options)
     opened = OpenedFiles()
     with opened:
@@ -137,10 +144,15 @@ def _convert(
     ranks.agree("source", _digest(asked, opened.listing()))
     ranks.agree("options", repr((saver.name, staging.target, options)))
     identity = _identity(saver.name, options, opened, _revision(place, source.header, options))
+    shares = share_out(report.plan, source.header.manifest, ranks.size)
+    parts: PartPlan | None = None
+    if isinstance(staging, StoreTarget):
+        parts, waiting = parts_of(shares[ranks.rank].plan, options, workers_of(options))
+        staging.expect(waiting)
+        report = replace(report, waiting=waiting)
     if not options.resume and not ranks.rank:
         staging.require_space(report.nbytes)
     planned(report)
-    shares = share_out(report.plan, source.header.manifest, ranks.size)
     try:
         with opened:
             digests = _transfer(
@@ -151,6 +163,7 @@ def _convert(
                 options,
                 ranks.counting(advance),
                 ranks,
+                parts,
             )
         opened.require_as_stored(_left_to(ranks, opened))
         if ranks.rank:
@@ -163,9 +176,9 @@ def _convert(
             report.check.compare(fingerprint)
         if options.verify:
             hashed = frozenset(shares[ranks.rank].hashed)
-            verify_fingerprint(
-                staging.data, saver, report, fingerprint, hashed, workers_of(options)
-            )
+            with ranks.in_turn():
+                readable = staging.readable()
+            verify_fingerprint(readable, saver, report, fingerprint, hashed, workers_of(options))
             ranks.gather("")
         if ranks.rank:
             staging.keep()
@@ -201,23 +214,25 @@ def _convert(
 def _transfer(
     source: Source,
     share: Share,
-    staging: Staging,
+    staging: Target,
     identity: Mapping[str, str],
     options: ConvertOptions,
     advance: Callable[[int], None],
     ranks: Ranks,
+    parts: PartPlan | None,
 ) -> dict[Key, str]:
-    """Write one share. Returns the fingerprints of the tensors that this share hashes."""
+    """Write one share. parts: its plan in parts, for a store. Returns the fingerprints of the tensors that this share hashes."""
     workers = workers_of(options)
     with ranks.first_goes_first():
         transfer = Transfer(
             share, staging, source=identity, resume=options.resume,
-            block_bytes=block_bytes(options.max_memory, workers), advance=advance,
+            block_bytes=block_bytes(options.max_memory, workers), advance=advance, parts=parts,
         )  # fmt: skip
-    stream = Stream(options.max_memory // 2)
+    stream = Stream(options.max_memory // 2, None if parts is None else ahead(workers))
+    order = None if parts is None else parts.order
     # Run in a copy of the context, so that files which the source opens only now are recorded too.
     sender = threading.Thread(
-        target=copy_context().run, args=(_send, source, stream), name="loader", daemon=True
+        target=copy_context().run, args=(_send, source, stream, order), name="loader", daemon=True
     )
     sender.start()
     digests = transfer.run(stream, workers)
@@ -264,12 +279,15 @@ def _gather(ranks: Ranks, shares: Sequence[Share], digests: Mapping[Key, str]) -
     }
 
 
-def _send(source: Source, stream: Stream) -> None:
-    """The loader's side of the stream: sends the header, all tensors, and the end marker."""
+def _send(source: Source, stream: Stream, order: Mapping[Key, int] | None) -> None:
+    """The loader's side of the stream: sends the header, all tensors, and the end marker.
+
+    order: the places of tensors in the order of sending; None: the source's order.
+    """
     try:
         stream.put_header(source.header)
         count = 0
-        for key, tensor in source.tensors():
+        for key, tensor in source.tensors() if order is None else in_order(source, order):
             stream.put(key, tensor)
             count += 1
         stream.end(count)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from formats.rank_files import is_version
+from formats.stores.addresses import is_store
 from formats.tensor import ITEMSIZE, LazyTensor
 from megaconv import registry
 from megaconv.engine.calibrated_weights import require_same_weights
@@ -130,15 +131,15 @@ def prepare(
     _refuse_source(opened.header, found, saver, options)
     files = options.save.files or max(DIST_FILES, processes)
     save = replace(options.save, files=files, extra=extra)
-    require_same_weights(found.given, opened, options, workers_of(options))
     streamed = _streamed(opened, saver, options, save, processes)
+    require_same_weights(found.given, opened, options, workers_of(options))
     header = streamed.source.header
     check = _checked(found, opened, header, streamed.altered, options)
     plan = saver.plan(header, save)
     require_complete(plan, header.manifest)
     report = _report(
         found,
-        Path(save_dir),
+        str(save_dir) if is_store(str(save_dir)) else Path(save_dir),
         saver,
         options,
         streamed,
@@ -267,7 +268,7 @@ def _checked(
 
 
 def _report(
-    found: Input, save_dir: Path, saver: Saver, options: ConvertOptions, streamed: _Streamed, plan: OutputPlan,
+    found: Input, save_dir: Path | str, saver: Saver, options: ConvertOptions, streamed: _Streamed, plan: OutputPlan,
     check: SourceCheck,
 ) -> Report:  # fmt: skip
     header = streamed.read_header

@@ -60,6 +60,15 @@ class Ranks:
         """A context manager for a block that other ranks enter after rank 0 has left it."""
         return nullcontext()
 
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """A context manager for a block that other ranks enter after rank 0 has left it. It can be used repeatedly."""
+        if self.rank:
+            self.gather("")
+        yield
+        if not self.rank:
+            self.gather("")
+
     def gather(self, text: str) -> list[str]:
         """Every rank's text, ordered by rank. Waits for all ranks."""
         return [text]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from formats.stores.waiting import Waiting
 from megaconv.engine.completeness import completeness_notices
 from megaconv.engine.fingerprints import Fingerprint
 from megaconv.engine.plan import OutputPlan
@@ -18,6 +19,7 @@ BESIDE = (
     "--text-only: these tensors were not converted: {}; --saver hf --base ORIGINAL puts them back"
 )
 CODE_LEFT_OUT = "code is never copied: {}; if you need and trust it, copy it to the output yourself"
+SPOOLED = "parts that wait to be sent take up to {:,} bytes on the disk (--spool, --max-spool)"
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,7 +28,8 @@ class Report:
 
     header: Header
     plan: OutputPlan
-    target: Path
+    target: Path | str
+    """The place of the output: a path, or a URI of a store."""
     memory: int
     record_bytes: int
     """Size of megaconv.json. No plan contains this file, because its fingerprints are known last."""
@@ -51,6 +54,9 @@ class Report:
     rounding: Rounding | None = None
     """The rounding error of quantized weights, if there are any. A resumed run counts only the weights that it read."""
 
+    waiting: Waiting | None = None
+    """The places of the parts that wait to be sent, for an output in a store."""
+
     def __repr__(self) -> str:
         size = f"{self.parameters:,} parameters, {self.nbytes:,} bytes in {len(self.files)} files"
         done = "planned" if self.fingerprint is None else f"fingerprint {self.fingerprint.weights}"
@@ -72,6 +78,8 @@ class Report:
         if self.code:
             found.append(CODE_LEFT_OUT.format(", ".join(self.code)))
         found += self.plan.notices
+        if self.waiting is not None and self.waiting.is_spooled:
+            found.append(SPOOLED.format(self.waiting.spool_bytes))
         return tuple(found)
 
     @property
@@ -95,7 +103,8 @@ class Report:
             "from_base": list(self.plan.from_base),
             "adapters": list(self.adapters),
             "bytes": self.nbytes,
-            "memory_bytes": self.memory,
+            "memory_bytes": self.memory + (self.waiting.memory_bytes if self.waiting else 0),
+            "spool_bytes": self.waiting.spool_bytes if self.waiting else 0,
             "seconds": round(self.seconds, 3),
             "fingerprint": self.fingerprint.weights if self.fingerprint else None,
             "optimizer_fingerprint": self.fingerprint.optimizer if self.fingerprint else None,

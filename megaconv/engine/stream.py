@@ -55,8 +55,13 @@ def as_lazy(tensor: Any) -> LazyTensor:
 class Stream:
     """The queue. One loader thread puts tensors, any number of saver threads take them."""
 
-    def __init__(self, budget_bytes: int) -> None:
-        self._budget_bytes = budget_bytes
+    def __init__(self, budget_bytes: int, ahead: int | None = None) -> None:
+        """ahead: distribute the tensors in the order of their arrival, and only this number of tensors from the first
+        unfinished one on. None: the largest first.
+        """
+        self._budget_bytes, self._ahead = budget_bytes, ahead
+        self._unfinished: set[int] = set()
+        """Numbers of the tensors that are being written."""
         self._held_bytes = 0
         self._waiting: list[tuple[int, int, Key, LazyTensor]] = []
         """A heap of (-bytes, number, key, tensor): the largest tensor first, equal sizes in the order of arrival."""
@@ -90,7 +95,8 @@ class Stream:
             self._raise_if_failed()
             self._held_bytes += size
             self._count += 1
-            heappush(self._waiting, (-byte_count(lazy.shape, lazy.dtype), self._count, key, lazy))
+            rank = -byte_count(lazy.shape, lazy.dtype) if self._ahead is None else 0
+            heappush(self._waiting, (rank, self._count, key, lazy))
             self._changed.notify_all()
 
     def _has_room(self, size: int) -> bool:
@@ -127,19 +133,30 @@ class Stream:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._error is not None or self._waiting or self._ended
+                    lambda: self._error is not None or self._may_take() or self._is_over()
                 )
                 self._raise_if_failed()
                 if not self._waiting:
                     return
-                *_, key, tensor = heappop(self._waiting)
+                _, number, key, tensor = heappop(self._waiting)
+                self._unfinished.add(number)
                 self._changed.notify_all()
             try:
                 yield key, tensor
             finally:
                 with self._changed:
+                    self._unfinished.discard(number)
                     self._held_bytes -= getattr(tensor, "nbytes", 0)
                     self._changed.notify_all()
+
+    def _is_over(self) -> bool:
+        return self._ended and not self._waiting
+
+    def _may_take(self) -> bool:
+        """True if a tensor waits that a thread may begin."""
+        if not self._waiting or self._ahead is None or not self._unfinished:
+            return bool(self._waiting)
+        return self._waiting[0][1] < min(self._unfinished) + self._ahead
 
     # Either side.
 

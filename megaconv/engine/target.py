@@ -4,10 +4,13 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from formats.partial_files import displayed
+from formats.stores.addresses import is_store
 from megaconv import registry
 from megaconv.errors import CheckpointError, TargetExists, UsageError
 from megaconv.hub import UNEXPANDED, is_unexpanded
 from megaconv.local_paths import local_path
+from megaconv.store_inputs import stand_in
 
 
 def refuse_place(target: str | Path) -> None:
@@ -18,6 +21,8 @@ def refuse_place(target: str | Path) -> None:
     """
     if not str(target):
         raise UsageError("the output's path is empty; is a variable unset that it was made of?")
+    if is_store(str(target)):
+        return
     local_path(target)
     if is_unexpanded(target):
         raise UsageError(f"{target}: {UNEXPANDED}; give the path in full")
@@ -32,13 +37,23 @@ def refuse_place(target: str | Path) -> None:
 
 
 def refuse_loss(
-    target: str | Path, source: Path | str, others: Iterable[Path | None], record: str
+    target: str | Path,
+    source: Path | str,
+    others: Iterable[Path | None],
+    record: str,
+    *,
+    overwrite: bool,
 ) -> None:
     """Raises UsageError if the output would replace an input, TargetExists if it would replace a non-checkpoint.
 
     source: a path, or a URI, which is no local place. others: further inputs, or None. record: the file that every
     output of megaconv has.
     """
+    if is_store(str(target)):
+        _refuse_own_source(str(target).rstrip("/"), (source, *others))
+        if overwrite:
+            _require_checkpoint(str(target), record)
+        return
     place, sources = _real(target), [source] if isinstance(source, Path) else []
     if any(_real(path) in place.parents for path in sources):
         raise UsageError(f"{target}: lies in the source {source}; choose a place outside of it")
@@ -50,6 +65,33 @@ def refuse_loss(
             )
     occupied = any(place.iterdir()) if place.is_dir() else place.exists()
     if occupied and not (place / record).is_file() and not _is_checkpoint(place):
+        raise TargetExists(
+            f"{target}: --overwrite replaces checkpoints, and this is not one of a known format (it has no {record} either); "
+            "remove it yourself, or choose another place"
+        )
+
+
+def _refuse_own_source(target: str, sources: Iterable[Path | str | None]) -> None:
+    """Raises UsageError if an output in a store is, holds or lies in an input. target: without a final slash."""
+    for path in sources:
+        place = displayed(str(path)).rstrip("/") if path is not None else ""
+        if f"{place}/".startswith(f"{target}/"):
+            raise UsageError(
+                f"{target}: is or holds the source {place}, which it would replace; choose another place"
+            )
+        if place and f"{target}/".startswith(f"{place}/"):
+            raise UsageError(f"{target}: lies in the source {place}; choose a place outside of it")
+
+
+def _require_checkpoint(target: str, record: str) -> None:
+    """Raises TargetExists if objects would be replaced that are no checkpoint."""
+    try:
+        occupant = stand_in(target)
+    except CheckpointError as error:
+        if error.code in ("no-such-input", "incomplete-output"):
+            return
+        raise
+    if not (occupant / record).is_file() and not _is_checkpoint(occupant):
         raise TargetExists(
             f"{target}: --overwrite replaces checkpoints, and this is not one of a known format (it has no {record} either); "
             "remove it yourself, or choose another place"

@@ -11,7 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from isal import isal_zlib
@@ -20,7 +20,7 @@ from formats.entry_check import Entry
 from formats.opened import begun_entries
 from formats.output import FileLayout
 from formats.partial_files import displayed, local
-from formats.staging import StagedFile, Staging
+from formats.target import OutputFile, Target
 from formats.tensor import (
     ITEMSIZE,
     Box,
@@ -31,11 +31,14 @@ from formats.tensor import (
     check_later,
     matrix_shape,
 )
+from megaconv.engine.early_headers import EarlyHeaders
 from megaconv.engine.fingerprints import tensor_hasher
+from megaconv.engine.parts import PartPlan
 from megaconv.engine.plan import Placement, needed_boxes
+from megaconv.engine.runs import Run, total, zeros
 from megaconv.engine.shares import Share
 from megaconv.engine.stream import Stream
-from megaconv.errors import Cancelled, CheckpointError, UsageError
+from megaconv.errors import Cancelled, UsageError
 from megaconv.model.assembled import overlap, window
 from megaconv.model.ir import Key
 from megaconv.model.natives import Region
@@ -47,14 +50,6 @@ JOURNAL_SECONDS = 5.0
 
 _BEGUN = "begun"
 """The key of a journal entry for a zip entry that was read in part. Its checksum is still to be compared."""
-
-
-class Run(NamedTuple):
-    """A contiguous range of bytes that was written into a record."""
-
-    offset: int
-    nbytes: int
-    crc: int
 
 
 @dataclass
@@ -88,16 +83,18 @@ class Transfer:
     def __init__(
         self,
         share: Share,
-        staging: Staging,
+        staging: Target,
         *,
         source: Mapping[str, str],
         resume: bool,
         block_bytes: int,
         advance: Callable[[int], None],
+        parts: PartPlan | None = None,
     ) -> None:
         """Prepare the transfer.
 
         source: the input's identity, for resuming. advance: called with the number of bytes of each hashed block.
+        parts: the plan in parts, for a store.
         """
         plan = self._plan = share.plan
         self._hashed = frozenset(share.hashed)
@@ -114,9 +111,20 @@ class Transfer:
                 self._done[finished.key] = finished
         self._unrecorded: list[_Finished] = []
         self._lock = threading.Lock()
-        self._files: dict[str, StagedFile] = {}
+        self._files: dict[str, OutputFile] = {}
         for name, size in sizes.items():
-            self._files[name] = staging.file(name, size, keep=bool(entries))
+            self._files[name] = self._file(name, size, parts, keep=bool(entries))
+        self._early = None if parts is None else EarlyHeaders(plan, parts, self._write)
+
+    def _file(self, name: str, size: int, parts: PartPlan | None, *, keep: bool) -> OutputFile:
+        if parts is None or name not in parts.files:
+            return self._staging.file(name, size, keep=keep)
+        of_file = parts.files[name]
+        known = [piece for piece in of_file.pieces if not piece.needs]
+        return self._staging.file(name, size, keep=keep, gaps=of_file.gaps, known=known)
+
+    def _write(self, name: str, offset: int, data: bytes) -> None:
+        self._files[name].write(offset, data)
 
     def run(self, stream: Stream, workers: int) -> dict[Key, str]:
         """Move all tensors.
@@ -128,17 +136,22 @@ class Transfer:
             for index in range(workers)
         ]
         recorded = time.monotonic()
+        pause = JOURNAL_SECONDS * self._staging.journal_pause
         try:
+            self._begin()
             for thread in threads:
                 thread.start()
             while any(thread.is_alive() for thread in threads):
                 for thread in threads:
                     thread.join(0.05)
-                if time.monotonic() - recorded > JOURNAL_SECONDS:
+                if stream.error is not None:
+                    self._staging.fail(stream.error)
+                if time.monotonic() - recorded > pause:
                     self._record()
                     recorded = time.monotonic()
         except BaseException as error:
             stream.fail(error)
+            self._staging.fail(error)
             raise
         finally:
             for thread in threads:
@@ -149,11 +162,21 @@ class Transfer:
         if stream.error is not None:
             raise stream.error
         self._write_headers()
+        if self._early is not None:
+            self._staging.finish()
+            self._record()
         return {
             key: finished.fingerprint
             for key, finished in self._done.items()
             if finished.fingerprint
         }
+
+    def _begin(self) -> None:
+        """Write what is known at once, and what finished tensors of an earlier run have completed."""
+        if self._early is not None:
+            self._early.begin()
+            for finished in self._done.values():
+                self._early.enter(finished.runs)
 
     def _work(self, stream: Stream) -> None:
         buffers = _Buffers(self._block_bytes)
@@ -166,6 +189,8 @@ class Transfer:
                 if not hashed and key not in self._plan.placements:
                     continue  # only another rank needs it
                 finished = self._move(stream, key, tensor, buffers)
+                if self._early is not None:
+                    self._early.enter(finished.runs)
                 with self._lock:
                     self._done[key] = finished
                     self._unrecorded.append(finished)
@@ -219,7 +244,13 @@ class Transfer:
 
     def _record(self) -> None:
         with self._lock:
-            finished, self._unrecorded = self._unrecorded, []
+            waiting, self._unrecorded = self._unrecorded, []
+        finished: list[_Finished] = []
+        later: list[_Finished] = []
+        for item in waiting:
+            (finished if self._is_held(item) else later).append(item)
+        with self._lock:
+            self._unrecorded += later
         for name in {file for item in finished for file, _ in item.runs}:
             self._files[name].sync()
         begun = [entry for entry in begun_entries() if entry not in self._begun]
@@ -230,17 +261,26 @@ class Transfer:
             + [item.to_json() for item in finished]
         )
 
+    def _is_held(self, item: _Finished) -> bool:
+        """True if a sync brings all of a tensor's bytes to where they stay."""
+        for name, record in item.runs:
+            start, nbytes = self._plan.files[name].records[record]
+            if not self._files[name].holds(start, start + nbytes):
+                return False
+        return True
+
     def _write_headers(self) -> None:
         runs = self._all_runs()
         for name, layout in self._plan.files.items():
             checksums: dict[str, int] = {}
             for record, (_, nbytes) in layout.records.items():
                 found = runs.get((name, record), [])
-                checksums[record] = _total(
+                checksums[record] = total(
                     found, nbytes, layout.needs_checksums, f"{name}: {record}"
                 )
-            for offset, data in layout.headers(checksums):
-                self._files[name].write(offset, data)
+            if self._early is None:
+                for offset, data in layout.headers(checksums):
+                    self._files[name].write(offset, data)
 
     def _all_runs(self) -> dict[tuple[str, str], list[Run]]:
         """The ranges that were written or stay zero, by (file, record)."""
@@ -249,8 +289,7 @@ class Transfer:
             for where, stretch in finished.runs.items():
                 runs.setdefault(where, []).extend(stretch)
         for file, record, offset, nbytes in self._plan.zeros:
-            zeros = Run(offset, nbytes, isal_zlib.crc32(bytes(nbytes)))
-            runs.setdefault((file, record), []).append(zeros)
+            runs.setdefault((file, record), []).append(zeros(offset, nbytes))
         return runs
 
 
@@ -258,30 +297,6 @@ def _entry(stored: Sequence[Any]) -> Entry:
     """A zip entry in the journal. An object of a store has its URI there, since its stand-in is another in each run."""
     path, *rest = stored
     return Entry(local(path), *rest)
-
-
-def _total(runs: list[Run], size: int, checksummed: bool, what: str) -> int:
-    """CRC-32 of a whole record, from the checksums of its runs.
-
-    Raises CheckpointError unless they cover it exactly once.
-
-    Without checksums, a run may stand for a rectangle, and only the number of bytes is compared.
-    """
-    position = crc = 0
-    for run in sorted(runs):
-        if checksummed and run.offset != position:
-            raise CheckpointError(
-                f"{what}: bytes {min(position, run.offset)} to {max(position, run.offset)} were written twice or never; please report this",
-                code="internal-error",
-            )
-        crc = isal_zlib.crc32_combine(crc, run.crc, run.nbytes)
-        position += run.nbytes
-    if position != size:
-        raise CheckpointError(
-            f"{what}: {position} of {size} bytes were written; please report this",
-            code="internal-error",
-        )
-    return crc
 
 
 class _Buffers:
@@ -310,7 +325,7 @@ class _NativeFile:
     """A native tensor in a staged file. It notes the ranges of bytes that were written."""
 
     def __init__(
-        self, file: StagedFile, layout: FileLayout, place: Placement, dtype: str, buffers: _Buffers
+        self, file: OutputFile, layout: FileLayout, place: Placement, dtype: str, buffers: _Buffers
     ) -> None:
         self.itemsize = ITEMSIZE[dtype]
         self.runs = list[Run]()

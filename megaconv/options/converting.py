@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megaconv.errors import UsageError
+from megaconv.local_paths import local_path
 from megaconv.options.commands import CONVERSIONS, CONVERT, READERS, SERVE
 from megaconv.options.option import INPUT_AND_OUTPUT, VALUES, Range, inner, normalize, option
 from megaconv.options.reading import LoadOptions
@@ -71,6 +73,38 @@ class ConvertOptions:
         commands=CONVERSIONS,
         help="Replace the files at --save-dir, in one step, once the output is complete.",
     )
+    take_over: bool = option(
+        False,
+        "--take-over",
+        commands=CONVERSIONS,
+        help="Replace the claim of a run on another host, which has ended, on an output in an object store.",
+    )
+    """Take over the claim of a run on another host."""
+    replace_objects: bool = option(
+        False,
+        "--yes-replace-objects",
+        commands=CONVERSIONS,
+        help="With --overwrite in an object store: accept that a kill at the end leaves neither the old output nor the new one.",
+    )
+    """Accept that objects of a store are replaced one by one."""
+    spool: Path | None = option(
+        None,
+        "--spool",
+        commands=CONVERSIONS,
+        read=local_path,
+        metavar="DIR",
+        help="Directory for parts that wait to be sent to an object store; TMPDIR by default.",
+    )
+    """The directory for parts that don't fit into memory; None: the system's temporary directory."""
+    max_spool: int = option(
+        "16GiB",
+        "--max-spool",
+        commands=CONVERSIONS,
+        words=str,
+        read=byte_size,
+        help="Most bytes that these parts may take on the disk.",
+    )
+    """Most bytes of the spool."""
     check_source: bool = option(
         True,
         "--check-source/--no-check-source",

@@ -61,6 +61,14 @@ class LoadOptions:
         help="Read optimizer state too, where there is any.",
     )
     """True to read the optimizer's tensors, if the checkpoint has any."""
+    cache: bool = option(
+        False,
+        "--cache",
+        heading=INPUT_AND_OUTPUT,
+        commands=(*CONVERSIONS, "fingerprint", "verify", "diff"),
+        help="Download all files of a model on the Hub into its cache; by default, weights are read by ranges and not kept.",
+    )
+    """True to download files of the Hub, False to read their bytes when they are needed."""
     dtype: str | None = None
     """The dtype that quantized weights are dequantized to (`float32`); None: bfloat16."""
     metadata_only: bool = False

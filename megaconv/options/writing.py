@@ -187,9 +187,10 @@ class SaveOptions:
         heading=INPUT_AND_OUTPUT,
         read=local_path,
         metavar="FILE",
-        help="Statistics of activations from `megatron-lite calibrate`, from which --quantize and --kv-cache take their scales.",
+        help="Statistics of activations from `megatron-lite calibrate`: the scales of --quantize and --kv-cache, and the importance "
+        "matrix of a gguf output in q4_0, q4_k_m, q5_k_m or q6_k.",
     )
-    """The file of activation statistics that `quantize` and `kv_cache` use."""
+    """The file of activation statistics that `quantize`, `kv_cache` and the saver `gguf` use."""
     allow_lossy: tuple[str, ...] = option(
         (),
         "--allow-lossy",

@@ -15,10 +15,9 @@ from functools import cached_property
 
 from formats.lazy_numpy import np
 from formats.tensor import Box, LazyTensor, matrix_shape, reshaped
-from megaconv.families import family
+from megaconv.huggingface.modules import modules_of
 from megaconv.model.ir import Header, Key
-from megaconv.model.naming import HF
-from megaconv.model.natives import NativeTensor, Region, unsharded_tensors
+from megaconv.model.natives import NativeTensor, Region
 from megaconv.options import FP8
 from megaconv.values.calibration import INPUT_AMAX, Calibration
 from megaconv.values.forms import Constant, Form, Scaling
@@ -64,14 +63,7 @@ class Fp8Forms:
 
     @cached_property
     def _modules(self) -> Mapping[str, str]:
-        """Canonical tensor -> the module of the Hugging Face model whose weight holds it."""
-        config = self.header.config
-        rows = family(config.family).rows
-        return {
-            name: native.name.removesuffix(".weight")
-            for native in unsharded_tensors(rows, config, HF)
-            for name in native.parts
-        }
+        return modules_of(self.header.config)
 
 
 def is_linear(native: NativeTensor) -> bool:

@@ -3,6 +3,7 @@
     X.input_amax []               the largest |x| of the inputs of the matrix X.weight
     X.input_channel_amax [in]     the same for each column
     X.input_channel_mean [in]     the mean of |x| for each column
+    X.input_channel_square [in]   the mean of x^2 for each column: GGUF's importance
     X.awq_scale [in]              AWQ's factors of the columns; only from `calibrate --awq`
     X.k_amax, X.v_amax []         the largest |x| of the keys behind the rotation, and of the values; X is the matrix
                                   that makes them
@@ -24,6 +25,7 @@ from megaconv.values import rounding
 FINGERPRINT = "weights_fingerprint"
 """The metadata key of the weights' fingerprint."""
 INPUT_AMAX, CHANNEL_AMAX, CHANNEL_MEAN = "input_amax", "input_channel_amax", "input_channel_mean"
+CHANNEL_SQUARE = "input_channel_square"
 AWQ_SCALE, K_AMAX, V_AMAX = "awq_scale", "k_amax", "v_amax"
 
 

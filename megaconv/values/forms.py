@@ -49,6 +49,8 @@ class Scaling:
     """Factors [in] by which an engine multiplies the inputs, and a reader the columns; None: no such factors."""
     constants: Mapping[str, Constant] = field(default_factory=dict)
     """Tensors that are stored beside the weight: the last part of the name -> the tensor."""
+    importance: "Floats | None" = None
+    """For GGUF's blocks: the importance of each column [in], float32; None: columns are equal."""
     rounds_quotients: bool = True
     """For fp8: True if value / scale is rounded to the dtype of the weight before it is rounded to FP8."""
 

@@ -20,6 +20,7 @@ from formats.tensor import Box, Bytes, LazyTensor, Shape, box_blocks, matrix_sha
 from megaconv.model.assembled import window
 from megaconv.values.fp8_blocks import AT_ONCE, read_floats
 from megaconv.values.ggml_quantizers import QUANTIZERS
+from megaconv.values.ggml_weighted import WEIGHTED
 from megaconv.values.rounding import rounded
 
 _HALF = 2
@@ -72,6 +73,33 @@ class BlockTensor:
             made = QUANTIZERS[self.kind](values).reshape(wanted.rows, -1)
             columns = made[:, part.col0 - first * nbytes : part.col1 - first * nbytes]
             np.copyto(window(out, box, part, 1), columns)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedBlockTensor:
+    """Another tensor's rows in quantized blocks, as bytes, with an importance of each column."""
+
+    source: LazyTensor
+    kind: str
+    importance: Floats
+    """[cols], float32: the mean of the squared inputs."""
+    dtype: str = "uint8"
+    whole_rows: bool = True
+    """A block of the engine has whole rows, because q4_0 needs the mean of a row."""
+
+    @property
+    def shape(self) -> Shape:
+        return blocks_shape(self.source.shape, self.kind)
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        cols = matrix_shape(self.source.shape)[1]
+        at_once = max(1, AT_ONCE // cols)
+        for row0 in range(box.row0, box.row1, at_once):
+            row1 = min(row0 + at_once, box.row1)
+            rows = read_floats(self.source, Box(row0, row1, 0, cols))
+            made = WEIGHTED[self.kind](rows, self.importance).reshape(len(rows), -1)
+            part = Box(row0, row1, box.col0, box.col1)
+            np.copyto(window(out, box, part, 1), made[:, box.col0 : box.col1])
 
 
 def blocks_shape(shape: Shape, kind: str) -> Shape:

@@ -15,7 +15,8 @@ from megaconv.values import rounding
 from megaconv.values.cast import CastTensor
 from megaconv.values.forms import FOLDED, LEFT_OUT, Form
 from megaconv.values.fp8_blocks import READ_AS, Rounding
-from megaconv.values.ggml_blocks import BlockTensor, blocks_shape
+from megaconv.values.ggml_blocks import BlockTensor, WeightedBlockTensor, blocks_shape
+from megaconv.values.ggml_weighted import WEIGHTED
 from megaconv.values.quantizing import Shared, quantized, quantized_infos, shared_scales
 from megaconv.values.smoothed import FoldedTensor
 
@@ -108,6 +109,9 @@ class StoredSource:
 
     def _stored(self, key: Key, tensor: LazyTensor, form: Form) -> LazyTensor:
         if form.kind in BLOCK_TYPES:
+            importance = form.scaling.importance
+            if importance is not None and form.kind in WEIGHTED:
+                return WeightedBlockTensor(tensor, form.kind, importance)
             return BlockTensor(tensor, form.kind)
         if form.kind == FOLDED:
             (step,) = form.scaling.steps

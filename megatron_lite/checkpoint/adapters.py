@@ -54,8 +54,11 @@ def load_adapters(engine: Engine, tensors: Mapping[Key, LazyTensor]) -> None:
                 cols = max(region.box.col1 for region in regions)
                 _check(name, weights, rows, cols)
             wanted |= info.native.parts.keys()
-            parameter = module.get_parameter(info.name)
-            fill(parameter.detach(), info.native, weights)
+            if (
+                not engine.shards_parameters
+            ):  # sharded parameters come from their masters, which follow
+                parameter = module.get_parameter(info.name)
+                fill(parameter.detach(), info.native, weights)
     unknown = weights.keys() - wanted
     if engine.grid.world == 1 and unknown:
         raise TensorMismatch(

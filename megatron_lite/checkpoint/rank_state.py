@@ -50,12 +50,14 @@ def rank_snapshot(
     for of_parameter in slots.values():
         tensors += of_parameter.values()
     iteration = common["iteration"]
-    if not _writes(grid, grid.rank, mixture=mixture):
+    writes = _writes(grid, grid.rank, mixture=mixture)
+    unsorted = _weights(engine, renamed, kept=writes)
+    if not writes:
         nothing = RankFile(None, None, tuple(tensors))
         return Snapshot(iteration, common, rank_file=nothing)
     rows = family(engine.config.family).rows
     order = core_order(rows, core_naming(impl))
-    models = [_sorted(of_chunk, order) for of_chunk in _weights(engine, renamed)]
+    models = [_sorted(of_chunk, order) for of_chunk in unsorted]
     state = {name: plain(value) for name, value in common.items()}
     state["args"].rank = grid.rank
     if slots:
@@ -150,12 +152,20 @@ def _writes(grid: Grid, rank: int, *, mixture: bool) -> bool:
     return not place["cp"] and not place["dp"]
 
 
-def _weights(engine: Engine, renamed: list[dict[str, Listed]]) -> list[dict[str, SharedTensor]]:
-    """Return the weights of each chunk by name in the file. Each weight is whole on this rank."""
+def _weights(
+    engine: Engine, renamed: list[dict[str, Listed]], *, kept: bool
+) -> list[dict[str, SharedTensor]]:
+    """Return the weights of each chunk by name in the file. Each weight is whole on this rank.
+
+    kept: False on a rank that writes no file, which only takes part in fetching sharded parameters.
+    """
     models: list[dict[str, SharedTensor]] = [{} for _ in renamed]
     rank = engine.grid.rank
     infos = (info for of_chunk in engine.infos for info in of_chunk)
     for info, (chunk, name, tensor) in zip(infos, engine.parameters(), strict=True):
+        if not kept:
+            continue
+        tensor = engine.lasting(tensor)
         named = renamed[chunk]
         names = [named[each].name for each in (name, *info.second_names)]
         for each in (*names, *named[name].unused):

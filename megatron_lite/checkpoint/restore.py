@@ -17,13 +17,12 @@ from megaconv.engine.preparation import open_source
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.input import find_input
-from megaconv.local_paths import local_path
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key, Source
 from megaconv.model.natives import NativeTensor
 from megaconv.model.training import ADAM, MASTER, SGD
 from megatron_lite.checkpoint import amax
-from megatron_lite.checkpoint.saver import has_checkpoint
+from megatron_lite.checkpoint.places import holds_checkpoint, readable
 from megatron_lite.checkpoint.state import (
     Progress,
     read_arguments,
@@ -63,9 +62,9 @@ def find_start(settings: Settings, *, finetune: bool) -> Start | None:
     settings, from_bert = _from_bert(_continued_task(settings))
     saving = settings.checkpointing
     weights_alone = finetune or saving.finetune or settings.lora.wanted or from_bert
-    saved = Path(saving.save) if saving.save and has_checkpoint(Path(saving.save)) else None
+    saved = saving.save if saving.save and holds_checkpoint(saving.save) else None
     if saved is not None and saving.resume and not settings.lora.wanted:
-        return _open(str(saved), settings, continued=True)
+        return _open(saved, settings, continued=True)
     if settings.lora.wanted:
         _check_base(settings, saved)
     if saving.load is None:
@@ -96,7 +95,7 @@ def _continued_task(settings: Settings) -> Settings:
     saving, pretrained = settings.checkpointing, settings.tasks.pretrained_checkpoint
     if pretrained is None:
         return settings
-    if saving.load is not None and has_checkpoint(local_path(saving.load)):
+    if saving.load is not None and holds_checkpoint(saving.load):
         if saving.save is None or os.path.realpath(saving.load) != os.path.realpath(saving.save):
             raise UsageError(
                 f"--load {saving.load} holds a run to continue, and --pretrained-checkpoint starts a new run: "
@@ -109,7 +108,7 @@ def _continued_task(settings: Settings) -> Settings:
 def _from_bert(settings: Settings) -> tuple[Settings, bool]:
     """Return (settings with --bert-load in the place of --load, True), unless --load holds a checkpoint."""
     saving, bert = settings.checkpointing, settings.retrieval.bert_load
-    holds_run = saving.load is not None and has_checkpoint(local_path(saving.load))
+    holds_run = saving.load is not None and holds_checkpoint(saving.load)
     if bert is None or holds_run:
         return settings, False
     return replace(settings, checkpointing=replace(saving, load=bert)), True
@@ -121,7 +120,7 @@ def find_reference(settings: Settings) -> Start:
     return _open(settings.checkpointing.load, settings, continued=False)
 
 
-def _check_base(settings: Settings, saved: Path | None) -> None:
+def _check_base(settings: Settings, saved: str | None) -> None:
     """Check --load and --save of a run that trains adapters. Raises UsageError."""
     saving = settings.checkpointing
     if saving.load is None:
@@ -132,7 +131,7 @@ def _check_base(settings: Settings, saved: Path | None) -> None:
         _check_unused(saved)
 
 
-def _check_unused(saved: Path | None) -> None:
+def _check_unused(saved: str | None) -> None:
     """Raise UsageError if `saved` is a directory: --save would overwrite another run. None: nothing is saved there."""
     if saved is not None:
         raise UsageError(
@@ -164,7 +163,8 @@ def open_weights(place: str) -> Start:
     )
 
 
-def _open(place: str, settings: Settings, *, continued: bool) -> Start:
+def _open(given: str, settings: Settings, *, continued: bool) -> Start:
+    place = readable(given)
     source = open_language_model(place)
     tensors = dict(source.tensors())
     common = read_common(Path(place)) if Path(place).is_dir() else None
@@ -182,7 +182,7 @@ def _open(place: str, settings: Settings, *, continued: bool) -> Start:
         progress = replace(progress, engine=None)
     arguments = read_arguments(common) if continued else {}
     return Start(
-        place,
+        given,
         source.header,
         tensors,
         dropouts,

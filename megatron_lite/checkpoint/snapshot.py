@@ -129,8 +129,9 @@ def _dist_shards(
     parameters = zip(infos, engine.parameters(), strict=True)
     for number, (info, (chunk, name, tensor)) in enumerate(parameters):
         if _is_turn(engine, info, number) and _is_ours(info, tp_rank):
+            kept = engine.lasting(tensor)
             for each in (name, *info.second_names):
-                yield from shards(placed[chunk][each], tensor.detach())
+                yield from shards(placed[chunk][each], kept)
     optimizer = engine.optimizer
     if not with_optimizer or optimizer is None:
         return

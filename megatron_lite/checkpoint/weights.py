@@ -1,6 +1,6 @@
 """Loads weights into a model: each rank reads its own rectangles of canonical tensors from any checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from megaconv.model.table import canonical_shapes
 from megatron_lite.checkpoint.initial_weights import initial_weights
 from megatron_lite.engine import Engine
 from megatron_lite.parallel import comm
+from megatron_lite.parallel.parameters import ParameterInfo
 
 
 def load_weights(engine: Engine, tensors: Mapping[str, LazyTensor]) -> None:
@@ -27,21 +28,28 @@ def load_weights(engine: Engine, tensors: Mapping[str, LazyTensor]) -> None:
     Raises TensorMismatch for a missing, unknown or misshapen tensor, before any parameter changes.
     """
     check_tensors(engine, tensors)
-    held = [
-        (info, module.get_parameter(info.name).detach())
-        for module, infos in zip(engine.chunks, engine.infos, strict=True)
-        for info in infos
-    ]
-    for number, (info, parameter) in enumerate(held):
-        if engine.grid.is_turn(info.reduced_over, number):
-            fill(parameter, info.native, tensors)
-    for number, (info, parameter) in enumerate(
-        held
-    ):  # only now, so that all ranks read in parallel
-        group = engine.grid.group(info.reduced_over)
-        comm.pass_on(parameter, number % comm.size(group), group)
+    first = 0
+    for held in engine.portions():
+        _fill_portion(engine, held, first, tensors)
+        first += len(held)
     if engine.optimizer is not None:
         engine.optimizer.masters_from_weights()
+
+
+def _fill_portion(
+    engine: Engine,
+    held: Sequence[tuple[ParameterInfo, Tensor]],
+    first: int,
+    tensors: Mapping[str, LazyTensor],
+) -> None:
+    """Fill some parameters. first: the number of the first one among all parameters."""
+    for number, (info, parameter) in enumerate(held, first):
+        if engine.grid.is_turn(info.reduced_over, number):
+            fill(parameter, info.native, tensors)
+    # Only now, so that all ranks read in parallel.
+    for number, (info, parameter) in enumerate(held, first):
+        group = engine.grid.group(info.reduced_over)
+        comm.pass_on(parameter, number % comm.size(group), group)
 
 
 def check_tensors(engine: Engine, tensors: Mapping[str, LazyTensor]) -> None:

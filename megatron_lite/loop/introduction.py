@@ -52,8 +52,8 @@ def _introduce_model(run: Run) -> None:
     if run.saver is None and not only_evaluates:
         run.say("no --save: nothing of this run will be kept")
     parameters = 0
-    for _, _, tensor in run.engine.parameters():
-        parameters += tensor.numel()
+    for infos in run.engine.infos:
+        parameters += sum(prod(info.native.shape) for info in infos)
     shape = f"{config.layer_count} layers of {config.hidden}"
     state = _bytes_each(run) if options.lora is None else "frozen"
     on_this_rank = f"{parameters:,} parameters on this rank, {state}"

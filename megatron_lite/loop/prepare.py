@@ -1,5 +1,6 @@
 """Sets up a run: checkpoint or initial weights, model, data, schedules. All checks that can refuse a run are here."""
 
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,14 +8,17 @@ from typing import Any
 
 import torch
 
+from formats.stores.addresses import is_store
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
+from megaconv.store_inputs import parsed, writable_store
 from megatron_lite.checkpoint.adapter_runs import AdapterStart, find_adapters, start_adapters
 from megatron_lite.checkpoint.restore import Start, find_start
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.sidecars import sidecars
 from megatron_lite.checkpoint.state import Progress
+from megatron_lite.checkpoint.store_saver import StoreSaver
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
@@ -290,8 +294,11 @@ def _saver(basis: Basis, setup: Setup) -> Saver | None:
     files = None if basis.start is None else basis.start.files
     beside = sidecars(settings.data, setup.tokenizer, setup.config, files)
     kind = "adapter" if settings.lora.wanted else saving.ckpt_format
-    return Saver(
-        Path(saving.save),
+    is_stored = is_store(saving.save)
+    # Files of a store are written to the local disk first.
+    root = Path(tempfile.gettempdir() if is_stored else saving.save)
+    options = (
+        root,
         kind,
         place.rank,
         place.save_group,
@@ -299,3 +306,11 @@ def _saver(basis: Basis, setup: Setup) -> Saver | None:
         saving.keep_last,
         saving.async_save,
     )
+    if not is_stored:
+        return Saver(*options)
+    if kind == "adapter":
+        raise UsageError(
+            f"--save {saving.save}: adapters can't be saved to a store; choose a directory"
+        )
+    prefix = parsed(saving.save).prefix
+    return StoreSaver(*options, store=writable_store(saving.save), prefix=prefix)

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from formats.run_lock import RunLock
+from formats.stores.addresses import is_store
 from megaconv.errors import TargetExists, UsageError
+from megatron_lite.loop import store_claim
 from megatron_lite.processes.failure import all_or_none
 from megatron_lite.processes.launch import Place
 from megatron_lite.processes.node import once_a_node
@@ -31,6 +33,10 @@ def held(settings: Settings, place: Place) -> Iterator[None]:
     saving = settings.checkpointing
     if saving.save is None:
         yield
+        return
+    if is_store(saving.save):
+        with store_claim.held(saving.save, place.rank, _patience_s()):
+            yield
         return
     root = Path(saving.save)
     lock = RunLock(Path(os.path.realpath(root)), LOCK)

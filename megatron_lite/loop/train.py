@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from formats.stores.addresses import is_store
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.batches import prefetch
 from megatron_lite.data.samples import Dataset
@@ -43,9 +44,9 @@ def evaluations(settings: Settings) -> int:
 def train(run: Run) -> None:
     """Train until the end or until a request to stop, then save. Raises TrainingError if the loss is not a number."""
     garbage = Garbage(run.settings.training)
-    profile = make_profile(
-        run.settings.logging, run.settings.checkpointing.save, run.place.rank, run.place.device
-    )
+    save = run.settings.checkpointing.save
+    directory = None if save is None or is_store(save) else save
+    profile = make_profile(run.settings.logging, directory, run.place.rank, run.place.device)
     garbage.start()
     run.meter.restart()
     why = _all_steps(run, garbage, profile)

@@ -21,7 +21,7 @@ from megaconv.model.layout import Chunk
 from megatron_lite.models.activation import ACTIVATIONS
 from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.chunk import Stack, own_layers
-from megatron_lite.models.ends import Embedding, Head
+from megatron_lite.models.ends import Embedding, Head, tied_embedding
 from megatron_lite.models.network_interface import Counted, Network, mean_of_each_microbatch
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.rng import POOLED, At, Seed
@@ -152,6 +152,9 @@ class Bert(Network):
         yield from (
             module for module in (self.embedding, *self.encoder.layers, *ends) if module is not None
         )
+
+    def shared(self) -> Iterator[nn.Module]:
+        yield from tied_embedding(self.embedding, self.output_layer)
 
     def forward(self, taken: Payload, run: Pass) -> Payload:
         if self.embedding is not None:

@@ -13,7 +13,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk
 from megatron_lite.models import recompute
 from megatron_lite.models.build_plan import Plan
-from megatron_lite.models.ends import Embedding, Head
+from megatron_lite.models.ends import Embedding, Head, tied_embedding
 from megatron_lite.models.layer import Layer
 from megatron_lite.models.mtp import Predictions
 from megatron_lite.models.network_interface import Counted, Network
@@ -84,6 +84,9 @@ class ModelChunk(Network):
             module for module in (self.decoder.last_norm, self.output_layer) if module is not None
         )
         yield from self.mtp.layers if self.mtp is not None else ()
+
+    def shared(self) -> Iterator[nn.Module]:
+        yield from tied_embedding(self.embedding, self.output_layer)
 
     def forward(self, taken: Payload, run: Pass) -> Payload:
         """Run the stage. taken: output of the previous stage.

@@ -16,7 +16,7 @@ from megatron_lite.models.batch import Lengths
 from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.chunk import Stack
 from megatron_lite.models.cross_attention import CrossAttention
-from megatron_lite.models.ends import Embedding, Head
+from megatron_lite.models.ends import Embedding, Head, tied_embedding
 from megatron_lite.models.layer import Layer, Residual
 from megatron_lite.models.mixers.self_attention import SelfAttention
 from megatron_lite.models.mlp import MLP
@@ -90,6 +90,10 @@ class EncoderDecoder(Network):
                 yield from stack.layers
                 yield from (stack.final_layernorm,) if stack.final_layernorm is not None else ()
         yield from (self.lm_head.output_layer,) if self.lm_head is not None else ()
+
+    def shared(self) -> Iterator[nn.Module]:
+        if self.lm_head is not None:
+            yield from tied_embedding(self.embedding, self.lm_head.output_layer)
 
     def takes(self, lengths: Lengths) -> Wires:
         """Return the shapes of the stage's input.

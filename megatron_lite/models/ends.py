@@ -1,5 +1,6 @@
 """The modules before and after the layers: the embedding and the head."""
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -23,6 +24,9 @@ class Positions(nn.Embedding):
 
 class Embedding(nn.Module):
     """The embedding of tokens, plus learned positions and token types if the model has them."""
+
+    gradient_needs_parameters: ClassVar = False
+    """The gradient of a table needs the tokens alone."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -119,3 +123,9 @@ class Head(nn.Module):
         weight = shared if self.weight is None else self.weight
         assert weight is not None
         return weight
+
+
+def tied_embedding(embedding: Embedding | None, head: Head | None) -> Iterator[nn.Module]:
+    """Yield the embedding if the head uses its matrix."""
+    if embedding is not None and head is not None and head.weight is None:
+        yield embedding

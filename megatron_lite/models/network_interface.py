@@ -36,7 +36,11 @@ class Network(nn.Module, ABC):
 
     @abstractmethod
     def units(self) -> Iterator[nn.Module]:
-        """Yield the modules that wait for their parameters."""
+        """Yield the modules that wait for their parameters, in the order of a forward pass."""
+
+    def shared(self) -> Iterator[nn.Module]:
+        """Yield the modules whose parameters other units use too: an embedding that is tied to the head."""
+        yield from ()
 
     def takes(self, lengths: Lengths) -> Wires:
         """Return the shapes of the previous stage's output for a microbatch of these sizes.

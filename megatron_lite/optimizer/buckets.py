@@ -12,29 +12,28 @@ order.
 
 With a distributed optimizer, each rank receives only the sum of its own part of a bucket. The updated parameters are
 gathered from the first bucket on, because the next forward pass begins with it.
+
+shards.py has the buckets of which a rank keeps only its part of the gradients, or of the parameters too.
 """
 
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lite.optimizer.dealing import Dealer
-from megatron_lite.optimizer.filling import ALIGNMENT, Filling, Member, aligned, fill, padded
+from megatron_lite.optimizer.filling import ALIGNMENT, Filling, Member, aligned, padded
 from megatron_lite.parallel import comm
-from megatron_lite.parallel.parameters import ParameterInfo, replace_parameter
 
 
-@dataclass(eq=False)
-class Bucket:
-    """One bucket. data: parameters of one dtype; gradients: float32; both [size], including padding."""
+class Parts(NamedTuple):
+    """The division of a bucket among the data-parallel ranks."""
 
     members: list[Member]
-    data: Tensor
-    gradients: Tensor
-    bounds: Sequence[int]
+    """In the order of the ranks that update them."""
+    bounds: list[int]
     """The start of each rank's part, and the end of the last part. Without `distributed`, there is one part for all ranks."""
     own: slice
     """The part that this rank updates."""
@@ -42,6 +41,25 @@ class Bucket:
     distributed: bool
     dealt: bool
     """True if the parts have different lengths, because whole matrices are assigned to ranks."""
+
+    @property
+    def size(self) -> int:
+        """Elements of the bucket, including padding."""
+        return self.bounds[-1]
+
+    @property
+    def own_size(self) -> int:
+        size: int = self.own.stop - self.own.start
+        return size
+
+
+@dataclass(eq=False)
+class Bucket:
+    """One bucket. data: parameters of one dtype; gradients: float32; both [size], including padding."""
+
+    parts: Parts
+    data: Tensor
+    gradients: Tensor
     sent_as: torch.dtype
     """The dtype in which ranks send and sum gradients."""
     missing: int = 0
@@ -54,9 +72,54 @@ class Bucket:
     written: set[str] = field(default_factory=set)
     """Parameters whose gradients belong to this step. The bucket's other gradients are from an older step."""
 
+    @property
+    def members(self) -> list[Member]:
+        return self.parts.members
+
+    @property
+    def elements(self) -> int:
+        """Elements, including padding."""
+        return self.parts.size
+
+    @property
+    def own_gradients(self) -> Tensor:
+        """The gradients of the part that this rank updates."""
+        return self.gradients[self.parts.own]
+
+    @property
+    def master_is_parameter(self) -> bool:
+        """True if the parameters need no separate float32 master."""
+        return self.data.dtype == torch.float32
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of parameters and gradients between two steps."""
+        return self.data.nbytes + self.gradients.nbytes
+
+    def master(self) -> Tensor:
+        """Return this rank's part in float32: the parameters themselves if they are float32."""
+        return self.data[self.parts.own].detach().float()
+
+    def publish(self, master: Tensor) -> None:
+        """Round the masters to this rank's part of the parameters, and start to fetch the other parts."""
+        part = self.data[self.parts.own]
+        # In fp32, the master is the parameter itself.
+        if master.data_ptr() != part.data_ptr():
+            part.copy_(master)
+        self.gather()
+
+    def take_masters(self, master: Tensor) -> None:
+        """Set the masters after a change of parameters."""
+        self.wait()
+        master.copy_(self.data[self.parts.own])
+
     def add(self, member: Member, gradient: Tensor) -> None:
         """Add a gradient to this step's sum. The first one replaces the sum of an older step."""
-        main = self.gradients[member.start : member.end].view_as(gradient)
+        self._add_to(self.gradients, member, gradient)
+
+    def _add_to(self, gradients: Tensor, member: Member, gradient: Tensor) -> None:
+        """Add a gradient to the bucket's gradients. The first one replaces what is there."""
+        main = gradients[member.start : member.end].view_as(gradient)
         if member.info.name in self.written:
             main.add_(gradient)
         else:
@@ -65,37 +128,41 @@ class Bucket:
 
     def launch(self) -> None:
         """Start to sum the gradients over the data-parallel ranks."""
+        self.launched = True
+        self._clear_unwritten(self.gradients)
+        self.reducing = self._reduce(self.gradients)
+
+    def _clear_unwritten(self, gradients: Tensor) -> None:
+        """Set the gradients to 0 that did not come. Their memory still holds older ones."""
         for member in self.members:
             if member.info.name not in self.written:
-                # No gradient came in this step; the bucket still holds an older one.
-                self.gradients[member.start : member.end].zero_()
-        self.launched = True
-        if self.group is not None and self.sent_as != self.gradients.dtype:
-            self.sent = self.gradients.to(self.sent_as)
-        whole = self.gradients if self.sent is None else self.sent
-        if self.distributed and self.dealt:
-            self.reducing = comm.reduce_to_owners(whole, self.bounds, self.group)
-        elif self.distributed:
-            self.reducing = comm.reduce_scatter(whole[self.own], whole, self.group, later=True)
-        else:
-            self.reducing = comm.all_reduce(whole, self.group, later=True)
+                gradients[member.start : member.end].zero_()
+
+    def _reduce(self, gradients: Tensor) -> comm.Call | comm.Works | None:
+        """Start to sum gradients of the whole bucket. The sum arrives in place, or in `sent`."""
+        parts = self.parts
+        if parts.group is not None and self.sent_as != gradients.dtype:
+            self.sent = gradients.to(self.sent_as)
+        whole = gradients if self.sent is None else self.sent
+        if parts.distributed and parts.dealt:
+            return comm.reduce_to_owners(whole, parts.bounds, parts.group)
+        if parts.distributed:
+            return comm.reduce_scatter(whole[parts.own], whole, parts.group, later=True)
+        return comm.all_reduce(whole, parts.group, later=True)
 
     def finish(self) -> None:
-        """Wait for the sum. Then `gradients[own]` holds it."""
+        """Wait for the sum. Then `own_gradients` holds it."""
         if not self.launched:
             self.launch()
         comm.wait(self.reducing)
         self.reducing = None  # gloo keeps a copy of the bucket until this object is freed
         if self.sent is not None:
-            self.gradients[self.own] = self.sent[self.own]
+            self.own_gradients.copy_(self.sent[self.parts.own])
             self.sent = None
 
     def gather(self) -> None:
         """Start to fetch the other ranks' parts of the parameters."""
-        if self.distributed and self.dealt:
-            self.gathering = comm.gather_from_owners(self.data, self.bounds, self.group)
-        elif self.distributed:
-            self.gathering = comm.all_gather(self.data, self.data[self.own], self.group, later=True)
+        self.gathering = gather_parts(self.data, self.parts)
 
     def wait(self) -> None:
         """Wait until all parameters have arrived."""
@@ -109,138 +176,27 @@ class Bucket:
         self.written.clear()
 
 
-class ChunkBuckets:
-    """All buckets of one chunk. The chunk's parameters become views of the buckets."""
-
-    def __init__(
-        self,
-        chunk: nn.Module,
-        infos: Sequence[ParameterInfo],
-        dtype: torch.dtype,
-        device: torch.device,
-        groups: Callable[[str], ProcessGroup | None],
-        *,
-        bucket_elements: int,
-        distributed: bool,
-        overlap: bool,
-        sent_as: torch.dtype = torch.float32,
-        dealer: Dealer,
-    ) -> None:
-        """Create the buckets and replace the chunk's parameters by views of them.
-
-        dtype: of the model; parameters that declare it are float32.
-        chunk: on the meta device; it has trained parameters of these names and shapes, in the order of a forward pass.
-        groups: the process group for each value of ParameterInfo.reduced_over.
-        dealer: assigns to ranks the parameters that it deals as a whole. All other parameters are divided.
-        """
-        self.overlap, self.is_last_pass = overlap, False
-        self.buckets: list[Bucket] = []
-        """In the order of a forward pass."""
-        self._of: dict[int, Bucket] = {}
-        for filling in fill(infos, bucket_elements, dealer.deals):
-            group = groups(filling.axis)
-            of_bucket = torch.float32 if filling.in_float32 else dtype
-            bucket = _make(
-                filling,
-                of_bucket,
-                device,
-                group,
-                distributed=distributed,
-                sent_as=sent_as,
-                dealer=dealer,
-            )
-            self.buckets.append(bucket)
-            for member in bucket.members:
-                self._take_over(chunk, bucket, member)
-
-    def _take_over(self, chunk: nn.Module, bucket: Bucket, member: Member) -> None:
-        """Replace the chunk's parameter by a view of the bucket."""
-        view = bucket.data[member.start : member.end].view(member.info.native.shape)
-        parameter = nn.Parameter(view)
-        replace_parameter(chunk, member.info.name, parameter)
-        self._of[id(parameter)] = bucket
-        self._add_when_made(parameter, bucket, member)
-
-    def _add_when_made(self, parameter: nn.Parameter, bucket: Bucket, member: Member) -> None:
-        def add(made: Tensor) -> None:
-            assert made.grad is not None
-            bucket.add(member, made.grad)
-            made.grad = None
-            if self.is_last_pass:
-                bucket.missing -= 1
-                if not bucket.missing and self.overlap:
-                    self._launch_complete()
-
-        parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
-
-    def _launch_complete(self) -> None:
-        """Launch buckets from the last to the first, until one still lacks a gradient."""
-        for bucket in reversed(self.buckets):
-            if bucket.missing:
-                return
-            if not bucket.launched:
-                bucket.launch()
-
-    def wait_before(self, modules: Iterator[nn.Module]) -> None:
-        """Register a hook on each module that waits for the module's parameters before its forward pass."""
-        for module in modules:
-            found = [
-                self._of[id(parameter)]
-                for parameter in module.parameters()
-                if id(parameter) in self._of
-            ]
-            used = list({id(bucket): bucket for bucket in found}.values())
-
-            def wait(*_: object, used: list[Bucket] = used) -> None:
-                for bucket in used:
-                    bucket.wait()
-
-            module.register_forward_pre_hook(wait)
-
-    def begin(self) -> None:
-        """Start a new step. Older gradients are discarded."""
-        self.is_last_pass = False
-        for bucket in self.buckets:
-            bucket.begin()
-
-    def finish(self) -> None:
-        """Wait until all gradients are sums over the data-parallel ranks."""
-        for bucket in reversed(self.buckets):
-            bucket.finish()
+def gather_parts(data: Tensor, parts: Parts) -> comm.Call | comm.Works | None:
+    """Start to fetch the other ranks' parts of a bucket's parameters."""
+    if parts.distributed and parts.dealt:
+        return comm.gather_from_owners(data, parts.bounds, parts.group)
+    if parts.distributed:
+        return comm.all_gather(data, data[parts.own], parts.group, later=True)
+    return None
 
 
-def _make(
-    filling: Filling,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: comm.Group,
-    *,
-    distributed: bool,
-    sent_as: torch.dtype,
-    dealer: Dealer,
-) -> Bucket:
-    """Return a bucket of zeros. Its members are in the order of the ranks that update them."""
+def divide(filling: Filling, group: comm.Group, dealer: Dealer, *, distributed: bool) -> Parts:
+    """Return the parts of a bucket."""
     ranks = comm.size(group)
     distributed = distributed and group is not None
     if filling.whole:
         members, bounds = _dealt(filling, dealer, ranks)
     else:
-        members, bounds = (
-            filling.members,
-            _even_bounds(padded(filling.elements, ranks), ranks if distributed else 1),
-        )
+        size = padded(filling.elements, ranks)
+        members, bounds = filling.members, _even_bounds(size, ranks if distributed else 1)
     index = group.rank() if distributed and group is not None else 0
-    return Bucket(
-        members=members,
-        data=torch.zeros(bounds[-1], dtype=dtype, device=device),
-        gradients=torch.zeros(bounds[-1], dtype=torch.float32, device=device),
-        bounds=bounds,
-        own=slice(bounds[index], bounds[index + 1]),
-        group=group,
-        distributed=distributed,
-        dealt=filling.whole,
-        sent_as=sent_as,
-    )
+    own = slice(bounds[index], bounds[index + 1])
+    return Parts(members, bounds, own, group, distributed, filling.whole)
 
 
 def _even_bounds(size: int, parts: int) -> list[int]:

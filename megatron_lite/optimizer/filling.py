@@ -67,7 +67,7 @@ def fill(
     """
     open_buckets: dict[tuple[str, bool, bool], Filling] = {}
     done: list[Filling] = []
-    for _, unit in groupby(infos, key=_unit):
+    for _, unit in groupby(infos, key=unit_of):
         for info in unit:
             whole = deals(info)
             ranks = f"tied {info.name}" if info.tied else info.reduced_over
@@ -80,7 +80,7 @@ def fill(
     return sorted(done, key=lambda bucket: order[bucket.first.name])
 
 
-def _unit(info: ParameterInfo) -> str:
+def unit_of(info: ParameterInfo) -> str:
     """Return the unit that a forward pass waits for: a layer, or a module outside the layers."""
     parts = info.name.split(".")
     return ".".join(parts[:3]) if parts[1:2] == ["layers"] else ".".join(parts[:2])

@@ -1,4 +1,4 @@
-"""The optimizer: fp32 masters and state, replicated on every data-parallel rank or sharded over these ranks (ZeRO 1).
+"""The optimizer: fp32 masters and state, replicated on every data-parallel rank or sharded over these ranks (ZeRO 1 to 3).
 
 Shards may begin and end inside a parameter. Muon's matrices are exceptions: each is assigned to one rank as a whole.
 
@@ -6,6 +6,7 @@ Bytes per parameter with d data-parallel ranks, for AdamW:
 
 - 16-bit: 2 (parameter) + 4 (gradient) + 12 (master, two moments); a distributed optimizer keeps 12/d of the last.
 - fp32: 4 + 4 + 8; the parameter is its own master. The same holds for an fp32 parameter of a 16-bit model.
+- Sharded gradients: 4/d. Sharded parameters: none, as the master is all that stays in memory (shards.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,8 @@ from torch import Tensor
 from megaconv.model.training import MASTER
 from megatron_lite.optimizer.algorithm import Algorithm, Rates, TensorGroups, Update
 from megatron_lite.optimizer.algorithms import algorithm
-from megatron_lite.optimizer.buckets import Bucket, ChunkBuckets
+from megatron_lite.optimizer.buckets import Bucket
+from megatron_lite.optimizer.chunk_buckets import ChunkBuckets
 from megatron_lite.optimizer.filling import ALIGNMENT, Member, aligned
 from megatron_lite.optimizer.ranges import FlatRange, Share
 from megatron_lite.parallel.parameters import ParameterInfo
@@ -42,7 +44,7 @@ class Optimizer:
         self.steps = 0
         """Number of updates."""
         self._buckets = [bucket for chunk in chunks for bucket in chunk.buckets]
-        self._masters = [_master(bucket) for bucket in self._buckets]
+        self._masters = [bucket.master() for bucket in self._buckets]
         self._ranges = [
             item
             for bucket, master in zip(self._buckets, self._masters, strict=True)
@@ -86,11 +88,7 @@ class Optimizer:
 
     def _publish(self) -> None:
         for bucket, master in zip(self._buckets, self._masters, strict=True):
-            part = bucket.data[bucket.own]
-            # In fp32, the master is the parameter itself.
-            if master.data_ptr() != part.data_ptr():
-                part.copy_(master)
-            bucket.gather()
+            bucket.publish(master)
             if not self.options.overlap_param_gather:
                 bucket.wait()
 
@@ -112,8 +110,7 @@ class Optimizer:
     def masters_from_weights(self) -> None:
         """Set the masters after a change of parameters."""
         for bucket, master in zip(self._buckets, self._masters, strict=True):
-            bucket.wait()
-            master.copy_(bucket.data[bucket.own])
+            bucket.take_masters(master)
 
     def weights_from_masters(self) -> None:
         """Round the masters to the parameters of all data-parallel ranks, after a change of masters. Collective."""
@@ -125,12 +122,12 @@ class Optimizer:
 
         Fewer ranks share the parameters of experts than other parameters.
         """
-        elements = sum(len(bucket.data) for bucket in self._buckets)
-        in_buckets = sum(bucket.data.nbytes + bucket.gradients.nbytes for bucket in self._buckets)
+        elements = sum(bucket.elements for bucket in self._buckets)
+        in_buckets = sum(bucket.kept_bytes for bucket in self._buckets)
         own = sum(len(master) for master in self._masters)
         kept = self._state_elements(own)
         for bucket, master in zip(self._buckets, self._masters, strict=True):
-            if bucket.data.dtype != torch.float32:  # a float32 parameter is its own master
+            if not bucket.master_is_parameter:
                 kept += len(master)
         return (in_buckets + FLOAT32 * kept) / elements
 
@@ -145,13 +142,8 @@ class Optimizer:
         return found + padding * len(last.state)
 
 
-def _master(bucket: Bucket) -> Tensor:
-    """Return this rank's part in float32: the parameters themselves if they are float32."""
-    return bucket.data[bucket.own].detach().float()
-
-
 def _shares(bucket: Bucket, member: Member) -> Iterator[Share]:
-    for rank, (first, last) in enumerate(pairwise(bucket.bounds)):
+    for rank, (first, last) in enumerate(pairwise(bucket.parts.bounds)):
         place = member.between(first, last)
         if place:
             yield Share(rank, place.start - member.start, place.stop - member.start)
@@ -159,7 +151,7 @@ def _shares(bucket: Bucket, member: Member) -> Iterator[Share]:
 
 def _ranges(bucket: Bucket, master: Tensor, chosen: Algorithm) -> Iterator[FlatRange]:
     """Yield this rank's part of a bucket, one range per parameter."""
-    first, last = bucket.own.start, bucket.own.stop
+    first, last = bucket.parts.own.start, bucket.parts.own.stop
     members = [member for member in bucket.members if member.between(first, last)]
     state = _zero_state(members, first, last, chosen, master.device)
     for member, of_range in zip(members, state, strict=True):
@@ -170,7 +162,7 @@ def _ranges(bucket: Bucket, master: Tensor, chosen: Algorithm) -> Iterator[FlatR
             start=place.start - member.start,
             end=place.stop - member.start,
             tensors={MASTER: own_master, **of_range},
-            gradient=bucket.gradients[place.start : place.stop],
+            gradient=bucket.own_gradients[place.start - first : place.stop - first],
         )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from math import prod
 
+from megaconv.model.layout import Chunk
 from megaconv.planning.traffic import (
     FLOAT32,
     Counted,
@@ -12,9 +13,9 @@ from megaconv.planning.traffic import (
     sizes,
     summed,
 )
-from megatron_lite.optimizer.algorithms import make_dealer
-from megatron_lite.optimizer.filling import fill, padded
+from megatron_lite.optimizer.filling import padded
 from megatron_lite.parallel.parameters import ParameterInfo
+from megatron_lite.planning.sharding import bucket_times
 from megatron_lite.planning.stages import Described
 
 
@@ -28,22 +29,24 @@ def _all(described: Described, pp_rank: int) -> Iterator[Counted]:
     chunks = run.chunks(pp_rank)
     for index, chunk in enumerate(chunks):
         yield from of_passes(run, chunk)
-        yield from of_gradients(described, described.parameters(index, chunk))
+        yield from of_gradients(described, described.parameters(index, chunk), chunk)
     yield from of_step(run, chunks)
 
 
-def of_gradients(described: Described, infos: Sequence[ParameterInfo]) -> Iterator[Counted]:
+def of_gradients(
+    described: Described, infos: Sequence[ParameterInfo], chunk: Chunk
+) -> Iterator[Counted]:
     """Yield the traffic of the gradients of a chunk, and of its updated parameters."""
     run, optimizer = described.run, described.optimizer
     ranks = sizes(run)
     trained = [info for info in infos if info.trained]
-    dealer = make_dealer(optimizer)
-    for filling in fill(trained, optimizer.bucket_elements, dealer.deals):
+    for filling, reduced, gathered in bucket_times(described, infos, chunk):
         axis, used = filling.axis, filling.elements
         size = used if filling.whole else padded(used, ranks[axis])
         if optimizer.distributed:
-            yield axis, "reduce_scatter", size * FLOAT32
-            yield axis, "all_gather", size * (FLOAT32 if filling.in_float32 else run.itemsize)
+            itemsize = FLOAT32 if filling.in_float32 else run.itemsize
+            yield axis, "reduce_scatter", size * FLOAT32 * reduced
+            yield axis, "all_gather", size * itemsize * gathered
         else:
             yield axis, "all_reduce", size * FLOAT32
     for info in trained:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megaconv.families import family
-from megaconv.model.memory import bytes_per_parameter
+from megaconv.model.memory import BYTES_PER_PARAMETER, bytes_per_parameter
 from megaconv.model.rank_share import RankShare, rank_shares
 from megaconv.planning.activations import activations
 from megatron_lite.optimizer.algorithm import Algorithm
 from megatron_lite.optimizer.algorithms import algorithm
 from megatron_lite.optimizer.dealing import Dealer
 from megatron_lite.optimizer.filling import Filling, fill
+from megatron_lite.planning.sharding import passing_bytes
 from megatron_lite.planning.stages import Described
 
 
@@ -29,10 +30,12 @@ class Memory:
     """Parameters, gradients and optimizer state."""
     activations: int
     """The most that forward passes keep at one time."""
+    passing: int = 0
+    """Gradients and parameters that exist for a time, if data-parallel ranks shard them."""
 
     @property
     def total(self) -> int:
-        return self.kept + self.activations
+        return self.kept + self.activations + self.passing
 
 
 def stage_memory(run: Described) -> list[Memory]:
@@ -42,7 +45,8 @@ def stage_memory(run: Described) -> list[Memory]:
     found = []
     for pp_rank, share in enumerate(shares):
         kept = sum(held.parameters * _bytes_each(run, held) for held in _held(run, pp_rank, share))
-        found.append(Memory(share.parameters, round(kept), activations(run.run, pp_rank)))
+        made = activations(run.run, pp_rank)
+        found.append(Memory(share.parameters, round(kept), made, passing_bytes(run, pp_rank)))
     return found
 
 
@@ -106,6 +110,8 @@ def _bytes_each(run: Described, held: Held) -> float:
     # This trainer's gradients are float32 in fp16 too, so fp16 needs the bytes that Megatron needs for bf16.
     dtype = "float32" if run.options.dtype == "float32" else "bfloat16"
     states = len(held.optimizer.state)
-    return bytes_per_parameter(
-        dtype, held.ranks, distributed_optimizer=run.optimizer.distributed, states=states
-    )
+    sharding = run.optimizer.sharding if run.run.replicas > 1 else "no_shard"
+    each = bytes_per_parameter(dtype, held.ranks, sharding=sharding, states=states)
+    # Sharded parameters are made from their float32 masters, and not kept beside them.
+    without_weight = sharding == "optim_grads_params" and dtype != "float32"
+    return each - BYTES_PER_PARAMETER[dtype].weight / held.ranks if without_weight else each

@@ -87,7 +87,7 @@ class Planned:
             "stages": [
                 {
                     "pp_rank": pp_rank, "parameters": memory.parameters, "state_bytes": memory.kept,
-                    "activation_bytes": memory.activations, "bytes": memory.total,
+                    "activation_bytes": memory.activations, "passing_bytes": memory.passing, "bytes": memory.total,
                     "communication": [
                         {"group": item.group, "kind": item.kind, "ranks": item.ranks, "bytes": item.bytes, "sent_bytes": item.sent}
                         for item in traffic
@@ -125,6 +125,9 @@ class Planned:
         for pp_rank, one in enumerate(self.memory):
             sizes = f"{readable(one.kept):>14}  {readable(one.activations):>11}  {readable(one.total):>10}"
             yield f"{pp_rank:>5}  {one.parameters:>18,}  {sizes}"
+        passing = max(one.passing for one in self.memory)
+        if passing:
+            yield f"{'':>5}  the last column includes up to {readable(passing)} of gathered parameters and unreduced gradients"
 
     def _traffic_lines(self) -> Iterator[str]:
         """Yield the traffic of the stage that sends most."""

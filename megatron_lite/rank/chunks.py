@@ -95,12 +95,17 @@ def _attach_adapters(
 
 
 def allocate_untrained(
-    built: Built, dtype: torch.dtype, device: torch.device, *, evaluates: bool
+    built: Built, dtype: torch.dtype, device: torch.device, *, evaluates: bool, frozen: bool = True
 ) -> None:
-    """Allocate the parameters that have no gradient: all of them if the engine only evaluates."""
+    """Allocate the parameters that have no gradient: all of them if the engine only evaluates.
+
+    frozen: False if the buckets hold the parameters that are frozen because only adapters are trained.
+    """
     for module, infos, adapters in zip(built.chunks, built.infos, built.adapters, strict=True):
         for info in (*infos, *adapters):
             if info.trained and not evaluates:
+                continue
+            if info.frozen and not frozen:
                 continue
             zeros = torch.zeros(info.native.shape, dtype=dtype_of(info, dtype), device=device)
             parameter = nn.Parameter(zeros, requires_grad=False)

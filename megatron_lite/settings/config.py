@@ -8,6 +8,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
 from typing import Any
 
+from formats.stores.addresses import is_store
 from megaconv.local_paths import local_word
 from megatron_lite.settings.flag import flag
 from megatron_lite.settings.learning import Data, Dpo, Lora, Masked, OtherObjective, Tasks
@@ -92,7 +93,7 @@ class Checkpointing:
         None, "checkpoint to start from: any that megaconv reads, or a Hub id; with the same path as --save, it acts like --resume",
         remote=True,
     )  # fmt: skip
-    save: str | None = flag(None, "directory to save to")
+    save: str | None = flag(None, "directory to save to, or an s3:// URI", remote=True)
     save_interval: int | None = flag(None, "steps between saves (default: at the end only)")
     resume: bool = flag(
         False, "continue from --save if it holds a checkpoint, else start as the other flags say"
@@ -192,6 +193,8 @@ def make_settings(values: dict[str, Any]) -> Settings:
         subject, flag = flags()[name]
         if not flag.metadata["remote"]:
             _refuse_uris(value)
+        if name == "save" and value is not None and not is_store(value):
+            local_word(value)
         by_subject[subject][name] = tuple(value) if isinstance(value, list) else value
     made = {name: kind(**by_subject[name]) for name, kind in subjects().items()}
     return Settings(**made, given=frozenset(values))

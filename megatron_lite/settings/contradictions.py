@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from math import prod
 
+from formats.stores.addresses import is_store
 from megaconv.errors import UsageError
 from megatron_lite.settings.config import Logging, Settings, Training
 from megatron_lite.settings.optimizers import OPTIMIZERS
@@ -30,8 +31,8 @@ def check_steps(training: Training) -> None:
 def check_flags(settings: Settings) -> None:
     """Raise UsageError for the first check that fails."""
     for judge in (
-        _counts, _optimizer, _scores, _context, lambda given: _balance(given.balance), _precision, _fp8, _lengths, _saving, _recompute,
-        _adapters, lambda given: _garbage(given.training), _profile,
+        _counts, _optimizer, _sharding, _scores, _context, lambda given: _balance(given.balance), _precision, _fp8, _lengths, _saving,
+        _recompute, _adapters, lambda given: _garbage(given.training), _profile,
     ):  # fmt: skip
         for wrong, message in judge(settings):
             if wrong:
@@ -72,6 +73,23 @@ def _optimizer(settings: Settings) -> Judged:
     yield (
         settings.precision.fp16 and not chosen.trains_fp16,
         f"{said} is for bf16 and fp32, as in Megatron core; leave --fp16 out",
+    )
+
+
+def _sharding(settings: Settings) -> Judged:
+    """Checks of the state, gradients and parameters that data-parallel ranks shard."""
+    parallel = settings.parallel
+    strategy = parallel.data_parallel_sharding_strategy
+    said = f"--data-parallel-sharding-strategy {strategy}"
+    sharded_by = OPTIMIZERS[settings.optimizer.optimizer].distributed
+    yield (
+        strategy == "no_shard" and (parallel.use_distributed_optimizer or sharded_by),
+        f"{said} contradicts the distributed optimizer, which shards its state: leave one of them out",
+    )
+    yield (
+        strategy == "optim_grads" and parallel.pipeline_model_parallel_size > 1,
+        f"{said} requires --pp 1, because it would reduce all gradients once for each microbatch; "
+        "take optim, or optim_grads_params if memory is short",
     )
 
 
@@ -219,6 +237,7 @@ def _profile(settings: Settings) -> Judged:
     )
     yield (
         logging.use_pytorch_profiler
-        and not (logging.tensorboard_dir or settings.checkpointing.save),
-        "--use-pytorch-profiler writes to --tensorboard-dir or to --save; give one of them",
+        and not logging.tensorboard_dir
+        and is_store(settings.checkpointing.save or "s3://"),
+        "--use-pytorch-profiler writes to --tensorboard-dir or to a directory of --save; give one of them",
     )

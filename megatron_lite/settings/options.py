@@ -178,6 +178,10 @@ class OptimizerOptions:
     """Send gradients in bf16 between ranks."""
     distributed: bool = False
     """Shard state and fp32 masters over the data-parallel ranks (ZeRO 1)."""
+    shards_gradients: bool = False
+    """Shard gradients too (ZeRO 2). Requires `distributed`."""
+    shards_parameters: bool = False
+    """Shard parameters too (ZeRO 3). Requires `shards_gradients`."""
     bucket_elements: int = 40_000_000
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
@@ -187,3 +191,12 @@ class OptimizerOptions:
     """Applied after each step; None: no clipping."""
     log_scores: bool = False
     """Report the largest attention score even without clipping."""
+
+    @property
+    def sharding(self) -> str:
+        """Return what data-parallel ranks shard, by Megatron's name."""
+        if not self.distributed:
+            return "no_shard"
+        if self.shards_parameters:
+            return "optim_grads_params"
+        return "optim_grads" if self.shards_gradients else "optim"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megaconv.model.memory import SHARDING
 from megatron_lite.settings.flag import flag
 
 
@@ -69,6 +70,11 @@ class Parallel:
     use_distributed_optimizer: bool = flag(
         False, "shard optimizer state over the data-parallel ranks"
     )
+    data_parallel_sharding_strategy: str | None = flag(
+        None,
+        "what data-parallel ranks shard: nothing; optimizer state (as --use-distributed-optimizer); gradients too; parameters too",
+        choices=SHARDING,
+    )
     overlap_grad_reduce: bool = flag(False, "reduce gradients during the backward pass")
     overlap_param_gather: bool = flag(False, "gather parameters during the forward pass")
     grad_reduce_in_bf16: bool = flag(
@@ -84,6 +90,11 @@ class Parallel:
     distributed_timeout_minutes: float = flag(
         10.0, "watchdog: end the run if a rank is silent for this long"
     )
+
+    def shards(self, strategy: str) -> bool:
+        """Return whether the run shards what this strategy shards."""
+        chosen = self.data_parallel_sharding_strategy or "no_shard"
+        return SHARDING.index(chosen) >= SHARDING.index(strategy)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ COMMANDS = (
     "verify",
     "diff",
     "scan",
+    "clean",
     "serve-hf",
     "formats",
     "demo",

@@ -198,12 +198,12 @@ def test_a_model_is_read_from_the_hub(
 
 
 def test_only_what_is_needed_is_downloaded(online: Hub) -> None:
-    assert megaconv("fingerprint", "hf://org/name").status == 0
+    assert megaconv("fingerprint", "hf://org/name", "--cache").status == 0
     assert sorted(online.downloaded) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
 def test_what_has_been_downloaded_is_not_downloaded_again(online: Hub) -> None:
-    first = megaconv("fingerprint", "org/name")
+    first = megaconv("fingerprint", "org/name", "--cache")
     downloads = len(online.downloaded)
     assert megaconv("fingerprint", "org/name").out == first.out
     assert megaconv("inspect", "org/name").status == 0
@@ -317,7 +317,7 @@ def test_a_hub_that_never_answers_is_told_within_seconds(
 def test_without_the_hub_a_model_that_was_downloaded_before_is_used(
     online: Hub, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = megaconv("fingerprint", "org/name").out
+    wanted = megaconv("fingerprint", "org/name", "--cache").out
     assert wanted.strip() == fingerprint(models[COMMITS["main"]]).weights
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed_port()}")
     outcome = megaconv("fingerprint", "org/name")

@@ -105,10 +105,24 @@ def test_the_host_that_stores_large_files_is_followed_without_the_token(
     assert (hub.served["model.safetensors"] < 1 << 16, hub.tokens_elsewhere) == (True, [])
 
 
-def test_what_is_converted_or_compared_by_its_values_is_downloaded(hub: Hub, sharded: Path) -> None:
+def test_weights_are_read_by_ranges_and_are_not_kept(
+    hub: Hub, sharded: Path, tmp_path: Path
+) -> None:
     put(hub, sharded)
-    assert megaconv("inspect", NAME).status == 0
-    assert megaconv("fingerprint", NAME).out.strip() == fingerprint(sharded).weights
+    words = ("--saver", "core", "--tp", 2, "--verify")
+    outcome = megaconv("convert", NAME, tmp_path / "out", *words)
+    assert outcome.status == 0, outcome.err
+    assert fingerprint(tmp_path / "out") == fingerprint(sharded)
+    weights = {name for name in hub.served if name.endswith(".safetensors")}
+    nbytes = sum(file.stat().st_size for file in weights_of(sharded))
+    assert nbytes <= sum(hub.served[name] for name in weights) < 1.2 * nbytes
+    kept = [file for file in (tmp_path / "hf-home").rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in kept) < MEGABYTE
+
+
+def test_files_are_kept_on_demand(hub: Hub, sharded: Path) -> None:
+    put(hub, sharded)
+    assert megaconv("fingerprint", NAME, "--cache").out.strip() == fingerprint(sharded).weights
     served = dict(hub.served)
     assert megaconv("inspect", NAME, "--stats").status == 0
     assert hub.served == served  # it is in the cache by now
@@ -200,10 +214,13 @@ def test_without_ranges_weights_are_downloaded_and_it_is_said(hub: Hub, sharded:
     assert (outcome.status, "no range requests" in outcome.err) == (0, True), outcome.err
 
 
-def test_torch_files_are_downloaded_and_it_is_said(hub: Hub, tmp_path: Path) -> None:
-    put(hub, write_llama(tmp_path / "bin", layers=1, format="bin"))
+def test_torch_files_are_read_by_ranges_too(hub: Hub, tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "bin", layers=4, hidden=512, format="bin")
+    put(hub, model)
     outcome = megaconv("inspect", NAME)
-    assert (outcome.status, "torch files" in outcome.err) == (0, True), outcome.err
+    assert outcome.status == 0, outcome.err
+    assert hub.served["pytorch_model.bin"] < (model / "pytorch_model.bin").stat().st_size / 2
+    assert megaconv("fingerprint", NAME).out.strip() == fingerprint(model).weights
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from formats.stores import patience
-from tests.stores import proxy
+from formats.stores import part_sizes, patience
+from tests.stores import proxy, small_store
 from tests.stores.proxy import Proxy
+from tests.stores.small_store import SmallStore
 
 BUCKET = "models"
 KEY, SECRET = "AKIAMARKEDKEYOFTESTS", "marked/secret/of/the/tests/0123456789abcd"
@@ -55,12 +56,21 @@ def _proxy(moto: str) -> Iterator[Proxy]:
 @pytest.fixture
 def store(_proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proxy:
     """An empty bucket, and an environment in which boto3 finds it. No pause between attempts is longer than 10 ms."""
+    point_at(_proxy.url, tmp_path, monkeypatch)
+    client = plain_client(_proxy)
+    empty(client)
+    _proxy.reset()
+    return _proxy
+
+
+def point_at(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make boto3 find a store at an address, with marked credentials. No pause is longer than 10 ms."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in {
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_ENDPOINT_URL": _proxy.url,
+        "AWS_ENDPOINT_URL": url,
         "AWS_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
         "AWS_CONFIG_FILE": str(tmp_path / "no-config"),
@@ -70,10 +80,6 @@ def store(_proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pro
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(patience, "_FIRST_PAUSE", 0.001)
     monkeypatch.setattr(patience, "_LONGEST_PAUSE", 0.01)
-    client = plain_client(_proxy)
-    empty(client)
-    _proxy.reset()
-    return _proxy
 
 
 def plain_client(store: Proxy) -> Any:
@@ -107,3 +113,22 @@ def put(store: Proxy, source: Path, prefix: str, *, public: bool = False) -> str
         client.put_object(Bucket=BUCKET, Key=f"{prefix}{inner}", Body=file.read_bytes(), **access)
     store.reset()
     return f"s3://{BUCKET}/{prefix}"
+
+
+@pytest.fixture(scope="session")
+def _small_store() -> Iterator[SmallStore]:
+    with small_store.running(BUCKET) as running:
+        yield running
+
+
+@pytest.fixture
+def writable(
+    _small_store: SmallStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> SmallStore:
+    """An empty store in this process. Parts have 16 KiB, so that small models have many."""
+    pytest.importorskip("boto3")
+    point_at(_small_store.url, tmp_path, monkeypatch)
+    monkeypatch.setattr(part_sizes, "PART_BYTES", 16 << 10)
+    _small_store.clear()
+    _small_store.checksums = True
+    return _small_store

@@ -235,10 +235,6 @@ def test_names_that_are_no_paths_are_refused(store: Proxy, key: str) -> None:
     assert_refused(run("inspect", f"s3://{BUCKET}/run"), 6, "can't be a path")
 
 
-def test_outputs_are_still_refused_by_name(store: Proxy) -> None:
-    assert_refused(run("convert", LLAMA, f"s3://{BUCKET}/out", "--saver", "hf"), 2, "is a URI")
-
-
 def test_without_credentials_requests_are_not_signed(
     store: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,15 +17,19 @@ import megaconv
 from formats import gguf_header
 from formats.gguf import BLOCK_TYPES
 from megaconv.engine.stream import as_lazy
+from megaconv.errors import TensorMismatch, UsageError
 from megaconv.gguf.types import MIXTURES
-from megaconv.values.ggml_blocks import BlockTensor, BlockValues, values_of
+from megaconv.values.ggml_blocks import BlockTensor, BlockValues, WeightedBlockTensor, values_of
 from megaconv.values.ggml_quantizers import QUANTIZERS
+from megaconv.values.ggml_weighted import WEIGHTED
+from tests.calibrations import write_statistics
 from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.values.test_quantized import as_torch, assert_same, in_rectangles
 
 STORED = load_file(FIXTURES / "ggml-blocks/blocks.safetensors")
 NUMBERS = STORED["numbers"]
+IMPORTANT = load_file(FIXTURES / "ggml-blocks/weighted.safetensors")
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
@@ -34,6 +38,76 @@ def test_blocks_have_the_bytes_that_ggml_writes(kind: str) -> None:
     made = QUANTIZERS[kind](NUMBERS.reshape(-1, size))
     is_same = (made == STORED[kind]).all(axis=1)
     assert is_same.all(), np.flatnonzero(~is_same)
+
+
+@pytest.mark.parametrize("kind", WEIGHTED)
+def test_blocks_with_an_importance_matrix_have_the_bytes_that_ggml_writes(kind: str) -> None:
+    """The fixture is of ggml's quantize_q4_K and the like (llama-cpp-python 0.3.36, gcc -O2 -ffp-contract=off)."""
+    made = WEIGHTED[kind](NUMBERS, IMPORTANT["importance"])
+    is_same = (made == IMPORTANT[kind]).all(axis=1)
+    assert is_same.all(), np.flatnonzero(~is_same)
+
+
+@pytest.mark.parametrize("kind", WEIGHTED)
+def test_any_rectangle_of_weighted_blocks_has_the_same_bytes(kind: str) -> None:
+    made = WeightedBlockTensor(as_lazy(torch.from_numpy(NUMBERS)), kind, IMPORTANT["importance"])
+    whole = as_torch(made)
+    assert torch.equal(whole.reshape(IMPORTANT[kind].shape), torch.from_numpy(IMPORTANT[kind]))
+    assert_same(in_rectangles(made, 5, 100), whole)
+
+
+def error_of_outputs(directory: Path, source: Path, inputs: dict[str, torch.Tensor]) -> float:
+    """The squared error of the matrices of a GGUF file, weighted with the squared inputs."""
+    megaconv.convert(directory / "model.gguf", directory / "back", saver="hf", config=source)
+    given = load_tensors(source / "model.safetensors")
+    found = load_tensors(directory / "back/model.safetensors")
+    total = 0.0
+    for name, squares in inputs.items():
+        weight = name.replace("input_channel_square", "weight")
+        off = found[weight].float() - given[weight].float()
+        total += float((off.square() * squares).sum())
+    return total
+
+
+@pytest.mark.parametrize("wanted", ["q4_0", "q4_k_m", "q5_k_m", "q6_k"])
+def test_a_calibration_makes_the_error_of_outputs_smaller(tmp_path: Path, wanted: str) -> None:
+    source = write_llama(tmp_path / "hf", hidden=256, ffn=512, layers=2)
+    generator = torch.Generator().manual_seed(3)
+    squares = {
+        name.replace("weight", "input_channel_square"): torch.rand(each.shape[1], generator=generator) ** 6
+        for name, each in load_tensors(source / "model.safetensors").items()
+        if name.endswith("_proj.weight")
+    }  # fmt: skip
+    statistics = write_statistics(tmp_path / "amax.safetensors", squares, source)
+    options = {"gguf_type": wanted, "tokenizer": "none"}
+    for name, calibration in (("plain", None), ("weighted", statistics)):
+        megaconv.convert(
+            source, tmp_path / name, saver="gguf", options=options, calibration=calibration, verify=True
+        )  # fmt: skip
+    plain, weighted = (
+        error_of_outputs(tmp_path / name, source, squares) for name in ("plain", "weighted")
+    )
+    assert weighted < 0.95 * plain
+
+
+def test_a_calibration_that_is_not_needed_or_not_of_the_weights_is_refused(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "hf", hidden=256, ffn=256, layers=1)
+    other = write_llama(tmp_path / "other", hidden=256, ffn=256, layers=1, seed=1)
+    squares = {
+        name.replace("weight", "input_channel_square"): torch.ones(each.shape[1])
+        for name, each in load_tensors(source / "model.safetensors").items()
+        if name.endswith("_proj.weight")
+    }
+    statistics = write_statistics(tmp_path / "amax.safetensors", squares, other)
+    for wanted, error, message in (
+        ("q8_0", UsageError, "needs no statistics"),
+        ("q4_k_m", TensorMismatch, "its statistics are of the weights"),
+    ):
+        options = {"gguf_type": wanted, "tokenizer": "none"}
+        with pytest.raises(error, match=message):
+            megaconv.convert(
+                source, tmp_path / "out", saver="gguf", options=options, calibration=statistics
+            )
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)

@@ -21,6 +21,7 @@ COMMANDS = (
     "verify",
     "diff",
     "scan",
+    "clean",
     "serve-hf",
     "formats",
     "demo",

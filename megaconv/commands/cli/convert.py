@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from megaconv.commands.cli import options as opt
@@ -217,10 +216,15 @@ def _dry_run(request: Request) -> None:
         return
     _print_from_base(report)
     for name, size in report.files.items():
-        show(f"{size:>18,}  {Path(request.save_dir) / name}")
+        show(f"{size:>18,}  {opt.file_at(request.save_dir, name)}")
     _say_notices(report)
     memory = readable(report.memory)
     show(
         f"{report.nbytes:>18,}  bytes in {len(report.files)} files; "
         f"buffers will take {memory} of memory at most"
     )
+    if report.waiting is not None:
+        waiting = report.waiting
+        place = "on the disk" if waiting.is_spooled else "in memory"
+        amount = readable(waiting.spool_bytes or waiting.memory_bytes)
+        show(f"{waiting.open_bytes:>18,}  bytes of parts wait at most; they take {amount} {place}")

@@ -93,7 +93,7 @@ def inspect(
     from megaconv.hub import resolve
 
     options = replace(load, optimizer=False)
-    place = resolve(path, metadata_only=not stats)
+    place = resolve(path)
     found: Any = look(path, place, options, loader, check_source=check_source)
     shown: list[Any] = []
     width = columns()

@@ -172,6 +172,11 @@ def one_place(argument: str | None, option: str | None, what: str, name: str) ->
     return given[0]
 
 
+def file_at(place: str, name: str) -> str:
+    """The path or the URI of a file of an output."""
+    return f"{place.rstrip('/')}/{name}"
+
+
 def one_dtype(dtype: str | None, bf16: bool, fp16: bool) -> str | None:
     """The requested dtype. Raises UsageError for several."""
     asked = [word for word, given in ((dtype, dtype), ("bf16", bf16), ("fp16", fp16)) if given]

@@ -23,18 +23,21 @@ class Columns:
     amax: Tensor
     total: Tensor
     """The sum of |x| over all rows."""
+    squares: Tensor
+    """The sum of x^2 over all rows."""
     rows: int = 0
 
     @classmethod
     def of(cls, x: Tensor) -> "Columns":
         zeros = torch.zeros(x.shape[-1], device=x.device)
-        return cls(zeros, zeros.double())
+        return cls(zeros, zeros.double(), zeros.double())
 
     def add(self, x: Tensor) -> None:
         """x [..., in]."""
         magnitude = x.detach().reshape(-1, x.shape[-1]).abs()
         self.amax = torch.maximum(self.amax, magnitude.amax(0).float())
         self.total += magnitude.sum(0, dtype=torch.float32)
+        self.squares += magnitude.float().square().sum(0)
         self.rows += len(magnitude)
 
 

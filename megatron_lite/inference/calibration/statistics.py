@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from megaconv.model.table import canonical_shapes
 from megaconv.values.calibration import (
     CHANNEL_AMAX,
     CHANNEL_MEAN,
+    CHANNEL_SQUARE,
     INPUT_AMAX,
     K_AMAX,
     V_AMAX,
@@ -35,23 +36,41 @@ class WholeColumns:
 
     amax: Vector
     total: Vector
+    squares: Vector
     rows: Vector
 
     @classmethod
     def of(cls, cols: int) -> "WholeColumns":
-        return cls(np.zeros(cols), np.zeros(cols), np.zeros(cols))
+        return cls(np.zeros(cols), np.zeros(cols), np.zeros(cols), np.zeros(cols))
 
-    def add(self, first: int, amax: Vector, total: Vector, rows: int) -> None:
-        """Add the columns from `first` on, as one rank has seen them."""
-        place = slice(first, first + len(amax))
-        np.maximum(self.amax[place], amax, out=self.amax[place])
-        self.total[place] += total
-        self.rows[place] += rows
+    def add(self, seen: "SeenColumns") -> None:
+        """Add the columns that one rank has seen."""
+        place = slice(seen.first, seen.first + len(seen.amax))
+        np.maximum(self.amax[place], seen.amax, out=self.amax[place])
+        self.total[place] += seen.total
+        self.squares[place] += seen.squares
+        self.rows[place] += seen.rows
 
     @property
     def mean(self) -> Floats:
         """float32 [in]: the mean of |x|."""
         return (self.total / np.maximum(self.rows, 1)).astype(np.float32)
+
+    @property
+    def mean_square(self) -> Floats:
+        """float32 [in]: the mean of x^2."""
+        return (self.squares / np.maximum(self.rows, 1)).astype(np.float32)
+
+
+class SeenColumns(NamedTuple):
+    """The columns that one rank has seen of a matrix."""
+
+    first: int
+    """The first column of this rank."""
+    amax: Vector
+    total: Vector
+    squares: Vector
+    rows: int
 
 
 @dataclass
@@ -74,6 +93,7 @@ class Merged:
                 found[f"{module}.{INPUT_AMAX}"] = amax.max(keepdims=True).reshape(())
                 found[f"{module}.{CHANNEL_AMAX}"] = amax
                 found[f"{module}.{CHANNEL_MEAN}"] = columns.mean
+                found[f"{module}.{CHANNEL_SQUARE}"] = columns.mean_square
             found |= self._largest_cached(native)
         return found
 
@@ -117,7 +137,7 @@ def merged(config: ModelConfig, found: list[Matrix], inputs: Inputs, cached: Cac
         for name, seen in columns.items():
             cols = shapes[name][1]
             whole = result.columns.setdefault(name, WholeColumns.of(cols))
-            whole.add(*seen)
+            whole.add(seen)
         for layer, each in largest.items():
             before = result.cached.get(layer, each)
             result.cached[layer] = tuple(map(max, before, each))
@@ -133,15 +153,17 @@ def gathered(own: Any) -> list[Any]:
     return found
 
 
-def _columns(found: list[Matrix], inputs: Inputs) -> dict[str, tuple[int, Vector, Vector, int]]:
-    """Canonical tensor -> (first column of this rank, amax, total, rows)."""
-    result: dict[str, tuple[int, Vector, Vector, int]] = {}
+def _columns(found: list[Matrix], inputs: Inputs) -> dict[str, SeenColumns]:
+    """What this rank has seen, by canonical tensor."""
+    result: dict[str, SeenColumns] = {}
     for matrix in found:
         seen = inputs.found.get(matrix.name)
         if seen is not None:
-            amax, total = seen.amax.double().cpu().numpy(), seen.total.cpu().numpy()
+            sums = (seen.amax.double(), seen.total, seen.squares)
+            amax, total, squares = (each.cpu().numpy() for each in sums)
             for name, regions in matrix.info.native.parts.items():
-                result[name] = (regions[0].box.col0, amax, total, seen.rows)
+                first = regions[0].box.col0
+                result[name] = SeenColumns(first, amax, total, squares, seen.rows)
     return result
 
 

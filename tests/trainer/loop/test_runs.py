@@ -307,3 +307,25 @@ def test_both_formats_hold_the_same_model(tmp_path: Path) -> None:
             2,
         )
     assert len(prints) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_a_run_goes_on_with_the_same_bits_whatever_its_ranks_shard(
+    form: str, tmp_path: Path
+) -> None:
+    """With one microbatch a rank, whose gradients have one order of addition."""
+    command = (
+        f"pretrain {LLAMA} --global-batch-size 2 --bf16 --save ckpt --resume --ckpt-format {form}"
+    )
+    strategy = "--data-parallel-sharding-strategy"
+    train(tmp_path / "one", 2, f"{command} --train-iters 4 {strategy} optim")
+    parts = [(2, "optim_grads_params"), (3, "optim_grads"), (4, "optim_grads_params")]
+    for steps, word in parts:
+        words = f"--train-iters 4 --exit-interval {steps}" if steps < 4 else "--train-iters 4"
+        train(tmp_path / "mixed", 2, f"{command} {words} {strategy} {word}")
+    one, mixed = (files(tmp_path / name / "ckpt" / "iter_0000004") for name in ("one", "mixed"))
+    assert one.keys() == mixed.keys()
+    states = {name for name in one if name.endswith(".distcp")}
+    assert {name: one[name] for name in states} == {name: mixed[name] for name in states}
+    assert metrics(tmp_path / "one") == metrics(tmp_path / "mixed")

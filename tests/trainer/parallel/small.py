@@ -157,6 +157,8 @@ class Case:
     muon: MuonOptions = MUON
     qk_clip: QkClip | None = None
     ep: int = 1
+    zero: int = 1
+    """With `distributed`: 2 shards gradients too, 3 parameters too."""
 
     @property
     def world(self) -> int:
@@ -170,7 +172,10 @@ class Case:
         ]
         words += [
             word
-            for word, said in (("sp", self.sequence_parallel), ("zero", self.distributed))
+            for word, said in (
+                ("sp", self.sequence_parallel),
+                (f"zero{self.zero}".removesuffix("1"), self.distributed),
+            )
             if said
         ]
         if self.recompute.granularity:
@@ -197,6 +202,7 @@ class Case:
             ep=1,
             sequence_parallel=False,
             distributed=False,
+            zero=1,
             recompute=NONE,
             options=options,
         )
@@ -237,6 +243,8 @@ def make_engine(
         betas=(0.9, 0.95),
         clip_grad=case.clip,
         distributed=case.distributed,
+        shards_gradients=case.zero > 1,
+        shards_parameters=case.zero > 2,
         bucket_elements=bucket_elements,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,

@@ -53,6 +53,8 @@ class Drawn:
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     loss_rows: int | None = None
+    zero: int = 1
+    """With `distributed`: 2 shards gradients too, 3 parameters too."""
 
     @property
     def world(self) -> int:
@@ -90,7 +92,7 @@ def draw(seed: int) -> Drawn:
         dispatcher=chance.choice(("alltoall", "allgather")), recompute=chance.choice((NONE, FULL, BLOCK, SELECTIVE)),
         distributed=chance.random() < 0.5, bucket_elements=chance.choice((300, 4000, 10**6)),
         overlap_grad_reduce=chance.random() < 0.5, overlap_param_gather=chance.random() < 0.5,
-        loss_rows=chance.choice((None, 3)),
+        loss_rows=chance.choice((None, 3)), zero=chance.choice((1, 2, 3) if pp == 1 else (1, 3)),
     )  # fmt: skip
 
 
@@ -102,7 +104,8 @@ def make_engine(drawn: Drawn) -> Engine:
         context=drawn.context, dispatcher=drawn.dispatcher, balance=drawn.balance, loss_rows=drawn.loss_rows, vocab_divisor=4,
     )  # fmt: skip
     optimizer = OptimizerOptions(
-        betas=(0.9, 0.95), distributed=drawn.distributed, bucket_elements=drawn.bucket_elements,
+        betas=(0.9, 0.95), distributed=drawn.distributed, shards_gradients=drawn.distributed and drawn.zero > 1,
+        shards_parameters=drawn.distributed and drawn.zero > 2, bucket_elements=drawn.bucket_elements,
         overlap_grad_reduce=drawn.overlap_grad_reduce, overlap_param_gather=drawn.overlap_param_gather,
     )  # fmt: skip
     microbatches = drawn.microbatches // drawn.dp

@@ -142,7 +142,9 @@ def test_a_replicated_parameter_has_one_gradient_on_all_its_ranks(
             assert not tied or torch.equal(tied[0], tied[1])
 
 
-def live_bytes(_rank: int, dtype: str, dp: int, distributed: bool) -> tuple[float, float]:
+def live_bytes(
+    _rank: int, dtype: str, dp: int, distributed: bool, zero: int = 1
+) -> tuple[float, float]:
     """(bytes of all tensors that are alive after a step, by formula) per parameter."""
     gc.collect()
     before = _tensor_bytes()
@@ -150,7 +152,12 @@ def live_bytes(_rank: int, dtype: str, dp: int, distributed: bool) -> tuple[floa
         MODELS["qwen3"], {"layers.count": 2, "hidden": 128, "mlp.ffn": 512, "vocab": 2048}
     )
     grid = make_grid(Layout(stage_layers=(2,)), dp, torch.device("cpu"))
-    optimizer = OptimizerOptions(distributed=distributed, bucket_elements=200_000)
+    optimizer = OptimizerOptions(
+        distributed=distributed,
+        shards_gradients=zero > 1,
+        shards_parameters=zero > 2,
+        bucket_elements=200_000,
+    )
     engine = Engine(config, grid, ModelOptions(dtype=dtype), optimizer)
     init_weights(engine, 0.02, 1)
     assert engine.optimizer is not None

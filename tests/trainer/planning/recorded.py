@@ -62,6 +62,8 @@ class Planned:
     kind: str = "adamw"
     sequence: bool = False
     distributed: bool = False
+    zero: int = 1
+    """With `distributed`: 2 shards gradients too, 3 parameters too."""
     recompute: Recompute = NONE
     dtype: str = "float32"
     microbatches: int = 2
@@ -108,7 +110,13 @@ class Planned:
             balance=Balancing((("aux_loss", 1e-2), ("seq_aux_loss", 1e-2)), 1e-3), context=self.context, near=self.near,
             dispatcher=self.dispatcher,
         )  # fmt: skip
-        optimizer = OptimizerOptions(self.kind, distributed=self.distributed, bucket_elements=4000)
+        optimizer = OptimizerOptions(
+            self.kind,
+            distributed=self.distributed,
+            shards_gradients=self.zero > 1,
+            shards_parameters=self.zero > 2,
+            bucket_elements=4000,
+        )
         batch = BatchSize(2 * self.microbatches * self.dp, 2 * self.microbatches * self.dp)
         two_stacks = config.encoder.layers > 0
         sizes = Sizes(

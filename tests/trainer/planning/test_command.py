@@ -73,6 +73,33 @@ def test_llama_3_405b_takes_what_its_shape_says(
     assert found["not_trained_yet"] is None
 
 
+LLAMA_8B = {
+    **LLAMA_405B, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+GB = 10**9
+
+
+def test_llama_3_8b_leaves_20_gb_of_each_of_eight_gpus_if_parameters_are_sharded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """bf16, sequences of 8,192 tokens, selective recomputation, no other parallelism, on 80 GB each."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    flags = "--seq-length 8192 --global-batch-size 64 --bf16 --recompute-granularity selective"
+    command = f"--load {tmp_path / 'config.json'} --world-size 8 {flags}"
+    found = {
+        strategy: planned(capsys, f"{command} --data-parallel-sharding-strategy {strategy}")
+        for strategy in ("optim", "optim_grads", "optim_grads_params")
+    }
+    count = found["optim"]["parameters"]
+    assert count == 8_030_261_248
+    (kept,) = (plan["stages"][0] for plan in [found["optim_grads_params"]])
+    assert kept["state_bytes"] == count * 2
+    totals = [plan["stages"][0]["bytes"] / GB for plan in found.values()]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[-1] < 60
+
+
 def test_deepseek_v3_is_planned_though_it_may_not_be_trained_yet(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

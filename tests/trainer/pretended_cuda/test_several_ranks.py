@@ -14,6 +14,7 @@ QUICK = [
     Case("further tokens, tied", pp=2, masked=False),
     Case("qwen3", cp=2, options=(BF16, RING)),
     Case("mixtral", dp=2, ep=2, distributed=True, kind="muon", options=(BF16,)),
+    Case("llama", dp=2, distributed=True, zero=3, recompute=FULL),
 ]
 GRID = [
     Case("qwen3", tp=2),
@@ -28,6 +29,9 @@ GRID = [
     Case("qwen3", dp=2),
     Case("qwen3", dp=2, distributed=True),
     Case("qwen3", dp=2, distributed=True, kind="muon"),
+    Case("qwen3", dp=2, distributed=True, zero=2),
+    Case("qwen3", dp=2, distributed=True, zero=3),
+    Case("mixtral", dp=2, ep=2, distributed=True, zero=3, options=(BF16,)),
     Case("qwen3", tp=2, kind="muon"),
     Case("mixtral", tp=2, sequence_parallel=True, options=(BF16,)),
     Case("mixtral", tp=2, ep=2, sequence_parallel=True, options=(BF16,)),

@@ -23,9 +23,11 @@ from megatron_lite.settings.arguments import (
     parse,
 )
 from megatron_lite.settings.config import flags
+from megatron_lite.settings.contradictions import check_flags
 from megatron_lite.settings.kinds import check_kind
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.parallel import Parallel
+from megatron_lite.settings.run_options import optimizer_options
 from megatron_lite.settings.sizes import Sizes, work_out
 from tests.trainer.loop.launches import DEEPSEEK
 
@@ -687,3 +689,26 @@ def test_two_levels_of_context_parallelism_have_to_make_its_size(
 ) -> None:
     with pytest.raises(UsageError, match=said):
         sizes(flags_given, 4)
+
+
+def test_a_strategy_shards_what_the_one_before_it_shards_and_more() -> None:
+    found = []
+    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+        options = optimizer_options(settings(f"--data-parallel-sharding-strategy {strategy}"))
+        assert options.sharding == strategy
+        found.append((options.distributed, options.shards_gradients, options.shards_parameters))
+    assert [sum(each) for each in found] == [0, 1, 2, 3]
+    assert optimizer_options(settings("--use-distributed-optimizer")).sharding == "optim"
+
+
+@pytest.mark.parametrize(
+    ("flags_given", "message"),
+    [
+        ("optim_grads --pp 2", "requires --pp 1"),
+        ("no_shard --use-distributed-optimizer", "contradicts the distributed optimizer"),
+    ],
+)
+def test_a_strategy_that_contradicts_other_flags_is_refused(flags_given: str, message: str) -> None:
+    given = settings(f"--data-parallel-sharding-strategy {flags_given}")
+    with pytest.raises(UsageError, match=message):
+        check_flags(given)

@@ -37,6 +37,9 @@ CASES = [
     Case("mixtral", dp=2, pp=2),
     Case("further tokens, tied", pp=2),
     Case("qwen3", tp=2, sequence_parallel=True, dp=2, distributed=True),
+    Case("mixtral", dp=2, ep=2, distributed=True, zero=2),
+    Case("llama", pp=2, vpp=2, dp=2, distributed=True, zero=3),
+    Case("mixtral", dp=2, ep=2, distributed=True, zero=3, recompute=FULL),
 ]
 """At most 8 ranks."""
 LARGE = [
@@ -49,6 +52,12 @@ LARGE = [
     Case("qwen3", cp=4, dp=4, distributed=True, options=(GATHER,)),
     Case("qwen3", pp=4, cp=2, dp=2, options=(HEADS,)),
     Case("qwen3", pp=2, dp=2, kind="muon", distributed=True),
+    Case("qwen3", dp=4, kind="muon", distributed=True, zero=3),
+    Case("further tokens, tied", dp=4, ep=2, distributed=True, zero=3),
+    Case("gpt_oss", tp=2, dp=4, ep=2, sequence_parallel=True, distributed=True, zero=3),
+    Case("delta nets, experts", dp=2, distributed=True, zero=3),
+    Case("gpt2", cp=2, dp=2, pp=2, distributed=True, zero=3, recompute=FULL, options=(RING,)),
+    Case("hybrid", tp=2, dp=2, sequence_parallel=True, distributed=True, zero=2),
 ]
 """Up to 16 ranks."""
 

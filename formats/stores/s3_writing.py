@@ -1,0 +1,300 @@
+"""Writes to buckets of S3 and of stores that speak its protocol.
+
+    POST /bucket/key?uploads                         begins an upload
+    PUT  /bucket/key?uploadId=…&partNumber=7         x-amz-checksum-crc32: the store refuses other bytes
+    POST /bucket/key?uploadId=…   If-None-Match: *   makes the object visible, unless there is one
+
+A request whose answer was lost may have succeeded. Before an attempt is called a conflict, the object that is there is
+compared with the one that was sent.
+"""
+
+import logging
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping
+from email.utils import parsedate_to_datetime
+from functools import partial
+from hashlib import md5
+from typing import Any, TypeVar
+
+from isal import isal_zlib
+
+from formats.errors import CheckpointError
+from formats.stores import s3_errors
+from formats.stores.patience import Patience
+from formats.stores.s3 import S3Bucket
+from formats.stores.writing import ABSENT, Conflict, Held, Small, Upload, is_same
+
+_NOT_THERE = (404,)
+_NO_CHECKSUMS = ("NotImplemented", "InvalidArgument", "InvalidRequest", "XNotImplemented")
+"""Codes of stores that know no checksums, for a request to begin an upload with one."""
+_log = logging.getLogger("megaconv")
+_Answer = TypeVar("_Answer")
+
+
+class WritableS3Bucket(S3Bucket):
+    """A bucket (formats.stores.writing.WritableStore)."""
+
+    def __init__(self, bucket: str, *, requester_pays: bool = False) -> None:
+        super().__init__(bucket, requester_pays=requester_pays)
+        self._checksums = True
+        """False for a store that refuses checksums; parts then have an MD5."""
+
+    def put(self, key: str, content: bytes, *, only: str | None = None) -> str:
+        request = f"s3:PutObject on {self._bucket}/{key}"
+
+        def put() -> Any:
+            sums = self._sums(content, isal_zlib.crc32(content))
+            return self._client.put_object(
+                Bucket=self._bucket,
+                Key=key,
+                Body=content,
+                **sums,
+                **_condition(only),
+                **self._extra,
+            )
+
+        try:
+            return str(self._with_checksums(request, put)["ETag"])
+        except _Refused as refused:
+            is_taken = only is not None and (refused.is_condition or refused.is_absent)
+            there = self.get(key) if is_taken else None
+            if there is not None and there.content == content:
+                return there.tag
+            if is_taken:
+                raise Conflict(request) from None
+            raise self._error(refused, request) from None
+
+    def get(self, key: str) -> Small | None:
+        request = f"s3:GetObject on {self._bucket}/{key}"
+
+        def get() -> tuple[bytes, Any]:
+            answer = self._client.get_object(Bucket=self._bucket, Key=key, **self._extra)
+            return answer["Body"].read(), answer
+
+        try:
+            content, answer = self._repeated(request, get)
+        except _Refused as refused:
+            if refused.is_absent:
+                return None
+            raise self._error(refused, request) from None
+        now = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
+        age = (now - answer["LastModified"]).total_seconds()
+        return Small(content, str(answer["ETag"]), max(0.0, age))
+
+    def head(self, key: str) -> Held | None:
+        request = f"s3:GetObject on {self._bucket}/{key}"
+        asked = {"ChecksumMode": "ENABLED"} if self._checksums else {}
+
+        def head() -> Any:
+            return self._client.head_object(Bucket=self._bucket, Key=key, **asked, **self._extra)
+
+        try:
+            answer = self._repeated(request, head)
+        except _Refused as refused:
+            if refused.is_absent:
+                return None
+            raise self._error(refused, request) from None
+        is_whole = answer.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
+        crc = _crc(answer) if is_whole else None
+        return Held(int(answer["ContentLength"]), str(answer["ETag"]), crc)
+
+    def delete(self, key: str) -> None:
+        request = f"s3:DeleteObject on {self._bucket}/{key}"
+
+        def delete() -> Any:
+            return self._client.delete_object(Bucket=self._bucket, Key=key, **self._extra)
+
+        try:
+            self._repeated(request, delete)
+        except _Refused as refused:
+            if not refused.is_absent:
+                raise self._error(refused, request) from None
+
+    def begin_upload(self, key: str) -> str:
+        request = f"s3:PutObject on {self._bucket}/{key}"
+
+        def begin() -> Any:
+            wanted = {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"}
+            asked = wanted if self._checksums else {}
+            return self._client.create_multipart_upload(
+                Bucket=self._bucket, Key=key, **asked, **self._extra
+            )
+
+        try:
+            return str(self._with_checksums(request, begin)["UploadId"])
+        except _Refused as refused:
+            raise self._error(refused, request) from None
+
+    def _with_checksums(self, request: str, call: Callable[[], _Answer]) -> _Answer:
+        """The answer to a request with a checksum, and without it from a store that knows none. Raises _Refused."""
+        try:
+            return self._repeated(request, call)
+        except _Refused as refused:
+            if not self._checksums or refused.code not in _NO_CHECKSUMS:
+                raise
+        self._checksums = False
+        _log.warning("%s: the store knows no checksums; parts are sent with an MD5", self.uri)
+        return self._repeated(request, call)
+
+    def put_part(self, upload: Upload, number: int, content: bytes | bytearray, crc: int) -> str:
+        request = f"s3:PutObject on {self._bucket}/{upload.key}"
+        sums = self._sums(content, crc)
+
+        def put() -> Any:
+            return self._client.upload_part(
+                **self._place(upload), PartNumber=number, Body=content, **sums
+            )
+
+        return str(self._needed(request, put)["ETag"])
+
+    def parts(self, upload: Upload) -> Mapping[int, Held] | None:
+        request = f"s3:ListMultipartUploadParts on {self._bucket}/{upload.key}"
+        found: dict[int, Held] = {}
+        after = 0
+        while True:
+            place = {**self._place(upload), "PartNumberMarker": after}
+            try:
+                page = self._repeated(request, partial(self._client.list_parts, **place))
+            except _Refused as refused:
+                if refused.is_absent:
+                    return None
+                raise self._error(refused, request) from None
+            for each in page.get("Parts", ()):
+                held = Held(int(each["Size"]), str(each["ETag"]), _crc(each))
+                found[int(each["PartNumber"])] = held
+            following = int(page.get("NextPartNumberMarker") or 0)
+            if not page.get("IsTruncated") or following <= after:
+                return found
+            after = following
+
+    def uploads(self, prefix: str) -> list[Upload]:
+        request = f"s3:ListBucketMultipartUploads on {self._bucket}/{prefix}"
+        found: list[Upload] = []
+        marker: dict[str, str] = {}
+        while True:
+            asked = {"Bucket": self._bucket, "Prefix": prefix, **marker}
+            call = partial(self._client.list_multipart_uploads, **asked, **self._extra)
+            page: Any = self._needed(request, call)
+            for each in page.get("Uploads", ()):
+                began = each["Initiated"].timestamp()
+                found.append(Upload(str(each["Key"]), str(each["UploadId"]), began))
+            following = {
+                "KeyMarker": str(page.get("NextKeyMarker") or ""),
+                "UploadIdMarker": str(page.get("NextUploadIdMarker") or ""),
+            }
+            if not page.get("IsTruncated") or following == marker:
+                return [each for each in found if each.key.startswith(prefix)]
+            marker = following
+
+    def complete(
+        self, upload: Upload, parts: Mapping[int, Held], whole: Held, *, only: str | None
+    ) -> Held:
+        request = f"s3:PutObject on {self._bucket}/{upload.key}"
+        listed = [{"PartNumber": number, "ETag": parts[number].tag} for number in sorted(parts)]
+        sums: dict[str, Any] = {}
+        if self._checksums and whole.crc is not None:
+            sums = {"ChecksumCRC32": _word(whole.crc), "ChecksumType": "FULL_OBJECT"}
+
+        def complete() -> Any:
+            return self._client.complete_multipart_upload(
+                **self._place(upload),
+                MultipartUpload={"Parts": listed},
+                **sums,
+                **_condition(only),
+            )
+
+        try:
+            self._repeated(request, complete)
+        except _Refused as refused:
+            if not (refused.is_condition or refused.is_absent):
+                raise self._error(refused, request) from None
+            there = self.head(upload.key)
+            if there is None or not is_same(there, whole):
+                raise Conflict(upload.key) from None
+            return there
+        there = self.head(upload.key)
+        if there is None or not is_same(there, whole):
+            raise CheckpointError(
+                f"{self.uri}/{upload.key}: the store has another object than was sent ({there}, expected {whole}); run again",
+                code="store-unreachable",
+            )
+        return there
+
+    def abort(self, upload: Upload) -> None:
+        request = f"s3:AbortMultipartUpload on {self._bucket}/{upload.key}"
+        try:
+            self._repeated(
+                request, lambda: self._client.abort_multipart_upload(**self._place(upload))
+            )
+        except _Refused as refused:
+            if not refused.is_absent:
+                raise self._error(refused, request) from None
+
+    def _place(self, upload: Upload) -> dict[str, Any]:
+        place = {"Bucket": self._bucket, "Key": upload.key, "UploadId": upload.identity}
+        return {**place, **self._extra}
+
+    def _sums(self, content: bytes | bytearray, crc: int) -> dict[str, str]:
+        """The checksum of a request's body, as the store knows it."""
+        if self._checksums:
+            return {"ChecksumCRC32": _word(crc)}
+        digest = md5(content, usedforsecurity=False).digest()
+        return {"ContentMD5": b64encode(digest).decode()}
+
+    def _needed(self, request: str, call: Callable[[], _Answer]) -> _Answer:
+        """The answer to a request that has to succeed."""
+        try:
+            return self._repeated(request, call)
+        except _Refused as refused:
+            raise self._error(refused, request) from None
+
+    def _repeated(self, request: str, call: Callable[[], _Answer]) -> _Answer:
+        """The answer to a request. Raises _Refused for an answer that repeating doesn't change."""
+        patience = Patience(request)
+        while True:
+            try:
+                return call()
+            except Exception as error:  # boto's errors have no common class
+                refused = _Refused(error)
+                if refused.is_absent or refused.is_condition or refused.code in _NO_CHECKSUMS:
+                    raise refused from None
+                patience.wait(self._transient(error, request))
+
+    def _error(self, refused: "_Refused", request: str) -> Exception:
+        """The error for a refused request."""
+        try:
+            return self._transient(refused.error, request)
+        except CheckpointError as error:
+            return error
+
+
+class _Refused(Exception):
+    """An answer that repeating doesn't change."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.status, self.code = s3_errors.answer_of(error)
+
+    @property
+    def is_condition(self) -> bool:
+        return self.status == 412
+
+    @property
+    def is_absent(self) -> bool:
+        return self.status == 404 and self.code != "NoSuchBucket"
+
+
+def _condition(only: str | None) -> dict[str, str]:
+    if only is None:
+        return {}
+    return {"IfNoneMatch": ABSENT} if only == ABSENT else {"IfMatch": only}
+
+
+def _word(crc: int) -> str:
+    return b64encode(crc.to_bytes(4, "big")).decode()
+
+
+def _crc(answer: Mapping[str, Any]) -> int | None:
+    word = str(answer.get("ChecksumCRC32") or "")
+    # A composite checksum, of the parts' checksums, ends with their number.
+    return int.from_bytes(b64decode(word), "big") if word and "-" not in word else None

@@ -1,0 +1,450 @@
+"""Writes an output to a prefix of a store, completely or not at all, as `formats.staging` does on a disk.
+
+    1  claim        ckpt/.megaconv-partial.json, on condition that there is none
+    2  send         parts of uploads, in any order; nobody can see them
+    3  publish      uploads become objects, 16 at a time, each on condition that there is none; then small files
+    4  selectors    the files by which readers find the rest, one after another (formats/stores/selectors.py)
+    5  tidy         journal and claim are deleted
+
+A run that is killed in step 2 leaves nothing that readers see but the claim. In step 3 it leaves objects that nothing
+points to; megaconv refuses to read them. From the last selector on the output is complete.
+"""
+
+import logging
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from formats import signals
+from formats.errors import CheckpointError, CorruptCheckpoint, NotEnoughSpace, TargetExists
+from formats.journal import changes
+from formats.output import Piece
+from formats.partial_files import Span
+from formats.stores import leftovers, selectors
+from formats.stores.claim import PUBLISHING, SENDING, Claim, is_gone
+from formats.stores.directory import stand_in_files
+from formats.stores.leftovers import Leftovers, at_once
+from formats.stores.objects import Listed
+from formats.stores.part_file import PartFile, Sender, SmallFile
+from formats.stores.part_sizes import PART_BYTES, part_bytes, part_count
+from formats.stores.slots import Slots, Spool, require_space
+from formats.stores.store_journal import SentFile, StoreJournal
+from formats.stores.waiting import NOTHING, Terms, Waiting
+from formats.stores.writing import ABSENT, Conflict, Held, Upload, WritableStore, is_same
+
+_log = logging.getLogger("megaconv")
+
+
+class StoreTarget:
+    """The output of a run at a prefix. It has the interface of `formats.staging.Staging`."""
+
+    journal_pause = 6.0
+
+    def __init__(
+        self,
+        store: WritableStore,
+        prefix: str,
+        terms: Terms,
+        *,
+        member: int = 0,
+        members: int = 1,
+        record: str = "megaconv.json",
+    ) -> None:
+        """Raises TargetExists if objects are there, unless terms.overwrite.
+
+        prefix: without slashes at its ends, and not empty. member: number of this process among `members` that write
+        the output together. Number 0 opens first and commits last. record: the file that member 0 adds at the end.
+        """
+        self.target = f"{store.uri}/{prefix}"
+        self.committed = False
+        self._store, self._prefix, self._terms = store, prefix, terms
+        self._member, self._members, self._record_name = member, members, record
+        self._claim = Claim(store, prefix, terms.version)
+        self._journal = StoreJournal(store, prefix, member)
+        self._sender: Sender | None = None
+        self._waiting = NOTHING
+        self._files: dict[str, PartFile] = {}
+        self._small: dict[str, SmallFile] = {}
+        self._earlier: dict[str, tuple[Upload, Mapping[int, Held]]] = {}
+        self._objects: dict[str, Listed] = {}
+        """Objects at the prefix when this run began, by name."""
+        self._sent: list[SentFile] = []
+        self._published = self._finished = self._claiming = False
+        if not member:
+            self._look()
+
+    # Before the first byte.
+
+    def _look(self) -> None:
+        """Raise TargetExists if the prefix isn't free. Removes what is left of a run that was complete."""
+        found = leftovers.find(self._store, self._prefix)
+        if not found.objects and self._store.head(self._prefix) is not None:
+            raise TargetExists(f"{self.target}: is an object; choose another place")
+        holder = found.holder
+        if holder is not None and found.was_published and is_gone(holder, found.age):
+            self._claim.take_over(holder, found.tag, take=False, age=found.age)
+            leftovers.remove(self._store, found, self._claim)
+            self._claim.remove()
+            self._claim = Claim(self._store, self._prefix, self._terms.version)
+        self._require_free(found)
+
+    def _require_free(self, found: Leftovers) -> None:
+        """Raise TargetExists if something is at the prefix that isn't part of a killed run's commit."""
+        fragments = set(found.fragments)
+        kept = [each for each in found.objects.values() if each.key not in fragments]
+        if kept and not self._terms.overwrite:
+            raise TargetExists(
+                f"{self.target}: already exists; choose another place, or give --overwrite to replace it"
+            )
+
+    def expect(self, waiting: Waiting) -> None:
+        """Set the number of parts that wait. Raises NotEnoughSpace if the spool can't hold them."""
+        self._waiting = waiting
+
+    def require_space(self, size: int) -> None:
+        """Raise an error if the spool can't hold the parts that wait. The store's own space can't be asked for."""
+        needed, most = self._waiting.spool_bytes, self._terms.most_spool_bytes
+        if needed > most:
+            raise NotEnoughSpace(
+                f"--max-spool: {needed:,} bytes of parts wait at most, and {most:,} are allowed; allow more, or give a larger --max-memory"
+            )
+        if needed:
+            require_space(self._spool_directory, needed)
+
+    @property
+    def _spool_directory(self) -> Path:
+        return self._terms.spool or Path(tempfile.gettempdir())
+
+    def open(
+        self, plan: Mapping[str, str], *, resume: bool, sizes: Mapping[str, int] | None = None
+    ) -> list[dict[str, Any]]:
+        """Claim the prefix, or take over the work of a run with the same plan. Returns its journal's entries."""
+        names = dict(sizes or {})
+        self._claiming = True
+        found = self._looked_up() if self._member else self._claim_prefix()
+        entries = self._journal.read(found.journal) if resume else []
+        if not self._fits(entries, plan):
+            entries = []
+            if not self._member:
+                found = self._begin_again(found)
+        self._objects = found.objects
+        if entries:
+            self._find_parts(found, names)
+        else:
+            self._journal.append([{"plan": dict(plan)}])
+        own = [] if self._member else [self._record_name]
+        self._journal.put_files([*names, *own])
+        self._sender = Sender(self._store, self._slots(), self._waiting.connections)
+        if not self._member:
+            self._claim.keep_renewed(self.fail)
+        return entries[1:]
+
+    def _looked_up(self) -> Leftovers:
+        return leftovers.find(self._store, self._prefix)
+
+    def _claim_prefix(self) -> Leftovers:
+        """Hold the claim. Returns what another run has left."""
+        found = self._looked_up()
+        if found.holder is None:
+            foreign = tuple(each.identity for each in self._store.uploads(f"{self._prefix}/"))
+            self._claim.take(replaces=bool(found.objects), foreign=foreign)
+        else:
+            take = self._terms.take_over
+            self._claim.take_over(found.holder, found.tag, take=take, age=found.age)
+        # Another run may have become complete before this run had the claim.
+        now = self._looked_up()
+        try:
+            self._require_free(now)
+        except TargetExists:
+            if found.holder is None:
+                self._claim.remove()
+            raise
+        return now
+
+    def _begin_again(self, found: Leftovers) -> Leftovers:
+        """Remove the work of an earlier run. Returns what is at the prefix now."""
+        holder = self._claim.holder
+        if found.journal or found.uploads or found.fragments:
+            leftovers.remove(self._store, found, self._claim)
+            found = self._looked_up()
+        if holder.phase != SENDING or holder.replaces != bool(found.objects):
+            self._claim.change(phase=SENDING, replaces=bool(found.objects))
+        return found
+
+    def _fits(self, entries: Sequence[dict[str, Any]], plan: Mapping[str, str]) -> bool:
+        """True if an earlier run's entries and parts can be used."""
+        if not entries:
+            return False
+        before = entries[0].get("plan")
+        if before != dict(plan) and not self._member:
+            _log.warning(
+                "%s: starts again and discards the work of the interrupted run: %s",
+                self.target,
+                changes(before, plan),
+            )
+        return bool(before == dict(plan))
+
+    def _find_parts(self, found: Leftovers, sizes: Mapping[str, int]) -> None:
+        """Look up the parts that the store has of this process's files."""
+        uploads: dict[str, list[Upload]] = {}
+        for each in found.uploads:
+            uploads.setdefault(each.key.removeprefix(f"{self._prefix}/"), []).append(each)
+
+        def look(name: str) -> None:
+            best: tuple[Upload, Mapping[int, Held]] | None = None
+            for upload in uploads[name]:
+                parts = _fitting(self._store.parts(upload) or {}, sizes[name])
+                if best is None or len(parts) > len(best[1]):
+                    best = upload, parts
+            if best is not None:
+                self._earlier[name] = best
+
+        at_once(look, [name for name in uploads if name in sizes])
+
+    def _slots(self) -> Slots:
+        waiting = self._waiting
+        if waiting.is_spooled:
+            return Spool(waiting.spool_parts, waiting.part_bytes, self._spool_directory)
+        return Slots(waiting.memory_bytes)
+
+    def fail(self, error: BaseException) -> None:
+        """End all writers that wait for a place, because the run ends with this error."""
+        if self._sender is not None:
+            self._sender.error = self._sender.error or error
+            self._sender.slots.fail(error)
+
+    # While tensors arrive.
+
+    def file(
+        self,
+        name: str,
+        size: int,
+        *,
+        keep: bool = False,
+        gaps: Sequence[Span] | None = None,
+        known: Sequence[Piece] = (),
+    ) -> PartFile | SmallFile:
+        """A new file of the output.
+
+        gaps: the ranges that nobody writes, for a file with tensors; None for a file without. known: its ranges whose
+        bytes are known already; nobody writes them. keep: has no meaning here, since the store knows its parts.
+        """
+        key = f"{self._prefix}/{name}"
+        if not size or (gaps is None and size < PART_BYTES):
+            small = self._small[name] = SmallFile(key, size)
+            return small
+        assert self._sender is not None
+        upload, parts = self._earlier.get(name, (None, {}))
+        made = PartFile(self._sender, key, size, gaps or (), known, upload, dict(parts))
+        self._files[name] = made
+        if upload is None and name in self._objects and self._claim_is_publishing():
+            made.done = self._completed(name, size)
+        return made
+
+    def _claim_is_publishing(self) -> bool:
+        holder = self._claim.holder
+        if self._member:
+            found = self._claim.look()
+            holder = found[0] if found is not None else holder
+        return holder.phase == PUBLISHING
+
+    def _completed(self, name: str, size: int) -> Held | None:
+        """The state of an object that an earlier run has completed; None if the object is another."""
+        sent, _ = self._journal.sent(self._member)
+        expected = next((file.whole for file in sent if file.name == name), None)
+        there = self._store.head(f"{self._prefix}/{name}")
+        if expected is None or there is None or not is_same(there, expected):
+            return None
+        return there
+
+    def record(self, entries: list[dict[str, Any]]) -> None:
+        """Append to the journal. The store has to have the data that the entries describe."""
+        self._journal.append(entries)
+
+    # The end.
+
+    def finish(self) -> None:
+        """Send everything that this process has. Nothing is written to its files after this call."""
+        if self._finished:
+            return
+        assert self._sender is not None
+        for file in self._files.values():
+            if file.done is None:
+                file.finish()
+        self._sender.wait()
+        self._sent = []
+        for name, file in self._files.items():
+            if file.done is None:
+                self._sent.append(SentFile(name, file.begun(), file.parts, file.whole()))
+            else:
+                self._sent.append(SentFile(name, Upload(file.key, "", 0.0), {}, file.done))
+        if self._members > 1:
+            for name, small in self._small.items():
+                self._journal.put_small(name, small.content)
+        self._journal.put_sent(self._sent, self._small)
+        self._finished = True
+
+    def readable(self) -> Path:
+        """A directory that stands for the output, to read it back before readers can find it.
+
+        Member 0 makes the objects visible that selectors will point to; the others call this after it.
+        """
+        if not self._member:
+            self._publish()
+        sent, small = self._everything()
+        root = stand_in_files(
+            self._store,
+            self._prefix,
+            [
+                Listed(f"{self._prefix}/{file.name}", file.whole.size, self._tag_of(file))
+                for file in sent
+            ],
+        )
+        for name, content in small.items():
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content())
+        return root
+
+    def _tag_of(self, file: SentFile) -> str:
+        there = self._store.head(f"{self._prefix}/{file.name}")
+        if there is None or not is_same(there, file.whole):
+            raise CorruptCheckpoint(
+                f"{self.target}/{file.name}: isn't the object that was written; another program has changed it"
+            )
+        return there.tag
+
+    def _everything(self) -> tuple[list[SentFile], dict[str, Callable[[], bytes]]]:
+        """(files in parts, content of small files by name) of all processes."""
+        sent = list(self._sent)
+        small: dict[str, Callable[[], bytes]] = {}
+        for name, file in self._small.items():
+            small[name] = lambda file=file: file.content  # type: ignore[misc]
+        for member in range(self._members):
+            if member == self._member:
+                continue
+            theirs, names = self._journal.sent(member)
+            sent += theirs
+            for name in names:
+                small[name] = lambda member=member, name=name: self._journal.small(member, name)  # type: ignore[misc]
+        return sent, small
+
+    def commit(self) -> None:
+        """Make the output visible. A signal that arrives too late to stop this is delivered at its end."""
+        self.finish()
+        self._publish()
+        sent, small = self._everything()
+        names = [*(file.name for file in sent), *small]
+        with signals.held():
+            for name in selectors.in_order(small):
+                self._put(name, small[name]())
+            self.committed = True
+            self._tidy(names)
+
+    def _publish(self) -> None:
+        """Make everything visible but the selectors."""
+        if self._published:
+            return
+        sent, small = self._everything()
+        self._claim.change(phase=PUBLISHING)
+        if self._objects and self._claim.holder.replaces:
+            for name in reversed(selectors.in_order(self._objects)):
+                self._store.delete(f"{self._prefix}/{name}")
+        at_once(self._complete, sent)
+        at_once(lambda name: self._put(name, small[name]()), selectors.others(small))
+        self._published = True
+
+    def _complete(self, file: SentFile) -> None:
+        if not file.upload.identity:  # an earlier run has completed it
+            return
+        try:
+            self._store.complete(
+                file.upload, file.parts, file.whole, only=self._condition(file.name)
+            )
+        except Conflict:
+            raise self._taken(file.name) from None
+
+    def _put(self, name: str, content: bytes) -> None:
+        is_door = name in selectors.in_order([name])
+        condition = ABSENT if is_door else self._condition(name)
+        try:
+            self._store.put(f"{self._prefix}/{name}", content, only=condition)
+        except Conflict:
+            raise self._taken(name) from None
+
+    def _condition(self, name: str) -> str:
+        """What has to be there for an object to appear: the object that this run replaces, or nothing."""
+        there = self._objects.get(name)
+        return there.tag if there is not None else ABSENT
+
+    def _taken(self, name: str) -> TargetExists:
+        return TargetExists(
+            f"{self.target}/{name}: another program has written it since this run began; choose another place"
+        )
+
+    def _tidy(self, names: Sequence[str]) -> None:
+        """Remove everything but the output."""
+        surplus = set(self._objects) - set(names)
+        if self._claim.holder.replaces:
+            at_once(self._store.delete, [f"{self._prefix}/{name}" for name in surplus])
+        self._claim.stop_renewing()
+        self._close_sender()
+        leftovers.remove(self._store, self._looked_up(), self._claim)
+        self._claim.remove()
+
+    def discard(self) -> None:
+        """Remove everything that this run has written, unless it is complete. Other members leave that to member 0."""
+        self._end()
+        try:
+            self._remove_all()
+        except CheckpointError as error:
+            _log.warning(
+                "%s: what this run has written can't be removed (%s); `megaconv clean %s` does",
+                self.target,
+                error,
+                self.target,
+            )
+        finally:
+            self._claim.stop()
+
+    def _remove_all(self) -> None:
+        if self._member or self.committed or not self._claiming:
+            return
+        found = self._looked_up()
+        if found.holder is None or found.holder.run != self._claim.holder.run:
+            return
+        self._claim.adopt(found.tag)
+        leftovers.remove(self._store, found, self._claim)
+        self._claim.remove()
+
+    def keep(self) -> None:
+        """Leave parts and journal to a run that resumes, or to member 0."""
+        self._end()
+        try:
+            if self._claim.is_held:
+                self._claim.change(released=True)
+        except CheckpointError as error:
+            _log.warning("%s: %s", self.target, error)
+        finally:
+            self._claim.stop()
+
+    def _end(self) -> None:
+        self._claim.stop_renewing()
+        self._close_sender()
+
+    def _close_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+
+def _fitting(parts: Mapping[int, Held], size: int) -> Mapping[int, Held]:
+    """The parts of a file of this size that have the expected length."""
+    step, count = part_bytes(size), part_count(size)
+    found: dict[int, Held] = {}
+    for number, part in parts.items():
+        expected = min(step, size - (number - 1) * step)
+        if 1 <= number <= count and part.size == expected:
+            found[number] = part
+    return found

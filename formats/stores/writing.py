@@ -1,0 +1,114 @@
+"""The interface of a store that takes objects: parts of uploads, conditional puts, and what they answer."""
+
+from collections.abc import Mapping, Sequence
+from hashlib import md5
+from typing import NamedTuple, Protocol
+
+from formats.stores.objects import Store
+
+ABSENT = "*"
+"""The condition that no object has the key. Any other condition is the ETag of the object to replace."""
+
+
+class Conflict(Exception):
+    """The condition of a request doesn't hold: another program has written the object."""
+
+
+class Held(NamedTuple):
+    """The state of an object, or of a part."""
+
+    size: int
+    tag: str
+    crc: int | None
+    """CRC-32 of the content; None if the store keeps none."""
+
+
+class Small(NamedTuple):
+    """A small object with its content."""
+
+    content: bytes
+    tag: str
+    age: float
+    """Seconds since it was written, by the store's clock."""
+
+
+class Upload(NamedTuple):
+    """An upload that is neither completed nor aborted. Nobody can read its parts."""
+
+    key: str
+    identity: str
+    began: float
+    """Time of its begin by the store's clock, in seconds since 1970."""
+
+
+class WritableStore(Store, Protocol):
+    """A bucket that takes objects. Any thread may use it. Methods raise CheckpointError after several attempts."""
+
+    def put(self, key: str, content: bytes, *, only: str | None = None) -> str:
+        """Write an object. Returns its ETag.
+
+        only: a condition (see ABSENT). Raises Conflict if the condition doesn't hold, unless the object has this
+        content already.
+        """
+        ...
+
+    def get(self, key: str) -> Small | None:
+        """A small object; None if there is none."""
+        ...
+
+    def head(self, key: str) -> Held | None:
+        """The state of an object; None if there is none."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Delete an object. No error if there is none."""
+        ...
+
+    def begin_upload(self, key: str) -> str:
+        """Begin an upload. Returns its identity."""
+        ...
+
+    def put_part(self, upload: Upload, number: int, content: bytes | bytearray, crc: int) -> str:
+        """Send a part. number: from 1 on. crc: CRC-32 of the content, which the store compares. Returns the ETag."""
+        ...
+
+    def parts(self, upload: Upload) -> Mapping[int, Held] | None:
+        """The parts that the store has, by number; None if the upload doesn't exist any more."""
+        ...
+
+    def uploads(self, prefix: str) -> Sequence[Upload]:
+        """The uploads below a prefix."""
+        ...
+
+    def complete(
+        self, upload: Upload, parts: Mapping[int, Held], whole: Held, *, only: str | None
+    ) -> Held:
+        """Make an object of an upload's parts. Returns the object's state.
+
+        whole: the expected state, with the tag that `joined_tag` computes. Raises Conflict if `only` doesn't hold.
+        """
+        ...
+
+    def abort(self, upload: Upload) -> None:
+        """Remove an upload and its parts. No error if it doesn't exist."""
+        ...
+
+
+def is_same(there: Held, expected: Held) -> bool:
+    """True if an object is the one that was sent: by its size and its CRC-32, else by its ETag."""
+    if there.size != expected.size:
+        return False
+    if there.crc is not None and expected.crc is not None:
+        return there.crc == expected.crc
+    # Stores that encrypt with a key of their own have ETags that nobody can compute.
+    return there.tag == expected.tag
+
+
+def joined_tag(parts: Mapping[int, Held]) -> str:
+    """The ETag of the object that these parts make: MD5 of their MD5s, and their number."""
+    words = [parts[number].tag.strip('"') for number in sorted(parts)]
+    try:
+        digests = b"".join(bytes.fromhex(word) for word in words)
+    except ValueError:
+        return ""
+    return f'"{md5(digests, usedforsecurity=False).hexdigest()}-{len(words)}"'

@@ -1,0 +1,101 @@
+"""The interface of an output while it grows: files that any thread writes at any position, a journal, and a commit.
+
+formats/staging.py           a directory on a disk
+formats/stores/target.py     a prefix of an object store
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from formats.output import Piece
+from formats.partial_files import Span
+from formats.tensor import Bytes
+
+
+class OutputFile(Protocol):
+    """A file of known size. Any thread may write at any position."""
+
+    def write(self, offset: int, data: Bytes | bytes) -> None:
+        """Write contiguous bytes at their offset."""
+        ...
+
+    def holds(self, start: int, end: int) -> bool:
+        """True if the bytes of a range, once written, survive the end of this process after the next sync()."""
+        ...
+
+    def sync(self) -> None:
+        """Bring what was written to where it stays."""
+        ...
+
+    def close(self) -> None:
+        """Close the file. It may be called again."""
+        ...
+
+
+class Target(Protocol):
+    """An output that appears complete or not at all. All methods raise CheckpointError."""
+
+    committed: bool
+    """True after the output has become visible."""
+    journal_pause: float
+    """How much rarer than on a disk the journal should be written."""
+
+    @property
+    def target(self) -> Path | str:
+        """The place of the output: a path, or a URI."""
+        ...
+
+    def require_space(self, size: int) -> None:
+        """Raise NotEnoughSpace if an output of `size` bytes can't be written."""
+        ...
+
+    def open(
+        self, plan: Mapping[str, str], *, resume: bool, sizes: Mapping[str, int] | None = None
+    ) -> list[dict[str, Any]]:
+        """Begin, or take over the work of an interrupted run with the same plan. Returns its journal's entries."""
+        ...
+
+    def file(
+        self,
+        name: str,
+        size: int,
+        *,
+        keep: bool = False,
+        gaps: Sequence[Span] | None = None,
+        known: Sequence[Piece] = (),
+    ) -> OutputFile:
+        """A new file of the output.
+
+        keep: the bytes that an earlier run wrote stay in it. gaps: ranges that nobody writes; they stay zero. known:
+        ranges whose bytes are known already. A disk needs neither, and nobody gives it `known`.
+        """
+        ...
+
+    def record(self, entries: list[dict[str, Any]]) -> None:
+        """Append to the journal. The data that the entries describe has to be where it stays."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """End threads that wait in write()."""
+        ...
+
+    def finish(self) -> None:
+        """Bring this process's files to where they stay. Nothing is written after this call."""
+        ...
+
+    def readable(self) -> Path:
+        """A directory with the complete output, to read it back before it appears."""
+        ...
+
+    def commit(self) -> None:
+        """Make the output appear."""
+        ...
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        ...
+
+    def keep(self) -> None:
+        """Leave what was written to a run that resumes, or to member 0."""
+        ...

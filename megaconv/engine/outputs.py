@@ -1,0 +1,64 @@
+"""The place of an output: a directory on a disk, or a prefix of an object store."""
+
+from pathlib import Path
+
+from formats.staging import Staging
+from formats.stores.addresses import is_store
+from formats.stores.target import StoreTarget
+from formats.stores.waiting import MEMORY_BYTES, Terms, Waiting
+from formats.target import Target
+from megaconv._version import __version__
+from megaconv.engine.parts import PartPlan, in_parts
+from megaconv.engine.plan import OutputPlan
+from megaconv.engine.ranks import ALONE, Ranks
+from megaconv.engine.record import RECORD_NAME
+from megaconv.errors import UsageError
+from megaconv.options import ConvertOptions
+from megaconv.store_inputs import parsed, writable_store
+
+_LEAST_AHEAD = 3
+
+
+def output_at(save_dir: str | Path, options: ConvertOptions, ranks: Ranks = ALONE) -> Target:
+    """The output at a path or a URI. Raises TargetExists if something is there, UsageError for options of the other kind."""
+    if not is_store(str(save_dir)):
+        _refuse_store_options(options)
+        return Staging(Path(save_dir), overwrite=options.overwrite, member=ranks.rank)
+    if options.overwrite and not options.replace_objects:
+        raise UsageError(
+            f"--overwrite: {save_dir}: objects can't be replaced in one step; a run that is killed at its end leaves neither "
+            "the old checkpoint nor the new one. Give --yes-replace-objects too, or choose another place"
+        )
+    address = parsed(str(save_dir))
+    if not address.prefix:
+        raise UsageError(f"{save_dir}: names a whole bucket; expected s3://bucket/prefix")
+    terms = Terms(
+        __version__, options.overwrite, options.take_over, options.spool, options.max_spool
+    )
+    store = writable_store(str(save_dir))
+    return StoreTarget(
+        store, address.prefix, terms, member=ranks.rank, members=ranks.size, record=RECORD_NAME
+    )
+
+
+def _refuse_store_options(options: ConvertOptions) -> None:
+    given = {
+        "--take-over": options.take_over,
+        "--yes-replace-objects": options.replace_objects,
+        "--spool": options.spool is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise UsageError(f"{name}: is for an output in an object store (s3://); leave it out")
+
+
+def ahead(workers: int) -> int:
+    """The number of tensors, from the first unfinished one on, that may be written at the same time."""
+    return max(_LEAST_AHEAD, workers)
+
+
+def parts_of(plan: OutputPlan, options: ConvertOptions, workers: int) -> tuple[PartPlan, Waiting]:
+    """(a plan in parts, the places of the parts that wait)."""
+    parts = in_parts(plan, ahead(workers))
+    memory = max(MEMORY_BYTES, options.max_memory // 4)
+    return parts, Waiting(parts.largest_part, parts.open_bytes, parts.open_parts, memory)

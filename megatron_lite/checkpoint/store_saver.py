@@ -1,0 +1,182 @@
+"""Saves checkpoints to a prefix of an object store, with the promise of `saver.py`: the tracker is written last.
+
+    <temporary>/iter_0000010/                  each rank writes its files here, and sends them as uncompleted uploads
+    <uri>/iter_0000010/__0_0.distcp …          appear when all ranks have sent everything; `.metadata` comes after them
+    <uri>/hf/config.json
+    <uri>/latest_checkpointed_iteration.txt    10
+
+A rank needs room on its disk for its own files of one checkpoint (TMPDIR). They are removed after the save.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from formats import rank_files
+from formats.errors import CheckpointError
+from formats.stores import leftovers
+from formats.stores.claim import is_of_this_process, parsed
+from formats.stores.directory import CLAIM
+from formats.stores.part_file import PartFile, Sender
+from formats.stores.slots import Slots
+from formats.stores.store_journal import SentFile, StoreJournal
+from formats.stores.waiting import MEMORY_BYTES
+from formats.stores.writing import Upload, WritableStore
+from megatron_lite.checkpoint.files import write_blocks, write_common
+from megatron_lite.checkpoint.saver import SIDECARS, SaveError, Saver
+from megatron_lite.checkpoint.snapshot import Snapshot
+
+_BLOCK_BYTES = 1 << 20
+_INDEXES = (".metadata", "metadata.json")
+_Answer = TypeVar("_Answer")
+
+
+@dataclass
+class StoreSaver(Saver):
+    """Saves the checkpoints of one rank to a store. All ranks make the same calls."""
+
+    store: WritableStore = field(kw_only=True)
+    prefix: str = field(kw_only=True)
+
+    def _write_to(self, target: Path, snapshot: Snapshot) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="megatron-lite-save-"))
+        version = rank_files.iteration_directory(snapshot.iteration)
+        try:
+            self._write_files(folder, snapshot)
+            begun: list[Upload] = []
+            try:
+                sent = self._on_all(lambda: self._send(folder, version, begun))
+                self._on_all(lambda: self._publish_all(sent, version, snapshot))
+                self._journal.forget_files()
+            except BaseException:
+                leftovers.at_once(self.store.abort, begun)
+                raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def _journal(self) -> StoreJournal:
+        return StoreJournal(self.store, self.prefix, self.rank)
+
+    def _write_files(self, folder: Path, snapshot: Snapshot) -> None:
+        """Write this rank's files to the local disk."""
+        if self.format == "torch_dist":
+            write_blocks(folder, snapshot.shards, snapshot.objects or {}, self.group)
+            if self.rank == 0:
+                write_common(folder, snapshot.common)
+        elif snapshot.rank_file is not None:
+            self._write_rank_file(folder, snapshot.rank_file)
+
+    def _on_all(self, call: Callable[[], _Answer]) -> list[_Answer]:
+        """The results of all ranks. If one rank fails, all raise its error."""
+        error: CheckpointError | None = None
+        result: Any = None
+        try:
+            result = call()
+        except CheckpointError as found:
+            error = found
+        if self.group is None:
+            if error is not None:
+                raise error
+            return [result]
+        results: list[Any] = [None] * dist.get_world_size(self.group)
+        text = None if error is None else str(error)
+        dist.all_gather_object(results, (text, result), group=self.group)
+        for rank, (failed, _) in enumerate(results):
+            if failed is not None:
+                raise error or SaveError(f"rank {rank} can't save: {failed}")
+        return [value for _, value in results]
+
+    def _send(self, folder: Path, version: str, begun: list[Upload]) -> list[SentFile]:
+        """Send this rank's files as uploads. begun: receives the uploads."""
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        names = [f"{version}/{path.relative_to(folder)}" for path in files]
+        self._journal.put_files(names)
+        sender = Sender(self.store, Slots(MEMORY_BYTES))
+        made: list[PartFile] = []
+        try:
+            for path, name in zip(files, names, strict=True):
+                part_file = PartFile(sender, f"{self.prefix}/{name}", path.stat().st_size)
+                made.append(part_file)
+                begun.append(part_file.begun())
+                _copy(path, part_file)
+                part_file.finish()
+            sender.wait()
+        finally:
+            sender.close()
+        return [
+            SentFile(name, file.begun(), file.parts, file.whole())
+            for name, file in zip(names, made, strict=True)
+        ]
+
+    def _publish_all(
+        self, sent: Sequence[Sequence[SentFile]], version: str, snapshot: Snapshot
+    ) -> None:
+        """Make the checkpoint visible. Only rank 0 does."""
+        if self.rank:
+            return
+        self._require_claim()
+        files = [file for of_rank in sent for file in of_rank]
+        indexes = [file for file in files if file.name.endswith(_INDEXES)]
+        # An index of an earlier, incomplete save of this iteration must not point to new files.
+        for file in indexes:
+            self.store.delete(f"{self.prefix}/{file.name}")
+        leftovers.at_once(self._complete, [file for file in files if file not in indexes])
+        for file in indexes:
+            self._complete(file)
+        for name, content in self.sidecars.items():
+            self._put(f"{SIDECARS}/{name}", content)
+        self._put(rank_files.TRACKER, str(snapshot.iteration).encode())
+        if self.keep_last is not None:
+            self._prune_store(snapshot.iteration)
+
+    def _require_claim(self) -> None:
+        """Raise SaveError if another run has taken over the claim on the prefix."""
+        there = self.store.get(f"{self.prefix}/{CLAIM}")
+        holder = None if there is None else parsed(there.content)
+        if holder is None or not is_of_this_process(holder):
+            raise SaveError(
+                f"{self.store.uri}/{self.prefix}: another run has taken over this run's claim; give one of them another --save"
+            )
+
+    def _complete(self, file: SentFile) -> None:
+        self.store.complete(file.upload, file.parts, file.whole, only=None)
+
+    def _put(self, name: str, content: bytes) -> None:
+        self.store.put(f"{self.prefix}/{name}", content)
+
+    def _prune_store(self, newest: int) -> None:
+        """Delete the oldest iterations, the index of each one first."""
+        assert self.keep_last is not None
+        keys = [each.key for each in self.store.listing(f"{self.prefix}/").objects]
+        older: dict[int, list[str]] = {}
+        for key in keys:
+            version = key.removeprefix(f"{self.prefix}/").partition("/")[0]
+            number = version.removeprefix("iter_")
+            if number.isdigit() and int(number) < newest:
+                older.setdefault(int(number), []).append(key)
+        too_many = max(0, len(older) + 1 - self.keep_last)
+        for _, doomed in sorted(older.items())[:too_many]:
+            indexes = [key for key in doomed if key.endswith(_INDEXES)]
+            for key in indexes:
+                self.store.delete(key)
+            leftovers.at_once(self.store.delete, set(doomed).difference(indexes))
+
+
+def _copy(path: Path, to: PartFile) -> None:
+    """Write a local file to a file of the store."""
+    offset = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            to.write(offset, block)
+            offset += len(block)
+
+
+def has_stored_checkpoint(store: WritableStore, prefix: str) -> bool:
+    """Return whether a run has saved a complete checkpoint at a prefix."""
+    return store.head(f"{prefix}/{rank_files.TRACKER}") is not None

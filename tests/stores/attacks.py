@@ -1,0 +1,238 @@
+"""Kills and faults of runs that write into a store, for `make test` (a sample) and `make trust`.
+
+A kill comes before or after the effect of one request. A fault makes one request fail, once or from then on. Afterwards
+the same command runs again. The target must hold nothing, or the complete output; nothing else may stay.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import NamedTuple
+
+from formats.stores import selectors
+from formats.stores.claim import CLAIM
+from megaconv.engine import transfer
+from tests.runs import Outcome, run
+from tests.stores.small_store import Asked, Fault, SmallStore
+
+_SECONDS = 60.0
+FAULTS = {
+    "503": Fault("status", 503, "SlowDown"),
+    "500": Fault("status", 500, "InternalError"),
+    "500 after": Fault("status", 500, "InternalError", after=True),
+    "reset": Fault("reset"),
+    "reset after": Fault("reset", after=True),
+    "half": Fault("half"),
+    "other bytes": Fault("other"),
+    "stall": Fault("stall", seconds=0.02),
+    "412": Fault("status", 412, "PreconditionFailed"),
+    "403": Fault("status", 403, "AccessDenied"),
+    "expired": Fault("status", 400, "ExpiredToken"),
+    "skewed": Fault("status", 403, "RequestTimeTooSkewed"),
+    "404": Fault("status", 404, "NoSuchUpload"),
+}
+
+
+class Scenario(NamedTuple):
+    """A conversion into a store."""
+
+    words: tuple[object, ...]
+    """The command line without --resume."""
+    expected: dict[str, bytes]
+    """The files of an undisturbed run."""
+
+
+class Broken(AssertionError):
+    """The promise was broken."""
+
+
+def undisturbed(store: SmallStore, words: tuple[object, ...]) -> tuple[Scenario, int]:
+    """(the scenario, the number of its requests)."""
+    store.clear()
+    outcome = run(*words)
+    assert outcome.status == 0, outcome.err
+    return Scenario(words, store.below("out/")), len(store.asked)
+
+
+def kill(store: SmallStore, scenario: Scenario, number: int, *, after: bool, resume: bool) -> str:
+    """Kill a run at a request, and run it again. Returns the state in between. Raises Broken."""
+    store.clear()
+    what = f"killed {'after' if after else 'before'} request {number}, resume={resume}"
+    words = (*scenario.words, "--resume") if resume else scenario.words
+    process: list[int] = []
+
+    def strike(asked: Asked) -> None:
+        if asked.number == number:
+            os.kill(process[0], signal.SIGKILL)
+
+    if after:
+        store.done = strike  # type: ignore[assignment]
+    else:
+        store.hook = strike  # type: ignore[assignment]
+    status = _in_a_child(words, process.append)
+    store.restart()
+    state = _state(store, scenario, what)
+    again = run(*words)
+    _judge_repetition(store, scenario, again, f"{what}, then {state}", was=state)
+    if status >= 0 and state != "complete":
+        raise Broken(f"{what}: ended with {status} before the kill, {state}")
+    return state
+
+
+def fault(
+    store: SmallStore, scenario: Scenario, number: int, kind: str, *, lasting: bool
+) -> Outcome:
+    """Let a request fail, once or from then on. Raises Broken."""
+    store.clear()
+    what = f"{kind} at request {number}{' and later' if lasting else ''}"
+
+    def fail(asked: Asked) -> Fault | None:
+        is_hit = asked.number >= number if lasting else asked.number == number
+        return FAULTS[kind] if is_hit else None
+
+    store.hook = fail
+    outcome = run(*scenario.words)
+    store.restart()
+    state = _state(store, scenario, what)
+    if outcome.status == 0 and state != "complete":
+        raise Broken(f"{what}: ended with 0, and the output is {state}")
+    if outcome.status and outcome.err.count("\n") > 2:
+        raise Broken(f"{what}: {outcome.err}")
+    again = run(*scenario.words)
+    _judge_repetition(store, scenario, again, what, was=state)
+    return outcome
+
+
+def _in_a_child(words: tuple[object, ...], started: Callable[[int], None]) -> int:
+    """Run a command in a forked process. Returns its status, negative for a signal."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(writing)
+        os.read(reading, 1)  # wait until the parent knows this process
+        transfer.JOURNAL_SECONDS = 0
+        status = 99
+        try:
+            with redirect_stderr(StringIO()):
+                status = run(*words).status
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    os.close(reading)
+    started(pid)
+    os.close(writing)
+    until = time.monotonic() + _SECONDS
+    while time.monotonic() < until:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise Broken(f"hung for {_SECONDS:.0f} seconds: {words}")
+
+
+def _visible(store: SmallStore) -> dict[str, bytes]:
+    return {
+        name: content for name, content in store.below("out/").items() if ".megaconv-" not in name
+    }
+
+
+def _same(found: dict[str, bytes], expected: dict[str, bytes]) -> bool:
+    return found == expected
+
+
+def _state(store: SmallStore, scenario: Scenario, what: str) -> str:
+    """nothing, fragments (with a claim, and without the last selector), or complete."""
+    found = _visible(store)
+    if not found:
+        return "nothing"
+    if _same(found, scenario.expected):
+        return "complete"
+    last = selectors.last(scenario.expected)
+    if last in found:
+        raise Broken(f"{what}: the last selector is there, and {sorted(found)} are not the output")
+    if f"out/{CLAIM}" not in store.objects:
+        raise Broken(f"{what}: objects without a claim: {sorted(found)}")
+    for name, content in found.items():
+        if content != scenario.expected.get(name):
+            raise Broken(f"{what}: {name} is torn")
+    return "fragments"
+
+
+def _judge_repetition(
+    store: SmallStore, scenario: Scenario, again: Outcome, what: str, *, was: str
+) -> None:
+    """The same command makes the output complete, or finds it complete, and tidies up."""
+    expected = 2 if was == "complete" else 0
+    if again.status != expected:
+        raise Broken(f"{what}: the repetition ended with {again.status}: {again.err}")
+    if not _same(store.below("out/"), scenario.expected):
+        raise Broken(f"{what}: after the repetition: {sorted(store.below('out/'))}")
+    if store.uploads:
+        raise Broken(f"{what}: uploads stay: {store.uploads}")
+
+
+def main() -> int:
+    """`python -m tests.stores.attacks --kills 500 --faults 5000 [--seconds 600]`: the full numbers."""
+    import argparse
+    import tempfile
+
+    from formats.stores import part_sizes, patience
+    from tests.conftest import FIXTURES
+    from tests.stores import small_store
+
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--faults", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end after this time")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    dice, until = random.Random(options.seed), time.monotonic() + options.seconds
+    part_sizes.PART_BYTES = 16 << 10
+    patience._FIRST_PAUSE, patience._LONGEST_PAUSE = 0.001, 0.01
+    counts: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as home, small_store.running("models") as store:
+        os.environ |= {
+            "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": store.url, "AWS_EC2_METADATA_DISABLED": "true", "NO_PROXY": "127.0.0.1",
+            "AWS_CONFIG_FILE": str(Path(home) / "none"), "AWS_SHARED_CREDENTIALS_FILE": str(Path(home) / "none"),
+        }  # fmt: skip
+        source = FIXTURES / "peft-llama-all-linear/base"
+        ways = ("--saver core --tp 2", "--saver hf --max-shard-size 20KB", "--saver hf --verify")
+        scenarios = [
+            undisturbed(store, ("convert", source, "s3://models/out", *way.split())) for way in ways
+        ]
+        for count in range(options.kills):
+            if time.monotonic() > until:
+                break
+            scenario, requests = scenarios[count % len(scenarios)]
+            number, after, resume = (
+                dice.randrange(requests),
+                dice.random() < 0.5,
+                dice.random() < 0.5,
+            )
+            state = kill(store, scenario, number, after=after, resume=resume)
+            counts[f"killed: {state}"] = counts.get(f"killed: {state}", 0) + 1
+        for count in range(options.faults):
+            if time.monotonic() > until:
+                break
+            scenario, requests = scenarios[count % len(scenarios)]
+            kind, lasting = dice.choice(list(FAULTS)), dice.random() < 0.3
+            outcome = fault(store, scenario, dice.randrange(requests), kind, lasting=lasting)
+            counts[f"fault: exit {outcome.status}"] = (
+                counts.get(f"fault: exit {outcome.status}", 0) + 1
+            )
+    print(json.dumps(counts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,420 @@
+"""A small S3 server in this process: objects, ranges, conditions, uploads in parts, checksums.
+
+It is stricter than moto: it compares the CRC-32 of parts and of whole objects. It counts requests, and a hook may make
+any request fail, before or after it has its effect.
+"""
+
+import base64
+import itertools
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from hashlib import md5
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
+from urllib.parse import parse_qsl, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+
+@dataclass
+class Object:
+    content: bytes
+    tag: str
+    crc: int | None
+    written: float
+
+
+@dataclass
+class Upload:
+    key: str
+    checksums: bool
+    began: float
+    parts: dict[int, Object] = field(default_factory=dict)
+
+
+class Asked(NamedTuple):
+    """A request."""
+
+    number: int
+    method: str
+    key: str
+    action: str
+    """get, head, list, put, delete, begin, part, complete, abort, list-parts or list-uploads."""
+    nbytes: int
+    """Length of its body."""
+
+
+class Fault(NamedTuple):
+    """A thing that happens to a request."""
+
+    kind: str
+    """status, reset, half (of the answer), other (bytes in the answer), or stall."""
+    status: int = 0
+    code: str = ""
+    after: bool = False
+    """True if the request has its effect before it fails."""
+    seconds: float = 0.0
+
+
+Hook = Callable[[Asked], Fault | None]
+
+
+class SmallStore(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, bucket: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.bucket = bucket
+        self.lock = threading.RLock()
+        self.checksums = True
+        """False: refuse requests with checksums, as old servers do."""
+        self.clear()
+
+    def clear(self) -> None:
+        self.objects: dict[str, Object] = {}
+        self.uploads: dict[str, Upload] = {}
+        self.numbers = itertools.count()
+        self.restart()
+
+    def restart(self) -> None:
+        """Count requests from 0 again, and let none fail."""
+        self.asked: list[Asked] = []
+        self.hook: Hook = lambda asked: None
+        self.done: Hook = lambda asked: None
+        self.headers: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def put(self, key: str, content: bytes) -> None:
+        tag = f'"{md5(content).hexdigest()}"'
+        with self.lock:
+            self.objects[key] = Object(content, tag, zlib.crc32(content), time.time())
+
+    def below(self, prefix: str) -> dict[str, bytes]:
+        """Content of the objects below a prefix, by name."""
+        with self.lock:
+            found = {key: each.content for key, each in self.objects.items()}
+        return {
+            key.removeprefix(prefix): content
+            for key, content in sorted(found.items())
+            if key.startswith(prefix)
+        }
+
+    def of(self, action: str) -> list[Asked]:
+        return [each for each in self.asked if each.action == action]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, code: str) -> None:
+        self.status, self.code = status, code
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: SmallStore
+    disable_nagle_algorithm = True
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def _handle(self) -> None:
+        address = urlsplit(self.path)
+        bucket, _, key = unquote(address.path.lstrip("/")).partition("/")
+        query = dict(parse_qsl(address.query, keep_blank_values=True))
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        with self.server.lock:
+            action = self._action(key, query)
+            asked = Asked(len(self.server.asked), self.command, key, action, len(body))
+            self.server.asked.append(asked)
+            self.server.headers.append(str(self.headers))
+        fault = self.server.hook(asked)
+        try:
+            if fault is not None and fault.kind in ("status", "reset") and not fault.after:
+                self._fail(fault)
+                return
+            if bucket != self.server.bucket:
+                raise _Refused(404, "NoSuchBucket")
+            method = getattr(self, f"_{action.replace('-', '_')}")
+            answer = method(key, query, body)
+        except _Refused as refused:
+            answer = _error(refused.status, refused.code)
+        self.server.done(asked)
+        if fault is not None and fault.kind in ("status", "reset"):
+            self._fail(fault)
+            return
+        self._send(answer, fault)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _handle  # noqa: N815
+
+    def _action(self, key: str, query: dict[str, str]) -> str:
+        if self.command == "POST":
+            return "begin" if "uploads" in query else "complete"
+        if self.command == "PUT":
+            return "part" if "partNumber" in query else "put"
+        if self.command == "DELETE":
+            return "abort" if "uploadId" in query else "delete"
+        if self.command == "HEAD":
+            return "head"
+        if "uploads" in query:
+            return "list-uploads"
+        if "uploadId" in query:
+            return "list-parts"
+        return "get" if key else "list"
+
+    def _fail(self, fault: Fault) -> None:
+        if fault.kind == "reset":
+            self.close_connection = True
+            self.connection.close()
+            return
+        self._send(_error(fault.status, fault.code), None)
+
+    def _send(self, answer: tuple[int, dict[str, str], bytes], fault: Fault | None) -> None:
+        status, headers, content = answer
+        kind = fault.kind if fault is not None else ""
+        if fault is not None and kind == "stall":
+            time.sleep(fault.seconds)
+        if kind == "other" and content:
+            content = bytes([content[0] ^ 0x55]) + content[1:]
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if "Content-Length" not in headers:
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if kind == "half":
+            self.wfile.write(content[: len(content) // 2])
+            self.close_connection = True
+            self.connection.close()
+            return
+        self.wfile.write(content)
+
+    # Objects.
+
+    def _found(self, key: str) -> Object:
+        found = self.server.objects.get(key)
+        if found is None:
+            raise _Refused(404, "NoSuchKey")
+        wanted = self.headers.get("If-Match")
+        if wanted is not None and wanted != found.tag:
+            raise _Refused(412, "PreconditionFailed")
+        return found
+
+    def _get(
+        self, key: str, query: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        found = self._found(key)
+        headers = _described(found)
+        span = self.headers.get("Range")
+        if span is None:
+            return 200, headers, found.content
+        first, _, last = span.removeprefix("bytes=").partition("-")
+        start, end = int(first), min(int(last), len(found.content) - 1)
+        if start >= len(found.content):
+            raise _Refused(416, "InvalidRange")
+        headers["Content-Range"] = f"bytes {start}-{end}/{len(found.content)}"
+        return 206, headers, found.content[start : end + 1]
+
+    def _head(
+        self, key: str, query: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        found = self._found(key)
+        headers = _described(found) | {"Content-Length": str(len(found.content))}
+        if self.headers.get("x-amz-checksum-mode") and found.crc is not None:
+            headers |= {
+                "x-amz-checksum-crc32": _word(found.crc),
+                "x-amz-checksum-type": "FULL_OBJECT",
+            }
+        return 200, headers, b""
+
+    def _condition(self, key: str) -> None:
+        there = self.server.objects.get(key)
+        if self.headers.get("If-None-Match") == "*" and there is not None:
+            raise _Refused(412, "PreconditionFailed")
+        wanted = self.headers.get("If-Match")
+        if wanted is not None and there is None:
+            raise _Refused(404, "NoSuchKey")
+        if wanted is not None and there is not None and wanted != there.tag:
+            raise _Refused(412, "PreconditionFailed")
+
+    def _put(
+        self, key: str, query: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        made = self._checked(body)
+        with self.server.lock:
+            self._condition(key)
+            self.server.objects[key] = made
+        return 200, {"ETag": made.tag}, b""
+
+    def _checked(self, body: bytes) -> Object:
+        told = self.headers.get("x-amz-checksum-crc32")
+        if told is not None and not self.server.checksums:
+            raise _Refused(501, "NotImplemented")
+        crc = zlib.crc32(body)
+        if told is not None and told != _word(crc):
+            raise _Refused(400, "BadDigest")
+        digest = self.headers.get("Content-MD5")
+        if digest is not None and digest != base64.b64encode(md5(body).digest()).decode():
+            raise _Refused(400, "BadDigest")
+        return Object(
+            body, f'"{md5(body).hexdigest()}"', None if told is None else crc, time.time()
+        )
+
+    def _delete(
+        self, key: str, query: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        with self.server.lock:
+            self.server.objects.pop(key, None)
+        return 204, {}, b""
+
+    def _list(
+        self, key: str, query: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
+        with self.server.lock:
+            found = {k: v for k, v in sorted(self.server.objects.items()) if k.startswith(prefix)}
+        folders: set[str] = set()
+        listed = ""
+        for name, each in found.items():
+            rest = name.removeprefix(prefix)
+            if delimiter and delimiter in rest:
+                folders.add(prefix + rest.partition(delimiter)[0] + delimiter)
+                continue
+            listed += (
+                f"<Contents><Key>{escape(name)}</Key><Size>{len(each.content)}</Size>"
+                f"<ETag>{escape(each.tag)}</ETag></Contents>"
+            )
+        for folder in sorted(folders):
+            listed += f"<CommonPrefixes><Prefix>{escape(folder)}</Prefix></CommonPrefixes>"
+        return _xml(
+            f"<ListBucketResult><IsTruncated>false</IsTruncated>{listed}</ListBucketResult>"
+        )
+
+    # Uploads.
+
+    def _begin(
+        self, key: str, query: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        checksums = self.headers.get("x-amz-checksum-algorithm") is not None
+        if checksums and not self.server.checksums:
+            raise _Refused(501, "NotImplemented")
+        with self.server.lock:
+            identity = f"upload-{next(self.server.numbers)}"
+            self.server.uploads[identity] = Upload(key, checksums, time.time())
+        return _xml(
+            f"<InitiateMultipartUploadResult><UploadId>{identity}</UploadId></InitiateMultipartUploadResult>"
+        )
+
+    def _upload(self, key: str, query: dict[str, str]) -> Upload:
+        found = self.server.uploads.get(query["uploadId"])
+        if found is None or found.key != key:
+            raise _Refused(404, "NoSuchUpload")
+        return found
+
+    def _part(
+        self, key: str, query: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        made = self._checked(body)
+        with self.server.lock:
+            self._upload(key, query).parts[int(query["partNumber"])] = made
+        return 200, {"ETag": made.tag}, b""
+
+    def _list_parts(
+        self, key: str, query: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        listed = ""
+        with self.server.lock:
+            for number, each in sorted(self._upload(key, query).parts.items()):
+                crc = (
+                    "" if each.crc is None else f"<ChecksumCRC32>{_word(each.crc)}</ChecksumCRC32>"
+                )
+                listed += (
+                    f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(each.tag)}</ETag>"
+                    f"<Size>{len(each.content)}</Size>{crc}</Part>"
+                )
+        return _xml(f"<ListPartsResult><IsTruncated>false</IsTruncated>{listed}</ListPartsResult>")
+
+    def _list_uploads(
+        self, key: str, query: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        listed = ""
+        with self.server.lock:
+            for identity, each in self.server.uploads.items():
+                if each.key.startswith(query.get("prefix", "")):
+                    began = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(each.began))
+                    listed += (
+                        f"<Upload><Key>{escape(each.key)}</Key><UploadId>{identity}</UploadId>"
+                        f"<Initiated>{began}</Initiated></Upload>"
+                    )
+        return _xml(
+            f"<ListMultipartUploadsResult><IsTruncated>false</IsTruncated>{listed}</ListMultipartUploadsResult>"
+        )
+
+    def _complete(
+        self, key: str, query: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        with self.server.lock:
+            upload = self._upload(key, query)
+            self._condition(key)
+            parts = [upload.parts[number] for number in sorted(upload.parts)]
+            content = b"".join(part.content for part in parts)
+            told = self.headers.get("x-amz-checksum-crc32")
+            if told is not None and told != _word(zlib.crc32(content)):
+                raise _Refused(400, "BadDigest")
+            digests = b"".join(bytes.fromhex(part.tag.strip('"')) for part in parts)
+            tag = f'"{md5(digests).hexdigest()}-{len(parts)}"'
+            crc = zlib.crc32(content) if upload.checksums else None
+            self.server.objects[key] = Object(content, tag, crc, time.time())
+            del self.server.uploads[query["uploadId"]]
+        return _xml(
+            f"<CompleteMultipartUploadResult><ETag>{escape(tag)}</ETag></CompleteMultipartUploadResult>"
+        )
+
+    def _abort(
+        self, key: str, query: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        with self.server.lock:
+            self._upload(key, query)
+            del self.server.uploads[query["uploadId"]]
+        return 204, {}, b""
+
+
+def _described(found: Object) -> dict[str, str]:
+    return {"ETag": found.tag, "Last-Modified": formatdate(found.written, usegmt=True)}
+
+
+def _word(crc: int) -> str:
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()
+
+
+def _xml(text: str) -> tuple[int, dict[str, str], bytes]:
+    content = f'<?xml version="1.0" encoding="UTF-8"?>{text}'.encode()
+    return 200, {"Content-Type": "application/xml"}, content
+
+
+def _error(status: int, code: str) -> tuple[int, dict[str, str], bytes]:
+    _, headers, content = _xml(f"<Error><Code>{code}</Code><Message>no</Message></Error>")
+    return status, headers, content
+
+
+@contextmanager
+def running(bucket: str) -> Iterator[SmallStore]:
+    store = SmallStore(bucket)
+    thread = threading.Thread(target=store.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield store
+    finally:
+        store.shutdown()
+        store.server_close()

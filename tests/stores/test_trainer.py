@@ -1,0 +1,89 @@
+"""The trainer saves to a store and goes on from it, with the bits of a run that saves to a disk."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megaconv.engine.conversion import fingerprint
+from tests.runs import run
+from tests.stores.conftest import BUCKET
+from tests.stores.small_store import Asked, SmallStore
+from tests.trainer.loop.launches import LLAMA, launch
+
+pytest.importorskip("torch")
+URI = f"s3://{BUCKET}/run"
+
+
+def trained(directory: Path, size: int, words: str) -> str:
+    """Train 4 steps or more. Returns the log of rank 0. boto3 finds the store by the environment of this process."""
+    kept = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    prepare = partial(_point_at, kept)
+    running = launch(directory, size, f"pretrain {LLAMA} {words}", prepare)
+    assert running.wait() == [0] * size, running.logs()
+    return running.log(0)
+
+
+def _point_at(environment: dict[str, str], rank: int) -> None:
+    os.environ.update(environment)
+
+
+def files(place: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(place)): file.read_bytes()
+        for file in place.rglob("*")
+        if file.is_file()
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (1, "--async-save"),
+        pytest.param(2, "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param(
+            2, "--ckpt-format torch --pipeline-model-parallel-size 2", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_run_in_a_store_has_the_bytes_of_one_on_a_disk(
+    writable: SmallStore, tmp_path: Path, size: int, words: str
+) -> None:
+    steps = "--train-iters 2 --save-interval 1 --keep-last 1"
+    trained(tmp_path / "a", size, f"{steps} --save {URI} {words}")
+    trained(tmp_path / "a", size, f"{steps} --train-iters 4 --save {URI} --resume {words}")
+    trained(tmp_path / "b", size, f"{steps} --train-iters 4 --save ckpt {words}")
+    found, expected = writable.below("run/"), files(tmp_path / "b" / "ckpt")
+    assert found.keys() == expected.keys()
+    for name, content in found.items():
+        # The values that are not sharded contain the run's arguments, and so --save.
+        assert content == expected[name] or name.endswith(("common.pt", "model_optim_rng.pt")), name
+    assert not writable.uploads
+    assert fingerprint(URI) == fingerprint(tmp_path / "b" / "ckpt")
+    assert run("inspect", URI).status == 0
+
+
+def test_the_tracker_is_written_last(writable: SmallStore, tmp_path: Path) -> None:
+    """Whatever a reader sees before, the tracker points to nothing or to a complete iteration."""
+    seen: list[set[str]] = []
+
+    def note(asked: Asked) -> None:
+        seen.append({key for key in writable.objects if ".megaconv-" not in key})
+
+    writable.done = note  # type: ignore[assignment]
+    trained(tmp_path, 1, f"--train-iters 2 --save {URI}")
+    tracker = "run/latest_checkpointed_iteration.txt"
+    first = next(keys for keys in seen if tracker in keys)
+    assert {
+        f"run/iter_0000002/{name}" for name in (".metadata", "common.pt", "__0_0.distcp")
+    } <= first
+
+
+def test_a_run_starts_from_weights_in_a_store(writable: SmallStore, tmp_path: Path) -> None:
+    trained(tmp_path / "a", 1, f"--train-iters 2 --save {URI}")
+    log = trained(
+        tmp_path / "b", 1, f"--train-iters 2 --load {URI} --finetune --save s3://{BUCKET}/other"
+    )
+    assert "megaconv-" not in log
+    assert "other/latest_checkpointed_iteration.txt" in writable.objects
