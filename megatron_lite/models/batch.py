@@ -35,7 +35,7 @@ class Microbatch:
     source: Tensor | None = None
     """int64 [batch, source length]: the encoder's input if the model has an encoder; `tokens` is then the decoder's input.
 
-    Of a biencoder: the contexts, [any, source length]; `tokens` are the queries.
+    In a biencoder, these are the contexts, [any, source length], and `tokens` are the queries.
     """
     source_visible: Tensor | None = None
     """Bool, shape of `source`: the tokens that can be attended to; None: all."""

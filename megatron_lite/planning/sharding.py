@@ -17,7 +17,7 @@ FLOAT32 = 4
 
 
 class Times(NamedTuple):
-    """How often the ranks communicate about a bucket in a step."""
+    """The number of times that the ranks communicate about a bucket in a step."""
 
     filling: Filling
     reduced: int

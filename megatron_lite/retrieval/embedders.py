@@ -36,7 +36,7 @@ class EmbedderOptions:
     vocab_file: Path | None = None
     """The vocabulary of a Megatron BERT."""
     lower_case: bool = True
-    """Whether its tokenizer makes lower case."""
+    """True if its tokenizer makes lower case."""
 
 
 def open_embedder(name: str, options: EmbedderOptions) -> TextEmbedder:

@@ -1,4 +1,4 @@
-"""What a build of a Retro project needs: the project, the embedder, the index and the sizes of the work."""
+"""The inputs of a build of a Retro project: the project, the embedder, the index and the sizes of the work."""
 
 from dataclasses import dataclass
 from pathlib import Path
