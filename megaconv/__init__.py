@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from megaconv import errors
     from megaconv._version import __version__
     from megaconv.api import (
+        apply,
         clean,
         convert,
+        delta,
         diff,
         fingerprint,
         inspect,
@@ -36,8 +38,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "__version__",
+    "apply",
     "clean",
     "convert",
+    "delta",
     "diff",
     "errors",
     "fingerprint",

@@ -26,12 +26,15 @@ from megaconv.engine.fingerprints import Fingerprint
 from megaconv.engine.plan import default_workers
 from megaconv.engine.preparation import open_source
 from megaconv.engine.report import Report
+from megaconv.engine.target import refuse_place
 from megaconv.errors import UsageError
 from megaconv.extras import require_torch
 from megaconv.input import find_input
 from megaconv.options import ConvertOptions, LoadOptions, PushOptions, require_workers
 from megaconv.options.option import built
 from megaconv.options.values import adapter_choices, byte_size
+from megaconv.patches import applying
+from megaconv.patches.making import PatchReport, make_patch
 from megaconv.serving import state_dict as native_state
 from megaconv.serving.state_dict import StateDict
 
@@ -178,6 +181,58 @@ def merge(
     return _convert(
         base, save_dir, saver, replace(asked, adapters=adapter_choices(words)), dry_run, progress
     )
+
+
+@checked
+def delta(
+    old: str | Path,
+    new: str | Path,
+    save_dir: str | Path,
+    *,
+    loader: str | None = None,
+    text_only: bool = False,
+    optimizer: bool = True,
+    options: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+    workers: int = 0,
+) -> PatchReport:
+    """Write a patch to save_dir: what changed between two checkpoints, of any formats and layouts.
+
+    loader: the loader of both checkpoints. options: the loaders' own options.
+    Needs the extra `delta`. Raises megaconv.errors.CheckpointError.
+    """
+    read = built(LoadOptions, "delta", locals())
+    require_workers(workers)
+    inputs = comparison.find_both(old, new, read, (loader, loader))
+    left, right = comparison.open_both(inputs, read)
+    threads = workers or default_workers(writing=False)
+    refuse_place(save_dir)
+    return make_patch(
+        left, right, Path(save_dir), options=read, workers=threads, overwrite=overwrite
+    )
+
+
+@checked
+def apply(
+    old: str | Path,
+    patches: str | Sequence[str],
+    save_dir: str | Path,
+    *,
+    saver: str | None = None,
+    overwrite: bool = False,
+    verify: bool = False,
+    max_memory: int | str = "256MiB",
+    workers: int = 0,
+) -> Report:
+    """Make the newer checkpoint of a base and its patches, in their order. Checks base and patches first.
+
+    saver: the output's format; None for the format and the layout of the base.
+    Raises megaconv.errors.CheckpointError: ModelsDiffer for another base, CorruptCheckpoint for a damaged patch.
+    """
+    asked = built(ConvertOptions, "apply", locals())
+    listed = [patches] if isinstance(patches, str) else list(patches)
+    found = applying.prepare(str(old), listed, saver, asked)
+    return conversion.convert(found.load_dir, save_dir, found.saver, found.options)
 
 
 @checked
@@ -403,7 +458,7 @@ def scan(path: str | Path) -> Scan:
 
 @checked
 def clean(uri: str, *, yes: bool = False, take_over: bool = False) -> Cleaned:
-    """What a killed run has left at an s3:// URI: uploads, a claim and a journal. Other uploads are never touched.
+    """The leftovers of a killed run at an s3:// URI: uploads, a claim and a journal. Other uploads are never touched.
 
     yes: remove it. take_over: also the work of a run on another host that may live.
     Raises megaconv.errors.CheckpointError for a run that lives.

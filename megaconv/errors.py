@@ -181,6 +181,7 @@ CODES = {
     ),
     "corrupt-checkpoint": Cause(3, "a file contains an impossible value"),
     "missing-file": Cause(3, "a file of the input isn't there"),
+    "damaged-patch": Cause(3, "a patch of `megaconv delta` is damaged"),
     "truncated-file": Cause(3, "a file of the input ends too early"),
     "mixed-iterations": Cause(
         3,
@@ -194,6 +195,7 @@ CODES = {
     "misshapen-tensor": Cause(3, "a tensor's shape differs from the model's"),
     "missing-tensor": Cause(3, "a tensor that the model has isn't in the input"),
     "unknown-tensor": Cause(3, "the input has a tensor that the model has not"),
+    "wrong-base": Cause(4, "a patch is applied to another checkpoint than it was made from"),
     "models-differ": Cause(4, "the output reads back with other values than were written"),
     "not-enough-space": Cause(5, "the disk can't hold the output"),
     "unsafe-content": Cause(

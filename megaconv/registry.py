@@ -17,6 +17,7 @@ from megaconv.next_steps import explain, has_bare_weights, refuse_mistaken
 from megaconv.saver import Saver
 
 LOADERS = (
+    "delta",
     "core",
     "legacy",
     "nemo",

@@ -26,6 +26,8 @@ commands:
   evaluate     Measure a model on zero-shot tasks, on a corpus, or on tasks of lm-eval.
   calibrate    Measure the inputs of each matrix, for `megaconv convert --quantize fp8 --calibration`.
   retro        Build or show the chunk database and the neighbours for Retro.
+  embed        Embed passages, for retrieve.
+  retrieve     Find passages for questions, and count those with an answer.
   models       List the families of models, and which of them can be trained.
 
 `megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:
@@ -43,6 +45,8 @@ OTHERS = {
     "serve": "megatron_lite.inference.commands.serve",
     "evaluate": "megatron_lite.inference.commands.evaluate",
     "retro": "megatron_lite.retrieval.commands.retro",
+    "embed": "megatron_lite.retrieval.commands.embed",
+    "retrieve": "megatron_lite.retrieval.commands.retrieve",
     "calibrate": "megatron_lite.inference.commands.calibrate",
 }
 """Commands that don't train -> the module whose main(words) returns the exit status."""

@@ -1,4 +1,4 @@
-"""What a user and a plan decide about an output in a store before the first byte."""
+"""Decisions of a user and of a plan about an output in a store before the first byte."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,7 @@ NOTHING = Waiting(PART_BYTES, 0, 0, MEMORY_BYTES)
 
 @dataclass(frozen=True)
 class Terms:
-    """What a user has decided about an output in a store."""
+    """A user's decisions about an output in a store."""
 
     version: str
     """The version of the program, for the claim."""

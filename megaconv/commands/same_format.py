@@ -13,7 +13,7 @@ from megaconv import registry
 from megaconv.engine.preparation import open_input
 from megaconv.errors import UsageError
 from megaconv.hub import nothing_at, resolve
-from megaconv.input import input_at
+from megaconv.input import Input, input_at
 from megaconv.megatron.distributed.run_config import RUN_CONFIG
 from megaconv.model.ir import Header
 from megaconv.options import ConvertOptions, SaveOptions
@@ -49,10 +49,17 @@ def in_the_same_format(load_dir: str | Path, options: ConvertOptions) -> tuple[s
     header = open_input(found, registry.saver(saver), metadata_only)[0].header
     if header.adapter is not None:
         raise _no_saver()
-    return saver, _as_stored(options.save, header, ckpt_format)
+    return saver, _completed(options.save, header, ckpt_format)
 
 
-def _as_stored(options: SaveOptions, header: Header, ckpt_format: str) -> SaveOptions:
+def as_stored(options: SaveOptions, header: Header, found: Input) -> SaveOptions:
+    """The options, completed with the format and the modules of a Megatron core checkpoint."""
+    version = rank_files.find_version(Path(found.place))
+    ckpt_format = None if version is None else read_backend(version)
+    return _completed(options, header, ckpt_format or "torch")
+
+
+def _completed(options: SaveOptions, header: Header, ckpt_format: str) -> SaveOptions:
     """The options, completed with the source's modules.
 
     The names in rank files show which modules the model is built from. For distributed checkpoints, the run's arguments

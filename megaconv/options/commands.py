@@ -1,11 +1,11 @@
 """Names of commands, for the options that several of them have."""
 
-CONVERT = ("convert",)
-CONVERSIONS = ("convert", "merge")
+CONVERT = ("convert", "apply")
+CONVERSIONS = ("convert", "merge", "apply")
 """Commands that write a checkpoint."""
 SERVE = ("serve_hf",)
 """The command that serves checkpoints which it plans as a conversion."""
-READERS = ("inspect", "plan", "fingerprint", "verify", "diff")
+READERS = ("inspect", "plan", "fingerprint", "verify", "diff", "delta")
 """Commands that open a checkpoint and write none."""
 ONE_INPUT = ("inspect", "plan", "fingerprint", "verify")
 """Readers of one checkpoint."""

@@ -11,6 +11,7 @@ from dataclasses import Field, field, fields, is_dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from megaconv.errors import UsageError
+from megaconv.options.commands import CONVERT
 from megaconv.options.values import plain
 
 T = TypeVar("T")
@@ -47,7 +48,7 @@ class Option(NamedTuple):
     """Spellings on the command line, the usual one first. `--card/--no-card` can be turned on and off."""
     help: str
     heading: str = RUN
-    commands: tuple[str, ...] = ("convert",)
+    commands: tuple[str, ...] = CONVERT
     """The commands that have the option, by name. The functions of the Python interface have the same names."""
     python: str = ""
     """The name in the Python interface; empty: that of the command line."""

@@ -40,7 +40,7 @@ class LoadOptions:
         False,
         "--text-only",
         heading=INPUT_AND_OUTPUT,
-        commands=(*CONVERT, *SERVE, "inspect", "plan", "fingerprint", "diff"),
+        commands=(*CONVERT, *SERVE, "inspect", "plan", "fingerprint", "diff", "delta"),
         help="Convert only the language model of a multimodal model (convert --base ORIGINAL puts the rest back).",
     )
     """Read only the language model of a multimodal model; for Hugging Face directories."""
@@ -57,7 +57,7 @@ class LoadOptions:
     optimizer: bool = option(
         True,
         "--optimizer/--no-optimizer",
-        commands=("fingerprint", "diff"),
+        commands=("fingerprint", "diff", "delta"),
         help="Read optimizer state too, where there is any.",
     )
     """True to read the optimizer's tensors, if the checkpoint has any."""

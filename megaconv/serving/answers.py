@@ -45,7 +45,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Request:
-    """What a request adds to its path."""
+    """The header and the query of a request."""
 
     range: str | None
     """The header Range."""

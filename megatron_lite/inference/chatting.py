@@ -1,4 +1,5 @@
-"""`megatron-lite chat`: a conversation on the terminal, with the tokenizer's chat template."""
+"""`megatron-lite chat`: a conversation on the terminal with the tokenizer's chat template, or texts that the model
+continues."""
 
 import argparse
 import signal
@@ -6,39 +7,62 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Event
-from typing import Any
 
 from megaconv.errors import UsageError
 from megatron_lite.inference.batching import Request, RunningBatch, steps
-from megatron_lite.inference.commands.chat import HELP
+from megatron_lite.inference.commands.chat import HELP, RAW_HELP
 from megatron_lite.inference.generating import sampling_of
 from megatron_lite.inference.opening import Opened, run
-from megatron_lite.inference.prompts import encode_chat
+from megatron_lite.inference.prompts import encode, encode_chat, start_of
 from megatron_lite.inference.slots import NotFinite
 from megatron_lite.inference.text import TextStream, say
 
 
 def main(given: argparse.Namespace) -> None:
     """Run the command. Raises UsageError."""
+    if given.raw and given.system:
+        raise UsageError("--raw continues texts, which have no system message; leave --system out")
     sampling_of(given)  # raises before anything is loaded
     run(given, lambda opened: _use(opened, given))
 
 
 def _use(opened: Opened, given: argparse.Namespace) -> None:
+    if sys.stdin.isatty():
+        print(RAW_HELP if given.raw else HELP, file=sys.stderr)
+    if given.raw:
+        _continue_texts(opened, given)
+    else:
+        _talk(opened, given)
+
+
+def _continue_texts(opened: Opened, given: argparse.Namespace) -> None:
+    """Continue each line. An empty line is a text without a prompt."""
+    for line in _lines(opened):
+        try:
+            _answer(
+                opened,
+                given,
+                encode(opened.tokenizer, line) if line else start_of(opened.tokenizer),
+            )
+        except (UsageError, NotFinite) as error:
+            print(error, file=sys.stderr)
+
+
+def _talk(opened: Opened, given: argparse.Namespace) -> None:
     begin = [{"role": "system", "content": given.system}] if given.system else []
     encode_chat(
         opened.tokenizer, [*begin, {"role": "user", "content": "?"}]
     )  # raises if there is no usable chat template
     messages = list(begin)
-    if sys.stdin.isatty():
-        print(HELP, file=sys.stderr)
     for line in _lines(opened):
+        if not line:
+            continue
         if line == "/new":
             messages = list(begin)
             continue
         messages.append({"role": "user", "content": line})
         try:
-            said = _answer(opened, given, messages)
+            said = _answer(opened, given, encode_chat(opened.tokenizer, messages))
         except (UsageError, NotFinite) as error:
             print(f"{error}; /new begins another conversation", file=sys.stderr)
             messages.pop()
@@ -47,7 +71,7 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
 
 
 def _lines(opened: Opened) -> Iterator[str]:
-    """Yield the user's lines."""
+    """Yield the user's lines, also empty ones."""
     shown = "> " if sys.stdin.isatty() else ""
     if shown:
         with suppress(ImportError):
@@ -63,12 +87,13 @@ def _lines(opened: Opened) -> Iterator[str]:
             raise
         if line == "/quit":
             return
-        if line:
-            yield line
+        yield line
 
 
-def _answer(opened: Opened, given: argparse.Namespace, messages: list[dict[str, Any]]) -> str:
-    prompt = encode_chat(opened.tokenizer, messages)
+def _answer(opened: Opened, given: argparse.Namespace, prompt: tuple[int, ...]) -> str:
+    """Print what the model makes of the prompt's tokens, and return it. Raises UsageError, NotFinite."""
+    if not prompt:
+        raise UsageError("the tokenizer has no token to begin a text with; write its first word")
     room = opened.model.length - len(prompt)
     if room < 1:
         raise UsageError(

@@ -1,97 +1,101 @@
-"""Opens a biencoder for embedding: each process holds the whole model, and computes rows of its own."""
+"""The two towers of a biencoder as embedders: each rank has the whole model and embeds other texts."""
 
 import argparse
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-import megaconv
+from megaconv.engine.fingerprints import fingerprint_source
+from megaconv.engine.plan import default_workers
 from megaconv.errors import UsageError
 from megaconv.model.fields import changed
-from megaconv.model.layout import Layout
-from megatron_lite.checkpoint.restore import open_weights
+from megaconv.model.ir import OpenedSource
+from megatron_lite.checkpoint.restore import Start, open_weights
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
+from megatron_lite.inference.opening import make_engine
 from megatron_lite.loop.tokenizer import make_tokenizer
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.biencoder import Biencoder, Tower
-from megatron_lite.parallel.grid import Grid
+from megatron_lite.processes import launch
+from megatron_lite.processes.failure import all_or_none
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.learning import Data
-from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.parallel import Parallel
 
 Ids = NDArray[np.int64]
 Vectors = NDArray[np.float32]
-_TOKENIZER_FLAGS = "tokenizer_type", "tokenizer_model", "vocab_file"
 
 
-@dataclass(frozen=True)
-class OpenedTowers:
-    """The towers of a biencoder on one process."""
+class EngineTowers:
+    """See retrieval.towers.Towers. On a CPU it computes in float32, on a GPU in the checkpoint's dtype."""
 
-    engine: Engine
-    tokenizer: Tokenizer
-    fingerprint: str
-    """Of the weights."""
-
-    @property
-    def width(self) -> int:
-        """Elements of an embedding."""
-        config = self.engine.config
-        return config.retriever.projection or config.hidden
-
-    @property
-    def seq_length(self) -> int:
-        """The most tokens of a row."""
-        return self.engine.config.max_positions
+    def __init__(self, engine: Engine, fingerprint: str, tokenizer: Tokenizer) -> None:
+        """engine: of one rank's whole model. fingerprint: of its weights."""
+        self._engine = engine
+        (chunk,) = engine.chunks
+        stage: Any = chunk
+        self._query, self._context = stage.towers
+        config = engine.config
+        self.width = config.retriever.projection or config.hidden
+        self.tokenizer = tokenizer
+        self.seq_length = config.max_positions
+        self.fingerprint = fingerprint
 
     def query(self, ids: Ids) -> Vectors:
-        """Return float32 [rows, width]: embeddings of queries. ids: int64 [rows, tokens]; 0 is padding."""
-        return self._embedded(self._towers[0], ids)
+        return self._embed(self._query, ids)
 
     def context(self, ids: Ids) -> Vectors:
-        """Return float32 [rows, width]: embeddings of contexts. ids: as in query."""
-        return self._embedded(self._towers[1], ids)
+        return self._embed(self._context, ids)
 
-    @property
-    def _towers(self) -> tuple[Tower, Tower]:
-        (network,) = self.engine.chunks
-        assert isinstance(network, Biencoder)
-        return network.towers
-
-    def _embedded(self, tower: Tower, ids: Ids) -> Vectors:
-        tokens = torch.from_numpy(ids).to(self.engine.grid.device)
+    def _embed(self, tower: Any, ids: Ids) -> Vectors:
+        tokens = torch.from_numpy(ids).to(self._engine.grid.device)
         types = torch.zeros_like(tokens)
-        run = self.engine.make_pass(Microbatch(tokens, tokens, types=types, visible=tokens > 0))
+        batch = Microbatch(tokens, tokens, types=types, visible=tokens > 0)
         with torch.no_grad():
-            found = tower.embeddings(tower(None, run))
-        return found.float().cpu().numpy()
+            hidden = tower(None, self._engine.make_pass(batch))
+            found: Vectors = tower.embeddings(hidden).float().cpu().numpy()
+        return found
 
 
-def open_towers(
-    load: str, given: argparse.Namespace, device: torch.device | None = None
-) -> OpenedTowers:
-    """Open a biencoder in any format that megaconv reads.
+def open_towers(given: argparse.Namespace, load: str, place: launch.Place | None) -> EngineTowers:
+    """Open a biencoder. Collective. given: the flags of the tokenizer. place: None for a single process.
 
-    given: may have the tokenizer's flags (tokenizer_type, tokenizer_model, vocab_file). Raises CheckpointError, and
-    UsageError for a model that is no biencoder.
+    Raises UsageError for another model, CheckpointError for a broken one.
     """
-    start = open_weights(load)
-    if start.config.family != "biencoder":
+    here = place or launch.start(Parallel())
+    start = all_or_none(lambda: open_weights(load))
+    config = start.config
+    if config.family != "biencoder":
         raise UsageError(
-            f"{load}: is a {start.config.family}; texts are embedded by a biencoder, which pretrain --model-type biencoder trains"
+            f"--load {load}: is a {config.family}; a biencoder was expected. --embedder takes other encoders"
         )
-    flags: dict[str, Any] = {name: getattr(given, name, None) for name in _TOKENIZER_FLAGS}
-    tokenizer = make_tokenizer(Settings(data=Data(**flags)), start, 0)
-    config = changed(start.config, {"dtype": "float32"})
-    layout = Layout(stage_layers=(config.layer_count,))
-    grid = Grid(layout, 1, 0, device or torch.device("cpu"))
-    options = ModelOptions("float32", trains=False)
-    engine = Engine(config, grid, options, None)
+    tokenizer = all_or_none(lambda: _tokenizer(given, start))
+    on_cpu = here.device.type == "cpu"
+    dtype = "float32" if on_cpu else config.dtype
+    engine = make_engine(changed(config, {"dtype": dtype}), Parallel(), here, config.max_positions)
     load_weights(engine, {key.name: tensor for key, tensor in start.tensors.items()})
-    weights = megaconv.fingerprint(load, optimizer=False).weights
-    return OpenedTowers(engine, tokenizer, weights)
+    return EngineTowers(engine, _fingerprint(start), tokenizer)
+
+
+def _fingerprint(start: Start) -> str:
+    """Return the fingerprint of the weights, which are read once."""
+    source = OpenedSource(start.header, start.tensors)
+    workers = default_workers(writing=False)
+    return fingerprint_source(source, workers, only=frozenset(start.tensors)).weights
+
+
+def _tokenizer(given: argparse.Namespace, start: Start) -> Tokenizer:
+    """Return the tokenizer of the flags, or of the checkpoint."""
+    vocabulary, merges = (
+        None if path is None else str(path) for path in (given.vocab_file, given.merge_file)
+    )
+    data = Data(
+        tokenizer_type=given.tokenizer_type,
+        tokenizer_model=given.tokenizer_model,
+        vocab_file=vocabulary,
+        merge_file=merges,
+    )
+    return make_tokenizer(Settings(data=data), start, 0)

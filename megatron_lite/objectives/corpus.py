@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lite.data.datasets import DataOptions, Sampling, build_datasets
+from megatron_lite.data.named_corpora import read_names, with_prefixes
 from megatron_lite.data.samples import Dataset
 from megatron_lite.objectives.training_data import Setup, TrainingData
 from megatron_lite.settings.config import Settings
@@ -27,14 +28,15 @@ class Corpus(TrainingData):
 
 def _options(settings: Settings, sizes: Sizes) -> DataOptions:
     data = settings.data
+    names = read_names(data.corpora)
     return DataOptions(
         seq_length=sizes.seq,
         seed=settings.training.seed,
-        data_path=data.data_path or (),
+        data_path=with_prefixes(data.data_path or (), names, "--data-path"),
         split=data.split,
-        train_data_path=data.train_data_path or (),
-        valid_data_path=data.valid_data_path or (),
-        test_data_path=data.test_data_path or (),
+        train_data_path=with_prefixes(data.train_data_path or (), names, "--train-data-path"),
+        valid_data_path=with_prefixes(data.valid_data_path or (), names, "--valid-data-path"),
+        test_data_path=with_prefixes(data.test_data_path or (), names, "--test-data-path"),
         mock_data=data.mock_data,
         data_cache_path=cache_path(settings),
         reset_position_ids=data.reset_position_ids,

@@ -24,11 +24,20 @@ class Passage(NamedTuple):
 class Embedder(Protocol):
     """Embeds passages and queries; the two may have towers of their own."""
 
-    name: str
-    """As the flag names it. It is stored beside the vectors."""
-    width: int
-    fingerprint: str
-    """Equal fingerprints mean equal vectors."""
+    @property
+    def name(self) -> str:
+        """The embedder as the flag names it. The name is stored beside the vectors."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """The numbers of a vector."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal fingerprints mean equal vectors."""
+        ...
 
     def passages(self, rows: Sequence[Passage]) -> Vectors:
         """Return the vectors of passages."""

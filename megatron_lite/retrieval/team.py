@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -14,9 +14,11 @@ class Team:
 
     rank: int
     size: int
+    place: Any = None
+    """This process's launch.Place; None for a single process, which is not connected."""
 
     def wait(self) -> None:
-        """Wait for all processes. What one of them wrote before, the others read after."""
+        """Wait for all processes, so that each one finds the files of the others."""
         if self.size > 1:
             import torch.distributed as dist
 
@@ -32,9 +34,10 @@ class Team:
             print(text, flush=True)
 
 
-def run_as_team(work: Callable[[Team], None]) -> None:
+def run_as_team(work: Callable[[Team], None], backend: str | None = "gloo") -> None:
     """Call work() in this process. Under torchrun or srun the processes are connected first; an error then ends all of them.
 
+    backend: `gloo` for CPUs; None takes a GPU for each process where there are GPUs.
     A single process needs no torch. Raises CheckpointError in a single process.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
@@ -46,8 +49,8 @@ def run_as_team(work: Callable[[Team], None]) -> None:
 
     place: launch.Place | None = None
     try:
-        place = launch.start(Parallel(distributed_backend="gloo"))
-        work(Team(place.rank, place.world))
+        place = launch.start(Parallel(distributed_backend=backend))
+        work(Team(place.rank, place.world, place))
         launch.end(place)
     except KeyboardInterrupt:
         launch.leave(130)

@@ -26,6 +26,11 @@ class Data:
     test_data_path: tuple[str, ...] | None = flag(
         None, "indexed data sets for the test at the end, blended", samples=True
     )
+    corpora: str | None = flag(
+        None,
+        "YAML file of corpora: names, each with a path and perhaps a weight, for the flags above (default: $MEGATRON_LITE_CORPORA)",
+        samples=True,
+    )
     finetune_data: tuple[str, ...] | None = flag(
         None,
         "files or directories of examples in JSON, parquet or plain text: chats, instructions, prompts with completions, texts",

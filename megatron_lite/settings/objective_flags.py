@@ -63,7 +63,11 @@ def _task(settings: Settings) -> Judged:
     tasks, epochs = settings.tasks, settings.training.epochs
     if tasks.task is None:
         for name in vars(tasks):
-            other = "; --train-data-path takes indexed data" if name == "train_data" else ""
+            other = (
+                "; --data-path takes indexed data and names of --corpora"
+                if name == "train_data"
+                else ""
+            )
             yield name in settings.given, f"{flag_name(name)} requires --task{other}"
         return
     for name in OTHER_DATA:

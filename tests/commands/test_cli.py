@@ -21,6 +21,8 @@ from tests.runs import assert_refused, finish, on_a_terminal, run, snapshot, sta
 COMMANDS = (
     "convert",
     "merge",
+    "delta",
+    "apply",
     "push",
     "inspect",
     "plan",

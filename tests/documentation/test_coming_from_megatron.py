@@ -10,7 +10,7 @@ from megatron_lite.data.preprocess import make_parser as preprocess_parser
 from megatron_lite.data.recipes.command import make_parser as recipes_parser
 from megatron_lite.inference.commands import calibrate, chat, evaluate, generate, serve
 from megatron_lite.inference.flags import parse_with_training_flags
-from megatron_lite.retrieval.commands import retro
+from megatron_lite.retrieval.commands import embed, retrieve, retro
 from megatron_lite.settings.arguments import parse
 from tests.runs import run
 
@@ -52,7 +52,7 @@ def test_a_command_of_the_trainer_is_understood(line: str) -> None:
     elif command == "evaluate" and "--toxicity" in words:
         assert evaluate.parser(needs_model=False).parse_args(words) is not None
     else:
-        modules = (calibrate, chat, evaluate, generate, retro, serve)
+        modules = (calibrate, chat, embed, evaluate, generate, retrieve, retro, serve)
         parsers = {module.__name__.rpartition(".")[2]: module.parser for module in modules}
         parser = parsers[command]()
         of_training = command in ("evaluate", "serve")

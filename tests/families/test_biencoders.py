@@ -20,6 +20,10 @@ KINDS = ("separate", "shared")
 VOCAB = 169
 VOCABULARY = Path(__file__).parents[1] / "trainer" / "fixtures" / "retriever" / "vocab.txt"
 
+FLAGS = Namespace(
+    vocab_file=str(VOCABULARY), merge_file=None, tokenizer_type=None, tokenizer_model=None
+)
+
 
 def checkpoint(kind: str) -> Path:
     return FIXTURES / f"legacy-biencoder-{kind}"
@@ -72,7 +76,7 @@ def test_transformers_tower_and_the_written_layer_embed_as_the_trainers_towers(
     transformers = pytest.importorskip("transformers")
     out = tmp_path / "out"
     megaconv.convert(checkpoint(kind), out, saver="hf", true_vocab_size=VOCAB)
-    towers = open_towers(str(checkpoint(kind)), Namespace(vocab_file=str(VOCABULARY)))
+    towers = open_towers(FLAGS, str(checkpoint(kind)), None)
     tokens = torch.tensor([[2, 23, 114, 57, 3, 0, 0], [2, 9, 8, 7, 6, 5, 3]])
     for tower in ("query", "context") if kind == "separate" else ("",):
         directory = out / tower
@@ -93,7 +97,7 @@ def test_sentence_transformers_embeds_as_the_trainers_towers(kind: str, tmp_path
     sentences = pytest.importorskip("sentence_transformers")
     out = tmp_path / "out"
     megaconv.convert(checkpoint(kind), out, saver="hf", true_vocab_size=VOCAB)
-    towers = open_towers(str(checkpoint(kind)), Namespace(vocab_file=str(VOCABULARY)))
+    towers = open_towers(FLAGS, str(checkpoint(kind)), None)
     texts = ["la bu ko fo dalebu", "ra ne nu"]
     tokenizer = towers.tokenizer
     rows = [[2, *tokenizer.tokenize(text), 3] for text in texts]

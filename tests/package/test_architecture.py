@@ -25,7 +25,7 @@ ROOMS = {
     "megaconv": (
         ("megaconv", "megaconv.__main__", "megaconv.api", "megaconv.called", "megaconv.checkpoint"),
         ("megaconv.commands.cli",),
-        ("megaconv.serving",),
+        ("megaconv.serving", "megaconv.patches"),
         ("megaconv.commands",),
         ("megaconv.megatron.distributed",),
         ("megaconv.megatron.rank_files",),

@@ -25,6 +25,8 @@ COMMANDS = (
     "evaluate",
     "models",
     "retro",
+    "embed",
+    "retrieve",
 )
 SIZES = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 100 --tp 2 --pp 2 "

@@ -14,6 +14,8 @@ __all__ = ["app", "main"]
 COMMANDS = (
     "convert",
     "merge",
+    "delta",
+    "apply",
     "push",
     "inspect",
     "plan",

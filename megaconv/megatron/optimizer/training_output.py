@@ -110,7 +110,7 @@ def output_training(
         raise UsageError(
             "--use-distributed-optimizer: Megatron's holds the state of Adam, and the source was trained with SGD; leave it out"
         )
-    rng = _written(training.rng) if keeps_rng and layout == header.layout else {}
+    rng = written_rng(training.rng) if keeps_rng and layout == header.layout else {}
     notices = (*(() if rng else (NO_RNG,)), *_scheduler_notices(training))
     return OutputTraining(training, writer, rng, notices)
 
@@ -121,7 +121,7 @@ def _scheduler_notices(training: TrainingState) -> tuple[str, ...]:
     return (OTHER_SCHEDULER,) if None in training.scheduler.values() else ()
 
 
-def _written(rng: Mapping[tuple[int, int, int], Any]) -> dict[tuple[int, int, int], Any]:
+def written_rng(rng: Mapping[tuple[int, int, int], Any]) -> dict[tuple[int, int, int], Any]:
     """The RNG states with tensors as bytes. Empty if any state can't be written, such as a generator object."""
     try:
         return {rank: _constant(state) for rank, state in rng.items()}

@@ -3,9 +3,11 @@
 from megatron_lite.inference.flags import Parser, add_sampling, command, make_parser
 
 EXAMPLES = """  megatron-lite chat --load Llama-3.2-1B-Instruct --temperature 0.7
+  megatron-lite chat --load gpt2 --raw --top-k 40
   echo "What is a torus?" | megatron-lite chat --load tuned --system "Answer in one sentence." """
 
 HELP = "A line is a message; /new begins another conversation, Ctrl-C ends an answer, /quit or the end of the input the program."
+RAW_HELP = "The model continues each line. An empty line is a text without a prompt; /quit or the end of the input ends the program."
 
 
 def parser() -> Parser:
@@ -13,6 +15,11 @@ def parser() -> Parser:
     made = make_parser("chat", f"Talk with a model. {HELP}", EXAMPLES)
     made.add_argument(
         "--system", metavar="TEXT", help="a message of the system in front of all others"
+    )
+    made.add_argument(
+        "--raw",
+        action="store_true",
+        help="continue each line as a text, without a chat template; an empty line is a text without a prompt",
     )
     add_sampling(made, max_new_tokens=512)
     return made

@@ -53,7 +53,7 @@ class Mixer:
     matrices: Callable[[ModelConfig], tuple[str, ...]]
     """The matrices that have an extra state in Megatron's checkpoints: the last matrix first."""
     cost: MixerCost
-    """What it keeps, computes and exchanges."""
+    """The declaration of what it keeps, computes and exchanges."""
 
     @property
     def needs_norm(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a Retro project holds, for people and as JSON: its counts, and samples with their neighbours."""
+"""The content of a Retro project, for people and as JSON: its counts, and samples with their neighbours."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -288,3 +288,27 @@ def test_a_file_with_slurms_executor_submits_its_job(
     assert run("run", tmp_path / "slurm_recipe.py") == 0
     found = {read(tmp_path / "out" / f"0000{task}.jsonl")[0]["text"] for task in (0, 1)}
     assert found == {"of a", "of b"}
+
+
+@pytest.mark.slow
+def test_a_file_with_rays_executor_runs_its_job(tmp_path: Path) -> None:
+    """Ray starts processes of its own on this machine. It is in no extra: pip install ray."""
+    ray = pytest.importorskip("ray", reason="Ray's executor needs ray")
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write(folder / "a.jsonl", ["of a"])
+    write(folder / "b.jsonl", ["of b"])
+    (tmp_path / "ray_recipe.py").write_text(
+        "from datatrove.executor.ray import RayPipelineExecutor\n"
+        "from datatrove.pipeline.readers import JsonlReader\n"
+        "from datatrove.pipeline.writers import JsonlWriter\n"
+        f"steps = [JsonlReader({str(folder)!r}), JsonlWriter({str(tmp_path / 'out')!r}, compression=None)]\n"
+        f"executor = RayPipelineExecutor(steps, tasks=2, workers=2, logging_dir={str(tmp_path / 'logs')!r})\n"
+    )
+    ray.init(num_cpus=2, include_dashboard=False)
+    try:
+        assert run("run", tmp_path / "ray_recipe.py") == 0
+    finally:
+        ray.shutdown()
+    found = {read(tmp_path / "out" / f"0000{task}.jsonl")[0]["text"] for task in (0, 1)}
+    assert found == {"of a", "of b"}

@@ -132,6 +132,23 @@ def test_chat_remembers_what_was_said(
     assert capfd.readouterr().out == f"{first}\n{decoded(directory, second)}\n"
 
 
+def test_texts_are_continued_without_a_template(
+    model: tuple[Path, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    directory, theirs = model
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\n/quit\nnever\n"))
+    assert run("chat", "--load", directory, "--raw", "--max-new-tokens", 8) == 0
+    first = decoded(directory, continued(directory, theirs, "Hello", 8)[0])
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    start = tokenizer.bos_token or tokenizer.eos_token
+    second = decoded(directory, continued(directory, theirs, start, 8)[0])
+    assert capfd.readouterr().out == f"{first}\n{second}\n"
+    assert run("chat", "--load", directory, "--raw", "--system", "x") == 2
+    assert "leave --system out" in capfd.readouterr().err
+
+
 def test_an_interrupted_answer_ends_and_the_conversation_goes_on(
     model: tuple[Path, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,12 +12,17 @@ from tests.conftest import FIXTURES
 from tests.trainer.retriever import FIXTURES as OF_TRAINER
 from tests.trainer.retriever import SAMPLES
 
-VOCABULARY = Namespace(vocab_file=str(OF_TRAINER / "retriever" / "vocab.txt"))
+VOCABULARY = Namespace(
+    vocab_file=str(OF_TRAINER / "retriever" / "vocab.txt"),
+    merge_file=None,
+    tokenizer_type=None,
+    tokenizer_model=None,
+)
 
 
 @pytest.mark.parametrize("name", ["separate", "shared"])
 def test_towers_of_a_checkpoint_embed_rows_of_any_length(name: str) -> None:
-    towers = open_towers(str(FIXTURES / f"legacy-biencoder-{name}"), VOCABULARY)
+    towers = open_towers(VOCABULARY, str(FIXTURES / f"legacy-biencoder-{name}"), None)
     queries = SAMPLES["train/query"][:4].astype(np.int64)
     whole = towers.query(queries)
     assert whole.shape == (4, towers.width)
@@ -31,5 +36,5 @@ def test_towers_of_a_checkpoint_embed_rows_of_any_length(name: str) -> None:
 
 def test_another_model_is_refused() -> None:
     place: Path = FIXTURES / "legacy-bert-tp2pp2" / "checkpoint"
-    with pytest.raises(UsageError, match="is a bert; texts are embedded by a biencoder"):
-        open_towers(str(place), VOCABULARY)
+    with pytest.raises(UsageError, match="is a bert; a biencoder was expected"):
+        open_towers(VOCABULARY, str(place), None)

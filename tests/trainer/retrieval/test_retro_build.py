@@ -18,6 +18,7 @@ from megatron_lite.retrieval.retro.build import TASKS, BuildRequest, build, task
 from megatron_lite.retrieval.retro.plan import IndexPlan
 from megatron_lite.retrieval.retro.project import Project, open_project
 from megatron_lite.retrieval.retro.project_settings import ProjectSettings
+from megatron_lite.retrieval.retro.searching import open_searcher
 from megatron_lite.retrieval.team import Team
 from tests.trainer.retrieval.retro_fixture import EOD, FIXTURE, INFO, expected
 
@@ -226,3 +227,18 @@ def test_equal_words_have_equal_vectors() -> None:
     assert np.linalg.norm(one) == pytest.approx(1, abs=1e-6)
     assert float(one @ other) < 0.9
     assert not none.any()
+
+
+@pytest.mark.parametrize("text", ["Flat", "IVF8_HNSW4,Flat"])
+def test_any_text_finds_its_chunk(text: str, tmp_path: Path) -> None:
+    """The index is mapped; the nearest chunk of a chunk's text is the chunk itself, or one with the same words."""
+    project = built(tmp_path / "project", text=text)
+    searcher = open_searcher(project, TableEmbedder())
+    database = project.database(EOD)
+    texts = [" ".join(map(str, database.tokens(row).tolist())) for row in (0, 77)]
+    found = searcher.neighbors(texts, 3)
+    assert found.shape == (2, 3)
+    for row, nearest in zip((0, 77), found[:, 0].tolist(), strict=True):
+        assert sorted(database.tokens(nearest)) == sorted(database.tokens(row))
+    with pytest.raises(UsageError, match="whose weights differ from those of hash:64"):
+        open_searcher(project, HashEmbedder())

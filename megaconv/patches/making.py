@@ -1,0 +1,254 @@
+"""Makes a patch: reads two checkpoints block by block, and writes what differs."""
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from blake3 import blake3
+
+from formats import torch_zip
+from formats.ceilings import SIDECAR_BYTES
+from formats.lazy_numpy import Bytes, np
+from formats.output import FileLayout, PlainFile
+from formats.regular_files import read_small
+from formats.staging import Staging
+from formats.tensor import ITEMSIZE, Box, LazyTensor, row_blocks
+from megaconv.engine.fingerprints import Fingerprint, combine, tensor_hasher
+from megaconv.engine.plan import BLOCK_BYTES, OutputPlan
+from megaconv.engine.record import RECORD_NAME, record_json
+from megaconv.errors import NotExpressible
+from megaconv.megatron.optimizer.training_output import written_rng
+from megaconv.model.ir import Header, Key, Source, TensorInfo
+from megaconv.options import LoadOptions
+from megaconv.patches.blocks import encode, zstandard
+from megaconv.patches.described import plain
+from megaconv.patches.patch import BLOCKS, FILES, FORMAT, HEADER, INDEX, VERSION, Entry
+from megaconv.threads import thread_pool
+from megaconv.values.shifted import PlainSource
+
+_WAITING = 4
+"""Blocks that wait for each worker's results. It bounds the memory: a few MiB a worker."""
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """The contents of a patch, in numbers."""
+
+    target: Path
+    base: Fingerprint
+    new: Fingerprint
+    tensors: int
+    changed: int
+    """Tensors of which any element differs, or that the base doesn't have."""
+    removed: tuple[Key, ...]
+    nbytes: int
+    """Bytes of the patch's blocks."""
+    full_bytes: int
+    """Bytes of the newer checkpoint's tensors."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "target": str(self.target),
+            "base": {"weights": self.base.weights, "optimizer": self.base.optimizer},
+            "new": {"weights": self.new.weights, "optimizer": self.new.optimizer},
+            "tensors": self.tensors,
+            "changed": self.changed,
+            "removed": [str(key) for key in self.removed],
+            "bytes": self.nbytes,
+            "full_bytes": self.full_bytes,
+        }
+
+
+class _Block(NamedTuple):
+    """A block, and the bytes that it was made of."""
+
+    content: bytes
+    new: Bytes
+    base: Bytes | None
+
+
+def make_patch(
+    old: Source,
+    new: Source,
+    save_dir: Path,
+    *,
+    options: LoadOptions,
+    workers: int,
+    overwrite: bool = False,
+    advance: Callable[[int], None] = lambda count: None,
+) -> PatchReport:
+    """Write the patch that makes `new` of `old`. It appears complete or not at all.
+
+    options: those with which both sources were opened. advance: called with the bytes of each block.
+    Raises UsageError without zstandard, NotExpressible for multimodal models and adapters, and TargetExists.
+    """
+    zstandard()
+    _require_language_model(new.header)
+    staging = Staging(save_dir, overwrite=overwrite)
+    try:
+        staging.open({}, resume=False)
+        report = _write(staging, old, new, options, workers, advance)
+        staging.finish()
+        staging.commit()
+    finally:
+        if not staging.committed:
+            staging.discard()
+    return report
+
+
+def _require_language_model(header: Header) -> None:
+    if header.adapter is not None:
+        raise NotExpressible("a patch of an adapter isn't supported; adapters are small: copy it")
+    if header.config.whole is not None:
+        raise NotExpressible(
+            "a patch of a multimodal model isn't supported; --text-only makes one of its language model"
+        )
+
+
+def _write(
+    staging: Staging,
+    old: Source,
+    new: Source,
+    options: LoadOptions,
+    workers: int,
+    advance: Callable[[int], None],
+) -> PatchReport:
+    before = dict(PlainSource(old, exact=True).tensors())
+    after = dict(PlainSource(new, exact=True).tensors())
+    hashes = _Hashes()
+    with (staging.data / BLOCKS).open("wb") as file:
+        entries = list(_entries(file, before, after, workers, hashes, advance))
+        file.flush()
+        os.fsync(file.fileno())
+        nbytes = file.tell()
+    for key, tensor in before.items():
+        if key not in hashes.base:
+            hashes.base[key] = _hash(tensor, advance)
+    removed = tuple(key for key in before if key not in after)
+    ends = combine(hashes.base), combine(hashes.new)
+    index = {
+        "format": FORMAT,
+        "version": VERSION,
+        "base": {"weights": ends[0].weights, "optimizer": ends[0].optimizer},
+        "new": {"weights": ends[1].weights, "optimizer": ends[1].optimizer},
+        "tensors": [entry.to_json() for entry in entries],
+        "removed": [list(key) for key in removed],
+        "options": {"optimizer": options.optimizer, "text_only": options.text_only},
+    }
+    _write_small_files(staging, new.header, index, ends[1])
+    changed = sum(not entry.has_base or any(size > 1 for size in entry.sizes) for entry in entries)
+    full = sum(entry.info.nbytes for entry in entries)
+    return PatchReport(
+        staging.target, ends[0], ends[1], len(entries), changed, removed, nbytes, full
+    )
+
+
+class _Hashes:
+    """Fingerprints of the tensors that were read."""
+
+    def __init__(self) -> None:
+        self.base: dict[Key, str] = {}
+        self.new: dict[Key, str] = {}
+
+
+def _entries(
+    file: BinaryIO,
+    before: Mapping[Key, LazyTensor],
+    after: Mapping[Key, LazyTensor],
+    workers: int,
+    hashes: _Hashes,
+    advance: Callable[[int], None],
+) -> Iterator[Entry]:
+    """Write all blocks, and yield the entry of each tensor."""
+    with thread_pool(workers) as pool:
+        for key, tensor in after.items():
+            info = TensorInfo(tuple(tensor.shape), tensor.dtype)
+            found = before.get(key)
+            base = (
+                found if found is not None and (tuple(found.shape), found.dtype) == info else None
+            )
+            hashers = [tensor_hasher(each) for each in (tensor, base) if each is not None]
+            content = blake3()
+            sizes = []
+            for block in _blocks(pool, tensor, base, workers):
+                file.write(block.content)
+                content.update(block.content)
+                sizes.append(len(block.content))
+                for hasher, rows in zip(hashers, (block.new, block.base), strict=False):
+                    hasher.update(rows)
+                advance(len(block.new) * len(hashers))
+            hashes.new[key] = str(hashers[0].hexdigest())
+            if base is not None:
+                hashes.base[key] = str(hashers[1].hexdigest())
+            yield Entry(key, info, base is not None, tuple(sizes), str(content.hexdigest()))
+
+
+def _blocks(
+    pool: ThreadPoolExecutor, new: LazyTensor, base: LazyTensor | None, workers: int
+) -> Iterator[_Block]:
+    """A tensor's blocks in order. Few of them are in memory at once."""
+    waiting: deque[Future[_Block]] = deque()
+    for box in row_blocks(new.shape, new.dtype, BLOCK_BYTES):
+        waiting.append(pool.submit(_block, new, base, box))
+        if len(waiting) >= _WAITING * workers:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _block(new: LazyTensor, base: LazyTensor | None, box: Box) -> _Block:
+    itemsize = ITEMSIZE[new.dtype]
+    ours = _rows(new, box, itemsize)
+    theirs = None if base is None else _rows(base, box, itemsize)
+    return _Block(encode(ours, theirs, itemsize), ours, theirs)
+
+
+def _rows(tensor: LazyTensor, box: Box, itemsize: int) -> Bytes:
+    rows = np.empty((box.rows, box.cols * itemsize), np.uint8)
+    tensor.read_into(box, rows)
+    return rows.reshape(-1)
+
+
+def _hash(tensor: LazyTensor, advance: Callable[[int], None]) -> str:
+    hasher = tensor_hasher(tensor)
+    for box in row_blocks(tensor.shape, tensor.dtype, BLOCK_BYTES):
+        rows = _rows(tensor, box, ITEMSIZE[tensor.dtype])
+        hasher.update(rows)
+        advance(len(rows))
+    return str(hasher.hexdigest())
+
+
+def _write_small_files(
+    staging: Staging, header: Header, index: Mapping[str, Any], fingerprint: Fingerprint
+) -> None:
+    files: dict[str, FileLayout] = {
+        f"{FILES}/{name}": PlainFile(read_small(path, SIDECAR_BYTES))
+        for name, path in header.files.items()
+    }
+    record = record_json("", "delta", replace(header, shifts={}), OutputPlan({}, {}), fingerprint)
+    files[RECORD_NAME] = PlainFile(record)
+    files[INDEX] = PlainFile(json.dumps(index).encode())
+    files[HEADER] = torch_zip.plan(_description(header), "header")
+    for name, layout in files.items():
+        written = staging.file(name, layout.size)
+        for offset, content in layout.headers({}):
+            written.write(offset, content)
+
+
+def _description(header: Header) -> dict[str, Any]:
+    """The header as plain values. Generators that no file can hold are left out."""
+    training = plain(replace(header.training, rng={}))
+    rng = {tuple(rank): state for rank, state in written_rng(header.training.rng).items()}
+    return {
+        "config": plain(header.config) | {"whole": None},
+        "training": training | {"rng": rng},
+        "files": list(header.files),
+        "named_tokenizer": header.named_tokenizer,
+        "source": header.source,
+    }

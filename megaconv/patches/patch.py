@@ -1,0 +1,304 @@
+"""A patch on the disk, and the newer checkpoint that it makes of its base.
+
+    PATCH/delta.json         format, version, fingerprints of both checkpoints, and each tensor's blocks
+    PATCH/blocks.bin         the blocks, one after the other (blocks.py)
+    PATCH/header.pt          configuration and training state of the newer checkpoint, as torch.save writes them
+    PATCH/files/NAME         its small files, such as the tokenizer
+    PATCH/megaconv.json      the record of the newer checkpoint: the fingerprint of each tensor
+
+delta.json:
+
+    {"format": "megaconv-delta", "version": 1,
+     "base": {"weights": FINGERPRINT, "optimizer": FINGERPRINT or null}, "new": {...},
+     "tensors": [[NAME, SLOT, DTYPE, SHAPE, HAS_BASE, [SIZE, ...], HASH], ...],
+     "removed": [[NAME, SLOT], ...], "options": {"optimizer": true, "text_only": false}}
+
+Tensors are in model order, and so are their blocks in blocks.bin. A SIZE is that of a block in bytes. HASH is BLAKE3 over
+all blocks of a tensor.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path, PurePosixPath
+from threading import Lock
+from typing import Any
+
+from blake3 import blake3
+
+from formats import torch_zip
+from formats.ceilings import RECORD_BYTES
+from formats.errors import CorruptCheckpoint
+from formats.lazy_numpy import Bytes, np
+from formats.regular_files import read_json
+from formats.tensor import (
+    ITEMSIZE,
+    Box,
+    InputFile,
+    LazyTensor,
+    Shape,
+    as_shape,
+    byte_count,
+    row_blocks,
+)
+from megaconv.engine.fingerprints import Fingerprint
+from megaconv.engine.plan import BLOCK_BYTES
+from megaconv.errors import ModelsDiffer
+from megaconv.model.config import ModelConfig
+from megaconv.model.ir import Header, Key, Source, TensorInfo
+from megaconv.model.training import TrainingState
+from megaconv.options import LoadOptions
+from megaconv.patches.blocks import damaged, decode
+from megaconv.patches.described import built
+from megaconv.values.shifted import PlainSource
+
+INDEX, BLOCKS, HEADER, FILES = "delta.json", "blocks.bin", "header.pt", "files"
+FORMAT, VERSION = "megaconv-delta", 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the newer checkpoint."""
+
+    key: Key
+    info: TensorInfo
+    has_base: bool
+    """True if the blocks follow from a tensor of the base of the same name, shape and dtype."""
+    sizes: tuple[int, ...]
+    """The size of each block in bytes."""
+    digest: str
+    offset: int = 0
+    """The first block's place in blocks.bin."""
+
+    def to_json(self) -> list[Any]:
+        """The entry's line in delta.json."""
+        name, slot = self.key
+        return [
+            name,
+            slot,
+            self.info.dtype,
+            list(self.info.shape),
+            self.has_base,
+            list(self.sizes),
+            self.digest,
+        ]
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        """The rectangles that the blocks hold."""
+        return tuple(row_blocks(self.info.shape, self.info.dtype, BLOCK_BYTES))
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """The place of each block in blocks.bin."""
+        return tuple(accumulate(self.sizes, initial=self.offset))
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A patch, opened."""
+
+    path: Path
+    base: Mapping[str, str | None]
+    """Fingerprints of the base: `weights` and `optimizer`."""
+    new: Mapping[str, str | None]
+    entries: tuple[Entry, ...]
+    removed: tuple[Key, ...]
+    header: Header
+    """The header of the newer checkpoint."""
+    blocks: InputFile
+    options: LoadOptions
+    """The options with which both checkpoints were read."""
+
+    def require_base(self, found: Fingerprint, name: str) -> None:
+        """Raises ModelsDiffer if a checkpoint isn't the base of the patch. name: how the message calls it."""
+        for what, expected in self.base.items():
+            if expected is not None and getattr(found, what) != expected:
+                raise ModelsDiffer(
+                    f"{name}: is not the base of {self.path}: its fingerprint of {what} is {getattr(found, what)}, "
+                    f"expected {expected}; apply the patch to the checkpoint that it was made from",
+                    code="wrong-base",
+                )
+
+
+def is_patch(path: Path) -> bool:
+    """True if a directory looks like a patch."""
+    return (path / INDEX).is_file() and (path / BLOCKS).is_file()
+
+
+def open_patch(path: Path) -> Patch:
+    """Open a patch. Reads no block. Raises CorruptCheckpoint."""
+    index = path / INDEX
+    found = read_json(index, RECORD_BYTES)
+    try:
+        if found["format"] != FORMAT or found["version"] != VERSION:
+            raise ValueError(f"expected {FORMAT} of version {VERSION}")
+        entries = tuple(_placed(_entry(line) for line in found["tensors"]))
+        removed = tuple(Key(str(name), str(slot)) for name, slot in found["removed"])
+        ends = [
+            {what: side[what] for what in ("weights", "optimizer")}
+            for side in (found["base"], found["new"])
+        ]
+        read = found["options"]
+        options = LoadOptions(
+            optimizer=read["optimizer"] is True, text_only=read["text_only"] is True
+        )
+        blocks = InputFile.open(path / BLOCKS)
+        _require_size(blocks, entries)
+        header = _header(path, entries)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(str(index), ValueError(f"is not the index of a patch ({error})")) from error
+    return Patch(path, ends[0], ends[1], entries, removed, header, blocks, options)
+
+
+def _entry(line: Any) -> Entry:
+    name, slot, dtype, shape, has_base, sizes, digest = line
+    info = TensorInfo(as_shape(shape), str(dtype))
+    byte_count(info.shape, info.dtype)
+    if not all(type(size) is int and size > 0 for size in sizes) or type(has_base) is not bool:
+        raise ValueError(f"{name}: its blocks have no natural sizes")
+    return Entry(Key(str(name), str(slot)), info, has_base, tuple(sizes), str(digest))
+
+
+def _placed(entries: Iterator[Entry]) -> Iterator[Entry]:
+    """The entries with their places. Raises ValueError if an entry has another number of blocks than its tensor."""
+    offset = 0
+    for entry in entries:
+        if len(entry.boxes) != len(entry.sizes):
+            raise ValueError(f"{entry.key}: {len(entry.sizes)} blocks, expected {len(entry.boxes)}")
+        yield replace(entry, offset=offset)
+        offset += sum(entry.sizes)
+
+
+def _require_size(blocks: InputFile, entries: tuple[Entry, ...]) -> None:
+    expected = sum(sum(entry.sizes) for entry in entries)
+    if blocks.size != expected:
+        raise CorruptCheckpoint(
+            f"{blocks.path}: {blocks.size} bytes, expected {expected}; copy the patch again",
+            code="damaged-patch",
+        )
+
+
+def _header(path: Path, entries: tuple[Entry, ...]) -> Header:
+    saved: Any = torch_zip.read(path / HEADER)
+    training = built(TrainingState, saved["training"])
+    files = {name: path / FILES / _below(name) for name in saved["files"]}
+    return Header(
+        config=built(ModelConfig, saved["config"]),
+        manifest={entry.key: entry.info for entry in entries},
+        training=training,
+        files=files,
+        named_tokenizer=saved["named_tokenizer"],
+        source=f"patch of {saved['source']}",
+        has_optimizer=training.optimizer is not None,
+    )
+
+
+def _below(name: str) -> PurePosixPath:
+    """The path of a small file. Raises ValueError if it leaves the patch."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"names the file {name!r:.200}")
+    return path
+
+
+class _Blocks:
+    """Reads the blocks of a tensor. It keeps the last one, since neighbouring rows are read next."""
+
+    def __init__(self, patch: Patch, entry: Entry, base: LazyTensor | None) -> None:
+        self._patch, self._entry, self._base = patch, entry, base
+        self._lock = Lock()
+        self._last: tuple[int, Bytes] | None = None
+
+    def read(self, number: int) -> Bytes:
+        """A block's bytes as rows. Raises CorruptCheckpoint for a damaged block."""
+        with self._lock:
+            if self._last is None or self._last[0] != number:
+                self._last = number, self._decoded(number)
+            return self._last[1]
+
+    def _decoded(self, number: int) -> Bytes:
+        entry, box = self._entry, self._entry.boxes[number]
+        itemsize = ITEMSIZE[entry.info.dtype]
+        size = box.rows * box.cols * itemsize
+        content = self._patch.blocks.read(entry.offsets[number], entry.sizes[number])
+        base = None
+        if self._base is not None:
+            rows = np.empty((box.rows, box.cols * itemsize), np.uint8)
+            self._base.read_into(box, rows)
+            base = rows.reshape(-1)
+        try:
+            found = decode(bytes(content), base, itemsize, size)
+        except ValueError as error:
+            raise damaged(f"{self._patch.blocks.path}: {entry.key}", error) from error
+        return found.reshape(box.rows, box.cols * itemsize)
+
+
+@dataclass(frozen=True)
+class PatchedTensor:
+    """A tensor of the newer checkpoint, computed from the base when it is read."""
+
+    shape: Shape
+    dtype: str
+    boxes: tuple[Box, ...]
+    blocks: _Blocks = field(repr=False)
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        itemsize = ITEMSIZE[self.dtype]
+        for number, held in enumerate(self.boxes):
+            row0, row1 = max(box.row0, held.row0), min(box.row1, held.row1)
+            col0, col1 = max(box.col0, held.col0), min(box.col1, held.col1)
+            if row0 >= row1 or col0 >= col1:
+                continue
+            rows = self.blocks.read(number)[row0 - held.row0 : row1 - held.row0]
+            columns = slice((col0 - held.col0) * itemsize, (col1 - held.col0) * itemsize)
+            target = slice((col0 - box.col0) * itemsize, (col1 - box.col0) * itemsize)
+            out[row0 - box.row0 : row1 - box.row0, target] = rows[:, columns]
+
+
+@dataclass(frozen=True)
+class PatchedSource:
+    """The newer checkpoint, in the layout of the base."""
+
+    base: Source
+    patch: Patch
+
+    @cached_property
+    def header(self) -> Header:
+        """The header of the newer checkpoint. Layout and padding are those of the base."""
+        old = self.base.header
+        return replace(
+            self.patch.header,
+            layout=old.layout,
+            vocab_divisor=old.vocab_divisor,
+            padded_vocab=old.padded_vocab,
+        )
+
+    def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
+        """The tensors in model order. Raises ModelsDiffer if the base lacks one of them."""
+        old = dict(PlainSource(self.base, exact=True).tensors())
+        for entry in self.patch.entries:
+            base = old.get(entry.key) if entry.has_base else None
+            if entry.has_base and (
+                base is None or (tuple(base.shape), base.dtype) != tuple(entry.info)
+            ):
+                raise ModelsDiffer(
+                    f"{entry.key}: the base of {self.patch.path} has no such {entry.info.dtype} tensor of shape "
+                    f"{list(entry.info.shape)}; apply the patch to the checkpoint that it was made from",
+                    code="wrong-base",
+                )
+            blocks = _Blocks(self.patch, entry, base)
+            yield entry.key, PatchedTensor(entry.info.shape, entry.info.dtype, entry.boxes, blocks)
+
+
+def require_sound(patch: Patch) -> None:
+    """Read all blocks, and compare them with the hashes. Raises CorruptCheckpoint for a damaged patch."""
+    for entry in patch.entries:
+        hasher = blake3()
+        for offset, size in zip(entry.offsets, entry.sizes, strict=False):
+            hasher.update(patch.blocks.read(offset, size))
+        if hasher.hexdigest() != entry.digest:
+            raise damaged(
+                f"{patch.blocks.path}: {entry.key}", ValueError("other bytes than were written")
+            )

@@ -1,0 +1,248 @@
+"""Patches: `apply` makes the newer checkpoint again, bit for bit, and refuses another base and damaged patches."""
+
+import json
+import shutil
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import megaconv
+from megaconv.patches import patch as patches
+from tests.conftest import FIXTURES
+from tests.models import write_llama
+from tests.runs import assert_refused, run, snapshot, unchanged
+
+OPTIMIZER = FIXTURES / "core-llama-optim-tp2pp2" / "checkpoint"
+
+
+def trained(source: Path, target: Path, *, seed: int = 1, share: float = 1.0) -> Path:
+    """A copy of a model with small steps: in every element of two layers, or in a share of their elements."""
+    shutil.copytree(source, target)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(target / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "layers.1." in name or "layers.2." in name:
+            step = torch.randn(tensor.shape, generator=generator) * 1e-3
+            step *= torch.rand(tensor.shape, generator=generator) < share
+            tensors[name] = (tensor.float() + step).to(tensor.dtype)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def require_equal(made: Path, new: Path) -> None:
+    """Compare two models of one file each, read by safetensors itself."""
+    ours, theirs = load_file(made / "model.safetensors"), load_file(new / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def differing(old: Path, new: Path) -> int:
+    """Number of tensors that differ."""
+    ours, theirs = load_file(old / "model.safetensors"), load_file(new / "model.safetensors")
+    return sum(not torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def make(old: Path, new: Path, target: Path, *words: object) -> dict[str, Any]:
+    outcome = run("delta", old, new, "--save-dir", target, "--json", *words)
+    assert outcome.status == 0, outcome.err
+    found: dict[str, Any] = json.loads(outcome.out)
+    return found
+
+
+def applied(old: Path, *patches_and_words: object, target: Path) -> Path:
+    outcome = run("apply", old, *patches_and_words, "--save-dir", target)
+    assert outcome.status == 0, outcome.err
+    return target
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("models") / "old", vocab=128)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.02])
+def test_a_patch_makes_the_newer_checkpoint_again(old: Path, tmp_path: Path, share: float) -> None:
+    new = trained(old, tmp_path / "new", share=share)
+    report = make(old, new, tmp_path / "patch")
+    made = applied(old, tmp_path / "patch", target=tmp_path / "made")
+    require_equal(made, new)
+    assert run("diff", made, new, "--config-too").status == 0
+    assert report["new"]["weights"] == megaconv.fingerprint(made).weights
+    assert (report["tensors"], report["changed"], report["removed"]) == (
+        39,
+        differing(old, new),
+        [],
+    )
+    assert report["bytes"] == (tmp_path / "patch" / "blocks.bin").stat().st_size
+    assert report["bytes"] < report["full_bytes"] * (0.5 if share == 1 else 0.1)
+
+
+def test_both_sides_may_have_any_format_and_layout(old: Path, tmp_path: Path) -> None:
+    new = trained(old, tmp_path / "new")
+    run(
+        "convert",
+        old,
+        tmp_path / "core",
+        "--saver",
+        "core",
+        "--tp",
+        2,
+        "--pp",
+        2,
+        "--ckpt-format",
+        "torch_dist",
+    )
+    run("convert", new, tmp_path / "legacy", "--saver", "legacy", "--tp", 2)
+    make(tmp_path / "core", tmp_path / "legacy", tmp_path / "patch")
+    # Without a saver: the format and the layout of the base.
+    made = applied(tmp_path / "core", tmp_path / "patch", target=tmp_path / "made")
+    assert run("diff", made, new).status == 0
+    inspected = json.loads(run("inspect", made, "--json").out)
+    assert (inspected["layout"]["tp"], inspected["layout"]["pp"]) == (2, 2)
+    assert list(made.rglob("*.distcp"))
+    hf = applied(old, tmp_path / "patch", "--saver", "core", "--tp", 4, target=tmp_path / "tp4")
+    assert run("diff", hf, new).status == 0
+
+
+def test_optimizer_state_and_training_state_are_in_a_patch(tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    shutil.copytree(OPTIMIZER, new)
+    (iteration,) = new.glob("iter_*")
+    for file in new.rglob("model_optim_rng.pt"):
+        state = torch.load(file, weights_only=False, map_location="cpu")
+        state["args"].consumed_train_samples += 8
+        for each in state["optimizer"]["optimizer"]["state"].values():
+            each["exp_avg"] *= 1.5
+        torch.save(state, file)
+    report = make(OPTIMIZER, new, tmp_path / "patch")
+    assert report["base"]["optimizer"] != report["new"]["optimizer"]
+    assert report["base"]["weights"] == report["new"]["weights"]
+    made = applied(OPTIMIZER, tmp_path / "patch", target=tmp_path / "made")
+    assert (made / iteration.name).is_dir()
+    assert run("diff", made, new, "--config-too").status == 0
+    ours, theirs = (
+        torch.load(next(root.rglob("model_optim_rng.pt")), weights_only=False, map_location="cpu")
+        for root in (made, new)
+    )
+    assert ours["args"].consumed_train_samples == theirs["args"].consumed_train_samples
+    assert ours["opt_param_scheduler"] == theirs["opt_param_scheduler"]
+    assert "rng_state" in ours
+
+
+def test_tensors_of_another_shape_or_dtype_are_stored_whole_and_removed_ones_are_listed(
+    old: Path, tmp_path: Path
+) -> None:
+    new = write_llama(tmp_path / "new", vocab=160, layers=3, dtype="float32")
+    report = make(old, new, tmp_path / "patch")
+    assert report["changed"] == report["tensors"] == 30
+    assert {name.split(".attn")[0].split(".mlp")[0] for name in report["removed"]} >= {"layers.3"}
+    made = applied(old, tmp_path / "patch", target=tmp_path / "made")
+    require_equal(made, new)
+    assert json.loads((made / "config.json").read_text())["vocab_size"] == 160
+
+
+def test_patches_form_a_chain_that_can_be_squashed(old: Path, tmp_path: Path) -> None:
+    first = trained(old, tmp_path / "first", seed=1)
+    second = trained(first, tmp_path / "second", seed=2)
+    make(old, first, tmp_path / "p1")
+    make(first, second, tmp_path / "p2")
+    made = applied(old, tmp_path / "p1", tmp_path / "p2", target=tmp_path / "made")
+    assert run("diff", made, second).status == 0
+    of_second = ("--option", f"base={old}", "--option", f"earlier={tmp_path / 'p1'}")
+    make(old, tmp_path / "p2", tmp_path / "squashed", *of_second)
+    again = applied(old, tmp_path / "squashed", target=tmp_path / "again")
+    assert run("diff", again, second).status == 0
+    outcome = run("apply", old, tmp_path / "p2", tmp_path / "p1", "--save-dir", tmp_path / "wrong")
+    assert_refused(outcome, 4, "give the patches in their order")
+
+
+def test_another_base_is_refused_before_anything_is_written(old: Path, tmp_path: Path) -> None:
+    new = trained(old, tmp_path / "new")
+    make(old, new, tmp_path / "patch")
+    other = write_llama(tmp_path / "other", vocab=128, seed=5)
+    outcome = run("apply", other, tmp_path / "patch", "--save-dir", tmp_path / "made")
+    assert_refused(outcome, 4, "is not the base of", "fingerprint of weights")
+    smaller = write_llama(tmp_path / "smaller", vocab=128, layers=2)
+    outcome = run(
+        "convert",
+        tmp_path / "patch",
+        tmp_path / "made",
+        "--saver",
+        "hf",
+        "--option",
+        f"base={smaller}",
+    )
+    assert_refused(outcome, 4, "has no such")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_patch_is_an_input_of_every_command(old: Path, tmp_path: Path) -> None:
+    new = trained(old, tmp_path / "new")
+    make(old, new, tmp_path / "patch")
+    base = ("--option", f"base={old}")
+    assert run("verify", tmp_path / "patch", *base).status == 0
+    assert run("diff", tmp_path / "patch", new, *base).status == 0
+    assert_refused(run("inspect", tmp_path / "patch"), 2, "--option base=OLD")
+
+
+def damage(path: Path, random: Random) -> str:
+    """Change a file of a patch. Returns what was done."""
+    content = bytearray(path.read_bytes())
+    place = random.randrange(len(content))
+    if random.random() < 0.3:
+        path.write_bytes(content[:place])
+        return f"{path.name} cut at {place}"
+    content[place] ^= 1 << random.randrange(8)
+    path.write_bytes(content)
+    return f"{path.name}, bit of byte {place}"
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(n, marks=pytest.mark.slow) for n in range(12, 300))]
+)
+def test_a_damaged_patch_makes_nothing_wrong(old: Path, tmp_path: Path, seed: int) -> None:
+    """Either one line of an error and no output, or the right output."""
+    random = Random(seed)
+    new = trained(old, tmp_path / "new", share=0.02)
+    make(old, new, tmp_path / "patch")
+    name = random.choice(["blocks.bin", "delta.json", "header.pt", "megaconv.json"])
+    done = damage(tmp_path / "patch" / name, random)
+    outcome = run("apply", old, tmp_path / "patch", "--save-dir", tmp_path / "made")
+    if outcome.status:
+        assert outcome.status in (2, 3, 4, 6), (done, outcome.err)
+        assert len(outcome.err.splitlines()) == 1, (done, outcome.err)
+        assert not (tmp_path / "made").exists()
+    else:
+        assert run("diff", tmp_path / "made", new).status == 0, done
+
+
+def test_a_failed_run_leaves_nothing_and_keeps_what_was_there(old: Path, tmp_path: Path) -> None:
+    new = trained(old, tmp_path / "new")
+    target = tmp_path / "patch"
+    make(old, new, target)
+    with unchanged(tmp_path):
+        assert_refused(run("delta", old, new, "--save-dir", target), 2, "already exists")
+        assert_refused(
+            run("delta", old, tmp_path / "nothing", "--save-dir", target, "--overwrite"),
+            2,
+            "nothing",
+        )
+    before = snapshot(target)
+    make(old, new, target, "--overwrite")
+    assert snapshot(target) == before
+
+
+def test_a_multimodal_model_and_a_patch_without_a_saver_are_refused(tmp_path: Path) -> None:
+    whole = FIXTURES / "whole-qwen2_5_vl"
+    outcome = run("delta", whole, whole, "--save-dir", tmp_path / "patch")
+    assert_refused(outcome, 2, "--text-only")
+    assert not (tmp_path / "patch").exists()
+
+
+def test_names_of_small_files_stay_below_the_patch() -> None:
+    with pytest.raises(ValueError, match="names the file"):
+        patches._below("../../etc/passwd")
