@@ -124,21 +124,20 @@ def _block_tasks(task: str, plan: BuildPlan) -> Iterator[BlockTask]:
 def _prepare(request: BuildRequest, embedder: TextEmbedder) -> None:
     """Link the datasets and write config.json; or check that an ended build had the same settings."""
     corpora = parse_corpora(request.settings.data_path, "--retro-gpt-data-path")
-    names = _names(corpora.prefixes)
+    prefixes = [_place(request.directory, prefix) for prefix in corpora.prefixes]
+    names = _names(prefixes)
     weights = corpora.weights or [1.0] * len(names)
     words = [word for pair in zip(weights, names, strict=True) for word in (str(pair[0]), pair[1])]
-    for prefix in corpora.prefixes:
+    for prefix in prefixes:
         IndexedDataset(prefix)  # refuses a damaged dataset before any work
-    records = {
-        name: data_record(prefix) for name, prefix in zip(names, corpora.prefixes, strict=True)
-    }
+    records = {name: data_record(prefix) for name, prefix in zip(names, prefixes, strict=True)}
     own = _own(request, embedder) | {"data": records}
     made = replace(request.settings, data_path=tuple(words), own=own)
     made = replace(made, neighbor_dirs=_query_directories(made))
     if (request.directory / CONFIG).is_file():
         _require_same(request.directory, read_settings(request.directory), made)
     request.directory.mkdir(parents=True, exist_ok=True)
-    for name, prefix in zip(names, corpora.prefixes, strict=True):
+    for name, prefix in zip(names, prefixes, strict=True):
         _link(Path(prefix), request.directory / "data" / name)
     write_settings(request.directory, made)
 
@@ -160,6 +159,13 @@ def _own(request: BuildRequest, embedder: TextEmbedder) -> dict[str, Any]:
         "neighbors_query": index.query,
         "neighbors_save": index.save,
     }
+
+
+def _place(directory: Path, prefix: str) -> str:
+    """Return the path of a dataset. Megatron names datasets relative to the project's data directory."""
+    inside = directory / "data" / prefix
+    is_inside = idx_path(inside).is_file() and not idx_path(prefix).is_file()
+    return str(inside) if is_inside else prefix
 
 
 def _names(prefixes: Sequence[str]) -> list[str]:

@@ -186,6 +186,13 @@ def test_changed_data_are_refused(tmp_path: Path) -> None:
         project.check_data()
 
 
+def test_datasets_in_the_project_are_found_by_their_names(tmp_path: Path) -> None:
+    """As Megatron names them."""
+    shutil.copytree(FIXTURE / "data", tmp_path / "project" / "data")
+    project = built(tmp_path / "project", data_path=("0.7", "a", "0.3", "b"), tasks=("db-build",))
+    assert_array_equal(project.database(EOD).chunks, expected()["db/train"])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
