@@ -8,6 +8,7 @@ from formats.safetensors import SafetensorsLayout, index_json, shard
 from formats.tensor import LazyTensor, Shape, byte_count
 from megaconv.engine.base_model import BaseModel, CopiedTensors, open_base
 from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
+from megaconv.engine.sentence_directory import plan_sentence_directory
 from megaconv.engine.sidecars import copies
 from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -18,7 +19,6 @@ from megaconv.huggingface.quantization import (
     with_scales,
 )
 from megaconv.huggingface.quantization_config import quantization_files
-from megaconv.huggingface.sentence_directory import plan_sentence_directory
 from megaconv.huggingface.weight_files import hf_namings
 from megaconv.model.beside import Whole
 from megaconv.model.config import ModelConfig
