@@ -73,6 +73,7 @@ def convert(
     true_vocab_size: int | None = None,
     num_attention_heads: int | None = None,
     text_only: bool = False,
+    drop_retrieval: bool = False,
     cache: bool = False,
     dtype: str | None = None,
     quantize: str | None = None,
@@ -244,6 +245,7 @@ def open(  # noqa: A001
     true_vocab_size: int | None = None,
     num_attention_heads: int | None = None,
     text_only: bool = False,
+    drop_retrieval: bool = False,
     options: Mapping[str, str] | None = None,
 ) -> Checkpoint:
     """Open a directory, a Hub id, or any other input that a loader reads, to look into it. Reads metadata only.
@@ -321,6 +323,7 @@ def inspect(
     true_vocab_size: int | None = None,
     num_attention_heads: int | None = None,
     text_only: bool = False,
+    drop_retrieval: bool = False,
     options: Mapping[str, str] | None = None,
     check_source: bool = True,
 ) -> Inspection:
@@ -344,6 +347,7 @@ def plan(
     true_vocab_size: int | None = None,
     num_attention_heads: int | None = None,
     text_only: bool = False,
+    drop_retrieval: bool = False,
     options: Mapping[str, str] | None = None,
 ) -> Layouts:
     """The parallel layouts that a model can have, the share of each rank, and the memory that training takes.
@@ -370,6 +374,7 @@ def fingerprint(
     true_vocab_size: int | None = None,
     num_attention_heads: int | None = None,
     text_only: bool = False,
+    drop_retrieval: bool = False,
     cache: bool = False,
     optimizer: bool = True,
     options: Mapping[str, str] | None = None,

@@ -421,7 +421,8 @@ class Engine:
         """True if any dropout is on."""
         options = self.options
         of_adapters = 0.0 if options.lora is None else options.lora.dropout
-        return max(options.hidden_dropout, options.attention_dropout, of_adapters) > 0
+        of_encoder = max(options.retrieval.hidden_dropout, options.retrieval.attention_dropout)
+        return max(options.hidden_dropout, options.attention_dropout, of_adapters, of_encoder) > 0
 
     def parameters(self) -> Iterator[tuple[int, str, Tensor]]:
         """Yield (chunk, name, local tensor) of every parameter of this rank, including tied copies.

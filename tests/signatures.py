@@ -1,10 +1,12 @@
 """Signatures of optional GPU packages, read from their sources without a GPU.
 
-Make the file of signatures again, with clones of the two repositories that have all tags:
+Make the file of signatures again, with clones of the repositories that have all tags. Without a clone (-), the signatures
+of its package stay as they are:
 
-    python -m tests.signatures FLASH_ATTENTION_CLONE TRANSFORMER_ENGINE_CLONE
+    python -m tests.signatures FLASH_ATTENTION_CLONE TRANSFORMER_ENGINE_CLONE MAMBA_CLONE CAUSAL_CONV1D_CLONE FLA_CLONE
 
-Sources: github.com/Dao-AILab/flash-attention and github.com/NVIDIA/TransformerEngine.
+Sources: github.com/Dao-AILab/flash-attention, github.com/NVIDIA/TransformerEngine, github.com/state-spaces/mamba,
+github.com/Dao-AILab/causal-conv1d and github.com/fla-org/flash-linear-attention.
 """
 
 import ast
@@ -12,7 +14,7 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,19 @@ STATES = {
 }
 """Modules whose parameters have names that checkpoints contain."""
 MODULE_BASE = "transformer_engine/pytorch/module/base.py"
+
+WITH_STATES = {
+    "mamba_ssm.ops.triton.ssd_combined": (
+        "mamba_ssm/ops/triton/ssd_combined.py", "mamba_chunk_scan_combined", ("v2.0.4", "v2.2.4", "v2.3.2"),
+    ),
+    "causal_conv1d": (
+        "causal_conv1d/causal_conv1d_interface.py", "causal_conv1d_fn", ("v1.4.0", "v1.5.3", "v1.6.1"),
+    ),
+    "fla.ops.gated_delta_rule": (
+        "fla/ops/gated_delta_rule/chunk.py", "chunk_gated_delta_rule", ("v0.3.0", "v0.4.2", "v0.5.2"),
+    ),
+}  # fmt: skip
+"""Kernels of mixers with a state: the module from which we import -> the file, the function, the versions."""
 
 Parameters = list[dict[str, Any]]
 """The parameters in order: each with `name`, `kind` and, if it has a default, `optional`."""
@@ -193,15 +208,29 @@ def _states(clone: str) -> dict[str, Any]:
     return made
 
 
+def _with_states(clones: Sequence[str]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for clone, (module, (path, name, versions)) in zip(clones, WITH_STATES.items(), strict=True):
+        if clone == "-":
+            made[module] = signatures("with states")[module]
+            continue
+        made[module] = {}
+        for version in versions:
+            source = _text(clone, version, path)
+            assert source is not None, f"{clone} has no {path} at {version}"
+            made[module][version] = {name: parse(source, name)}
+    return made
+
+
 def main() -> None:
-    """Write the file. Without a clone of FlashAttention (-), its signatures stay as they are."""
-    flash_clone, engine_clone = sys.argv[1:]
-    known = json.loads(PATH.read_text())["flash-attention"] if flash_clone == "-" else None
-    found = {
-        "flash-attention": known or _flash(flash_clone),
-        "engine": _engine(engine_clone),
-        "states": _states(engine_clone),
-    }
+    """Write the file."""
+    flash_clone, engine_clone, *clones = sys.argv[1:]
+    found = json.loads(PATH.read_text())
+    if flash_clone != "-":
+        found["flash-attention"] = _flash(flash_clone)
+    if engine_clone != "-":
+        found |= {"engine": _engine(engine_clone), "states": _states(engine_clone)}
+    found["with states"] = _with_states(clones)
     lines = json.dumps(found, separators=(",", ":")).replace("}]", "}]\n")
     PATH.write_text(lines + "\n")
 

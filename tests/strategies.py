@@ -202,6 +202,22 @@ BERT_HEADS = (
 
 
 @st.composite
+def retrieval_fields(draw: Draw) -> dict[str, Any]:
+    """The fields of a Retro: its layers, the encoder's, and what its GPT is."""
+    flags = {name: draw(st.booleans()) for name in ("mlp.gated", "norm.final")}
+    return {
+        "layers.count": draw(st.integers(6, 18)),
+        "retrieval.layers": draw(st.integers(1, 3)),
+        "retrieval.chunk": 4,
+        "retrieval.neighbors": 2,
+        "retrieval.chunks": 2,
+        "positions.kind": draw(st.sampled_from(("rope", "learned"))),
+        "norm.kind": draw(st.sampled_from(("RMSNorm", "LayerNorm"))),
+        **flags,
+    }
+
+
+@st.composite
 def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) -> ModelConfig:
     """A model that a naming can say, for `tp` ranks, `ep` times `etp` of its experts, to share."""
     layers, kv_heads = draw(st.integers(1, 5)), tp * draw(st.integers(1, 3))
@@ -234,6 +250,8 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
             },
         },
     )
+    if family == "retro":
+        return changed(config, draw(retrieval_fields()))
     if family == "bert":
         old = naming in (HF, LEGACY) and draw(st.booleans())
         return changed(
@@ -321,4 +339,6 @@ def sharded_models(draw: Draw) -> tuple[ModelConfig, Naming, Layout]:
     config = draw(models(family, naming, tp, ep, etp))
     if config.encoder.layers and naming.scheme in ("core", "legacy") and draw(st.booleans()):
         return config, naming, draw(layouts_apart(config, tp))
+    if config.retrieval.layers:
+        return config, naming, Layout(tp, stage_layers=(config.layer_count,))
     return config, naming, draw(layouts(config.layer_count, tp, ep, etp))

@@ -1,4 +1,4 @@
-"""What a run that was killed has left at a prefix of a store: its claim, its journal, uploads, and objects of a commit
+"""Finds and removes the remains of a killed run at a prefix of a store: its claim, its journal, uploads, and objects of a commit
 that it had begun."""
 
 from collections.abc import Callable, Iterable

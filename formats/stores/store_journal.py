@@ -1,4 +1,4 @@
-"""What a run writes about itself beside its output in a store, for a run that resumes and for other processes.
+"""The journal of a run beside its output in a store, for a run that resumes and for other processes.
 
 ckpt/.megaconv-journal/0-files.json         names of the files that process 0 writes
 ckpt/.megaconv-journal/0-00001.jsonl        finished tensors: lines as in `formats.journal`

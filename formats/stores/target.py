@@ -374,7 +374,7 @@ class StoreTarget:
             raise self._taken(name) from None
 
     def _condition(self, name: str) -> str:
-        """What has to be there for an object to appear: the object that this run replaces, or nothing."""
+        """The condition for an object to appear: the object that this run replaces is there, or nothing."""
         there = self._objects.get(name)
         return there.tag if there is not None else ABSENT
 

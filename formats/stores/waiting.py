@@ -1,4 +1,4 @@
-"""Decisions of a user and of a plan about an output in a store before the first byte."""
+"""Decisions of a user and of a plan about an output in a store, before the first byte."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,7 @@ NOTHING = Waiting(PART_BYTES, 0, 0, MEMORY_BYTES)
 
 @dataclass(frozen=True)
 class Terms:
-    """A user's decisions about an output in a store."""
+    """The decisions of a user about an output in a store."""
 
     version: str
     """The version of the program, for the claim."""

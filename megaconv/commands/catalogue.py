@@ -80,7 +80,7 @@ class Catalogue:
             line = f"  {name:<13} "
             for naming in NAMINGS:
                 line += f"{'read, write' if cells[naming] else '-':<12}"
-            architectures = ", ".join(self.families[name])
+            architectures = ", ".join(self.families[name]) or "-"
             yield f"{line}{self.proven[name]:<14} {architectures}"
 
 

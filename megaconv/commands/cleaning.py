@@ -13,7 +13,7 @@ from megaconv.store_inputs import parsed, writable_store
 
 @dataclass(frozen=True)
 class Cleaned:
-    """The leftovers of a killed run."""
+    """The remains of a killed run."""
 
     place: str
     run: str
@@ -38,7 +38,7 @@ class Cleaned:
 
 
 def clean(place: str, *, yes: bool = False, take_over: bool = False) -> Cleaned:
-    """The leftovers of a killed run at a URI. yes: remove it. take_over: also that of a run on another host that may live.
+    """The remains of a killed run at a URI. yes: remove it. take_over: also that of a run on another host that may live.
 
     Raises UsageError for a local path, and TargetExists for a run that lives.
     """

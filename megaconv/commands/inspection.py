@@ -164,6 +164,8 @@ class Inspection:
         if config.has("mamba_layers"):
             yield "pattern", _pattern(config)
             yield "mamba", _mamba(config)
+        if config.retrieval.layers:
+            yield "retrieval", _retrieval(config)
         experts = self.experts()
         if experts is not None:
             of_each = f"{experts['per_token']} of {experts['count']} for each token"
@@ -269,6 +271,15 @@ def _pattern(config: ModelConfig) -> str:
 def _mamba(config: ModelConfig) -> str:
     mamba = config.mamba
     return f"{mamba.heads} heads of {mamba.head_dim} in {mamba.groups} groups, state {mamba.state}"
+
+
+def _retrieval(config: ModelConfig) -> str:
+    found = config.retrieval
+    layers = ", ".join(str(layer + 1) for layer in config.retrieving)
+    return (
+        f"{found.neighbors} neighbors of {found.retrieved} tokens for each {found.chunk}, in layers {layers}; "
+        f"encoder of {found.layers} layers"
+    )
 
 
 def _positions(config: ModelConfig) -> str:

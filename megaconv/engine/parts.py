@@ -18,7 +18,7 @@ from megaconv.model.ir import Key, Source
 
 @dataclass(frozen=True)
 class FileParts:
-    """The parts of a file in a store beside its tensors."""
+    """The parts of a file in a store that are no tensors."""
 
     pieces: Sequence[Piece]
     """Headers, in the order of their offsets."""

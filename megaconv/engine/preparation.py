@@ -22,6 +22,7 @@ from megaconv.engine.report import Report
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY, code_left_out
 from megaconv.engine.source_check import SourceCheck, check_source
 from megaconv.engine.stream import as_lazy
+from megaconv.engine.without_retrieval import without_retrieval
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.whole_model import named
@@ -58,7 +59,8 @@ def open_source(found: Input, options: LoadOptions | None = None) -> Source:
     registry.share_options(options.extra, {f"loader {loader.name}": loader})
     source = loader.open(found.place, options)
     _require_heads(source.header, found, options.num_attention_heads)
-    return LazySource(source)
+    opened = LazySource(source)
+    return without_retrieval(opened) if options.drop_retrieval else opened
 
 
 def _require_heads(header: Header, found: Input, heads: int | None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megaconv import plugins
-from megaconv.errors import CheckpointError, UnknownFamily, UsageError
+from megaconv.errors import CheckpointError, NotExpressible, UnknownFamily, UsageError
 from megaconv.families.parts.hf_config import as_file, load_config, quant_method, updated
 from megaconv.families.parts.keys import CONFIG_NAME, Keys, by_own_names, read_keys, write_keys
 from megaconv.families.parts.language_model import inner_config
@@ -77,6 +77,8 @@ class Family:
     """Further values of model_type for this architecture, such as `kimi_k2`."""
     proven: str = "megatron-core"
     """The evidence that models are converted correctly: one of PROOFS."""
+    no_class: str = ""
+    """The reason why Hugging Face can't have models of the family, for messages; empty if it can."""
     notices: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()
     """A function that returns notices for the user, if Megatron is on either side of a conversion. They report where
     Megatron's computation of the model differs from transformers' computation."""
@@ -92,6 +94,8 @@ class Family:
     def write_hf(self, config: ModelConfig) -> dict[str, Any]:
         """A config.json for transformers 4 and 5. Raises NotExpressible, which names the field, for a field that it
         can't represent."""
+        if self.no_class:
+            raise NotExpressible(self.no_class)
         return write_keys(
             self.keys, self.fixed, self.only, config, self.architectures[0], self.model_type
         )
@@ -187,6 +191,8 @@ def _family_of(config: Mapping[str, Any]) -> Family | None:
     def fits(family: Family) -> bool:
         if architectures:
             return bool(set(architectures) & set(family.architectures))
+        if family.no_class:
+            return False
         return config.get("model_type") in (family.model_type, *family.other_types)
 
     # Most families have the name of their model_type. Then no other file is imported, which takes a fifth of the start.
@@ -295,11 +301,7 @@ def family(name: str) -> Family:
 def recognize(config: ModelConfig) -> Family:
     """The family of a model whose configuration doesn't name it. Raises UnknownFamily unless exactly one family fits."""
     for known in (families, all_families):  # families of other packages only if none of ours fits
-        found = [
-            family
-            for family in known().values()
-            if family.recognized is not None and config.has(family.recognized)
-        ]
+        found = [family for family in known().values() if _is_of(config, family)]
         if found:
             break
     if len(found) == 1:
@@ -317,6 +319,13 @@ def recognize(config: ModelConfig) -> Family:
         f"the checkpoint is of no supported model family; the nearest is {near.name}, and differs in: "
         + "; ".join(_unlike(config, near))
     )
+
+
+def _is_of(config: ModelConfig, family: Family) -> bool:
+    """True if the features identify the family. A model with retrieval has all features of the GPT inside it."""
+    if family.recognized is None or config.has("retrieval") != (family.recognized == "retrieval"):
+        return False
+    return config.has(family.recognized)
 
 
 def _unlike(config: ModelConfig, family: Family) -> list[str]:

@@ -32,6 +32,7 @@ OPERATIONS = 1e40
 
 _FIELDS = {
     "layers.count": LAYERS, "encoder.layers": LAYERS, "mtp_layers": LAYERS, "experts.count": EXPERTS,
+    "retrieval.layers": LAYERS, "retrieval.chunk": POSITIONS, "retrieval.neighbors": WIDTH, "retrieval.chunks": WIDTH,
     "hidden": WIDTH, "attention.heads": WIDTH, "attention.kv_heads": WIDTH, "attention.head_dim": WIDTH, "mlp.ffn": WIDTH,
     "experts.ffn": WIDTH, "experts.shared_ffn": WIDTH, "experts.latent": WIDTH,
     "latent.kv_rank": WIDTH, "latent.q_rank": WIDTH, "latent.rope_dim": WIDTH, "latent.v_dim": WIDTH,

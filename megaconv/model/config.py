@@ -26,8 +26,10 @@ from megaconv.model.subjects import (
     Mamba,
     Norm,
     Positions,
+    Retrieval,
     Retriever,
     Temperature,
+    retrieving_layers,
 )
 
 
@@ -52,6 +54,7 @@ class ModelConfig:
     mamba: Mamba = field(default_factory=Mamba)
     experts: Experts = field(default_factory=Experts)
     encoder: Encoder = field(default_factory=Encoder)
+    retrieval: Retrieval = field(default_factory=Retrieval)
     head: Head = field(default_factory=Head)
     tie_embeddings: bool = False
     embedding_scale: float | None = None
@@ -109,6 +112,7 @@ class ModelConfig:
             )
         self._check_linear()
         self._check_mamba()
+        self._check_retrieval()
 
     def _check_linear(self) -> None:
         linear = self.linear
@@ -136,9 +140,26 @@ class ModelConfig:
             what = f"{mamba.heads} heads of {mamba.head_dim} in {mamba.groups} groups, and a state of {mamba.state}"
             raise CorruptCheckpoint(f"the model's Mamba layers can't have {what}")
 
+    def _check_retrieval(self) -> None:
+        found = self.retrieval
+        if not found.layers:
+            return
+        if not self.retrieving:
+            raise CorruptCheckpoint(
+                f"the model can't attend to retrieved text with {self.layer_count} layers: layer 6 is the first that does"
+            )
+        if not (found.chunk and found.neighbors and found.chunks):
+            what = f"{found.neighbors} neighbors of {found.chunks} chunks of {found.chunk} tokens"
+            raise CorruptCheckpoint(f"the model can't attend to {what} (Retro)")
+
     @property
     def layer_count(self) -> int:
         return len(self.layers)
+
+    @property
+    def retrieving(self) -> range:
+        """Numbers of the layers that attend to retrieved text; empty in models without retrieval."""
+        return retrieving_layers(self.layer_count) if self.retrieval.layers else range(0)
 
     @property
     def window(self) -> int | None:
@@ -198,6 +219,7 @@ SIZES: Mapping[str, Size] = {
     "shared_ffn": Size("experts.shared_ffn", 0),
     "expert_latent": Size("experts.latent", 0),
     "encoder_layers": Size("encoder.layers"),
+    "retriever_layers": Size("retrieval.layers"),
     "token_types": Size("token_types"),
     "classes": Size("head.classes"),
     "projection": Size("retriever.projection"),
@@ -293,6 +315,9 @@ FEATURES: Mapping[str, Holds] = {
     "probs_on_input": lambda config, kind, layer: config.experts.probs_on_input,
     "expert_latent": lambda config, kind, layer: config.experts.latent > 0,
     "encoder": lambda config, kind, layer: config.encoder.layers > 0,
+    "retrieval": lambda config, kind, layer: config.retrieval.layers > 0,
+    "retrieval_from_6": lambda config, kind, layer: config.retrieving[:1] == range(5, 6),
+    "retrieval_from_9": lambda config, kind, layer: config.retrieving[:1] == range(8, 9),
     "token_types": lambda config, kind, layer: config.token_types > 0,
     "binary_head": lambda config, kind, layer: config.head.binary,
     "classification_head": lambda config, kind, layer: config.head.classes > 0,
@@ -326,6 +351,7 @@ FEATURES: Mapping[str, Holds] = {
     "dense": lambda config, kind, layer: (
         kind.mlp != "none" and not (config.experts.count and kind.mlp == "experts")
     ),
+    "retrieves": lambda config, kind, layer: layer in config.retrieving,
     "window": lambda config, kind, layer: kind.window is not None,
     "first_layer": lambda config, kind, layer: layer == 0,
     "later_layer": lambda config, kind, layer: layer > 0,

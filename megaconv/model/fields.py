@@ -21,6 +21,7 @@ from megaconv.model.subjects import (
     Mamba,
     Norm,
     Positions,
+    Retrieval,
     Retriever,
     Temperature,
 )
@@ -37,6 +38,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "mamba": Mamba,
     "experts": Experts,
     "encoder": Encoder,
+    "retrieval": Retrieval,
     "head": Head,
     "retriever": Retriever,
 }
@@ -88,6 +90,7 @@ STRUCTURE = (
     ),
     *(
         "encoder.layers",
+        "retrieval.layers",
         "norm.final",
         "head.binary",
         "head.classes",
@@ -228,6 +231,8 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield from _fields_below("linear.")
     if not config.has("mamba_layers"):
         yield from _fields_below("mamba.")
+    if not config.retrieval.layers:
+        yield from (name for name in _fields_below("retrieval.") if name != "retrieval.layers")
     if not config.indexer.heads:
         yield from (name for name in _fields_below("indexer.") if name != "indexer.heads")
     if not experts.count:

@@ -17,7 +17,7 @@ from megaconv.model.pieces import Pieces, Template
 from megaconv.model.rank import Rank
 from megaconv.model.spellings.separate import Separate
 
-STAGES = ("tower", "deepstack", "first", "encoder", "between", "layer", "last", "mtp")
+STAGES = ("tower", "deepstack", "first", "encoder", "between", "retriever", "layer", "last", "mtp")
 """Places of a row's tensors, in model order."""
 
 SHARDED = ("core", "legacy", "meta", "trtllm")
@@ -78,6 +78,7 @@ class Row:
         `first`: with the embedding.
         `encoder`: in each encoder layer.
         `between`: at the encoder's end.
+        `retriever`: in each layer of Retro's encoder of retrieved text.
         `layer`: in each layer of the decoder, or of the only stack.
         `last`: with the head.
         `mtp`: in each MTP layer after the last layer.

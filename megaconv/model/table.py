@@ -135,8 +135,8 @@ def encoder_layers(config: ModelConfig, chunk: Chunk) -> range:
 def layers_of(stage: str, config: ModelConfig, chunk: Chunk) -> Iterator[tuple[int, int]]:
     """Yield (number in the chunk's own names, number in the model) for each layer of a stage that a chunk holds.
 
-    Encoder layers are with the embedding unless the encoder has its own stages. A stage before all layers counts as
-    one layer of number 0. A stage after all layers counts as one layer, with the number after the last.
+    Encoder layers are with the embedding unless the encoder has its own stages. Retro's encoder always is. A stage
+    before all layers counts as one layer of number 0. A stage after all layers counts as one layer, with the number after the last.
     """
     if stage == "layer":
         yield from ((local, chunk.first_layer + local) for local in range(chunk.layers))
@@ -146,6 +146,8 @@ def layers_of(stage: str, config: ModelConfig, chunk: Chunk) -> Iterator[tuple[i
         yield from ((layer, layer) for layer in range(count) if chunk.is_first)
     elif stage == "encoder":
         yield from enumerate(encoder_layers(config, chunk))
+    elif stage == "retriever":
+        yield from enumerate(range(config.retrieval.layers if chunk.is_first else 0))
     elif stage == "between":
         ends = chunk.is_first if chunk.encoder is None else chunk.ends_encoder
         yield from [(0, 0)] if ends else []

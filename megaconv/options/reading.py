@@ -44,6 +44,14 @@ class LoadOptions:
         help="Convert only the language model of a multimodal model (convert --base ORIGINAL puts the rest back).",
     )
     """Read only the language model of a multimodal model; for Hugging Face directories."""
+    drop_retrieval: bool = option(
+        False,
+        "--drop-retrieval",
+        heading=INPUT_AND_OUTPUT,
+        commands=(*CONVERT, "inspect", "plan", "fingerprint"),
+        help="Convert only the GPT inside a Retro, without retrieval.",
+    )
+    """Read only the GPT inside a Retro, without its cross attention and its encoder."""
     num_attention_heads: int | None = option(
         None,
         "--num-attention-heads",

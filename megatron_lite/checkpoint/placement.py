@@ -118,7 +118,9 @@ def places(
     for native, other in zip(named, keyed, strict=True):
         name = other.name
         whole = whole_by_name[_numbered(name, first_expert)]
-        spelled = name.replace(*_LOCAL) if local and not own_names else name
+        # Retro's encoder has a norm before its first MLP under a name of its own.
+        has_own_norms = own_names or config.has("retrieval")
+        spelled = name.replace(*_LOCAL) if local and not has_own_norms else name
         key, of_layer = _key(spelled, config, chunk)
         of_expert = _expert_axis(name, config, first_expert)
         found[native.name] = Place(

@@ -239,10 +239,25 @@ def _modules_with_states(config: ModelConfig, layer: int, impl: str) -> list[str
     found = [] if mixer is None else _of_mixer(mixer, config, impl)
     if config.encoder.layers:
         found += _of_attention("cross_attention", ("linear_q", "linear_kv"), impl)
+    if config.has("retrieves", layer):
+        found += _of_retrieval(config, layer, impl)
     if config.has("dense", layer):
         return found + _MLP
     if config.has("moe shared_ffn", layer):
         return [*found, "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+    return found
+
+
+def _of_retrieval(config: ModelConfig, layer: int, impl: str) -> list[str]:
+    """Return the modules of cross attention, and of the encoder in the first layer that has it."""
+    cross = _of_attention("cross_attention.attn", ("linear_q", "linear_kv"), impl)
+    encoder = config.retrieval.layers if layer == config.retrieving[0] else 0
+    found = list(cross)
+    for number in range(encoder):
+        prefix = f"cross_attention.encoder.layers.{number}."
+        inner = _of_attention("self_attention", ("linear_qkv",), impl)
+        inner += cross if number == 0 else []
+        found += [prefix + module for module in (*inner, *_MLP)]
     return found
 
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from megaconv.families import families
-from megatron_lite.models.trainable import TRAINED
+from megatron_lite.models.trainable import RETRO, TRAINED
 from megatron_lite.settings.architecture import OF_THEIR_OWN
 
 
@@ -12,13 +12,13 @@ def table() -> str:
     """Return a Markdown table with a line for each family. Families that can't be trained can be converted."""
     lines = ["| family | architectures | trained |", "|---|---|---|"]
     for name, family in sorted(families().items()):
-        architectures = ", ".join(family.architectures)
+        architectures = ", ".join(family.architectures) or "Megatron core alone"
         lines.append(f"| {name} | {architectures} | {_trained(name)} |")
     return "\n".join(lines) + "\n"
 
 
 def _trained(family: str) -> str:
-    return "yes" if family in TRAINED or family in OF_THEIR_OWN else "no"
+    return "yes" if family in (*TRAINED, *OF_THEIR_OWN, RETRO) else "no"
 
 
 def main(words: Sequence[str]) -> int:

@@ -16,8 +16,9 @@ from megatron_lite.inference.beams import Beam, BeamSettings
 from megatron_lite.inference.opening import Opened, run
 from megatron_lite.inference.prompts import encode, start_of
 from megatron_lite.inference.questions import Question, Questions, check_questions, questions_of
+from megatron_lite.inference.retrieved import RetrievedModel, neighbors_of, read_retrieved
 from megatron_lite.inference.sampling import Likelihood, Sampling
-from megatron_lite.inference.slots import NotFinite, require_known
+from megatron_lite.inference.slots import LanguageModel, NotFinite, require_known
 from megatron_lite.inference.text import TextStream, say
 
 BLOCK_TURNS = 64
@@ -55,6 +56,10 @@ def main(given: argparse.Namespace) -> None:
 
 def _use(opened: Opened, given: argparse.Namespace) -> None:
     """Generate the answers. Raises NotFinite at the end if an answer had NaN or infinite logits."""
+    if given.retro_neighbors is not None:
+        if _retrieved(opened, given):
+            raise NotFinite
+        return
     questions = questions_of(given)
     if given.output and given.output != "-":
         failed = _write(opened, given, questions)
@@ -64,6 +69,28 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
         failed = _stream(opened, given, questions)
     if failed:
         raise NotFinite
+
+
+def _retrieved(opened: Opened, given: argparse.Namespace) -> bool:
+    """Answer the prompts of --retro-neighbors, and return whether an answer is an error. Raises UsageError."""
+    if not opened.config.retrieval.layers:
+        raise UsageError(
+            f"--retro-neighbors: {opened.path} is a {opened.config.family} without retrieval"
+        )
+    if opened.model.grid.world > 1:
+        raise UsageError("--retro-neighbors: generation is in one process; start only one")
+    failed, engine = False, opened.model.engine
+    asked = read_retrieved(given.retro_neighbors)
+    with open_output(given.output or "-") as file:
+        for number, each in enumerate(asked):
+            source = neighbors_of(engine, opened.tokenizer, each)
+            model = RetrievedModel(engine, source, opened.model.length)
+            question = Question(number, each.prompt, given.seed)
+            for line in answers(opened, given, [question], model):
+                failed |= "error" in line
+                shown = json.dumps(line, ensure_ascii=False)
+                print(shown if given.output else each.prompt + line["text"], file=file, flush=True)
+    return failed
 
 
 def _write(opened: Opened, given: argparse.Namespace, questions: Questions) -> bool:
@@ -175,10 +202,16 @@ def all_answers(
 
 
 def answers(
-    opened: Opened, given: argparse.Namespace, asked: Sequence[Question]
+    opened: Opened,
+    given: argparse.Namespace,
+    asked: Sequence[Question],
+    model: LanguageModel | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the answers in the order of the rows, each as soon as it and all earlier ones are ready."""
-    batch = RunningBatch(opened.model)
+    """Yield the answers in the order of the rows, each as soon as it and all earlier ones are ready.
+
+    model: None for the opened one.
+    """
+    batch = RunningBatch(opened.model if model is None else model)
     waiting: dict[int, _Answer] = {}
     for question in asked:
         text = TextStream(opened.tokenizer.detokenize, given.stop)

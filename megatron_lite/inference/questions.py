@@ -57,10 +57,13 @@ def questions_of(given: argparse.Namespace) -> Questions:
 
 def check_questions(given: argparse.Namespace) -> None:
     """Raise UsageError for flags that contradict each other."""
+    if given.retro_neighbors is not None:
+        _check_retrieved(given)
+        return
     if given.unconditional and (given.prompts or given.prompts_file is not None):
         raise UsageError("--unconditional excludes prompts and --prompts-file")
     if not given.unconditional and not given.prompts and given.prompts_file is None:
-        raise UsageError("give a prompt, --prompts-file, or --unconditional")
+        raise UsageError("give a prompt, --prompts-file, --retro-neighbors, or --unconditional")
     if given.num_samples != 1 and not given.unconditional:
         raise UsageError("--num-samples requires --unconditional; see --samples-per-prompt")
     if given.samples_per_prompt is not None and given.unconditional:
@@ -74,6 +77,21 @@ def check_questions(given: argparse.Namespace) -> None:
         raise UsageError("--beams excludes several samples")
     if given.resume and given.output in (None, "-"):
         raise UsageError("--resume needs --output with a file")
+
+
+def _check_retrieved(given: argparse.Namespace) -> None:
+    """Raise UsageError for a flag that --retro-neighbors excludes."""
+    others = {
+        "prompts": given.prompts,
+        "--prompts-file": given.prompts_file,
+        "--unconditional": given.unconditional,
+        "--samples-per-prompt": given.samples_per_prompt,
+        "--beams": given.beams,
+        "--resume": given.resume,
+    }
+    for name, asked in others.items():
+        if asked:
+            raise UsageError(f"--retro-neighbors has the prompts: it excludes {name}")
 
 
 def read_prompts(path: str) -> Iterator[str]:

@@ -37,6 +37,7 @@ from megatron_lite.models.trainable import check_computed
 from megatron_lite.objectives.catalog import objective_of
 from megatron_lite.objectives.defaults import with_defaults
 from megatron_lite.objectives.objective import Objective
+from megatron_lite.objectives.retro_project import with_project
 from megatron_lite.objectives.training_data import Setup, TrainingData
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.processes.failure import all_or_none
@@ -82,6 +83,7 @@ class Basis:
 
 def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     """Set up a run. Collective. Raises CheckpointError, on all ranks alike for errors that don't concern the sizes."""
+    settings = all_or_none(lambda: with_project(settings))
     check_flags(settings)
     check_objective_flags(settings)
     basis = _basis(settings, place, finetune=finetune)

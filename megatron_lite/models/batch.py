@@ -36,6 +36,7 @@ class Microbatch:
     """int64 [batch, source length]: the encoder's input if the model has an encoder; `tokens` is then the decoder's input.
 
     In a biencoder, these are the contexts, [any, source length], and `tokens` are the queries.
+    Retro: int64 [batch * chunks * neighbors, tokens of a neighbor], the neighbors of each chunk.
     """
     source_visible: Tensor | None = None
     """Bool, shape of `source`: the tokens that can be attended to; None: all."""

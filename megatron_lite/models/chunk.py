@@ -67,10 +67,14 @@ class ModelChunk(Network):
         predicts = chunk.is_last and plan.config.mtp_layers > 0
         embeds = chunk.is_first or predicts
         self.embedding = Embedding(plan) if embeds else None
-        self.decoder = Stack(plan, own_layers(plan, chunk), ends=chunk.is_last)
+        self.decoder = self.make_decoder(plan, chunk)
         self.mtp = Predictions(plan) if predicts else None
         shares = plan.config.tie_embeddings and embeds
         self.output_layer = Head(plan, shares_embedding=shares) if chunk.is_last else None
+
+    def make_decoder(self, plan: Plan, chunk: Chunk) -> Stack:
+        """Return this stage's layers."""
+        return Stack(plan, own_layers(plan, chunk), ends=chunk.is_last)
 
     @classmethod
     def loss_names(cls, config: ModelConfig) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from megatron_lite.models.activation import activate
 from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.input_matrix import input_matrix
-from megatron_lite.parallel.tensor import Keep, RowLinear
+from megatron_lite.parallel.tensor import ColumnLinear, Keep, RowLinear
 
 
 class MLP(nn.Module):
@@ -13,14 +13,20 @@ class MLP(nn.Module):
 
     keep: Keep
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, has_norm: bool = True) -> None:
+        """has_norm: False if the input is normed already."""
         super().__init__()
         config, ffn = plan.config, plan.sizes["ffn"]
         self.keep, self.shape = plan.keep, config.mlp
         rows = ffn * (2 if config.mlp.gated else 1)
-        self.linear_fc1 = input_matrix(plan, rows, bias=config.mlp.bias)
+        bias = config.mlp.bias
+        self.linear_fc1 = (
+            input_matrix(plan, rows, bias=bias)
+            if has_norm
+            else ColumnLinear(config.hidden, rows, plan.ranks, bias=bias)
+        )
         self.linear_fc2 = RowLinear(
-            ffn, config.hidden, plan.ranks, bias=config.mlp.bias, norm_after=plan.norm_after
+            ffn, config.hidden, plan.ranks, bias=bias, norm_after=plan.norm_after
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -42,6 +42,10 @@ class Network(nn.Module, ABC):
         """Yield the modules whose parameters other units use too: an embedding that is tied to the head."""
         yield from ()
 
+    def is_frozen(self, name: str) -> bool:
+        """Return whether a parameter keeps its loaded value. name: its name in this chunk."""
+        return self.plan.options.lora is not None
+
     def takes(self, lengths: Lengths) -> Wires:
         """Return the shapes of the previous stage's output for a microbatch of these sizes.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,16 @@ def recomputed(function: Callable[..., Any], *inputs: Tensor, **others: Any) -> 
     return checkpoint(function, *inputs, **how, **others)
 
 
-def run_layers(layers: Sequence[nn.Module], x: Tensor, run: "Run", settings: Recompute) -> Tensor:
+State = TypeVar("State")
+"""The data between two layers: a tensor, or a tuple of tensors."""
+
+
+def run_layers(
+    layers: Sequence[nn.Module],
+    x: State,
+    run: Callable[[nn.Module, State], State],
+    settings: Recompute,
+) -> State:
     """Run x through all layers. The inside of some groups of layers is recomputed in the backward pass."""
     for group, again in _groups(layers, settings):
         if again and torch.is_grad_enabled():
@@ -83,10 +92,9 @@ def run_layers(layers: Sequence[nn.Module], x: Tensor, run: "Run", settings: Rec
     return x
 
 
-Run = Callable[[nn.Module, Tensor], Tensor]
-
-
-def _through(layers: Sequence[nn.Module], x: Tensor, run: Run) -> Tensor:
+def _through(
+    layers: Sequence[nn.Module], x: State, run: Callable[[nn.Module, State], State]
+) -> State:
     for layer in layers:
         x = run(layer, x)
     return x

@@ -23,6 +23,8 @@ TRAINED = (
     "stablelm", "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
 """Families that the decoder supports by configuration."""
+RETRO = "retro"
+"""The family whose layers attend to retrieved text: a decoder with a network of its own."""
 NOT_COMPUTED = {
     "output_norm mixture": "norms after its experts, not before them",
     "output_norm mla": "norms after its latent attention, not before it",
@@ -49,6 +51,8 @@ def check_trained(
     _check_family(config.family)
     if config.encoder.layers:
         _check_two_stacks(config)
+    if config.retrieval.layers:
+        _check_retrieval(config, layout, options, sequence=sequence)
     if options.fp8 is not None and config.family in OF_THEIR_OWN:
         raise NotExpressible(f"--fp8-format is for decoders; a {config.family} is computed in bf16")
     check_computed(config)
@@ -60,7 +64,7 @@ def check_trained(
 
 def _check_family(family: str) -> None:
     """Raise NotExpressible for a family of another package, whose layers the decoder may not have."""
-    if family in TRAINED or family in OF_THEIR_OWN:
+    if family in (*TRAINED, *OF_THEIR_OWN, RETRO):
         return
     raise NotExpressible(
         f"a {family} can't be trained; `megatron-lite models` lists the families that can"
@@ -147,6 +151,29 @@ def _check_two_stacks(config: ModelConfig) -> None:
             f"the model has {config.encoder.layers} layers in its encoder and {config.layer_count} in its decoder; what can be trained has "
             "as many in both, as Megatron core's"
         )
+
+
+def _check_retrieval(
+    config: ModelConfig, layout: Layout, options: ModelOptions, *, sequence: bool
+) -> None:
+    """Raise LayoutError or NotExpressible for a Retro that can't be computed."""
+    if layout.pp > 1 or sequence:
+        flag = "--sequence-parallel" if sequence else f"pp = {layout.pp}"
+        raise LayoutError(
+            f"{flag} is not supported with retrieval (Retro), as in Megatron core; take tensor and data parallelism"
+        )
+    unsupported = {
+        "adapters (--lora-rank)": options.lora is not None,
+        "--fp8-format": options.fp8 is not None,
+        "--compile": options.compile,
+        "experts": config.experts.count > 0,
+        "latent attention": config.latent.kv_rank > 0,
+        "key/value heads that heads share": config.attention.kv_heads != config.attention.heads,
+        "layers without attention": any(kind.mixer != "attention" for kind in config.layers),
+    }
+    for what, is_asked in unsupported.items():
+        if is_asked:
+            raise NotExpressible(f"{what} can't be combined with retrieval (Retro)")
 
 
 def _check_experts(

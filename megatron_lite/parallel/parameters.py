@@ -1,6 +1,6 @@
 """Facts about each parameter: the ranks that share it, and the part of its gradient that this rank computes."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ class ParameterInfo:
     second_names: tuple[str, ...] = ()
     """Other names of the parameter in checkpoints."""
     frozen: bool = False
-    """True if the parameter keeps its loaded value, because only adapters are trained."""
+    """True if the parameter keeps its loaded value: only adapters are trained, or the gate of retrieval is 0."""
     in_float32: bool = False
     """True if the parameter is float32, whatever the model's dtype."""
 
@@ -78,14 +78,14 @@ def parameter_infos(
     vocab_rows: int,
     *,
     sequence: bool,
-    frozen: bool = False,
+    frozen: Callable[[str], bool] = lambda name: False,
     local_layers: bool = False,
 ) -> Iterator[ParameterInfo]:
     """Yield all parameters of a chunk, in the order in which a forward pass uses them.
 
     declared: by the chunk's modules. index: of the chunk on this rank.
     vocab_rows: rows of the whole vocabulary, padding included.
-    sequence: whether sequence parallelism is on. frozen: whether none of the parameters is trained.
+    sequence: whether sequence parallelism is on. frozen: whether the parameter of a name keeps its value.
     local_layers: whether norms are stored as in Megatron's local layers, without a number added.
     """
     at = grid.experts_place() if config.experts.count else (0, 0)
@@ -110,7 +110,7 @@ def parameter_infos(
             tied=tied_along(native, kind, config, grid.layout),
             is_copy=native.copy is not None,
             second_names=tuple(other.name for other in others),
-            frozen=frozen,
+            frozen=frozen(name),
             in_float32=in_float32,
         )
 

@@ -73,7 +73,7 @@ def _infos(
         chunk,
         plan.vocab_rows,
         sequence=plan.ranks.sequence,
-        frozen=plan.options.lora is not None,
+        frozen=module.is_frozen,
         local_layers=plan.options.local_layers,
     )
     return list(infos)

@@ -16,6 +16,7 @@ from megaconv.model.training import TrainingState
 from megatron_lite.settings.config import Settings, flags
 from megatron_lite.settings.hybrid_layers import hybrid_fields, is_mamba_hybrid, linear_layers
 from megatron_lite.settings.model import Model
+from megatron_lite.settings.retro import OF_MODEL
 
 FREE = ("init_method_std", "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout")
 """Model settings that a checkpoint does not fix, or that may differ from the checkpoint."""
@@ -85,6 +86,8 @@ def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
     found |= hybrid_fields(model)
     if model.mtp_num_layers:
         found["mtp_layers"] = model.mtp_num_layers
+    if settings.retro.retro_add_retriever:
+        found |= {"retrieval.layers": settings.retro.retro_encoder_layers, "norm.final": True}
     kind = model_type(settings, None)
     if kind == "bert":
         found |= _of_bert(settings)
@@ -190,6 +193,8 @@ def _as_arguments(settings: Settings, ffn: int) -> Namespace:
     """Return the values of Megatron's args that from_arguments reads."""
     values: dict[str, Any] = dict(vars(settings.model))
     values["ffn_hidden_size"] = ffn
+    if settings.retro.retro_add_retriever:
+        values |= {name: getattr(settings.retro, name) for name in OF_MODEL}
     values["bias_gelu_fusion"] = not settings.model.no_bias_gelu_fusion
     if settings.model.disable_bias_linear and is_mamba_hybrid(settings.model):
         values["bias_gelu_fusion"] = False  # as in Megatron-LM, which then computes the exact GELU

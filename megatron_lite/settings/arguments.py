@@ -41,6 +41,7 @@ WITHOUT_EFFECT = {
     "num_workers": 1, "overlap_moe_expert_parallel_comm": 0, "overlap_p2p_communication_warmup_flush": 0,
     "overlap_param_gather_with_optimizer_step": 0, "overlapping_eval": 1, "override_opt_param_scheduler": 0,
     "recompute_modules": ANY_NUMBER, "resume_dataloader": 0,
+    "retro_no_verify_neighbor_count": 0,
     "strict_lambada": 0, "te_rng_tracker": 0, "tensorboard_log_interval": 1, "tensorboard_queue_size": 1,
     "timing_log_level": 1, "timing_log_option": 1, "tp_comm_overlap": 0,
     "use_checkpoint_args": 0, "use_cpu_initialization": 0, "use_dist_ckpt": 0, "use_flash_attn": 0, "use_mcore_models": 0,

@@ -16,6 +16,7 @@ from megatron_lite.settings.model import Model
 from megatron_lite.settings.optimization import Optimizer, Precision
 from megatron_lite.settings.parallel import Balance, Parallel
 from megatron_lite.settings.retrieval import Retrieval
+from megatron_lite.settings.retro import Retro
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ class Settings:
     dpo: Dpo = Dpo()
     masked: Masked = Masked()
     tasks: Tasks = Tasks()
+    retro: Retro = Retro()
     retrieval: Retrieval = Retrieval()
     objective: OtherObjective = OtherObjective()
     lora: Lora = Lora()

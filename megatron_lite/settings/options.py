@@ -80,6 +80,17 @@ class FP8:
 
 
 @dataclass(frozen=True)
+class RetrievalOptions:
+    """Options of Retro. The names are Megatron's."""
+
+    gate: float = 1.0
+    """A factor on the output of cross attention to retrieved text. 0: it is not computed, and not trained."""
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    """Dropout in the encoder's layers."""
+
+
+@dataclass(frozen=True)
 class ModelOptions:
     """Options of the forward and backward passes."""
 
@@ -109,6 +120,7 @@ class ModelOptions:
     """The method to exchange tokens with other ranks' experts: models/moe/experts.py."""
     lora: LoRA | None = None
     """Train only adapters; None: train all parameters."""
+    retrieval: RetrievalOptions = RetrievalOptions()
     mtp_loss_scale: float = 0.1
     """Weight of all losses of further tokens together, relative to the loss of the next token."""
     vocab_divisor: int = 128

@@ -14,6 +14,7 @@ from megatron_lite.settings.options import (
     OptimizerOptions,
     QkClip,
     Recompute,
+    RetrievalOptions,
 )
 from megatron_lite.settings.parallel import Balance
 
@@ -31,6 +32,10 @@ def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOpt
         attention_dropout=dropouts["attention_dropout"], recompute=recompute, compile=again.compile,
         context=settings.parallel.cp_comm_type[0], near=(settings.parallel.hierarchical_context_parallel_sizes or (1,))[0],
         mtp_loss_scale=settings.training.mtp_loss_scaling_factor,
+        retrieval=RetrievalOptions(
+            settings.retro.retro_attention_gate, settings.retro.retro_encoder_hidden_dropout,
+            settings.retro.retro_encoder_attention_dropout,
+        ),
         fp8=_fp8(settings), balance=_balancing(settings.balance),
         dispatcher=settings.parallel.moe_token_dispatcher_type,
         vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,

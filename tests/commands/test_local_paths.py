@@ -67,13 +67,13 @@ def test_a_path_is_taken_as_it_is(path: str) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "convert model s3://bucket/out --saver hf",
-        "convert model s3://bucket/out --saver hf --dry-run",
-        "convert model s3://bucket/out --saver hf --overwrite",
-        "convert model --save-dir s3://bucket/out --saver core",
+        "convert model msc://bucket/out --saver hf",
+        "convert model msc://bucket/out --saver hf --dry-run",
+        "convert model msc://bucket/out --saver hf --overwrite",
+        "convert model --save-dir msc://bucket/out --saver core",
         "convert model out --saver hf --config s3://bucket/config",
         "convert model out --saver hf --base s3://bucket/base",
-        "merge model adapter --save-dir s3://bucket/out",
+        "merge model adapter --save-dir msc://bucket/out",
         "inspect model --html s3://bucket/page.html",
         "diff model model --stats --html s3://bucket/page.html",
         "push s3://bucket/model org/name --dry-run",
@@ -81,7 +81,7 @@ def test_a_path_is_taken_as_it_is(path: str) -> None:
     ],
 )
 def test_every_path_of_a_command_refuses_a_uri(model: Path, words: str) -> None:
-    assert_refused(run(*words.split()), 2, "s3://bucket/", "is a URI")
+    assert_refused(run(*words.split()), 2, "://bucket/", "is a URI")
     assert list(model.parent.iterdir()) == [model]
 
 
@@ -100,10 +100,15 @@ def test_every_option_that_is_a_path_refuses_a_uri() -> None:
     assert found > 6
 
 
+def elsewhere(place: Any) -> Any:
+    """The same place with a scheme that outputs don't have."""
+    return type(place)(str(place).replace("s3:", "msc:"))
+
+
 def test_the_python_interface_refuses_a_uri(model: Path) -> None:
     calls: list[Any] = [
-        lambda place: megaconv.convert(model, place, saver="hf"),
-        lambda place: megaconv.convert(model, place, saver="hf", dry_run=True),
+        lambda place: megaconv.convert(model, elsewhere(place), saver="hf"),
+        lambda place: megaconv.convert(model, elsewhere(place), saver="hf", dry_run=True),
         lambda place: megaconv.convert(model, "out", saver="hf", config=place),
         lambda place: megaconv.convert(model, "out", saver="hf", base=place),
         lambda place: megaconv.open(model, config=place),
@@ -118,28 +123,31 @@ def test_the_python_interface_refuses_a_uri(model: Path) -> None:
 
 # The trainer.
 
-REMOTE = {"load", "pretrained_checkpoint", "tokenizer_model", "lora_load"}
+REMOTE = {"bert_load", "load", "pretrained_checkpoint", "tokenizer_model", "lora_load"}
 
 
 def test_every_text_of_the_trainer_that_is_no_hub_id_refuses_a_uri() -> None:
     texts = {name for name, hint in type_hints().items() if hint in (str, tuple[str, ...])}
-    assert {name for name in flags() if flags()[name][1].metadata["remote"]} == REMOTE
-    for name in texts - REMOTE:
+    assert {name for name in flags() if flags()[name][1].metadata["remote"]} == REMOTE | {"save"}
+    for name in texts - REMOTE - {"save"}:
         for value in ("s3://bucket/x", ["0.3", "s3://bucket/x"]):
             with pytest.raises(UsageError, match="s3://bucket/x: is a URI"):
                 make_settings({name: value})
     for name in REMOTE:
         make_settings({name: "hf://org/name"})
+    make_settings({"save": "s3://bucket/x"})
+    with pytest.raises(UsageError, match="gs://bucket/x: is a URI"):
+        make_settings({"save": "gs://bucket/x"})
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "pretrain --mock-data --save s3://bucket/run",
+        "pretrain --mock-data --save gs://bucket/run",
         "pretrain --data-path 0.5 s3://bucket/a 0.5 s3://bucket/b",
         "finetune --load model --finetune-data s3://bucket/a.jsonl",
         "pretrain --config-file s3://bucket/a.yaml",
-        "plan --load model --save s3://bucket/run",
+        "plan --load model --save gs://bucket/run",
         "preprocess --input s3://bucket/a.jsonl --tokenizer-type NullTokenizer --output-prefix out",
         "preprocess --input a.jsonl --tokenizer-type NullTokenizer --output-prefix s3://bucket/out",
         "preprocess --input a.jsonl --tokenizer-type GPT2BPETokenizer --vocab-file s3://bucket/v --output-prefix out",
@@ -168,6 +176,18 @@ def test_a_tokenizer_that_is_no_hub_id_refuses_a_uri() -> None:
 
 
 def test_a_uri_in_a_file_of_settings_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("save: s3://bucket/run\n")
-    with pytest.raises(UsageError, match="s3://bucket/run: is a URI"):
+    (tmp_path / "run.yaml").write_text("save: gs://bucket/run\n")
+    with pytest.raises(UsageError, match="gs://bucket/run: is a URI"):
         parse("pretrain", ["--yaml-cfg", str(tmp_path / "run.yaml")])
+
+
+@pytest.mark.parametrize(("scheme", "words"), [("gs", "s3://BUCKET/PREFIX"), ("az", "azcopy")])
+def test_another_store_is_refused_with_what_to_do(model: Path, scheme: str, words: str) -> None:
+    for command in (
+        ("inspect", f"{scheme}://b/x"),
+        ("convert", model, f"{scheme}://b/x", "--saver", "hf"),
+    ):
+        outcome = run(*command)
+        assert outcome.status in (2, 3)
+        assert words in outcome.err
+        assert outcome.err.count("\n") == 1

@@ -4,6 +4,8 @@ in_core(rows)            without names in Megatron's legacy models and Meta's fi
 with_norm_biases(rows)   LayerNorm: model.norm.{weight|bias}, decoder.final_layernorm.{weight|bias}
 without_gate(rows)       mlp.up_proj, mlp.down_proj; linear_fc1 holds only the first
 respelled(rows, names)   other names for some rows
+
+with_optional_norm_biases(rows), with_optional_gate(rows)   for a table of models with and without them
 """
 
 from collections.abc import Mapping
@@ -69,3 +71,36 @@ def respelled(rows: Rows, names: Mapping[str, Mapping[str, Spelling]]) -> Rows:
         if canonical not in known:
             raise KeyError(f"no row of the table is {canonical}")
     return tuple(row.renamed(**names.get(row.canonical, {})) for row in rows)
+
+
+def with_optional_norm_biases(rows: Rows) -> Rows:
+    """The rows, and for each norm of hidden states a row with its bias, for models with LayerNorm."""
+    return tuple(made for row in rows for made in _and_bias(row))
+
+
+def _and_bias(row: Row) -> Rows:
+    if not _is_norm(row):
+        return (row,)
+    names = {
+        key: tuple(replace(one, name=one.name.removesuffix("weight") + "bias") for one in spelled)
+        for key, spelled in row.names.items()
+    }
+    bias = replace(
+        row,
+        canonical=row.canonical.removesuffix("weight") + "bias",
+        when=f"{row.when} norm_bias" if row.when else "norm_bias",
+        names=names,
+    )
+    return row, bias
+
+
+def with_optional_gate(rows: Rows) -> Rows:
+    """The rows, and for each MLP matrix with a gate a row without one, for models without gates."""
+    return tuple(made for row in rows for made in _and_ungated(row))
+
+
+def _and_ungated(row: Row) -> Rows:
+    if _GATE_UP not in row.canonical:
+        return (row,)
+    plain = replace(_only_up(row), when=f"{row.when} plain")
+    return replace(row, when=f"{row.when} gated"), plain

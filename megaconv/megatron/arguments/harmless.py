@@ -40,10 +40,10 @@ _BY_REASON: Mapping[str, str] = {
     "of hyper-connections: only with enable_mhc_connections, which is refused": """
         mhc_init_gating_factor mhc_num_residual_streams mhc_recompute_layer_num mhc_sinkhorn_iterations
     """,
-    "of Retro: only with retro_add_retriever, which is refused": """
-        retro_attention_gate retro_bert_tokenizer_type retro_bert_vocab_file retro_block_size retro_chunk_length
-        retro_cyclic_train_iters retro_encoder_attention_dropout retro_encoder_hidden_dropout retro_encoder_layers
-        retro_encoder_num_layers retro_neighbor_dirs retro_num_neighbors retro_num_retrieved_chunks retro_project_dir
+    "of Retro: the data of a run, its dropouts, and a gate that Megatron core ignores": """
+        retro_attention_gate retro_bert_tokenizer_type retro_bert_vocab_file retro_block_size
+        retro_cyclic_train_iters retro_encoder_attention_dropout retro_encoder_hidden_dropout
+        retro_encoder_num_layers retro_neighbor_dirs retro_project_dir
         retro_retrieved_length retro_return_doc_ids retro_split_preprocessing retro_verify_neighbor_count retro_workdir
     """,
     "of routers: only with a capacity factor or a load balancing that are refused": """

@@ -56,6 +56,7 @@ _READ = """
     decoupled_lr apply_wd_to_qk_layernorm no_weight_decay_cond_type
     softmax_scale
     attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar
+    retro_add_retriever retro_chunk_length retro_encoder_layers retro_num_neighbors retro_num_retrieved_chunks
     megaconv_left_out megaconv_latent_norm_epsilon megaconv_least_time_step megaconv_qk_norm_width megaconv_indexer_order megaconv_hf_names
 """
 READ = frozenset(_READ.split())
@@ -125,8 +126,6 @@ _CONFIGURATION: Mapping[str, Limit] = {
 """Fields of the configuration classes."""
 
 _PARSER: Mapping[str, Limit] = {
-    # Tag 23.04 and later, up to core_v0.15.3.
-    "retro_add_retriever": Limit((None, False), "the model attends to retrieved text (Retro)"),
     # core_v0.4.0 and later. Megatron's own modules for supported models are accepted.
     "spec": Limit(
         (

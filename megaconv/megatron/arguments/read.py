@@ -18,6 +18,7 @@ from megaconv.megatron.arguments.encoder import read_encoder, sees_both_ways
 from megaconv.megatron.arguments.latent import read_latent
 from megaconv.megatron.arguments.linear import read_linear
 from megaconv.megatron.arguments.mamba import NEEDED_OF_MAMBA, read_mamba, stages_of
+from megaconv.megatron.arguments.retrieval import NEEDED_OF_RETRIEVAL, read_retrieval
 from megaconv.megatron.arguments.rope import read_scaling
 from megaconv.megatron.arguments.shown import warn_of_contradictions
 from megaconv.megatron.arguments.sparse import read_sparse
@@ -39,7 +40,9 @@ def from_arguments(
     """
     given = read_fields(args, found, legacy=legacy)
     needed = _NEEDED | (_NEEDED_OF_EXPERTS if given.get("experts.count") else {})
-    for field, argument in (needed | (NEEDED_OF_MAMBA if "mamba.heads" in found else {})).items():
+    needed |= NEEDED_OF_MAMBA if "mamba.heads" in found else {}
+    needed |= NEEDED_OF_RETRIEVAL if found.get("retrieval.layers") else {}
+    for field, argument in needed.items():
         if field not in given:
             _need(args, argument)
     unnamed = from_fields("", given)
@@ -74,6 +77,7 @@ IN_TENSORS = (
         "experts.latent",
         "norm.kind",
         "norm.final",
+        "retrieval.layers",
         "encoder.layers",
         "head.bias",
         "head.binary",
@@ -127,6 +131,7 @@ def read_fields(
         given |= _experts(args)
     if "mamba.heads" in found:
         given |= read_mamba(args)
+    given |= read_retrieval(args, found, legacy=legacy)
     warn_of_contradictions(args, given, found)
     given |= found
     if given.get("encoder.layers") or sees_both_ways(given):

@@ -14,6 +14,7 @@ from megaconv.megatron.arguments.size_tensors import SizeTensors
 from megaconv.megatron.states.ranks import Ranks, Weights
 from megaconv.model.fields import one_or_each
 from megaconv.model.layout import Layout
+from megaconv.model.subjects import retrieving_layers
 
 CLASSIFICATION, MULTIPLE_CHOICE = "classification_head.weight", "multichoice_head.weight"
 """Heads on a BERT's pooled first token, with the same names in core and legacy models."""
@@ -109,6 +110,12 @@ def _layer_count(weights: Weights, prefix: str) -> int:
     return len(numbers)
 
 
+def _retriever_layers(first: Weights, names: SizeTensors, layers: int) -> int:
+    """The number of layers of Retro's encoder, which is in the first layer that attends to retrieved text."""
+    holding = next(iter(retrieving_layers(layers)), 0)
+    return _layer_count(first, f"{names.layers}{holding}.cross_attention.encoder.layers.")
+
+
 def padded_rows(ranks: Ranks, names: SizeTensors) -> int:
     """Rows of the embedding on all ranks together, with padding."""
     return ranks.tp * int(ranks.dense(0, 0)[0][names.embedding].shape[0])
@@ -144,6 +151,11 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
         "attention.sinks": "self_attention.core_attention.softmax_offset" in attention,
         "mtp_layers": _layer_count(last, "mtp.layers."),
     }
+    if retriever_layers := _retriever_layers(first, names, len(layers)):
+        found |= {
+            "retrieval.layers": retriever_layers,
+            "norm.final": names.final_norm + ".weight" in last,
+        }
     if attention:
         # Latent attention has only q's norm.
         found["attention.qk_norm"] = "self_attention.k_layernorm.weight" in attention

@@ -16,6 +16,7 @@ from megaconv.megatron.arguments.latent import latent_arguments
 from megaconv.megatron.arguments.linear import linear_arguments
 from megaconv.megatron.arguments.mamba import mamba_arguments
 from megaconv.megatron.arguments.read import from_arguments, read_layout, tensor_fields
+from megaconv.megatron.arguments.retrieval import retrieval_arguments
 from megaconv.megatron.arguments.rope import write_scaling
 from megaconv.megatron.arguments.run_arguments import LAYOUT, of_run, that_compute
 from megaconv.megatron.arguments.sparse import sparse_arguments
@@ -59,6 +60,7 @@ def to_arguments(
         | latent_arguments(config)
         | linear_arguments(config)
         | sparse_arguments(config)
+        | retrieval_arguments(config, legacy=legacy)
         | _experts(config, grouped_experts)
         | _positions(config, allow_lossy, legacy=legacy)
         | beyond_core_arguments(config, legacy=legacy)

@@ -165,6 +165,7 @@ def _norm_before_experts(name: str, names: Collection[str]) -> str:
 def stacks_layers(config: ModelConfig) -> bool:
     """True if one key holds all layers. Core gives each layer its own keys if the layers differ."""
     alike = not (config.experts.count and config.layers_with("dense"))
+    alike = alike and not config.has("retrieval")
     return alike and not config.has("linear_layers") and not config.has("mamba_layers")
 
 

@@ -48,7 +48,7 @@ from megaconv.megatron.optimizer.rank import (
     updates,
 )
 from megaconv.megatron.optimizer.source import Optimizers
-from megaconv.megatron.states.names import BUFFERS
+from megaconv.megatron.states.names import BUFFERS, is_of_retrieval
 from megaconv.megatron.states.ranks import RankId
 from megaconv.model.assembled import Placed
 from megaconv.model.check import well_formed
@@ -212,8 +212,11 @@ class DistOptimizer:
             }
             for part in parts(self._common_optimizer()):
                 result.grad_scalers += grad_scaler(part) if isinstance(part, dict) else []
+            of_retro = bool(getattr(self.args, "retro_add_retriever", False))
             for name, weight in weights.items():
-                if not name.endswith(BUFFERS) and name not in aliases:
+                has_slots = any(name in each for each in slots.values())
+                is_frozen = of_retro and is_of_retrieval(name) and not has_slots
+                if not name.endswith(BUFFERS) and name not in aliases and not is_frozen:
                     result.slots[0, name] = self._slots_of(name, weight, slots)
                     result.group_of[0, name] = self._group_of(name, weight, known)
         return Optimizers({RankId(0, 0, 0): result})

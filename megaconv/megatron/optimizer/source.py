@@ -19,7 +19,7 @@ from megaconv.megatron.arguments.param_groups import (
 )
 from megaconv.megatron.optimizer.master_check import CheckedMaster
 from megaconv.megatron.optimizer.rank import RankOptimizer, kind_of, parameters, read, step_of
-from megaconv.megatron.states.names import BUFFERS
+from megaconv.megatron.states.names import BUFFERS, is_of_retrieval
 from megaconv.megatron.states.ranks import RankId, Ranks
 from megaconv.model.assembled import Assembled, Placed, assemble
 from megaconv.model.check import listing, well_formed
@@ -99,8 +99,17 @@ def open_optimizers(
 def untrained(placed: Iterable[Placed]) -> set[str]:
     """Canonical names of tensors that no optimizer trains."""
     return {
-        name for item in placed if item.native.name.endswith(BUFFERS) for name in item.native.parts
+        name
+        for item in placed
+        if item.native.name.endswith(BUFFERS) or _is_frozen(item)
+        for name in item.native.parts
     }
+
+
+def _is_frozen(item: Placed) -> bool:
+    """True for a tensor of a Retro's encoder, without optimizer state: trained with a gate of 0."""
+    of_retro = any(name.startswith(("layers.", "retriever.")) for name in item.native.parts)
+    return of_retro and not item.slots and is_of_retrieval(item.native.name)
 
 
 def assemble_slots(

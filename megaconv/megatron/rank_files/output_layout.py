@@ -20,6 +20,8 @@ def choose_layout(
     """
     source = source or Layout(stage_layers=(config.layer_count,))
     tp, pp = options.tp or source.tp, options.pp or source.pp
+    if config.retrieval.layers and pp > 1:
+        raise LayoutError(f"pp is {pp}, but Megatron's Retro has no pipeline stages; choose 1")
     if config.encoder.layers:
         return _choose_stacks(config, source, tp, pp, options)
     if options.split.split_rank is not None:

@@ -14,9 +14,21 @@ NOT_PARAMETERS = ("rotary_pos_emb.inv_freq",)
 BUFFERS = (*NOT_PARAMETERS, ".expert_bias", "tokens_per_expert")
 """Suffixes of a model's tensors that no optimizer trains."""
 
+_OF_RETRIEVAL = (".cross_attention.", ".pre_cross_attn_layernorm.")
+"""Parts of the names of a Retro's parameters that the GPT inside it lacks."""
+
+
+def is_of_retrieval(name: str) -> bool:
+    """True if a Retro with a gate of 0 is trained without this parameter. name: of a Retro's tensor."""
+    return any(part in name for part in _OF_RETRIEVAL)
+
+
 _EXCEPTIONS = Exceptions(
     # Attention first creates the modules that all of its kinds have; norms of heads and of latent vectors come last.
-    first=dict.fromkeys(("self_attention", "cross_attention"), ("core_attention", "linear_proj")),
+    # Retro's cross attention holds its attention in `attn`.
+    first=dict.fromkeys(
+        ("self_attention", "cross_attention", "attn"), ("core_attention", "linear_proj")
+    ),
     last={"self_attention": ("q_layernorm", "k_layernorm", "kv_layernorm")},
 )
 
@@ -61,6 +73,7 @@ _NORMS = tuple(
             "input_layernorm",
             "pre_cross_attn_layernorm",
             "pre_mlp_layernorm",
+            "pre_mlp_layernorm.norm",
             "post_layernorm",
             "final_layernorm",
         ),

@@ -60,6 +60,8 @@ class ModuleOrder:
         for name in self._names():
             module = self._root
             for part in name.split("."):
+                # Retro's table names one layer by its number. All layers are one module here.
+                part = "{l}" if part.isdigit() else part
                 module = module.children.setdefault(part, _Module({}))
 
     def __call__(self, name: str) -> NameOrder:

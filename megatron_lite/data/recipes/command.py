@@ -11,9 +11,11 @@ from typing import Any, NoReturn, Protocol
 
 from megaconv.errors import CheckpointError, Interrupted, UsageError
 from megatron_lite.data.recipes import (
+    answers,
     clean,
     decontaminate,
     dedup,
+    questions,
     run_file,
     score,
     select,
@@ -31,6 +33,8 @@ RECIPES: dict[str, ModuleType] = {
     "tokenizer": tokenizer,
     "score": score,
     "select": select,
+    "questions": questions,
+    "answers": answers,
     "run": run_file,
 }
 """Name -> module with DESCRIPTION, add_flags(parser) and run(flags), which returns a report."""

@@ -62,6 +62,20 @@ def parser(*, needs_model: bool = True) -> Parser:
     )
     add("--prompts", type=local_path, metavar="FILE", help="their prompts: RealToxicityPrompts")
     add("--by", default="score.toxicity", metavar="FIELD", help="the score (score.toxicity)")
+    add = made.add_argument_group(
+        "loss of a Retro: with, without and with random neighbors"
+    ).add_argument
+    add(
+        "--retro-project-dir",
+        type=local_word,
+        metavar="DIRECTORY",
+        help="project with validation samples",
+    )
+    add(
+        "--retro-megatron-neighbors",
+        action="store_true",
+        help="neighbors as Megatron: a continuation goes on in the next document",
+    )
     add = made.add_argument_group("tasks of lm-eval (extra `evaluate`)").add_argument
     add("--lm-eval", nargs="+", default=[], metavar="TASK", help="names of tasks")
     add("--include-path", type=local_word, metavar="DIRECTORY", help="with tasks of your own")

@@ -19,6 +19,12 @@ def parser() -> Parser:
         help='JSON lines of {"prompt": ...} (.jsonl), or one prompt a line; - for standard input',
     )
     made.add_argument(
+        "--retro-neighbors",
+        type=local_word,
+        metavar="FILE",
+        help='Retro: JSON lines of {"prompt": ..., "neighbors": [text, ...]}, the passages for each prompt',
+    )
+    made.add_argument(
         "--output",
         type=local_word,
         metavar="FILE",

@@ -8,7 +8,7 @@ from typing import Any
 from megaconv.errors import UsageError
 from megaconv.terminal import show
 from megatron_lite.data.recipes.documents import Reader
-from megatron_lite.inference.evaluation import corpus, zeroshot
+from megatron_lite.inference.evaluation import corpus, retro, zeroshot
 from megatron_lite.inference.evaluation.tables import evaluate_toxicity, report
 from megatron_lite.inference.opening import Opened, run
 
@@ -21,8 +21,11 @@ def main(given: argparse.Namespace) -> None:
 
 
 def _check(given: argparse.Namespace) -> None:
-    if given.task is None and not given.lm_eval and not given.corpus:
-        raise UsageError("give --task, --corpus, or --lm-eval; --toxicity alone needs no --load")
+    measures = (given.task, given.lm_eval, given.corpus, given.retro_project_dir)
+    if not any(measures):
+        raise UsageError(
+            "give --task, --corpus, --retro-project-dir, or --lm-eval; --toxicity alone needs no --load"
+        )
     if given.task is not None and not given.valid_data:
         raise UsageError(f"--task {given.task} needs --valid-data")
     if given.task == "LAMBADA" and given.overlapping_eval is not None:
@@ -39,6 +42,8 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
         results[f"{given.task} {path.name}"] = _zeroshot(opened, given, path)
     if given.sources:
         results["corpus"] = _corpus(opened, given)
+    if given.retro_project_dir:
+        results |= retro.measure(opened, given)
     if given.lm_eval:
         from megatron_lite.inference.evaluation.harness import evaluate
 

@@ -5,7 +5,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.models.state_space.short_convolution import short_convolution
+from megatron_lite.models.state_space.kernels import convolution_by, convolution_kernel
+from megatron_lite.models.state_space.short_convolution import last_inputs, short_convolution
 from megatron_lite.parallel.parameter_kinds import Kind
 
 
@@ -32,5 +33,10 @@ class Convolution(nn.Module):
 
         weight, bias: of the channels of x.
         """
+        width = weight.shape[-1]
+        kernel = convolution_kernel(x, width, documents, before)
+        if kernel is not None:
+            made = convolution_by(kernel, x, weight, bias, documents=documents, before=before)
+            return made, last_inputs(x, width, before)
         y, last = short_convolution(x, weight, bias, documents=documents, before=before)
         return nn.functional.silu(y).to(x.dtype), last

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.models.state_space.chunks import boundaries, decay_between, in_chunks, passed
+from megatron_lite.models.state_space.kernels import delta_by, delta_kernel
 
 CHUNK = 64
 """Tokens of a chunk. The result doesn't depend on it."""
@@ -33,6 +34,9 @@ def gated_delta_rule(
     state: before the first token, of the first document; None: zero.
     The computation and the state are float32, or float64 for float64 inputs.
     """
+    kernel = delta_kernel(v, documents, state)
+    if kernel is not None:
+        return delta_by(kernel, q, k, v, g, beta, documents=documents, state=state)
     dtype = torch.promote_types(v.dtype, torch.float32)
     tokens, served = v.shape[1], v.shape[2] // k.shape[2]
     bounds = None if documents is None else boundaries(documents, chunk)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.models.state_space.chunks import boundaries, decay_between, in_chunks, passed
+from megatron_lite.models.state_space.kernels import scan_by, scan_kernel
 
 CHUNK = 64
 """Tokens of a chunk. The result doesn't depend on it."""
@@ -34,6 +35,9 @@ def ssd(
     state: before the first token, of the first document; None: zero.
     The computation and the state are float32, or float64 for float64 inputs.
     """
+    kernel = scan_kernel(x, documents, state)
+    if kernel is not None:
+        return scan_by(kernel, x, dt, a, b, c, d, chunk=chunk, documents=documents, state=state)
     dtype = torch.promote_types(x.dtype, torch.float32)
     tokens, groups = x.shape[1], b.shape[2]
     bounds = None if documents is None else boundaries(documents, chunk)

@@ -33,6 +33,12 @@ def short_convolution(
     return y, whole[tokens:].permute(1, 2, 0)
 
 
+def last_inputs(x: Tensor, width: int, before: Tensor | None) -> Tensor:
+    """Return the last inputs of a convolution, the second result of short_convolution. x: of more than one token."""
+    earlier = x.new_zeros(width - 1, *x.shape[1:]) if before is None else before.permute(2, 0, 1)
+    return torch.cat((earlier.to(x.dtype), x))[len(x) :].permute(1, 2, 0)
+
+
 def _same(documents: Tensor, back: int) -> Tensor:
     """Return bool [tokens, batch, 1]: whether the token `back` places earlier belongs to the same document.
 

@@ -13,6 +13,7 @@ import torch
 
 from megatron_lite.models.flash import kernel_for
 from megatron_lite.models.moe.grouped import grouped_linear
+from megatron_lite.models.state_space.kernels import CONVOLUTION, DELTA, SCAN, installed
 from megatron_lite.products.transformer_engine import has_transformer_engine
 from megatron_lite.settings.options import FP8
 from tests.trainer.loop.launches import LLAMA, MIXTRAL, train
@@ -142,3 +143,12 @@ def test_two_ranks_on_nccl_train_as_two_on_gloo(command: str, tmp_path: Path) ->
         lines = (tmp_path / backend / "metrics.jsonl").read_text().splitlines()
         found.append([json.loads(line)["loss"] for line in lines])
     assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("model", ["mamba", "hybrid", "delta nets"])
+def test_installed_kernels_of_mixers_with_a_state_train_as_a_cpu_does(model: str) -> None:
+    """In bf16, for which every kernel is made."""
+    if not any(installed(package) for package in (SCAN, DELTA, CONVOLUTION)):
+        pytest.skip("mamba_ssm, flash-linear-attention and causal_conv1d are not installed")
+    case = Case(model, options=(("dtype", "bfloat16"),))
+    assert losses(case, GPU) == pytest.approx(losses(case, CPU), rel=1e-2)

@@ -1,6 +1,7 @@
 """The story of the README, as it stands there: torchrun, four processes, Hugging Face to Hugging Face."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,3 +53,21 @@ def test_a_small_gpt_learns_from_its_nontoxic_texts(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("after ")
+
+
+@pytest.mark.slow
+def test_the_retro_example_reads_what_it_retrieves(tmp_path: Path) -> None:
+    pytest.importorskip("faiss")
+    found = subprocess.run(
+        ["bash", "examples/retro.sh", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+    last = found.stdout.splitlines()[-1]
+    numbers = re.fullmatch(r"covered tokens: (\S+) with retrieval, (\S+) without", last)
+    assert numbers is not None, last
+    assert float(numbers[1]) < 2
+    assert float(numbers[2]) > 4.4

@@ -19,7 +19,7 @@ from megatron_lite.models.build_plan import make_plan
 from megatron_lite.models.chunk import ModelChunk
 from megatron_lite.models.network_by_family import NETWORKS
 from megatron_lite.models.rotary import Rotary
-from megatron_lite.models.trainable import TRAINED
+from megatron_lite.models.trainable import RETRO, TRAINED
 from megatron_lite.parallel.grid import Grid, make_grid
 from megatron_lite.parallel.parameter_kinds import declared
 from megatron_lite.parallel.parameters import parameter_infos
@@ -222,7 +222,7 @@ def test_parameters_are_named_and_cut_as_the_table_says(family: str, tied: bool)
 def test_every_family_that_can_be_trained_is_compared() -> None:
     """Its parameters here, its logits and gradients with transformers'."""
     assert set(TRAINED) == set(COMPARED) <= set(families())
-    assert set(NETWORKS) == set(OF_THEIR_OWN)
+    assert set(NETWORKS) == {*OF_THEIR_OWN, RETRO}
     oracles = {
         family_of(variant) for variant in (VARIANTS | MIXTURES | NAMED | BEYOND_MEGATRON).values()
     }

@@ -40,6 +40,7 @@ ENCODERS = {
     "pretrain_t5_220m_distributed_with_mp": (221_248_426, (2, 1, 4)),
 }
 """A script of a BERT or a T5 -> parameters, (tp, pp, dp)."""
+MAMBA = "pretrain_mamba_800m"
 COMMANDS = (
     "evaluate_zeroshot_gpt",
     "finetune_mnli_distributed",
@@ -60,7 +61,7 @@ def planned(name: str, directory: Path) -> dict[str, Any]:
 
 
 def test_every_script_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.sh")} == {*SHAPES, *ENCODERS, *COMMANDS}
+    assert {path.stem for path in EXAMPLES.glob("*.sh")} == {*SHAPES, *ENCODERS, MAMBA, *COMMANDS}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -79,6 +80,19 @@ def test_a_dry_run_of_an_encoder_does_so_too(name: str, tmp_path: Path) -> None:
     parameters, layout = ENCODERS[name]
     assert found["parameters"] == parameters
     assert tuple(found["layout"][size] for size in ("tp", "pp", "dp")) == layout
+
+
+def test_a_dry_run_of_the_hybrid_plans_megatrons_layers_from_their_shares(tmp_path: Path) -> None:
+    found = planned(MAMBA, tmp_path)
+    hidden, inner, groups_and_states, heads = 1024, 2048, 2 * 8 * 128, 32
+    in_and_out = hidden * (2 * inner + groups_and_states + heads) + inner * hidden
+    of_mamba = in_and_out + 5 * (inner + groups_and_states) + 3 * heads + inner + hidden
+    of_attention = 3 * hidden**2 + hidden
+    of_mlp = 8 * hidden**2 + hidden
+    of_ends = 2 * 256000 * hidden + hidden
+    assert found["parameters"] == 20 * of_mamba + 4 * of_attention + 24 * of_mlp + of_ends
+    assert [found["layout"][size] for size in ("tp", "pp", "dp")] == [1, 1, 8]
+    assert found["stages"][0]["activation_bytes"] > 0
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -102,7 +116,7 @@ def test_a_dry_run_prints_a_command_that_misses_nothing_but_its_files(
     assert "Traceback" not in started.stderr
 
 
-@pytest.mark.parametrize("name", [*SHAPES, *ENCODERS])
+@pytest.mark.parametrize("name", [*SHAPES, *ENCODERS, MAMBA])
 def test_a_run_without_data_is_refused_by_the_name_of_the_variable(name: str) -> None:
     started = subprocess.run(
         [EXAMPLES / f"{name}.sh"], env=ENVIRONMENT, capture_output=True, text=True, check=False

@@ -1,0 +1,208 @@
+"""Optional kernels of mixers with a state: mamba_ssm, causal_conv1d and flash-linear-attention.
+
+| function         | package     | module                         | takes                                  |
+|------------------|-------------|--------------------------------|----------------------------------------|
+| ssd              | mamba-ssm   | `mamba_ssm.ops.triton.ssd_combined` | float32, bf16 and fp16            |
+| gated_delta_rule | fla-core    | `fla.ops.gated_delta_rule`     | bf16 and fp16                          |
+| convolution      | causal-conv1d | `causal_conv1d`              | 2 to 4 positions, channels by eights   |
+
+A package is imported only for a tensor on a GPU: some of them can be imported without a GPU, and fail at the first call.
+Sources: the packages' own files; tests/fixtures/signatures.json has the signatures.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+IN_16_BITS = (torch.bfloat16, torch.float16)
+
+
+class Package(NamedTuple):
+    """A function of a package, and the arguments that we pass."""
+
+    module: str
+    function: str
+    places: int
+    """Number of positional arguments."""
+    keywords: tuple[str, ...]
+
+
+SCAN = Package(
+    "mamba_ssm.ops.triton.ssd_combined",
+    "mamba_chunk_scan_combined",
+    6,
+    ("D", "initial_states", "seq_idx", "return_final_states"),
+)
+DELTA = Package(
+    "fla.ops.gated_delta_rule",
+    "chunk_gated_delta_rule",
+    5,
+    ("scale", "initial_state", "output_final_state", "cu_seqlens"),
+)
+CONVOLUTION = Package(
+    "causal_conv1d", "causal_conv1d_fn", 3, ("seq_idx", "initial_states", "activation")
+)
+Kernel = Callable[..., Any]
+
+
+@cache
+def installed(package: Package) -> Kernel | None:
+    """Return a package's function, or None if the package is not installed or the function doesn't fit our call."""
+    try:
+        function: Kernel | None = getattr(import_module(package.module), package.function, None)
+    except (ImportError, OSError):
+        # OSError: a library of the package that can't be loaded.
+        return None
+    if function is None:
+        return None
+    try:
+        inspect.signature(function).bind(*range(package.places), **dict.fromkeys(package.keywords))
+    except TypeError:
+        return None
+    return function
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # an import can't be traced
+def scan_kernel(x: Tensor, documents: Tensor | None, state: Tensor | None) -> Kernel | None:
+    """Return mamba_ssm's scan for these inputs of ssd, or None."""
+    both = documents is not None and state is not None
+    if not x.is_cuda or x.dtype == torch.float64 or both:
+        return None
+    kernel: Kernel | None = installed(SCAN)
+    return kernel
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def delta_kernel(v: Tensor, documents: Tensor | None, state: Tensor | None) -> Kernel | None:
+    """Return the gated delta rule of flash-linear-attention for these inputs, or None."""
+    both = documents is not None and state is not None
+    if not v.is_cuda or v.dtype not in IN_16_BITS or both:
+        return None
+    kernel: Kernel | None = installed(DELTA)
+    return kernel
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def convolution_kernel(
+    x: Tensor, width: int, documents: Tensor | None, before: Tensor | None
+) -> Kernel | None:
+    """Return causal_conv1d's convolution for x [tokens, batch, channels], or None."""
+    both = documents is not None and before is not None
+    fits = 2 <= width <= 4 and x.shape[-1] % 8 == 0 and len(x) > 1
+    if not x.is_cuda or x.dtype == torch.float64 or both or not fits:
+        return None
+    kernel: Kernel | None = installed(CONVOLUTION)
+    return kernel
+
+
+def scan_by(
+    kernel: Kernel,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    *,
+    chunk: int,
+    documents: Tensor | None,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return what ssd returns, by mamba_ssm's kernel. The arguments: see ssd."""
+    made: tuple[Tensor, Tensor] = kernel(
+        x,
+        dt.float(),
+        a.float(),
+        b.to(x.dtype),
+        c.to(x.dtype),
+        chunk,
+        D=d.float(),
+        initial_states=state,
+        seq_idx=_numbers_of_rows(documents),
+        return_final_states=True,
+    )
+    y, last = made
+    return y.to(x.dtype), last.float()
+
+
+def delta_by(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    documents: Tensor | None,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return what gated_delta_rule returns, by the kernel of flash-linear-attention. The arguments: see there.
+
+    Its earlier versions need as many key heads as heads.
+    """
+    served = v.shape[2] // k.shape[2]
+    queries, keys = (each.to(v.dtype).repeat_interleave(served, 2) for each in (q, k))
+    inputs = [queries, keys, v, g.float(), beta.to(v.dtype)]
+    ends = None
+    if documents is not None:
+        # The kernel takes documents of one row: all rows, one after another.
+        ends = _ends(documents)
+        inputs = [each.flatten(0, 1).unsqueeze(0) for each in inputs]
+    y, last = kernel(
+        *inputs, scale=1.0, initial_state=state, output_final_state=True, cu_seqlens=ends
+    )
+    if documents is not None and ends is not None:
+        y = y.view(v.shape)
+        ends_of_rows = torch.arange(1, len(v) + 1, device=v.device) * v.shape[1]
+        last = last[torch.searchsorted(ends, ends_of_rows) - 1]
+    return y.to(v.dtype), last.float()
+
+
+def convolution_by(
+    kernel: Kernel,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    documents: Tensor | None,
+    before: Tensor | None,
+) -> Tensor:
+    """Return x after convolution and SiLU, [tokens, batch, channels], by causal_conv1d.
+
+    weight [channels, 1, width]; documents, before: see short_convolution.
+    """
+    by_row = x.permute(
+        1, 2, 0
+    )  # channels are adjacent, as the kernel needs them for documents and states
+    made: Tensor = kernel(
+        by_row,
+        weight.squeeze(1).to(x.dtype),
+        None if bias is None else bias.to(x.dtype),
+        seq_idx=_numbers_of_rows(documents),
+        initial_states=before,
+        activation="silu",
+    )
+    return made.permute(2, 0, 1)
+
+
+def _numbers_of_rows(documents: Tensor | None) -> Tensor | None:
+    """Return int32 [batch, tokens]: the documents of each row, counted from 0."""
+    if documents is None:
+        return None
+    return (documents - documents[:, :1]).to(torch.int32).contiguous()
+
+
+def _ends(documents: Tensor) -> Tensor:
+    """Return int64 [documents + 1]: the start of each document in all rows, and the end of the last one.
+
+    A row's first token begins a document even if its number is that of the last row's document.
+    """
+    first = torch.ones_like(documents[:, :1], dtype=torch.bool)
+    begins = torch.cat((first, documents.diff(dim=1) != 0), 1).flatten()
+    starts = begins.nonzero().squeeze(1)
+    return torch.cat((starts, starts.new_tensor([begins.numel()])))
