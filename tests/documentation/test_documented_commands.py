@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,10 @@ def special(page: str) -> Mapping[str, Make]:
             "Llama-3.1-405B": lambda target: write_llama(target, layers=18, kv_heads=8)
         },
         "docs/trainer-encoders.md": {"ckpt": core_bert},
+        "docs/delta.md": {
+            name: partial(write_llama, seed=seed)
+            for seed, name in enumerate(("first", "second", "third"))
+        },
         "docs/data.md": {
             "lambada_test.jsonl": lines(
                 {"text": "A checkpoint is a model at rest, and a run is one in motion"}

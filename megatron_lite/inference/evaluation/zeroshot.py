@@ -141,6 +141,11 @@ def lambada(
     right = 0
     count = 0
     for windows in grouped(_lambada_windows(path, tokenizer, strict=strict), ROWS):
+        longest = max(len(window.tokens) for window in windows)
+        if longest > model.length:
+            raise UsageError(
+                f"{path}: has a text of {longest} tokens, and the model takes {model.length}; leave longer texts out"
+            )
         scores = model.score([window.tokens for window in windows])
         for window, scored in zip(windows, scores, strict=True):
             require_finite(scored)
