@@ -1,6 +1,7 @@
 """Attention by PyTorch, or by FlashAttention if it is installed. Documents of a packed row don't attend to each other."""
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -9,15 +10,31 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaconv.errors import UsageError
 from megatron_lite.models.across import attend_across
 from megatron_lite.models.flash import Kernel, kernel_for
-from megatron_lite.models.masks import causal_mask, narrow_mask
+from megatron_lite.models.masks import block_mask, causal_mask, narrow_mask
 from megatron_lite.models.passes import Packed, Pass
 from megatron_lite.models.scored_attention import Rules, attend_by_scores
 from megatron_lite.models.scores import raise_by_rows
 from megatron_lite.parallel.context import ContextGroup, heads_for_tokens, tokens_for_heads
+
+KERNELS = {
+    "flash": (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION),
+    "fused": (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION),
+    "unfused": (SDPBackend.MATH,),
+    "local": (SDPBackend.MATH,),
+}
+"""Values of --attention-backend -> PyTorch's kernels, in order. The second one computes what the first one refuses: masks.
+
+With `auto`, PyTorch chooses. On Hopper and Blackwell it prefers cuDNN.
+"""
+QUERIES = 512
+"""Queries of a block: longer windows and sinks are computed block by block, so that masks have this many rows."""
+LONG = 2 * QUERIES
+"""Tokens from which on blocks pay: below, one call with a mask is faster."""
 
 
 def attend(
@@ -48,7 +65,37 @@ def attend(
     largest: float32 [heads], raised to the largest scores of the keys that this rank computes. Only for decoders
     without a cache.
     rules: None if a kernel can compute the scores. Only without sinks.
+    backend: the value of --attention-backend.
     """
+    with _kernels(backend, q):
+        how: Any = {"window": window, "dropout": dropout, "scale": scale, "sinks": sinks}
+        made: Tensor = _attend(q, k, v, run, backend=backend, largest=largest, rules=rules, **how)
+        return made
+
+
+def _kernels(backend: str, q: Tensor) -> AbstractContextManager[None]:
+    """Return the region in which PyTorch takes the kernels of --attention-backend. A CPU has one fused kernel."""
+    if backend == "auto" or not (q.is_cuda or backend in ("unfused", "local")):
+        return nullcontext()
+    region: AbstractContextManager[None] = sdpa_kernel(list(KERNELS[backend]), set_priority=True)
+    return region
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    run: Pass,
+    *,
+    window: int | None,
+    dropout: float,
+    backend: str,
+    scale: float | None,
+    sinks: Tensor | None,
+    largest: Tensor | None,
+    rules: Rules | None,
+) -> Tensor:
+    """See attend."""
     if rules is not None:
         assert sinks is None, "no family has sinks and such rules"
         scored: Tensor = attend_by_scores(
@@ -67,11 +114,41 @@ def attend(
         return sdpa(q, k, v, run.seen(len(k), window), dropout, scale, sinks)
     kernel = choose(backend, q, v, dropout) if sinks is None else None
     if run.packed is not None:
-        packed: Tensor = _packed(kernel, q, k, v, run.packed, window, dropout, scale, sinks)
+        fused = backend not in ("unfused", "local")
+        packed: Tensor = _packed(
+            kernel, q, k, v, run.packed, window, dropout, scale, sinks, fused=fused
+        )
         return packed
     if kernel is not None:
         return kernel.attend(q, k, v, window, dropout, scale)
-    return sdpa(q, k, v, narrow_mask(len(q), window, q.device), dropout, scale, sinks)
+    return causal(q, k, v, window, dropout, scale, sinks)
+
+
+def causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    dropout: float,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return causal attention of whole sequences by PyTorch. The arguments are those of attend.
+
+    A window or sinks need a mask. Long sequences are computed in blocks of queries, with the keys that a block sees. So
+    no mask of all queries and all keys exists, and keys before a window cost nothing.
+    """
+    masked = sinks is not None or (window is not None and window < len(q))
+    if not masked or len(q) <= LONG:
+        return sdpa(q, k, v, narrow_mask(len(q), window, q.device), dropout, scale, sinks)
+    made = []
+    for start in range(0, len(q), QUERIES):
+        end = min(start + QUERIES, len(q))
+        first = 0 if window is None else max(0, start - window + 1)
+        mask = block_mask(end - start, end - first, start - first, window, q.device)
+        block = sdpa(q[start:end], k[first:end], v[first:end], mask, dropout, scale, sinks)
+        made.append(block)
+    return torch.cat(made)
 
 
 def _with_others(
@@ -111,16 +188,14 @@ def _with_others(
 
 
 def choose(backend: str, q: Tensor, v: Tensor, dropout: float) -> Kernel | None:
-    """Return FlashAttention's kernel, or None for PyTorch's. Raises UsageError if flash is requested but not available."""
-    if backend == "sdpa":
+    """Return FlashAttention's kernel, or None for PyTorch's. Raises UsageError if flash can't compute these tensors."""
+    if backend not in ("auto", "flash"):
         return None
-    kernel = _flash_kernel(q, v, dropout)
-    if backend == "flash" and kernel is None:
+    if backend == "flash" and q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
         raise UsageError(
-            "--attention flash needs a GPU, bf16 or fp16, and a FlashAttention for this GPU: flash-attn, "
-            "flash_attn_3 (Hopper) or flash-attn-4; dropout needs flash-attn. Take --attention auto"
+            "--attention-backend flash needs --bf16 or --fp16 on a GPU; else take --attention-backend auto"
         )
-    return kernel
+    return _flash_kernel(q, v, dropout)
 
 
 def _flash_kernel(q: Tensor, v: Tensor, dropout: float) -> Kernel | None:
@@ -204,10 +279,12 @@ def _packed(
     dropout: float,
     scale: float | None,
     sinks: Tensor | None,
+    *,
+    fused: bool,
 ) -> Tensor:
     """Attention of packed rows: one kernel for all documents if available, else one call for each document.
 
-    Separate calls are faster than one call with a block mask.
+    fused: whether PyTorch's kernel for packed documents may be used. Separate calls are faster than one call with a block mask.
     """
     if kernel is not None:
         queries, keys, values = map(_row_after_row, (q, k, v))
@@ -215,16 +292,15 @@ def _packed(
         return _rows_again(made, q)
     half_precision = q.dtype in (torch.float16, torch.bfloat16)
     same_width = q.shape[-1] == v.shape[-1]
-    fits = q.is_cuda and half_precision and same_width and sinks is None
+    fits = fused and q.is_cuda and half_precision and same_width and sinks is None
     if fits and not dropout and has_varlen():
         return _varlen_packed(q, k, v, packed, window, scale)
     rows = []
     for documents in packed.rows():
         pieces = []
         for document in documents:
-            mask = narrow_mask(document.length, window, q.device)
             part = document.place
-            attended = sdpa(q[part], k[part], v[part], mask, dropout, scale, sinks)
+            attended = causal(q[part], k[part], v[part], window, dropout, scale, sinks)
             pieces.append(attended)
         row = torch.cat(pieces)
         rows.append(row)

@@ -1,6 +1,6 @@
 """Masks of causal attention and of sliding windows: True where a query attends to a key."""
 
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ def block_mask(
     return visible(back, window)
 
 
-@cache
+@lru_cache(maxsize=64)
 def window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Return bool [length, length]. It is made once for all layers and passes."""
+    """Return bool [length, length]. It is made once for all layers and passes. Documents may have many lengths."""
     return block_mask(length, length, 0, window, device)
 
 

@@ -22,7 +22,7 @@ class BucketOptions:
     """The options of all buckets of a model."""
 
     dtype: torch.dtype
-    """Of the model; parameters that declare it are float32."""
+    """The model's dtype; parameters that declare it are float32."""
     device: torch.device
     groups: Callable[[str], ProcessGroup | None]
     """The process group for each value of ParameterInfo.reduced_over."""

@@ -90,15 +90,20 @@ class Ring:
             held = held if coming is None else coming()
 
     def walk_back(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (rank, its keys and values, float32 gradient). The caller adds to the gradient."""
-        gradient = torch.zeros_like(self._own, dtype=torch.float32)
+        """Yield (rank, its keys and values, float32 gradient). The caller adds to the gradient, which is zero.
+
+        The other ranks' gradient of these keys and values arrives while the caller computes.
+        """
         coming: Callable[[], Tensor] | None = None
         for rank, held in self.walk():
-            gradient = gradient if coming is None else coming()
+            gradient = torch.zeros_like(self._own, dtype=torch.float32)
             yield rank, held, gradient
-            # Send the gradient to the rank that gets these keys and values next.
+            if coming is not None:
+                gradient.add_(coming())
+            # Send the sum to the rank that gets these keys and values next.
             coming = comm.shift(gradient, self._ranks.group, tag=1)
-        self.gradient = gradient if coming is None else coming()
+        assert coming is not None, "a ring has ranks"
+        self.gradient = coming()
 
 
 class Gathering:

@@ -17,13 +17,13 @@ FLOAT32 = 4
 
 
 class Times(NamedTuple):
-    """The number of times that the ranks communicate about a bucket in a step."""
+    """The numbers of collectives of a bucket in a step."""
 
     filling: Filling
     reduced: int
-    """Gradients are reduced."""
+    """The number of reductions of its gradients."""
     gathered: int
-    """Parameters are gathered."""
+    """The number of times that its parameters are gathered."""
 
 
 def bucket_times(run: Described, infos: Sequence[ParameterInfo], chunk: Chunk) -> Iterator[Times]:

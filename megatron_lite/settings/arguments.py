@@ -19,7 +19,7 @@ YAML_FLAGS = ("--yaml-cfg", "--config-file")
 ANY_NUMBER = -1
 
 WITHOUT_EFFECT = {
-    "accumulate_allreduce_grads_in_fp32": 0, "attention_backend": 1, "attention_softmax_in_fp32": 0, "auto_detect_ckpt_format": 0,
+    "accumulate_allreduce_grads_in_fp32": 0, "attention_softmax_in_fp32": 0, "auto_detect_ckpt_format": 0,
     "align_param_gather": 0, "apply_query_key_layer_scaling": 0, "cache_dir": 1,
     "calculate_per_token_loss": 0, "ckpt_assume_constant_structure": 0, "ckpt_fully_parallel_load": 0, "ckpt_fully_parallel_save": 0,
     "cross_entropy_fusion_impl": 1, "cross_entropy_loss_fusion": 0, "cuda_graph_warmup_steps": 1,

@@ -14,6 +14,7 @@ from megatron_lite.settings.flag import flag
 from megatron_lite.settings.learning import Data, Dpo, Lora, Masked, OtherObjective, Tasks
 from megatron_lite.settings.model import Model
 from megatron_lite.settings.optimization import Optimizer, Precision
+from megatron_lite.settings.options import ATTENTION
 from megatron_lite.settings.parallel import Balance, Parallel
 from megatron_lite.settings.retrieval import Retrieval
 from megatron_lite.settings.retro import Retro
@@ -69,7 +70,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Recomputation and compilation"""
+    """Recomputation, compilation and attention"""
 
     recompute_granularity: str | None = flag(
         None,
@@ -84,6 +85,10 @@ class Recompute:
         None, "layers of a group (uniform), or recomputed layers (block)"
     )
     compile: bool = flag(False, "compile each layer with torch.compile")
+    attention_backend: str = flag(
+        "auto", "kernel of attention on a GPU: FlashAttention or PyTorch's choice (auto), flash attention (flash), cuDNN's (fused), "
+        "or products and a softmax (unfused, local)", choices=ATTENTION,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

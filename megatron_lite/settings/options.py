@@ -37,6 +37,16 @@ CONTEXT = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """
 
 
+ATTENTION = ("auto", "flash", "fused", "unfused", "local")
+"""Kernels of attention, by Megatron's names. They differ on a GPU.
+
+- `auto`: FlashAttention if it is installed and supports the inputs, else PyTorch's choice, which may be cuDNN's kernel.
+- `flash`: FlashAttention if it is installed, else PyTorch's flash attention.
+- `fused`: cuDNN's kernel through PyTorch.
+- `unfused`, `local`: plain products and a softmax, which keep all scores.
+"""
+
+
 @dataclass(frozen=True)
 class LoRA:
     """Adapters of frozen matrices. The names are peft's."""
@@ -102,7 +112,7 @@ class ModelOptions:
     attention_dropout: float = 0.0
     recompute: Recompute = KEEP_ALL
     attention: str = "auto"
-    """`sdpa`; `flash` (FlashAttention, on a GPU); `auto`: flash if it is installed and supports the inputs."""
+    """One of ATTENTION."""
     trains: bool = True
     """True if there will be backward passes. Without them, a mixture of experts can be sharded in more ways."""
     compile: bool = False

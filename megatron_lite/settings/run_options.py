@@ -29,7 +29,7 @@ def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOpt
     )
     return ModelOptions(
         dtype=settings.precision.dtype, sequence_parallel=settings.parallel.sequence_parallel, hidden_dropout=dropouts["hidden_dropout"],
-        attention_dropout=dropouts["attention_dropout"], recompute=recompute, compile=again.compile,
+        attention_dropout=dropouts["attention_dropout"], recompute=recompute, compile=again.compile, attention=again.attention_backend,
         context=settings.parallel.cp_comm_type[0], near=(settings.parallel.hierarchical_context_parallel_sizes or (1,))[0],
         mtp_loss_scale=settings.training.mtp_loss_scaling_factor,
         retrieval=RetrievalOptions(

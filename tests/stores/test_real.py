@@ -1,4 +1,4 @@
-"""Reads checkpoints from a real bucket. `tests/stores/real.sh BUCKET` runs this; other runs skip it."""
+"""Reads and writes checkpoints in a real bucket. `tests/stores/real.sh BUCKET` runs this; other runs skip it."""
 
 import os
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from megaconv.engine.conversion import fingerprint
 from megaconv.errors import CheckpointError, CorruptCheckpoint
 from megaconv.hub import resolve
 from tests.conftest import FIXTURES
+from tests.runs import run
 from tests.stores.test_reading import FORMATS
 
 BUCKET = os.environ.get("MEGACONV_TEST_BUCKET", "")
@@ -57,6 +58,16 @@ def test_an_object_that_was_replaced_is_not_read(client: Any) -> None:
     assert isinstance(place, Path)
     with pytest.raises(CorruptCheckpoint, match="replaced or deleted"):
         fingerprint(place)
+
+
+@pytest.mark.parametrize("words", ["--saver hf --verify", "--saver core --tp 2"])
+def test_an_output_is_written_and_read_back(client: Any, words: str) -> None:
+    source = FIXTURES / "peft-llama-all-linear/base"
+    target = f"s3://{BUCKET}/{PREFIX}/written"
+    assert run("convert", source, target, *words.split()).status == 0
+    assert fingerprint(target).weights == fingerprint(source).weights
+    left = client.list_multipart_uploads(Bucket=BUCKET, Prefix=f"{PREFIX}/").get("Uploads", ())
+    assert not left
 
 
 def test_a_prefix_without_objects_is_refused() -> None:

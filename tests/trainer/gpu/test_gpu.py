@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite.models.flash import kernel_for
 from megatron_lite.models.moe.grouped import grouped_linear
 from megatron_lite.models.state_space.kernels import CONVOLUTION, DELTA, SCAN, installed
 from megatron_lite.products.transformer_engine import has_transformer_engine
@@ -58,14 +57,15 @@ def test_muon_on_a_gpu_trains_as_on_a_cpu() -> None:
     assert losses(case, GPU) == pytest.approx(losses(case, CPU), rel=1e-2)
 
 
-def test_flash_attention_agrees_with_pytorchs() -> None:
-    if kernel_for(GPU, dropout=False) is None:
-        pytest.skip("no FlashAttention for this GPU is installed")
-    flash, sdpa = (
-        losses(Case("qwen3", options=(("dtype", "bfloat16"), ("attention", name))), GPU)
-        for name in ("flash", "sdpa")
+@pytest.mark.parametrize("backend", ["auto", "flash", "fused"])
+@pytest.mark.parametrize("model", ["qwen3", "gpt_oss"])
+def test_each_kernel_of_attention_agrees_with_plain_products(model: str, backend: str) -> None:
+    """`flash` is FlashAttention if it is installed, else PyTorch's."""
+    found, plain = (
+        losses(Case(model, options=(("dtype", "bfloat16"), ("attention", name))), GPU)
+        for name in (backend, "unfused")
     )
-    assert flash == pytest.approx(sdpa, rel=1e-2)
+    assert found == pytest.approx(plain, rel=1e-2)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
@@ -128,9 +128,11 @@ def saved_weights(checkpoint: Path, iteration: int) -> dict[str, torch.Tensor]:
         f"{LLAMA} --tp 2 --sequence-parallel",
         f"{LLAMA} --pp 2",
         f"{LLAMA} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        f"{LLAMA} --data-parallel-sharding-strategy optim_grads --overlap-grad-reduce --overlap-param-gather",
+        f"{LLAMA} --data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather",
         f"{MIXTRAL} --ep 2",
     ],
-    ids=["tensor", "pipeline", "data", "experts"],
+    ids=["tensor", "pipeline", "data", "sharded gradients", "sharded parameters", "experts"],
 )
 def test_two_ranks_on_nccl_train_as_two_on_gloo(command: str, tmp_path: Path) -> None:
     found = []

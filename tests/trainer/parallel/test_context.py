@@ -153,7 +153,15 @@ DOCUMENTS = ((5, 11), (16,))
 
 
 def attended(
-    rank: int, size: int, how: str, *, packed: bool, window: int | None, value: int, sinks: bool
+    rank: int,
+    size: int,
+    how: str,
+    *,
+    packed: bool,
+    window: int | None,
+    value: int,
+    sinks: bool,
+    length: int = 16,
 ) -> list[torch.Tensor]:
     """Output and gradients of q, k, v, of whole sequences, and of sinks.
 
@@ -163,11 +171,16 @@ def attended(
     group = grid.group("cp")
     context = None if group is None else ContextGroup(group, rank, size, how)
     generator = torch.Generator().manual_seed(3)
-    shapes = [(16, 2, 4, 8), (16, 2, 2, 8), (16, 2, 2, value), (16, 2, 4, value)]
+    shapes = [
+        (length, 2, 4, 8),
+        (length, 2, 2, 8),
+        (length, 2, 2, value),
+        (length, 2, 4, value),
+    ]
     whole = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     own = [x if context is None else context.own_part(x, 0) for x in whole]
     q, k, v = (x.clone().requires_grad_() for x in own[:3])
-    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    tokens = torch.zeros(2, length, dtype=torch.int64)
     batch = Microbatch(tokens, tokens, documents=DOCUMENTS if packed else None)
     run = Passes(MODELS["gpt2"], CPU, torch.float64, context).make(batch)
     at = torch.randn(4, generator=generator, dtype=torch.float64).requires_grad_()
@@ -197,6 +210,40 @@ def test_attention_and_its_gradients_are_those_of_one_process(
 
 def attended_by(rank: int, size: int, how: str, arguments: dict[str, Any]) -> list[torch.Tensor]:
     return attended(rank, size, how, **arguments)
+
+
+def _events_of_a_ring(rank: int) -> list[str]:
+    """The order of products and of waits for gradients in a backward pass of three ranks."""
+    seen: list[str] = []
+    shift, product = comm.shift, across._gradients
+
+    def shifting(tensor: torch.Tensor, group: Any, *, tag: int = 0) -> Any:
+        arrived = shift(tensor, group, tag=tag)
+        if tag == 0:
+            return arrived
+        seen.append("send")
+
+        def waiting() -> torch.Tensor:
+            seen.append("wait")
+            return arrived()
+
+        return waiting
+
+    def computing(*arguments: Any, **named: Any) -> Any:
+        seen.append("compute")
+        return product(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "shift", shifting)
+        patch.setattr(across, "_gradients", computing)
+        attended(rank, 3, "p2p", packed=False, window=None, value=6, sinks=False, length=24)
+    return seen
+
+
+def test_a_ring_computes_while_the_gradient_of_the_same_keys_is_on_its_way(world: World) -> None:
+    """Each wait for a gradient comes after the products to which it is added."""
+    for events in world.run(3, _events_of_a_ring):
+        assert events == ["compute", "send", *["compute", "wait", "send"] * 2, "wait"]
 
 
 def how(word: str) -> tuple[tuple[str, Any], ...]:

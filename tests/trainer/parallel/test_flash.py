@@ -132,11 +132,14 @@ def test_a_version_that_requires_more_arguments_is_not_used(
     assert kernel_of(3) is None
 
 
-def test_flash_is_refused_where_it_is_missing() -> None:
+def test_flash_is_refused_for_dtypes_that_it_can_not_compute() -> None:
+    """Where FlashAttention is not installed, PyTorch has such a kernel; a CPU has only one, and takes it."""
     x = torch.zeros(4, 1, 2, 8)
-    assert attention.choose("auto", x, x, 0.0) is None
-    with pytest.raises(UsageError, match="--attention flash needs a GPU, bf16 or fp16"):
-        attention.choose("flash", x, x, 0.0)
+    for backend in ("auto", "flash", "fused", "unfused", "local"):
+        assert attention.choose(backend, x, x, 0.0) is None
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32)
+    with pytest.raises(UsageError, match="--attention-backend flash needs --bf16 or --fp16"):
+        attention.choose("flash", on_gpu, on_gpu, 0.0)  # type: ignore[arg-type]
 
 
 def test_flash_attention_is_only_made_deterministic_where_that_was_asked_for(

@@ -356,9 +356,9 @@ def test_a_step_waits_once_for_its_device(model: str) -> None:
 
 
 def test_logits_of_as_many_tokens_exist_as_fit_a_gpu() -> None:
-    h200, l4 = 141 << 30, 24 << 30
-    assert _gpu_rows(h200, 128_256) == 512
-    assert _gpu_rows(h200, 128_256 // 8) == 4608
+    h100, h200, l4 = 80 << 30, 141 << 30, 24 << 30
+    assert _gpu_rows(h100, 128_256) == 2048
+    assert _gpu_rows(h200, 128_256) == 4096
     assert _gpu_rows(h200, 4000) == 16384
     assert _gpu_rows(l4, 262_144) == 256
 

@@ -254,7 +254,17 @@ def _scaled(a: Tensor, b: Tensor, *rest: Any, **how: Any) -> Tensor:
     return made
 
 
+def _add_wide_product(
+    total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor
+) -> Tensor:
+    """Return addmm of 16-bit matrices with a float32 sum, in place. It exists only on a GPU."""
+    require(left.dtype in HALF and left.dtype == right.dtype, "a wide addmm takes two of 16 bits")
+    require(total.dtype == dtype == torch.float32, "a wide addmm adds to float32")
+    return out if out.is_meta else out.copy_(total + left.float() @ right.float())
+
+
 KERNELS: dict[Any, Callable[..., Any]] = {
+    ATEN.addmm.dtype_out: _add_wide_product,
     ATEN._grouped_mm.default: _grouped,
     ATEN._scaled_mm.default: _scaled,
     ATEN._fused_rms_norm.default: ATEN._fused_rms_norm.default,

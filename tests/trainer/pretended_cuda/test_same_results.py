@@ -56,6 +56,7 @@ OF_EXPERTS = 1 + LAYERS * MICROBATCHES
 FURTHER = {
     "full recomputation": Option(Case("qwen3", recompute=FULL)),
     "selective recomputation": Option(Case("qwen3", recompute=SELECTIVE)),
+    "blocks of logits in bf16": Option(Case("qwen3", options=(BF16, ("loss_rows", 8)))),
     "muon": Option(Case("qwen3", kind="muon")),
     "experts in bf16": Option(Case("mixtral", options=(BF16,)), OF_EXPERTS),
     "experts, recomputed and balanced": Option(
