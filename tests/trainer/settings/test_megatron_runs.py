@@ -1,4 +1,4 @@
-"""The command lines of Megatron-LM's README files for data and GPT run, from preprocessing to evaluation, on small models.
+"""The command lines of Megatron-LM's README files run, from preprocessing to evaluation, on small models and texts.
 
 A test replaces the sizes, the lengths of runs, and the flags that are refused. All other flags stay as they are.
 """
@@ -19,7 +19,7 @@ from tests.conftest import FIXTURES
 from tests.trainer.data.vocabularies import gpt2_files
 from tests.trainer.inference.test_commands import run
 from tests.trainer.loop.launches import MASKED, train
-from tests.trainer.loop.made_up_tasks import WORDS
+from tests.trainer.loop.made_up_tasks import WORDS, write_mnli, write_race
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +76,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "wiki.test.tokens").write_text("\n".join(documents[:3]) + "\n")
     (path / "lambada.json").write_text(json.dumps({"text": "the fox and the dog"}) + "\n")
     (path / "long.json").write_text(json.dumps({"text": documents[0]}) + "\n")
+    glue = path / "data/glue_data/MNLI"
+    glue.mkdir(parents=True)
+    for name, count in (("train", 16), ("dev_matched", 4), ("dev_mismatched", 4)):
+        write_mnli(glue / f"{name}.tsv", count)
+    for name, count in (("train/middle", 4), ("dev/middle", 2), ("dev/high", 2)):
+        write_race(path / "data/RACE" / name, count)
     return path
 
 
@@ -130,6 +136,26 @@ def test_a_corpus_of_blocks_and_titles_is_made(
         place, monkeypatch, "--json-keys text title", input="my-corpus.json", vocab_file="bert-vocab.txt"
     )  # fmt: skip
     assert (place / "corpus_indexed_title_sentence.idx").is_file()
+
+
+@pytest.mark.usefixtures("sentences_by_nltk")
+def test_the_lines_of_bert_pretrain_and_finetune(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_by_preprocess(place, monkeypatch, "--output-prefix my-bert --vocab-file")
+    words = words_of("pretrain_bert.py", {
+        "--batch-size": ("--micro-batch-size", "4"),
+        "--train-data": ("--data-path", "my-bert_text_sentence"),
+        "--tokenizer-type": ("--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", "bert-vocab.txt"),
+        **dict.fromkeys(("--tokenizer-model-type", "--max-preds-per-seq", "--presplit-sentences", "--fp32-embedding"), ()),
+    })  # fmt: skip
+    train(place, 1, f"pretrain --model-type bert {' '.join(words)}")
+    assert (place / "checkpoints/bert_345m/latest_checkpointed_iteration.txt").read_text() == "2"
+    for task in ("MNLI", "RACE"):
+        words = words_of(f"--task {task}", {"--micro-batch-size": ("--micro-batch-size", "2")})
+        running = train(place, 1, f"finetune {' '.join(words)}")
+        assert " right" in running.log(0), task
+        assert (place / f"checkpoints/bert_345m_{task.lower()}").is_dir()
 
 
 def test_the_lines_of_gpt_pretrain_and_evaluate(
