@@ -8,6 +8,7 @@ from formats.safetensors import SafetensorsLayout, index_json, shard
 from formats.tensor import LazyTensor, Shape, byte_count
 from megaconv.engine.base_model import BaseModel, CopiedTensors, open_base
 from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
+from megaconv.engine.sentence_directory import plan_sentence_directory
 from megaconv.engine.sidecars import copies
 from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -41,7 +42,7 @@ def forms(header: Header, options: SaveOptions) -> dict[Key, Form]:
     """The storage forms of the weights that are quantized. Raises UsageError and NotExpressible for unsupported
     requests."""
     require_quantization(options)
-    if options.quantize is None:
+    if options.quantize is None or header.config.has("retriever"):
         return {}
     natives = _natives(family(header.config.family), header.config, HF)
     return quantized_forms([native for native in natives if native.copy is None], header, options)
@@ -53,6 +54,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     Raises NotExpressible if the family has no config.json for this model, and TensorMismatch if --base is another
     model.
     """
+    if header.config.has("retriever"):
+        return plan_sentence_directory(header, options)
     table, config = family(header.config.family), _written_config(header.config, options)
     config_json = table.config_json(config)
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json)}

@@ -7,7 +7,7 @@ A tower is a BERT without its heads. An embedding is the first token after the f
 one. ICTBertModel (Megatron-LM 2.0) has a pooler in front of the projection, and other names: `question_model`, `ict_head`.
 Megatron core has no biencoder: in core's naming scheme, a tower's tensors have core BERT's names with a prefix.
 
-A biencoder has no config.json of its own. The saver `hf` writes one for each tower (huggingface/sentence_directory.py).
+A biencoder has no config.json of its own. The saver `hf` writes one for each tower (engine/sentence_directory.py).
 """
 
 from dataclasses import replace

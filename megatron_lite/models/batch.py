@@ -35,8 +35,8 @@ class Microbatch:
     source: Tensor | None = None
     """int64 [batch, source length]: the encoder's input if the model has an encoder; `tokens` is then the decoder's input.
 
+    In a biencoder, these are the contexts, [any, source length], and `tokens` are the queries.
     Retro: int64 [batch * chunks * neighbors, tokens of a neighbor], the neighbors of each chunk.
-    Of a biencoder: the contexts, [any, source length]; `tokens` are the queries.
     """
     source_visible: Tensor | None = None
     """Bool, shape of `source`: the tokens that can be attended to; None: all."""

@@ -13,7 +13,7 @@ from megatron_lite.parallel.comm import Group
 from megatron_lite.parallel.payload import Payload
 
 Outputs = tuple[Tensor, ...]
-"""What the loss of all microbatches of a step needs of one microbatch."""
+"""The part of a microbatch's output that the loss of all microbatches of a step needs."""
 Extras = Mapping[str, Tensor]
 """Tensors of a microbatch by name; see Microbatch.extras."""
 

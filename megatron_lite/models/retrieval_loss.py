@@ -35,7 +35,7 @@ QUERY_GRADIENTS, CONTEXT_GRADIENTS = "query gradients", "context gradients"
 LOSSES, POSITIONS = "losses", "positions"
 """Names among a microbatch's extras: of each query the loss, and the number of contexts with better scores."""
 RANK = "rank"
-"""The mean position of a query's own context, counted from 1."""
+"""The mean position of a query's own context, counted from 0 as in Megatron."""
 NEGATIVES = ("batch", "microbatch")
 """Values of --retriever-negatives."""
 
@@ -116,7 +116,7 @@ class RetrievalLoss(Criterion):
         ones = torch.ones_like(losses)
         found = {"loss": Counted(losses, ones)}
         if self.reports_rank:
-            found[RANK] = Counted(positions + ones, ones)
+            found[RANK] = Counted(positions.to(ones.dtype), ones)
         for k in self.topk:
             found[f"top{k}_acc"] = Counted(100.0 * (positions < k), ones)
         return found

@@ -48,7 +48,7 @@ class Answers(Objective):
     @classmethod
     def of(cls, settings: Settings, model_type: str) -> Self | None:
         name = settings.tasks.task
-        return None if name is None else cls(TASKS[name])
+        return None if name is None or name not in TASKS else cls(TASKS[name])
 
     def prepared(
         self, start: Start | None, settings: Settings, say: Say, *, finetune: bool

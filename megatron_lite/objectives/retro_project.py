@@ -39,6 +39,10 @@ def with_project(settings: Settings) -> Settings:
             raise UsageError(
                 f"{flag_name(name)}: the data are those of {project.path}; leave the flag out"
             )
+    if settings.parallel.context_parallel_size > 1:
+        raise UsageError(
+            "--context-parallel-size is not supported with --retro-project-dir; take tensor and data parallelism"
+        )
     _require_layers(settings)
     found = dict(_values(project, settings))
     for subject, values in found.items():

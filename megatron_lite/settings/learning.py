@@ -116,17 +116,17 @@ class Masked:
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks of Megatron-LM's tasks/main.py: finetune a BERT on pairs of sentences or on multiple choice"""
+    """Tasks of Megatron-LM's tasks/main.py: finetune a BERT on pairs of sentences or multiple choice, a retriever on questions"""
 
     task: str | None = flag(
         None,
         "task to learn; it determines the form of the files and the model's head",
-        choices=("MNLI", "QQP", "RACE"),
+        choices=("MNLI", "QQP", "RACE", "RET-FINETUNE-NQ"),
         samples=True,
     )
     train_data: tuple[str, ...] | None = flag(
         None,
-        "files of the task (MNLI, QQP: tab-separated) or directories (RACE: *.txt with JSON lines)",
+        "files of the task (MNLI, QQP: tab-separated; RET-FINETUNE-NQ: JSON as DPR's) or directories (RACE: *.txt with JSON lines)",
         samples=True,
     )
     valid_data: tuple[str, ...] | None = flag(

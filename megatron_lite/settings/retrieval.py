@@ -46,7 +46,3 @@ class Retrieval:
     )
     val_av_rank_hard_neg: int = flag(30, "hard negative passages of each question in evaluations")
     val_av_rank_other_neg: int = flag(30, "other negative passages of each question in evaluations")
-    eval_micro_batch_size: int | None = flag(
-        None,
-        "questions whose passages an evaluation of RET-FINETUNE-NQ compares (default: --micro-batch-size)",
-    )

@@ -166,6 +166,10 @@ def every_kind(family: str) -> list[ModelConfig]:
             changed(config, {"norm.place": "after_sum"}),
             *(changed(of_task, kind) for kind in kinds),
         ]
+    if family == "biencoder":
+        shared = changed(config, {"retriever.towers": "shared"})
+        kinds = config, shared
+        return [*kinds, *(changed(kind, {"norm.place": "after_sum"}) for kind in kinds)]
     if family == "retro":
         return [
             replace(made, layers=made.layers[:1] * layers)

@@ -154,7 +154,7 @@ def gathered(own: Any) -> list[Any]:
 
 
 def _columns(found: list[Matrix], inputs: Inputs) -> dict[str, SeenColumns]:
-    """What this rank has seen, by canonical tensor."""
+    """The statistics of this rank, by canonical tensor."""
     result: dict[str, SeenColumns] = {}
     for matrix in found:
         seen = inputs.found.get(matrix.name)

@@ -92,6 +92,7 @@ def test_a_gpt_on_the_same_data_gets_retrieval_and_stays_the_same_with_a_gate_of
         ("--data-path x", "--data-path: the data are those of P"),
         ("--train-iters 9", "the query made 96 chunks, the run needs 288"),
         ("--num-layers 5", "layer 6 is the first with retrieval; --num-layers 5 has none"),
+        ("--context-parallel-size 2", "--context-parallel-size is not supported with --retro-project-dir"),
         ("--retro-chunk-length 4", "--retro-chunk-length 4 contradicts the project P, which has 8"),
     ],
 )  # fmt: skip
