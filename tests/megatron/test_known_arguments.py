@@ -218,6 +218,7 @@ ONE_OF_EACH_KIND = {
     "legacy-bert-tp2pp2",
     "old-gpt2-tp2-ckptv0",
     "pipelined-t5-tp2e1d1",
+    "retro-tp2-torch",
 }
 
 
@@ -239,6 +240,8 @@ def real_checkpoints() -> list[Path]:
                 "modelopt-",
                 "ggml-",
                 "fsdp1-",
+                "trtllm",
+                "compressed-",
             )
         )
     ]

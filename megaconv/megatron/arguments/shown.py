@@ -54,6 +54,12 @@ def _contradictions(
             yield argument, f"{field} = {found[field]}"
     if getattr(args, "swiglu", False) is True and not found["mlp.gated"]:
         yield "swiglu", "an MLP without a gate"
+    retriever_layers = found.get("retrieval.layers")
+    if (
+        retriever_layers
+        and getattr(args, "retro_encoder_layers", retriever_layers) != retriever_layers
+    ):
+        yield "retro_encoder_layers", f"{retriever_layers} layers of the encoder"
     untied = getattr(args, "untie_embeddings_and_output_weights", None)
     heads = ("head.classes", "head.choices", "retriever.towers")
     for_a_task = any(found.get(name) for name in heads)
