@@ -1,7 +1,7 @@
 """The options of the converter, each defined once, for the command line and for Python alike.
 
 A field made by `option()` is an option. Add an option to its class: the command line, `--help` and docs/options.md
-follow. A test asks for the parameter in `api.py`.
+follow. A test asks for the parameter in `megaconv/api/`.
 """
 
 from megaconv.options.converting import (

@@ -82,10 +82,12 @@ def _with_changes(content: bytes, base: Bytes, itemsize: int) -> Bytes:
     if not 0 < count <= len(elements):
         raise ValueError(f"a block with {count} changed elements")
     read = _decompressed(content[4:], count * (4 + itemsize))
-    positions = np.cumsum(_elements(read[: 4 * count], 4).view("<u4"), dtype=np.int64)
+    distances = _elements(read[: 4 * count], 4).view("<u4")
+    values = _elements(read[4 * count :], itemsize)
+    positions = np.cumsum(distances, dtype=np.int64)
     if int(positions[-1]) >= len(elements):
         raise ValueError("a block with a change behind its end")
-    elements[positions] = _elements(read[4 * count :], itemsize).reshape(-1, itemsize)
+    elements[positions] = values.reshape(-1, itemsize)
     return elements.reshape(-1)
 
 

@@ -245,16 +245,30 @@ class PatchedTensor:
     blocks: _Blocks = field(repr=False)
 
     def read_into(self, box: Box, out: Bytes) -> None:
-        itemsize = ITEMSIZE[self.dtype]
+        """Fill the buffer from all blocks that overlap the rectangle."""
         for number, held in enumerate(self.boxes):
-            row0, row1 = max(box.row0, held.row0), min(box.row1, held.row1)
-            col0, col1 = max(box.col0, held.col0), min(box.col1, held.col1)
-            if row0 >= row1 or col0 >= col1:
-                continue
-            rows = self.blocks.read(number)[row0 - held.row0 : row1 - held.row0]
-            columns = slice((col0 - held.col0) * itemsize, (col1 - held.col0) * itemsize)
-            target = slice((col0 - box.col0) * itemsize, (col1 - box.col0) * itemsize)
-            out[row0 - box.row0 : row1 - box.row0, target] = rows[:, columns]
+            shared = _overlap(box, held)
+            if shared.rows > 0 and shared.cols > 0:
+                block = self.blocks.read(number)
+                _part(out, shared, box, self.dtype)[:] = _part(block, shared, held, self.dtype)
+
+
+def _overlap(one: Box, other: Box) -> Box:
+    """The rectangle that lies in both; it has no rows or no columns if there is none."""
+    return Box(
+        max(one.row0, other.row0),
+        min(one.row1, other.row1),
+        max(one.col0, other.col0),
+        min(one.col1, other.col1),
+    )
+
+
+def _part(rows: Bytes, wanted: Box, held: Box, dtype: str) -> Bytes:
+    """The bytes of a rectangle. rows: the bytes of the rectangle `held`, which contains it."""
+    itemsize = ITEMSIZE[dtype]
+    first, end = wanted.row0 - held.row0, wanted.row1 - held.row0
+    left, right = wanted.col0 - held.col0, wanted.col1 - held.col0
+    return rows[first:end, left * itemsize : right * itemsize]
 
 
 @dataclass(frozen=True)

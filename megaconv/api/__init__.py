@@ -1,0 +1,36 @@
+"""The Python interface: one function per command, with the same options as plain arguments.
+
+The options are defined in `megaconv.options`. A function passes all of its arguments on by name (`locals()`), so that
+nothing but its signature repeats them. Tests compare the signatures with the options, and docs/api.md with both.
+"""
+
+from megaconv.api.reading import (
+    diff,
+    fingerprint,
+    inspect,
+    load_transformers,
+    open,  # noqa: A004
+    plan,
+    scan,
+    state_dict,
+    verify,
+)
+from megaconv.api.writing import apply, clean, convert, delta, merge, push
+
+__all__ = [
+    "apply",
+    "clean",
+    "convert",
+    "delta",
+    "diff",
+    "fingerprint",
+    "inspect",
+    "load_transformers",
+    "merge",
+    "open",
+    "plan",
+    "push",
+    "scan",
+    "state_dict",
+    "verify",
+]

@@ -1,0 +1,254 @@
+"""The functions of the Python interface that write: checkpoints, patches, the Hub, and stores."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+
+from megaconv.called import checked
+from megaconv.commands import cleaning, comparison
+from megaconv.commands import push as pushing
+from megaconv.commands.cleaning import Cleaned
+from megaconv.commands.push import PushReport
+from megaconv.engine import conversion
+from megaconv.engine.plan import default_workers
+from megaconv.engine.report import Report
+from megaconv.engine.target import refuse_place
+from megaconv.options import ConvertOptions, LoadOptions, PushOptions, require_workers
+from megaconv.options.option import built
+from megaconv.options.values import adapter_choices
+from megaconv.patches import applying
+from megaconv.patches.making import PatchReport, make_patch
+
+
+@checked
+def convert(
+    load_dir: str | Path,
+    save_dir: str | Path,
+    *,
+    saver: str,
+    loader: str | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    vpp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    layer_split: str | Iterable[int] | None = None,
+    decoder_first_pipeline_num_layers: int | None = None,
+    decoder_last_pipeline_num_layers: int | None = None,
+    account_for_embedding_in_pipeline_split: bool = False,
+    account_for_loss_in_pipeline_split: bool = False,
+    pipeline_model_parallel_layout: str | None = None,
+    split_rank: int | None = None,
+    ckpt_format: str | None = None,
+    transformer_impl: str | None = None,
+    moe_grouped_gemm: bool = False,
+    make_vocab_size_divisible_by: int | None = None,
+    vocab_padding: str | None = None,
+    release: bool = False,
+    iteration: int | None = None,
+    dist_files: int | None = None,
+    max_shard_size: int | str | None = None,
+    checkpoint_type: str | None = None,
+    config: str | Path | None = None,
+    base: str | Path | None = None,
+    true_vocab_size: int | None = None,
+    num_attention_heads: int | None = None,
+    text_only: bool = False,
+    drop_retrieval: bool = False,
+    cache: bool = False,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    kv_cache: str | None = None,
+    calibration: str | Path | None = None,
+    optimizer: bool | None = None,
+    use_distributed_optimizer: bool | None = None,
+    allow_lossy: Sequence[str] = (),
+    adapters: Sequence[str] = (),
+    dry_run: bool = False,
+    verify: bool = False,
+    overwrite: bool = False,
+    resume: bool = False,
+    take_over: bool = False,
+    yes_replace_objects: bool = False,
+    spool: str | Path | None = None,
+    max_spool: int | str = "16GiB",
+    check_source: bool = True,
+    max_memory: int | str = "256MiB",
+    workers: int = 0,
+    options: Mapping[str, str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Convert load_dir (a directory, a Hub id or a URI of a store) into save_dir (a directory or an s3:// URI), which must
+    not exist yet.
+
+    Options have the names of the command line's options. A size that is left out stays as in the source.
+    Sizes in bytes are numbers, or text with a unit.
+
+    adapters: LoRA adapters to merge into the weights, each as `DIR` or `DIR:WEIGHT`.
+    check_source: if the source has a megaconv.json, compare the source with it, and refuse a difference.
+    dry_run: write nothing, and report what would be written.
+    optimizer: whether to convert the optimizer state; None: convert it if both sides can hold it.
+    options: the loader's and the saver's own options, by key, as `megaconv formats` lists them.
+    progress: called with (bytes done, bytes in total) of the tensors after every block, from any thread.
+    split_rank: the number of pp stages that hold a T5's encoder; these stages are the first ones.
+
+    Raises megaconv.errors.CheckpointError. Raises TypeError for an unknown option or a value of the wrong type.
+    """
+    asked = built(ConvertOptions, "convert", locals())
+    return _convert(load_dir, save_dir, saver, asked, dry_run, progress)
+
+
+def _convert(
+    load_dir: str | Path,
+    save_dir: str | Path,
+    saver: str,
+    asked: ConvertOptions,
+    dry_run: bool,
+    progress: Callable[[int, int], None] | None,
+) -> Report:
+    options = asked.for_saver(saver)
+    if dry_run:
+        return conversion.rehearse(load_dir, save_dir, saver, options)
+    counter = _Counter(progress or (lambda done, total: None))
+    return conversion.convert(
+        load_dir, save_dir, saver, options, counter.advance, planned=counter.planned
+    )
+
+
+class _Counter:
+    """Adds up the bytes that a conversion has moved, and reports the sum to a callback."""
+
+    def __init__(self, tell: Callable[[int, int], None]) -> None:
+        self._tell, self._lock, self._done, self._total = tell, Lock(), 0, 0
+
+    def planned(self, report: Report) -> None:
+        self._total = report.header.nbytes
+
+    def advance(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            self._tell(self._done, self._total)
+
+
+@checked
+def merge(
+    base: str | Path,
+    adapters: str | Sequence[str],
+    save_dir: str | Path,
+    *,
+    saver: str = "hf",
+    loader: str | None = None,
+    config: str | Path | None = None,
+    cache: bool = False,
+    dtype: str | None = None,
+    dry_run: bool = False,
+    verify: bool = False,
+    overwrite: bool = False,
+    resume: bool = False,
+    take_over: bool = False,
+    yes_replace_objects: bool = False,
+    spool: str | Path | None = None,
+    max_spool: int | str = "16GiB",
+    max_memory: int | str = "256MiB",
+    workers: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Merge LoRA adapters, each as `DIR` or `DIR:WEIGHT`, into the model that they were trained on.
+
+    Short for `convert(base, save_dir, adapters=...)`; call `convert` to shard the result as well.
+    Raises megaconv.errors.CheckpointError.
+    """
+    asked = built(ConvertOptions, "merge", locals())
+    words = [adapters] if isinstance(adapters, str) else adapters
+    return _convert(
+        base, save_dir, saver, replace(asked, adapters=adapter_choices(words)), dry_run, progress
+    )
+
+
+@checked
+def delta(
+    old: str | Path,
+    new: str | Path,
+    save_dir: str | Path,
+    *,
+    loader: str | None = None,
+    text_only: bool = False,
+    optimizer: bool = True,
+    options: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+    workers: int = 0,
+) -> PatchReport:
+    """Write a patch to save_dir: what changed between two checkpoints, of any formats and layouts.
+
+    loader: the loader of both checkpoints. options: the loaders' own options.
+    Needs the extra `delta`. Raises megaconv.errors.CheckpointError.
+    """
+    read = built(LoadOptions, "delta", locals())
+    require_workers(workers)
+    inputs = comparison.find_both(old, new, read, (loader, loader))
+    left, right = comparison.open_both(inputs, read)
+    threads = workers or default_workers(writing=False)
+    refuse_place(save_dir)
+    return make_patch(
+        left, right, Path(save_dir), options=read, workers=threads, overwrite=overwrite
+    )
+
+
+@checked
+def apply(
+    old: str | Path,
+    patches: str | Sequence[str],
+    save_dir: str | Path,
+    *,
+    saver: str | None = None,
+    overwrite: bool = False,
+    verify: bool = False,
+    max_memory: int | str = "256MiB",
+    workers: int = 0,
+) -> Report:
+    """Make the newer checkpoint of a base and its patches, in their order. Checks base and patches first.
+
+    saver: the output's format; None for the format and the layout of the base.
+    Raises megaconv.errors.CheckpointError: ModelsDiffer for another base, CorruptCheckpoint for a damaged patch.
+    """
+    asked = built(ConvertOptions, "apply", locals())
+    listed = [patches] if isinstance(patches, str) else list(patches)
+    found = applying.prepare(str(old), listed, saver, asked)
+    return conversion.convert(found.load_dir, save_dir, found.saver, found.options)
+
+
+@checked
+def push(
+    directory: str | Path,
+    repository: str,
+    *,
+    revision: str | None = None,
+    private: bool = False,
+    create_pr: bool = False,
+    message: str | None = None,
+    card: bool = True,
+    as_is: bool = False,
+    config: str | Path | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dry_run: bool = False,
+) -> PushReport:
+    """Put a finished model on the Hugging Face Hub in one commit, and compare what arrived with what was sent.
+
+    An input that is not a Hugging Face directory is converted first, unless `as_is` is set.
+    dry_run: list files and hashes without a request to the Hub.
+    Raises megaconv.errors.CheckpointError; ModelsDiffer if the Hub has different content afterwards.
+    """
+    asked = built(PushOptions, "push", locals())
+    return pushing.push(directory, repository, asked, dry_run=dry_run)
+
+
+@checked
+def clean(uri: str, *, yes: bool = False, take_over: bool = False) -> Cleaned:
+    """The leftovers of a killed run at an s3:// URI: uploads, a claim and a journal. Other uploads are never touched.
+
+    yes: remove it. take_over: also the work of a run on another host that may live.
+    Raises megaconv.errors.CheckpointError for a run that lives.
+    """
+    return cleaning.clean(uri, yes=yes, take_over=take_over)
