@@ -1,7 +1,7 @@
 """One rank's part of a model in training: its chunks, gradients and optimizer, and the training step."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from math import isfinite, sqrt
@@ -44,13 +44,14 @@ from megatron_lite.rank.chunks import allocate_untrained, build_chunks, dtype_of
 from megatron_lite.rank.expert_biases import move_expert_biases
 from megatron_lite.rank.first_pass import FirstPass
 from megatron_lite.rank.groups import context_group, groups_of_other_tokens, raise_to_largest
+from megatron_lite.rank.held_parameters import RankParameters
 from megatron_lite.rank.loss_sums import LossSum, RowSums
 from megatron_lite.rank.report import StepReport
 from megatron_lite.rank.totals import sum_over_world
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 
 
-class Engine:
+class Engine(RankParameters):
     """Trains one rank's part of a model. Every rank of the grid builds it from the same configuration.
 
     Parameters are zero until they are loaded.
@@ -82,9 +83,7 @@ class Engine:
         self._passes = Passes(config, grid.device, self.dtype, self._context)
         built = build_chunks(config, grid, options)
         self.chunks = built.chunks
-        """Virtual stages in order. Parameters have Megatron core's names; layers count from 0 in each chunk."""
         self.infos = built.infos
-        """The parameters of each chunk."""
         self.adapters = built.adapters
         """The adapters of each chunk if only adapters are trained; empty lists if not."""
         self._sizes = built.sizes
@@ -99,7 +98,6 @@ class Engine:
         self.scaler = LossScaler(scale)
         several = comm.size(grid.group("replicas")) > 1
         self.shards_parameters = several and optimizer is not None and optimizer.shards_parameters
-        """True if parameters exist only around their use: see portions() and parameters()."""
         allocate_untrained(
             built,
             self.dtype,
@@ -423,44 +421,6 @@ class Engine:
         of_adapters = 0.0 if options.lora is None else options.lora.dropout
         of_encoder = max(options.retrieval.hidden_dropout, options.retrieval.attention_dropout)
         return max(options.hidden_dropout, options.attention_dropout, of_adapters, of_encoder) > 0
-
-    def parameters(self) -> Iterator[tuple[int, str, Tensor]]:
-        """Yield (chunk, name, local tensor) of every parameter of this rank, including tied copies.
-
-        Collective if parameters are sharded (shards_parameters). Then each tensor exists only until the next one.
-        """
-        for number, (module, infos) in enumerate(zip(self.chunks, self.infos, strict=True)):
-            listed = self.buckets[number].one_by_one(infos) if self.shards_parameters else infos
-            for info in listed:
-                yield info.chunk, info.name, module.get_parameter(info.name).detach()
-
-    def lasting(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of parameters() that stays: itself, or a copy in main memory if parameters are sharded."""
-        return tensor.to("cpu", copy=True) if self.shards_parameters else tensor
-
-    def portions(self) -> Iterator[list[tuple[ParameterInfo, Tensor]]]:
-        """Yield all parameters of this rank with their local tensors, to fill them portion by portion.
-
-        There is one portion, or one for each bucket if parameters are sharded.
-        """
-        found: list[tuple[ParameterInfo, Tensor]] = []
-        for number, (module, infos) in enumerate(zip(self.chunks, self.infos, strict=True)):
-            listed = self.buckets[number].portions(infos) if self.shards_parameters else [infos]
-            for portion in listed:
-                found += [(info, module.get_parameter(info.name).detach()) for info in portion]
-                if self.shards_parameters:
-                    yield found
-                    found = []
-        if found:
-            yield found
-
-    @contextmanager
-    def whole_parameters(self) -> Iterator[None]:
-        """Keep whole parameters in memory in this region. Collective if parameters are sharded."""
-        with ExitStack() as regions:
-            for buckets in self.buckets:
-                regions.enter_context(buckets.whole())
-            yield
 
     def differing(self) -> list[Differs]:
         """Return the parameters that differ between data-parallel ranks, where they should be equal. Collective."""
