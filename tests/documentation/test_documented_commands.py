@@ -35,7 +35,7 @@ NOT_RUN = {
     "needs several machines": (r"--nnodes 4 ", r"^#!/bin/bash"),
     "needs a GPU or another program": (
         r"pretrain_gpt\.py",
-        r"^vllm ",
+        r"^(HF_ENDPOINT=\S+ )?vllm ",
         r"^python -m sglang",
         r"^llama-",
     ),
@@ -56,6 +56,23 @@ NOT_RUN = {
         r"megatron-lite data (clean|dedup|split|urls|tokenizer|score|select) ",
         r"megatron-lite evaluate --(load ckpt --corpus|toxicity) ",
         r"--samples-per-prompt 25 ",
+    ),
+    "needs the server of the page; tests/serving/test_server.py loads a model from it": (
+        r"^HF_ENDPOINT=\S+ python ",
+    ),
+    "needs a corpus, a project or passages; tests/trainer/retrieval/, test_retro.py and test_passages.py make some": (
+        r"retro build --retro-project-dir",
+        r"retro show P ",
+        r" embed --load ict ",
+        r"megatron-lite retrieve --index",
+        r"--model-type biencoder",
+        r"--task RET-FINETUNE-NQ",
+        r"--retro-(project-dir project|neighbors|attention-gate)",
+        r"megatron-lite data (questions|answers) ",
+        r"generate --load tuned --prompts-file test\.jsonl",
+    ),
+    "needs a Retro with a final norm; tests/megatron/test_retro.py makes one": (
+        r"--drop-retrieval",
     ),
     "needs an archive of NeMo 1; tests/megatron/test_nemo_archives.py makes some": (r"\.nemo ",),
     "needs a corpus and its vocabulary; tests/trainer/loop/test_bert_runs.py and test_task_runs.py make some": (
@@ -153,6 +170,18 @@ def gguf(source: Path) -> Make:
     return make
 
 
+def published(model: str) -> Make:
+    """The config.json of a published model, without weights."""
+    models = json.loads((FIXTURES / "published_models.json").read_text())
+    (config,) = (each["config"] for each in models if each["model"] == model)
+
+    def make(target: Path) -> None:
+        target.mkdir()
+        (target / "config.json").write_text(json.dumps(config))
+
+    return make
+
+
 def write_adapter(target: Path) -> None:
     """A LoRA adapter of all queries of the small Llama."""
     prefix = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
@@ -192,6 +221,8 @@ def usual(llama: Path) -> dict[str, Make]:
         "ckpt": converted(llama, "--saver", "core", "--tp", "2"),
         "my-adapter": write_adapter,
         "run": optimizer,
+        "ict": fixture("biencoder-legacy-separate"),
+        "retro-ckpt": fixture("retro-tp2-torch"),
         "chats.jsonl": lines(*[CHAT] * 8),
         "pairs.jsonl": lines(*[PAIR] * 8),
         "corpus.jsonl": lines(*[{"text": "A checkpoint is a model at rest."}] * 20),
@@ -224,6 +255,10 @@ def special(page: str) -> Mapping[str, Make]:
         "docs/delta.md": {
             name: partial(write_llama, seed=seed)
             for seed, name in enumerate(("first", "second", "third"))
+        },
+        "docs/planning.md": {
+            "DeepSeek-V3": published("deepseek-ai/DeepSeek-V3"),
+            "Llama-3.1-405B": published("meta-llama/Meta-Llama-3.1-405B"),
         },
         "docs/data.md": {
             "lambada_test.jsonl": lines(

@@ -26,7 +26,7 @@ FLAGS = Namespace(
 
 
 def checkpoint(kind: str) -> Path:
-    return FIXTURES / f"legacy-biencoder-{kind}"
+    return FIXTURES / f"biencoder-legacy-{kind}"
 
 
 def flat(model: dict[str, Any], before: str = "") -> dict[str, Any]:

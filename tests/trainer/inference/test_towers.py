@@ -22,7 +22,7 @@ VOCABULARY = Namespace(
 
 @pytest.mark.parametrize("name", ["separate", "shared"])
 def test_towers_of_a_checkpoint_embed_rows_of_any_length(name: str) -> None:
-    towers = open_towers(VOCABULARY, str(FIXTURES / f"legacy-biencoder-{name}"), None)
+    towers = open_towers(VOCABULARY, str(FIXTURES / f"biencoder-legacy-{name}"), None)
     queries = SAMPLES["train/query"][:4].astype(np.int64)
     whole = towers.query(queries)
     assert whole.shape == (4, towers.width)

@@ -138,6 +138,6 @@ def test_bad_files_are_refused_with_the_row(tmp_path: Path) -> None:
 
 def test_the_task_needs_the_command_finetune(tmp_path: Path) -> None:
     words = f"--task RET-FINETUNE-NQ --train-data {TRAIN} --epochs 1 --model-type biencoder"
-    load = CHECKPOINTS / "legacy-biencoder-separate"
+    load = CHECKPOINTS / "biencoder-legacy-separate"
     said = refused(tmp_path, f"pretrain {words} --load {load}")
     assert said == "--task RET-FINETUNE-NQ starts from a retriever: it requires finetune"

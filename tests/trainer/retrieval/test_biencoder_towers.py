@@ -40,7 +40,7 @@ def test_a_biencoder_of_megatron_embeds_and_retrieves(
 ) -> None:
     """The blocks of a corpus, and a question with the words of one of them. `retrieve` opens the same model again."""
     index = tmp_path / "index"
-    model = ["--load", str(ROOT / "fixtures" / "legacy-biencoder-separate")]
+    model = ["--load", str(ROOT / "fixtures" / "biencoder-legacy-separate")]
     words = ["--vocab-file", str(FIXTURES / "vocab.txt"), "--output"]
     data = ["--data-path", str(BLOCKS / "corpus_text_sentence"), "--seq-length", "64"]
     titles = ["--titles-data-path", str(BLOCKS / "corpus_title_sentence")]
