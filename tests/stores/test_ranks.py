@@ -49,6 +49,7 @@ def together(size: int, *words: object) -> list[subprocess.CompletedProcess[str]
     return done
 
 
+@pytest.mark.slow
 def test_two_ranks_convert_from_store_to_store_and_go_on_after_a_failure(
     writable: SmallStore,
 ) -> None:

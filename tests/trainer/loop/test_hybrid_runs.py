@@ -104,6 +104,7 @@ def test_megatrons_script_for_a_mamba_runs_with_small_sizes(tmp_path: Path) -> N
     assert pattern_of(config) == "M-M-M-*-M-M-"
 
 
+@pytest.mark.slow
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     ("name", "model"),

@@ -63,6 +63,7 @@ def test_megatron_core_loads_weights_and_optimizer_strictly(
         assert "tensors and their optimizer state" in said
 
 
+@pytest.mark.slow
 def test_what_megatrons_script_for_llama_3_says_is_trained_and_loaded_by_core(
     tmp_path: Path,
 ) -> None:
