@@ -190,7 +190,9 @@ def test_every_field_comes_back_from_config_json_or_is_refused_by_name(family: s
 @pytest.mark.parametrize("family", WITHOUT_CONFIG)
 def test_a_model_without_config_json_is_refused_one(family: str) -> None:
     for _, _, variant in variants(family):
-        with pytest.raises(NotExpressible, match=r"has no config\.json of its own|has no class for"):
+        with pytest.raises(
+            NotExpressible, match=r"has no config\.json of its own|has no class for"
+        ):
             families()[family].config_json(variant)
 
 
