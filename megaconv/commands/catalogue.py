@@ -1,6 +1,6 @@
 """The content of `megaconv formats`: loaders, savers and model families of megaconv and of other packages."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ class Catalogue:
     """Families, each with transformers' classes."""
     matrix: Mapping[str, Mapping[str, bool]]
     """Family -> whether each naming scheme can represent it, according to the tables."""
+    written_only: Collection[str]
+    """The families whose Hugging Face directories are written, but not read."""
     proven: Mapping[str, str]
     """Family -> its proof, one of PROOFS; "-" for families of other packages, which megaconv hasn't tried."""
 
@@ -79,9 +81,12 @@ class Catalogue:
         for name, cells in self.matrix.items():
             line = f"  {name:<13} "
             for naming in NAMINGS:
-                line += f"{'read, write' if cells[naming] else '-':<12}"
+                line += f"{self._ways(name, naming) if cells[naming] else '-':<12}"
             architectures = ", ".join(self.families[name]) or "-"
             yield f"{line}{self.proven[name]:<14} {architectures}"
+
+    def _ways(self, family: str, naming: str) -> str:
+        return "write" if naming == "hf" and family in self.written_only else "read, write"
 
 
 def catalogue() -> Catalogue:
@@ -98,7 +103,8 @@ def catalogue() -> Catalogue:
         proven[name] = family.proven if name in ours else "-"
     loaders = {name: _entry(found) for name, found in registry.all_loaders().items()}
     savers = {name: _entry(found) for name, found in registry.all_savers().items()}
-    return Catalogue(loaders, savers, architectures, namings, proven)
+    written_only = [name for name, family in all_families().items() if not family.reads_hf]
+    return Catalogue(loaders, savers, architectures, namings, written_only, proven)
 
 
 def _entry(found: Loader | Saver) -> Entry:

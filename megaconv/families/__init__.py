@@ -79,6 +79,8 @@ class Family:
     """The evidence that models are converted correctly: one of PROOFS."""
     no_class: str = ""
     """The reason why Hugging Face can't have models of the family, for messages; empty if it can."""
+    reads_hf: bool = True
+    """False if megaconv doesn't read the Hugging Face directories that it writes for the family."""
     notices: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()
     """A function that returns notices for the user, if Megatron is on either side of a conversion. They report where
     Megatron's computation of the model differs from transformers' computation."""

@@ -458,7 +458,7 @@ def test_formats_lists_loaders_savers_and_families() -> None:
     document = strict_json(run("formats", "--json").out)
     neighbours = ["nemo", "dcp", "deepspeed", "fsdp", "orbax", "gguf"]
     others = ["hf", "llama_mistral", "mixtral_hf", "peft", "config"]
-    assert list(document["loaders"]) == ["core", "legacy", *neighbours, *others]
+    assert list(document["loaders"]) == ["delta", "core", "legacy", *neighbours, *others]
     assert list(document["savers"]) == [
         "core",
         "legacy",

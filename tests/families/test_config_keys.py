@@ -10,10 +10,10 @@ from megaconv.errors import CheckpointError, CorruptCheckpoint
 from megaconv.families import Family, families
 from megaconv.families.parts.keys import HARMLESS, OFF
 from megaconv.model.fields import fields_of
-from tests.config_models import WITHOUT_CLASS
+from tests.config_models import WITHOUT_CLASS, WITHOUT_CONFIG
 from tests.families.test_same_function import BERT, T5, raw_config, raw_gpt2
 
-FAMILIES = sorted(families().keys() - {"biencoder"})
+FAMILIES = sorted(families().keys() - set(WITHOUT_CONFIG))
 """All families with a config.json."""
 CLASSES = [
     (name, families()[name].model_type) for name in FAMILIES if name not in WITHOUT_CLASS
