@@ -44,7 +44,7 @@ ALWAYS = ("hf", "dcp")
 """Savers that any model from Hugging Face can be written with."""
 IN_MEGATRON = ("core", "torch_dist", "zarr")
 """And all but T5, whose relative positions Megatron core has no layers for. Models without a config.json only with these."""
-MEGATRONS = {"biencoder": "legacy-biencoder-separate", "retro": "retro-tp2-torch"}
+MEGATRONS = {"biencoder": "biencoder-legacy-separate", "retro": "retro-tp2-torch"}
 """Checkpoints that Megatron wrote, of the families without a config.json."""
 NOT_READ = ("biencoder", "hf")
 """A directory for sentence-transformers, which megaconv doesn't read: tests/families/test_biencoders.py computes with it."""
