@@ -110,4 +110,4 @@ def test_ranks_train_on_data_in_a_store_as_on_local_data(
 
 def losses(directory: Path) -> list[object]:
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line).get("lm loss") for line in lines]
+    return [json.loads(line)["loss"] for line in lines]
