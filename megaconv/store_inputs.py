@@ -1,22 +1,34 @@
-"""Inputs in object stores: `s3://bucket/prefix`. Their objects become a directory of stand-ins (formats/stores/)."""
+"""Inputs in object stores: `s3://bucket/prefix`, `gs://…`, `az://…`. Their objects become a directory of stand-ins (formats/stores/)."""
 
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from formats.stores.addresses import Address, is_store, parse
+from formats.stores.addresses import AZURE, GOOGLE, S3, Address, is_store, parse
 from formats.stores.directory import open_directory
 from formats.stores.leftovers import require_complete
 from megaconv.errors import UsageError
 from megaconv.extras import install
 
 if TYPE_CHECKING:
-    from formats.stores.s3_writing import WritableS3Bucket
+    from formats.stores.writing import WritableStore
 
 __all__ = ["is_store", "parsed", "stand_in", "writable_store"]
 
 _BESIDE = ("hf", "context", "tokenizer")
 """Directories next to an iteration or to weights, with the configuration and the tokenizer: megaconv's and NeMo's."""
+
+_NEEDED = {
+    S3: ("s3", "boto3"),
+    GOOGLE: ("gcs", "boto3, google-auth and google-crc32c"),
+    AZURE: ("azure", "azure-storage-blob"),
+}
+"""The extra of each kind of store, and its packages."""
+_CHECKED = {
+    S3: "the name, AWS_REGION and AWS_ENDPOINT_URL",
+    GOOGLE: "the name",
+    AZURE: "the name and AZURE_STORAGE_ACCOUNT",
+}
 
 
 def stand_in(place: str) -> Path:
@@ -29,7 +41,7 @@ def stand_in(place: str) -> Path:
     path = open_directory(bucket, address.prefix, _BESIDE, partial(require_complete, bucket))
     if path is None:
         raise UsageError(
-            f"{place}: no object has this name or begins with it, at {bucket.endpoint}; check the name, AWS_REGION and AWS_ENDPOINT_URL",
+            f"{place}: no object has this name or begins with it, at {bucket.endpoint}; check {_CHECKED[address.kind]}",
             code="no-such-input",
         )
     return path
@@ -43,12 +55,29 @@ def parsed(place: str) -> Address:
         raise UsageError(str(error)) from None
 
 
-def writable_store(place: str) -> "WritableS3Bucket":
-    """The bucket of a URI. Raises UsageError for a wrong URI, and without boto3."""
+def writable_store(place: str) -> "WritableStore":
+    """The bucket of a URI. Raises UsageError for a wrong URI, and without the packages of the store."""
     address = parsed(place)
     try:
-        from formats.stores.s3_writing import WritableS3Bucket
-
-        return WritableS3Bucket(address.bucket, requester_pays=address.requester_pays)
+        return _opened(address)
     except ImportError as error:
-        raise UsageError(f"{place}: s3:// needs boto3 ({error}); {install('s3')}") from error
+        extra, packages = _NEEDED[address.kind]
+        scheme = address.root.partition("//")[0]
+        raise UsageError(
+            f"{place}: {scheme}// needs {packages} ({error}); {install(extra)}"
+        ) from error
+
+
+def _opened(address: Address) -> "WritableStore":
+    """Import the client of a kind of store only when a URI asks for it."""
+    if address.kind == GOOGLE:
+        from formats.stores.gs import GoogleBucket
+
+        return GoogleBucket(address.bucket, requester_pays=address.requester_pays)
+    if address.kind == AZURE:
+        from formats.stores.az import AzureContainer
+
+        return AzureContainer(address.bucket, address.account, address.root)
+    from formats.stores.s3_writing import WritableS3Bucket
+
+    return WritableS3Bucket(address.bucket, requester_pays=address.requester_pays)

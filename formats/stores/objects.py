@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from formats.ceilings import LISTED_OBJECTS
+from formats.errors import CorruptCheckpoint
 from formats.partial_files import RemoteState
 
 
@@ -54,3 +56,19 @@ class Store(Objects, Protocol):
     def listing(self, prefix: str, *, deep: bool = True) -> Listing:
         """The objects whose keys begin with a prefix. deep: include those behind a further slash."""
         ...
+
+
+def require_few(found: Listing, place: str) -> None:
+    """Raise CorruptCheckpoint if a listing is longer than that of any checkpoint."""
+    if len(found.objects) > LISTED_OBJECTS:
+        raise CorruptCheckpoint(
+            f"{place}: has more than {LISTED_OBJECTS:,} objects; choose a deeper prefix"
+        )
+
+
+def replaced(state: RemoteState) -> CorruptCheckpoint:
+    """The error for an object that isn't the one that was listed any more."""
+    return CorruptCheckpoint(
+        f"{state.uri}: was replaced or deleted while it was read; what was read mixes two states, and is not used. "
+        "Run again when no program writes to the source"
+    )

@@ -9,8 +9,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from isal import isal_zlib
-
 from formats.errors import CheckpointError
 from formats.output import Piece
 from formats.partial_files import Span
@@ -184,7 +182,7 @@ class PartFile:
 
         def send() -> None:
             content = part.slot.content()
-            crc = isal_zlib.crc32(content)
+            crc = self._sender.store.checksum.of(content)
             tag = self._sender.store.put_part(self.begun(), number, content, crc)
             with self._lock:
                 self.parts[number] = Held(len(content), tag, crc)
@@ -211,6 +209,11 @@ class PartFile:
     def sync(self) -> None:
         """Nothing to do: `holds` tells what the store has."""
 
+    def sums(self) -> dict[str, int]:
+        """The checksums of the parts that the store has, by their ETags."""
+        with self._lock:
+            return {part.tag: part.crc for part in self.parts.values() if part.crc is not None}
+
     def finish(self) -> None:
         """Send the parts that are incomplete: what is missing in them stays zero. Part 1 is sent in any case."""
         with self._lock:
@@ -234,7 +237,7 @@ class PartFile:
             if crc is None or part.crc is None:
                 crc = None
                 break
-            crc = isal_zlib.crc32_combine(crc, part.crc, part.size)
+            crc = self._sender.store.checksum.joined(crc, part.crc, part.size)
         return Held(self.size, joined_tag(self.parts), crc)
 
     def close(self) -> None:

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Any
 
-from formats.ceilings import LISTED_OBJECTS
-from formats.errors import CheckpointError, CorruptCheckpoint
+from formats.errors import CheckpointError
 from formats.partial_files import RemoteState
 from formats.stores import s3_errors
-from formats.stores.objects import Listed, Listing
+from formats.stores.objects import Listed, Listing, replaced, require_few
 from formats.stores.patience import Patience, Transient
+from formats.stores.s3_errors import Context
 from formats.stores.windows import CONNECTIONS
 
 _TIMEOUT_SECONDS = 20
@@ -30,15 +30,26 @@ _log = logging.getLogger("megaconv")
 class S3Bucket:
     """A bucket (formats.stores.objects.Store)."""
 
+    scheme = "s3"
+    advice = s3_errors.OF_S3
+
     def __init__(self, bucket: str, *, requester_pays: bool = False) -> None:
         """bucket: its name. requester_pays: agree to pay for requests and traffic.
 
         Raises ImportError without boto3, and CheckpointError for a configuration that boto3 can't use.
         """
-        self.uri = f"s3://{bucket}"
+        self.uri = f"{self.scheme}://{bucket}"
         self._bucket = bucket
         self._extra = {"RequestPayer": "requester"} if requester_pays else {}
-        self._signed, self._client = _client()
+        self._signed, self._client = self._connected()
+
+    def _connected(self) -> tuple[bool, Any]:
+        """(True if requests are signed, boto3's client)."""
+        return _client()
+
+    def _named(self, action: str, key: str) -> str:
+        """The name of a request in messages."""
+        return f"s3:{action} on {self._bucket}/{key}"
 
     def listing(self, prefix: str, *, deep: bool = True) -> Listing:
         found, wanted = Listing([], []), {"Delimiter": "/"} if not deep else {}
@@ -48,10 +59,7 @@ class S3Bucket:
             for each in page.get("Contents", ()):
                 found.objects.append(Listed(each["Key"], int(each["Size"]), str(each["ETag"])))
             found.folders.extend(each["Prefix"] for each in page.get("CommonPrefixes", ()))
-            if len(found.objects) > LISTED_OBJECTS:
-                raise CorruptCheckpoint(
-                    f"{self.uri}/{prefix}: has more than {LISTED_OBJECTS:,} objects; choose a deeper prefix"
-                )
+            require_few(found, f"{self.uri}/{prefix}")
             following = page.get("NextContinuationToken")
             if not page.get("IsTruncated"):
                 return found
@@ -63,7 +71,7 @@ class S3Bucket:
             token = {"ContinuationToken": following}
 
     def _page(self, asked: dict[str, str]) -> Any:
-        request = f"s3:ListBucket on {self._bucket}/{asked['Prefix']}"
+        request = self._named("ListBucket", asked["Prefix"])
         patience = Patience(request)
         while True:
             try:
@@ -72,7 +80,7 @@ class S3Bucket:
                 patience.wait(self._transient(error, request))
 
     def request(self, key: str) -> str:
-        return f"s3:GetObject on {self._bucket}/{key}"
+        return self._named("GetObject", key)
 
     def fetch(self, key: str, state: RemoteState, start: int, out: memoryview) -> Iterator[int]:
         wanted = f"bytes={start}-{start + len(out) - 1}"
@@ -82,7 +90,7 @@ class S3Bucket:
             )
         except Exception as error:
             if s3_errors.is_replaced(error):
-                raise _replaced(state) from None
+                raise replaced(state) from None
             raise self._transient(error, self.request(key)) from None
         body = answer["Body"]
         try:
@@ -98,23 +106,17 @@ class S3Bucket:
         now = {each.key: each for each in self.listing(prefix).objects}
         for name, state in zip(names, states, strict=True):
             if name not in now or (now[name].size, now[name].tag) != (state.size, state.tag):
-                raise _replaced(state)
+                raise replaced(state)
 
     def _transient(self, error: Exception, request: str) -> Transient:
         """The failure to repeat. Raises CheckpointError if repeating can't help."""
-        return s3_errors.transient(error, request, signed=self._signed, endpoint=self.endpoint)
+        context = Context(request, self.endpoint, self.advice, signed=self._signed)
+        return s3_errors.transient(error, context)
 
     @property
     def endpoint(self) -> str:
         """The store's address, for messages."""
         return s3_errors.shown_endpoint(str(self._client.meta.endpoint_url))
-
-
-def _replaced(state: RemoteState) -> CorruptCheckpoint:
-    return CorruptCheckpoint(
-        f"{state.uri}: was replaced or deleted while it was read; what was read mixes two states, and is not used. "
-        "Run again when no program writes to the source"
-    )
 
 
 def _common_prefix(names: Sequence[str]) -> str:
@@ -130,7 +132,7 @@ def _require_range(answer: Any, state: RemoteState, start: int, count: int) -> N
     """Check that an answer holds the range that was asked for, of the object that was listed."""
     told = str(answer.get("ContentRange", ""))
     if answer.get("ETag") != state.tag:
-        raise _replaced(state)
+        raise replaced(state)
     status = answer["ResponseMetadata"]["HTTPStatusCode"]
     encoding = answer.get("ContentEncoding") or "identity"
     expected = f"bytes {start}-{start + count - 1}/{state.size}"
@@ -161,14 +163,22 @@ _making = Lock()
 """boto3's sessions must not be used by several threads at the same time."""
 
 
-def _client() -> tuple[bool, Any]:
-    """(True if requests are signed, boto3's client). Without any credentials, requests go out unsigned."""
+def unsigned_client(endpoint: str) -> Any:
+    """boto3's client for another store that speaks S3's protocol. Its requests aren't signed."""
     import boto3
     from botocore import UNSIGNED
     from botocore.config import Config
-    from botocore.exceptions import BotoCoreError
 
-    settings: dict[str, Any] = {
+    paths = {"addressing_style": "path"}
+    config = Config(**_settings(), signature_version=UNSIGNED, s3=paths)
+    with _making:
+        session = boto3.Session(region_name="auto")
+        return session.client("s3", endpoint_url=endpoint, config=config)
+
+
+def _settings() -> dict[str, Any]:
+    """The settings of a client."""
+    return {
         "retries": {"total_max_attempts": 1},
         "connect_timeout": _TIMEOUT_SECONDS,
         "read_timeout": _TIMEOUT_SECONDS,
@@ -176,6 +186,16 @@ def _client() -> tuple[bool, Any]:
         "response_checksum_validation": "when_required",
         "request_checksum_calculation": "when_required",
     }
+
+
+def _client() -> tuple[bool, Any]:
+    """(True if requests are signed, boto3's client). Without any credentials, requests go out unsigned."""
+    import boto3
+    from botocore import UNSIGNED
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+
+    settings = _settings()
     try:
         with _making:
             session = boto3.Session()

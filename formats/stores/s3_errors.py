@@ -3,7 +3,8 @@
 A message holds the store's error code and never the text of an answer, which may repeat a key or a token.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from formats.errors import CheckpointError, UnsupportedInput
@@ -19,21 +20,49 @@ _NETWORK = {
     "ResponseStreamingError", "IncompleteReadError", "HTTPClientError", "ProxyConnectionError", "ConnectionResetError",
 }  # fmt: skip
 """Names of boto3's network errors. The classes are not imported: this module is also loaded without boto3."""
-_HINTS = {
-    "RequestTimeTooSkewed": "the clock of this machine is wrong: set it",
-    "ExpiredToken": "the credentials have expired: log in again",
-    "ExpiredTokenException": "the credentials have expired: log in again",
-    "InvalidAccessKeyId": "the store doesn't know this access key: choose other credentials (AWS_PROFILE)",
-    "SignatureDoesNotMatch": "the secret key doesn't belong to the access key: choose other credentials (AWS_PROFILE)",
-    "PermanentRedirect": "the bucket is in another region: set AWS_REGION",
-    "AuthorizationHeaderMalformed": "the bucket is in another region: set AWS_REGION",
-    "AllAccessDisabled": "the bucket is locked: ask its owner",
-}
-_UNSIGNED = "no credentials were found, so the request was not signed: set AWS_PROFILE, or log in with `aws sso login`"
-_DENIED = (
-    "ask the bucket's owner for this permission, or choose other credentials (AWS_PROFILE); "
-    "if readers pay for this bucket, write s3://requester-pays@bucket/..."
+
+
+class Advice(NamedTuple):
+    """What a user can do about refused requests to one kind of store."""
+
+    denied: str
+    unsigned: str
+    bucket: str
+    """Behind "there is no such bucket at ...;"."""
+    other: str
+    hints: Mapping[str, str] = {}
+    """By the store's code."""
+
+
+_CHOOSE = "choose other credentials (AWS_PROFILE)"
+OF_S3 = Advice(
+    denied=f"ask the bucket's owner for this permission, or {_CHOOSE}; "
+    "if readers pay for this bucket, write s3://requester-pays@bucket/...",
+    unsigned="no credentials were found, so the request was not signed: set AWS_PROFILE, or log in with `aws sso login`",
+    bucket="check the name, AWS_REGION and AWS_ENDPOINT_URL",
+    other="check the endpoint (AWS_ENDPOINT_URL) and the region (AWS_REGION)",
+    hints={
+        "RequestTimeTooSkewed": "the clock of this machine is wrong: set it",
+        "ExpiredToken": "the credentials have expired: log in again",
+        "ExpiredTokenException": "the credentials have expired: log in again",
+        "InvalidAccessKeyId": f"the store doesn't know this access key: {_CHOOSE}",
+        "SignatureDoesNotMatch": f"the secret key doesn't belong to the access key: {_CHOOSE}",
+        "PermanentRedirect": "the bucket is in another region: set AWS_REGION",
+        "AuthorizationHeaderMalformed": "the bucket is in another region: set AWS_REGION",
+        "AllAccessDisabled": "the bucket is locked: ask its owner",
+    },
 )
+
+
+class Context(NamedTuple):
+    """The circumstances of a request, for the message of an error."""
+
+    request: str
+    """Its name, such as `s3:GetObject on bucket/key`."""
+    endpoint: str
+    advice: Advice
+    signed: bool
+    """False if there were no credentials."""
 
 
 def _answer(error: Exception) -> tuple[int, str, float]:
@@ -60,40 +89,36 @@ def is_replaced(error: Exception) -> bool:
     return status in (404, 412) and code != "NoSuchBucket"
 
 
-def transient(error: Exception, request: str, *, signed: bool, endpoint: str) -> Transient:
-    """The failure to repeat. Raises CheckpointError if repeating can't help.
-
-    request: its name, such as `s3:GetObject on bucket/key`. signed: False if there were no credentials.
-    """
+def transient(error: Exception, context: Context) -> Transient:
+    """The failure to repeat. Raises CheckpointError if repeating can't help."""
     if isinstance(error, Transient | CheckpointError):
         raise error
     status, code, after = _answer(error)
     if status in _TRANSIENT_STATUS or code in _TRANSIENT_CODES:
         return Transient(f"{status} {code}", after)
     if status:
-        raise _refused(status, code, request, signed=signed, endpoint=endpoint) from None
+        raise _refused(status, code, context) from None
     if type(error).__name__ in _NETWORK:
-        return Transient(f"{type(error).__name__} at {endpoint}")
-    raise of_configuration(error, request) from None
+        return Transient(f"{type(error).__name__} at {context.endpoint}")
+    raise of_configuration(error, context.request) from None
 
 
-def _refused(
-    status: int, code: str, request: str, *, signed: bool, endpoint: str
-) -> CheckpointError:
+def _refused(status: int, code: str, context: Context) -> CheckpointError:
     """The error for an answer that repeating doesn't change."""
+    request, endpoint, advice, signed = context
     if code == "InvalidObjectState":
         return UnsupportedInput(f"{request}: the object is archived; restore it from Glacier first")
     if code == "NoSuchBucket":
         return CheckpointError(
-            f"{request}: there is no such bucket at {endpoint}; check the name, AWS_REGION and AWS_ENDPOINT_URL",
+            f"{request}: there is no such bucket at {endpoint}; {advice.bucket}",
             code="store-refused",
         )
-    if code in _HINTS:
-        hint = _HINTS[code]
+    if code in advice.hints:
+        hint = advice.hints[code]
     elif status in (401, 403):
-        hint = _DENIED if signed else _UNSIGNED
+        hint = advice.denied if signed else advice.unsigned
     else:
-        hint = "check the endpoint (AWS_ENDPOINT_URL) and the region (AWS_REGION)"
+        hint = advice.other
     return CheckpointError(
         f"{request}: refused by {endpoint} ({status} {code}); {hint}", code="store-refused"
     )

@@ -16,13 +16,12 @@ from functools import partial
 from hashlib import md5
 from typing import Any, TypeVar
 
-from isal import isal_zlib
-
 from formats.errors import CheckpointError
 from formats.stores import s3_errors
+from formats.stores.checksums import CRC32
 from formats.stores.patience import Patience
 from formats.stores.s3 import S3Bucket
-from formats.stores.writing import ABSENT, Conflict, Held, Small, Upload, is_same
+from formats.stores.writing import ABSENT, Conflict, Held, Small, Upload, as_sent, is_same
 
 _NOT_THERE = (404,)
 _NO_CHECKSUMS = ("NotImplemented", "InvalidArgument", "InvalidRequest", "XNotImplemented")
@@ -34,16 +33,19 @@ _Answer = TypeVar("_Answer")
 class WritableS3Bucket(S3Bucket):
     """A bucket (formats.stores.writing.WritableStore)."""
 
+    checksum = CRC32
+    lists_checksums = True
+
     def __init__(self, bucket: str, *, requester_pays: bool = False) -> None:
         super().__init__(bucket, requester_pays=requester_pays)
         self._checksums = True
         """False for a store that refuses checksums; parts then have an MD5."""
 
     def put(self, key: str, content: bytes, *, only: str | None = None) -> str:
-        request = f"s3:PutObject on {self._bucket}/{key}"
+        request = self._named("PutObject", key)
 
         def put() -> Any:
-            sums = self._sums(content, isal_zlib.crc32(content))
+            sums = self._sums(content, self.checksum.of(content))
             return self._client.put_object(
                 Bucket=self._bucket,
                 Key=key,
@@ -65,7 +67,7 @@ class WritableS3Bucket(S3Bucket):
             raise self._error(refused, request) from None
 
     def get(self, key: str) -> Small | None:
-        request = f"s3:GetObject on {self._bucket}/{key}"
+        request = self._named("GetObject", key)
 
         def get() -> tuple[bytes, Any]:
             answer = self._client.get_object(Bucket=self._bucket, Key=key, **self._extra)
@@ -82,24 +84,32 @@ class WritableS3Bucket(S3Bucket):
         return Small(content, str(answer["ETag"]), max(0.0, age))
 
     def head(self, key: str) -> Held | None:
-        request = f"s3:GetObject on {self._bucket}/{key}"
+        answer = self._answer_to_head(key)
+        if answer is None:
+            return None
+        return Held(int(answer["ContentLength"]), str(answer["ETag"]), self._crc_of(answer))
+
+    def _answer_to_head(self, key: str) -> Any:
+        request = self._named("GetObject", key)
         asked = {"ChecksumMode": "ENABLED"} if self._checksums else {}
 
         def head() -> Any:
             return self._client.head_object(Bucket=self._bucket, Key=key, **asked, **self._extra)
 
         try:
-            answer = self._repeated(request, head)
+            return self._repeated(request, head)
         except _Refused as refused:
             if refused.is_absent:
                 return None
             raise self._error(refused, request) from None
+
+    def _crc_of(self, answer: Mapping[str, Any]) -> int | None:
+        """The checksum of a whole object in the answer to HEAD; None if the store keeps none."""
         is_whole = answer.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
-        crc = _crc(answer) if is_whole else None
-        return Held(int(answer["ContentLength"]), str(answer["ETag"]), crc)
+        return _crc(answer) if is_whole else None
 
     def delete(self, key: str) -> None:
-        request = f"s3:DeleteObject on {self._bucket}/{key}"
+        request = self._named("DeleteObject", key)
 
         def delete() -> Any:
             return self._client.delete_object(Bucket=self._bucket, Key=key, **self._extra)
@@ -111,7 +121,7 @@ class WritableS3Bucket(S3Bucket):
                 raise self._error(refused, request) from None
 
     def begin_upload(self, key: str) -> str:
-        request = f"s3:PutObject on {self._bucket}/{key}"
+        request = self._named("PutObject", key)
 
         def begin() -> Any:
             wanted = {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"}
@@ -137,7 +147,7 @@ class WritableS3Bucket(S3Bucket):
         return self._repeated(request, call)
 
     def put_part(self, upload: Upload, number: int, content: bytes | bytearray, crc: int) -> str:
-        request = f"s3:PutObject on {self._bucket}/{upload.key}"
+        request = self._named("PutObject", upload.key)
         sums = self._sums(content, crc)
 
         def put() -> Any:
@@ -148,7 +158,7 @@ class WritableS3Bucket(S3Bucket):
         return str(self._needed(request, put)["ETag"])
 
     def parts(self, upload: Upload) -> Mapping[int, Held] | None:
-        request = f"s3:ListMultipartUploadParts on {self._bucket}/{upload.key}"
+        request = self._named("ListMultipartUploadParts", upload.key)
         found: dict[int, Held] = {}
         after = 0
         while True:
@@ -168,7 +178,7 @@ class WritableS3Bucket(S3Bucket):
             after = following
 
     def uploads(self, prefix: str) -> list[Upload]:
-        request = f"s3:ListBucketMultipartUploads on {self._bucket}/{prefix}"
+        request = self._named("ListBucketMultipartUploads", prefix)
         found: list[Upload] = []
         marker: dict[str, str] = {}
         while True:
@@ -189,7 +199,7 @@ class WritableS3Bucket(S3Bucket):
     def complete(
         self, upload: Upload, parts: Mapping[int, Held], whole: Held, *, only: str | None
     ) -> Held:
-        request = f"s3:PutObject on {self._bucket}/{upload.key}"
+        request = self._named("PutObject", upload.key)
         listed = [{"PartNumber": number, "ETag": parts[number].tag} for number in sorted(parts)]
         sums: dict[str, Any] = {}
         if self._checksums and whole.crc is not None:
@@ -212,16 +222,10 @@ class WritableS3Bucket(S3Bucket):
             if there is None or not is_same(there, whole):
                 raise Conflict(upload.key) from None
             return there
-        there = self.head(upload.key)
-        if there is None or not is_same(there, whole):
-            raise CheckpointError(
-                f"{self.uri}/{upload.key}: the store has another object than was sent ({there}, expected {whole}); run again",
-                code="store-unreachable",
-            )
-        return there
+        return as_sent(self.head(upload.key), whole, f"{self.uri}/{upload.key}")
 
     def abort(self, upload: Upload) -> None:
-        request = f"s3:AbortMultipartUpload on {self._bucket}/{upload.key}"
+        request = self._named("AbortMultipartUpload", upload.key)
         try:
             self._repeated(
                 request, lambda: self._client.abort_multipart_upload(**self._place(upload))

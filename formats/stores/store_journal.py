@@ -2,6 +2,7 @@
 
 ckpt/.megaconv-journal/0-files.json         names of the files that process 0 writes
 ckpt/.megaconv-journal/0-00001.jsonl        finished tensors: lines as in `formats.journal`
+ckpt/.megaconv-journal/0-sums.json          checksums of parts, for a store that doesn't list them
 ckpt/.megaconv-journal/0-sent.json          uploads and parts of the files, when all are sent
 ckpt/.megaconv-journal/0-small/config.json  small files, if several processes write the output
 """
@@ -14,6 +15,9 @@ from formats.errors import CorruptCheckpoint
 from formats.journal import entry_of, line_of
 from formats.stores.directory import JOURNAL
 from formats.stores.writing import Held, Upload, WritableStore
+
+Sums = Mapping[str, Mapping[str, int]]
+"""Checksums of parts, by the name of their file and their ETag."""
 
 
 class SentFile(NamedTuple):
@@ -69,6 +73,16 @@ class StoreJournal:
     def forget_files(self) -> None:
         """Delete the list of files: nothing of them is left to find."""
         self._store.delete(f"{self._folder}{self._member}-files.json")
+
+    def put_sums(self, sums: Sums) -> None:
+        """Note the checksums of parts, in place of those noted before."""
+        self._store.put(f"{self._folder}{self._member}-sums.json", json.dumps(sums).encode())
+
+    def sums(self) -> Sums:
+        """The checksums of an earlier run."""
+        there = self._store.get(f"{self._folder}{self._member}-sums.json")
+        found: Sums = {} if there is None else json.loads(there.content)
+        return found
 
     def put_small(self, name: str, content: bytes) -> None:
         self._store.put(f"{self._folder}{self._member}-small/{name}", content)

@@ -17,21 +17,23 @@ from pathlib import Path
 from typing import Any
 
 from formats import signals
-from formats.errors import CheckpointError, CorruptCheckpoint, NotEnoughSpace, TargetExists
+from formats.errors import CheckpointError, CorruptCheckpoint, NotEnoughSpace
 from formats.journal import changes
 from formats.output import Piece
 from formats.partial_files import Span
-from formats.stores import leftovers, selectors
-from formats.stores.claim import PUBLISHING, SENDING, Claim, is_gone
+from formats.stores import leftovers
+from formats.stores.claim import PUBLISHING, Claim
 from formats.stores.directory import stand_in_files
-from formats.stores.leftovers import Leftovers, at_once
+from formats.stores.leftovers import at_once
 from formats.stores.objects import Listed
+from formats.stores.opening import Opening, Parts
 from formats.stores.part_file import PartFile, Sender, SmallFile
-from formats.stores.part_sizes import PART_BYTES, part_bytes, part_count
+from formats.stores.part_sizes import PART_BYTES
+from formats.stores.publication import Publication
 from formats.stores.slots import Slots, Spool, require_space
 from formats.stores.store_journal import SentFile, StoreJournal
 from formats.stores.waiting import NOTHING, Terms, Waiting
-from formats.stores.writing import ABSENT, Conflict, Held, Upload, WritableStore, is_same
+from formats.stores.writing import Held, Upload, WritableStore, is_same
 
 _log = logging.getLogger("megaconv")
 
@@ -60,43 +62,26 @@ class StoreTarget:
         self.committed = False
         self._store, self._prefix, self._terms = store, prefix, terms
         self._member, self._members, self._record_name = member, members, record
-        self._claim = Claim(store, prefix, terms.version)
+        self._opening = Opening(store, prefix, terms)
         self._journal = StoreJournal(store, prefix, member)
         self._sender: Sender | None = None
         self._waiting = NOTHING
         self._files: dict[str, PartFile] = {}
         self._small: dict[str, SmallFile] = {}
-        self._earlier: dict[str, tuple[Upload, Mapping[int, Held]]] = {}
+        self._earlier: dict[str, Parts] = {}
         self._objects: dict[str, Listed] = {}
         """Objects at the prefix when this run began, by name."""
         self._sent: list[SentFile] = []
-        self._published = self._finished = self._claiming = False
+        self._publication: Publication | None = None
+        self._finished = self._claiming = False
         if not member:
-            self._look()
+            self._opening.look()
+
+    @property
+    def _claim(self) -> Claim:
+        return self._opening.claim
 
     # Before the first byte.
-
-    def _look(self) -> None:
-        """Raise TargetExists if the prefix isn't free. Removes what is left of a run that was complete."""
-        found = leftovers.find(self._store, self._prefix)
-        if not found.objects and self._store.head(self._prefix) is not None:
-            raise TargetExists(f"{self.target}: is an object; choose another place")
-        holder = found.holder
-        if holder is not None and found.was_published and is_gone(holder, found.age):
-            self._claim.take_over(holder, found.tag, take=False, age=found.age)
-            leftovers.remove(self._store, found, self._claim)
-            self._claim.remove()
-            self._claim = Claim(self._store, self._prefix, self._terms.version)
-        self._require_free(found)
-
-    def _require_free(self, found: Leftovers) -> None:
-        """Raise TargetExists if something is at the prefix that isn't part of a killed run's commit."""
-        fragments = set(found.fragments)
-        kept = [each for each in found.objects.values() if each.key not in fragments]
-        if kept and not self._terms.overwrite:
-            raise TargetExists(
-                f"{self.target}: already exists; choose another place, or give --overwrite to replace it"
-            )
 
     def expect(self, waiting: Waiting) -> None:
         """Set the number of parts that wait. Raises NotEnoughSpace if the spool can't hold them."""
@@ -122,15 +107,16 @@ class StoreTarget:
         """Claim the prefix, or take over the work of a run with the same plan. Returns its journal's entries."""
         names = dict(sizes or {})
         self._claiming = True
-        found = self._looked_up() if self._member else self._claim_prefix()
+        found = self._opening.found() if self._member else self._opening.claimed()
         entries = self._journal.read(found.journal) if resume else []
         if not self._fits(entries, plan):
             entries = []
             if not self._member:
-                found = self._begin_again(found)
+                found = self._opening.begin_again(found)
         self._objects = found.objects
         if entries:
-            self._find_parts(found, names)
+            sums = None if self._store.lists_checksums else self._journal.sums()
+            self._earlier = self._opening.parts(found, names, sums)
         else:
             self._journal.append([{"plan": dict(plan)}])
         own = [] if self._member else [self._record_name]
@@ -139,38 +125,6 @@ class StoreTarget:
         if not self._member:
             self._claim.keep_renewed(self.fail)
         return entries[1:]
-
-    def _looked_up(self) -> Leftovers:
-        return leftovers.find(self._store, self._prefix)
-
-    def _claim_prefix(self) -> Leftovers:
-        """Hold the claim. Returns what another run has left."""
-        found = self._looked_up()
-        if found.holder is None:
-            foreign = tuple(each.identity for each in self._store.uploads(f"{self._prefix}/"))
-            self._claim.take(replaces=bool(found.objects), foreign=foreign)
-        else:
-            take = self._terms.take_over
-            self._claim.take_over(found.holder, found.tag, take=take, age=found.age)
-        # Another run may have become complete before this run had the claim.
-        now = self._looked_up()
-        try:
-            self._require_free(now)
-        except TargetExists:
-            if found.holder is None:
-                self._claim.remove()
-            raise
-        return now
-
-    def _begin_again(self, found: Leftovers) -> Leftovers:
-        """Remove the work of an earlier run. Returns what is at the prefix now."""
-        holder = self._claim.holder
-        if found.journal or found.uploads or found.fragments:
-            leftovers.remove(self._store, found, self._claim)
-            found = self._looked_up()
-        if holder.phase != SENDING or holder.replaces != bool(found.objects):
-            self._claim.change(phase=SENDING, replaces=bool(found.objects))
-        return found
 
     def _fits(self, entries: Sequence[dict[str, Any]], plan: Mapping[str, str]) -> bool:
         """True if an earlier run's entries and parts can be used."""
@@ -184,23 +138,6 @@ class StoreTarget:
                 changes(before, plan),
             )
         return bool(before == dict(plan))
-
-    def _find_parts(self, found: Leftovers, sizes: Mapping[str, int]) -> None:
-        """Look up the parts that the store has of this process's files."""
-        uploads: dict[str, list[Upload]] = {}
-        for each in found.uploads:
-            uploads.setdefault(each.key.removeprefix(f"{self._prefix}/"), []).append(each)
-
-        def look(name: str) -> None:
-            best: tuple[Upload, Mapping[int, Held]] | None = None
-            for upload in uploads[name]:
-                parts = _fitting(self._store.parts(upload) or {}, sizes[name])
-                if best is None or len(parts) > len(best[1]):
-                    best = upload, parts
-            if best is not None:
-                self._earlier[name] = best
-
-        at_once(look, [name for name in uploads if name in sizes])
 
     def _slots(self) -> Slots:
         waiting = self._waiting
@@ -260,6 +197,8 @@ class StoreTarget:
 
     def record(self, entries: list[dict[str, Any]]) -> None:
         """Append to the journal. The store has to have the data that the entries describe."""
+        if not self._store.lists_checksums:
+            self._journal.put_sums({name: file.sums() for name, file in self._files.items()})
         self._journal.append(entries)
 
     # The end.
@@ -290,9 +229,9 @@ class StoreTarget:
 
         Member 0 makes the objects visible that selectors will point to; the others call this after it.
         """
-        if not self._member:
-            self._publish()
         sent, small = self._everything()
+        if not self._member:
+            self._published().show(sent, small)
         root = stand_in_files(
             self._store,
             self._prefix,
@@ -333,55 +272,20 @@ class StoreTarget:
     def commit(self) -> None:
         """Make the output visible. A signal that arrives too late to stop this is delivered at its end."""
         self.finish()
-        self._publish()
         sent, small = self._everything()
+        publication = self._published()
+        publication.show(sent, small)
         names = [*(file.name for file in sent), *small]
         with signals.held():
-            for name in selectors.in_order(small):
-                self._put(name, small[name]())
+            publication.show_selectors(small)
             self.committed = True
             self._tidy(names)
 
-    def _publish(self) -> None:
-        """Make everything visible but the selectors."""
-        if self._published:
-            return
-        sent, small = self._everything()
-        self._claim.change(phase=PUBLISHING)
-        if self._objects and self._claim.holder.replaces:
-            for name in reversed(selectors.in_order(self._objects)):
-                self._store.delete(f"{self._prefix}/{name}")
-        at_once(self._complete, sent)
-        at_once(lambda name: self._put(name, small[name]()), selectors.others(small))
-        self._published = True
-
-    def _complete(self, file: SentFile) -> None:
-        if not file.upload.identity:  # an earlier run has completed it
-            return
-        try:
-            self._store.complete(
-                file.upload, file.parts, file.whole, only=self._condition(file.name)
-            )
-        except Conflict:
-            raise self._taken(file.name) from None
-
-    def _put(self, name: str, content: bytes) -> None:
-        is_door = name in selectors.in_order([name])
-        condition = ABSENT if is_door else self._condition(name)
-        try:
-            self._store.put(f"{self._prefix}/{name}", content, only=condition)
-        except Conflict:
-            raise self._taken(name) from None
-
-    def _condition(self, name: str) -> str:
-        """The condition for an object to appear: the object that this run replaces is there, or nothing."""
-        there = self._objects.get(name)
-        return there.tag if there is not None else ABSENT
-
-    def _taken(self, name: str) -> TargetExists:
-        return TargetExists(
-            f"{self.target}/{name}: another program has written it since this run began; choose another place"
-        )
+    def _published(self) -> Publication:
+        if self._publication is None:
+            place = self._store, self._prefix
+            self._publication = Publication(*place, self._claim, self._objects)
+        return self._publication
 
     def _tidy(self, names: Sequence[str]) -> None:
         """Remove everything but the output."""
@@ -390,7 +294,7 @@ class StoreTarget:
             at_once(self._store.delete, [f"{self._prefix}/{name}" for name in surplus])
         self._claim.stop_renewing()
         self._close_sender()
-        leftovers.remove(self._store, self._looked_up(), self._claim)
+        leftovers.remove(self._store, self._opening.found(), self._claim)
         self._claim.remove()
 
     def discard(self) -> None:
@@ -411,7 +315,7 @@ class StoreTarget:
     def _remove_all(self) -> None:
         if self._member or self.committed or not self._claiming:
             return
-        found = self._looked_up()
+        found = self._opening.found()
         if found.holder is None or found.holder.run != self._claim.holder.run:
             return
         self._claim.adopt(found.tag)
@@ -437,14 +341,3 @@ class StoreTarget:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
-
-
-def _fitting(parts: Mapping[int, Held], size: int) -> Mapping[int, Held]:
-    """The parts of a file of this size that have the expected length."""
-    step, count = part_bytes(size), part_count(size)
-    found: dict[int, Held] = {}
-    for number, part in parts.items():
-        expected = min(step, size - (number - 1) * step)
-        if 1 <= number <= count and part.size == expected:
-            found[number] = part
-    return found

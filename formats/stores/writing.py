@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from hashlib import md5
 from typing import NamedTuple, Protocol
 
+from formats.errors import CheckpointError
+from formats.stores.checksums import Checksum
 from formats.stores.objects import Store
 
 ABSENT = "*"
@@ -20,7 +22,7 @@ class Held(NamedTuple):
     size: int
     tag: str
     crc: int | None
-    """CRC-32 of the content; None if the store keeps none."""
+    """The store's checksum of the content, a CRC-32 or CRC-32C; None if the store keeps none."""
 
 
 class Small(NamedTuple):
@@ -43,6 +45,21 @@ class Upload(NamedTuple):
 
 class WritableStore(Store, Protocol):
     """A bucket that takes objects. Any thread may use it. Methods raise CheckpointError after several attempts."""
+
+    @property
+    def checksum(self) -> Checksum:
+        """The checksum that this store keeps, of parts and of objects."""
+        ...
+
+    @property
+    def lists_checksums(self) -> bool:
+        """True if `parts` tells the checksums of parts. If not, the journal of the run has to keep them."""
+        ...
+
+    @property
+    def endpoint(self) -> str:
+        """The store's address, for messages."""
+        ...
 
     def put(self, key: str, content: bytes, *, only: str | None = None) -> str:
         """Write an object. Returns its ETag.
@@ -69,7 +86,7 @@ class WritableStore(Store, Protocol):
         ...
 
     def put_part(self, upload: Upload, number: int, content: bytes | bytearray, crc: int) -> str:
-        """Send a part. number: from 1 on. crc: CRC-32 of the content, which the store compares. Returns the ETag."""
+        """Send a part. number: from 1 on. crc: the checksum of the content. Returns the ETag."""
         ...
 
     def parts(self, upload: Upload) -> Mapping[int, Held] | None:
@@ -102,6 +119,16 @@ def is_same(there: Held, expected: Held) -> bool:
         return there.crc == expected.crc
     # Stores that encrypt with a key of their own have ETags that nobody can compute.
     return there.tag == expected.tag
+
+
+def as_sent(there: Held | None, expected: Held, place: str) -> Held:
+    """The object that is there. Raises CheckpointError if it isn't the one that was sent."""
+    if there is None or not is_same(there, expected):
+        raise CheckpointError(
+            f"{place}: the store has another object than was sent ({there}, expected {expected}); run again",
+            code="store-unreachable",
+        )
+    return there
 
 
 def joined_tag(parts: Mapping[int, Held]) -> str:

@@ -4,6 +4,7 @@ A kill comes before or after the effect of one request. A fault makes one reques
 the same command runs again. The target must hold nothing, or the complete output; nothing else may stay.
 """
 
+import faulthandler
 import json
 import os
 import random
@@ -22,7 +23,8 @@ from megaconv.engine import transfer
 from tests.runs import Outcome, run
 from tests.stores.small_store import Asked, Fault, SmallStore
 
-_SECONDS = 60.0
+PATIENCE = 60.0
+"""Seconds after which a run counts as hung. A busy machine needs more."""
 FAULTS = {
     "503": Fault("status", 503, "SlowDown"),
     "500": Fault("status", 500, "InternalError"),
@@ -118,6 +120,7 @@ def _in_a_child(words: tuple[object, ...], started: Callable[[int], None]) -> in
         os.close(writing)
         os.read(reading, 1)  # wait until the parent knows this process
         transfer.JOURNAL_SECONDS = 0
+        faulthandler.dump_traceback_later(PATIENCE - 5)
         status = 99
         try:
             with redirect_stderr(StringIO()):
@@ -128,7 +131,7 @@ def _in_a_child(words: tuple[object, ...], started: Callable[[int], None]) -> in
     os.close(reading)
     started(pid)
     os.close(writing)
-    until = time.monotonic() + _SECONDS
+    until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
@@ -136,7 +139,7 @@ def _in_a_child(words: tuple[object, ...], started: Callable[[int], None]) -> in
         time.sleep(0.002)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    raise Broken(f"hung for {_SECONDS:.0f} seconds: {words}")
+    raise Broken(f"hung for {PATIENCE:.0f} seconds: {words}")
 
 
 def _visible(store: SmallStore) -> dict[str, bytes]:
@@ -180,6 +183,11 @@ def _judge_repetition(
         raise Broken(f"{what}: uploads stay: {store.uploads}")
 
 
+def _tell(count: int, counts: dict[str, int]) -> None:
+    if count % 100 == 99:
+        print(json.dumps(counts), file=sys.stderr, flush=True)
+
+
 def main() -> int:
     """`python -m tests.stores.attacks --kills 500 --faults 5000 [--seconds 600]`: the full numbers."""
     import argparse
@@ -193,13 +201,18 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after this time")
+    parser.add_argument(
+        "--patience", type=float, default=60.0, help="seconds until a run counts as hung"
+    )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     dice, until = random.Random(options.seed), time.monotonic() + options.seconds
     part_sizes.PART_BYTES = 16 << 10
     patience._FIRST_PAUSE, patience._LONGEST_PAUSE = 0.001, 0.01
     counts: dict[str, int] = {}
-    with tempfile.TemporaryDirectory() as home, small_store.running("models") as store:
+    global PATIENCE
+    PATIENCE = options.patience
+    with tempfile.TemporaryDirectory() as home, small_store.running(SmallStore("models")) as store:
         os.environ |= {
             "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": store.url, "AWS_EC2_METADATA_DISABLED": "true", "NO_PROXY": "127.0.0.1",
@@ -221,6 +234,7 @@ def main() -> int:
             )
             state = kill(store, scenario, number, after=after, resume=resume)
             counts[f"killed: {state}"] = counts.get(f"killed: {state}", 0) + 1
+            _tell(count, counts)
         for count in range(options.faults):
             if time.monotonic() > until:
                 break
@@ -230,6 +244,7 @@ def main() -> int:
             counts[f"fault: exit {outcome.status}"] = (
                 counts.get(f"fault: exit {outcome.status}", 0) + 1
             )
+            _tell(count, counts)
     print(json.dumps(counts))
     return 0
 

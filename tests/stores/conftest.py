@@ -14,6 +14,8 @@ import pytest
 from formats.stores import part_sizes, patience
 from tests.stores import proxy, small_store
 from tests.stores.proxy import Proxy
+from tests.stores.small_azure import SmallAzure
+from tests.stores.small_google import SmallGoogle
 from tests.stores.small_store import SmallStore
 
 BUCKET = "models"
@@ -117,7 +119,7 @@ def put(store: Proxy, source: Path, prefix: str, *, public: bool = False) -> str
 
 @pytest.fixture(scope="session")
 def _small_store() -> Iterator[SmallStore]:
-    with small_store.running(BUCKET) as running:
+    with small_store.running(SmallStore(BUCKET)) as running:
         yield running
 
 
@@ -132,3 +134,27 @@ def writable(
     _small_store.clear()
     _small_store.checksums = True
     return _small_store
+
+
+@pytest.fixture
+def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallGoogle]:
+    """An empty bucket of Google's. Parts have 16 KiB."""
+    for package in ("boto3", "google.auth", "google_crc32c", "cryptography"):
+        pytest.importorskip(package)
+    with small_store.running(SmallGoogle(BUCKET)) as server:
+        point_at("http://127.0.0.1:9", tmp_path, monkeypatch)
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(server.account(tmp_path)))
+        monkeypatch.setattr(part_sizes, "PART_BYTES", 16 << 10)
+        yield server
+
+
+@pytest.fixture
+def azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallAzure]:
+    """An empty container of Azure's. Parts have 16 KiB."""
+    pytest.importorskip("azure.storage.blob")
+    with small_store.running(SmallAzure(BUCKET)) as server:
+        point_at("http://127.0.0.1:9", tmp_path, monkeypatch)
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", server.settings)
+        monkeypatch.setattr(part_sizes, "PART_BYTES", 16 << 10)
+        yield server

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from hashlib import md5
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -26,6 +26,7 @@ class Object:
     tag: str
     crc: int | None
     written: float
+    generation: int = 0
 
 
 @dataclass
@@ -61,14 +62,19 @@ class Fault(NamedTuple):
 
 
 Hook = Callable[[Asked], Fault | None]
+Answer = tuple[int, dict[str, str], bytes]
+"""Status, headers, body."""
+
+
+_Server = TypeVar("_Server", bound="SmallStore")
 
 
 class SmallStore(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, bucket: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, bucket: str, handler: "type[Handler] | None" = None) -> None:
+        super().__init__(("127.0.0.1", 0), handler or Handler)
         self.bucket = bucket
         self.lock = threading.RLock()
         self.checksums = True
@@ -93,9 +99,13 @@ class SmallStore(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def put(self, key: str, content: bytes) -> None:
-        tag = f'"{md5(content).hexdigest()}"'
         with self.lock:
-            self.objects[key] = Object(content, tag, zlib.crc32(content), time.time())
+            self.objects[key] = self.made(content, zlib.crc32(content))
+
+    def made(self, content: bytes, crc: int | None, tag: str = "") -> Object:
+        """A new object with this content."""
+        tag = tag or f'"{md5(content).hexdigest()}"'
+        return Object(content, tag, crc, time.time(), next(self.numbers) + 1)
 
     def below(self, prefix: str) -> dict[str, bytes]:
         """Content of the objects below a prefix, by name."""
@@ -114,12 +124,12 @@ class SmallStore(ThreadingHTTPServer):
         pass
 
 
-class _Refused(Exception):
+class Refused(Exception):
     def __init__(self, status: int, code: str) -> None:
         self.status, self.code = status, code
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: SmallStore
     disable_nagle_algorithm = True
@@ -128,12 +138,11 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _handle(self) -> None:
-        address = urlsplit(self.path)
-        bucket, _, key = unquote(address.path.lstrip("/")).partition("/")
-        query = dict(parse_qsl(address.query, keep_blank_values=True))
+        bucket, key = self.place()
+        query = dict(parse_qsl(urlsplit(self.path).query, keep_blank_values=True))
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         with self.server.lock:
-            action = self._action(key, query)
+            action = self.action(key, query)
             asked = Asked(len(self.server.asked), self.command, key, action, len(body))
             self.server.asked.append(asked)
             self.server.headers.append(str(self.headers))
@@ -142,12 +151,13 @@ class _Handler(BaseHTTPRequestHandler):
             if fault is not None and fault.kind in ("status", "reset") and not fault.after:
                 self._fail(fault)
                 return
+            self.require_signed()
             if bucket != self.server.bucket:
-                raise _Refused(404, "NoSuchBucket")
-            method = getattr(self, f"_{action.replace('-', '_')}")
+                raise Refused(404, "NoSuchBucket")
+            method = getattr(self, f"do_{action.replace('-', '_')}")
             answer = method(key, query, body)
-        except _Refused as refused:
-            answer = _error(refused.status, refused.code)
+        except Refused as refused:
+            answer = self.error(refused.status, refused.code)
         self.server.done(asked)
         if fault is not None and fault.kind in ("status", "reset"):
             self._fail(fault)
@@ -156,7 +166,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _handle  # noqa: N815
 
-    def _action(self, key: str, query: dict[str, str]) -> str:
+    def place(self) -> tuple[str, str]:
+        """(bucket, key) of the request."""
+        bucket, _, key = unquote(urlsplit(self.path).path.lstrip("/")).partition("/")
+        return bucket, key
+
+    def require_signed(self) -> None:
+        """Raise Refused for a request without the right credentials."""
+
+    def error(self, status: int, code: str) -> Answer:
+        _, headers, content = answer_xml(f"<Error><Code>{code}</Code><Message>no</Message></Error>")
+        return status, headers, content
+
+    def action(self, key: str, query: dict[str, str]) -> str:
         if self.command == "POST":
             return "begin" if "uploads" in query else "complete"
         if self.command == "PUT":
@@ -176,9 +198,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.close()
             return
-        self._send(_error(fault.status, fault.code), None)
+        self._send(self.error(fault.status, fault.code), None)
 
-    def _send(self, answer: tuple[int, dict[str, str], bytes], fault: Fault | None) -> None:
+    def _send(self, answer: Answer, fault: Fault | None) -> None:
         status, headers, content = answer
         kind = fault.kind if fault is not None else ""
         if fault is not None and kind == "stall":
@@ -202,35 +224,39 @@ class _Handler(BaseHTTPRequestHandler):
 
     # Objects.
 
+    def described(self, found: Object, key: str) -> dict[str, str]:
+        """The headers that describe an object."""
+        return {"ETag": found.tag, "Last-Modified": formatdate(found.written, usegmt=True)}
+
+    def span(self) -> str | None:
+        """The range that is asked for."""
+        return self.headers.get("Range")
+
     def _found(self, key: str) -> Object:
         found = self.server.objects.get(key)
         if found is None:
-            raise _Refused(404, "NoSuchKey")
+            raise Refused(404, "NoSuchKey")
         wanted = self.headers.get("If-Match")
         if wanted is not None and wanted != found.tag:
-            raise _Refused(412, "PreconditionFailed")
+            raise Refused(412, "PreconditionFailed")
         return found
 
-    def _get(
-        self, key: str, query: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
+    def do_get(self, key: str, query: dict[str, str], body: bytes) -> Answer:
         found = self._found(key)
-        headers = _described(found)
-        span = self.headers.get("Range")
+        headers = self.described(found, key)
+        span = self.span()
         if span is None:
             return 200, headers, found.content
         first, _, last = span.removeprefix("bytes=").partition("-")
         start, end = int(first), min(int(last), len(found.content) - 1)
         if start >= len(found.content):
-            raise _Refused(416, "InvalidRange")
+            raise Refused(416, "InvalidRange")
         headers["Content-Range"] = f"bytes {start}-{end}/{len(found.content)}"
         return 206, headers, found.content[start : end + 1]
 
-    def _head(
-        self, key: str, query: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
+    def do_head(self, key: str, query: dict[str, str], body: bytes) -> Answer:
         found = self._found(key)
-        headers = _described(found) | {"Content-Length": str(len(found.content))}
+        headers = self.described(found, key) | {"Content-Length": str(len(found.content))}
         if self.headers.get("x-amz-checksum-mode") and found.crc is not None:
             headers |= {
                 "x-amz-checksum-crc32": _word(found.crc),
@@ -238,101 +264,96 @@ class _Handler(BaseHTTPRequestHandler):
             }
         return 200, headers, b""
 
-    def _condition(self, key: str) -> None:
+    def require(self, key: str) -> None:
+        """Raise Refused if the request's condition doesn't hold."""
         there = self.server.objects.get(key)
         if self.headers.get("If-None-Match") == "*" and there is not None:
-            raise _Refused(412, "PreconditionFailed")
+            raise Refused(412, "PreconditionFailed")
         wanted = self.headers.get("If-Match")
         if wanted is not None and there is None:
-            raise _Refused(404, "NoSuchKey")
+            raise Refused(404, "NoSuchKey")
         if wanted is not None and there is not None and wanted != there.tag:
-            raise _Refused(412, "PreconditionFailed")
+            raise Refused(412, "PreconditionFailed")
 
-    def _put(
-        self, key: str, query: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
-        made = self._checked(body)
+    def do_put(self, key: str, query: dict[str, str], body: bytes) -> Answer:
+        made = self.checked(body)
         with self.server.lock:
-            self._condition(key)
+            self.require(key)
             self.server.objects[key] = made
         return 200, {"ETag": made.tag}, b""
 
-    def _checked(self, body: bytes) -> Object:
+    def checked(self, body: bytes) -> Object:
         told = self.headers.get("x-amz-checksum-crc32")
         if told is not None and not self.server.checksums:
-            raise _Refused(501, "NotImplemented")
+            raise Refused(501, "NotImplemented")
         crc = zlib.crc32(body)
         if told is not None and told != _word(crc):
-            raise _Refused(400, "BadDigest")
+            raise Refused(400, "BadDigest")
         digest = self.headers.get("Content-MD5")
         if digest is not None and digest != base64.b64encode(md5(body).digest()).decode():
-            raise _Refused(400, "BadDigest")
-        return Object(
-            body, f'"{md5(body).hexdigest()}"', None if told is None else crc, time.time()
-        )
+            raise Refused(400, "BadDigest")
+        return self.server.made(body, None if told is None else crc)
 
-    def _delete(
-        self, key: str, query: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
+    def do_delete(self, key: str, query: dict[str, str], body: bytes) -> Answer:
         with self.server.lock:
             self.server.objects.pop(key, None)
         return 204, {}, b""
 
-    def _list(
-        self, key: str, query: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
-        prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
-        with self.server.lock:
-            found = {k: v for k, v in sorted(self.server.objects.items()) if k.startswith(prefix)}
-        folders: set[str] = set()
+    def do_list(self, key: str, query: dict[str, str], body: bytes) -> Answer:
+        names, folders = self.names(query.get("prefix", ""), query.get("delimiter"))
         listed = ""
-        for name, each in found.items():
-            rest = name.removeprefix(prefix)
-            if delimiter and delimiter in rest:
-                folders.add(prefix + rest.partition(delimiter)[0] + delimiter)
-                continue
+        for name in names:
+            each = self.server.objects[name]
             listed += (
                 f"<Contents><Key>{escape(name)}</Key><Size>{len(each.content)}</Size>"
                 f"<ETag>{escape(each.tag)}</ETag></Contents>"
             )
-        for folder in sorted(folders):
+        for folder in folders:
             listed += f"<CommonPrefixes><Prefix>{escape(folder)}</Prefix></CommonPrefixes>"
-        return _xml(
+        return answer_xml(
             f"<ListBucketResult><IsTruncated>false</IsTruncated>{listed}</ListBucketResult>"
         )
 
+    def names(self, prefix: str, delimiter: str | None) -> tuple[list[str], list[str]]:
+        """(objects below a prefix, folders up to the delimiter)."""
+        with self.server.lock:
+            found = sorted(key for key in self.server.objects if key.startswith(prefix))
+        if not delimiter:
+            return found, []
+        rests = {name: name.removeprefix(prefix) for name in found}
+        folders = {
+            prefix + rest.partition(delimiter)[0] + delimiter
+            for rest in rests.values()
+            if delimiter in rest
+        }
+        return [name for name, rest in rests.items() if delimiter not in rest], sorted(folders)
+
     # Uploads.
 
-    def _begin(
-        self, key: str, query: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
+    def do_begin(self, key: str, query: dict[str, str], body: bytes) -> Answer:
         checksums = self.headers.get("x-amz-checksum-algorithm") is not None
         if checksums and not self.server.checksums:
-            raise _Refused(501, "NotImplemented")
+            raise Refused(501, "NotImplemented")
         with self.server.lock:
             identity = f"upload-{next(self.server.numbers)}"
             self.server.uploads[identity] = Upload(key, checksums, time.time())
-        return _xml(
+        return answer_xml(
             f"<InitiateMultipartUploadResult><UploadId>{identity}</UploadId></InitiateMultipartUploadResult>"
         )
 
     def _upload(self, key: str, query: dict[str, str]) -> Upload:
         found = self.server.uploads.get(query["uploadId"])
         if found is None or found.key != key:
-            raise _Refused(404, "NoSuchUpload")
+            raise Refused(404, "NoSuchUpload")
         return found
 
-    def _part(
-        self, key: str, query: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
-        made = self._checked(body)
+    def do_part(self, key: str, query: dict[str, str], body: bytes) -> Answer:
+        made = self.checked(body)
         with self.server.lock:
             self._upload(key, query).parts[int(query["partNumber"])] = made
         return 200, {"ETag": made.tag}, b""
 
-    def _list_parts(
-        self, key: str, query: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
+    def do_list_parts(self, key: str, query: dict[str, str], body: bytes) -> Answer:
         listed = ""
         with self.server.lock:
             for number, each in sorted(self._upload(key, query).parts.items()):
@@ -343,11 +364,11 @@ class _Handler(BaseHTTPRequestHandler):
                     f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(each.tag)}</ETag>"
                     f"<Size>{len(each.content)}</Size>{crc}</Part>"
                 )
-        return _xml(f"<ListPartsResult><IsTruncated>false</IsTruncated>{listed}</ListPartsResult>")
+        return answer_xml(
+            f"<ListPartsResult><IsTruncated>false</IsTruncated>{listed}</ListPartsResult>"
+        )
 
-    def _list_uploads(
-        self, key: str, query: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
+    def do_list_uploads(self, key: str, query: dict[str, str], body: bytes) -> Answer:
         listed = ""
         with self.server.lock:
             for identity, each in self.server.uploads.items():
@@ -357,60 +378,46 @@ class _Handler(BaseHTTPRequestHandler):
                         f"<Upload><Key>{escape(each.key)}</Key><UploadId>{identity}</UploadId>"
                         f"<Initiated>{began}</Initiated></Upload>"
                     )
-        return _xml(
+        return answer_xml(
             f"<ListMultipartUploadsResult><IsTruncated>false</IsTruncated>{listed}</ListMultipartUploadsResult>"
         )
 
-    def _complete(
-        self, key: str, query: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
+    def do_complete(self, key: str, query: dict[str, str], body: bytes) -> Answer:
         with self.server.lock:
             upload = self._upload(key, query)
-            self._condition(key)
+            self.require(key)
             parts = [upload.parts[number] for number in sorted(upload.parts)]
             content = b"".join(part.content for part in parts)
             told = self.headers.get("x-amz-checksum-crc32")
             if told is not None and told != _word(zlib.crc32(content)):
-                raise _Refused(400, "BadDigest")
+                raise Refused(400, "BadDigest")
             digests = b"".join(bytes.fromhex(part.tag.strip('"')) for part in parts)
             tag = f'"{md5(digests).hexdigest()}-{len(parts)}"'
             crc = zlib.crc32(content) if upload.checksums else None
-            self.server.objects[key] = Object(content, tag, crc, time.time())
+            self.server.objects[key] = self.server.made(content, crc, tag)
             del self.server.uploads[query["uploadId"]]
-        return _xml(
+        return answer_xml(
             f"<CompleteMultipartUploadResult><ETag>{escape(tag)}</ETag></CompleteMultipartUploadResult>"
         )
 
-    def _abort(
-        self, key: str, query: dict[str, str], body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
+    def do_abort(self, key: str, query: dict[str, str], body: bytes) -> Answer:
         with self.server.lock:
             self._upload(key, query)
             del self.server.uploads[query["uploadId"]]
         return 204, {}, b""
 
 
-def _described(found: Object) -> dict[str, str]:
-    return {"ETag": found.tag, "Last-Modified": formatdate(found.written, usegmt=True)}
-
-
 def _word(crc: int) -> str:
     return base64.b64encode(crc.to_bytes(4, "big")).decode()
 
 
-def _xml(text: str) -> tuple[int, dict[str, str], bytes]:
+def answer_xml(text: str) -> tuple[int, dict[str, str], bytes]:
     content = f'<?xml version="1.0" encoding="UTF-8"?>{text}'.encode()
     return 200, {"Content-Type": "application/xml"}, content
 
 
-def _error(status: int, code: str) -> tuple[int, dict[str, str], bytes]:
-    _, headers, content = _xml(f"<Error><Code>{code}</Code><Message>no</Message></Error>")
-    return status, headers, content
-
-
 @contextmanager
-def running(bucket: str) -> Iterator[SmallStore]:
-    store = SmallStore(bucket)
+def running(store: _Server) -> Iterator[_Server]:
     thread = threading.Thread(target=store.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:

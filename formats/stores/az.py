@@ -1,0 +1,402 @@
+"""Containers of Azure's Blob Storage, read and written with azure-storage-blob.
+
+    PUT /container/key?comp=block&blockid=…          a block; nobody can see it. Content-MD5 is compared
+    PUT /container/key?comp=blocklist                makes the object visible; If-None-Match: * if there must be none
+
+A block's id holds the run's upload, the part's number and the part's CRC-32. The CRC-32 of the whole object is in its
+metadata, which appear with it. Azure can't remove blocks: a commit of the same object drops them, or a week without one.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from formats.errors import CheckpointError
+from formats.partial_files import RemoteState
+from formats.stores.checksums import CRC32
+from formats.stores.objects import Listed, Listing, replaced, require_few
+from formats.stores.patience import Patience, Transient
+from formats.stores.windows import CONNECTIONS
+from formats.stores.writing import ABSENT, Conflict, Held, Small, Upload, as_sent, is_same
+
+_TIMEOUT_SECONDS = 20
+_TRANSIENT_STATUS = (408, 429, 500, 502, 503, 504)
+_TRANSIENT_CODES = ("Md5Mismatch", "OperationTimedOut", "ServerBusy")
+_SUM = "megaconv_crc32"
+_FOLDER = "hdi_isfolder"
+_BLOCK = re.compile(r"megaconv-([0-9a-f]{32})-(\d{5})-([0-9a-f]{8})")
+_DENIED = "ask the container's owner for this permission, or choose other credentials (AZURE_*, `az login`)"
+_UNSIGNED = (
+    "no credentials were found, so the request was not signed: set AZURE_STORAGE_CONNECTION_STRING, or install azure-identity "
+    "and log in with `az login`"
+)
+_Answer = TypeVar("_Answer")
+_log = logging.getLogger("megaconv")
+
+
+class AzureContainer:
+    """A container (formats.stores.writing.WritableStore)."""
+
+    checksum = CRC32
+    lists_checksums = True
+
+    def __init__(self, container: str, account: str, uri: str) -> None:
+        """account: the host of the account; empty to take the one of the environment. uri: of the container.
+
+        Raises ImportError without azure-storage-blob, CheckpointError for settings that can't be used.
+        """
+        self.uri, self._container = uri, container
+        self._signed, self._client = _client(container, account)
+
+    @property
+    def endpoint(self) -> str:
+        """The store's address, for messages."""
+        return f"{self._client.scheme}://{self._client.primary_hostname}"
+
+    # Reading.
+
+    def listing(self, prefix: str, *, deep: bool = True) -> Listing:
+        def listed() -> Listing:
+            found = Listing([], [])
+            asked = self._client.list_blobs if deep else self._client.walk_blobs
+            pages = asked(name_starts_with=prefix, include=["metadata"])
+            for each in pages:
+                if not hasattr(each, "size"):
+                    found.folders.append(each.name)
+                elif not (each.metadata or {}).get(_FOLDER):
+                    found.objects.append(Listed(each.name, int(each.size), _tag(each.etag)))
+                require_few(found, f"{self.uri}/{prefix}")
+            return found
+
+        return self._needed(self._named("list", prefix), listed)
+
+    def request(self, key: str) -> str:
+        return self._named("read", key)
+
+    def fetch(self, key: str, state: RemoteState, start: int, out: memoryview) -> Iterator[int]:
+        told: dict[str, str] = {}
+        try:
+            download = self._blob(key).download_blob(
+                offset=start,
+                length=len(out),
+                raw_response_hook=_noting(told),
+                **_condition(state.tag),
+            )
+            content = download.readall()
+        except Exception as error:  # azure's, requests' and urllib3's errors have no common class
+            if _answer_of(error)[0] in (404, 412):
+                raise replaced(state) from None
+            raise self._transient(error, self.request(key)) from None
+        if _tag(told.get("etag", "")) != state.tag:
+            raise replaced(state)
+        expected = f"bytes {start}-{start + len(out) - 1}/{state.size}"
+        if len(content) != len(out) or told.get("content-range") != expected:
+            raise CheckpointError(
+                f"{state.uri}: the store answered a request for {expected} with {len(content)} bytes; is a proxy in between?",
+                code="store-unreachable",
+            )
+        out[:] = content
+        yield len(content)
+
+    def require_unchanged(self, states: Sequence[RemoteState]) -> None:
+        def look(state: RemoteState) -> None:
+            now = self.head(state.uri.removeprefix(f"{self.uri}/"))
+            if now is None or (now.size, now.tag) != (state.size, state.tag):
+                raise replaced(state)
+
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            list(pool.map(look, states))
+
+    # Whole objects.
+
+    def put(self, key: str, content: bytes, *, only: str | None = None) -> str:
+        request, crc = self._named("write", key), f"{CRC32.of(content):08x}"
+
+        def put() -> str:
+            answer = self._blob(key).upload_blob(
+                content, overwrite=only != ABSENT, validate_content=True, metadata={_SUM: crc}, **_condition(only)
+            )  # fmt: skip
+            return _tag(answer["etag"])
+
+        try:
+            return self._repeated(request, put)
+        except _Refused as refused:
+            if only is None or not (refused.is_condition or refused.is_absent):
+                raise self._error(refused, request) from None
+            there = self.get(key)
+            if there is None or there.content != content:
+                raise Conflict(request) from None
+            return there.tag
+
+    def get(self, key: str) -> Small | None:
+        told: dict[str, str] = {}
+
+        def get() -> Small:
+            download = self._blob(key).download_blob(raw_response_hook=_noting(told))
+            content, state = download.readall(), download.properties
+            age = parsedate_to_datetime(told["date"]) - state.last_modified
+            return Small(content, _tag(state.etag), max(0.0, age.total_seconds()))
+
+        return self._found(self.request(key), get)
+
+    def head(self, key: str) -> Held | None:
+        def head() -> Held:
+            state = self._blob(key).get_blob_properties()
+            word = str((state.metadata or {}).get(_SUM, ""))
+            crc = int(word, 16) if re.fullmatch("[0-9a-f]{8}", word) else None
+            return Held(int(state.size), _tag(state.etag), crc)
+
+        return self._found(self.request(key), head)
+
+    def delete(self, key: str) -> None:
+        self._found(self._named("delete", key), lambda: self._blob(key).delete_blob())
+
+    # Objects in parts.
+
+    def begin_upload(self, key: str) -> str:
+        return uuid4().hex
+
+    def put_part(self, upload: Upload, number: int, content: bytes | bytearray, crc: int) -> str:
+        block = f"megaconv-{upload.identity}-{number:05}-{crc:08x}"
+
+        def put() -> str:
+            self._blob(upload.key).stage_block(block, bytes(content), validate_content=True)
+            return block
+
+        return self._needed(self._named("write", upload.key), put)
+
+    def parts(self, upload: Upload) -> Mapping[int, Held] | None:
+        found = {
+            number: Held(size, block, int(crc, 16))
+            for identity, number, crc, size, block in self._blocks(upload.key)
+            if identity == upload.identity
+        }
+        return found or None
+
+    def _blocks(self, key: str) -> list[tuple[str, int, str, int, str]]:
+        """(upload, part's number, CRC-32, size, id) of each block of megaconv that no commit has used."""
+
+        def listed() -> list[tuple[str, int, str, int, str]]:
+            _, staged = self._blob(key).get_block_list("uncommitted")
+            found = []
+            for each in staged:
+                match = _BLOCK.fullmatch(each.id)
+                if match is not None:
+                    found.append((match[1], int(match[2]), match[3], int(each.size), match[0]))
+            return found
+
+        return self._found(self.request(key), listed) or []
+
+    def uploads(self, prefix: str) -> list[Upload]:
+        keys = self._needed(
+            self._named("list", prefix),
+            lambda: [
+                each.name
+                for each in self._client.list_blobs(
+                    name_starts_with=prefix, include=["uncommittedblobs"]
+                )
+            ],
+        )
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            blocks = dict(zip(keys, pool.map(self._blocks, keys), strict=True))
+        found = {(key, each[0]) for key, blocks_of_key in blocks.items() for each in blocks_of_key}
+        return [Upload(key, identity, 0.0) for key, identity in sorted(found)]
+
+    def complete(
+        self, upload: Upload, parts: Mapping[int, Held], whole: Held, *, only: str | None
+    ) -> Held:
+        request = self._named("write", upload.key)
+        blocks = [parts[number].tag for number in sorted(parts)]
+        crc = {} if whole.crc is None else {_SUM: f"{whole.crc:08x}"}
+
+        def commit() -> None:
+            self._blob(upload.key).commit_block_list(blocks, metadata=crc, **_condition(only))
+
+        try:
+            self._repeated(request, commit)
+        except _Refused as refused:
+            is_unknown = (
+                refused.is_condition or refused.is_absent or refused.code == "InvalidBlockList"
+            )
+            if not is_unknown:
+                raise self._error(refused, request) from None
+            there = self.head(upload.key)
+            if there is None or not is_same(there, whole):
+                raise Conflict(upload.key) from None
+            return there
+        return as_sent(self.head(upload.key), whole, f"{self.uri}/{upload.key}")
+
+    def abort(self, upload: Upload) -> None:
+        """Nothing to do: Azure drops the blocks with the next commit of the object, or after a week."""
+
+    # Requests.
+
+    def _blob(self, key: str) -> Any:
+        return self._client.get_blob_client(key)
+
+    def _named(self, action: str, key: str) -> str:
+        return f"azure {action} on {self._container}/{key}"
+
+    def _found(self, request: str, call: Callable[[], _Answer]) -> _Answer | None:
+        """The answer to a request about an object; None if there is no such object."""
+        try:
+            return self._repeated(request, call)
+        except _Refused as refused:
+            if refused.is_absent:
+                return None
+            raise self._error(refused, request) from None
+
+    def _needed(self, request: str, call: Callable[[], _Answer]) -> _Answer:
+        """The answer to a request that has to succeed."""
+        try:
+            return self._repeated(request, call)
+        except _Refused as refused:
+            raise self._error(refused, request) from None
+
+    def _repeated(self, request: str, call: Callable[[], _Answer]) -> _Answer:
+        """The answer to a request. Raises _Refused for an answer that repeating doesn't change."""
+        patience = Patience(request)
+        while True:
+            try:
+                return call()
+            except (
+                Exception
+            ) as error:  # azure's, requests' and urllib3's errors have no common class
+                refused = _Refused(error)
+                if refused.is_absent or refused.is_condition or refused.code == "InvalidBlockList":
+                    raise refused from None
+                patience.wait(self._transient(error, request))
+
+    def _error(self, refused: "_Refused", request: str) -> Exception:
+        try:
+            return self._transient(refused.error, request)
+        except CheckpointError as error:
+            return error
+
+    def _transient(self, error: Exception, request: str) -> Transient:
+        """The failure to repeat. Raises CheckpointError if repeating can't help."""
+        from azure.core.exceptions import AzureError
+
+        if isinstance(error, Transient | CheckpointError):
+            raise error
+        status, code = _answer_of(error)
+        if status in _TRANSIENT_STATUS or code in _TRANSIENT_CODES:
+            return Transient(f"{status} {code}")
+        if not status and isinstance(error, AzureError | OSError):
+            return Transient(f"{type(error).__name__} at {self.endpoint}")
+        if not status:
+            raise _unusable(error, request) from None
+        hint = "check the account and the container"
+        if code == "ContainerNotFound":
+            hint = "there is no such container; check the name and the account"
+        elif status in (401, 403):
+            hint = _DENIED if self._signed else _UNSIGNED
+        elif code == "BlobArchived":
+            hint = "the object is archived: restore it to another tier first"
+        raise CheckpointError(
+            f"{request}: refused by {self.endpoint} ({status} {code}); {hint}", code="store-refused"
+        ) from None
+
+
+class _Refused(Exception):
+    """An answer that repeating doesn't change."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.status, self.code = _answer_of(error)
+
+    @property
+    def is_condition(self) -> bool:
+        return self.status == 412 or (self.status, self.code) == (409, "BlobAlreadyExists")
+
+    @property
+    def is_absent(self) -> bool:
+        return self.status == 404 and self.code != "ContainerNotFound"
+
+
+def _answer_of(error: Exception) -> tuple[int, str]:
+    """(HTTP status, Azure's code) of an answer; (0, "") if none came."""
+    response = getattr(error, "response", None)
+    if response is None or not getattr(response, "status_code", 0):
+        return 0, ""
+    code = getattr(error, "error_code", None) or response.headers.get("x-ms-error-code") or ""
+    return int(response.status_code), str(getattr(code, "value", code))[:60]
+
+
+def _tag(etag: str | None) -> str:
+    """An ETag without quotation marks: listings have none, headers have them."""
+    return (etag or "").strip('"')
+
+
+def _noting(told: dict[str, str]) -> Callable[[Any], None]:
+    """A hook that notes the headers of an answer."""
+
+    def note(response: Any) -> None:
+        headers = response.http_response.headers
+        told.update({name.lower(): value for name, value in headers.items()})
+
+    return note
+
+
+def _condition(only: str | None) -> dict[str, Any]:
+    from azure.core import MatchConditions
+
+    if only is None:
+        return {}
+    if only == ABSENT:
+        return {"match_condition": MatchConditions.IfMissing}
+    return {"etag": f'"{only}"', "match_condition": MatchConditions.IfNotModified}
+
+
+def _unusable(error: Exception, request: str = "azure") -> CheckpointError:
+    return CheckpointError(
+        f"{request}: {type(error).__name__}; check AZURE_STORAGE_ACCOUNT, AZURE_STORAGE_CONNECTION_STRING and the other AZURE_* variables",
+        code="store-refused",
+    )
+
+
+def _client(container: str, account: str) -> tuple[bool, Any]:
+    """(True if requests are signed, azure-storage-blob's client)."""
+    from azure.storage.blob import ContainerClient
+
+    settings: dict[str, Any] = {
+        "retry_total": 0, "connection_timeout": _TIMEOUT_SECONDS, "read_timeout": _TIMEOUT_SECONDS,
+        "max_single_get_size": 64 << 20, "max_single_put_size": 64 << 20, "logging_enable": False,
+    }  # fmt: skip
+    environment = os.environ
+    words = environment.get("AZURE_STORAGE_CONNECTION_STRING")
+    try:
+        if words and not account:
+            return True, ContainerClient.from_connection_string(words, container, **settings)
+        name = environment.get("AZURE_STORAGE_ACCOUNT") or environment.get(
+            "AZURE_STORAGE_ACCOUNT_NAME"
+        )
+        if not account and not name:
+            raise CheckpointError(
+                f"az://{container}: no account is named; set AZURE_STORAGE_ACCOUNT, or write abfs://{container}@ACCOUNT.dfs.core.windows.net/...",
+                code="store-refused",
+            )
+        host = account.replace(".dfs.", ".blob.") or f"{name}.blob.core.windows.net"
+        credential = _credential()
+        made = ContainerClient(f"https://{host}", container, credential=credential, **settings)
+        return credential is not None, made
+    except ValueError as error:
+        raise _unusable(error) from None
+
+
+def _credential() -> Any:
+    """A key or a token of the environment, else azure-identity's; None without any."""
+    for name in ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"):
+        if os.environ.get(name):
+            return os.environ[name]
+    try:
+        from azure.identity import DefaultAzureCredential
+    except ImportError:
+        _log.warning("az: no credentials were found; requests are not signed")
+        return None
+    return DefaultAzureCredential()

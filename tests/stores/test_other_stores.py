@@ -1,0 +1,234 @@
+"""Google Cloud Storage and Azure: reading and writing as with S3, against servers that refuse what these stores refuse."""
+
+from pathlib import Path
+
+import pytest
+
+from formats.stores.az import AzureContainer
+from formats.stores.claim import CLAIM, Claim
+from megaconv.engine import transfer
+from megaconv.engine.conversion import fingerprint
+from megaconv.errors import CorruptCheckpoint
+from megaconv.hub import resolve
+from megaconv.store_inputs import writable_store
+from tests.conftest import FIXTURES
+from tests.runs import run
+from tests.stores.attacks import FAULTS, fault, kill, undisturbed
+from tests.stores.conftest import BUCKET
+from tests.stores.small_azure import ACCOUNT
+from tests.stores.small_azure import KEY as AZURE_KEY
+from tests.stores.small_google import SECRET, SmallGoogle
+from tests.stores.small_store import Asked, Fault, SmallStore
+from tests.stores.test_reading import FORMATS
+
+LLAMA = FIXTURES / "peft-llama-all-linear/base"
+STORES = ("gs", "az")
+HF = ("--saver", "hf", "--max-shard-size", "20KB")
+
+
+@pytest.fixture(params=STORES)
+def other(request: pytest.FixtureRequest) -> tuple[str, SmallStore]:
+    """(scheme, an empty store)."""
+    name = {"gs": "google", "az": "azure"}[request.param]
+    return request.param, request.getfixturevalue(name)
+
+
+def upload(store: SmallStore, source: Path, prefix: str = "model") -> None:
+    for file in source.rglob("*"):
+        if file.is_file():
+            store.put(f"{prefix}/{file.relative_to(source)}", file.read_bytes())
+    store.restart()
+
+
+def test_an_output_in_another_store_has_the_bytes_of_a_local_one(
+    other: tuple[str, SmallStore], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scheme, store = other
+    upload(store, LLAMA)
+    assert run("convert", LLAMA, tmp_path / "out", *HF).status == 0
+    uri = f"{scheme}://{BUCKET}"
+    outcome = run("convert", f"{uri}/model", f"{uri}/out", *HF, "--verify")
+    assert outcome.status == 0, outcome.err
+    found = store.below("out/")
+    for file in (tmp_path / "out").iterdir():
+        if file.name != "megaconv.json":
+            assert found[file.name] == file.read_bytes(), file.name
+    assert not [key for key in store.objects if ".megaconv-" in key]
+    assert not store.uploads
+    assert fingerprint(f"{uri}/out").weights == fingerprint(LLAMA).weights
+    again = run("convert", f"{uri}/model", f"{uri}/out", *HF)
+    assert (again.status, "already exists" in again.err) == (2, True)
+    printed = outcome.out + outcome.err + again.err + "".join(capfd.readouterr())
+    for secret in (SECRET, AZURE_KEY):
+        assert secret not in printed + "".join(str(each) for each in found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_reads_from_another_store(other: tuple[str, SmallStore], name: str) -> None:
+    scheme, store = other
+    source = FIXTURES / FORMATS[name]
+    if source.is_file():
+        store.put(f"model/{source.name}", source.read_bytes())
+        uri = f"{scheme}://{BUCKET}/model/{source.name}"
+    else:
+        upload(store, source)
+        uri = f"{scheme}://{BUCKET}/model"
+    assert fingerprint(uri) == fingerprint(source)
+
+
+def test_an_object_that_changes_while_it_is_read_ends_the_run(
+    other: tuple[str, SmallStore],
+) -> None:
+    scheme, store = other
+    upload(store, LLAMA)
+    place = resolve(f"{scheme}://{BUCKET}/model")
+    name = next(LLAMA.glob("*.safetensors")).name
+    content = (LLAMA / name).read_bytes()
+    store.put(f"model/{name}", content[:-1] + bytes([content[-1] ^ 1]))
+    assert isinstance(place, Path)
+    with pytest.raises(CorruptCheckpoint, match="replaced or deleted"):
+        fingerprint(place)
+
+
+def test_a_second_run_on_the_same_target_is_refused(other: tuple[str, SmallStore]) -> None:
+    scheme, _ = other
+    words = ("convert", LLAMA, f"{scheme}://{BUCKET}/out", *HF)
+    claim = Claim(writable_store(f"{scheme}://{BUCKET}"), "out", "1.0")
+    claim.take(replaces=False, foreign=())
+    claim.change(phase="sending")
+    outcome = run(*words)
+    assert outcome.status == 2
+    assert "is writing there" in outcome.err
+    claim.remove()
+    assert run(*words).status == 0
+
+
+def test_a_claim_is_never_replaced_without_looking(other: tuple[str, SmallStore]) -> None:
+    """An object that another program puts in the place of the claim, between look and put, stays."""
+    scheme, store = other
+
+    def race(asked: Asked) -> Fault | None:
+        if asked.action == "put" and asked.key.endswith(CLAIM) and asked.key not in store.objects:
+            store.put(asked.key, b"{}")
+        return None
+
+    store.hook = race
+    outcome = run("convert", LLAMA, f"{scheme}://{BUCKET}/out", *HF)
+    assert outcome.status == 2
+    assert store.below("out/") == {CLAIM: b"{}"}
+
+
+@pytest.mark.parametrize("kind", ["503", "reset after", "half", "403"])
+def test_faults_leave_no_torn_output(other: tuple[str, SmallStore], kind: str) -> None:
+    scheme, store = other
+    words = ("convert", LLAMA, f"{scheme}://{BUCKET}/out", "--saver", "hf")
+    scenario, requests = undisturbed(store, words)
+    for place in (requests // 2, requests - 4):
+        fault(store, scenario, place, kind, lasting=kind == "403")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAULTS)
+def test_any_request_may_fail(other: tuple[str, SmallStore], kind: str) -> None:
+    """Acceptance 5 for these stores."""
+    scheme, store = other
+    words = ("convert", LLAMA, f"{scheme}://{BUCKET}/out", *HF)
+    scenario, requests = undisturbed(store, words)
+    for number in range(0, requests, 3):
+        fault(store, scenario, number, kind, lasting=bool(number % 2))
+
+
+@pytest.mark.slow
+def test_killed_runs_leave_nothing_or_everything(other: tuple[str, SmallStore]) -> None:
+    """Acceptance 6 for these stores."""
+    scheme, store = other
+    words = ("convert", LLAMA, f"{scheme}://{BUCKET}/out", *HF)
+    scenario, requests = undisturbed(store, words)
+    for number in range(0, requests, 2):
+        kill(store, scenario, number, after=bool(number % 4), resume=bool(number % 3))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_sends_only_what_is_missing(
+    other: tuple[str, SmallStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Acceptance 11. Google's store doesn't list checksums; the journal has them."""
+    from formats.stores.target import StoreTarget
+
+    scheme, store = other
+    monkeypatch.setattr(transfer, "JOURNAL_SECONDS", 0)
+    words = ("convert", LLAMA, f"{scheme}://{BUCKET}/out", *HF, "--workers", "1")
+    scenario, _ = undisturbed(store, words)
+    parts = store.of("part")
+    total, half = sum(each.nbytes for each in parts), parts[len(parts) // 2].number
+    store.clear()
+    store.hook = lambda asked: (
+        Fault("status", 403, "AccessDenied")
+        if asked.number >= half and asked.action == "part"
+        else None
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreTarget, "discard", StoreTarget.keep)
+        assert run(*words, "--resume").status == 1
+    store.restart()
+    outcome = run(*words, "--resume")
+    assert outcome.status == 0, outcome.err
+    assert store.below("out/") == scenario.expected
+    assert sum(each.nbytes for each in store.of("part")) <= 0.75 * total
+
+
+def test_a_token_that_has_expired_is_replaced(google: SmallGoogle) -> None:
+    upload(google, LLAMA)
+    moments = iter((2, 4))
+    moment = [next(moments)]
+
+    def expire(asked: Asked) -> Fault | None:
+        if asked.number >= moment[0] and asked.action == "get":
+            moment[0] = next(moments, 1 << 30)
+            google.expire()
+        return None
+
+    google.hook = expire
+    assert fingerprint(f"gs://{BUCKET}/model") == fingerprint(LLAMA)
+    assert google.given >= 1
+
+
+def test_credentials_of_google_that_give_no_token_are_one_line(
+    google: SmallGoogle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.json").write_text('{"type": "service_account", "private_key": "marked"}')
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "broken.json"))
+    outcome = run("inspect", f"gs://{BUCKET}/model")
+    assert outcome.status == 1
+    assert "check GOOGLE_APPLICATION_CREDENTIALS" in outcome.err
+    assert "marked" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("uri", "container", "endpoint"),
+    [
+        ("az://models/run", "models", "https://account.blob.core.windows.net"),
+        ("abfs://models@other.dfs.core.windows.net/run", "models", "https://other.blob.core.windows.net"),
+    ],
+)  # fmt: skip
+def test_an_account_of_azure_is_named_by_the_uri_or_the_environment(
+    monkeypatch: pytest.MonkeyPatch, uri: str, container: str, endpoint: str
+) -> None:
+    pytest.importorskip("azure.storage.blob")
+    monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING", raising=False)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "account")
+    monkeypatch.setenv("AZURE_STORAGE_KEY", AZURE_KEY)
+    store = writable_store(uri)
+    assert isinstance(store, AzureContainer)
+    assert store.endpoint == endpoint
+    assert store.request("run/config.json") == f"azure read on {container}/run/config.json"
+    assert ACCOUNT not in store.uri
+
+
+@pytest.mark.parametrize("uri", ["az://models?sig=marked", "gs://key:marked@models/run", "abfs://models:marked@a/b"])  # fmt: skip
+def test_a_uri_with_a_secret_is_refused_without_repeating_it(uri: str) -> None:
+    outcome = run("inspect", uri)
+    assert outcome.status == 2
+    assert "must not hold credentials" in outcome.err
+    assert "marked" not in outcome.err
