@@ -135,11 +135,11 @@ CODES = {
         1, "the Hugging Face Hub refuses a push: no token, no permission, a branch that has moved"
     ),
     "store-unreachable": Cause(
-        1, "an object store (s3://) doesn't answer, or answers wrongly, also after several attempts"
+        1, "an object store (s3://, gs://, az://) doesn't answer, or answers wrongly, also after several attempts"
     ),
     "store-refused": Cause(
         1,
-        "an object store (s3://) refuses a request: no credentials, no permission, another region",
+        "an object store (s3://, gs://, az://) refuses a request: no credentials, no permission, another region",
     ),
     "plugin-broken": Cause(1, "a loader, saver or family of another package can't be used"),
     "rank-lost": Cause(

@@ -28,18 +28,3 @@ def local_word(word: str) -> str:
         )
     return word
 
-
-_GOOGLE = (
-    "Google Cloud Storage is reached by S3's protocol: set AWS_ENDPOINT_URL=https://storage.googleapis.com and an HMAC key, "
-    "and give s3://BUCKET/PREFIX"
-)
-_AZURE = "Azure's storage can't be read or written, and no extra for it exists; copy the files with azcopy"
-_OTHER_STORES = {"gs": _GOOGLE, "gcs": _GOOGLE} | dict.fromkeys(
-    ("az", "azure", "abfs", "abfss"), _AZURE
-)
-
-
-def other_store(place: str) -> str:
-    """The remedy for the URI of a store that megaconv has no client for; empty for any other place."""
-    match = _URI.match(place)
-    return "" if match is None else _OTHER_STORES.get(match[1].lower(), "")

@@ -13,7 +13,6 @@ from megaconv.errors import CheckpointError, UnknownFormat, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.hub import Place, nothing_at, scheme_of
 from megaconv.loader import Loader
-from megaconv.local_paths import other_store
 from megaconv.next_steps import explain, has_bare_weights, refuse_mistaken
 from megaconv.saver import Saver
 
@@ -135,10 +134,8 @@ def detect(place: Place) -> Loader:
 
 
 def _unknown_scheme(uri: str) -> UnknownFormat:
-    if hint := other_store(uri):
-        return UnknownFormat(f"{uri}: {hint}")
     of_loaders = (scheme for found in all_loaders().values() for scheme in found.schemes)
-    known = ", ".join(f"{scheme}://" for scheme in sorted({"hf", *of_loaders}))
+    known = ", ".join(f"{scheme}://" for scheme in sorted({"hf", "s3", "gs", "az", "abfs", *of_loaders}))
     return UnknownFormat(
         f"{uri}: no loader takes it; known: {known}, and those of packages that aren't installed"
     )

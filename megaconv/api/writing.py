@@ -79,7 +79,7 @@ def convert(
     options: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Convert load_dir (a directory, a Hub id or a URI of a store) into save_dir (a directory or an s3:// URI), which must
+    """Convert load_dir (a directory, a Hub id or a URI of a store) into save_dir (a directory or a URI of a store), which must
     not exist yet.
 
     Options have the names of the command line's options. A size that is left out stays as in the source.
@@ -246,7 +246,7 @@ def push(
 
 @checked
 def clean(uri: str, *, yes: bool = False, take_over: bool = False) -> Cleaned:
-    """The leftovers of a killed run at an s3:// URI: uploads, a claim and a journal. Other uploads are never touched.
+    """The leftovers of a killed run at a URI of a store: uploads, a claim and a journal. Other uploads are never touched.
 
     yes: remove it. take_over: also the work of a run on another host that may live.
     Raises megaconv.errors.CheckpointError for a run that lives.

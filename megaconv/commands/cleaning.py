@@ -44,7 +44,7 @@ def clean(place: str, *, yes: bool = False, take_over: bool = False) -> Cleaned:
     """
     if not is_store(place):
         raise UsageError(
-            f"{place}: is no s3:// URI; on a disk, the next run on the same path removes what a killed run has left"
+            f"{place}: is no URI of a store; on a disk, the next run on the same path removes what a killed run has left"
         )
     store, prefix = writable_store(place), parsed(place).prefix
     if not prefix:

@@ -49,7 +49,7 @@ def _refuse_store_options(options: ConvertOptions) -> None:
     }
     for name, is_given in given.items():
         if is_given:
-            raise UsageError(f"{name}: is for an output in an object store (s3://); leave it out")
+            raise UsageError(f"{name}: is for an output in an object store; leave it out")
 
 
 def ahead(workers: int) -> int:

@@ -9,7 +9,7 @@ from formats.stores.addresses import is_store
 from megaconv import registry
 from megaconv.errors import CheckpointError, TargetExists, UsageError
 from megaconv.hub import UNEXPANDED, is_unexpanded
-from megaconv.local_paths import local_path, other_store
+from megaconv.local_paths import local_path
 from megaconv.store_inputs import stand_in
 
 
@@ -23,8 +23,6 @@ def refuse_place(target: str | Path) -> None:
         raise UsageError("the output's path is empty; is a variable unset that it was made of?")
     if is_store(str(target)):
         return
-    if hint := other_store(str(target)):
-        raise UsageError(f"{target}: {hint}")
     local_path(target)
     if is_unexpanded(target):
         raise UsageError(f"{target}: {UNEXPANDED}; give the path in full")

@@ -99,7 +99,7 @@ class Checkpointing:
         None, "checkpoint to start from: any that megaconv reads, or a Hub id; with the same path as --save, it acts like --resume",
         remote=True,
     )  # fmt: skip
-    save: str | None = flag(None, "directory to save to, or an s3:// URI", remote=True)
+    save: str | None = flag(None, "directory to save to, or a URI of a store (s3://, gs://, az://)", remote=True)
     save_interval: int | None = flag(None, "steps between saves (default: at the end only)")
     resume: bool = flag(
         False, "continue from --save if it holds a checkpoint, else start as the other flags say"
@@ -184,9 +184,13 @@ def flags() -> dict[str, tuple[str, Field[Any]]]:
     return found
 
 
-def _refuse_uris(value: Any) -> None:
+_STORED = ("save", "data_path", "train_data_path", "valid_data_path", "test_data_path")
+"""Settings that may be the URI of a store, and no other URI."""
+
+
+def _refuse_uris(value: Any, *, but_stores: bool) -> None:
     for word in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(word, str):
+        if isinstance(word, str) and not (but_stores and is_store(word)):
             local_word(word)
 
 
@@ -198,10 +202,8 @@ def make_settings(values: dict[str, Any]) -> Settings:
     by_subject: dict[str, dict[str, Any]] = {name: {} for name in subjects()}
     for name, value in values.items():
         subject, flag = flags()[name]
-        if not flag.metadata["remote"]:
-            _refuse_uris(value)
-        if name == "save" and value is not None and not is_store(value):
-            local_word(value)
+        if name in _STORED or not flag.metadata["remote"]:
+            _refuse_uris(value, but_stores=name in _STORED)
         by_subject[subject][name] = tuple(value) if isinstance(value, list) else value
     made = {name: kind(**by_subject[name]) for name, kind in subjects().items()}
     return Settings(**made, given=frozenset(values))

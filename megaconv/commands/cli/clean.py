@@ -12,7 +12,7 @@ from megaconv.terminal import show
 
 @command(epilog="Example: megaconv clean s3://models/my-llama --yes")
 def clean(
-    uri: Annotated[str, typer.Argument(help="The s3:// URI of an output.", metavar="URI")],
+    uri: Annotated[str, typer.Argument(help="The URI of an output in a store.", metavar="URI")],
     yes: Annotated[bool, typer.Option("--yes", help="Remove what is listed.")] = False,
     take_over: Annotated[
         bool,
