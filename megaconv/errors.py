@@ -135,7 +135,8 @@ CODES = {
         1, "the Hugging Face Hub refuses a push: no token, no permission, a branch that has moved"
     ),
     "store-unreachable": Cause(
-        1, "an object store (s3://, gs://, az://) doesn't answer, or answers wrongly, also after several attempts"
+        1,
+        "an object store (s3://, gs://, az://) doesn't answer, or answers wrongly, also after several attempts",
     ),
     "store-refused": Cause(
         1,

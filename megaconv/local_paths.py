@@ -27,4 +27,3 @@ def local_word(word: str) -> str:
             f"{word}: is a URI, and only a local path can be given here; mount {match[1]}:// as a directory, or copy it from or to one"
         )
     return word
-

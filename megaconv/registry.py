@@ -135,7 +135,9 @@ def detect(place: Place) -> Loader:
 
 def _unknown_scheme(uri: str) -> UnknownFormat:
     of_loaders = (scheme for found in all_loaders().values() for scheme in found.schemes)
-    known = ", ".join(f"{scheme}://" for scheme in sorted({"hf", "s3", "gs", "az", "abfs", *of_loaders}))
+    known = ", ".join(
+        f"{scheme}://" for scheme in sorted({"hf", "s3", "gs", "az", "abfs", *of_loaders})
+    )
     return UnknownFormat(
         f"{uri}: no loader takes it; known: {known}, and those of packages that aren't installed"
     )

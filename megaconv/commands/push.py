@@ -27,6 +27,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 from formats.ceilings import RECORD_BYTES
+from formats.partial_files import fetch_whole
 from formats.regular_files import read_small
 from megaconv import registry
 from megaconv.commands.model_card import CARD, describe, published_record
@@ -43,6 +44,7 @@ from megaconv.input import Input
 from megaconv.local_paths import local_path
 from megaconv.model.check import listing
 from megaconv.options import ConvertOptions, LoadOptions, PushOptions
+from megaconv.store_inputs import is_store, stand_in
 
 _log = logging.getLogger("megaconv")
 
@@ -112,7 +114,8 @@ def push(
     afterwards.
     """
     require_repository(repository)
-    path = local_path(directory)
+    is_stored = is_store(str(directory))
+    path = stand_in(str(directory)) if is_stored else local_path(directory)
     kind = _kind(path)
     if not dry_run:
         require_token(repository)
@@ -120,12 +123,11 @@ def push(
         return _push_files(path, kind, repository, options, dry_run, _missing(path, kind))
     if dry_run:
         raise UsageError(
-            f"--dry-run: {path} would be converted to hf first; convert it, then push that, or add --as-is"
+            f"--dry-run: {directory} would be converted to hf first; convert it, then push that, or add --as-is"
         )
     # A directory beside the source most likely has enough space for a second copy.
-    with tempfile.TemporaryDirectory(
-        prefix=f".{path.name}.push-", dir=path.resolve().parent
-    ) as room:
+    beside = None if is_stored else path.resolve().parent
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.push-", dir=beside) as room:
         made = Path(room) / "hf"
         done = convert(
             path, made, "hf", ConvertOptions(load=LoadOptions(options.config)), planned=_warn
@@ -182,6 +184,7 @@ def _push_files(
     missing: Sequence[str],
 ) -> PushReport:
     files = _files(path, options)
+    fetch_whole(files.values())  # of a store; the Hub wants hashes before the content
     notices = list[str]()
     made: dict[str, bytes] = {}
     if kind != "peft":

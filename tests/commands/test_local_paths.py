@@ -112,7 +112,7 @@ def test_the_python_interface_refuses_a_uri(model: Path) -> None:
         lambda place: megaconv.convert(model, "out", saver="hf", config=place),
         lambda place: megaconv.convert(model, "out", saver="hf", base=place),
         lambda place: megaconv.open(model, config=place),
-        lambda place: megaconv.push(place, "org/name", dry_run=True),
+        lambda place: megaconv.push(elsewhere(place), "org/name", dry_run=True),
     ]
     for call in calls:
         for place in ("s3://bucket/out", Path("s3://bucket/out")):

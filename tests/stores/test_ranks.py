@@ -1,8 +1,10 @@
 """Several processes with stores on both sides: whole files are shared out, and rank 0 publishes."""
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,8 +25,10 @@ _MAIN = (
 )
 
 
-def together(size: int, *words: object) -> list[subprocess.CompletedProcess[str]]:
-    """`megaconv WORDS` on each of `size` ranks, with rank 0 as the rendezvous."""
+def together(
+    size: int, *words: object, started: Callable[[list[int]], None] = lambda pids: None
+) -> list[subprocess.CompletedProcess[str]]:
+    """`megaconv WORDS` on each of `size` ranks, with rank 0 as the rendezvous. started: called with their processes."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -42,6 +46,7 @@ def together(size: int, *words: object) -> list[subprocess.CompletedProcess[str]
         )
         for rank in range(size)
     ]
+    started([process.pid for process in ranks])
     done = []
     for process in ranks:
         out, err = process.communicate(timeout=150)
@@ -81,4 +86,31 @@ def test_two_ranks_convert_from_store_to_store_and_go_on_after_a_failure(
     writable.restart()
     done = together(2, "convert", source, target, *words, "--resume")
     assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
+    assert_only(writable, writable.below("alone/"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_that_is_killed_ends_the_run_and_the_next_run_goes_on(
+    writable: SmallStore, victim: int
+) -> None:
+    """SIGKILL of one of three ranks, while parts are sent."""
+    words = ("--saver", "core", "--tp", 2, "--pp", 2)
+    assert run("convert", LLAMA, f"s3://{BUCKET}/alone", *words).status == 0
+    before = len(writable.of("part"))
+    target, pids = f"s3://{BUCKET}/out", list[int]()
+
+    def strike(asked: Asked) -> None:
+        if asked.action == "part" and len(writable.of("part")) == before + 3:
+            os.kill(pids[victim], signal.SIGKILL)
+
+    writable.done = strike  # type: ignore[assignment]
+    done = together(3, "convert", LLAMA, target, *words, "--resume", started=pids.extend)
+    assert done[victim].returncode == -signal.SIGKILL
+    assert 0 not in [each.returncode for each in done]
+    visible = [name for name in writable.below("out/") if ".megaconv-" not in name]
+    assert not visible
+    writable.restart()
+    done = together(3, "convert", LLAMA, target, *words, "--resume")
+    assert [each.returncode for each in done] == [0, 0, 0], [each.stderr for each in done]
     assert_only(writable, writable.below("alone/"))

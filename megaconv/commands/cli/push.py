@@ -1,6 +1,5 @@
 """`megaconv push`."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,7 +8,6 @@ from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
 from megaconv.commands.endings import say
-from megaconv.local_paths import local_path
 from megaconv.options import PushOptions
 from megaconv.terminal import show
 
@@ -17,10 +15,9 @@ if TYPE_CHECKING:
     from megaconv.commands.push import PushReport
 
 Directory = Annotated[
-    Path,
+    str,
     typer.Argument(
-        parser=local_path,
-        help="A finished checkpoint; if it is not a Hugging Face directory, it is converted first.",
+        help="A finished checkpoint, or the URI of one in a store; if it is not a Hugging Face directory, it is converted first.",
         metavar="DIR",
     ),
 ]
