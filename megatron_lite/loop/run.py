@@ -8,6 +8,7 @@ from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.batches import GlobalBatches
 from megatron_lite.data.samples import Dataset
+from megatron_lite.data.stored import FETCHED_AT_ONCE, reads_store
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.loop.log import Meter, Sink
@@ -87,6 +88,7 @@ class Run:
     def batches(self, dataset: Dataset) -> GlobalBatches:
         """Return this rank's batches of a dataset."""
         grid, tokens = self.engine.grid, self.objective.tokens
+        threads = FETCHED_AT_ONCE if reads_store(self.settings.data) else 1
         return GlobalBatches(
-            dataset, self.sizes.micro_batch, grid.dp_rank, grid.dp, self.vocab, tokens
+            dataset, self.sizes.micro_batch, grid.dp_rank, grid.dp, self.vocab, tokens, threads
         )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megaconv.options.values import byte_size
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.corpora import parse_split
 from megatron_lite.data.datasets import DEFAULT_SPLIT, DataOptions, Sampling, build_datasets
@@ -67,6 +68,7 @@ def _options(settings: Settings, sizes: Sizes) -> DataOptions:
         test_data_path=with_prefixes(data.test_data_path or (), names, "--test-data-path"),
         mock_data=data.mock_data,
         data_cache_path=cache_path(settings),
+        data_cache_bytes=byte_size(data.data_cache_size, "--data-cache-size "),
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
