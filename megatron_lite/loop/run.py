@@ -9,6 +9,7 @@ from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.batches import GlobalBatches
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.stored import FETCHED_AT_ONCE, reads_store
+from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.loop.log import Meter, Sink
 from megatron_lite.loop.schedule import Schedule
@@ -35,8 +36,7 @@ class Run:
     engine: Engine
     datasets: list[Dataset | None]
     """For training, evaluation and test."""
-    vocab: int
-    """Vocabulary size of the tokenizer."""
+    tokenizer: Tokenizer
     schedule: Schedule
     meter: Meter
     saver: Saver | None
@@ -74,6 +74,11 @@ class Run:
             return progress.scheduled_samples
         skipped = progress.consumed_samples - progress.scheduled_samples
         return max(0, progress.iteration * self.sizes.batch.full - skipped)
+
+    @property
+    def vocab(self) -> int:
+        """Vocabulary size of the tokenizer."""
+        return self.tokenizer.vocab_size
 
     @property
     def feeder(self) -> Feeder:
