@@ -99,7 +99,9 @@ class Checkpointing:
         None, "checkpoint to start from: any that megaconv reads, or a Hub id; with the same path as --save, it acts like --resume",
         remote=True,
     )  # fmt: skip
-    save: str | None = flag(None, "directory to save to, or a URI of a store (s3://, gs://, az://)", remote=True)
+    save: str | None = flag(
+        None, "directory to save to, or a URI of a store (s3://, gs://, az://)", remote=True
+    )
     save_interval: int | None = flag(None, "steps between saves (default: at the end only)")
     resume: bool = flag(
         False, "continue from --save if it holds a checkpoint, else start as the other flags say"
