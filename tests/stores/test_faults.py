@@ -26,7 +26,13 @@ PASSING = {
 """Faults that a second attempt overcomes."""
 
 
-@pytest.mark.parametrize("fault", PASSING)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        kind if kind in ("503", "half") else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in PASSING
+    ],
+)
 def test_every_second_request_may_fail(store: Proxy, fault: str) -> None:
     uri, expected = put(store, LLAMA, "model"), fingerprint(LLAMA)
     store.faults = lambda number, method, key: PASSING[fault] if number % 2 else None

@@ -39,7 +39,7 @@ def same_from_the_store(store: Proxy, source: Path, options: LoadOptions | None 
     assert store.of("PUT") == store.of("DELETE") == []
 
 
-@pytest.mark.parametrize("name", ["core", "torch_dist", "gguf", "whole"])
+@pytest.mark.parametrize("name", ["core", "gguf"])
 def test_a_format_reads_from_a_store_as_from_the_disk(store: Proxy, name: str) -> None:
     same_from_the_store(store, FIXTURES / FORMATS[name])
 

@@ -68,6 +68,7 @@ def test_a_cache_that_is_too_small_changes_no_sample(
     assert (cache / "blocks.cache").stat().st_size <= 4096 + 3 * BLOCK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [Fault("status", 503, "SlowDown"), Fault("half"), Fault("reset")])
 def test_requests_for_data_are_repeated(
     store: Proxy, corpus: Path, tmp_path: Path, fault: Fault

@@ -42,7 +42,7 @@ def files(place: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("size", "words"),
     [
-        (1, "--async-save"),
+        pytest.param(1, "--async-save", marks=pytest.mark.slow),
         pytest.param(2, "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
         pytest.param(
             2, "--ckpt-format torch --pipeline-model-parallel-size 2", marks=pytest.mark.slow
@@ -82,6 +82,7 @@ def test_the_tracker_is_written_last(writable: SmallStore, tmp_path: Path) -> No
     } <= first
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_weights_in_a_store(writable: SmallStore, tmp_path: Path) -> None:
     trained(tmp_path / "a", 1, f"--train-iters 2 --save {URI}")
     log = trained(

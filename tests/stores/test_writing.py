@@ -55,7 +55,13 @@ def assert_only(store: SmallStore, expected: dict[str, bytes], prefix: str = "ou
     assert not store.uploads
 
 
-@pytest.mark.parametrize("name", SAVERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "hf shards" else pytest.param(name, marks=pytest.mark.slow)
+        for name in SAVERS
+    ],
+)
 def test_an_output_has_the_bytes_of_a_local_one(
     writable: SmallStore, tmp_path: Path, name: str
 ) -> None:
