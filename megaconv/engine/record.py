@@ -149,6 +149,37 @@ def record_json(
     return (json.dumps(record, indent=1) + "\n").encode()
 
 
+def sealed_record_json(
+    name: str,
+    header: Header,
+    fingerprint: Fingerprint,
+    files: Mapping[str, str],
+    version: str | None,
+) -> bytes:
+    """The content of megaconv.json for a checkpoint that something else wrote.
+
+    name: of the checkpoint's directory. files: hashes of small files, by path. version: the iteration's directory.
+    """
+    record: dict[str, Any] = {
+        "megaconv": __version__,
+        "source": {"path": name, "kind": header.source},
+        "saver": "",
+        "family": header.config.family,
+        "fingerprint": fingerprint.weights,
+        "optimizer_fingerprint": fingerprint.optimizer,
+        "version": version,
+        "files": dict(sorted(files.items())),
+        "shapes": {str(key): described(info) for key, info in header.manifest.items()},
+        "tensors": {str(key): fingerprint.tensors[key] for key in header.manifest},
+    }
+    return (json.dumps(record, indent=1) + "\n").encode()
+
+
+def is_recorded(name: str) -> bool:
+    """True if a record has the hash of a small file. name: its path below the output."""
+    return name != RECORD_NAME and not name.endswith(_MAPS)
+
+
 def _small_files(files: Mapping[str, FileLayout]) -> Iterator[tuple[str, bytes]]:
     for name, layout in sorted(files.items()):
         if isinstance(layout, PlainFile) and not name.endswith(_MAPS):
@@ -182,18 +213,24 @@ def find_record(place: Place) -> Record | None:
     The record is in the output's directory, even if the input is a file in it. Raises CorruptCheckpoint for a damaged
     record.
     """
-    if isinstance(place, str):
+    if isinstance(place, str) or not has_record(place):
         return None
     path = place.parent if place.is_file() else place
-    root = (
-        path.parent
-        if rank_files.is_version(path.name) and not (path / RECORD_NAME).exists()
-        else path
-    )
-    if not (root / RECORD_NAME).exists():
-        return None
-    record, version = read_record(root)
-    return record if version in (None, _opened_version(path)) else None
+    record, version = read_record(_root(path))
+    return record if version in (None, opened_version(path)) else None
+
+
+def has_record(place: Path) -> bool:
+    """True if a megaconv.json belongs to a place, of this iteration or another one."""
+    path = place.parent if place.is_file() else place
+    return (_root(path) / RECORD_NAME).exists()
+
+
+def _root(path: Path) -> Path:
+    """The directory with the megaconv.json: that of the run if the one of an iteration has none."""
+    if rank_files.is_version(path.name) and not (path / RECORD_NAME).exists():
+        return path.parent
+    return path
 
 
 def read_record(root: Path) -> tuple[Record, str | None]:
@@ -234,7 +271,7 @@ def source_of(record: Record) -> Mapping[str, Any]:
     return known | ({"adapters": adapters} if isinstance(adapters, list) else {})
 
 
-def _opened_version(path: Path) -> str:
-    """The directory name of the iteration that is opened at path."""
+def opened_version(path: Path) -> str:
+    """The directory name of the iteration that is opened at path; empty if there is none."""
     found = path if (path / torch_dist.FORMAT_FILE).is_file() else rank_files.find_version(path)
     return "" if found is None else found.name

@@ -13,6 +13,7 @@ from megaconv.options.converting import (
 from megaconv.options.option import Listed, listed
 from megaconv.options.pushing import PushOptions
 from megaconv.options.reading import LoadOptions
+from megaconv.options.sealing import SealOptions
 from megaconv.options.unused import refuse_unused
 from megaconv.options.values import AdapterChoice
 from megaconv.options.writing import (
@@ -52,13 +53,14 @@ __all__ = [
     "LoadOptions",
     "PushOptions",
     "SaveOptions",
+    "SealOptions",
     "checkpoint_types",
     "options_of",
     "refuse_unused",
     "require_workers",
 ]
 
-_CLASSES = (ConvertOptions, PushOptions)
+_CLASSES = (ConvertOptions, PushOptions, SealOptions)
 
 
 def options_of(command: str) -> dict[str, Listed]:
