@@ -80,7 +80,7 @@ def _attack_checkpoint(bench: Bench, random: Random, checkpoint: Checkpoint) -> 
     bench.fresh_folder()
     source = bench.copy(checkpoint.name)
     before = {file: (source / file).read_bytes() for file in _files(source)}
-    damage = _damage(source, random)
+    damage = damage_a_file(source, random)
     if checkpoint.recorded and random.random() < 0.4:
         _judge_verify(bench, checkpoint, damage, intact)
     else:
@@ -171,7 +171,7 @@ def _is_in_torch_zip(archive: bytes, place: int) -> bool:
 # What is done to a checkpoint.
 
 
-def _damage(source: Path, random: Random) -> Damage:
+def damage_a_file(source: Path, random: Random) -> Damage:
     files = _files(source)
     file = random.choice(files)
     content = (source / file).read_bytes()
@@ -311,7 +311,7 @@ def _attack_remains(bench: Bench, random: Random) -> None:
         journal.write_bytes(changed)
         damage = Damage("change", "journal.jsonl", text)
     else:
-        damage = _damage(staging, random)
+        damage = damage_a_file(staging, random)
     what = f"{saver}, resumed after {damage}"
     arguments = command(
         bench.checkpoints["hf"].path, folder / "out", SAVERS[saver], "--resume --verify"
