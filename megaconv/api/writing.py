@@ -12,6 +12,7 @@ from megaconv.commands.cleaning import Cleaned
 from megaconv.commands.push import PushReport
 from megaconv.commands.sealing import Seal
 from megaconv.engine import conversion
+from megaconv.engine.lineage import lineage_of_patch
 from megaconv.engine.plan import default_workers
 from megaconv.engine.report import Report
 from megaconv.engine.target import refuse_place
@@ -192,7 +193,13 @@ def delta(
     threads = workers or default_workers(writing=False)
     refuse_place(save_dir)
     return make_patch(
-        left, right, Path(save_dir), options=read, workers=threads, overwrite=overwrite
+        left,
+        right,
+        Path(save_dir),
+        options=read,
+        workers=threads,
+        overwrite=overwrite,
+        provenance=lineage_of_patch(*inputs).provenance,
     )
 
 

@@ -111,6 +111,8 @@ def verify(
         found = fingerprint_source(source, threads, advance)
     opened.require_as_stored()
     changed |= changed_descriptions(record, stored)
+    if not record.has_intact_provenance:
+        changed[f"{RECORD_NAME}: provenance"] = "changed"
     shapes = {
         name: what
         for name, what in record.other_tensors(source.header.manifest).items()

@@ -8,6 +8,7 @@
 "quantized"       how weights are stored, if a conversion quantized them (`fp8-block`): fingerprints are of dequantized
 values
 "adapters"        adapters in the weights, merged by this conversion or an earlier one: path, weight, hashes (SHA-256)
+"provenance"      inputs, version and options of the conversion (engine/lineage.py); "provenance_hash" is its BLAKE3
 "version"         the Megatron iteration that the record describes: `iter_0000005`, `release`
 """
 
@@ -55,6 +56,20 @@ class Record:
     files: Mapping[str, str] = field(default_factory=dict)
     descriptions: Mapping[str, str] = field(default_factory=dict)
     saver: str = ""
+    provenance: Mapping[str, Any] | None = None
+    """Of what the output was made (engine/lineage.py); None in a record without it."""
+    provenance_hash: str | None = None
+
+    @property
+    def file(self) -> Path:
+        """The megaconv.json."""
+        return self.root / RECORD_NAME
+
+    @property
+    def has_intact_provenance(self) -> bool:
+        """True if the provenance is the one that was written, or none was."""
+        now = None if self.provenance is None else digest(canonical(self.provenance))
+        return now == self.provenance_hash
 
     def changed_files(self) -> dict[str, str]:
         """Small files that are `changed` or `missing`.
@@ -105,6 +120,18 @@ class Record:
         return "" if shape == recorded else f"{shape}, recorded as {recorded}"
 
 
+def canonical(value: Any) -> bytes:
+    """JSON with sorted keys and without spaces, of which hashes are made."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def with_provenance(provenance: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The keys of a record for its provenance."""
+    if provenance is None:
+        return {}
+    return {"provenance": provenance, "provenance_hash": digest(canonical(provenance))}
+
+
 def digest(content: bytes) -> str:
     return str(blake3(content).hexdigest())
 
@@ -121,11 +148,12 @@ def record_json(
     fingerprint: Fingerprint,
     adapters: Sequence[Mapping[str, Any]] = (),
     quantized: str | None = None,
+    provenance: Mapping[str, Any] | None = None,
 ) -> bytes:
     """The content of megaconv.json. Its length doesn't depend on the fingerprint.
 
     header: the header that a reader of the output gets. adapters: adapters merged into the weights. quantized: how the
-    weights are stored.
+    weights are stored. provenance: of what the output is made.
     """
     record: dict[str, Any] = {
         "megaconv": __version__,
@@ -141,6 +169,7 @@ def record_json(
         "fingerprint": fingerprint.weights,
         "optimizer_fingerprint": fingerprint.optimizer,
         "version": _version_of(plan),
+        **with_provenance(provenance),
         "files": {name: digest(content) for name, content in _small_files(plan.files)},
         **_descriptions(plan.files),
         "shapes": {str(key): described(info) for key, info in header.manifest.items()},
@@ -257,9 +286,18 @@ def read_record(root: Path) -> tuple[Record, str | None]:
             f"{file}: expected fingerprint and tensors, which megaconv writes there"
         )
     tensors, shapes, files, descriptions = tables
-    return Record(
-        root, whole, tensors, shapes, files, descriptions, saver=str(given.get("saver", ""))
-    ), version
+    record = Record(
+        root,
+        whole,
+        tensors,
+        shapes,
+        files,
+        descriptions,
+        saver=str(given.get("saver", "")),
+        provenance=given.get("provenance"),
+        provenance_hash=given.get("provenance_hash"),
+    )
+    return record, version
 
 
 def source_of(record: Record) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from megaconv.options.converting import (
     checkpoint_types,
     require_workers,
 )
-from megaconv.options.option import Listed, listed
+from megaconv.options.option import Listed, listed, options_given
 from megaconv.options.pushing import PushOptions
 from megaconv.options.reading import LoadOptions
 from megaconv.options.sealing import SealOptions
@@ -55,6 +55,7 @@ __all__ = [
     "SaveOptions",
     "SealOptions",
     "checkpoint_types",
+    "options_given",
     "options_of",
     "refuse_unused",
     "require_workers",
