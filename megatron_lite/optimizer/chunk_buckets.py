@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from megatron_lite.optimizer.schedule import Schedule
 from megatron_lite.optimizer.shards import GradientShards, OnDemand, ParameterShards
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameters import ParameterInfo, replace_parameter
+from megatron_lite.products.accumulating import GradientSum, set_gradient_sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,10 @@ class BucketOptions:
     """Keep only this rank's part of the parameters, and of the gradients."""
     fetches_ahead: bool = True
     """Fetch the sharded parameters of the next unit while a unit computes."""
+    fuses_accumulation: bool = False
+    """Add the products of matrices' gradients directly to the buckets."""
+    sums_last: bool = False
+    """True if no layer is recomputed as a whole: backward passes then see the parameters themselves."""
 
     def group(self, filling: Filling) -> comm.Group:
         return self.groups(filling.axis)
@@ -103,9 +109,14 @@ class ChunkBuckets:
         return parameter
 
     def _add_when_made(self, parameter: nn.Parameter, bucket: Bucket, member: Member) -> None:
+        gradient_sum = self._gradient_sum(bucket, member)
+        if gradient_sum is not None:
+            set_gradient_sum(parameter, gradient_sum)
+
         def add(made: Tensor) -> None:
             assert made.grad is not None
-            bucket.add(member, made.grad)
+            if gradient_sum is None or not gradient_sum.take_added(made):
+                bucket.add(member, made.grad)
             made.grad = None
             if self._reduces:
                 bucket.missing -= 1
@@ -113,6 +124,15 @@ class ChunkBuckets:
                     self._launch_complete()
 
         parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+
+    def _gradient_sum(self, bucket: Bucket, member: Member) -> GradientSum | None:
+        """Return the sum to which the product of a weight's gradient is added; None if autograd brings the gradient."""
+        module, _, name = member.info.name.rpartition(".")
+        is_matrix = name == "weight" and hasattr(self._chunk.get_submodule(module), "product")
+        if not is_matrix or not self.options.fuses_accumulation:
+            return None
+        lasting = self.options.sums_last and not self.options.shards_gradients
+        return GradientSum(partial(bucket.place, member), lasting=lasting)
 
     @property
     def _reduces(self) -> bool:

@@ -284,9 +284,14 @@ def _is_pinned_copy(target: Tensor, source: Tensor, non_blocking: bool = False) 
         return False
     if to_host:
         STREAMS.copy_later(pinned, held_of(other).to(pinned.dtype), to_host=True)
-    else:
+        return True
+    arriving = STREAMS.arriving(pinned)
+    if arriving is None:
         held_of(other).copy_(pinned)
         _note_pinned_source(pinned)
+    else:  # the host has not waited for the copy to this memory, but the GPU's order is right
+        held_of(other).copy_(arriving)
+        STREAMS.current.begin()
     return True
 
 

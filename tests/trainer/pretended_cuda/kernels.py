@@ -263,8 +263,16 @@ def _add_wide_product(
     return out if out.is_meta else out.copy_(total + left.float() @ right.float())
 
 
+def _wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
+    """Return mm of 16-bit matrices in float32. It exists only on a GPU."""
+    require(left.dtype in HALF and left.dtype == right.dtype, "a wide mm takes two of 16 bits")
+    require(out.dtype == dtype == torch.float32, "a wide mm makes float32")
+    return out if out.is_meta else out.copy_(left.float() @ right.float())
+
+
 KERNELS: dict[Any, Callable[..., Any]] = {
     ATEN.addmm.dtype_out: _add_wide_product,
+    ATEN.mm.dtype_out: _wide_product,
     ATEN._grouped_mm.default: _grouped,
     ATEN._scaled_mm.default: _scaled,
     ATEN._fused_rms_norm.default: ATEN._fused_rms_norm.default,
