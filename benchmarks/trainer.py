@@ -32,9 +32,9 @@ from turns import ROOT, Figures, answer, environment, rounds
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import fields_of, from_fields
 from megaconv.model.layout import Layout
+from megaconv.planning.gpus import peak_tflops
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
-from megatron_lite.loop.devices import peak_tflops
 from megatron_lite.loop.log import flops_per_token
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid

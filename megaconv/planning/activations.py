@@ -26,7 +26,6 @@ from megaconv.planning.mixers import mixer_cost
 from megaconv.planning.pipeline_order import order
 from megaconv.planning.run import Run, StackPart
 
-
 AT_ONCE = 2
 """Offloaded layers whose activations are on the GPU at a time."""
 
