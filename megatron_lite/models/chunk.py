@@ -67,7 +67,6 @@ def _of_all_layers(beside: Iterable[Tensor | Pass]) -> Iterator[Tensor]:
             continue
         for tables in (given.rotary, given.local_rotary):
             yield from tables or ()
-        yield from given.masks.values()
 
 
 def own_layers(plan: Plan, chunk: Chunk) -> Iterator[Layer]:

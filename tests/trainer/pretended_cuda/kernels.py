@@ -189,14 +189,21 @@ def fused_rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float
 
 
 def _rms_norm_backward(
-    grad: Tensor, x: Tensor, shape: Any, inverse: Tensor, weight: Tensor, wanted: list[bool]
+    grad: Tensor,
+    x: Tensor,
+    shape: Any,
+    inverse: Tensor,
+    weight: Tensor | None,
+    wanted: list[bool],
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of x and of the weight. inverse: one over the root mean square, from the forward pass."""
-    wide, scaled = x.float(), grad.float() * weight.float()
+    wide, scaled = x.float(), grad.float()
+    if weight is not None:
+        scaled = scaled * weight.float()
     along = (scaled * wide).mean(-1, keepdim=True)
     of_x = inverse * (scaled - wide * along * inverse.square())
     of_weight = (grad.float() * wide * inverse).flatten(0, -2).sum(0)
-    of_x, of_weight = of_x.to(x.dtype), of_weight.to(weight.dtype)
+    of_x, of_weight = of_x.to(x.dtype), of_weight.to(x.dtype if weight is None else weight.dtype)
     return of_x if wanted[0] else None, of_weight if wanted[1] else None
 
 

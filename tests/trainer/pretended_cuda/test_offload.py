@@ -41,7 +41,7 @@ CASES = [
     Case("deepseek_v3"),
     Case("qwen3", tp=2, sequence_parallel=True),
 ]
-QUICK = 2
+QUICK = 1
 
 
 @pytest.mark.parametrize(
