@@ -314,12 +314,13 @@ class Engine(RankParameters):
 
     def logits(self, batch: Microbatch, cache: Cache | None = None) -> Tensor | None:
         """Return float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective. cache: see last_stage."""
-        last = self.last_stage(batch, cache)
-        if last is None:
-            return None
-        chunk, hidden = last
-        with torch.no_grad(), self.whole_parameters():
-            own = chunk.logits((hidden,))
+        with self.whole_parameters():
+            last = self.last_stage(batch, cache)
+            if last is None:
+                return None
+            chunk, hidden = last
+            with torch.no_grad():
+                own = chunk.logits((hidden,))
         return own if self._context is None else self._context.whole(own, 1)
 
     def last_stage(
@@ -328,7 +329,9 @@ class Engine(RankParameters):
         """Return (the last chunk, activations after its final norm) on the last stage, None on others. Collective.
 
         cache: of the preceding tokens; it is extended by these tokens. With a cache, the batch has to contain the positions.
+        Raises ParametersFreed if parameters are sharded, outside whole_parameters(): the chunk would have no matrices.
         """
+        self.require_whole_parameters()
         self.finish()  # the head's weight is used without calling the module, so no hook waits for it
         run = self.make_pass(batch, cache=cache)
         found: tuple[Network, Tensor] | None = None

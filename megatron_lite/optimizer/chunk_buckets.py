@@ -215,7 +215,7 @@ class ChunkBuckets:
         present = [info for info in infos if self._memory_of(info) is None]
         if present:
             yield present
-        for memory in {id(each): each for each in self._memory.values()}.values():
+        for memory in self._memories():
             memory.allocate()
             memory.whole.zero_()
             yield [info for info in infos if self._memory_of(info) is memory]
@@ -237,12 +237,21 @@ class ChunkBuckets:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Keep all parameters in memory in this region. Collective if parameters are sharded."""
-        memories = {id(each): each for each in self._memory.values()}.values()
+        # Inside another such region, the outer one releases them.
+        memories = [each for each in self._memories() if not each.held]
         for memory in memories:
             memory.ready()
-        yield
-        for memory in memories:
-            memory.release()
+            memory.held = True
+        try:
+            yield
+        finally:
+            for memory in memories:
+                memory.held = False
+                memory.release()
+
+    def _memories(self) -> list[OnDemand]:
+        """Return the memory of all sharded parameters."""
+        return list({id(each): each for each in self._memory.values()}.values())
 
     def _memory_of(self, info: ParameterInfo) -> OnDemand | None:
         return self._memory.get(id(self._chunk.get_parameter(info.name)))

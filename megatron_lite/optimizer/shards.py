@@ -88,6 +88,8 @@ class OnDemand:
     gathering: comm.Call | comm.Works | None = None
     present: bool = False
     """True if the whole has memory."""
+    held: bool = False
+    """True in a region that keeps the whole: release() does nothing."""
     _version: _unsafe_preserve_version_counter | None = None
     _arriving: bool = False
     """True from start() until the whole has been waited for."""
@@ -138,7 +140,9 @@ class OnDemand:
         self.shard.copy_(self.whole[self.parts.own])
 
     def release(self) -> None:
-        """Free the memory of the whole."""
+        """Free the memory of the whole, unless it is held."""
+        if self.held:
+            return
         self._arrive()  # it may be fetched in advance and not used
         self.whole.untyped_storage().resize_(0)
         self.present = False
