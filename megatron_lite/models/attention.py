@@ -22,12 +22,14 @@ from megatron_lite.models.scores import raise_by_rows
 from megatron_lite.parallel.context import ContextGroup, heads_for_tokens, tokens_for_heads
 
 KERNELS = {
-    "flash": (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION),
-    "fused": (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION),
+    "flash": (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
+    "fused": (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
     "unfused": (SDPBackend.MATH,),
     "local": (SDPBackend.MATH,),
 }
 """Values of --attention-backend -> PyTorch's kernels, in order. The second one computes what the first one refuses: masks.
+
+Plain products compute what neither takes, such as float32 with fewer key heads than heads.
 
 With `auto`, PyTorch chooses. On Hopper and Blackwell it prefers cuDNN.
 """
@@ -247,6 +249,11 @@ def sdpa(
         q, k, v = with_sink(q, k, v, sinks / scale)
     causal = mask is None and len(q) == len(k)
     grouped = q.shape[2] != k.shape[2]
+    if grouped and mask is not None and q.is_cuda:
+        # With a mask, torch's own kernels for a GPU need as many key heads as heads.
+        each = q.shape[2] // k.shape[2]
+        k, v = k.repeat_interleave(each, 2), v.repeat_interleave(each, 2)
+        grouped = False
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         q,

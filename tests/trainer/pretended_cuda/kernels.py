@@ -143,6 +143,14 @@ def fits_flash(
     return q.dtype in HALF and same_width and attn_mask is None and not dropout_p
 
 
+def refuse_grouped_mask(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **how: Any
+) -> None:
+    """Raise KernelRefused for a mask with fewer key heads: torch's efficient attention has none, its flash attention no mask."""
+    grouped = q.shape[1] != k.shape[1]
+    require(attn_mask is None or not grouped, "with a mask, attention needs as many key heads")
+
+
 def flash_sdpa(
     q: Tensor,
     k: Tensor,
