@@ -1,5 +1,6 @@
 """All buckets of one chunk: the chunk's parameters become views of them, and gradients flow into them."""
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from megatron_lite.optimizer.schedule import Schedule
 from megatron_lite.optimizer.shards import GradientShards, OnDemand, ParameterShards
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameters import ParameterInfo, replace_parameter
-from megatron_lite.products.accumulating import GradientSum, set_gradient_sum
+from megatron_lite.products.accumulating import GradientSum, gradient_sum_of, set_gradient_sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,18 +113,29 @@ class ChunkBuckets:
         gradient_sum = self._gradient_sum(bucket, member)
         if gradient_sum is not None:
             set_gradient_sum(parameter, gradient_sum)
+        # Python can't collect a cycle through a hook of a gradient, so the hook refers to the buckets weakly.
+        # Otherwise an engine would never be freed, nor would its groups and their threads.
+        own, its_bucket = weakref.ref(self), weakref.ref(bucket)
 
         def add(made: Tensor) -> None:
-            assert made.grad is not None
-            if gradient_sum is None or not gradient_sum.take_added(made):
-                bucket.add(member, made.grad)
-            made.grad = None
-            if self._reduces:
-                bucket.missing -= 1
-                if not bucket.missing and self.options.overlap:
-                    self._launch_complete()
+            buckets, bucket = own(), its_bucket()
+            assert buckets is not None, "the engine was freed"
+            assert bucket is not None, "the engine was freed"
+            buckets._add(bucket, member, made)
 
         parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+
+    def _add(self, bucket: Bucket, member: Member, made: Tensor) -> None:
+        """Move a parameter's gradient to its bucket, and launch the buckets that are complete."""
+        assert made.grad is not None
+        gradient_sum = gradient_sum_of(made)
+        if gradient_sum is None or not gradient_sum.take_added(made):
+            bucket.add(member, made.grad)
+        made.grad = None
+        if self._reduces:
+            bucket.missing -= 1
+            if not bucket.missing and self.options.overlap:
+                self._launch_complete()
 
     def _gradient_sum(self, bucket: Bucket, member: Member) -> GradientSum | None:
         """Return the sum to which the product of a weight's gradient is added; None if autograd brings the gradient."""
