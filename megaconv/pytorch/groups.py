@@ -65,8 +65,9 @@ def _of_megatron(group: ParamGroup, highest: float | None) -> dict[str, Any]:
     """highest: the largest learning rate of the run's schedule, if it is known."""
     own = {name: group.settings[name] for name in SETTINGS if name in group.settings}
     made = {**SETTINGS, **own}
-    largest = group.settings.get("max_lr") or highest or made["lr"]
-    return made | {"betas": tuple(made["betas"]), "initial_lr": largest}
+    largest = group.settings.get("max_lr") or highest
+    made["betas"] = tuple(made["betas"])
+    return made | ({"initial_lr": largest} if largest else {})
 
 
 def group_of(native: NativeTensor, groups: TorchGroups, header: Header) -> int | None:

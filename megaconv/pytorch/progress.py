@@ -43,12 +43,17 @@ def entry(training: TrainingState) -> dict[str, Any]:
 
 
 def lr_scheduler(training: TrainingState, groups: TorchGroups) -> dict[str, Any]:
-    """The state of torch's LambdaLR after the steps of the run."""
+    """The state of torch's LambdaLR after the steps of the run.
+
+    A rate that the schedule multiplies (`base_lrs`) is left out if the source doesn't have it: a run that needs it then
+    stops, instead of going on with a wrong one.
+    """
     steps = iteration_of(training)
     rates = [float(group.get("lr", 0.0)) for group in groups.groups]
-    highest = [float(group.get("initial_lr", group.get("lr", 0.0))) for group in groups.groups]
+    highest = [group["initial_lr"] for group in groups.groups if "initial_lr" in group]
+    known = {"base_lrs": list(map(float, highest))} if len(highest) == len(rates) else {}
     return {
-        "base_lrs": highest,
+        **known,
         "last_epoch": steps,
         "_step_count": steps + 1,
         "_is_initial": False,

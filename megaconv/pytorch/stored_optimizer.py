@@ -23,6 +23,8 @@ from megaconv.model.training import ADAM
 _OPTIMIZER = r"(?:.*?\.)?optim(?:izers?)?\."
 _STATE = re.compile(rf"{_OPTIMIZER}state\.(.+)\.(\w+)")
 _GROUPS = re.compile(rf"{_OPTIMIZER}param_groups\.(.+)\.(\w+)")
+_NAMES = "param_names"
+"""The names of a group's parameters, which torch keeps in groups that were made of named parameters."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def _groups(
     settings: dict[str, dict[str, Any]] = {}
     for key in directory.objects():
         found = _GROUPS.fullmatch(key)
-        if found:
+        if found and found[2] != _NAMES:
             settings.setdefault(found[1], {})[found[2]] = directory.read_object(key)
     if all("params" in group for group in settings.values()):
         return _numbered(settings, name_of)

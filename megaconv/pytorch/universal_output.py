@@ -147,6 +147,7 @@ class UniversalOutput:
         steps = progress.iteration_of(training)
         # last_epoch and the like are torch's, last_batch_iteration is that of DeepSpeed's own schedulers.
         scheduler = progress.lr_scheduler(training, groups) | {"last_batch_iteration": steps - 1}
+        scheduler.pop("base_lrs", None)  # the run has its own
         return {
             "buffer_names": [],
             "optimizer": None,
