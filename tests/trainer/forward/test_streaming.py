@@ -1,11 +1,13 @@
 """Weights that are read when they are used give the logits of transformers, and those of a model in memory, bit for bit or nearly."""
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from formats.tensor import LazyTensor
+from formats.tensor import Box, Bytes, LazyTensor, Shape
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.layout import Layout
@@ -16,6 +18,7 @@ from megatron_lite.engine import Engine
 from megatron_lite.forward.comparison import compute
 from megatron_lite.forward.opening import open_streamed
 from megatron_lite.forward.rows import batches, built_in_tokens
+from megatron_lite.models.moe.router import Router
 from megatron_lite.models.trainable import TRAINED, rotated_width
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.settings.options import ModelOptions
@@ -122,3 +125,50 @@ def test_encoders_too(fixture: str, states: set[str]) -> None:
     found = compute(engines, [batch], logits_at_once=3)
     assert states <= set(found.differences)
     assert max(each.relative for each in found.differences.values()) < TOLERANCE
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A lazy tensor that notes that it is read."""
+
+    name: str
+    inner: LazyTensor
+    read: set[str]
+
+    @property
+    def shape(self) -> Shape:
+        return self.inner.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.inner.dtype
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        self.read.add(self.name)
+        self.inner.read_into(box, out)
+
+
+def test_only_the_experts_that_tokens_choose_are_read() -> None:
+    config = config_of("deepseek_v3")
+    tensors = initial_weights(config, 0.2, 7)
+    read: set[str] = set()
+    watched: dict[str, LazyTensor] = {
+        name: Watched(name, tensor, read) for name, tensor in tensors.items()
+    }
+    chosen: set[tuple[int, int]] = set()
+    engine = streamed(config, watched)
+    for module in engine.chunks[0].modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(
+                lambda router, _, made: chosen.update(
+                    (router.layer, expert) for expert in made[1].flatten().tolist()
+                )
+            )
+    (batch,) = batches(config, [built_in_tokens(config.vocab, 2)], 1)
+    compute([engine], [batch], logits_at_once=1)
+    of_experts = re.compile(r"layers\.(\d+)\..*experts\.(\d+)\.")
+    found = {match for match in map(of_experts.search, read) if match is not None}
+    assert {(int(match[1]), int(match[2])) for match in found} == chosen
+    assert 0 < len(chosen) < 2 * config.experts.count
+    unread = [name for name in tensors if name not in read and not name.startswith("mtp.")]
+    assert all(of_experts.search(name) for name in unread)
