@@ -108,9 +108,7 @@ def _walk_together(
     return hidden
 
 
-def _compare(
-    name: str, pair: Sequence[Tensor], computed: Computed, done: Report
-) -> None:
+def _compare(name: str, pair: Sequence[Tensor], computed: Computed, done: Report) -> None:
     difference = computed.differences.setdefault(name, StateDifference(name))
     _take(difference, *pair)
     done(difference)

@@ -13,6 +13,7 @@ from megatron_lite.engine import Engine
 from megatron_lite.forward.streaming import stream_weights
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.sizes import check_length
 
 LARGEST_BUFFER = 64 << 20
 """Bytes of a block of rows. A product with a larger block is no faster."""
@@ -30,9 +31,11 @@ def open_streamed(
     dtype: str,
     device: torch.device,
     max_memory: int,
+    length: int,
 ) -> Engine:
     """Return an engine for inference. place: of the checkpoint, for messages. dtype: torch's name, to compute in.
 
+    max_memory: bytes, of which blocks of weights take a part. length: tokens of the longest row.
     Raises NotExpressible for a model that the trainer can't compute, TensorMismatch for other tensors than the model's.
     """
     if config.family == "retro":
@@ -41,6 +44,7 @@ def open_streamed(
         )
     layout = Layout(stage_layers=(config.layer_count,))
     options = ModelOptions(dtype=dtype, trains=False, vocab_divisor=1)
+    check_length(config, layout, options, length)
     grid = Grid(layout, dp=1, rank=0, device=device)
     try:
         engine = Engine(changed(config, {"dtype": dtype}), grid, options, None, allocates=False)

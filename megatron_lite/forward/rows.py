@@ -42,9 +42,7 @@ def row_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
     return tokens * (elements * itemsize + scores * 4)
 
 
-def rows_together(
-    config: ModelConfig, tokens: int, itemsize: int, max_memory: int
-) -> int:
+def rows_together(config: ModelConfig, tokens: int, itemsize: int, max_memory: int) -> int:
     """Return the number of rows that half of the memory holds. Raises UsageError if it holds none."""
     each = row_bytes(config, tokens, itemsize)
     if each > max_memory // 2:

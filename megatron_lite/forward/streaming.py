@@ -104,9 +104,7 @@ class _Streams:
     def _product(self, info: ParameterInfo) -> StreamedProduct:
         return StreamedProduct(info.native, self.reader, self.buffer)
 
-    def _put_behind_embedding(
-        self, path: str, module: VocabEmbedding, info: ParameterInfo
-    ) -> None:
+    def _put_behind_embedding(self, path: str, module: VocabEmbedding, info: ParameterInfo) -> None:
         """Replace an embedding, and let tied heads read its table."""
         outer, _, name = path.rpartition(".")
         streamed = StreamedEmbedding(module, info.native, self.reader)

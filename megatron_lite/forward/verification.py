@@ -55,10 +55,10 @@ def verify(request: ForwardRequest, report: Report) -> ForwardPass:
     first, *others = opened
     for other in others:
         require_comparable((first.place, first.config), (other.place, other.config))
-    engines = [_engine(each, dtype, request.max_memory) for each in opened]
     rows = _rows(request, opened)
-    itemsize = engines[0].dtype.itemsize
     longest = max(map(len, rows))
+    engines = [_engine(each, dtype, request.max_memory, longest) for each in opened]
+    itemsize = engines[0].dtype.itemsize
     together = min(
         rows_together(each.config, longest, itemsize, request.max_memory) for each in opened
     )
@@ -89,9 +89,9 @@ def _open(place: str, loader: str | None, options: LoadOptions) -> _Opened:
     return _Opened(place, source.header, tensors)
 
 
-def _engine(opened: _Opened, dtype: str, max_memory: int) -> Engine:
-    cpu = torch.device("cpu")
-    return open_streamed(opened.place, opened.config, opened.tensors, dtype, cpu, max_memory)
+def _engine(opened: _Opened, dtype: str, max_memory: int, length: int) -> Engine:
+    place, config, tensors = opened.place, opened.config, opened.tensors
+    return open_streamed(place, config, tensors, dtype, torch.device("cpu"), max_memory, length)
 
 
 def _rows(request: ForwardRequest, opened: Sequence[_Opened]) -> list[tuple[int, ...]]:
@@ -109,7 +109,9 @@ def _rows(request: ForwardRequest, opened: Sequence[_Opened]) -> list[tuple[int,
         )
     rows = windows(_tokens(request.text, opened), window)
     if not rows:
-        raise UsageError(f"--text {request.text}: has fewer than two tokens, so nothing is predicted")
+        raise UsageError(
+            f"--text {request.text}: has fewer than two tokens, so nothing is predicted"
+        )
     return rows
 
 

@@ -20,7 +20,9 @@ _WIDTH = 20
 def run_forward(request: ForwardRequest, *, as_json: bool) -> None:
     """Compute and print. Ends with status 4 if two models differ."""
     if not isfinite(request.tolerance):
-        raise UsageError(f"--tolerance {request.tolerance}: is not a number; write one such as 1e-4")
+        raise UsageError(
+            f"--tolerance {request.tolerance}: is not a number; write one such as 1e-4"
+        )
     found = forward_pass(request, _ignore if as_json else _print_state)
     if as_json:
         print_json(found.to_json())
@@ -35,7 +37,9 @@ def _ignore(_state: StateDifference) -> None:
 
 
 def _print_state(state: StateDifference) -> None:
-    show(f"{state.name:<{_WIDTH}} {state.relative:<9.2g} (largest difference {state.absolute:.3g} of {state.largest:.3g})")
+    show(
+        f"{state.name:<{_WIDTH}} {state.relative:<9.2g} (largest difference {state.absolute:.3g} of {state.largest:.3g})"
+    )
 
 
 def _print_result(found: ForwardPass) -> None:
@@ -50,4 +54,6 @@ def _print_result(found: ForwardPass) -> None:
     if first is None:
         show(f"the same: {found.tokens} tokens, no difference beyond {request.tolerance:g}")
     else:
-        show(f"different: from {first.name} on, by {first.relative:.2g}; the tolerance is {request.tolerance:g}")
+        show(
+            f"different: from {first.name} on, by {first.relative:.2g}; the tolerance is {request.tolerance:g}"
+        )

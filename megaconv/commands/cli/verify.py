@@ -12,7 +12,6 @@ from megaconv.local_paths import local_path
 from megaconv.options import LoadOptions
 from megaconv.terminal import show
 
-
 EXAMPLES = """\b
 Examples:
   megaconv verify ckpt && echo as it was written

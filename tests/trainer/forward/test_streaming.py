@@ -47,7 +47,7 @@ QUICK = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h,
 
 
 def streamed(config: ModelConfig, tensors: dict[str, LazyTensor]) -> Engine:
-    return open_streamed("model", config, tensors, "float32", CPU, SMALL)
+    return open_streamed("model", config, tensors, "float32", CPU, SMALL, 32)
 
 
 def weights_of(directory: Path) -> tuple[ModelConfig, dict[str, LazyTensor]]:
@@ -57,9 +57,7 @@ def weights_of(directory: Path) -> tuple[ModelConfig, dict[str, LazyTensor]]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMPUTED
-    ],
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMPUTED],
 )
 @pytest.mark.oracle
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:

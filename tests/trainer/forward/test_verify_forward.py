@@ -132,7 +132,10 @@ FORMATS: dict[str, tuple[Variant, dict[str, dict[str, object]]]] = {
     ),
     "qwen3_moe": (
         MIXTURES["qwen3_moe"],
-        {"core": {"saver": "core", "tp": 2, "ep": 2}, "gguf": {"saver": "gguf", "options": {"tokenizer": "none"}}},
+        {
+            "core": {"saver": "core", "tp": 2, "ep": 2},
+            "gguf": {"saver": "gguf", "options": {"tokenizer": "none"}},
+        },
     ),
 }
 
