@@ -99,7 +99,7 @@ class StreamedEmbedding(VocabEmbedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens int64 [sequence, batch] -> [sequence, batch, width]."""
-        distinct, places = tokens.unique(return_inverse=True)
+        distinct, places = tokens.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         shape = len(distinct), matrix_shape(self.native.shape)[1]
         rows = torch.empty(shape, dtype=self.reader.dtype, device=self.reader.device)
         for place, token in enumerate(distinct.tolist()):
