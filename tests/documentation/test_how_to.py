@@ -97,7 +97,7 @@ def test_the_commands_of_the_page_about_serving_checkpoints_run(
     script = "\n".join(command.text for command in commands(SERVING))
     script = script.replace("8700", str(free_port()))
     try:
-        in_bash(f"{script}\nkill %1", tmp_path, shell | {"HF_HUB_OFFLINE": "0"}, 120)
+        in_bash(f"{script}\nkill %1", tmp_path, shell | {"HF_HUB_OFFLINE": "0"}, 300)
     finally:
         print((tmp_path / "server.log").read_text())
 
