@@ -22,7 +22,11 @@ from tests.documented_commands import (
 HOW_TO = ROOT / "docs" / "how-to"
 PAGES = sorted(HOW_TO.glob("*.md"))
 SECTIONS = ("What you need", "Steps", "Check the result", "What commonly goes wrong", "Read more")
-CONVERTING = ("convert-for-vllm-and-llama-cpp.md", "publish-to-the-hub.md")
+CONVERTING = (
+    "convert-for-vllm-and-llama-cpp.md",
+    "publish-to-the-hub.md",
+    "sign-a-checkpoint.md",
+)
 SERVING = "serve-without-converting.md"
 TRAINING = {
     "finetune": ("finetune-llama.md", "serve-a-tuned-model.md"),

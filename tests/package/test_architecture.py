@@ -41,6 +41,7 @@ ROOMS = {
         ("megaconv.families",),
         ("megaconv.options",),
         ("megaconv.model",),
+        ("megaconv.signatures",),
         (
             "megaconv.hub",
             "megaconv.hub_headers",
@@ -307,6 +308,8 @@ def test_circles_are_found() -> None:
 
 
 HEAVY = {
+    "cryptography",
+    "sigstore",
     "boto3",
     "botocore",
     "torch",

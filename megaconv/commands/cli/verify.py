@@ -1,16 +1,20 @@
 """`megaconv verify`, and `verify --forward`, which computes with the models."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
+from megaconv.commands.endings import say
 from megaconv.local_paths import local_path
-from megaconv.options import LoadOptions
+from megaconv.options import LoadOptions, SealOptions
 from megaconv.terminal import show
+
+if TYPE_CHECKING:
+    from megaconv.signatures.checking import Signed
 
 EXAMPLES = """\b
 Examples:
@@ -73,13 +77,15 @@ def verify(
     loader_a: opt.LoaderA = None,
     loader_b: opt.LoaderB = None,
     load: LoadOptions,
+    seal: SealOptions,
     quiet: opt.NoProgress = False,
     as_json: opt.Json = False,
 ) -> None:
     """Compare a checkpoint with the fingerprints in its megaconv.json. Exit status 0: as written; 4: it differs.
 
-    Configuration, tokenizer and other small files are compared with the hashes there. With --forward, the command
-    computes with the weights in place of that: it compares what two checkpoints compute, or prints a perplexity.
+    Configuration, tokenizer and other small files are compared with the hashes there. With --public-key or --identity, a
+    signature is required first: every file must be as it was signed. With --forward, the command computes with the weights
+    in place of that: it compares what two checkpoints compute, or prints a perplexity.
     """
     asked = {
         "B": other, "--text": text, "--tolerance": tolerance, "--window": window, "--dtype": dtype,
@@ -88,8 +94,13 @@ def verify(
     if forward:
         from megaconv.commands.cli.forward_lines import run_forward
         from megaconv.commands.forward_pass import MAX_MEMORY, TOLERANCE, ForwardRequest
+        from megaconv.errors import UsageError
         from megaconv.options.values import byte_size
 
+        if seal != SealOptions():
+            raise UsageError(
+                "--forward checks no signature; run `megaconv verify` with the options of the signature first"
+            )
         request = ForwardRequest(
             places=(path,) if other is None else (path, other),
             loaders=(loader_a or loader, loader_b or loader)[: 1 if other is None else 2],
@@ -107,9 +118,18 @@ def verify(
     from megaconv.commands.verification import verify as run
 
     with Progress("verifying", shown=not quiet) as progress:
-        found = run(path, load, advance=progress.advance, loader=loader, expect=progress.expect)
+        found = run(
+            path, load, advance=progress.advance, loader=loader, expect=progress.expect, seal=seal
+        )
+    if found.has_unchecked_signature:
+        say("the signature in model.sig was not checked; pass --public-key or --identity")
     if as_json:
         print_json(found.to_json())
+        raise typer.Exit(0 if found.same else 4)
+    if found.signed is not None:
+        _show_signature(found.signed)
+    if not found.is_recorded:
+        show("no megaconv.json: the tensors have no fingerprints to compare with")
     elif found.same:
         files = f" and {found.files} other file{'s' * (found.files != 1)}" if found.files else ""
         show(f"as written: {found.tensors} tensors{files}, fingerprint {found.found}")
@@ -130,3 +150,9 @@ def _require_forward(asked: dict[str, Any]) -> None:
         raise UsageError(
             f"{given[0]} is for verify --forward; `megaconv diff A B` compares two checkpoints tensor by tensor"
         )
+
+
+def _show_signature(signed: "Signed") -> None:
+    show(f"as signed: {signed.resources} files, digest {signed.root}")
+    if signed.left_out:
+        say(f"the signature doesn't cover {', '.join(signed.left_out)}")
