@@ -63,6 +63,7 @@ ROOMS = {
         ("megatron_lite", "megatron_lite.__main__", "megatron_lite.cli"),
         ("megatron_lite.commands",),
         ("megatron_lite.inference",),
+        ("megatron_lite.forward",),
         ("megatron_lite.loop",),
         ("megatron_lite.planning",),
         ("megatron_lite.objectives",),
