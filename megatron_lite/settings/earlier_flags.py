@@ -38,6 +38,7 @@ _EMBED = "a biencoder is indexed by a command of its own; give the flag to `mega
 
 REPLACED = {
     "--batch-size": "give --micro-batch-size (sequences of one data-parallel rank, as in Megatron-LM's scripts) or --global-batch-size",
+    "--num-microbatches-in-minibatch": "--global-batch-size determines the number of microbatches; give it",
     "--max-preds-per-seq": "--mask-prob determines the number of masked tokens; leave it out",
     "--fp32-embedding": _ONE_DTYPE,
     "--fp32-layernorm": _ONE_DTYPE,

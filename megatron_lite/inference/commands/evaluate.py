@@ -109,13 +109,14 @@ def main(words: list[str]) -> int:
 def with_todays_task(words: list[str]) -> list[str]:
     """Return a command line of run_gpt2_eval.py (2019) with today's task. Other command lines stay as they are.
 
-    That tool has one flag for all data, --data-path. Without another flag it measures perplexity by word.
+    That tool has one flag for all data, --data-path. Without another flag it measures perplexity by word, in windows
+    that begin 32 tokens after each other.
     """
     if "--model-path" not in words:
         return words
     has_task = "--cloze-eval" in words or "--webtext-eval" in words
     data = "--corpus" if "--webtext-eval" in words else "--valid-data"
-    task = [] if has_task else ["--task", "WIKITEXT103"]
+    task = [] if has_task else ["--task", "WIKITEXT103", "--overlapping-eval", "32"]
     return task + [data if word == "--data-path" else word for word in words]
 
 

@@ -149,6 +149,13 @@ def test_a_flag_of_another_command_is_refused_with_this_command(flag: str) -> No
         parse("pretrain", [flag, "x"])
 
 
+@pytest.mark.parametrize("flag", REPLACED)
+def test_a_flag_without_counterpart_is_refused_with_what_to_do(flag: str) -> None:
+    """Also flags of the documents' comments and scripts, which no command line has."""
+    with pytest.raises(UsageError, match=f"^{flag}: {re.escape(REPLACED[flag])}$"):
+        parse("pretrain", [flag, "x"])
+
+
 def test_flags_without_effect_are_named() -> None:
     words = "--DDP-impl local --cache-dir cache --lazy-loader --resume-dataloader --deep-init --embedding-weights-in-fp32"
     _, ignored = parse("pretrain", words.split())
