@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from formats.stores.addresses import is_store
 from formats.yaml_file import read_yaml
 from megaconv.errors import UsageError
 
@@ -54,8 +55,9 @@ def _corpus(file: Path, name: str, entry: Any) -> NamedCorpus:
     weight = entry.get("weight")
     if weight is not None and not _is_positive(weight):
         raise UsageError(f"{file}: {name}: weight {weight!r:.40} is not a positive number")
-    path = file.parent / entry["path"]
-    return NamedCorpus(str(path), None if weight is None else float(weight))
+    place = entry["path"]
+    prefix = place if is_store(place) else str(file.parent / place)
+    return NamedCorpus(prefix, None if weight is None else float(weight))
 
 
 def _is_positive(value: Any) -> bool:
