@@ -106,7 +106,7 @@ def test_a_run_of_two_ranks_that_is_killed_goes_on_without_a_sample_twice_or_los
     model: Path, tmp_path: Path
 ) -> None:
     """Tensor-parallel ranks under a launcher. The file is the one of an unbroken run, byte for byte."""
-    count = 80
+    count = 40
     words = (
         f"generate --load {model} --tp 2 --unconditional --num-samples {count} --max-new-tokens 12 --temperature 1 "
         "--slots 2 --seed 1 --resume --distributed-timeout-minutes 1 --output"
