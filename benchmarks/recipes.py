@@ -3,9 +3,9 @@
     python -m benchmarks.recipes [--documents 4000] [--workers 2]
 
 Needs the extra data-recipes. The corpus is made up: documents of 500 words, of which 120 have a copy for each share of
-changed words. A line gives MB of text per second of a recipe, and per second of processor time of all its processes, their
-start included, or the copies that were removed. Processor time hardly depends on other programs of the machine. It is complete with --workers 1 only: datatrove's workers
-are not children of this process.
+changed words. A line gives MB of text per second of a recipe, and per second of processor time, its start included, or the
+copies that were removed. Processor time hardly depends on other programs of the machine. It is complete with --workers 1
+only, because datatrove's workers are not children of this process.
 """
 
 import argparse
