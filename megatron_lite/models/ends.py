@@ -12,6 +12,7 @@ from megatron_lite.models.loss import capped, head_loss, rows_at_a_time
 from megatron_lite.models.passes import Pass
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameter_kinds import Kind
+from megatron_lite.parallel.parameters import ParametersFreed
 from megatron_lite.parallel.tensor import VocabEmbedding
 from megatron_lite.products.product import linear
 
@@ -122,6 +123,8 @@ class Head(nn.Module):
     def _matrix(self, shared: Tensor | None) -> Tensor:
         weight = shared if self.weight is None else self.weight
         assert weight is not None
+        if not weight.untyped_storage().nbytes():
+            raise ParametersFreed
         return weight
 
 
