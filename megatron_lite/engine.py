@@ -64,9 +64,12 @@ class Engine(RankParameters):
         options: ModelOptions,
         optimizer: OptimizerOptions | None,
         criterion: Criterion = OWN_LOSS,
+        *,
+        allocates: bool = True,
     ) -> None:
         """Build the chunks. optimizer: None for evaluation only. criterion: the loss.
 
+        allocates: False for parameters without memory, which are read when they are used (megatron_lite/forward).
         Raises NotExpressible if the model can't be trained, LayoutError if it can't be sharded.
         """
         self.config, self.grid, self.options = config, grid, options
@@ -98,13 +101,14 @@ class Engine(RankParameters):
         self.scaler = LossScaler(scale)
         several = comm.size(grid.group("replicas")) > 1
         self.shards_parameters = several and optimizer is not None and optimizer.shards_parameters
-        allocate_untrained(
-            built,
-            self.dtype,
-            grid.device,
-            evaluates=optimizer is None,
-            frozen=not self.shards_parameters,
-        )
+        if allocates:
+            allocate_untrained(
+                built,
+                self.dtype,
+                grid.device,
+                evaluates=optimizer is None,
+                frozen=not self.shards_parameters,
+            )
         if optimizer is not None:
             self._prepare_training(optimizer)
 

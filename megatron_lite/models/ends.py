@@ -14,7 +14,7 @@ from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.parameters import ParametersFreed
 from megatron_lite.parallel.tensor import VocabEmbedding
-from megatron_lite.products.product import linear
+from megatron_lite.products.product import PLAIN, Product
 
 
 class Positions(nn.Embedding):
@@ -75,6 +75,7 @@ class Head(nn.Module):
     def __init__(self, plan: Plan, *, shares_embedding: bool) -> None:
         super().__init__()
         self.plan = plan
+        self.product_of_logits: Product = PLAIN
         rows = plan.vocab_rows // plan.ranks.size
         self.weight = (
             None if shares_embedding else nn.Parameter(torch.empty(rows, plan.config.hidden))
@@ -110,7 +111,7 @@ class Head(nn.Module):
         hidden = self._divided(hidden)
         if ranks.group and ranks.sequence:
             hidden = comm.gathered(hidden, ranks.group)
-        logits = linear(hidden, self._matrix(shared), self.bias).float()
+        logits = self.product_of_logits.linear(hidden, self._matrix(shared), self.bias).float()
         own = capped(logits, self.plan.config.head.logit_cap).permute(2, 1, 0)
         whole = comm.gathered(own, ranks.group) if ranks.group else own
         return whole[: self.plan.config.vocab].permute(1, 2, 0)

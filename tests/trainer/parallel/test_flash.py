@@ -12,7 +12,7 @@ from megaconv.errors import UsageError
 from megatron_lite.models import attention, flash
 from megatron_lite.models.flash import MODULES, Kernel, kernel_for, kernel_of
 from megatron_lite.models.passes import Packed
-from tests.signatures import FLASH, FLASH_FUNCTIONS, Parameters, signatures, stub
+from tests.library_signatures import FLASH, FLASH_FUNCTIONS, Parameters, signatures, stub
 
 GPU = torch.device("cuda")
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)

@@ -29,7 +29,7 @@ from megatron_lite.products import selection
 from megatron_lite.products.transformer_engine import RECIPES, TransformerEngineProduct
 from megatron_lite.products.transformer_engine import make_autocast as regions
 from megatron_lite.settings.options import FP8
-from tests.signatures import ENGINE, signatures, states, stub
+from tests.library_signatures import ENGINE, signatures, states, stub
 from tests.trainer.parallel.small import FULL, MODELS, Case, make_engine, step
 from tests.trainer.parallel.worlds import World
 

@@ -28,7 +28,7 @@ from megatron_lite.models.state_space.kernels import (
 )
 from megatron_lite.models.state_space.mamba2 import ssd
 from megatron_lite.models.state_space.short_convolution import last_inputs, short_convolution
-from tests.signatures import WITH_STATES, signatures, stub
+from tests.library_signatures import WITH_STATES, signatures, stub
 from tests.trainer.parallel.small import Case, make_engine
 from tests.trainer.parallel.small import step as one_step
 from tests.trainer.state_space.test_scans import (

@@ -3,7 +3,7 @@
 Make the file of signatures again, with clones of the repositories that have all tags. Without a clone (-), the signatures
 of its package stay as they are:
 
-    python -m tests.signatures FLASH_ATTENTION_CLONE TRANSFORMER_ENGINE_CLONE MAMBA_CLONE CAUSAL_CONV1D_CLONE FLA_CLONE
+    python -m tests.library_signatures FLASH_ATTENTION_CLONE TRANSFORMER_ENGINE_CLONE MAMBA_CLONE CAUSAL_CONV1D_CLONE FLA_CLONE
 
 Sources: github.com/Dao-AILab/flash-attention, github.com/NVIDIA/TransformerEngine, github.com/state-spaces/mamba,
 github.com/Dao-AILab/causal-conv1d and github.com/fla-org/flash-linear-attention.
