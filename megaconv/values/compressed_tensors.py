@@ -2,45 +2,33 @@
 
     FP8 and INT8    X.weight [out, in], X.weight_scale [1], [out, 1] or [out, in / group]
     FP8 by blocks   X.weight [out, in], X.weight_scale [out / rows, in / cols], the last blocks of any size
-    INT4            X.weight_packed [out, in / 8] int32, X.weight_shape [2], X.weight_scale [out, 1] or [out, in / group]
+    packed INT4     X.weight_packed [out, in / 8] int32, X.weight_shape [2], X.weight_scale [out, 1] or [out, in / group]
+    packed INT8     the same with X.weight_packed [out, in / 4]
+    asymmetric      beside the scales, X.weight_zero_point: int8 of their shape, or packed [out / 8 or 4, scales of a row] int32
 
-An int32 holds eight numbers of 4 bits, the lowest bits first, each with 8 added. Source: compressed-tensors 0.20.
+`packed_words.py` describes the words. Source: compressed-tensors 0.20.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 from formats.lazy_numpy import np
-from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, read_tensor, reshaped
+from formats.tensor import LazyTensor, Shape, matrix_shape, read_tensor, reshaped
 from megaconv.errors import CorruptCheckpoint, TensorMismatch, UnsupportedInput
 from megaconv.model.check import well_formed
 from megaconv.values.modelopt import scales_of_activations
-from megaconv.values.scaled import ScaledTensor, read_bytes
+from megaconv.values.packed_words import ColumnWords, RowWords
+from megaconv.values.scaled import ScaledTensor
 
 _WEIGHT, _PACKED, _SHAPE, _SCALE = ".weight", ".weight_packed", ".weight_shape", ".weight_scale"
+_ZERO_POINT = ".weight_zero_point"
+_BESIDE = ("weight_shape", "weight_scale", "weight_zero_point")
+"""The last parts of the names of tensors that belong to a quantized weight."""
 _FLOATS = ("float32", "bfloat16", "float16")
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 _SCHEMES = {("float", 8): "FP8", ("int", 8): "INT8", ("int", 4): "INT4"}
 _STRATEGIES = ("tensor", "channel", "group", "block")
-
-
-@dataclass(frozen=True)
-class NibbleWords:
-    """A matrix [rows, cols] of int8 numbers from -8 to 7, eight per int32."""
-
-    values: LazyTensor
-    """[rows, cols / 8] int32, the last one of a row padded."""
-    shape: Shape
-    dtype: str = "int8"
-
-    def read_into(self, box: Box, out: Bytes) -> None:
-        first, last = box.col0 // 8, -(-box.col1 // 8)
-        words = read_bytes(self.values, Box(box.row0, box.row1, first, last), itemsize=4)
-        codes = np.stack([words & 15, words >> 4], axis=2).reshape(box.rows, -1)
-        wanted = codes[:, box.col0 - 8 * first : box.col1 - 8 * first]
-        np.copyto(out, wanted - np.uint8(8))  # wraps around, as the bytes of int8 do
 
 
 def scheme_of(settings: Any, where: str) -> str:
@@ -61,24 +49,24 @@ def _scheme(weights: Mapping[str, Any], settings: Mapping[str, Any], where: str)
         f"{number[0]} of {number[1]} bits": number not in _SCHEMES,
         f"format {settings['format']!r:.40}": settings["format"] not in _FORMATS,
         f"strategy {strategy!r:.40}": strategy not in _STRATEGIES,
-        "asymmetric numbers": not weights["symmetric"],
         "columns in another order": weights.get("actorder") in ("group", "dynamic"),
         "rotated weights": bool(settings.get("transform_config")),
         "sparse weights": bool(settings.get("sparsity_config")),
-        "packed INT8": number[1] == 8 and settings["format"] == "pack-quantized",
+        "asymmetric numbers": number[0] == "float" and not weights["symmetric"],
     }
     found = [name for name, is_so in problems.items() if is_so]
     if found:
         raise UnsupportedInput(
             f"{where}: weights quantized by compressed-tensors with {', '.join(found)}; only symmetric FP8, INT8 and "
-            "packed INT4 by tensor, channel, group or block are supported: convert an unquantized copy of the model"
+            "INT4 by tensor, channel, group or block are supported: convert an unquantized copy of the model"
         )
     by = strategy
     if strategy == "group":
         by = f"groups of {weights['group_size']}"
     elif strategy == "block":
         by = f"blocks of {' by '.join(map(str, weights['block_structure']))}"
-    return f"{_SCHEMES[number]} by {by}"
+    kind = _SCHEMES[number] if weights["symmetric"] else f"asymmetric {_SCHEMES[number]}"
+    return f"{kind} by {by}"
 
 
 def _units(settings: Mapping[str, Any]) -> set[tuple[int, int]]:
@@ -94,6 +82,12 @@ def _units(settings: Mapping[str, Any]) -> set[tuple[int, int]]:
     return found
 
 
+def _widths(settings: Mapping[str, Any]) -> list[int]:
+    """The bits of numbers, by the groups of the settings."""
+    groups = settings["config_groups"].values()
+    return sorted({group["weights"]["num_bits"] for group in groups})
+
+
 def dequantize(
     tensors: Mapping[str, LazyTensor], settings: Any, dtype: str, where: str
 ) -> dict[str, LazyTensor]:
@@ -103,16 +97,16 @@ def dequantize(
     """
     scheme_of(settings, where)
     with well_formed(f"{where}: quantization_config"):
-        units = _units(settings)
+        units, widths = _units(settings), _widths(settings)
     left_out = set(scales_of_activations(tensors, where))
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
-        if name in left_out or last in ("weight_shape", "weight_scale"):
+        if name in left_out or last in _BESIDE:
             continue
         is_quantized = module + _SCALE in tensors or tensor.dtype in ("float8_e4m3fn", "int8")
         if last == "weight_packed":
-            codes = _unpacked(module, tensors, where)
+            codes = _unpacked(module, tensors, widths, where)
             found[module + _WEIGHT] = _plain(module, codes, tensors, units, dtype, where)
         elif last == "weight" and is_quantized:
             found[name] = _plain(module, tensor, tensors, units, dtype, where)
@@ -121,18 +115,27 @@ def dequantize(
     return found
 
 
-def _unpacked(module: str, tensors: Mapping[str, LazyTensor], where: str) -> NibbleWords:
+def _unpacked(
+    module: str, tensors: Mapping[str, LazyTensor], widths: Sequence[int], where: str
+) -> RowWords:
+    """The numbers of a packed weight. widths: the bits that a number may have."""
     packed = tensors[module + _PACKED]
     sizes = _sizes(module, tensors, where)
-    fits = len(sizes) == 2 and tuple(packed.shape) == (sizes[0], -(-sizes[1] // 8))
-    if packed.dtype != "int32" or not fits:
-        raise TensorMismatch(
-            f"{where}: {module}{_PACKED} is {list(packed.shape)} {packed.dtype} "
-            f"for a weight of {list(sizes)}; "
-            "expected int32, each with eight numbers of a row",
-            code="misshapen-tensor",
-        )
-    return NibbleWords(packed, sizes)
+    for bits in widths:
+        fits = len(sizes) == 2 and tuple(packed.shape) == (sizes[0], _words(sizes[1], bits))
+        if fits and packed.dtype == "int32":
+            return RowWords(packed, sizes, bits)
+    raise TensorMismatch(
+        f"{where}: {module}{_PACKED} is {list(packed.shape)} {packed.dtype} "
+        f"for a weight of {list(sizes)}; "
+        "expected int32, each with eight numbers of 4 bits or four of 8 bits of a row",
+        code="misshapen-tensor",
+    )
+
+
+def _words(count: int, bits: int) -> int:
+    """The int32 words that so many numbers fill."""
+    return -(-count // (32 // bits))
 
 
 def _sizes(module: str, tensors: Mapping[str, LazyTensor], where: str) -> Shape:
@@ -164,8 +167,29 @@ def _plain(
             "expected float8_e4m3fn or int8 with one scale, [out, 1], [out, in / group] or one for each block",
             code="misshapen-tensor",
         )
-    scale_of_block = reshaped(scales, _blocks(matrix_shape(codes.shape), block))
-    return ScaledTensor(codes, scale_of_block, block, dtype)
+    grid = _blocks(matrix_shape(codes.shape), block)
+    bits = codes.bits if isinstance(codes, RowWords) else 8
+    zero_points = _zero_points(module, tensors, grid, bits, where)
+    scale_of_block = reshaped(scales, grid)
+    return ScaledTensor(codes, scale_of_block, block, dtype, zero_points=zero_points)
+
+
+def _zero_points(
+    module: str, tensors: Mapping[str, LazyTensor], grid: tuple[int, int], bits: int, where: str
+) -> LazyTensor | None:
+    """The zero point of each block; None for symmetric numbers."""
+    found = tensors.get(module + _ZERO_POINT)
+    if found is None:
+        return None
+    if found.dtype == "int8" and prod(found.shape) == prod(grid):
+        return reshaped(found, grid)
+    if found.dtype == "int32" and tuple(found.shape) == (_words(grid[0], bits), grid[1]):
+        return ColumnWords(found, grid, bits)
+    raise TensorMismatch(
+        f"{where}: {module}{_ZERO_POINT} is {list(found.shape)} {found.dtype} for scales {list(grid)}; "
+        "expected int8 of this shape, or int32 words with numbers of a column",
+        code="misshapen-tensor",
+    )
 
 
 def _block(shape: Shape, scales: Shape, units: set[tuple[int, int]]) -> tuple[int, int] | None:

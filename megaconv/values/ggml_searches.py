@@ -26,18 +26,21 @@ class PairSearch(NamedTuple):
 
 def best_pair(x: Floats, weights: Floats, search: PairSearch) -> tuple[Floats, Floats, Floats]:
     """x, weights [32, groups] -> (scale, -minimum) of each group, and its codes [32, groups]. The minimum is 0 or less."""
-    low, high = x.min(axis=0).clip(None, 0), x.max(axis=0)
-    is_flat = high == low
+    low = x.min(axis=0).clip(None, 0)
+    high = x.max(axis=0)
+    has_width = high != low
     inverse = quotient(np.float32(search.most), high - low)
-    scale, codes = inverse_of(inverse), _codes(x, low, inverse, search.most)
+    scale = inverse_of(inverse)
+    codes = _codes(x, low, inverse, search.most)
     best = _squared_error(x, weights, codes, scale, low)
     for step in range(search.steps):
-        width = np.float32(search.first) + np.float32(search.delta) * np.float32(step)
-        inverse = quotient(width + np.float32(search.most), high - low)
+        added = np.float32(search.first) + np.float32(search.delta) * np.float32(step)
+        width = high - low  # a better minimum changes it, as in ggml
+        inverse = quotient(added + np.float32(search.most), width)
         tried = _codes(x, low, inverse, search.most)
         new_scale, new_low, is_solved = _fitted(x, weights, tried)
         error = _squared_error(x, weights, tried, new_scale, new_low)
-        is_better = is_solved & (error < best) & ~is_flat
+        is_better = is_solved & (error < best) & has_width
         np.copyto(scale, new_scale, where=is_better)
         np.copyto(low, new_low, where=is_better)
         np.copyto(best, error, where=is_better)
@@ -58,14 +61,17 @@ def _squared_error(x: Floats, weights: Floats, codes: Floats, scale: Floats, low
 
 def _fitted(x: Floats, weights: Floats, codes: Floats) -> tuple[Floats, Floats, Booleans]:
     """(scale, minimum) of least squared error for these codes, and whether they exist. The minimum is 0 or less."""
-    sum_w, sum_x = weights.sum(axis=0), (weights * x).sum(axis=0)
+    sum_w = weights.sum(axis=0)
+    sum_x = (weights * x).sum(axis=0)
     weighted = weights * codes
     sum_l = weighted.sum(axis=0)
     sum_l2 = (weighted * codes).sum(axis=0)
     sum_xl = (weighted * x).sum(axis=0)
     determinant = sum_w * sum_l2 - sum_l * sum_l
-    scale = quotient(sum_w * sum_xl - sum_x * sum_l, determinant)
-    low = quotient(sum_l2 * sum_x - sum_l * sum_xl, determinant)
+    above_scale = sum_w * sum_xl - sum_x * sum_l
+    above_low = sum_l2 * sum_x - sum_l * sum_xl
+    scale = quotient(above_scale, determinant)
+    low = quotient(above_low, determinant)
     without_minimum = quotient(sum_xl, sum_l2)
     np.copyto(scale, without_minimum, where=low > 0)
     return scale, low.clip(None, 0), determinant > 0
@@ -73,9 +79,7 @@ def _fitted(x: Floats, weights: Floats, codes: Floats) -> tuple[Floats, Floats, 
 
 def best_scale(x: Floats, weights: Floats, most: int = 32) -> tuple[Floats, Floats]:
     """x, weights [numbers, groups] -> (the scale of each group, its codes from -most to most - 1)."""
-    place = np.abs(x).argmax(axis=0)[None]
-    extreme = np.take_along_axis(x, place, axis=0)[0]
-    extreme[np.abs(extreme) < LEAST] = 0
+    extreme = _extremes(x)
     codes = _signed_codes(x, np.float32(-most), extreme, most)
     sum_lx, sum_l2 = _sums(x, weights, codes)
     scale = quotient(sum_lx, sum_l2)
@@ -84,13 +88,22 @@ def best_scale(x: Floats, weights: Floats, most: int = 32) -> tuple[Floats, Floa
         width = np.float32(most) + np.float32(0.1) * np.float32(step)
         tried = _signed_codes(x, -width, extreme, most)
         sum_lx, sum_l2 = _sums(x, weights, tried)
-        is_better = (sum_l2 > 0) & (sum_lx * sum_lx > best * sum_l2)
+        exceeds = sum_lx * sum_lx > best * sum_l2
+        is_better = (sum_l2 > 0) & exceeds
         new_scale = quotient(sum_lx, sum_l2)
         np.copyto(scale, new_scale, where=is_better)
         np.copyto(best, new_scale * sum_lx, where=is_better)
         np.copyto(codes, tried, where=is_better)
     codes[:, extreme == 0] = -most
     return scale, codes
+
+
+def _extremes(x: Floats) -> Floats:
+    """x [numbers, groups] -> the number of largest magnitude of each group with its sign; 0 in a group of zeros."""
+    place = np.abs(x).argmax(axis=0)
+    extreme: Floats = np.take_along_axis(x, place[None], axis=0)[0]
+    extreme[np.abs(extreme) < LEAST] = 0
+    return extreme
 
 
 def _signed_codes(x: Floats, width: "np.float32", extreme: Floats, most: int) -> Floats:
@@ -108,16 +121,19 @@ def best_multiples(x: Floats, weights: Floats, most: int) -> tuple[Floats, Float
     largest = x.max(axis=0)
     largest[largest < LEAST] = 0
     inverse = quotient(np.float32(most), largest)
-    best = _error_of_multiples(x, weights, np.rint(inverse * x), inverse_of(inverse))
+    unit = inverse_of(inverse)
+    best = _error_of_multiples(x, weights, np.rint(inverse * x), unit)
     for step in (*range(-4, 0), *range(1, 5)):
         width = np.float32(0.1) * np.float32(step) + np.float32(most)
         tried = quotient(width, largest)
+        unit = inverse_of(tried)
         multiples = np.rint(tried * x).clip(None, most)
-        error = _error_of_multiples(x, weights, multiples, inverse_of(tried))
+        error = _error_of_multiples(x, weights, multiples, unit)
         is_better = error < best
         np.copyto(best, error, where=is_better)
         np.copyto(inverse, tried, where=is_better)
-    return _improved(x, weights, np.rint(inverse * x).clip(None, most), most)
+    multiples = np.rint(inverse * x).clip(None, most)
+    return _improved(x, weights, multiples, most)
 
 
 def _error_of_multiples(x: Floats, weights: Floats, multiples: Floats, unit: Floats) -> Floats:

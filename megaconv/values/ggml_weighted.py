@@ -67,16 +67,25 @@ def _scaled_with_minima(
     rows: Floats, importance: Floats, search: PairSearch
 ) -> tuple[Bytes, Bytes]:
     """(scales and minima of all blocks [blocks, 16], codes [blocks, 8, 32])."""
-    blocks = rows.reshape(-1, 256)
-    squares = np.ascontiguousarray((blocks * blocks).T)
-    twice_mean = np.float32(2) * np.add.accumulate(squares, axis=0)[-1] / np.float32(256)
-    spread = np.sqrt(twice_mean[:, None] + blocks * blocks)
-    weights = _groups(importance * spread.reshape(rows.shape), 32)
-    found, offsets, searched = best_pair(_groups(rows, 32), weights, search)
+    spread = _spread(rows.reshape(-1, 256)).reshape(rows.shape)
+    weights = _groups(importance * spread, 32)
+    numbers = _groups(rows, 32)
+    found, offsets, searched = best_pair(numbers, weights, search)
     of_group = np.add.accumulate(weights, axis=0)[-1]
     of_scales = _in_six_bits(found, of_group)
     of_minima = _in_six_bits(offsets, of_group)
-    return with_minima(rows.reshape(-1, 32), of_scales, of_minima, searched, search.most)
+    groups = rows.reshape(-1, 32)
+    return with_minima(groups, of_scales, of_minima, searched, search.most)
+
+
+def _spread(blocks: Floats) -> Floats:
+    """blocks [blocks, 256] -> sqrt(2 * mean x^2 of the block + x^2) of each number."""
+    squares = blocks * blocks
+    by_block = np.ascontiguousarray(squares.T)
+    total = np.add.accumulate(by_block, axis=0)[-1]  # one number after the other, as ggml adds
+    twice_mean = np.float32(2) * total / np.float32(256)
+    spread: Floats = np.sqrt(twice_mean[:, None] + squares)
+    return spread
 
 
 def _in_six_bits(numbers: Floats, weights: Floats) -> tuple[Bytes, Floats]:

@@ -1,6 +1,6 @@
 """Dequantizes a matrix of 8-bit or 4-bit numbers, each of whose blocks has a scale. All arithmetic is numpy's.
 
-    value = code * the scale of its block (* the scale of its column)
+    value = (code - the zero point of its block) * the scale of its block (* the scale of its column)
 
 Products are computed in float32 and then rounded to nearest even.
 """
@@ -24,6 +24,8 @@ class ScaledTensor:
     dtype: str
     of_columns: LazyTensor | None = None
     """[cols]: one more factor for each column; None: no factor."""
+    zero_points: LazyTensor | None = None
+    """[blocks down, blocks across] int8: the code of the value 0; None: code 0."""
 
     @property
     def shape(self) -> Shape:
@@ -33,13 +35,15 @@ class ScaledTensor:
         codes = read_bytes(self.values, box)
         is_fp8 = self.values.dtype == "float8_e4m3fn"
         values = fp8_values()[codes] if is_fp8 else codes.view(np.int8).astype(np.float32)
-        values *= self._block_scales(box)
+        if self.zero_points is not None:
+            values -= self._of_blocks(self.zero_points, box)
+        values *= self._of_blocks(self.scales, box)
         if self.of_columns is not None:
             values *= _read_floats(self.of_columns, Box(0, 1, box.col0, box.col1))
         np.copyto(out, rounded(values, self.dtype))
 
-    def _block_scales(self, box: Box) -> Floats:
-        """The scale of each element of a rectangle."""
+    def _of_blocks(self, numbers: LazyTensor, box: Box) -> Floats:
+        """The number that belongs to each element of a rectangle. numbers: [blocks down, blocks across]."""
         block_rows, block_cols = self.block
         overlapping = Box(
             row0=box.row0 // block_rows,
@@ -47,10 +51,10 @@ class ScaledTensor:
             col0=box.col0 // block_cols,
             col1=-(-box.col1 // block_cols),
         )
-        scales = _read_floats(self.scales, overlapping)
+        of_blocks = _read_floats(numbers, overlapping)
         rows = np.arange(box.row0, box.row1) // block_rows - overlapping.row0
         cols = np.arange(box.col0, box.col1) // block_cols - overlapping.col0
-        return scales[rows][:, cols]
+        return of_blocks[rows][:, cols]
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,10 @@ def read_bytes(tensor: LazyTensor, box: Box, itemsize: int = 1) -> Bytes:
 
 
 def _read_floats(tensor: LazyTensor, box: Box) -> Floats:
-    """The numbers of a rectangle of any floating-point dtype: float32 [rows, cols]."""
+    """The numbers of a rectangle of int8 or of any floating-point dtype: float32 [rows, cols]."""
     stored = read_bytes(tensor, box, ITEMSIZE[tensor.dtype])
+    if tensor.dtype == "int8":
+        return stored.view(np.int8).astype(np.float32)
     return exact(stored.reshape(-1), tensor.dtype).astype(np.float32).reshape(box.rows, box.cols)
 
 

@@ -47,18 +47,22 @@ def read_names(file: str | None) -> dict[str, NamedCorpus]:
 
 def _corpus(file: Path, name: str, entry: Any) -> NamedCorpus:
     """One entry. A relative path counts from the file's directory."""
-    is_known = isinstance(entry, Mapping) and set(entry) <= {"path", "weight"}
-    if not is_known or not isinstance(entry.get("path"), str):
+    has_path = isinstance(entry, Mapping) and isinstance(entry.get("path"), str)
+    if not has_path or set(entry) - {"path", "weight"}:
         raise UsageError(
             f"{file}: {name}: expected `path`, and perhaps `weight`; found {entry!r:.60}"
         )
     weight = entry.get("weight")
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if weight is not None and not (is_number and weight > 0):
+    if weight is not None and not _is_positive(weight):
         raise UsageError(f"{file}: {name}: weight {weight!r:.40} is not a positive number")
     place = entry["path"]
     prefix = place if is_store(place) else str(file.parent / place)
     return NamedCorpus(prefix, None if weight is None else float(weight))
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and value > 0
 
 
 def with_prefixes(

@@ -209,7 +209,8 @@ def parse_with_training_flags(parser: Parser, words: list[str]) -> argparse.Name
     """Return the values of a command that also takes flags of a training script. Raises UsageError."""
     from megatron_lite.inference.training_flags import take_training_flags
 
-    given, rest = parser.parse_known_args(with_todays_flags(words))
+    command = parser.prog.rpartition(" ")[2]
+    given, rest = parser.parse_known_args(with_todays_flags(words, command))
     own_slots = any(word.partition("=")[0] == "--slots" for word in words)
     of_training = take_training_flags(given, rest)
     if own_slots and "micro_batch_size" in of_training.settings.given:

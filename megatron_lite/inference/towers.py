@@ -21,6 +21,7 @@ from megatron_lite.loop.tokenizer import make_tokenizer
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.processes import launch
 from megatron_lite.processes.failure import all_or_none
+from megatron_lite.settings.architecture import check_against
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.learning import Data
 from megatron_lite.settings.parallel import Parallel
@@ -61,7 +62,7 @@ class EngineTowers:
 
 
 def open_towers(given: argparse.Namespace, load: str, place: launch.Place | None) -> EngineTowers:
-    """Open a biencoder. Collective. given: the flags of the tokenizer. place: None for a single process.
+    """Open a biencoder. Collective. given: the flags of the tokenizer and of the model. place: None for a single process.
 
     Raises UsageError for another model, CheckpointError for a broken one.
     """
@@ -72,6 +73,8 @@ def open_towers(given: argparse.Namespace, load: str, place: launch.Place | None
         raise UsageError(
             f"--load {load}: is a {config.family}; a biencoder was expected. --embedder takes other encoders"
         )
+    if given.training is not None:
+        check_against(given.training, config, {}, load)
     tokenizer = all_or_none(lambda: _tokenizer(given, start))
     on_cpu = here.device.type == "cpu"
     dtype = "float32" if on_cpu else config.dtype

@@ -1,6 +1,11 @@
 """One process's run from its start to its end, including errors."""
 
 from megatron_lite.loop import run_directory
+from megatron_lite.loop.format_change import (
+    changes_format,
+    save_in_format,
+    with_changed_format,
+)
 from megatron_lite.loop.prepare import prepare
 from megatron_lite.loop.stop import INTERRUPTED_STATUS
 from megatron_lite.loop.train import train
@@ -14,11 +19,16 @@ def run(settings: Settings, *, finetune: bool) -> None:
     """Run. It returns after success; on an error it ends the process."""
     place: Place | None = None
     try:
+        settings = with_changed_format(settings)
         place = launch.start(
             settings.parallel, deterministic=settings.training.deterministic_mode, steps=True
         )
         with run_directory.held(settings, place):
-            train(prepare(settings, place, finetune=finetune))
+            prepared = prepare(settings, place, finetune=finetune)
+            if changes_format(settings):
+                save_in_format(prepared)
+            else:
+                train(prepared)
         launch.end(place)
     except KeyboardInterrupt:  # loop/stop.py handles Ctrl-C in later phases
         report_interrupt()

@@ -114,6 +114,12 @@ class Checkpointing:
     )
     keep_last: int | None = flag(None, "number of checkpoints to keep; older ones are removed")
     ckpt_format: str = flag("torch_dist", "format to save in", choices=("torch_dist", "torch"))
+    ckpt_convert_format: str | None = flag(
+        None, "make no step: save the checkpoint of --load in this format", choices=("torch_dist", "torch")
+    )  # fmt: skip
+    ckpt_convert_save: str | None = flag(
+        None, "directory for it; the format's name is added to the path"
+    )
     transformer_impl: str = flag(
         "transformer_engine",
         "modules whose _extra_state a checkpoint lists; transformer_engine, if installed, also computes FP8",

@@ -1,6 +1,6 @@
 """Flags of earlier releases of Megatron-LM and of its tools: today's flags for them, or the reason why there are none."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megaconv.errors import UsageError
 
@@ -15,12 +15,30 @@ TODAY = {
 }  # fmt: skip
 """An earlier flag -> today's flags with the same meaning. The value of an earlier flag belongs to the last of them."""
 
+OF_COMMANDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "evaluate": {  # run_gpt2_eval.py of 2019
+        "--model-path": ("--load",),
+        "--batch-size": ("--micro-batch-size",),
+        "--cloze-eval": ("--task", "LAMBADA"),
+        "--webtext-eval": ("--webtext-eval",),
+    },
+    "embed": {  # create_doc_index.py
+        "--ict-load": ("--load",),
+        "--block-data-path": ("--output",),
+        "--batch-size": ("--micro-batch-size",),
+        "--indexer-log-interval": ("--log-interval",),
+        "--indexer-batch-size": ("--indexer-batch-size",),
+    },
+}
+"""A command -> flags of Megatron's tool that it replaces, in the form of TODAY."""
+
 _ONE_DTYPE = "all weights have the same dtype, and main weights are fp32 with --fp16 and --bf16; leave it out"
 _JSON_KEYS = "preprocess reads text; give it --json-keys"
-_RETRIEVER = "retrievers (ICT, REALM) are not supported"
+_EMBED = "a biencoder is indexed by a command of its own; give the flag to `megatron-lite embed`"
 
 REPLACED = {
     "--batch-size": "give --micro-batch-size (sequences of one data-parallel rank, as in Megatron-LM's scripts) or --global-batch-size",
+    "--num-microbatches-in-minibatch": "--global-batch-size determines the number of microbatches; give it",
     "--max-preds-per-seq": "--mask-prob determines the number of masked tokens; leave it out",
     "--fp32-embedding": _ONE_DTYPE,
     "--fp32-layernorm": _ONE_DTYPE,
@@ -30,26 +48,27 @@ REPLACED = {
     "--text-key": _JSON_KEYS,
     "--loose-json": _JSON_KEYS,
     "--use-tfrecords": "TFRecords can't be read; preprocess makes data from text",
-    "--model-path": "give --load",
-    "--cloze-eval": "give --task LAMBADA, with --valid-data for the file",
-    "--webtext-eval": "give evaluate --corpus, with FILE for the data",
+    "--model-path": "give --load; `megatron-lite evaluate` takes --model-path too",
+    "--cloze-eval": "give `megatron-lite evaluate` --task LAMBADA, with --valid-data for the file",
+    "--webtext-eval": "give it to `megatron-lite evaluate`, with --corpus for the file",
     **dict.fromkeys(
         (
             "--ict-load", "--block-data-path", "--indexer-batch-size", "--indexer-log-interval",
         ),
-        _RETRIEVER,
+        _EMBED,
     ),
 }  # fmt: skip
 """A flag that has no counterpart with the same value -> what to do instead."""
 
 
-def with_todays_flags(words: Sequence[str]) -> list[str]:
-    """Return a command line with today's flags. Raises UsageError for a flag of REPLACED."""
+def with_todays_flags(words: Sequence[str], command: str = "pretrain") -> list[str]:
+    """Return a command line with today's flags. Raises UsageError for a flag of REPLACED that the command doesn't know."""
+    today = {**TODAY, **OF_COMMANDS.get(command, {})}
     found: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
-        if name in REPLACED:
+        if name in REPLACED and name not in today:
             raise UsageError(f"{name}: {REPLACED[name]}")
-        *first, last = TODAY.get(name, (name,))
+        *first, last = today.get(name, (name,))
         found += [*first, last + equals + value]
     return found

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaconv.engine.stream import as_lazy
+from megaconv.errors import TensorMismatch
 from megaconv.values.compressed_tensors import scheme_of
 from megaconv.values.quantized import dequantize
 from tests.conftest import FIXTURES
@@ -113,6 +114,10 @@ def test_values_are_the_products_of_codes_and_scales_in_any_rectangle(
         ("W8A8", "INT8 by channel"),
         ("W4A16", "INT4 by groups of 128"),
         ("W4A16_CHANNEL", "INT4 by channel"),
+        ("W4A16_ASYM", "asymmetric INT4 by groups of 128"),
+        ("W8A16", "INT8 by groups of 128"),
+        ("W8A16_ASYM", "asymmetric INT8 by channel"),
+        ("W8A8_ASYM", "asymmetric INT8 by channel"),
     ],
 )
 def test_bytes_of_the_real_package_become_the_values_that_it_decompresses(
@@ -131,6 +136,21 @@ def test_bytes_of_the_real_package_become_the_values_that_it_decompresses(
     (found,) = dequantize(tensors, {"quantization_config": described}, "bfloat16", "here").values()
     assert_same(as_torch(found), expected)
     assert_same(in_rectangles(found, 7, 33), expected)
+
+
+@pytest.mark.parametrize(
+    ("preset", "shape"), [("W4A16_ASYM", (3, 2)), ("W8A16_ASYM", (2, 2)), ("W8A8_ASYM", (6, 2))]
+)
+def test_zero_points_that_do_not_fit_are_named(preset: str, shape: tuple[int, int]) -> None:
+    described = json.loads((GOLDEN / "configs.json").read_text())[preset]
+    tensors = {
+        name.replace(preset, "x"): as_lazy(tensor)
+        for name, tensor in load_file(GOLDEN / "golden.safetensors").items()
+        if name.startswith(f"{preset}.w")
+    }
+    tensors["x.weight_zero_point"] = as_lazy(torch.zeros(shape, dtype=torch.int32))
+    with pytest.raises(TensorMismatch, match=r"x\.weight_zero_point is"):
+        dequantize(tensors, {"quantization_config": described}, "bfloat16", "here")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -154,11 +174,10 @@ def test_inspect_names_the_scheme(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "word"),
     [
-        (settings("int", 4, "group", group_size=32, symmetric=False), "asymmetric numbers"),
+        (settings("float", 8, "channel", symmetric=False), "asymmetric numbers"),
         (settings("int", 4, "group", group_size=32, actorder="group"), "in another order"),
         (settings("float", 4, "group", group_size=32), "float of 4 bits"),
         (settings("float", 8, "attn_head"), "strategy 'attn_head'"),
-        (settings("int", 8, "channel", format="pack-quantized"), "packed INT8"),
         (settings("int", 4, "channel", transform_config={"a": 1}), "rotated weights"),
         (settings("int", 4, "channel", format="marlin-24"), "format 'marlin-24'"),
         ({"quant_method": "compressed-tensors"}, "has no config_groups"),

@@ -104,14 +104,19 @@ class PassageDataset:
     def __getitem__(self, index: int) -> PassageSample:
         question = self.questions[int(self.order[index])]
         passages = [question.positive, *self._negatives(question, index)]
-        rows = np.full((1 + self.hard + self.others, self.length), self.special.pad, np.int64)
-        for number, passage in enumerate(passages):
+        count = 1 + self.hard + self.others
+        rows = np.full((count, self.length), self.special.pad, np.int64)
+        for row, passage in zip(rows, passages, strict=False):
             tokens = self._passage(passage)
-            rows[number, : len(tokens)] = tokens
+            row[: len(tokens)] = tokens
         query = np.full(self.length, self.special.pad, np.int64)
-        asked = self.tokenize(question.text)[: self.length - 2]
-        query[: len(asked) + 2] = [self.special.cls, *asked, self.special.sep]
+        tokens = self._query(question)
+        query[: len(tokens)] = tokens
         return PassageSample(query, rows, len(passages))
+
+    def _query(self, question: Question) -> list[int]:
+        asked = self.tokenize(question.text)[: self.length - 2]
+        return [self.special.cls, *asked, self.special.sep]
 
     def _negatives(self, question: Question, index: int) -> list[Passage]:
         hard = list(question.hard)

@@ -53,6 +53,12 @@ def parser(*, needs_model: bool = True) -> Parser:
     add("--json-key", default="text", metavar="KEY", help="field with the text (text)")
     add("--limit-tokens", type=int, metavar="N", help="end with the document that has token N")
     add("--skip-bad-lines", action="store_true", help="leave out, and report, unreadable lines")
+    add(
+        "--webtext-eval",
+        action="store_true",
+        help="random windows, as Megatron-LM measured in 2019, in place of all tokens",
+    )
+    add("--eval-iters", type=int, metavar="N", help="with it: N times --slots windows (100)")
     add = made.add_argument_group("toxicity of scored continuations (needs no --load)").add_argument
     add(
         "--toxicity",
@@ -93,10 +99,25 @@ def parser(*, needs_model: bool = True) -> Parser:
 
 def main(words: list[str]) -> int:
     """Run the command and return the exit status."""
+    words = with_todays_task(words)
     flags = {word.partition("=")[0] for word in words}
     if "--toxicity" in flags and not {"--load", "-h", "--help"} & flags:
         return _without_model(words)
     return command(parser(), words, MODULE, of_training=True)
+
+
+def with_todays_task(words: list[str]) -> list[str]:
+    """Return a command line of run_gpt2_eval.py (2019) with today's task. Other command lines stay as they are.
+
+    That tool has one flag for all data, --data-path. Without another flag it measures perplexity by word, in windows
+    that begin 32 tokens after each other.
+    """
+    if "--model-path" not in words:
+        return words
+    has_task = "--cloze-eval" in words or "--webtext-eval" in words
+    data = "--corpus" if "--webtext-eval" in words else "--valid-data"
+    task = [] if has_task else ["--task", "WIKITEXT103", "--overlapping-eval", "32"]
+    return task + [data if word == "--data-path" else word for word in words]
 
 
 def _without_model(words: list[str]) -> int:

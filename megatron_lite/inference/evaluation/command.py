@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ from megaconv.errors import UsageError
 from megaconv.terminal import show
 from megatron_lite.data.recipes.documents import Reader
 from megatron_lite.inference.evaluation import corpus, retro, zeroshot
+from megatron_lite.inference.evaluation.random_windows import sampled_perplexity
 from megatron_lite.inference.evaluation.tables import evaluate_toxicity, report
 from megatron_lite.inference.opening import Opened, run
+
+BATCHES = 100
+"""Batches of --webtext-eval, Megatron's default of --eval-iters."""
 
 
 def main(given: argparse.Namespace) -> None:
@@ -32,6 +37,21 @@ def _check(given: argparse.Namespace) -> None:
         raise UsageError("--overlapping-eval requires --task WIKITEXT103 or --corpus")
     if given.limit_tokens is not None and given.limit_tokens < 1:
         raise UsageError(f"--limit-tokens {given.limit_tokens} must be 1 or more")
+    if given.webtext_eval:
+        _check_random_windows(given)
+    elif given.eval_iters is not None:
+        show("without effect here: --eval-iters, which belongs to --webtext-eval", sys.stderr)
+
+
+def _check_random_windows(given: argparse.Namespace) -> None:
+    others = {"--overlapping-eval": given.overlapping_eval, "--limit-tokens": given.limit_tokens}
+    excluded = [name for name, value in others.items() if value is not None]
+    if not given.corpus:
+        raise UsageError("--webtext-eval needs --corpus with the files")
+    if excluded:
+        raise UsageError(f"--webtext-eval draws windows, so it excludes {' and '.join(excluded)}")
+    if given.eval_iters is not None and given.eval_iters < 1:
+        raise UsageError(f"--eval-iters {given.eval_iters} must be 1 or more")
 
 
 def _use(opened: Opened, given: argparse.Namespace) -> None:
@@ -78,9 +98,20 @@ def _corpus(opened: Opened, given: argparse.Namespace) -> dict[str, Any]:
         )
     reader = Reader(given.json_key, given.skip_bad_lines, _warn, key_flag="--json-key")
     entries = corpus.entries_of(given.sources, reader, opened.tokenizer)
+    if given.webtext_eval:
+        return _random_windows(opened, given, entries, length)
     return corpus.perplexity(
         opened.model, opened.tokenizer, entries, length, given.overlapping_eval, given.limit_tokens
     )
+
+
+def _random_windows(
+    opened: Opened, given: argparse.Namespace, entries: Iterable[corpus.Entry], length: int
+) -> dict[str, Any]:
+    eod = corpus.end_of_document(opened.tokenizer)
+    corpus.require_window(length)
+    count = (given.eval_iters or BATCHES) * opened.model.slots
+    return sampled_perplexity(opened.model, entries, eod, length, count)
 
 
 def _warn(message: str) -> None:

@@ -115,13 +115,9 @@ def perplexity(
     number of tokens is the last one. The begin token of the model, if it has one, stands before the first document.
     Raises UsageError, CorruptCheckpoint, NotFinite.
     """
-    _require_window(length, stride)
-    if tokenizer.eod is None:
-        raise UsageError(
-            "--corpus: the tokenizer has no end-of-document token; choose another with --tokenizer-model"
-        )
+    require_window(length, stride)
     size = Size()
-    documents = _token_stream(entries, tokenizer.eod, size, limit)
+    documents = _token_stream(entries, end_of_document(tokenizer), size, limit)
     windows = stream_windows(
         chain([tokenizer.begin], documents), length, length if stride is None else stride
     )
@@ -134,7 +130,17 @@ def perplexity(
     return _measures(total, predicted, size)
 
 
-def _require_window(length: int, stride: int | None) -> None:
+def end_of_document(tokenizer: Tokenizer) -> int:
+    """Return the token behind each document. Raises UsageError if the tokenizer has none."""
+    if tokenizer.eod is None:
+        raise UsageError(
+            "--corpus: the tokenizer has no end-of-document token; choose another with --tokenizer-model"
+        )
+    return tokenizer.eod
+
+
+def require_window(length: int, stride: int | None = None) -> None:
+    """Raise UsageError for a window without tokens, or for a stride that leaves tokens out."""
     if length < 1:
         raise UsageError(f"--seq-length {length} must be 1 or more")
     if stride is not None and not 0 < stride <= length:

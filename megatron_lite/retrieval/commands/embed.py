@@ -4,6 +4,7 @@ import argparse
 
 from megaconv.errors import UsageError
 from megaconv.local_paths import local_path
+from megatron_lite.retrieval.commands.model_flags import parse_with_model_flags
 from megatron_lite.retrieval.commands.opening import (
     add_embedder,
     add_passages,
@@ -41,7 +42,7 @@ def main(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> None:
-    given = parser().parse_args(words)
+    given = parse_with_model_flags(parser(), words)
     source = source_of(given)
     if not source:
         raise UsageError("--evidence-data-path is missing (or --data-path with --titles-data-path)")

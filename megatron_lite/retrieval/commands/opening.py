@@ -22,6 +22,7 @@ SOURCES = ("evidence_data_path", "data_path", "titles_data_path")
 
 def add_embedder(parser: Parser) -> None:
     """Add the flags of the embedder."""
+    parser.set_defaults(training=None)
     add = parser.add_argument_group("embedder").add_argument
     add(
         "--load",

@@ -17,6 +17,7 @@ from megatron_lite.cli import main
 from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.data.recipes.documents import Reader
 from megatron_lite.inference.evaluation.corpus import entries_of, find_sources, perplexity
+from megatron_lite.inference.evaluation.random_windows import random_windows, sampled_perplexity
 from megatron_lite.inference.evaluation.windows import stream_windows
 from megatron_lite.inference.evaluation.zeroshot import wikitext_windows
 from megatron_lite.processes import launch
@@ -101,6 +102,54 @@ def test_the_limit_ends_with_a_whole_document(tmp_path: Path) -> None:
     first = write(tmp_path / "first.jsonl", TEXTS[:2])
     limit = len(TEXTS[0].encode()) + 2
     assert measured(model, [all_texts], 9, limit=limit) == measured(model, [first], 9)
+
+
+def test_random_windows_begin_in_documents_by_their_length() -> None:
+    """Of a short and a long document. A window that begins in the short one goes on with further documents."""
+    short, long = [1, 2, 0], [*range(100, 190), 0]
+    tokens = np.array([*short, *long], np.int32)
+    ends = np.array([3, 94])
+    rows = [window.tokens for window in random_windows(tokens, ends, 4, 400)]
+    assert {len(row) for row in rows} == {5}
+    of_short = [row for row in rows if row[0] == 1]
+    assert 3 <= len(of_short) <= 25  # 400 * 3 / 94 are expected
+    assert all(row[:3] == (1, 2, 0) and row[3] in (1, 100) for row in of_short)
+    starts = {row[0] for row in rows if row[0] >= 100}
+    assert min(starts) < 105
+    assert 180 < max(starts) <= 186
+    assert rows[:7] == [window.tokens for window in random_windows(tokens, ends, 4, 7)]
+
+
+@pytest.mark.oracle
+def test_the_loss_of_random_windows_is_the_mean_of_their_tokens(tmp_path: Path) -> None:
+    model = slots_of(tiny(vocab_size=257))
+    path = write(tmp_path / "corpus.jsonl", TEXTS)
+    entries = list(entries_of(find_sources([path]), Reader(), Bytes()))
+    found = sampled_perplexity(model, entries, 0, 6, 10)
+    tokens = [token for entry in entries for token in (*entry.tokens, 0)]
+    ends = np.cumsum([len(entry.tokens) + 1 for entry in entries])
+    rows = [each.tokens for each in random_windows(np.array(tokens, np.int32), ends, 6, 10)]
+    total = -sum(float(model.score([row])[0].log_probs.double().sum()) for row in rows)
+    assert found["loss"] == pytest.approx(total / 60, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(total / 60))
+    assert (found["windows"], found["predicted_tokens"], found["tokens"]) == (10, 60, len(tokens))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--task LAMBADA --valid-data x --webtext-eval", "needs --corpus"),
+        ("--corpus x --webtext-eval --overlapping-eval 3", "excludes --overlapping-eval"),
+        ("--corpus x --webtext-eval --eval-iters 0", "--eval-iters 0 must be 1 or more"),
+    ],
+)
+def test_flags_that_random_windows_exclude_are_refused(
+    words: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(f"evaluate --load x {words}".split())
+    assert end.value.code == 2
+    assert message in capfd.readouterr().err
 
 
 def test_a_corpus_without_tokens_to_predict_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from megatron_lite.cli import main
 from megatron_lite.inference import generating
 from megatron_lite.processes import launch
 from tests.trainer.inference.conversations import save
+from tests.trainer.loop.launches import PATIENCE_S, train
+from tests.trainer.loop.launches import launch as launch_ranks
 
 pytestmark = pytest.mark.oracle
 
@@ -96,3 +99,28 @@ def test_each_prompt_has_several_samples(
     assert len({line["text"] for line in lines[:3]}) > 1
     assert generate(model, tmp_path / "out", f"{words} --temperature 0") == 2
     assert "all samples are equal" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_that_is_killed_goes_on_without_a_sample_twice_or_lost(
+    model: Path, tmp_path: Path
+) -> None:
+    """Tensor-parallel ranks under a launcher. The file is the one of an unbroken run, byte for byte."""
+    count = 40
+    words = (
+        f"generate --load {model} --tp 2 --unconditional --num-samples {count} --max-new-tokens 12 --temperature 1 "
+        "--slots 2 --seed 1 --resume --distributed-timeout-minutes 1 --output"
+    )
+    train(tmp_path / "whole", 2, f"{words} out.jsonl")
+    running = launch_ranks(tmp_path / "part", 2, f"{words} out.jsonl")
+    output = tmp_path / "part" / "out.jsonl"
+    end = time.monotonic() + PATIENCE_S
+    while not output.is_file() or output.read_bytes().count(b"\n") < 5:
+        assert time.monotonic() < end, running.logs()
+        time.sleep(0.02)
+    running.kill()
+    running.wait()
+    assert 5 <= output.read_bytes().count(b"\n") < count
+    train(tmp_path / "part", 2, f"{words} out.jsonl")
+    assert output.read_bytes() == (tmp_path / "whole" / "out.jsonl").read_bytes()
+    assert [line["id"] for line in lines_of(output)] == list(range(count))

@@ -16,20 +16,23 @@ from megaconv.errors import UsageError
 from megatron_lite.data.preprocess import make_parser
 from megatron_lite.inference.commands import evaluate, serve
 from megatron_lite.inference.flags import parse_with_training_flags
+from megatron_lite.retrieval.commands import embed
+from megatron_lite.retrieval.commands.model_flags import parse_with_model_flags
 from megatron_lite.settings.arguments import parse
-from megatron_lite.settings.earlier_flags import REPLACED, TODAY
+from megatron_lite.settings.earlier_flags import OF_COMMANDS, REPLACED, TODAY
 from tests.conftest import FIXTURES
 from tests.runs import run
 
 LINES = (FIXTURES / "megatron_command_lines.txt").read_text(encoding="utf-8").splitlines()[1:]
 
 REFUSED = {
-    "--batch-size",
-    "--ict-load", "--block-data-path", "--indexer-log-interval", "--indexer-batch-size",
-    "--max-preds-per-seq", "--tokenizer-model-type", "--presplit-sentences", "--fp32-embedding",
-    "--model-path", "--cloze-eval", "--webtext-eval",
+    "--batch-size", "--max-preds-per-seq", "--tokenizer-model-type", "--presplit-sentences", "--fp32-embedding",
 }  # fmt: skip
-"""The flags of these lines that are refused, each with what to do instead."""
+"""The flags of these lines that a command refuses, each with what to do instead, unless it is a flag of its own."""
+
+
+def is_refused(command: str, flag: str) -> bool:
+    return flag in REFUSED and flag not in OF_COMMANDS.get(command, {})
 
 
 def flags_of(line: str) -> list[list[str]]:
@@ -56,25 +59,27 @@ def read(command: str, flag: list[str]) -> object:
         return make_parser().parse_args([*needed, *flag])
     if command == "evaluate":
         return parse_with_training_flags(evaluate.parser(), ["--load", "x", *flag])
+    if command == "embed":
+        return parse_with_model_flags(embed.parser(), ["--output", "x", *flag])
     return parse(command, flag)
 
 
 @pytest.mark.parametrize(
-    ("command", "line"), commands("preprocess", "pretrain", "finetune", "evaluate")
+    ("command", "line"), commands("preprocess", "pretrain", "finetune", "evaluate", "embed")
 )
 def test_each_flag_is_understood_or_refused_with_what_to_do(command: str, line: str) -> None:
     for flag in flags_of(line):
         name = flag[0]
-        if name in REFUSED:
+        if is_refused(command, name):
             with pytest.raises(UsageError, match=f"^{name}: {re.escape(REPLACED[name])}"):
                 read(command, flag)
         else:
             assert read(command, flag) is not None
 
 
-@pytest.mark.parametrize(("command", "line"), commands("pretrain", "finetune", "evaluate"))
+@pytest.mark.parametrize(("command", "line"), commands("pretrain", "finetune", "evaluate", "embed"))
 def test_a_line_without_the_refused_flags_is_understood_as_a_whole(command: str, line: str) -> None:
-    kept = [flag for flag in flags_of(line) if flag[0] not in REFUSED]
+    kept = [flag for flag in flags_of(line) if not is_refused(command, flag[0])]
     assert read(command, [word for flag in kept for word in flag]) is not None
 
 
@@ -105,6 +110,50 @@ def test_earlier_flags_mean_what_todays_flags_mean() -> None:
     }.items():
         assert parse("pretrain", [earlier, *value]) == parse("pretrain", [*TODAY[earlier], *value])
     assert parse("pretrain", ["--warmup=.01"])[0].optimizer.lr_warmup_fraction == 0.01
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("wiki.test.tokens", {"task": "WIKITEXT103", "valid_data": ["wiki.test.tokens"]}),
+        ("--cloze-eval", {"task": "LAMBADA", "valid_data": ["lambada.json"]}),
+        ("--webtext-eval", {"webtext_eval": True, "eval_iters": 5000, "corpus": ["webtext.json"]}),
+    ],
+)
+def test_the_evaluations_of_2019_are_todays(line: str, named: dict[str, object]) -> None:
+    """A whole line of run_gpt2_eval.py: the model, the mode and its data."""
+    (words,) = [
+        shlex.split(theirs)[1:]
+        for _, theirs in commands("evaluate")
+        if line in theirs and "--model-path" in theirs
+    ]
+    given = parse_with_training_flags(evaluate.parser(), evaluate.with_todays_task(words))
+    assert (given.load, given.slots, given.tp) == ("gpt2_345m", 16, 1)
+    for name, value in named.items():
+        assert getattr(given, name) == value, name
+
+
+def test_a_line_of_create_doc_index_names_the_model_and_the_output(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ((_, line),) = commands("embed")
+    given = parse_with_model_flags(embed.parser(), shlex.split(line)[1:])
+    assert (given.load, given.output) == ("/path/to/pretrained_ict", Path("embedded_blocks.pkl"))
+    assert (given.indexer_batch_size, given.training.model.hidden_size) == (128, 768)
+    assert "--log-interval, --micro-batch-size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--ict-load", "--indexer-batch-size", "--webtext-eval"])
+def test_a_flag_of_another_command_is_refused_with_this_command(flag: str) -> None:
+    with pytest.raises(UsageError, match=r"megatron-lite e(mbed|valuate)`"):
+        parse("pretrain", [flag, "x"])
+
+
+@pytest.mark.parametrize("flag", REPLACED)
+def test_a_flag_without_counterpart_is_refused_with_what_to_do(flag: str) -> None:
+    """Also flags of the documents' comments and scripts, which no command line has."""
+    with pytest.raises(UsageError, match=f"^{flag}: {re.escape(REPLACED[flag])}$"):
+        parse("pretrain", [flag, "x"])
 
 
 def test_flags_without_effect_are_named() -> None:
