@@ -17,6 +17,7 @@ from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.prompts import stop_ids
+from megatron_lite.inference.slots import LanguageModel
 from megatron_lite.loop.tokenizer import make_tokenizer
 from megatron_lite.models.trainable import refuse_encoders
 from megatron_lite.objectives.catalog import objective_of
@@ -46,6 +47,13 @@ class Opened:
     path: str
     store: Any
     """The store in which ranks record the first failure (processes/failure.py); None in a single process."""
+    retrieving: LanguageModel | None = None
+    """The same model with neighbors of chunks, which answers instead of `model`."""
+
+    @property
+    def answering(self) -> LanguageModel:
+        """The model that answers."""
+        return self.model if self.retrieving is None else self.retrieving
 
     @property
     def name(self) -> str:

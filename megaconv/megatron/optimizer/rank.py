@@ -300,7 +300,7 @@ class _Part:
                 held = [len(theirs) for theirs in found]
                 if held == list(counts) and sum(counts) == len(trained):
                     return found
-        self._refuse_counts(counts)
+        return self._refuse_counts(counts)
 
     def _by_group(
         self, parameters: Sequence[Parameter], *, decayed_embeddings: bool
