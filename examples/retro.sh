@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A small Retro learns to read what it retrieves. It takes one to two minutes on one core.
+# A small Retro learns to read what it retrieves. It takes a minute or two on one core.
 #
 #   examples/retro.sh [DIRECTORY]        (a temporary one unless it is given)
 #

@@ -129,10 +129,13 @@ def _prepare(request: BuildRequest, embedder: TextEmbedder) -> None:
     prefixes = [_place(request.directory, prefix) for prefix in corpora.prefixes]
     names = _names(prefixes)
     weights = corpora.weights or [1.0] * len(names)
-    words = [word for pair in zip(weights, names, strict=True) for word in (str(pair[0]), pair[1])]
-    for prefix in prefixes:
+    words: list[str] = []
+    for weight, name in zip(weights, names, strict=True):
+        words += [str(weight), name]
+    records: dict[str, Any] = {}
+    for name, prefix in zip(names, prefixes, strict=True):
         IndexedDataset(prefix)  # refuses a damaged dataset before any work
-    records = {name: data_record(prefix) for name, prefix in zip(names, prefixes, strict=True)}
+        records[name] = data_record(prefix)
     own = _own(request, embedder) | {"data": records}
     made = replace(request.settings, data_path=tuple(words), own=own)
     made = replace(made, neighbor_dirs=_query_directories(made))
