@@ -42,6 +42,13 @@ def make_parser(
         metavar="PATH",
         help="any checkpoint that megaconv reads, or a Hub id",
     )
+    add(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="[NAME=]DIR",
+        help="LoRA adapter as peft saves it, computed without merging; may be repeated, and the first one is the default",
+    )
     add("--dtype", choices=DTYPES, help="to compute in (the checkpoint's)")
     add(
         "--slots",

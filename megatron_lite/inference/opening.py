@@ -15,6 +15,7 @@ from megatron_lite.checkpoint.restore import Start, open_weights
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
+from megatron_lite.inference.adapters import AdapterBank, joint_options, read_adapters
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.prompts import stop_ids
 from megatron_lite.inference.slots import LanguageModel
@@ -28,7 +29,7 @@ from megatron_lite.processes.node import once_a_node
 from megatron_lite.settings.architecture import check_against, model_type
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.learning import Data
-from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.options import LoRA, ModelOptions
 from megatron_lite.settings.parallel import Parallel
 from megatron_lite.settings.sizes import LONGEST_UNASKED, check_sizes
 
@@ -47,6 +48,8 @@ class Opened:
     path: str
     store: Any
     """The store in which ranks record the first failure (processes/failure.py); None in a single process."""
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters 1, 2 and so on."""
     retrieving: LanguageModel | None = None
     """The same model with neighbors of chunks, which answers instead of `model`."""
 
@@ -99,6 +102,7 @@ class OpenedEngine:
     tokenizer: Tokenizer
     length: int
     """Tokens of the longest row."""
+    adapters: AdapterBank | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -110,9 +114,10 @@ def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Plac
     if given.slots < 1:
         raise UsageError(f"--slots {given.slots} must be 1 or more")
     found = open_engine(given, parallel, place)
+    names = () if found.adapters is None else found.adapters.names
     stops = all_or_none(lambda: stop_ids(found.config, found.tokenizer, found.start.files))
-    model = EngineModel(found.engine, given.slots, found.length)
-    return Opened(model, found.config, found.tokenizer, stops, given.load, place.store)
+    model = EngineModel(found.engine, given.slots, found.length, found.adapters)
+    return Opened(model, found.config, found.tokenizer, stops, given.load, place.store, names)
 
 
 def open_engine(given: argparse.Namespace, parallel: Parallel, place: launch.Place) -> OpenedEngine:
@@ -126,9 +131,12 @@ def open_engine(given: argparse.Namespace, parallel: Parallel, place: launch.Pla
     if given.dtype:
         dtype = _TORCH[given.dtype]
     length = given.max_length or min(config.max_positions, LONGEST_UNASKED)
-    engine = make_engine(changed(config, {"dtype": dtype}), parallel, place, length)
+    adapters = all_or_none(lambda: read_adapters(given.adapter, config))
+    lora = joint_options(adapters)
+    engine = make_engine(changed(config, {"dtype": dtype}), parallel, place, length, lora)
     load_weights(engine, {key.name: tensor for key, tensor in start.tensors.items()})
-    return OpenedEngine(engine, start, tokenizer, length)
+    bank = AdapterBank(engine, adapters) if adapters else None
+    return OpenedEngine(engine, start, tokenizer, length, bank)
 
 
 def _check_flags_of_model(training: Settings, config: ModelConfig, load: str) -> None:
@@ -138,7 +146,11 @@ def _check_flags_of_model(training: Settings, config: ModelConfig, load: str) ->
 
 
 def make_engine(
-    config: ModelConfig, parallel: Parallel, place: launch.Place, length: int
+    config: ModelConfig,
+    parallel: Parallel,
+    place: launch.Place,
+    length: int,
+    lora: LoRA | None = None,
 ) -> Engine:
     """Return an engine for inference; its weights are zero until they are loaded. length: of the longest row."""
     tp = parallel.tensor_model_parallel_size
@@ -146,7 +158,7 @@ def make_engine(
     ep = parallel.expert_model_parallel_size
     stage_layers = split_layers(config.layer_count, pp, 1, LayerSplit())
     layout = Layout(tp, pp, 1, ep, stage_layers=stage_layers)
-    options = ModelOptions(dtype=config.dtype or "float32", trains=False)
+    options = ModelOptions(dtype=config.dtype or "float32", trains=False, lora=lora)
     dp = check_sizes(
         config, layout, world=place.world, options=options, sequence=length, microbatches=1
     )

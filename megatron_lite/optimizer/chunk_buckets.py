@@ -1,5 +1,6 @@
 """All buckets of one chunk: the chunk's parameters become views of them, and gradients flow into them."""
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,16 +104,27 @@ class ChunkBuckets:
         return parameter
 
     def _add_when_made(self, parameter: nn.Parameter, bucket: Bucket, member: Member) -> None:
+        # Python can't collect a cycle through a hook of a gradient, so the hook refers to the buckets weakly.
+        # Otherwise an engine would never be freed, nor would its groups and their threads.
+        own, its_bucket = weakref.ref(self), weakref.ref(bucket)
+
         def add(made: Tensor) -> None:
-            assert made.grad is not None
-            bucket.add(member, made.grad)
-            made.grad = None
-            if self._reduces:
-                bucket.missing -= 1
-                if not bucket.missing and self.options.overlap:
-                    self._launch_complete()
+            buckets, bucket = own(), its_bucket()
+            assert buckets is not None, "the engine was freed"
+            assert bucket is not None, "the engine was freed"
+            buckets._add(bucket, member, made)
 
         parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+
+    def _add(self, bucket: Bucket, member: Member, made: Tensor) -> None:
+        """Move a parameter's gradient to its bucket, and launch the buckets that are complete."""
+        assert made.grad is not None
+        bucket.add(member, made.grad)
+        made.grad = None
+        if self._reduces:
+            bucket.missing -= 1
+            if not bucket.missing and self.options.overlap:
+                self._launch_complete()
 
     @property
     def _reduces(self) -> bool:

@@ -38,6 +38,7 @@ NOT_RUN = {
         r"^(HF_ENDPOINT=\S+ )?vllm ",
         r"^python -m sglang",
         r"^llama-",
+        r"^model_signing ",
     ),
     "trains for days": (r"--train-iters 1000000",),
     "leaves flags out": (r" \.\.\.( |$)",),

@@ -41,6 +41,7 @@ ROOMS = {
         ("megaconv.families",),
         ("megaconv.options",),
         ("megaconv.model",),
+        ("megaconv.signatures",),
         (
             "megaconv.hub",
             "megaconv.hub_headers",
@@ -306,6 +307,8 @@ def test_circles_are_found() -> None:
 
 
 HEAVY = {
+    "cryptography",
+    "sigstore",
     "boto3",
     "botocore",
     "torch",
