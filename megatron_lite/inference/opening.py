@@ -2,19 +2,23 @@
 
 import argparse
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from formats.tensor import LazyTensor
+from megaconv.commands.forward_pass import MAX_MEMORY
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.layout import LayerSplit, Layout, split_layers
+from megaconv.options.values import byte_size
 from megatron_lite.checkpoint.restore import Start, open_weights
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
+from megatron_lite.forward.opening import open_streamed
 from megatron_lite.inference.adapters import AdapterBank, joint_options, read_adapters
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.prompts import stop_ids
@@ -126,17 +130,40 @@ def open_engine(given: argparse.Namespace, parallel: Parallel, place: launch.Pla
     tokenizer = all_or_none(lambda: _tokenizer(given, start))
     config, dtype = start.config, start.config.dtype
     refuse_encoders(config, given.load)
+    if not given.stream_weights and getattr(given, "max_memory", None):
+        raise UsageError("--max-memory is for --stream-weights; pass both, or neither")
     if given.training is not None:
         _check_flags_of_model(given.training, config, given.load)
     if given.dtype:
         dtype = _TORCH[given.dtype]
     length = given.max_length or min(config.max_positions, LONGEST_UNASKED)
+    tensors = {key.name: tensor for key, tensor in start.tensors.items()}
+    described = changed(config, {"dtype": dtype})
+    if given.stream_weights:
+        engine = _streamed(given, described, tensors, place, length)
+        return OpenedEngine(engine, start, tokenizer, length, None)
     adapters = all_or_none(lambda: read_adapters(given.adapter, config))
-    lora = joint_options(adapters)
-    engine = make_engine(changed(config, {"dtype": dtype}), parallel, place, length, lora)
-    load_weights(engine, {key.name: tensor for key, tensor in start.tensors.items()})
+    engine = make_engine(described, parallel, place, length, joint_options(adapters))
+    load_weights(engine, tensors)
     bank = AdapterBank(engine, adapters) if adapters else None
     return OpenedEngine(engine, start, tokenizer, length, bank)
+
+
+def _streamed(
+    given: argparse.Namespace,
+    config: ModelConfig,
+    tensors: Mapping[str, LazyTensor],
+    place: launch.Place,
+    length: int,
+) -> Engine:
+    """Return an engine that reads its weights when it uses them. Raises UsageError for adapters and several processes."""
+    if given.adapter:
+        raise UsageError("--stream-weights computes without adapters; leave --adapter out")
+    if place.world > 1:
+        raise UsageError("--stream-weights computes in one process; start only one")
+    limit = byte_size(given.max_memory or MAX_MEMORY, "--max-memory ")
+    dtype = config.dtype or "float32"
+    return open_streamed(given.load, config, tensors, dtype, place.device, limit, length)
 
 
 def _check_flags_of_model(training: Settings, config: ModelConfig, load: str) -> None:

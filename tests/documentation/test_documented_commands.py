@@ -49,6 +49,9 @@ NOT_RUN = {
         r"-m tests\.trust",
         r"-m pytest",
     ),
+    "needs the entry point of an installation; tests/trainer/forward/ runs them": (
+        r"verify .*--forward",
+    ),
     "writes into the home directory": (r"~/",),
     "needs a Llama 3.1 or a Mixtral of MaxText; tests/loaders/test_orbax.py makes their arrays": (
         r"--load-dir checkpoints/7 ",
