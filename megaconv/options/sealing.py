@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaconv.local_paths import local_path
 from megaconv.options.option import normalize, option
 
 
@@ -11,12 +12,17 @@ class SealOptions:
     """Options of `seal`, and of `verify` for a seal's signature."""
 
     key: Path | None = option(
-        None, "--key", commands=("seal",), help="Sign with this private key (ECDSA, in PEM)."
+        None,
+        "--key",
+        commands=("seal",),
+        read=local_path,
+        help="Sign with this private key (ECDSA, in PEM).",
     )
     key_password_file: Path | None = option(
         None,
         "--key-password-file",
         commands=("seal",),
+        read=local_path,
         help="A file with the password of an encrypted --key.",
     )
     sigstore: bool = option(
@@ -38,12 +44,14 @@ class SealOptions:
         None,
         "--public-key",
         commands=("verify",),
+        read=local_path,
         help="Require a signature of this key (ECDSA, in PEM).",
     )
     signature: Path | None = option(
         None,
         "--signature",
         commands=("verify",),
+        read=local_path,
         help="The signature's file, if it isn't PATH/model.sig.",
     )
     identity: str | None = option(
@@ -62,6 +70,7 @@ class SealOptions:
         None,
         "--trust-config",
         commands=("seal", "verify"),
+        read=local_path,
         help="Sigstore's root of trust, in a file; its public one by default.",
     )
 

@@ -10,6 +10,7 @@ import pytest
 import megaconv
 from tests.conftest import FIXTURES
 from tests.doc_scripts import script
+from tests.signatures.made import write_keys
 
 ROOT = Path(__file__).parents[2]
 BUILDER = ROOT / "docs" / "build_reference.py"
@@ -74,6 +75,7 @@ def test_what_is_shown_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.chdir(place)
         shutil.copytree(PEFT / "base", "Llama-2-7b")
         shutil.copytree(PEFT / "adapter", "my-adapter")
+        write_keys(place)
         known: dict[str, object] = {}
         for example in examples:
             exec(example, known)

@@ -209,3 +209,8 @@ def test_what_git_changes_is_not_covered(model: Path, keys: Keys) -> None:
     (model / ".git" / "HEAD").write_text("ref: refs/heads/main")
     (model / ".gitattributes").write_text("*.safetensors filter=lfs")
     assert run("verify", model, "--public-key", keys.public).status == 0
+
+
+def test_python_takes_paths_as_text(model: Path, keys: Keys) -> None:
+    megaconv.seal(str(model), key=str(keys.private))
+    assert megaconv.verify(str(model), public_key=str(keys.public)).signed is not None
