@@ -314,8 +314,9 @@ def verify_fingerprint(
     # --base adds tensors of the original, and all parts of a multimodal model beside its language model.
     completed = bool(report.plan.from_base)
     source: Source
-    if saver.read_back is not None:
-        source = as_streamed(path, saver.read_back(path), report.header, report.plan)
+    read_back = report.plan.read_back or saver.read_back
+    if read_back is not None:
+        source = as_streamed(path, read_back(path), report.header, report.plan)
     else:
         is_alone = not any(key.name.startswith(BESIDE) for key in expected.tensors)
         is_inside_original = completed and is_alone and is_multimodal(path)

@@ -3,12 +3,13 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from formats.output import FileLayout
-from formats.tensor import ITEMSIZE, Box, matrix_shape
+from formats.tensor import ITEMSIZE, Box, LazyTensor, matrix_shape
 from megaconv.errors import NotExpressible
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.natives import NativeTensor, Region
@@ -102,6 +103,8 @@ class OutputPlan:
     """Notices for the user: for example, what was left out, and what to do about it."""
     from_base: Sequence[str] = ()
     """Tensors and files that are copied from the original (`--base`)."""
+    read_back: Callable[[Path], dict[str, LazyTensor]] | None = None
+    """As `read_back` of the saver, for an output that no loader reads although others of the saver are read."""
 
     @property
     def nbytes(self) -> int:

@@ -14,10 +14,14 @@ Source: sentence_transformers.models (Transformer, Pooling, Dense), releases 2 t
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from formats import safetensors
 from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout
+from formats.tensor import LazyTensor
 from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
 from megaconv.engine.sidecars import copies
 from megaconv.errors import UsageError
@@ -71,7 +75,17 @@ def plan_sentence_directory(header: Header, options: SaveOptions) -> OutputPlan:
             by_file.setdefault(path, {})[place.name] = entry
             add_placements(placements, header, native, path, place.name)
         files |= {path: SafetensorsLayout(tensors) for path, tensors in by_file.items()}
-    return OutputPlan(files, placements)
+    weight_files = tuple(path for path in files if path.endswith(_WEIGHTS))
+    return OutputPlan(files, placements, read_back=partial(_read_back, weight_files))
+
+
+def _read_back(weight_files: tuple[str, ...], directory: Path) -> dict[str, LazyTensor]:
+    """The tensors of an output by file and name. No loader reads these directories."""
+    found: dict[str, LazyTensor] = {}
+    for file in weight_files:
+        tensors = safetensors.read(directory / file)
+        found |= {f"{file}/{name}": tensor for name, tensor in tensors.items()}
+    return found
 
 
 def _place(name: str, config: ModelConfig) -> _Place:

@@ -13,12 +13,14 @@ from megaconv.terminal import one_line
 from megatron_lite.data.resumable_lines import ResumableLines
 from megatron_lite.inference.batching import NO_TOKEN, Request, RunningBatch, Step, steps
 from megatron_lite.inference.beams import Beam, BeamSettings
+from megatron_lite.inference.live_search import open_live_search
 from megatron_lite.inference.opening import Opened, run
 from megatron_lite.inference.prompts import encode, start_of
 from megatron_lite.inference.questions import Question, Questions, check_questions, questions_of
-from megatron_lite.inference.retrieved import RetrievedModel, neighbors_of, read_retrieved
+from megatron_lite.inference.retrieved import neighbors_of, read_retrieved
+from megatron_lite.inference.retrieving import FindNeighbors, RetrievingModel, same_for_all
 from megatron_lite.inference.sampling import Likelihood, Sampling
-from megatron_lite.inference.slots import LanguageModel, NotFinite, require_known
+from megatron_lite.inference.slots import NotFinite, require_known
 from megatron_lite.inference.text import TextStream, say
 
 BLOCK_TURNS = 64
@@ -57,9 +59,15 @@ def main(given: argparse.Namespace) -> None:
 def _use(opened: Opened, given: argparse.Namespace) -> None:
     """Generate the answers. Raises NotFinite at the end if an answer had NaN or infinite logits."""
     if given.retro_neighbors is not None:
-        if _retrieved(opened, given):
+        if _with_passages(opened, given):
             raise NotFinite
         return
+    if given.retro_project_dir is not None:
+        _require_retrieval(opened, "--retro-project-dir")
+        find = open_live_search(
+            opened, given.retro_project_dir, megatron=given.retro_megatron_neighbors
+        )
+        opened = _retrieving(opened, find)
     questions = questions_of(given)
     if given.output and given.output != "-":
         failed = _write(opened, given, questions)
@@ -71,22 +79,30 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
         raise NotFinite
 
 
-def _retrieved(opened: Opened, given: argparse.Namespace) -> bool:
-    """Answer the prompts of --retro-neighbors, and return whether an answer is an error. Raises UsageError."""
+def _require_retrieval(opened: Opened, flag: str) -> None:
     if not opened.config.retrieval.layers:
-        raise UsageError(
-            f"--retro-neighbors: {opened.path} is a {opened.config.family} without retrieval"
-        )
+        raise UsageError(f"{flag}: {opened.path} is a {opened.config.family} without retrieval")
     if opened.model.grid.world > 1:
-        raise UsageError("--retro-neighbors: generation is in one process; start only one")
-    failed, engine = False, opened.model.engine
+        raise UsageError(f"{flag}: generation is in one process; start only one")
+
+
+def _retrieving(opened: Opened, find: FindNeighbors) -> Opened:
+    """Return the opened model with neighbors."""
+    model = RetrievingModel(opened.model.engine, find, opened.model.slots, opened.model.length)
+    return replace(opened, retrieving=model)
+
+
+def _with_passages(opened: Opened, given: argparse.Namespace) -> bool:
+    """Answer the prompts of --retro-neighbors, and return whether an answer is an error. Raises UsageError."""
+    _require_retrieval(opened, "--retro-neighbors")
+    failed, chunk = False, opened.config.retrieval.chunk
     asked = read_retrieved(given.retro_neighbors)
     with open_output(given.output or "-") as file:
         for number, each in enumerate(asked):
-            source = neighbors_of(engine, opened.tokenizer, each)
-            model = RetrievedModel(engine, source, opened.model.length)
+            passages = neighbors_of(opened.config.retrieval, opened.tokenizer, each)
+            model = _retrieving(opened, same_for_all(passages, chunk))
             question = Question(number, each.prompt, given.seed)
-            for line in answers(opened, given, [question], model):
+            for line in answers(model, given, [question]):
                 failed |= "error" in line
                 shown = json.dumps(line, ensure_ascii=False)
                 print(shown if given.output else each.prompt + line["text"], file=file, flush=True)
@@ -142,7 +158,7 @@ def _stream(opened: Opened, given: argparse.Namespace, questions: Questions) -> 
         if len(questions) > 1:
             print(f"{'' if number == 0 else chr(10)}[{number + 1}] ", end="")
         batch, text = (
-            RunningBatch(opened.model),
+            RunningBatch(opened.answering),
             TextStream(opened.tokenizer.detokenize, given.stop),
         )
         request = batch.add(
@@ -202,16 +218,10 @@ def all_answers(
 
 
 def answers(
-    opened: Opened,
-    given: argparse.Namespace,
-    asked: Sequence[Question],
-    model: LanguageModel | None = None,
+    opened: Opened, given: argparse.Namespace, asked: Sequence[Question]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the answers in the order of the rows, each as soon as it and all earlier ones are ready.
-
-    model: None for the opened one.
-    """
-    batch = RunningBatch(opened.model if model is None else model)
+    """Yield the answers in the order of the rows, each as soon as it and all earlier ones are ready."""
+    batch = RunningBatch(opened.answering)
     waiting: dict[int, _Answer] = {}
     for question in asked:
         text = TextStream(opened.tokenizer.detokenize, given.stop)

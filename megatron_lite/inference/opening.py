@@ -22,6 +22,7 @@ from megatron_lite.forward.opening import open_streamed
 from megatron_lite.inference.adapters import AdapterBank, joint_options, read_adapters
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.prompts import stop_ids
+from megatron_lite.inference.slots import LanguageModel
 from megatron_lite.loop.tokenizer import make_tokenizer
 from megatron_lite.models.trainable import refuse_encoders
 from megatron_lite.objectives.catalog import objective_of
@@ -53,6 +54,13 @@ class Opened:
     """The store in which ranks record the first failure (processes/failure.py); None in a single process."""
     adapters: tuple[str, ...] = ()
     """Names of the adapters 1, 2 and so on."""
+    retrieving: LanguageModel | None = None
+    """The same model with neighbors of chunks, which answers instead of `model`."""
+
+    @property
+    def answering(self) -> LanguageModel:
+        """The model that answers."""
+        return self.model if self.retrieving is None else self.retrieving
 
     @property
     def name(self) -> str:

@@ -64,6 +64,8 @@ def check_questions(given: argparse.Namespace) -> None:
         raise UsageError("--unconditional excludes prompts and --prompts-file")
     if not given.unconditional and not given.prompts and given.prompts_file is None:
         raise UsageError("give a prompt, --prompts-file, --retro-neighbors, or --unconditional")
+    if given.retro_megatron_neighbors and given.retro_project_dir is None:
+        raise UsageError("--retro-megatron-neighbors requires --retro-project-dir")
     if given.num_samples != 1 and not given.unconditional:
         raise UsageError("--num-samples requires --unconditional; see --samples-per-prompt")
     if given.samples_per_prompt is not None and given.unconditional:
@@ -88,10 +90,13 @@ def _check_retrieved(given: argparse.Namespace) -> None:
         "--samples-per-prompt": given.samples_per_prompt,
         "--beams": given.beams,
         "--resume": given.resume,
+        "--retro-project-dir": given.retro_project_dir,
     }
     for name, asked in others.items():
         if asked:
-            raise UsageError(f"--retro-neighbors has the prompts: it excludes {name}")
+            raise UsageError(
+                f"--retro-neighbors has the prompts and their passages: it excludes {name}"
+            )
 
 
 def read_prompts(path: str) -> Iterator[str]:

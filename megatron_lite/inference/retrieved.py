@@ -2,12 +2,10 @@
 
 Each line of the file is {"prompt": ..., "neighbors": [text, ...]}. All chunks of a text have the same passages as
 neighbors: the first ones, as many as the model has neighbors, each cut or padded to the tokens of a neighbor. Chunks
-count from the start of the text, as in training. The model computes the whole text again for each token.
+count from the start of the text, as in training (retrieving.py).
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,10 +13,8 @@ import torch
 from torch import Tensor
 
 from megaconv.errors import UsageError
+from megaconv.model.subjects import Retrieval
 from megatron_lite.data.tokenizer import Tokenizer
-from megatron_lite.engine import Engine
-from megatron_lite.inference.slots import Recomputed
-from megatron_lite.models.batch import Microbatch
 
 
 class Retrieved(NamedTuple):
@@ -57,31 +53,9 @@ def _of_line(line: str, where: str) -> Retrieved:
     return Retrieved(prompt, tuple(neighbors))
 
 
-@dataclass
-class WithNeighbors:
-    """The logits of a Retro for rows of tokens that have the same passages."""
-
-    engine: Engine
-    source: Tensor
-    """int64 [neighbors, tokens of a neighbor]."""
-
-    def logits(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return float32 [tokens, vocabulary] for each row."""
-        return list(self._each(rows))
-
-    def _each(self, rows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        chunk = self.engine.config.retrieval.chunk
-        for row in rows:
-            tokens = torch.tensor([row], device=self.engine.grid.device)
-            source = self.source.repeat(len(row) // chunk, 1)
-            found = self.engine.logits(Microbatch(tokens, tokens, source=source))
-            assert found is not None, "Retro has one pipeline stage"
-            yield found[0]
-
-
-def neighbors_of(engine: Engine, tokenizer: Tokenizer, asked: Retrieved) -> Tensor:
+def neighbors_of(retrieval: Retrieval, tokenizer: Tokenizer, asked: Retrieved) -> Tensor:
     """Return int64 [neighbors, tokens of a neighbor], padded with the end-of-document token. Raises UsageError."""
-    retrieval, eod = engine.config.retrieval, tokenizer.eod
+    eod = tokenizer.eod
     if eod is None:
         raise UsageError("--retro-neighbors: the tokenizer has no token that ends a document")
     texts = [*asked.neighbors, *[""] * retrieval.neighbors][: retrieval.neighbors]
@@ -89,13 +63,4 @@ def neighbors_of(engine: Engine, tokenizer: Tokenizer, asked: Retrieved) -> Tens
     for row, text in enumerate(texts):
         tokens = tokenizer.tokenize(text)[: retrieval.retrieved] if text else []
         found[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-    return found.to(engine.grid.device)
-
-
-class RetrievedModel(Recomputed):
-    """A LanguageModel (slots.py) in one process, whose rows have the same passages."""
-
-    def __init__(self, engine: Engine, source: Tensor, length: int) -> None:
-        """source: see WithNeighbors. length: tokens of the longest row."""
-        super().__init__(WithNeighbors(engine, source).logits, 1, length)
-        self.engine = engine
+    return found

@@ -32,8 +32,9 @@ def _stages(settings: Settings, config: ModelConfig, layout: Layout) -> Found:
 
 
 def _norms(settings: Settings, config: ModelConfig, layout: Layout) -> Found:
+    is_local = settings.checkpointing.transformer_impl == "local"
     yield (
-        not config.norm.final and settings.checkpointing.transformer_impl != "local",
+        not config.norm.final and not config.retrieval.layers and not is_local,
         UsageError(
             "the model has no norms at the end of its stacks, as Megatron's local layers without Transformer Engine; "
             "--transformer-impl local saves it so"

@@ -162,6 +162,23 @@ def _positions(scores: Tensor, own: Tensor) -> Tensor:
     return ((scores > mine) | ((scores == mine) & is_earlier)).sum(1)
 
 
+def _parts_of_all_ranks(parts: Sequence[Tensor], replicas: Group) -> list[Sequence[Tensor]]:
+    """Return the parts [rows, width] of each rank's microbatches, by rank. Collective."""
+    if replicas is None:
+        return [parts]
+    ranks, own_rows = comm.size(replicas), torch.cat(list(parts))
+    own_counts = torch.tensor([len(part) for part in parts], device=own_rows.device)
+    counts = comm.gathered(own_counts, replicas).view(ranks, -1)
+    most = int(counts.sum(1).max())
+    padding = most - len(own_rows)
+    padded = F.pad(own_rows, (0, 0, 0, padding))
+    rows = comm.gathered(padded, replicas).view(ranks, most, -1)
+    found: list[Sequence[Tensor]] = []
+    for of_rank, its_counts in zip(rows, counts.tolist(), strict=True):
+        found.append(torch.split(of_rank[: sum(its_counts)], its_counts))
+    return found
+
+
 class _Gathered:
     """Rows of all microbatches of all ranks: microbatch by microbatch, and rank by rank in each of them.
 
@@ -170,30 +187,21 @@ class _Gathered:
 
     def __init__(self, parts: Sequence[Tensor], replicas: Group) -> None:
         """parts: of this rank's microbatches. Ranks have equal numbers of microbatches, and any numbers of rows."""
-        device, ranks = parts[0].device, comm.size(replicas)
-        own_counts = torch.tensor([len(part) for part in parts], device=device)
-        own_rows = torch.cat(list(parts))
-        counts, rows = own_counts.unsqueeze(0), own_rows.unsqueeze(0)
-        rank = 0
-        if replicas is not None:
-            rank = torch.distributed.get_rank(replicas)
-            counts = comm.gathered(own_counts, replicas).view(ranks, -1)
-            most = int(counts.sum(1).max())
-            padded = F.pad(own_rows, (0, 0, 0, most - len(own_rows)))
-            rows = comm.gathered(padded, replicas).view(ranks, most, -1)
-        by_rank: list[list[int]] = counts.tolist()
-        split = [
-            torch.split(rows[number, : sum(each)], each) for number, each in enumerate(by_rank)
-        ]
-        places = [(m, r) for m in range(len(parts)) for r in range(ranks)]
-        self.rows = torch.cat([split[r][m] for m, r in places])
+        by_rank = _parts_of_all_ranks(parts, replicas)
+        own_rank = 0 if replicas is None else torch.distributed.get_rank(replicas)
+        listed: list[Tensor] = []
+        self._own: list[int] = []
+        for number in range(len(parts)):
+            for rank, of_rank in enumerate(by_rank):
+                if rank == own_rank:
+                    self._own.append(len(listed))
+                listed.append(of_rank[number])
+        self.rows = torch.cat(listed)
         """[rows, width]: all rows."""
-        self.counts = [by_rank[r][m] for m, r in places]
+        self.counts = [len(part) for part in listed]
         """The number of rows of each part."""
-        ends = torch.tensor(self.counts).cumsum(0).tolist()
-        self.starts = [end - count for end, count in zip(ends, self.counts, strict=True)]
+        self.starts = [sum(self.counts[:number]) for number in range(len(listed))]
         """The first row of each part."""
-        self._own = [number for number, (_, r) in enumerate(places) if r == rank]
 
     def own(self, values: Tensor) -> list[Tensor]:
         """Return the values of this rank's rows, by microbatch. values: of all rows."""

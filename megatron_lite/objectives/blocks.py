@@ -6,10 +6,9 @@ from megaconv.errors import UsageError
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.batches import Batch
 from megatron_lite.data.blocks.dataset import BlockSampling
-from megatron_lite.data.blocks.samples import Special
+from megatron_lite.data.blocks.special import special_tokens
 from megatron_lite.data.corpora import SPLITS, parse_corpora
 from megatron_lite.data.datasets import Sampling, check_sources
-from megatron_lite.data.masked.vocabulary import vocabulary
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
@@ -81,17 +80,6 @@ def prepared_towers(start: Start | None, settings: Settings, say: Say) -> Start 
     if start is None or start.config.family == "biencoder":
         return start
     return with_towers(start, settings.model, settings.training.seed, say)
-
-
-def special_tokens(tokenizer: Tokenizer) -> Special:
-    """Return the special tokens of samples. Raises UsageError unless [PAD] is token 0, as masks of attention assume."""
-    why = "texts of a retriever need the tokenizer of a BERT"
-    words = vocabulary(tokenizer, ("cls", "sep", "pad"), why)
-    if words.pad:
-        raise UsageError(
-            f"the tokenizer's [PAD] is token {words.pad}; a retriever's samples need it to be token 0, as in BERT's vocabularies"
-        )
-    return Special(words.cls, words.sep, words.pad)
 
 
 def titles_by_corpus(settings: Settings) -> dict[str, str]:

@@ -11,6 +11,7 @@ from megaconv.errors import LayoutError, UsageError
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.batches import Batch
+from megatron_lite.data.blocks.special import special_tokens
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tasks.dataset import epoch_samples, shuffled
 from megatron_lite.data.tasks.passages import PassageDataset, Question, read_questions
@@ -18,7 +19,7 @@ from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.retrieval_loss import RetrievalLoss, texts_of
-from megatron_lite.objectives.blocks import prepared_towers, special_tokens
+from megatron_lite.objectives.blocks import prepared_towers
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.training_data import Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings

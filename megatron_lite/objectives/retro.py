@@ -142,6 +142,10 @@ class RetroText(Objective):
         """Return the start; a GPT with retrieval added (retro-fitting) if the flags ask for it. Raises UsageError."""
         if start is None:
             return None
+        if settings.retro.retro_no_final_norm and start.config.norm.final:
+            raise UsageError(
+                f"--retro-no-final-norm is for new models: {start.path} has a norm after its last layer; leave the flag out"
+            )
         if start.config.retrieval.layers:
             _require_same(start.config, settings, start.path)
             return start

@@ -69,7 +69,7 @@ class Hdf5Files:
         path = self._path(stem)
         _require(path)
         try:
-            with _h5py().File(path, "r") as file:
+            with h5py_module().File(path, "r") as file:
                 found = file[name]
                 shape, dtype = found.shape, found.dtype
                 offset = found.id.get_offset()
@@ -86,7 +86,7 @@ class Hdf5Files:
     def write(self, stem: Path, arrays: Mapping[str, Planned]) -> None:
         path = self._path(stem)
         unfinished = _unfinished(path)
-        with _h5py().File(unfinished, "w") as file:
+        with h5py_module().File(unfinished, "w") as file:
             for name, planned in arrays.items():
                 made = file.create_dataset(name, planned.shape, np.dtype(planned.dtype))
                 _fill(made, planned)
@@ -134,7 +134,7 @@ class NumpyFiles:
 FORMATS: dict[str, ArrayFiles] = {"numpy": NumpyFiles(), "megatron": Hdf5Files()}
 
 
-def _h5py() -> Any:
+def h5py_module() -> Any:
     return package("h5py", "a Retro project in Megatron's format", "retrieval")
 
 

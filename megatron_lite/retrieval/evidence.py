@@ -9,9 +9,8 @@ Files are read as streams: only a row is in memory.
 import csv
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,9 +18,10 @@ import blake3
 import numpy as np
 
 from formats.errors import CorruptCheckpoint
-from megaconv.errors import UsageError
+from megatron_lite.data.blocks.dataset import BlockDataset, open_titles
 from megatron_lite.data.blocks.mapping import Corpus, build_blocks
-from megatron_lite.data.blocks.samples import Special, block_with_title
+from megatron_lite.data.blocks.samples import Special
+from megatron_lite.data.blocks.special import special_tokens
 from megatron_lite.data.indexed import IndexedDataset, idx_path
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.retrieval.embedder import Passage
@@ -103,46 +103,25 @@ def _id(where: str, value: Any) -> int:
 class BlockEvidence:
     """Blocks of sentences with their titles: one epoch, as Megatron indexes ICT's corpus. The id is the block's number."""
 
-    sentences: IndexedDataset
-    titles: IndexedDataset
+    blocks: BlockDataset
     tokenizer: Tokenizer
-    seq_length: int
-    special: Special
     least_sentences: int = 2
 
     def rows(self) -> Iterator[Passage]:
-        titles = self._titles()
-        corpus = Corpus(
-            self.sentences.documents, self.sentences.lengths, [len(title) for title in titles]
-        )
-        blocks = build_blocks(corpus, None, self.seq_length, EPOCH_SEED, self.least_sentences)
-        for first, end, document, number in blocks.tolist():
-            tokens = [
-                token
-                for sentence in range(first, end)
-                for token in self.sentences.get(sentence).tolist()
-            ]
+        sentences, titles = self.blocks.sentences, self.blocks.titles
+        text = self.tokenizer.detokenize
+        for index, (first, end, document, number) in enumerate(self.blocks.mapping.tolist()):
+            parts = [sentences.get(sentence) for sentence in range(first, end)]
+            tokens = np.concatenate(parts).tolist()
             title = titles[document]
-            row = block_with_title(tokens, title, self.seq_length, self.special)
-            text = self.tokenizer.detokenize(tokens)
-            yield Passage(number, text, self.tokenizer.detokenize(title), row)
+            yield Passage(number, text(tokens), text(title), self.blocks.block(index))
 
     def identity(self) -> str:
-        digest = blake3.blake3(f"{self.seq_length} {self.least_sentences}".encode())
-        for dataset in (self.sentences, self.titles):
-            digest.update_mmap(idx_path(dataset.prefix))
-            digest.update_mmap(f"{dataset.prefix}.bin")
+        digest = blake3.blake3(f"{self.blocks.seq_length} {self.least_sentences}".encode())
+        for prefix in (self.blocks.sentences.prefix, self.blocks.titles.prefix):
+            digest.update_mmap(idx_path(prefix))
+            digest.update_mmap(f"{prefix}.bin")
         return digest.hexdigest()[:32]
-
-    def _titles(self) -> list[list[int]]:
-        """Return the title of each document: all its sequences, at most half a row."""
-        bounds = self.titles.documents.tolist()
-        titles = []
-        for first, end in pairwise(bounds):
-            parts = [self.titles.get(number) for number in range(first, end)]
-            joined = np.concatenate(parts).tolist() if parts else []
-            titles.append(joined[: self.seq_length // 2])
-        return titles
 
 
 def open_evidence(path: Path) -> FileEvidence:
@@ -156,23 +135,17 @@ def open_blocks(
     data: str, titles: str, tokenizer: Tokenizer, seq_length: int, *, one_sentence: bool
 ) -> BlockEvidence:
     """Return the blocks of an indexed dataset. Raises UsageError, CorruptCheckpoint."""
-    sentences, headings = IndexedDataset(data), IndexedDataset(titles)
-    counts = [len(dataset.documents) - 1 for dataset in (sentences, headings)]
-    if counts[0] != counts[1]:
-        raise UsageError(
-            f"{data} has {counts[0]:,} documents and {titles} has {counts[1]:,}; both must come from the same corpus"
-        )
     special = special_tokens(tokenizer)
-    least = 1 if one_sentence else 2
-    return BlockEvidence(sentences, headings, tokenizer, seq_length, special, least)
+    return blocks_of(data, titles, tokenizer, special, seq_length, 1 if one_sentence else 2)
 
 
-def special_tokens(tokenizer: Tokenizer) -> Special:
-    """Return [CLS], [SEP] and [PAD]. Raises UsageError for a tokenizer that isn't a BERT's, or whose padding isn't 0."""
-    find: Any = getattr(tokenizer, "special", lambda name: None)
-    found: Sequence[int | None] = [find(name) for name in ("cls", "sep", "pad")]
-    if found[0] is None or found[1] is None or found[2] != 0:
-        raise UsageError(
-            "a retriever needs a BERT's tokenizer: it has [CLS] and [SEP], and its token 0 is [PAD]"
-        )
-    return Special(found[0], found[1], found[2])
+def blocks_of(
+    data: str, titles: str, tokenizer: Tokenizer, special: Special, seq_length: int, least: int = 2
+) -> BlockEvidence:
+    """Return the blocks of an indexed dataset. least: sentences of a block. Raises UsageError, CorruptCheckpoint."""
+    sentences = IndexedDataset(data)
+    found = open_titles(sentences, titles, seq_length)
+    corpus = Corpus(sentences.documents, sentences.lengths, found.lengths.tolist())
+    mapping = build_blocks(corpus, None, seq_length, EPOCH_SEED, least)
+    blocks = BlockDataset(sentences, found, mapping, seq_length, special)
+    return BlockEvidence(blocks, tokenizer, least)

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.data.blocks.samples import Special
+from megatron_lite.data.blocks.special import special_tokens
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.retrieval.embedder import Passage, Vectors
-from megatron_lite.retrieval.evidence import special_tokens
 
 Ids = NDArray[np.int64]
 

@@ -56,16 +56,24 @@ def _find_in_each(stored: Shards, queries: Vectors, count: int) -> Found:
     ids = np.full((len(queries), count), -1, np.int64)
     for numbers, vectors in stored.shards():
         _require_width(vectors, width)
-        index = faiss_module().IndexIDMap(make_index(FLAT, width, inner_product=True))
+        inner = make_index(FLAT, width, inner_product=True)
+        index = faiss_module().IndexIDMap(inner)
         index.add_with_ids(vectors.astype(np.float32), np.ascontiguousarray(numbers))
-        new_scores, new_ids = search(index, queries, count)
-        new_scores = np.where(new_ids < 0, -np.inf, new_scores)
-        both_scores = np.concatenate([scores, new_scores], axis=1)
-        both_ids = np.concatenate([ids, new_ids], axis=1)
-        best = np.argsort(-both_scores, axis=1, kind="stable")[:, :count]
-        scores = np.take_along_axis(both_scores, best, axis=1)
-        ids = np.take_along_axis(both_ids, best, axis=1)
+        of_shard = search(index, queries, count)
+        scores, ids = _best((scores, ids), of_shard, count)
     return scores, ids
+
+
+def _best(earlier: Found, later: Found, count: int) -> Found:
+    """Return the best of both. Of equal scores, earlier ones come first."""
+    later_scores, later_ids = later
+    missing = later_ids < 0
+    later_scores = np.where(missing, -np.inf, later_scores)
+    scores = np.concatenate([earlier[0], later_scores], axis=1)
+    ids = np.concatenate([earlier[1], later_ids], axis=1)
+    order = np.argsort(-scores, axis=1, kind="stable")
+    best = order[:, :count]
+    return np.take_along_axis(scores, best, axis=1), np.take_along_axis(ids, best, axis=1)
 
 
 def _training_vectors(stored: Shards, width: int) -> Vectors:

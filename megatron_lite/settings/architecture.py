@@ -87,7 +87,10 @@ def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
     if model.mtp_num_layers:
         found["mtp_layers"] = model.mtp_num_layers
     if settings.retro.retro_add_retriever:
-        found |= {"retrieval.layers": settings.retro.retro_encoder_layers, "norm.final": True}
+        found |= {
+            "retrieval.layers": settings.retro.retro_encoder_layers,
+            "norm.final": not settings.retro.retro_no_final_norm,
+        }
     kind = model_type(settings, None)
     if kind == "bert":
         found |= _of_bert(settings)

@@ -23,6 +23,9 @@ class Retro:
     retro_num_retrieved_chunks: int = flag(
         2, "chunks of a neighbor: the retrieved one and those that follow it", samples=True
     )
+    retro_no_final_norm: bool = flag(
+        False, "a new model without a norm after its last layer, as Megatron core 0.8 and newer"
+    )
     retro_encoder_hidden_dropout: float = flag(0.1, "hidden dropout in the encoder")
     retro_encoder_attention_dropout: float = flag(0.1, "attention dropout in the encoder")
     retro_attention_gate: float = flag(

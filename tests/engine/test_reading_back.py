@@ -157,6 +157,23 @@ def test_an_adapter_is_read_back_without_its_base(
     assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.parametrize(
+    ("kind", "damaged"),
+    [("separate", "context/2_Dense/model.safetensors"), ("shared", "model.safetensors")],
+)
+def test_the_directories_of_a_biencoder_are_read_back_though_no_loader_reads_them(
+    kind: str, damaged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = FIXTURES / f"biencoder-legacy-{kind}"
+    words = ("--saver", "hf", "--verify", "--json")
+    require_verified(run("convert", source, tmp_path / "out", *words))
+    after_writing(monkeypatch, lambda path: flipped(path / damaged, -1))
+    outcome = run("convert", source, tmp_path / "again", *words)
+    assert outcome.status == 4
+    assert "reads back differently" in outcome.err
+    assert not (tmp_path / "again").exists()
+
+
 def test_a_saver_whose_files_nobody_reads_as_stored_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
 """megatron-core 0.15.3, the last release with Retro, loads what megaconv and the trainer write, and computes the same.
 
-It needs an environment of its own (docs/retro.md has the commands), whose Python RETRO_PYTHON names.
+It needs an environment of its own (CONTRIBUTING.md has the commands), whose Python RETRO_PYTHON names.
 """
 
 import os

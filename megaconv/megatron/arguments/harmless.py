@@ -280,7 +280,7 @@ _BY_REASON: Mapping[str, str] = {
         lora_dropout lora_load lora_rank lora_rslora lora_targets metrics_file no_bias_gelu_fusion
         guide no_check_for_nan_in_loss_and_grad no_fp8_wgrad no_gradient_accumulation_fusion no_manual_gc_eval objective peak_tflops plot
         resume retriever_negatives
-        corpora retro_megatron_neighbors
+        corpora retro_megatron_neighbors retro_no_final_norm
         show_sample task train_data valid_data valid_finetune_data
     """,
 }

@@ -37,7 +37,7 @@ from megaconv.megatron.optimizer.buffers import (
     fitting,
     matching,
 )
-from megaconv.megatron.states.names import BUFFERS
+from megaconv.megatron.states.names import BUFFERS, is_of_retrieval
 from megaconv.model.training import ADAM, EXP_AVG, EXP_AVG_SQ, MASTER, SGD, ParamGroup
 
 
@@ -236,11 +236,13 @@ class _Part:
         self.result.group_steps |= {updates(group["step"]) for group in groups if "step" in group}
         self.result.grad_scalers += grad_scaler(self.part)
 
-    def members(self, *, decayed_embeddings: bool = True) -> dict[Class, list[Parameter]]:
+    def members(
+        self, parameters: Sequence[Parameter], *, decayed_embeddings: bool = True
+    ) -> dict[Class, list[Parameter]]:
         """The parameters of each class, in order."""
         decoupled = any(group.decoupled_lr for group in self.groups)
         members: dict[Class, list[Parameter]] = {}
-        for parameter in self.parameters:
+        for parameter in parameters:
             kind = class_of(
                 parameter.name,
                 parameter.shape,
@@ -286,23 +288,29 @@ class _Part:
                 self._fail("more fp32 copies than 16-bit parameters")
 
     def _members_that_fit(self, counts: Sequence[int]) -> list[list[Parameter]]:
-        """The parameters of each group. From core 0.14 on, embeddings may be in the group without weight decay."""
-        fitting = (
-            found
-            for decayed_embeddings in (True, False)
-            if (found := self._by_group(decayed_embeddings=decayed_embeddings))
-            and [len(theirs) for theirs in found] == list(counts)
-            and sum(counts) == len(self.parameters)
-        )
-        return next(fitting, None) or self._refuse_counts(counts)
+        """The parameters of each group.
 
-    def _by_group(self, *, decayed_embeddings: bool) -> list[list[Parameter]]:
-        members = self.members(decayed_embeddings=decayed_embeddings)
+        From core 0.14 on, embeddings may be in the group without weight decay. A Retro that was trained with a gate of 0
+        has no state of its encoder and its cross attention.
+        """
+        outside_retrieval = [each for each in self.parameters if not is_of_retrieval(each.name)]
+        for trained in (self.parameters, outside_retrieval):
+            for decayed_embeddings in (True, False):
+                found = self._by_group(trained, decayed_embeddings=decayed_embeddings)
+                held = [len(theirs) for theirs in found]
+                if held == list(counts) and sum(counts) == len(trained):
+                    return found
+        return self._refuse_counts(counts)
+
+    def _by_group(
+        self, parameters: Sequence[Parameter], *, decayed_embeddings: bool
+    ) -> list[list[Parameter]]:
+        members = self.members(parameters, decayed_embeddings=decayed_embeddings)
         return [members.get(group_class(group), []) for group in self.groups]
 
     def _refuse_counts(self, counts: Sequence[int]) -> NoReturn:
         expected = " + ".join(
-            str(len(theirs)) for theirs in self._by_group(decayed_embeddings=True)
+            str(len(theirs)) for theirs in self._by_group(self.parameters, decayed_embeddings=True)
         )
         self._fail(
             f"{' + '.join(map(str, counts))} parameters in its groups, where the model has {expected} of such kinds and "
@@ -347,7 +355,7 @@ class _Part:
 
     def _groups_by_class(self) -> dict[tuple[int, str], ParamGroup]:
         found: dict[tuple[int, str], ParamGroup] = {}
-        for kind, members in self.members().items():
+        for kind, members in self.members(self.parameters).items():
             group = self.by_class.get(kind) or self._fail(
                 f"no group for {members[0].name} (was it frozen?)"
             )

@@ -37,6 +37,10 @@ class Titles:
         self.lengths: NDArray[np.int64] = np.where(self.cut, cut_to, whole)
         """Tokens of each document's title."""
 
+    @property
+    def prefix(self) -> str:
+        return self._titles.prefix
+
     def __len__(self) -> int:
         return len(self.lengths)
 

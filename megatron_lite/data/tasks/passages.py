@@ -102,21 +102,25 @@ class PassageDataset:
         return len(self.order)
 
     def __getitem__(self, index: int) -> PassageSample:
-        question = self.questions[int(self.order[index])]
-        passages = [question.positive, *self._negatives(question, index)]
-        count = 1 + self.hard + self.others
-        rows = np.full((count, self.length), self.special.pad, np.int64)
-        for row, passage in zip(rows, passages, strict=False):
-            tokens = self._passage(passage)
-            row[: len(tokens)] = tokens
-        query = np.full(self.length, self.special.pad, np.int64)
-        tokens = self._query(question)
-        query[: len(tokens)] = tokens
-        return PassageSample(query, rows, len(passages))
+        number = int(self.order[index])
+        question = self.questions[number]
+        negatives = self._negatives(question, index)
+        passages = [question.positive, *negatives]
+        rows = [self._row(self._passage(passage)) for passage in passages]
+        most = 1 + self.hard + self.others
+        padding = [self._row([])] * (most - len(rows))
+        query = self._row(self._query(question.text))
+        return PassageSample(query, np.stack([*rows, *padding]), len(passages))
 
-    def _query(self, question: Question) -> list[int]:
-        asked = self.tokenize(question.text)[: self.length - 2]
-        return [self.special.cls, *asked, self.special.sep]
+    def _row(self, tokens: list[int]) -> Ids:
+        """Return the tokens with padding behind, [length]."""
+        row = np.full(self.length, self.special.pad, np.int64)
+        row[: len(tokens)] = tokens
+        return row
+
+    def _query(self, text: str) -> list[int]:
+        tokens = self.tokenize(text)[: self.length - 2]
+        return [self.special.cls, *tokens, self.special.sep]
 
     def _negatives(self, question: Question, index: int) -> list[Passage]:
         hard = list(question.hard)

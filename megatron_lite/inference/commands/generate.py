@@ -25,6 +25,17 @@ def parser() -> Parser:
         help='Retro: JSON lines of {"prompt": ..., "neighbors": [text, ...]}, the passages for each prompt',
     )
     made.add_argument(
+        "--retro-project-dir",
+        type=local_word,
+        metavar="DIRECTORY",
+        help="Retro: search the neighbors of each chunk in this project of `megatron-lite retro build`",
+    )
+    made.add_argument(
+        "--retro-megatron-neighbors",
+        action="store_true",
+        help="neighbors as Megatron: a continuation goes on in the next document",
+    )
+    made.add_argument(
         "--output",
         type=local_word,
         metavar="FILE",

@@ -18,12 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from megaconv.errors import UsageError
+from megatron_lite.inference.live_search import require_chunks
 from megatron_lite.inference.opening import Opened
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.rng import mix
 from megatron_lite.retrieval.retro.database import ChunkDatabase
 from megatron_lite.retrieval.retro.neighbors import Neighbors
-from megatron_lite.retrieval.retro.project import Project, open_project
+from megatron_lite.retrieval.retro.project import open_project
 from megatron_lite.retrieval.retro.windows import Windows
 
 SPLIT = "valid"
@@ -80,7 +81,7 @@ def measure(opened: Opened, given: argparse.Namespace) -> dict[str, dict[str, An
         raise UsageError("--retro-project-dir: the loss is measured in one process; start only one")
     project = open_project(given.retro_project_dir)
     project.check_data()
-    _require_chunks(project, opened)
+    require_chunks(project, opened)
     windows, near = project.windows(SPLIT), project.neighbors(SPLIT)
     if windows is None or near is None:
         raise UsageError(f"{project.path}: has no samples for validation with neighbors")
@@ -106,14 +107,6 @@ def _measures(opened: Opened, own: Measured, find: Find | None) -> dict[str, Any
         "perplexity": perplexity,
         "predicted_tokens": tokens,
     }
-
-
-def _require_chunks(project: Project, opened: Opened) -> None:
-    asked, held = opened.config.retrieval.chunk, project.settings.chunk_length
-    if asked != held:
-        raise UsageError(
-            f"{project.path}: has chunks of {held} tokens, {opened.path} has chunks of {asked}"
-        )
 
 
 def _loss(opened: Opened, batches: Iterator[Microbatch]) -> tuple[float, int]:

@@ -21,7 +21,7 @@ from megatron_lite.retrieval.commands.parsing import (
 )
 from megatron_lite.retrieval.embedders import NAMES, EmbedderOptions, open_embedder
 from megatron_lite.retrieval.retro.build import BuildRequest, build, tasks_of
-from megatron_lite.retrieval.retro.plan import IndexPlan
+from megatron_lite.retrieval.retro.plan import MOST_TOKENS, IndexPlan
 from megatron_lite.retrieval.retro.project import open_project
 from megatron_lite.retrieval.retro.project_settings import ProjectSettings
 from megatron_lite.retrieval.retro.show import (
@@ -118,6 +118,7 @@ def _request(given: argparse.Namespace) -> BuildRequest:
         given.retro_doc_block_size,
         tasks_of(given.retro_tasks),
         given.retro_task_validate,
+        given.retro_bert_max_chunk_length,
     )
 
 
@@ -222,7 +223,7 @@ def _add_search(made: argparse.ArgumentParser) -> None:
         help=f"of a Megatron BERT ({BERT_TYPES[0]})",
     )
     add_count(add, "--retro-bert-batch-size", 128, "texts that are embedded at once")
-    add_count(add, "--retro-bert-max-chunk-length", 256, "the most tokens of a text")
+    add_count(add, "--retro-bert-max-chunk-length", MOST_TOKENS, "the most tokens of a text")
     add = made.add_argument_group("index and search").add_argument
     add(
         "--retro-index-str",

@@ -15,7 +15,7 @@ from megatron_lite.retrieval.retro.block_tasks import BlockTask
 from megatron_lite.retrieval.retro.chunking import chunk_tasks
 from megatron_lite.retrieval.retro.indexing import add_to_index, train_index
 from megatron_lite.retrieval.retro.merging import merge
-from megatron_lite.retrieval.retro.plan import BuildPlan, IndexPlan
+from megatron_lite.retrieval.retro.plan import MOST_TOKENS, BuildPlan, IndexPlan
 from megatron_lite.retrieval.retro.project import Project, data_record
 from megatron_lite.retrieval.retro.project_settings import (
     CONFIG,
@@ -44,6 +44,8 @@ class BuildRequest:
     tasks: tuple[str, ...]
     validate: float | None = None
     """The fraction of stored blocks that is computed again and compared, instead of building."""
+    embedded_tokens: int = MOST_TOKENS
+    """Tokens of a text that the embedder reads."""
 
 
 def tasks_of(word: str) -> tuple[str, ...]:
@@ -127,10 +129,13 @@ def _prepare(request: BuildRequest, embedder: TextEmbedder) -> None:
     prefixes = [_place(request.directory, prefix) for prefix in corpora.prefixes]
     names = _names(prefixes)
     weights = corpora.weights or [1.0] * len(names)
-    words = [word for pair in zip(weights, names, strict=True) for word in (str(pair[0]), pair[1])]
-    for prefix in prefixes:
+    words: list[str] = []
+    for weight, name in zip(weights, names, strict=True):
+        words += [str(weight), name]
+    records: dict[str, Any] = {}
+    for name, prefix in zip(names, prefixes, strict=True):
         IndexedDataset(prefix)  # refuses a damaged dataset before any work
-    records = {name: data_record(prefix) for name, prefix in zip(names, prefixes, strict=True)}
+        records[name] = data_record(prefix)
     own = _own(request, embedder) | {"data": records}
     made = replace(request.settings, data_path=tuple(words), own=own)
     made = replace(made, neighbor_dirs=_query_directories(made))
@@ -149,6 +154,7 @@ def _own(request: BuildRequest, embedder: TextEmbedder) -> dict[str, Any]:
         "embedder": embedder.name,
         "embedder_fingerprint": embedder.fingerprint,
         "width": embedder.width,
+        "embedded_tokens": request.embedded_tokens,
         "document_block": request.document_block,
         "index": index.text,
         "index_train_chunks": index.train_chunks,
@@ -196,7 +202,8 @@ def _require_same(directory: Path, before: ProjectSettings, now: ProjectSettings
     pairs = [
         (item.name, getattr(before, item.name), getattr(now, item.name)) for item in fields(now)
     ]
-    pairs += [(key, before.own.get(key), value) for key, value in now.own.items()]
+    recorded = [key for key in now.own if key in before.own]
+    pairs += [(key, before.own[key], now.own[key]) for key in recorded]
     for name, old, new in pairs:
         if name not in ("own", "bert", "tokenizer", "data") and old != new:
             raise UsageError(

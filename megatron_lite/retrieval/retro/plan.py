@@ -9,6 +9,8 @@ from megatron_lite.retrieval.retro.project import Project
 END_OF_TEXT = "<|endoftext|>"
 BATCH = 4096
 """Texts in memory at once, with their vectors."""
+MOST_TOKENS = 256
+"""Tokens of a text that are embedded, unless a flag says otherwise."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megatron_lite.retrieval.retro.blocks import Block, blocks_of
 from megatron_lite.retrieval.retro.database import ChunkDatabase
 from megatron_lite.retrieval.retro.neighbors import ARRAY
 from megatron_lite.retrieval.retro.plan import BATCH, BuildPlan
-from megatron_lite.retrieval.retro.windows import Windows
+from megatron_lite.retrieval.retro.windows import Window, Windows
 
 Ids = NDArray[np.int64]
 
@@ -59,23 +59,29 @@ class _Query:
 
     def _neighbors(self, chunks: range) -> Ids:
         """Return int64 [chunks, save]."""
-        settings = self._plan.project.settings
-        size, per_sample = settings.chunk_length, settings.chunks_per_sample
+        per_sample = self._plan.project.settings.chunks_per_sample
         samples = range(chunks[0] // per_sample, chunks[-1] // per_sample + 1)
         windows = {sample: self._windows[sample] for sample in samples}
         texts = []
         for chunk in chunks:
             sample, place = divmod(chunk, per_sample)
-            tokens = windows[sample].tokens[place * size : (place + 1) * size]
-            texts.append(self._plan.text_of(tokens.tolist()))
-        _, found = search(self._index, self._plan.embedder.embed(texts), self._plan.index.query)
+            texts.append(self._text(windows[sample], place))
+        vectors = self._plan.embedder.embed(texts)
+        _, found = search(self._index, vectors, self._plan.index.query)
         kept = np.full((len(chunks), self._plan.index.save), -1, np.int64)
         for row, chunk in enumerate(chunks):
             window = windows[chunk // per_sample]
             left = without_documents(found[row], self._database, window.dataset, window.documents)
-            left = left[: self._plan.index.save]
-            kept[row, : len(left)] = left
+            saved = left[: self._plan.index.save]
+            kept[row, : len(saved)] = saved
         return kept
+
+    def _text(self, window: Window, place: int) -> str:
+        """Return the text of a chunk of a sample."""
+        size = self._plan.project.settings.chunk_length
+        start = place * size
+        tokens = window.tokens[start : start + size]
+        return self._plan.text_of(tokens.tolist())
 
 
 def without_documents(

@@ -69,5 +69,5 @@ def test_the_retro_example_reads_what_it_retrieves(tmp_path: Path) -> None:
     last = found.stdout.splitlines()[-1]
     numbers = re.fullmatch(r"covered tokens: (\S+) with retrieval, (\S+) without", last)
     assert numbers is not None, last
-    assert float(numbers[1]) < 2
-    assert float(numbers[2]) > 4.4
+    assert float(numbers[1]) < 1.6
+    assert 4.4 < float(numbers[2]) < 4.9

@@ -7,7 +7,9 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import megaconv
+from megaconv.engine.conversion import fingerprint
 from megaconv.errors import UsageError
+from megaconv.model.ir import WEIGHT
 from megatron_lite.data.samples import SampleForm
 from megatron_lite.objectives.retro import RetroDataset
 from megatron_lite.objectives.retro_project import with_project
@@ -112,7 +114,11 @@ def test_neighbors_need_a_project() -> None:
 
 
 @pytest.mark.slow
-def test_instruct_retro_is_tuned_with_a_gate_of_zero_and_continues(place: Path) -> None:
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
+def test_instruct_retro_is_tuned_with_a_gate_of_zero_and_continues(
+    ckpt_format: str, place: Path
+) -> None:
+    """The rest stays as it is, without optimizer state, in both formats and at another layout too."""
     train(place, 1, f"pretrain {MODEL} {TRAINING} --retro-add-retriever --save retro")
     records = [{"prompt": "1 2 3", "completion": "4 5"}] * 8
     (place / "asked.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -120,9 +126,21 @@ def test_instruct_retro_is_tuned_with_a_gate_of_zero_and_continues(place: Path) 
         "finetune --load retro --finetune-data asked.jsonl --retro-attention-gate 0 --epochs {} --global-batch-size 2 "
         "--seq-length 16 --lr 1e-3 --attention-dropout 0 --hidden-dropout 0 --save tuned --resume"
     )
-    train(place, 1, tune.format(1))
-    train(place, 1, tune.format(2))
+    steps = []
+    for epochs in (1, 2):
+        train(place, 1, f"{tune.format(epochs)} --ckpt-format {ckpt_format}")
+        steps.append(megaconv.open(place / "tuned").header.training.iteration)
+    assert steps == [2, 3]
     retro, tuned = megaconv.open(place / "retro"), megaconv.open(place / "tuned")
     for name in retro.tensors:
         kept = bool((retro.load(name) == tuned.load(name)).all())
-        assert kept == (name.startswith("retriever.") or ".cross" in name), name
+        assert kept == is_of_retrieval(name), name
+    with_state = {key.name for key in fingerprint(place / "tuned").tensors if key.slot != WEIGHT}
+    assert with_state == {name for name in tuned.tensors if not is_of_retrieval(name)}
+    for form in ("torch", "torch_dist"):
+        megaconv.convert(place / "tuned", place / form, saver="core", ckpt_format=form, tp=2)
+        assert fingerprint(place / form) == fingerprint(place / "tuned")
+
+
+def is_of_retrieval(name: str) -> bool:
+    return name.startswith("retriever.") or ".cross" in name

@@ -1,6 +1,6 @@
 """megatron-core 0.15.3's RetroDataset reads what `retro build --retro-project-format megatron` writes.
 
-It needs an environment of its own (docs/retrieval.md has the commands), whose Python RETRO_PYTHON names.
+It needs an environment of its own (CONTRIBUTING.md has the commands), whose Python RETRO_PYTHON names.
 """
 
 import os

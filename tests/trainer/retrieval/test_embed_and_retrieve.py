@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from megatron_lite.data.blocks.samples import Special
-from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.tokenizer import TokenizerOptions, build_tokenizer
 from megatron_lite.retrieval.commands.embed import main as embed
 from megatron_lite.retrieval.commands.retrieve import main as retrieve
 from megatron_lite.retrieval.embedder import OneTower, Passage
 from megatron_lite.retrieval.embedding import embed_all
-from megatron_lite.retrieval.evidence import BlockEvidence, open_evidence
+from megatron_lite.retrieval.evidence import blocks_of, open_evidence
 from megatron_lite.retrieval.hash_embedder import HashEmbedder
 from megatron_lite.retrieval.team import Team
 from megatron_lite.retrieval.towers import TowerEmbedder, passage_row, question_row
@@ -195,9 +194,8 @@ def test_other_flags_do_not_continue_a_run(
 
 def test_blocks_of_a_corpus_are_those_that_megatron_indexes() -> None:
     tokenizer = build_tokenizer(TokenizerOptions("NullTokenizer", vocab_size=200))
-    sentences = IndexedDataset(BLOCKS / "corpus_text_sentence")
-    titles = IndexedDataset(BLOCKS / "corpus_title_sentence")
-    rows = list(BlockEvidence(sentences, titles, tokenizer, 64, SPECIAL).rows())
+    names = [str(BLOCKS / f"corpus_{key}_sentence") for key in ("text", "title")]
+    rows = list(blocks_of(*names, tokenizer, SPECIAL, 64).rows())
     assert [row.id for row in rows] == EXPECTED["full/mapping"][:, 3].tolist()
     found = np.stack([row.tokens for row in rows if row.tokens is not None])
     assert np.array_equal(found, EXPECTED["full/blocks"])

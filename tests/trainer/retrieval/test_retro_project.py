@@ -1,6 +1,8 @@
 """A Retro project of megatron-core 0.15.3 is read as it is: the same arrays, samples and neighbours."""
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ from numpy.testing import assert_array_equal
 
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UsageError
-from megatron_lite.retrieval.array_files import FORMATS, whole
+from megatron_lite.retrieval.array_files import FORMATS, h5py_module, whole
+from megatron_lite.retrieval.faiss_index import faiss_module
 from megatron_lite.retrieval.retro.project import Project, open_project
 from tests.trainer.retrieval.retro_fixture import EOD, INFO, expected, megatrons_project
 
@@ -70,19 +73,32 @@ def test_a_continuation_ends_with_its_document(project: Project) -> None:
     assert_array_equal(found[3][length:], [EOD] * length)
 
 
-def test_no_neighbour_is_of_a_document_of_its_sample(project: Project) -> None:
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_no_neighbour_is_of_a_document_of_its_sample(project: Project, split: str) -> None:
     database, near, windows = (
         project.database(EOD),
-        project.neighbors("train"),
-        project.windows("train"),
+        project.neighbors(split),
+        project.windows(split),
     )
     assert near is not None
     assert windows is not None
+    checked = 0
     for sample in range(len(near)):
         dataset, documents = windows.documents(sample)
         rows = near.of_sample(sample, near.saved)
         for other, document in database.documents(rows[rows >= 0]).tolist():
             assert other != dataset or document not in documents
+            checked += 1
+    assert checked > len(near) * near.saved
+
+
+@pytest.mark.parametrize(("name", "opens"), [("faiss", faiss_module), ("h5py", h5py_module)])
+def test_a_missing_package_is_named_with_its_extra(
+    name: str, opens: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UsageError, match=rf"needs the package {name};.*retrieval"):
+        opens()
 
 
 def change(project: Project, tmp_path: Path, **values: Any) -> Path:
