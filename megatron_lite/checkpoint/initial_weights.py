@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape
@@ -26,6 +27,7 @@ from megaconv.model.table import canonical_shapes
 from megatron_lite.models.mixers.state_parameters import CONVOLUTION
 from megatron_lite.models.rng import mix
 
+Floats = NDArray[np.float32]
 Draw = Callable[[Tensor, torch.Generator], Tensor]
 """(empty float32 [rows, cols], generator) -> the tensor with random numbers."""
 
@@ -130,14 +132,20 @@ class RandomTensor:
 
     def read_into(self, box: Box, out: Bytes) -> None:
         """Write the rectangle's numbers into `out`, float32 bytes."""
-        rows, cols = matrix_shape(self.shape)
         found = out.view(np.float32)
-        # Draw whole blocks, and copy the rows and columns of the box.
-        for index in range(box.row0 // self.block, -(-box.row1 // self.block)):
-            first, last = index * self.block, min(rows, (index + 1) * self.block)
-            generator = torch.Generator().manual_seed(mix(self.seed, index))
-            drawn = self.draw(torch.empty(last - first, cols), generator).numpy()
-            here, end = max(first, box.row0), min(last, box.row1)
-            found[here - box.row0 : end - box.row0] = drawn[
-                here - first : end - first, box.col0 : box.col1
-            ]
+        first_block, last_block = box.row0 // self.block, (box.row1 - 1) // self.block
+        for index in range(first_block, last_block + 1):
+            drawn = self._block(index)
+            begin = index * self.block
+            here, end = max(begin, box.row0), min(begin + len(drawn), box.row1)
+            rows = drawn[here - begin : end - begin, box.col0 : box.col1]
+            found[here - box.row0 : end - box.row0] = rows
+
+    def _block(self, index: int) -> Floats:
+        """Draw a whole block: float32 [rows of the block, all columns]."""
+        rows, cols = matrix_shape(self.shape)
+        begin = index * self.block
+        count = min(self.block, rows - begin)
+        generator = torch.Generator().manual_seed(mix(self.seed, index))
+        drawn: Floats = self.draw(torch.empty(count, cols), generator).numpy()
+        return drawn
