@@ -1,7 +1,7 @@
 """Initial weights: random numbers that depend on the seed and on a tensor's name, but not on the layout.
 
     matrices                       N(0, std); onto the residual stream N(0, std / sqrt(n)), n = 2 layers
-    hybrids with Mamba layers      n = layers: each of their layers has only one such matrix
+    layers of one part             n = layers: a hybrid's layer is a mixer or an MLP, with one such matrix
     norms, D                       1, or 0 where a norm multiplies with its weight + 1; biases 0
     A_log                          the logarithm of U(1, 16)
     dt_bias                        of Mamba 2: softplus of it is log-uniform from 0.001 to 0.1; of delta nets: 1
@@ -80,9 +80,14 @@ def _distribution(name: str, shape: Shape, config: ModelConfig, std: float) -> D
     if _CONVOLUTION_BIAS.search(name):
         return uniform(1 / math.sqrt(CONVOLUTION))
     if _ONTO_RESIDUAL.search(name):
-        matrices = 1 if config.has("mamba_layers") else 2
-        return normal(std / math.sqrt(matrices * config.layer_count))
+        return normal(std / math.sqrt(_onto_residual(config)))
     return normal(std)
+
+
+def _onto_residual(config: ModelConfig) -> int:
+    """Return the matrices onto the residual stream: two in each layer with a mixer and an MLP, else one."""
+    single = all("none" in (kind.mixer, kind.mlp) for kind in config.layers)
+    return config.layer_count if single else 2 * config.layer_count
 
 
 def normal(std: float) -> Draw:

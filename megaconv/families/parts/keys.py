@@ -218,7 +218,7 @@ def flags(key: str, fields: tuple[str, ...], *, default: bool) -> Keys:
     )
 
 
-def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Keys:
+def choice(key: str, field: str, values: Mapping[str | None, Any], default: str | None) -> Keys:
     """A word for each value of a field. If several words mean one value, the first one is written."""
 
     def read(raw: Raw) -> Fields:
@@ -226,7 +226,7 @@ def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Key
         if word not in values:
             raise UnknownFamily(
                 f"{CONFIG_NAME}: {key} {word!r} is not supported in this architecture; "
-                f"expected {' or '.join(values)}"
+                f"expected {' or '.join(map(str, values))}"
             )
         return {field: values[word]}
 

@@ -30,7 +30,10 @@ from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import NormColumnLinear, RowLinear
 
 EPSILON = 1e-5
-"""The epsilon of the norm after the gate, in Megatron core and in the families of its hybrids."""
+"""The epsilon of the norm after the gate in Megatron core's hybrids, whose layers are a mixer alone.
+
+Layers that also have an MLP use the model's epsilon.
+"""
 
 
 class GatedGroupNorm(nn.Module):
@@ -38,17 +41,17 @@ class GatedGroupNorm(nn.Module):
 
     kinds: ClassVar = {"weight": Kind.SHARDED}
 
-    def __init__(self, groups: int, width: int) -> None:
+    def __init__(self, groups: int, width: int, epsilon: float) -> None:
         """groups, width: of this rank."""
         super().__init__()
-        self.groups = groups
+        self.groups, self.epsilon = groups, epsilon
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
         """y, gate [tokens, batch, channels] -> the same shape, in y's dtype."""
         gated = y.float() * F.silu(gate.float())
         by_group = gated.view(*gated.shape[:-1], self.groups, -1)
-        normed = F.rms_norm(by_group, by_group.shape[-1:], eps=EPSILON).flatten(-2)
+        normed = F.rms_norm(by_group, by_group.shape[-1:], eps=self.epsilon).flatten(-2)
         return normed.to(y.dtype) * self.weight
 
 
@@ -78,7 +81,9 @@ class MambaMixer(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.empty(heads))
-        self.norm = GatedGroupNorm(groups, inner)
+        alone = plan.kind(layer).mlp == "none"
+        epsilon = EPSILON if alone else config.norm.epsilon
+        self.norm = GatedGroupNorm(groups, inner, epsilon)
         self.out_proj = RowLinear(inner, config.hidden, plan.ranks, bias=False)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:

@@ -41,9 +41,8 @@ def last_inputs(x: Tensor, width: int, before: Tensor | None) -> Tensor:
 def _with_earlier(x: Tensor, width: int, before: Tensor | None) -> Tensor:
     """Return the inputs before the first token, then x: [width - 1 + tokens, batch, channels]."""
     if before is None:
-        earlier = x.new_zeros(width - 1, *x.shape[1:])
-    else:
-        earlier = before.permute(2, 0, 1).to(x.dtype)
+        before = x.new_zeros(*x.shape[1:], width - 1)
+    earlier = before.permute(2, 0, 1).to(x.dtype)
     return torch.cat((earlier, x))
 
 
