@@ -49,5 +49,7 @@ _KEYS = (
 )  # fmt: skip
 
 FAMILY = Family(
-    "bamba", ("BambaForCausalLM",), "bamba", ROWS, keys=_KEYS, fixed=LLAMA_LIKE, only=MAMBA_ONLY, recognized=None, proven="names",
+    "bamba", ("BambaForCausalLM",), "bamba", ROWS, keys=_KEYS, fixed=LLAMA_LIKE, only=MAMBA_ONLY, recognized=None,
+    aliases={"layer_types": "layers_block_type"},
+    proven="names",
 )  # fmt: skip

@@ -4,6 +4,7 @@ Megatron core has no such layers and no such factors, so these models are conver
 trained.
 """
 
+from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.granite import FACTORS
 from megaconv.families.parts.decoder_keys import (
@@ -72,7 +73,13 @@ def _read_layers(raw: Raw) -> Fields:
 
 
 def _write_layers(config: ModelConfig) -> Raw:
-    return {"layer_types": [kind.mixer for kind in config.layers]}
+    mixers = [kind.mixer for kind in config.layers]
+    others = [mixer for mixer in mixers if mixer not in _WORDS]
+    if others:
+        raise NotExpressible(
+            f"the model's layers.mixer has {others[0]!r}, which layer_types can't represent"
+        )
+    return {"layer_types": mixers}
 
 
 def _read_widths(raw: Raw) -> Fields:

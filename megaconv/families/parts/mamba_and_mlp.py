@@ -71,8 +71,8 @@ def _write_width(config: ModelConfig) -> Raw:
     expand, rest = divmod(mamba.heads * mamba.head_dim, config.hidden)
     if rest:
         raise NotExpressible(
-            f"the model's mamba.heads and mamba.head_dim are {mamba.heads} and {mamba.head_dim}; together they should be a multiple of "
-            f"the hidden size {config.hidden} (mamba_expand)"
+            f"the model's mamba.heads x mamba.head_dim is {mamba.heads} x {mamba.head_dim}, which can't be represented as a multiple "
+            f"(mamba_expand) of the hidden size {config.hidden}"
         )
     sizes = {"mamba_n_heads": mamba.heads, "mamba_d_head": mamba.head_dim}
     return {**sizes, "mamba_expand": expand}
