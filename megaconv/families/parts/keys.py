@@ -72,6 +72,8 @@ HARMLESS = frozenset(
         *(
             "use_mamba_kernels",
             "chunk_size",
+            "mamba_chunk_size",
+            "z_loss_coefficient",
             "mamba_ssm_cache_dtype",
             "residual_in_fp32",
             "moe_shared_expert_overlap",
