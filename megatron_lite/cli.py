@@ -1,5 +1,6 @@
 """The command line: `megatron-lite pretrain | finetune | preprocess | generate ...`. torchrun starts it in every process."""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -7,9 +8,12 @@ from importlib import import_module
 from megaconv.errors import CheckpointError
 from megaconv.extras import require_torch
 from megaconv.terminal import hide_download_bars
+from megatron_lite.commands.catalog import OTHERS
 from megatron_lite.processes.failure import refuse
 from megatron_lite.processes.slurm import adopt
-from megatron_lite.settings.arguments import DESCRIPTIONS, parse
+from megatron_lite.settings.arguments import DESCRIPTIONS, make_parser, parse
+from megatron_lite.settings.help_text import short_help
+from megatron_lite.settings.short_form import ShortForm, positionals
 
 USAGE = """usage: megatron_lite COMMAND [FLAGS]
 
@@ -29,27 +33,12 @@ commands:
   embed        Embed passages, for retrieve.
   retrieve     Find passages for questions, and count those with an answer.
   models       List the families of models, and which of them can be trained.
+  recipes      List settings for common models, for finetune --recipe.
+  completion   Print a script that completes commands and flags in bash, zsh or fish.
 
 `megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:
   torchrun --nproc-per-node 4 -m megatron_lite pretrain --tensor-model-parallel-size 2 ...
 """
-
-OTHERS = {
-    "plan": "megatron_lite.planning.command",
-    "preprocess": "megatron_lite.data.preprocess",
-    "data": "megatron_lite.data.recipes.command",
-    "models": "megatron_lite.commands.models",
-    "generate": "megatron_lite.inference.commands.generate",
-    "chat": "megatron_lite.inference.commands.chat",
-    "score": "megatron_lite.inference.commands.score",
-    "serve": "megatron_lite.inference.commands.serve",
-    "evaluate": "megatron_lite.inference.commands.evaluate",
-    "retro": "megatron_lite.retrieval.commands.retro",
-    "embed": "megatron_lite.retrieval.commands.embed",
-    "retrieve": "megatron_lite.retrieval.commands.retrieve",
-    "calibrate": "megatron_lite.inference.commands.calibrate",
-}
-"""Commands that don't train -> the module whose main(words) returns the exit status."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -76,10 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _train(command: str, words: list[str]) -> None:
     try:
         adopt()
-        asks_for_help = "-h" in words or "--help" in words
-        if asks_for_help and not _is_first():
-            sys.exit(0)
-        settings, ignored = parse(command, words)
+        _help_if_asked(command, words)
+        short = _short_form(words) if command == "finetune" else None
+        settings, ignored = parse(command, words if short is None else words[2:], short)
         require_torch(f"megatron-lite {command}", extras="train,data")
     except CheckpointError as error:
         _refuse(str(error), error.exit_status)
@@ -91,10 +79,33 @@ def _train(command: str, words: list[str]) -> None:
     run(settings, finetune=command == "finetune")
 
 
+def _help_if_asked(command: str, words: Sequence[str]) -> None:
+    """Print the help and end the process, if the words ask for it."""
+    asked = {"-h", "--help", "--help-all"}.intersection(words)
+    if not asked:
+        return
+    if _is_first():
+        text = make_parser(command).format_help() if "--help-all" in asked else short_help(command)
+        print(text, end="")
+    sys.exit(0)
+
+
+def _short_form(words: Sequence[str]) -> ShortForm | None:
+    """Return MODEL and DATA, and what the processes and the device are. Raises UsageError."""
+    found = positionals(words)
+    if not found:
+        return None
+    require_torch("megatron-lite finetune", extras="train,data")
+    import torch
+
+    model, data = found
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return ShortForm(model, data, ranks, bf16=bf16)
+
+
 def _is_first() -> bool:
     """Return whether this is rank 0. All ranks have the same output, so only rank 0 prints it."""
-    import os
-
     return os.environ.get("RANK", "0") == "0"
 
 

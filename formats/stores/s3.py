@@ -112,8 +112,8 @@ class S3Bucket:
 
 def _replaced(state: RemoteState) -> CorruptCheckpoint:
     return CorruptCheckpoint(
-        f"{state.uri}: was replaced or deleted while it was read; the data that was read mixes two states, so nothing was "
-        "written. Run again when no program writes to the source"
+        f"{state.uri}: was replaced or deleted while it was read; what was read mixes two states, and is not used. "
+        "Run again when no program writes to the source"
     )
 
 

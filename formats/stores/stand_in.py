@@ -110,12 +110,20 @@ class StandIn:
         self._held = merged
 
     def _fill(self, start: int, out: memoryview) -> None:
-        """Fetch bytes of the object. After a failure the rest is asked for again, from the byte that was reached."""
-        patience, done = Patience(self.origin.request(self._key)), 0
-        while done < len(out):
-            try:
-                for count in self.origin.fetch(self._key, self.state, start + done, out[done:]):
-                    done += count
-                    patience.progress()
-            except Transient as failure:
-                patience.wait(failure)
+        fetch(self.origin, self._key, self.state, start, out)
+
+
+def fetch(origin: Objects, key: str, state: RemoteState, start: int, out: memoryview) -> None:
+    """Fill a buffer with an object's bytes from `start` on. After a failure the rest is asked for again, from the byte that
+    was reached.
+
+    Raises CheckpointError after several attempts, and if the object isn't the one of `state` any more.
+    """
+    patience, done = Patience(origin.request(key)), 0
+    while done < len(out):
+        try:
+            for count in origin.fetch(key, state, start + done, out[done:]):
+                done += count
+                patience.progress()
+        except Transient as failure:
+            patience.wait(failure)

@@ -7,6 +7,7 @@
 All objects of a process share one budget. Windows that were read leave first.
 """
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -213,6 +214,12 @@ class _Prefetch:
     """Threads that fetch ahead. They start with the first task, and end with the process."""
 
     def __init__(self) -> None:
+        self.begin()
+        # A forked process has none of the threads. Without this, its readers would wait for them for ever.
+        os.register_at_fork(after_in_child=self.begin)
+
+    def begin(self) -> None:
+        """Forget the threads and tasks of another process."""
         self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 

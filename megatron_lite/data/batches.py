@@ -6,8 +6,9 @@ Micro-batch j of data-parallel rank r holds b samples from consumed + (j · dp +
 import queue
 import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,6 +36,8 @@ class GlobalBatches:
     """Vocabulary size of the tokenizer. A larger token in the data means that another tokenizer made the data."""
     tokens: Sequence[str] = ("tokens", "labels")
     """The arrays of a sample that contain tokens."""
+    threads: int = 1
+    """Samples that are read at the same time. More than one helps if samples come from a store."""
 
     def at(self, consumed: int, global_batch_size: int) -> Batch:
         """Return the batch of samples [consumed, consumed + global_batch_size).
@@ -50,7 +53,7 @@ class GlobalBatches:
                 f"samples {consumed:,} to {consumed + global_batch_size:,} are asked for, the dataset has "
                 f"{len(self.dataset):,}; give fewer iterations, or corpora with weights, which are repeated"
             )
-        samples = [self.dataset[number]._asdict() for number in numbers]
+        samples = self._samples(numbers)
         stacked = {}
         for name in samples[0]:
             rows = np.stack([sample[name] for sample in samples])
@@ -63,6 +66,12 @@ class GlobalBatches:
                 f"the data has token {largest}, the tokenizer {self.vocab_size:,} tokens; it was preprocessed with another one"
             )
         return {name: torch.from_numpy(rows) for name, rows in stacked.items()}
+
+    def _samples(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        if self.threads == 1:
+            return [self.dataset[number]._asdict() for number in numbers]
+        with ThreadPoolExecutor(self.threads) as pool:
+            return [sample._asdict() for sample in pool.map(self.dataset.__getitem__, numbers)]
 
     def samples_at(self, consumed: int, global_batch_size: int) -> list[int]:
         """Return the numbers of this rank's samples, micro-batch by micro-batch. Raises LayoutError."""

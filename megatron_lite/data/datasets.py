@@ -24,6 +24,7 @@ from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.mock import SPLIT as MOCK_SPLIT
 from megatron_lite.data.mock import MockDocuments
 from megatron_lite.data.samples import NO_TOKEN, Dataset, SampleForm
+from megatron_lite.data.stored import DataCache
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.settings.learning import Data
 
@@ -50,6 +51,8 @@ class DataOptions:
     """Files of finetuning examples; megatron_lite.data.finetuning builds their datasets."""
     mock_data: bool = False
     data_cache_path: Path | None = None
+    data_cache_bytes: int = 16 << 30
+    """Bytes that `data_cache_path` keeps of data in a store, besides indices."""
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
@@ -92,7 +95,8 @@ def build_datasets(
             None if part is None else next_token.dataset(mock, part, count)
             for part, count in counted
         ]
-    builder = _Builder(options, sampling or next_token)
+    cache = DataCache(options.data_cache_path, options.data_cache_bytes)
+    builder = _Builder(options, sampling or next_token, cache)
     if options.data_path:
         corpora = parse_corpora(options.data_path)
         parts = parse_split(options.split or DEFAULT_SPLIT)
@@ -159,11 +163,12 @@ def _eod(tokenizer: Tokenizer) -> int:
 class _Builder:
     options: DataOptions
     sampling: Sampling
+    cache: DataCache
 
     def split(self, corpora: Corpora, part: Part | None, samples: int | None) -> Dataset | None:
         """Return the dataset for a part of the corpora, or None if there is no data."""
         if corpora.weights is None and len(corpora.prefixes) == 1:
-            return self.single(IndexedDataset(corpora.prefixes[0]), part, samples)
+            return self.single(self.cache.dataset(corpora.prefixes[0]), part, samples)
         return self._blend(corpora, part, samples)
 
     def single(
@@ -178,7 +183,7 @@ class _Builder:
         """Return the blend of parts of several corpora. If a part is empty, the other corpora get its weight."""
         if part is None or samples == 0:
             return None
-        opened = [IndexedDataset(prefix) for prefix in corpora.prefixes]
+        opened = [self.cache.dataset(prefix) for prefix in corpora.prefixes]
         if corpora.weights is None:
             return self._in_proportion(opened, part, samples)
         if samples is None:

@@ -20,6 +20,7 @@ import glob
 import mmap
 import struct
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,8 +59,33 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+class TokenFile(Protocol):
+    """The .bin of a dataset. Any thread may use it."""
+
+    def __len__(self) -> int:
+        """Size in bytes."""
+        ...
+
+    def read(self, start: int, nbytes: int) -> bytes | memoryview:
+        """The bytes from `start` on, which lie inside the file."""
+        ...
+
+
+class _MappedTokens:
+    """A local .bin. It stays mapped; `read` returns a read-only view of the map."""
+
+    def __init__(self, path: Path) -> None:
+        self._content = memoryview(_map(path))
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def read(self, start: int, nbytes: int) -> memoryview:
+        return self._content[start : start + nbytes]
+
+
 class IndexedDataset(Documents):
-    """Sequences by number. Both files stay mapped; `get` returns a read-only view of the map.
+    """Sequences by number. Local files stay mapped; `get` then returns a read-only view of the map.
 
     lengths: int32[S], tokens of each sequence.
     documents: int64[D], document k is the sequences documents[k] to documents[k + 1].
@@ -67,33 +93,33 @@ class IndexedDataset(Documents):
     Raises CorruptCheckpoint with the file's name for inconsistent content.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(
+        self, prefix: str | Path, index: Path | None = None, tokens: TokenFile | None = None
+    ) -> None:
+        """index, tokens: a local copy of the .idx and the .bin if they lie in a store; prefix is their URI then."""
         self.prefix = str(prefix)
-        path = idx_path(prefix)
-        for file in (path, bin_path(prefix)):
-            if not file.is_file():
-                raise CorruptCheckpoint(
-                    f"{file}: no such file; a dataset is given by its path without .bin or .idx{_meant(path)}"
-                )
-        index = _map(path)
-        self.dtype, sequences, entries = _read_header(path, index)
+        if tokens is None:
+            _require_files(prefix)
+        path = f"{self.prefix}.idx"
+        content = _map(idx_path(prefix) if index is None else index)
+        self.dtype, sequences, entries = _read_header(path, content)
         # Compute with Python's integers, which can't overflow as numpy's can.
         lengths_at = HEADER.size
         pointers_at = lengths_at + 4 * sequences
         documents_at = pointers_at + 8 * sequences
         modes_at = documents_at + 8 * entries
-        if len(index) not in (modes_at, modes_at + sequences):
+        if len(content) not in (modes_at, modes_at + sequences):
             raise CorruptCheckpoint(
-                f"{path}: has {len(index):,} bytes, {sequences:,} sequences and {entries:,} document entries take {modes_at:,}; "
+                f"{path}: has {len(content):,} bytes, {sequences:,} sequences and {entries:,} document entries take {modes_at:,}; "
                 "it is truncated, or was written to twice"
             )
-        self.lengths: NDArray[np.int32] = np.frombuffer(index, "<i4", sequences, lengths_at)
-        self._pointers: NDArray[np.int64] = np.frombuffer(index, "<i8", sequences, pointers_at)
-        self.documents: NDArray[np.int64] = np.frombuffer(index, "<i8", entries, documents_at)
+        self.lengths: NDArray[np.int32] = np.frombuffer(content, "<i4", sequences, lengths_at)
+        self._pointers: NDArray[np.int64] = np.frombuffer(content, "<i8", sequences, pointers_at)
+        self.documents: NDArray[np.int64] = np.frombuffer(content, "<i8", entries, documents_at)
         self.modes: NDArray[np.int8] | None = None
-        if sequences and len(index) != modes_at:
-            self.modes = np.frombuffer(index, "i1", sequences, modes_at)
-        self._tokens = _map(bin_path(prefix))
+        if sequences and len(content) != modes_at:
+            self.modes = np.frombuffer(content, "i1", sequences, modes_at)
+        self._tokens: TokenFile = _MappedTokens(bin_path(prefix)) if tokens is None else tokens
         self._check()
 
     def __len__(self) -> int:
@@ -112,14 +138,15 @@ class IndexedDataset(Documents):
             return np.empty(0, self.dtype)
         skipped = offset * self.dtype.itemsize
         start = int(self._pointers[index]) + skipped
-        return np.frombuffer(self._tokens, self.dtype, count, start)
+        return np.frombuffer(self._tokens.read(start, count * self.dtype.itemsize), self.dtype)
 
     def _check(self) -> None:
         """Check that every sequence lies in the .bin and every document in the index.
 
         The check runs in blocks, because an index may have gigabytes.
         """
-        path, size = idx_path(self.prefix), len(self._tokens)
+        path, size = f"{self.prefix}.idx", len(self._tokens)
+        name = path.rpartition("/")[2]
         if (
             not len(self.documents)
             or self.documents[0] != 0
@@ -146,19 +173,26 @@ class IndexedDataset(Documents):
             if np.any(wrong):
                 first = start + int(np.argmax(wrong))
                 raise CorruptCheckpoint(
-                    f"{bin_path(self.prefix)}: has {size:,} bytes, but {path.name} puts the {self.lengths[first]:,} tokens of "
+                    f"{self.prefix}.bin: has {size:,} bytes, but {name} puts the {self.lengths[first]:,} tokens of "
                     f"sequence {first:,} at byte {self._pointers[first]:,}; one of the two is truncated or of another dataset"
                 )
         if len(self.lengths):
             end = int(self._pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
             if end != size:
                 raise CorruptCheckpoint(
-                    f"{bin_path(self.prefix)}: has {size:,} bytes, {path.name} lists {end:,}; they are of two datasets, "
+                    f"{self.prefix}.bin: has {size:,} bytes, {name} lists {end:,}; they are of two datasets, "
                     "or writing was interrupted"
                 )
         elif size:
+            raise CorruptCheckpoint(f"{self.prefix}.bin: has {size:,} bytes, {name} lists none")
+
+
+def _require_files(prefix: str | Path) -> None:
+    path = idx_path(prefix)
+    for file in (path, bin_path(prefix)):
+        if not file.is_file():
             raise CorruptCheckpoint(
-                f"{bin_path(self.prefix)}: has {size:,} bytes, {path.name} lists none"
+                f"{file}: no such file; a dataset is given by its path without .bin or .idx{_meant(path)}"
             )
 
 
@@ -175,7 +209,7 @@ def _map(path: Path) -> mmap.mmap | bytes:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _read_header(path: Path, index: mmap.mmap | bytes) -> tuple[TokenDtype, int, int]:
+def _read_header(path: str, index: mmap.mmap | bytes) -> tuple[TokenDtype, int, int]:
     header = index[: HEADER.size]
     if len(header) < HEADER.size or not header.startswith(MAGIC):
         start = MAGIC[:7].decode()

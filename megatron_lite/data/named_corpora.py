@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from formats.stores.addresses import is_store
 from formats.yaml_file import read_yaml
 from megaconv.errors import UsageError
 
@@ -55,7 +56,8 @@ def _corpus(file: Path, name: str, entry: Any) -> NamedCorpus:
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if weight is not None and not (is_number and weight > 0):
         raise UsageError(f"{file}: {name}: weight {weight!r:.40} is not a positive number")
-    prefix = str(file.parent / entry["path"])
+    place = entry["path"]
+    prefix = place if is_store(place) else str(file.parent / place)
     return NamedCorpus(prefix, None if weight is None else float(weight))
 
 

@@ -27,6 +27,7 @@ from megatron_lite.loop import plot
 from megatron_lite.loop.devices import peak_tflops
 from megatron_lite.loop.introduction import introduce
 from megatron_lite.loop.log import Meter, Sink, flops_per_token, open_sinks
+from megatron_lite.loop.memory_fit import check_fits
 from megatron_lite.loop.run import Run
 from megatron_lite.loop.savable import check_savable
 from megatron_lite.loop.schedule import make_schedule
@@ -90,6 +91,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     setup, options, data = _setup(basis, settings, place, finetune=finetune)
     settings, sizes = setup.settings, setup.sizes
     check_savable(settings, setup.config, sizes.layout)
+    all_or_none(lambda: check_fits(setup, options))
     samples = total_samples(settings, sizes)
     schedule = make_schedule(settings.optimizer, settings.training, sizes.batch.full, samples)
     datasets = all_or_none(lambda: _datasets(basis, data, setup))
@@ -106,7 +108,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
         objective=basis.objective,
         engine=engine,
         datasets=datasets,
-        vocab=setup.tokenizer.vocab_size,
+        tokenizer=setup.tokenizer,
         schedule=schedule,
         meter=_meter(basis, setup),
         saver=saver,
@@ -146,7 +148,13 @@ def _setup(
     say = place.say
     settings = _with_precision(settings, basis.former_dtype, say)
     settings = with_defaults(
-        settings, basis.config, basis.objective, basis.data, say, finetune=finetune
+        settings,
+        basis.config,
+        basis.objective,
+        basis.data,
+        say,
+        finetune=finetune,
+        world=place.world,
     )
     options = model_options(settings, basis.dropouts)
     if basis.adapters is not None:

@@ -8,6 +8,8 @@ from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.batches import GlobalBatches
 from megatron_lite.data.samples import Dataset
+from megatron_lite.data.stored import FETCHED_AT_ONCE, reads_store
+from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.loop.log import Meter, Sink
 from megatron_lite.loop.schedule import Schedule
@@ -34,8 +36,7 @@ class Run:
     engine: Engine
     datasets: list[Dataset | None]
     """For training, evaluation and test."""
-    vocab: int
-    """Vocabulary size of the tokenizer."""
+    tokenizer: Tokenizer
     schedule: Schedule
     meter: Meter
     saver: Saver | None
@@ -75,6 +76,11 @@ class Run:
         return max(0, progress.iteration * self.sizes.batch.full - skipped)
 
     @property
+    def vocab(self) -> int:
+        """Vocabulary size of the tokenizer."""
+        return self.tokenizer.vocab_size
+
+    @property
     def feeder(self) -> Feeder:
         grid = self.engine.grid
         return Feeder(self.objective.microbatch, self.settings, grid.device, grid.dp, grid.dp_rank)
@@ -82,6 +88,7 @@ class Run:
     def batches(self, dataset: Dataset) -> GlobalBatches:
         """Return this rank's batches of a dataset."""
         grid, tokens = self.engine.grid, self.objective.tokens
+        threads = FETCHED_AT_ONCE if reads_store(self.settings.data) else 1
         return GlobalBatches(
-            dataset, self.sizes.micro_batch, grid.dp_rank, grid.dp, self.vocab, tokens
+            dataset, self.sizes.micro_batch, grid.dp_rank, grid.dp, self.vocab, tokens, threads
         )

@@ -17,6 +17,7 @@ from megatron_lite.data.batches import prefetch
 from megatron_lite.data.samples import Dataset
 from megatron_lite.loop import plot
 from megatron_lite.loop.garbage import Garbage
+from megatron_lite.loop.guide import Guide
 from megatron_lite.loop.log import METRICS, line
 from megatron_lite.loop.profiling import Profile, make_profile
 from megatron_lite.loop.run import Run
@@ -48,11 +49,14 @@ def train(run: Run) -> None:
     directory = None if save is None or is_store(save) else save
     profile = make_profile(run.settings.logging, directory, run.place.rank, run.place.device)
     garbage.start()
+    guide = Guide(run)
+    guide.start()
     run.meter.restart()
     why = _all_steps(run, garbage, profile)
     profile.end()
     garbage.end()
     _finish(run, why)
+    guide.end()
 
 
 def _all_steps(run: Run, garbage: Garbage, profile: Profile) -> str | None:

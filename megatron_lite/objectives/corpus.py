@@ -1,15 +1,20 @@
 """Indexed corpora as training data."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_lite.data.datasets import DataOptions, Sampling, build_datasets
+from megaconv.options.values import byte_size
+from megatron_lite.checkpoint.state import Progress
+from megatron_lite.data.corpora import parse_split
+from megatron_lite.data.datasets import DEFAULT_SPLIT, DataOptions, Sampling, build_datasets
+from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.named_corpora import read_names, with_prefixes
 from megatron_lite.data.samples import Dataset
-from megatron_lite.objectives.training_data import Setup, TrainingData
+from megatron_lite.objectives.training_data import Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
+from megatron_lite.settings.wording import counted
 
 MakeSampling = Callable[[Setup], Sampling | None]
 """See Objective.sampling."""
@@ -21,9 +26,33 @@ class Corpus(TrainingData):
 
     sampling: MakeSampling
 
+    def fitted(
+        self, settings: Settings, sizes: Sizes, progress: Progress, say: Say
+    ) -> tuple[Settings, "Corpus"]:
+        """See TrainingData.fitted. It converts --epochs of one corpus to steps."""
+        training = settings.training
+        if training.epochs is None or not settings.data.data_path:
+            return settings, self
+        samples = training.epochs * _samples_of_an_epoch(settings, sizes.seq)
+        left = max(0, samples - progress.consumed_samples)
+        steps = progress.iteration + -(-left // sizes.batch.full)
+        say(f"--train-iters {steps}: {counted(training.epochs, 'epoch')} of the corpus")
+        return replace(settings, training=replace(training, train_iters=steps)), self
+
     def datasets(self, setup: Setup, samples: Sequence[int]) -> list[Dataset | None]:
         options = _options(setup.settings, setup.sizes)
         return build_datasets(options, setup.tokenizer, samples, self.sampling(setup))
+
+
+def _samples_of_an_epoch(settings: Settings, seq: int) -> int:
+    """Return the number of samples in the training part of the only corpus, at least 1."""
+    assert settings.data.data_path is not None
+    names = read_names(settings.data.corpora)
+    [prefix] = with_prefixes(settings.data.data_path, names, "--data-path")
+    tokens = int(IndexedDataset(prefix).lengths.sum())
+    part = parse_split(settings.data.split or DEFAULT_SPLIT)[0]
+    first, last = part or (0.0, 0.0)
+    return max(1, int(tokens * (last - first)) // seq)
 
 
 def _options(settings: Settings, sizes: Sizes) -> DataOptions:
@@ -39,6 +68,7 @@ def _options(settings: Settings, sizes: Sizes) -> DataOptions:
         test_data_path=with_prefixes(data.test_data_path or (), names, "--test-data-path"),
         mock_data=data.mock_data,
         data_cache_path=cache_path(settings),
+        data_cache_bytes=byte_size(data.data_cache_size, "--data-cache-size "),
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,

@@ -77,6 +77,11 @@ class ExampleData(TrainingData):
         longest_valid = self.valid.longest if self.valid else 0
         return max(self.train.longest, longest_valid) if self.train.longest else 0
 
+    @property
+    def tokens(self) -> int:
+        """See TrainingData."""
+        return len(self.train.tokens)
+
     def fitted(
         self, settings: Settings, sizes: Sizes, progress: Progress, say: Say
     ) -> tuple[Settings, "ExampleData"]:

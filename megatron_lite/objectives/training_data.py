@@ -48,6 +48,11 @@ class TrainingData(ABC):
         """Tokens of the longest example, from which a default of --seq-length follows; 0: unknown."""
         return 0
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of all training examples, from which the default batch of --guide follows; 0: unknown."""
+        return 0
+
     def fitted(
         self, settings: Settings, sizes: Sizes, progress: Progress, say: Say
     ) -> tuple[Settings, Self]:

@@ -13,6 +13,8 @@ from megaconv.errors import UsageError
 from megaconv.local_paths import local_word
 from megatron_lite.settings.config import Settings, flags, make_settings, subjects
 from megatron_lite.settings.earlier_flags import REPLACED, TODAY, with_todays_flags
+from megatron_lite.settings.recipes import recipe_path
+from megatron_lite.settings.short_form import ShortForm
 
 YAML_FLAGS = ("--yaml-cfg", "--config-file")
 
@@ -93,13 +95,16 @@ EXAMPLES = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help lists all flags")
+        raise UsageError(f"{message}; --help-all lists all flags")
 
 
-def parse(command: str, arguments: list[str]) -> tuple[Settings, list[str]]:
+def parse(
+    command: str, arguments: list[str], short: ShortForm | None = None
+) -> tuple[Settings, list[str]]:
     """Return the settings, and the accepted flags that have no effect here.
 
-    The command line overrides the YAML file. Raises UsageError.
+    The command line overrides the YAML file, the file overrides a recipe, and a recipe overrides the defaults of the
+    short form. Raises UsageError.
     """
     known, rest = make_parser(command).parse_known_args(
         _with_last_batch(with_todays_flags(arguments))
@@ -108,9 +113,20 @@ def parse(command: str, arguments: list[str]) -> tuple[Settings, list[str]]:
         rest, rotates=getattr(known, "position_embedding_type", None) == "rope"
     )
     values = vars(known)
-    path = values.pop("yaml", None)
-    settled = (_read_yaml(path, ignored) if path else {}) | values
-    return make_settings(settled), ignored
+    path, recipe = values.pop("yaml", None), values.pop("recipe", None)
+    in_file = _read_yaml(path, ignored) if path else {}
+    in_recipe = _read_yaml(str(recipe_path(recipe)), ignored) if recipe else {}
+    if short is not None:
+        in_recipe = _with_short_form(in_recipe, in_file | values, short)
+    return make_settings(in_recipe | in_file | values), ignored
+
+
+def _with_short_form(
+    recipe: dict[str, Any], given: dict[str, Any], short: ShortForm
+) -> dict[str, Any]:
+    """Return the settings of a recipe and of the short form. MODEL takes the place of the recipe's model."""
+    own = {name: value for name, value in recipe.items() if name != "load"}
+    return short.settings(own | given) | own
 
 
 def _with_last_batch(words: list[str]) -> list[str]:
@@ -131,7 +147,7 @@ def make_parser(command: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=f"megatron_lite {command}", usage=f"torchrun --nproc-per-node N -m megatron_lite {command} [FLAGS]",
         description=f"{DESCRIPTIONS[command]} Flags are Megatron-LM's.", epilog=EXAMPLES[command],
-        formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS, allow_abbrev=False, add_help=False,
     )  # fmt: skip
     parser.add_argument(
         *YAML_FLAGS,
@@ -139,6 +155,11 @@ def make_parser(command: str) -> argparse.ArgumentParser:
         type=local_word,
         metavar="PATH",
         help="the same settings from a YAML file; the command line wins",
+    )
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help="settings for a common model; `megatron-lite recipes` lists the names; all other flags win",
     )
     hints = type_hints()
     for kind in subjects().values():
@@ -268,17 +289,17 @@ def _refused(word: str, name: str) -> str | None:
 
 def _unknown(word: str) -> str:
     if not word.startswith("-"):
-        return f"{word!r} is not a flag or a flag's value; --help lists them"
+        return f"{word!r} is not a flag or a flag's value; --help-all lists them"
     if word in TODAY:
         today = " ".join(TODAY[word])
         return f"unknown flag {word}; give {today}"
     known = ["--" + name.replace("_", "-") for name in flags()]
-    known += YAML_FLAGS
+    known += [*YAML_FLAGS, "--recipe"]
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
     if word in OTHERWISE_CALLED:
         close = [OTHERWISE_CALLED[word]]
     if not close:
-        return f"unknown flag {word}; --help lists all flags"
+        return f"unknown flag {word}; --help-all lists all flags"
     return f"unknown flag {word}; did you mean {close[0]}?"
 
 

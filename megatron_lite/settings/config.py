@@ -47,7 +47,7 @@ class Training:
     train_samples: int | None = flag(None, "total number of sequences, instead of --train-iters")
     epochs: int | None = flag(
         None,
-        "passes over --finetune-data or --train-data, instead of --train-iters; 0: only evaluate a --task",
+        "passes over --finetune-data, --train-data or one corpus, instead of --train-iters; 0: only evaluate a --task",
     )
     eval_interval: int = flag(1000, "steps between evaluations")
     eval_iters: int = flag(100, "batches of an evaluation; 0: none")
@@ -131,6 +131,10 @@ class Logging:
     wandb_project: str | None = flag(None, "log to Weights & Biases")
     wandb_exp_name: str | None = flag(None, "name of the run in Weights & Biases")
     plot: str | None = flag(None, "draw the loss curve into this PNG at the end")
+    guide: bool = flag(
+        False,
+        "check memory before the start; at the end show answers from before and after, the loss curve and the next commands",
+    )
     profile: bool = flag(
         False, "profile some steps: marks for nsys, or with --use-pytorch-profiler a trace"
     )

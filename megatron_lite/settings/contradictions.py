@@ -187,9 +187,12 @@ def _lengths(settings: Settings) -> Judged:
         sum(map(bool, lengths)) > 1,
         "give --train-iters, --train-samples or --epochs, not several of them",
     )
+    data = settings.data
+    is_one_corpus = data.data_path is not None and len(data.data_path) == 1
     yield (
-        training.epochs is not None and not (settings.data.finetune_data or settings.tasks.task),
-        "--epochs counts examples: it requires --finetune-data",
+        training.epochs is not None
+        and not (data.finetune_data or settings.tasks.task or is_one_corpus),
+        "--epochs counts passes over --finetune-data or over one corpus of --data-path",
     )
 
 

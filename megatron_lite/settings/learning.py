@@ -14,17 +14,18 @@ class Data:
 
     data_path: tuple[str, ...] | None = flag(
         None,
-        "[WEIGHT] PREFIX ...: indexed data sets, blended; --split divides them",
+        "[WEIGHT] PREFIX ...: indexed data sets, blended; --split divides them. A prefix may be a URI of a store",
         samples=True,
+        remote=True,
     )
     train_data_path: tuple[str, ...] | None = flag(
-        None, "indexed data sets for training, blended", samples=True
+        None, "indexed data sets for training, blended", samples=True, remote=True
     )
     valid_data_path: tuple[str, ...] | None = flag(
-        None, "indexed data sets for evaluation, blended", samples=True
+        None, "indexed data sets for evaluation, blended", samples=True, remote=True
     )
     test_data_path: tuple[str, ...] | None = flag(
-        None, "indexed data sets for the test at the end, blended", samples=True
+        None, "indexed data sets for the test at the end, blended", samples=True, remote=True
     )
     corpora: str | None = flag(
         None,
@@ -58,7 +59,12 @@ class Data:
         "shares of --data-path for training, evaluation and test (default: 969,30,1)",
         samples=True,
     )
-    data_cache_path: str | None = flag(None, "directory that keeps the indices of samples")
+    data_cache_path: str | None = flag(
+        None, "directory that keeps the indices of samples, and data of a store"
+    )
+    data_cache_size: str = flag(
+        "16GB", "size of the file in --data-cache-path with data of a store"
+    )
     mock_data: bool = flag(False, "generated tokens instead of data", samples=True)
     tokenizer_type: str | None = flag(None, "kind of tokenizer")
     tokenizer_model: str | None = flag(

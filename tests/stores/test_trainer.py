@@ -1,5 +1,6 @@
 """The trainer saves to a store and goes on from it, with the bits of a run that saves to a disk."""
 
+import json
 import os
 from functools import partial
 from pathlib import Path
@@ -10,17 +11,18 @@ from megaconv.engine.conversion import fingerprint
 from tests.runs import run
 from tests.stores.conftest import BUCKET
 from tests.stores.small_store import Asked, SmallStore
+from tests.trainer.data.corpus import some_lengths, write_corpus
 from tests.trainer.loop.launches import LLAMA, launch
 
 pytest.importorskip("torch")
 URI = f"s3://{BUCKET}/run"
 
 
-def trained(directory: Path, size: int, words: str) -> str:
+def trained(directory: Path, size: int, words: str, model: str = LLAMA) -> str:
     """Train 4 steps or more. Returns the log of rank 0. boto3 finds the store by the environment of this process."""
     kept = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     prepare = partial(_point_at, kept)
-    running = launch(directory, size, f"pretrain {LLAMA} {words}", prepare)
+    running = launch(directory, size, f"pretrain {model} {words}", prepare)
     assert running.wait() == [0] * size, running.logs()
     return running.log(0)
 
@@ -87,3 +89,25 @@ def test_a_run_starts_from_weights_in_a_store(writable: SmallStore, tmp_path: Pa
     )
     assert "megaconv-" not in log
     assert "other/latest_checkpointed_iteration.txt" in writable.objects
+
+
+@pytest.mark.slow
+def test_ranks_train_on_data_in_a_store_as_on_local_data(
+    writable: SmallStore, tmp_path: Path
+) -> None:
+    """Two data-parallel ranks, which share a cache, and a run that continues: the same losses to the last digit."""
+    corpus = write_corpus(tmp_path / "text_document", some_lengths(200, 60, 5), vocab=50)
+    for file in (corpus.with_suffix(".bin"), corpus.with_suffix(".idx")):
+        writable.put(f"data/{file.name}", file.read_bytes())
+    steps, data = "--train-iters 4 --data-path", f"s3://{BUCKET}/data/text_document"
+    cache = f"--split 9,1,0 --data-cache-path {tmp_path}/cache"
+    trained(tmp_path / "a", 2, f"{steps} {data} {cache}", LLAMA.replace("--mock-data ", ""))
+    trained(tmp_path / "b", 2, f"{steps} {corpus} {cache}", LLAMA.replace("--mock-data ", ""))
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    spans = [each.key for each in writable.of("get") if each.key.endswith(".bin")]
+    assert len(spans) == 1, "the ranks share one block"
+
+
+def losses(directory: Path) -> list[object]:
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]

@@ -218,8 +218,8 @@ _BY_REASON: Mapping[str, str] = {
         use_legacy_static_engine
     """,
     "data and tokenizers": """
-        allow_ambiguous_pad_tokens chat_template create_attention_mask_in_dataloader data_args_path data_cache_path data_impl
-        data_path dataloader_defer_npy_index_mmap dataloader_fast_cache_load dataloader_inter_document_masking dataloader_type
+        allow_ambiguous_pad_tokens chat_template create_attention_mask_in_dataloader data_args_path data_cache_path data_cache_size
+        data_impl data_path dataloader_defer_npy_index_mmap dataloader_fast_cache_load dataloader_inter_document_masking dataloader_type
         decoder_seq_length disable_msc_deprecated enable_msc encoder_seq_length eod_mask_loss fim_data fim_eod_token
         fim_fragment_rate fim_middle_token fim_no_prefix fim_pad_token fim_prefix_token fim_rate fim_split_sample fim_spm_rate
         fim_suffix_token finetune_data_files finetune_data_split finetune_hf_dataset legacy_tokenizer mask_prob
@@ -278,7 +278,7 @@ _BY_REASON: Mapping[str, str] = {
         bert_no_binary_head compile disable_bias_linear dpo dpo_beta dpo_label_smoothing dpo_loss dpo_reference_cache epochs
         finetune_data finetune_form finetune_turns fp32 fp8_format keep_last keep_last_batch lora_alpha
         lora_dropout lora_load lora_rank lora_rslora lora_targets metrics_file no_bias_gelu_fusion
-        no_check_for_nan_in_loss_and_grad no_fp8_wgrad no_manual_gc_eval objective peak_tflops plot resume retriever_negatives
+        no_check_for_nan_in_loss_and_grad no_fp8_wgrad guide no_manual_gc_eval objective peak_tflops plot resume retriever_negatives
         corpora retro_megatron_neighbors
         show_sample task train_data valid_data valid_finetune_data
     """,

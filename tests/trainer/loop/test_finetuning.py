@@ -100,7 +100,10 @@ def test_what_is_cut_and_dropped_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--epochs 2 --mock-data", "--epochs counts examples: it requires --finetune-data"),
+        (
+            "--epochs 2 --mock-data",
+            "--epochs counts passes over --finetune-data or over one corpus",
+        ),
         (
             "--epochs 2 --train-iters 2 --finetune-data a.jsonl",
             "give --train-iters, --train-samples or --epochs",

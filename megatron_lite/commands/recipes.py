@@ -1,0 +1,37 @@
+"""`megatron-lite recipes`: list the recipes, or print one of them."""
+
+import argparse
+import sys
+
+from megaconv.errors import CheckpointError
+from megaconv.terminal import show
+from megatron_lite.settings.recipes import description, names, recipe_path
+
+EXAMPLES = """examples:
+  megatron-lite recipes
+  megatron-lite recipes llama3-8b-lora > mine.yaml
+  megatron-lite finetune meta-llama/Llama-3.1-8B-Instruct chats.jsonl --recipe llama3-8b-lora --save tuned
+"""
+
+
+def main(words: list[str]) -> int:
+    """Run the command and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-lite recipes",
+        description="List the recipes: settings for common models. With NAME, print the YAML file.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME")
+    name = parser.parse_args(words).name
+    if name is None:
+        width = max(map(len, names()))
+        for each in names():
+            show(f"{each:{width}}  {description(each)}")
+        return 0
+    try:
+        print(recipe_path(name).read_text(encoding="utf-8"), end="")
+    except CheckpointError as error:
+        show(f"megatron-lite: error: {error}", sys.stderr)
+        return error.exit_status
+    return 0

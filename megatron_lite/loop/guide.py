@@ -1,0 +1,62 @@
+"""`--guide`: what a newcomer wants to see at the start and at the end of a run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megatron_lite.loop import curve
+from megatron_lite.loop.answers import Question, answer, question
+from megatron_lite.loop.run import Run
+
+
+@dataclass
+class Guide:
+    """The answer before the training, and the lines at its end. Without --guide it does nothing."""
+
+    run: Run
+    asked: Question | None = None
+    before: list[int] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Let the model answer before the first step. Collective."""
+        if not self.run.settings.logging.guide:
+            return
+        self.asked = question(self.run)
+        if self.asked is not None:
+            self.before = answer(self.run, self.asked)
+
+    def end(self) -> None:
+        """Print the answers, the loss curve and the next commands. Collective."""
+        if not self.run.settings.logging.guide:
+            return
+        if self.asked is not None:
+            self._say_answers(self.asked)
+        if self.run.losses:
+            self.run.say("loss of each step:")
+            for line in curve.draw(self.run.losses):
+                self.run.say(line)
+        for line in next_commands(self.run):
+            self.run.say(line)
+
+    def _say_answers(self, asked: Question) -> None:
+        spelled = self.run.tokenizer.spelled
+        after = answer(self.run, asked)
+        self.run.say("the first example:")
+        self.run.say(f"  prompt    {spelled(asked.prompt)!r}")
+        self.run.say(f"  learned   {spelled(asked.expected)!r}")
+        self.run.say(f"  before    {spelled(self.before)!r}")
+        self.run.say(f"  after     {spelled(after)!r}")
+
+
+def next_commands(run: Run) -> Iterator[str]:
+    """Yield the commands to use the result."""
+    saving = run.settings.checkpointing
+    if saving.save is None:
+        return
+    model = saving.save
+    yield "next:"
+    if run.settings.lora.wanted:
+        model = f"{saving.save}-merged"
+        yield f"  merge     megaconv merge {saving.load} {saving.save} --save-dir {model}"
+    yield f"  chat      megatron-lite chat --load {model}"
+    yield f"  convert   megaconv convert {model} {model}-hf --saver hf"
+    yield f"  publish   megaconv push {model} USER/NAME"

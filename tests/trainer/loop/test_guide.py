@@ -1,0 +1,73 @@
+"""`--guide`: answers before and after, the curve, the next commands, and the check of memory."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megaconv.errors import UsageError
+from megatron_lite.data.tokenizer import NullTokenizer
+from megatron_lite.loop import curve, memory_fit
+from megatron_lite.objectives.training_data import Setup
+from megatron_lite.settings.architecture import model_from_flags
+from megatron_lite.settings.arguments import parse
+from megatron_lite.settings.run_options import model_options
+from megatron_lite.settings.sizes import work_out
+from tests.trainer.data.chat_templates import MARKED, save_tokenizer
+from tests.trainer.loop.launches import LLAMA, train
+
+LINES = [{"prompt": f"{n}?", "completion": "The fox jumps over the dog."} for n in range(8)]
+
+
+def small_model(directory: Path) -> None:
+    save_tokenizer(directory / "tokenizer", MARKED["chatml"])
+    (directory / "lines.jsonl").write_text("\n".join(map(json.dumps, LINES)))
+    model = LLAMA.replace("--vocab-size 60 ", "").replace("--seq-length 16 ", "--seq-length 64 ")
+    train(directory, 1, f"pretrain {model} --tokenizer-model tokenizer --train-iters 2 --save base")
+
+
+def test_the_short_form_trains_and_shows_what_comes_next(tmp_path: Path) -> None:
+    small_model(tmp_path)
+    command = "finetune base lines.jsonl --save tuned --epochs 30 --lr 3e-2 --pipeline-model-parallel-size 2"
+    log = train(tmp_path, 2, command).log(0)
+    assert "the first example:" in log
+    answers = {}
+    for line in log.splitlines():
+        name, _, text = line.strip().partition(" ")
+        if name in ("learned", "before", "after"):
+            answers[name] = text.strip()
+    assert answers["after"] == answers["learned"] != answers["before"]
+    assert "loss of each step:" in log
+    assert "megatron-lite chat --load tuned" in log
+    assert "megaconv push tuned USER/NAME" in log
+
+
+def test_a_model_that_does_not_fit_is_refused_with_two_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = f"{LLAMA} --guide --load base --save tuned --train-iters 2 --no-check-for-nan-in-loss-and-grad"
+    settings, _ = parse("finetune", words.split())
+    config = model_from_flags(settings, 60)
+    options = model_options(settings, {"hidden_dropout": 0.0, "attention_dropout": 0.0})
+    place: Any = SimpleNamespace(world=1, device=torch.device("cpu"))
+    setup = Setup(
+        settings, config, NullTokenizer(59), work_out(settings, config, options, 1), place
+    )
+    memory_fit.check_fits(setup, options)
+    monkeypatch.setattr(memory_fit, "free_bytes", lambda device: 100_000)
+    with pytest.raises(UsageError) as refusal:
+        memory_fit.check_fits(setup, options)
+    said = str(refusal.value)
+    assert "`megatron-lite finetune base DATA --save tuned --lora-rank 16`" in said
+    assert "--data-parallel-sharding-strategy optim_grads_params`" in said
+
+
+def test_the_curve_falls_from_left_to_right() -> None:
+    lines = curve.draw([(step, 5.0 - step / 100) for step in range(1, 301)], width=30, height=6)
+    plotted = [line.partition("│")[2] for line in lines[:6]]
+    assert plotted[0].index("•") < plotted[-1].index("•")
+    assert lines[0].startswith("   4.9")
+    assert curve.draw([(1, 2.0)])[4].endswith("•")
