@@ -30,16 +30,16 @@ from megaconv.families.parts.rope import FULL_ROTATION, rope
 from megaconv.families.parts.row_changes import in_core
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import one_or_each
-from megaconv.model.table import Fused, Row, Stacked
+from megaconv.model.table import Fused, Row, Spelling, Stacked
 
 _SHARED = HF + "shared_mlp."
-_SHARED_NAMES = {
+_SHARED_NAMES: dict[str, Spelling] = {
     "layers.{l}.mlp.{gate|up}.weight": Fused(_SHARED + "input_linear.weight"),
     "layers.{l}.mlp.down.weight": _SHARED + "output_linear.weight",
     "layers.{l}.mlp.shared.{gate|up}.weight": Fused(_SHARED + "input_linear.weight"),
     "layers.{l}.mlp.shared.down.weight": _SHARED + "output_linear.weight",
 }
-_EXPERT_NAMES = {
+_EXPERT_NAMES: dict[str, Spelling] = {
     "layers.{l}.mlp.router.weight": HF + "block_sparse_moe.router.layer.weight",
     "layers.{l}.mlp.experts.{e}.{gate|up}.weight": Stacked(HF + "block_sparse_moe.input_linear.weight"),
     "layers.{l}.mlp.experts.{e}.down.weight": Stacked(HF + "block_sparse_moe.output_linear.weight"),

@@ -89,10 +89,14 @@ class MambaMixer(nn.Module):
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """x [sequence (/ tp), batch, hidden] -> the same shape."""
         gate, inner, times = self.in_proj(x).split(self.widths, -1)
-        weight, bias = self.conv1d.weight, self.conv1d.bias
-        dt_bias, a_log, d = self.dt_bias, self.A_log, self.D
+        weight: Tensor = self.conv1d.weight
+        bias: Tensor | None = self.conv1d.bias
+        dt_bias: Tensor = self.dt_bias
+        a_log: Tensor = self.A_log
+        d: Tensor = self.D
         context = run.context
         if context is not None:
+            assert bias is not None
             heads = (Heads(self.heads),)
             inner = own_heads_of_all_tokens(inner, self.parts, context)
             times = own_heads_of_all_tokens(times, heads, context)
