@@ -25,15 +25,15 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer import WARM_UP, add_mixture, chosen, ours, with_core, with_transformers
+from trainer import WARM_UP, add_mixture, chosen, core_step, ours, transformers_step
 from turns import Figures, answer, rounds
 
 from megatron_lite.processes.launch import keep_freed_memory
 
-CONTENDERS = {"megatron_lite": ours, "transformers": with_transformers, "megatron-core": with_core}
+CONTENDERS = {"megatron_lite": ours, "transformers": transformers_step, "megatron-core": core_step}
 COMPILED = {
     "megatron_lite": partial(ours, compile=True),
-    "transformers": partial(with_transformers, compiled=True),
+    "transformers": partial(transformers_step, compiled=True),
 }
 COMPILED_REST = "compiled, and outside of operations"
 GROUPED = (

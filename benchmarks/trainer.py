@@ -2,7 +2,7 @@
 
     python benchmarks/trainer.py single [--steps 15] [--tiny] [--mixture [fine-grained]] [--dtype float32|bfloat16] [--json]
     python benchmarks/trainer.py parallel [--steps 15] [--tiny] [--json]
-    python benchmarks/trainer.py gpu [--steps 15] [--json]
+    python benchmarks/trainer.py gpu [--steps 15] [--tiny] [--json]
 
 single: a Llama of 25 million parameters on the CPU, one process each. Contenders take turns, step by step, after two that
 don't count; medians of --steps rounds, and of the ratio within a round, which a shared machine disturbs least, by the clock and by
@@ -11,7 +11,9 @@ as installed; `keeping freed memory` gives the others glibc's mallopt setting to
 With --mixture a Mixtral of 34 million parameters in its place: 8 experts in each of 4 layers, of which a token goes to 2; or, fine-grained,
 64 of a quarter of the width, of which it goes to 8.
 parallel: step time at TP2, PP2, DP2 on gloo, and the share of it in which a rank waits for communication.
-gpu: Llamas of 1B and 3B, bf16, sequences of 4096, one GPU: tokens/s and MFU against its dense peak.
+gpu: on one GPU, in bf16 and FP8, sequences of 4096: Llamas of 1B and 3B, 8 of the 32 layers of an 8B, the 8B with adapters, a small
+mixture; plain and compiled, beside transformers with torch.compile and Megatron core. Tokens/s, MFU against the data sheet's dense
+bf16 peak, and peak memory. on_gpu.py has the models.
 """
 
 import argparse
@@ -32,13 +34,13 @@ from turns import ROOT, Figures, answer, environment, rounds
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import fields_of, from_fields
 from megaconv.model.layout import Layout
+from megatron_lite.checkpoint.adapters import init_adapters
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
-from megatron_lite.loop.devices import peak_tflops
-from megatron_lite.loop.log import flops_per_token
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.processes.launch import keep_freed_memory
+from megatron_lite.products.transformer_engine import has_transformer_engine
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 
 KEEPING = (("transformers", True), ("megatron-core", True))
@@ -48,7 +50,15 @@ WARM_UP = 2
 
 
 def model(
-    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, positions: int
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    positions: int,
+    *,
+    tied: bool = False,
 ) -> ModelConfig:
     return from_fields(
         "llama",
@@ -63,18 +73,14 @@ def model(
             "max_positions": positions,
             "norm.epsilon": 1e-5,
             "positions.theta": 1e4,
+            "tie_embeddings": tied,
         },
     )
 
 
 SMALL = model(8, 384, 6, 6, 1024, 16384, 512)
 TINY = model(4, 64, 4, 4, 128, 256, 64)
-GPU = {
-    "1B": (model(16, 2048, 32, 8, 8192, 32000, 4096), 4),
-    "3B": (model(28, 3072, 24, 8, 8192, 32000, 4096), 2),
-}
-"""Model, and sequences of a step."""
-
+CPU = torch.device("cpu")
 EXPERTS = {
     "coarse": {"layers.mlp": "experts", "experts.count": 8, "experts.per_token": 2},
     "fine-grained": {"layers.mlp": "experts", "experts.count": 64, "experts.per_token": 8},
@@ -105,7 +111,7 @@ def add_mixture(parser: argparse.ArgumentParser) -> None:
 Step = Callable[[], None]
 
 
-def batch(config: ModelConfig, rows: int, device: str = "cpu") -> Microbatch:
+def batch(config: ModelConfig, rows: int, device: torch.device = CPU) -> Microbatch:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(
         0, config.vocab, (rows, config.max_positions + 1), generator=generator
@@ -113,19 +119,27 @@ def batch(config: ModelConfig, rows: int, device: str = "cpu") -> Microbatch:
     return Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def ours(config: ModelConfig, dtype: str, rows: int, **options: Any) -> Step:
-    layout, experts = Layout(stage_layers=(config.layer_count,)), config.experts.count > 0
-    engine = Engine(
-        config, make_grid(layout, 1, torch.device("cpu"), experts=experts),
-        ModelOptions(dtype=dtype, vocab_divisor=1, **options), OptimizerOptions(),
-    )  # fmt: skip
+def ours(
+    config: ModelConfig, dtype: str, rows: int, device: torch.device = CPU, **options: Any
+) -> Step:
+    layout = Layout(stage_layers=(config.layer_count,))
+    grid = make_grid(layout, 1, device, experts=config.experts.count > 0)
+    own = ModelOptions(dtype=dtype, vocab_divisor=1, **options)
+    engine = Engine(config, grid, own, OptimizerOptions())
     init_weights(engine, 0.02, 0)
-    data = batch(config, rows)
+    if own.lora is not None:
+        init_adapters(engine, seed=0)
+    data = batch(config, rows, device)
     return lambda: engine.train_step([data], 1e-4) and None
 
 
-def with_transformers(
-    config: ModelConfig, dtype: str, rows: int, *, compiled: bool = False
+def transformers_step(
+    config: ModelConfig,
+    dtype: str,
+    rows: int,
+    device: torch.device = CPU,
+    *,
+    compiled: bool = False,
 ) -> Step:
     """compiled: each layer, as ours are."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -141,14 +155,13 @@ def with_transformers(
         hidden_size=config.hidden, intermediate_size=config.mlp.ffn, num_hidden_layers=config.layer_count, vocab_size=config.vocab,
         num_attention_heads=config.attention.heads, num_key_value_heads=config.attention.kv_heads,
         max_position_embeddings=config.max_positions,
-        attn_implementation="sdpa", use_cache=False,
+        tie_word_embeddings=config.tie_embeddings, attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
-    network = (MixtralForCausalLM if experts.count else LlamaForCausalLM)(settings).to(
-        getattr(torch, dtype)
-    )
+    kind = MixtralForCausalLM if experts.count else LlamaForCausalLM
+    network = kind(settings).to(getattr(torch, dtype)).to(device)
     for layer in network.model.layers if compiled else ():
         layer.compile()
-    data = batch(config, rows)
+    data = batch(config, rows, device)
 
     def loss() -> torch.Tensor:
         logits = network(data.tokens).logits
@@ -159,18 +172,28 @@ def with_transformers(
     return _plain_step(network, loss)
 
 
-def with_core(config: ModelConfig, dtype: str, rows: int) -> Step:
+def core_step(config: ModelConfig, dtype: str, rows: int, device: torch.device = CPU) -> Step:
+    """On a GPU, Megatron core's layers are Transformer Engine's if that is installed."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
     from tests.megatron_oracle import run_on_cpu
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    on_gpu = device.type == "cuda"
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(1, 1)
-    run_on_cpu().__enter__()
+    if on_gpu:
+        model_parallel_cuda_manual_seed(1)
+    else:
+        run_on_cpu().__enter__()
     unfused = (
         "gradient_accumulation_fusion",
         "masked_softmax_fusion",
@@ -188,17 +211,21 @@ def with_core(config: ModelConfig, dtype: str, rows: int) -> Step:
         ffn_hidden_size=config.mlp.ffn,
         num_query_groups=config.attention.kv_heads, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
         add_bias_linear=False, normalization="RMSNorm", hidden_dropout=0.0, attention_dropout=0.0,
+        bf16=dtype == "bfloat16", params_dtype=getattr(torch, dtype),
         use_cpu_initialization=True, persist_layer_norm=False, apply_rope_fusion=False, **dict.fromkeys(unfused, False),
     )  # fmt: skip
+    if on_gpu and has_transformer_engine():
+        spec = get_gpt_layer_with_transformer_engine_spec(experts.count or None)
+    else:
+        spec = get_gpt_layer_local_spec(experts.count or None, normalization="RMSNorm")
     network = GPTModel(
-        settings, get_gpt_layer_local_spec(experts.count or None, normalization="RMSNorm"), config.vocab, config.max_positions,
-        position_embedding_type="rope", share_embeddings_and_output_weights=False,
-    ).to(getattr(torch, dtype))  # fmt: skip
-    data = batch(config, rows)
-    positions = torch.arange(config.max_positions).expand(rows, -1)
-    mask = torch.ones(config.max_positions, config.max_positions, dtype=torch.bool).triu(1)[
-        None, None
-    ]
+        settings, spec, config.vocab, config.max_positions, position_embedding_type="rope",
+        share_embeddings_and_output_weights=config.tie_embeddings,
+    ).to(getattr(torch, dtype)).to(device)  # fmt: skip
+    data = batch(config, rows, device)
+    positions = torch.arange(config.max_positions, device=device).expand(rows, -1)
+    length = config.max_positions
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]
     return _plain_step(
         network, lambda: network(data.tokens, positions, mask, labels=data.labels).float().mean()
     )
@@ -221,7 +248,7 @@ def one(name: str, dtype: str, tiny: bool, keep: bool, mixture: str | None) -> N
     config, rows = chosen(mixture, tiny), 2
     if keep:
         keep_freed_memory()
-    step = {"megatron_lite": ours, "transformers": with_transformers, "megatron-core": with_core}[
+    step = {"megatron_lite": ours, "transformers": transformers_step, "megatron-core": core_step}[
         name
     ](config, dtype, rows)
     for _ in range(WARM_UP):
@@ -385,34 +412,27 @@ class _Waiting:
         return done
 
 
-def gpu(steps: int) -> dict[str, Any]:
-    if not torch.cuda.is_available():
+def gpu(steps: int, tiny: bool) -> dict[str, Any]:
+    """Measure each model and contender in a process of its own, so that one that fails ends no other."""
+    import on_gpu
+
+    if not torch.cuda.is_available() and not tiny:
         raise SystemExit("this measurement needs a CUDA device")
-    device, found = torch.cuda.get_device_name(), {}
-    peak = peak_tflops(device) or 989.0
-    for label, (config, rows) in GPU.items():
-        for compiled in (False, True):
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            grid = make_grid(Layout(stage_layers=(config.layer_count,)), 1, torch.device("cuda", 0))
-            engine = Engine(config, grid, ModelOptions(compile=compiled), OptimizerOptions())
-            init_weights(engine, 0.02, 0)
-            data = batch(config, rows, "cuda")
-            seconds = measure(
-                lambda e=engine, d=data: e.train_step([d], 1e-4) and None,
-                steps,
-                torch.cuda.synchronize,
-            )  # type: ignore[misc]
-            speed = rows * config.max_positions / seconds
-            found[f"{label}{', compiled' if compiled else ''}"] = {
-                "tokens_per_second": round(speed),
-                "mfu": round(
-                    speed * flops_per_token(config, config.max_positions) / 1e12 / peak, 3
-                ),
-                "peak_GB": round(torch.cuda.max_memory_allocated() / 1e9, 1),
-            }
-            del engine
-    return {"device": device, "peak_tflops": peak, **found}
+    found = {}
+    script = str(ROOT / "benchmarks/on_gpu.py")
+    for name, chosen in on_gpu.models().items():
+        for contender in chosen.contenders:
+            words = [name, contender, "--steps", str(steps), *["--tiny"] * tiny]
+            done = subprocess.run(
+                [sys.executable, script, *words], cwd=ROOT, env=environment(), capture_output=True, text=True
+            )  # fmt: skip
+            lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
+            last = lines[-1] if lines else f"ended with status {done.returncode}"
+            found[f"{name}: {contender}"] = (
+                {"failed": last} if done.returncode else json.loads(last)
+            )
+            print(f"{name}: {contender}: {last}", file=sys.stderr, flush=True)
+    return found
 
 
 def main() -> None:
@@ -435,7 +455,7 @@ def main() -> None:
         found = {
             "single": lambda: single(args.steps, args.tiny, args.dtype, args.mixture),
             "parallel": lambda: parallel(args.steps, args.tiny),
-            "gpu": lambda: gpu(args.steps),
+            "gpu": lambda: gpu(args.steps, args.tiny),
         }[args.what]()
         machine = f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}"
         if args.json:

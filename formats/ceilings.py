@@ -31,6 +31,9 @@ RECORD_BYTES = 256 << 20
 """megaconv.json: some 220 bytes per tensor, and four tensors per parameter with optimizer state. A model of a trillion
 elements has 70,000 parameters, and so 62 MB."""
 
+SIGNATURE_BYTES = 32 << 20
+"""model.sig, a sigstore bundle: some 220 bytes per signed file, so 150,000 files. Only zarr has that many."""
+
 TREE_BYTES = 64 << 20
 """`_METADATA` of an Orbax tree: some 600 bytes per array, so 100,000 arrays."""
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         plan,
         push,
         scan,
+        seal,
         state_dict,
         verify,
     )
@@ -52,6 +53,7 @@ __all__ = [
     "plan",
     "push",
     "scan",
+    "seal",
     "state_dict",
     "verify",
 ]

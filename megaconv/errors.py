@@ -164,6 +164,7 @@ CODES = {
         2,
         "--optimizer is given, and the input has no optimizer state or the output no place for it",
     ),
+    "unusable-key": Cause(2, "a key's file holds no key that can sign or verify"),
     "layout-impossible": Cause(
         2, "parallel sizes or a layer split that no model, or not this one, can have"
     ),
@@ -189,6 +190,8 @@ CODES = {
     ),
     "misplaced-rank-file": Cause(3, "a rank file lies in the directory of another rank"),
     "no-fingerprints": Cause(3, "verify finds no megaconv.json to compare with"),
+    "not-signed": Cause(3, "verify is given a key, and finds no signature"),
+    "corrupt-signature": Cause(3, "a signature is damaged, or of another kind than megaconv knows"),
     "changed-since-written": Cause(3, "an input differs from its own megaconv.json"),
     "unknown-family": Cause(3, "no model family has this architecture"),
     "tensor-mismatch": Cause(3, "tensors contradict the model, or each other"),
@@ -196,6 +199,8 @@ CODES = {
     "missing-tensor": Cause(3, "a tensor that the model has isn't in the input"),
     "unknown-tensor": Cause(3, "the input has a tensor that the model has not"),
     "wrong-base": Cause(4, "a patch is applied to another checkpoint than it was made from"),
+    "wrong-signature": Cause(4, "a signature was not made by the given key or identity"),
+    "changed-since-signed": Cause(4, "files were changed, added or removed since they were signed"),
     "models-differ": Cause(4, "the output reads back with other values than were written"),
     "not-enough-space": Cause(5, "the disk can't hold the output"),
     "unsafe-content": Cause(

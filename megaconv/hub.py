@@ -36,7 +36,7 @@ _REF_BYTES = 4096
 _VARIANTS = ("*.fp16*", "*.fp32*", "*.bf16*", "*.non_ema*")
 """Files that hold the weights a second time, in another dtype."""
 _PATTERNS = [
-    *("*.json", "*.safetensors", "*.bin"),
+    *("*.json", "*.safetensors", "*.bin", "model.sig"),
     *("tokenizer*", "*.model", "*.txt", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.jinja"),
     *(
         "LICENSE*",

@@ -64,9 +64,12 @@ class Engine(RankParameters):
         options: ModelOptions,
         optimizer: OptimizerOptions | None,
         criterion: Criterion = OWN_LOSS,
+        *,
+        allocates: bool = True,
     ) -> None:
         """Build the chunks. optimizer: None for evaluation only. criterion: the loss.
 
+        allocates: False for parameters without memory, which are read when they are used (megatron_lite/forward).
         Raises NotExpressible if the model can't be trained, LayoutError if it can't be sharded.
         """
         self.config, self.grid, self.options = config, grid, options
@@ -98,13 +101,14 @@ class Engine(RankParameters):
         self.scaler = LossScaler(scale)
         several = comm.size(grid.group("replicas")) > 1
         self.shards_parameters = several and optimizer is not None and optimizer.shards_parameters
-        allocate_untrained(
-            built,
-            self.dtype,
-            grid.device,
-            evaluates=optimizer is None,
-            frozen=not self.shards_parameters,
-        )
+        if allocates:
+            allocate_untrained(
+                built,
+                self.dtype,
+                grid.device,
+                evaluates=optimizer is None,
+                frozen=not self.shards_parameters,
+            )
         if optimizer is not None:
             self._prepare_training(optimizer)
 
@@ -132,6 +136,8 @@ class Engine(RankParameters):
             shards_gradients=optimizer.shards_gradients and comm.size(grid.group("replicas")) > 1,
             shards_parameters=self.shards_parameters,
             fetches_ahead=optimizer.overlap_param_gather,
+            fuses_accumulation=optimizer.fuses_accumulation and not self.options.compile,
+            sums_last=self.options.recompute.granularity != "full",
         )
         for module, infos, adapters in zip(self.chunks, self.infos, self.adapters, strict=True):
             trained = [info for info in (*infos, *adapters) if info.trained]
@@ -312,12 +318,13 @@ class Engine(RankParameters):
 
     def logits(self, batch: Microbatch, cache: Cache | None = None) -> Tensor | None:
         """Return float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective. cache: see last_stage."""
-        last = self.last_stage(batch, cache)
-        if last is None:
-            return None
-        chunk, hidden = last
-        with torch.no_grad(), self.whole_parameters():
-            own = chunk.logits((hidden,))
+        with self.whole_parameters():
+            last = self.last_stage(batch, cache)
+            if last is None:
+                return None
+            chunk, hidden = last
+            with torch.no_grad():
+                own = chunk.logits((hidden,))
         return own if self._context is None else self._context.whole(own, 1)
 
     def last_stage(
@@ -326,7 +333,9 @@ class Engine(RankParameters):
         """Return (the last chunk, activations after its final norm) on the last stage, None on others. Collective.
 
         cache: of the preceding tokens; it is extended by these tokens. With a cache, the batch has to contain the positions.
+        Raises ParametersFreed if parameters are sharded, outside whole_parameters(): the chunk would have no matrices.
         """
+        self.require_whole_parameters()
         self.finish()  # the head's weight is used without calling the module, so no hook waits for it
         run = self.make_pass(batch, cache=cache)
         found: tuple[Network, Tensor] | None = None

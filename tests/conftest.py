@@ -33,6 +33,12 @@ def _warnings_are_shown() -> None:
 
 
 GRIDS = {
+    "tests/commands/test_hub.py::test_the_clients_bars_are_for_terminals_alone": 4,
+    "tests/engine/test_interrupted.py::test_a_killed_conversion_leaves_no_output_and_the_next_one_is_as_if_nothing_had_been": 2,
+    "tests/families/test_same_function.py::test_every_field_comes_back_from_megatrons_arguments_or_is_refused": 2,
+    "tests/megatron/test_optimizer_chains.py::test_every_element_of_an_optimizer_comes_through_a_chain": 2,
+    "tests/model/test_spellings.py::test_what_all_ranks_write_is_read_as_the_same_tensors": 2,
+    "tests/trainer/inference/test_engine_model.py::test_one_process_generates_what_transformers_does": 3,
     "tests/formats/test_commit.py::test_a_commit_killed_before_any_step_leaves_one_of_the_two_outputs": 2,
     "tests/engine/test_chains.py::test_a_chain_of_conversions_comes_back_bit_for_bit": 4,
     "tests/families/test_encoders.py::test_a_bert_of_megatron_computes_the_same_at_another_layout": 4,

@@ -15,7 +15,7 @@ from megaconv.api.reading import (
     state_dict,
     verify,
 )
-from megaconv.api.writing import apply, clean, convert, delta, merge, push
+from megaconv.api.writing import apply, clean, convert, delta, merge, push, seal
 
 __all__ = [
     "apply",
@@ -31,6 +31,7 @@ __all__ = [
     "plan",
     "push",
     "scan",
+    "seal",
     "state_dict",
     "verify",
 ]

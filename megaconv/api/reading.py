@@ -20,7 +20,7 @@ from megaconv.engine.preparation import open_source
 from megaconv.errors import UsageError
 from megaconv.extras import require_torch
 from megaconv.input import find_input
-from megaconv.options import ConvertOptions, LoadOptions, require_workers
+from megaconv.options import ConvertOptions, LoadOptions, SealOptions, require_workers
 from megaconv.options.option import built
 from megaconv.options.values import byte_size
 from megaconv.serving import state_dict as native_state
@@ -190,15 +190,22 @@ def verify(
     true_vocab_size: int | None = None,
     num_attention_heads: int | None = None,
     options: Mapping[str, str] | None = None,
+    public_key: str | Path | None = None,
+    signature: str | Path | None = None,
+    identity: str | None = None,
+    identity_provider: str | None = None,
+    trust_config: str | Path | None = None,
     workers: int = 0,
 ) -> Verification:
     """Compare a checkpoint's tensors with the fingerprints in its megaconv.json, and small files with the hashes there.
 
+    public_key, or identity with identity_provider: require a signature first, and compare every file with it.
     Raises megaconv.errors.CheckpointError if there is no megaconv.json, or if nothing can be opened.
     """
     read = built(LoadOptions, "verify", locals())
+    required = built(SealOptions, "verify", locals())
     require_workers(workers)
-    return verification.verify(path, read, workers, loader=loader)
+    return verification.verify(path, read, workers, loader=loader, seal=required)
 
 
 @checked

@@ -6,15 +6,17 @@ from pathlib import Path
 from threading import Lock
 
 from megaconv.called import checked
-from megaconv.commands import cleaning, comparison
+from megaconv.commands import cleaning, comparison, sealing
 from megaconv.commands import push as pushing
 from megaconv.commands.cleaning import Cleaned
 from megaconv.commands.push import PushReport
+from megaconv.commands.sealing import Seal
 from megaconv.engine import conversion
+from megaconv.engine.lineage import lineage_of_patch
 from megaconv.engine.plan import default_workers
 from megaconv.engine.report import Report
 from megaconv.engine.target import refuse_place
-from megaconv.options import ConvertOptions, LoadOptions, PushOptions, require_workers
+from megaconv.options import ConvertOptions, LoadOptions, PushOptions, SealOptions, require_workers
 from megaconv.options.option import built
 from megaconv.options.values import adapter_choices
 from megaconv.patches import applying
@@ -191,7 +193,13 @@ def delta(
     threads = workers or default_workers(writing=False)
     refuse_place(save_dir)
     return make_patch(
-        left, right, Path(save_dir), options=read, workers=threads, overwrite=overwrite
+        left,
+        right,
+        Path(save_dir),
+        options=read,
+        workers=threads,
+        overwrite=overwrite,
+        provenance=lineage_of_patch(*inputs).provenance,
     )
 
 
@@ -242,6 +250,33 @@ def push(
     """
     asked = built(PushOptions, "push", locals())
     return pushing.push(directory, repository, asked, dry_run=dry_run)
+
+
+@checked
+def seal(
+    path: str | Path,
+    *,
+    key: str | Path | None = None,
+    key_password_file: str | Path | None = None,
+    sigstore: bool = False,
+    trust_config: str | Path | None = None,
+    files_only: bool = False,
+    overwrite: bool = False,
+    loader: str | None = None,
+    config: str | Path | None = None,
+    true_vocab_size: int | None = None,
+    num_attention_heads: int | None = None,
+    options: Mapping[str, str] | None = None,
+    workers: int = 0,
+) -> Seal:
+    """Write the fingerprints of a checkpoint into its megaconv.json, and sign all its files with a key or by sigstore.
+
+    Without `key` and `sigstore`, the seal has no signature. Raises megaconv.errors.CheckpointError; TargetExists for an
+    earlier signature without `overwrite`.
+    """
+    asked, read = built(SealOptions, "seal", locals()), built(LoadOptions, "seal", locals())
+    require_workers(workers)
+    return sealing.seal(path, asked, read, loader, workers)
 
 
 @checked

@@ -43,6 +43,7 @@ from megaconv.input import Input
 from megaconv.local_paths import local_path
 from megaconv.model.check import listing
 from megaconv.options import ConvertOptions, LoadOptions, PushOptions
+from megaconv.signatures.bundle import SIGNATURE_NAME, read_bundle
 
 _log = logging.getLogger("megaconv")
 
@@ -184,17 +185,20 @@ def _push_files(
     files = _files(path, options)
     notices = list[str]()
     made: dict[str, bytes] = {}
+    is_signed = SIGNATURE_NAME in files
     if kind != "peft":
         found = Input(str(path), path, registry.loader(kind))
         source = open_source(
             found, LoadOptions(options.config, metadata_only=True, optimizer=False)
         )
         check_source(path, source)
-        if options.card and CARD not in files:
+        if options.card and CARD not in files and not is_signed:
             made[CARD], notices = describe(path, repository, source.header, find_record(path))
-        if RECORD_NAME in files and find_record(path) is not None:
+        if RECORD_NAME in files and find_record(path) is not None and not is_signed:
             made[RECORD_NAME] = published_record(read_small(files.pop(RECORD_NAME), RECORD_BYTES))
     hashes = {name: _hashes(file) for name, file in files.items()}
+    if is_signed:
+        notices += _signed_notices(path, hashes)
     if dry_run:
         hashes |= {name: _hashes_of(content) for name, content in made.items()}
         return PushReport(
@@ -203,6 +207,33 @@ def _push_files(
     with _hub_errors(repository):
         report = _beside(lambda: _commit(repository, files, hashes, made, notices, options))
     return replace(report, missing=missing)
+
+
+def _signed_notices(path: Path, hashes: Mapping[str, Hashes]) -> list[str]:
+    """Notices about a sealed directory, which is pushed as it was signed, without a model card.
+
+    Raises ModelsDiffer (`changed-since-signed`) if a file was changed or added since.
+    """
+    statement = read_bundle(path / SIGNATURE_NAME).statement()
+    if (statement.method.name, statement.method.hash_type) != ("files", "sha256"):
+        return [f"{SIGNATURE_NAME}: was not compared with the files; megaconv verify does it"]
+    ignored = {*statement.method.ignore_paths, SIGNATURE_NAME}
+    other = [
+        name
+        for name, each in hashes.items()
+        if name.partition("/")[0] not in ignored
+        and name not in ignored
+        and statement.digests.get(name) != each.sha256
+    ]
+    if other:
+        raise ModelsDiffer(
+            f"{path}: is not as it was signed: {listing(other)}; seal it again with --overwrite, or remove {SIGNATURE_NAME}",
+            code="changed-since-signed",
+        )
+    absent = [name for name in statement.digests if name not in hashes]
+    if absent:
+        return [f"the signature is about files that are not pushed: {listing(absent)}"]
+    return []
 
 
 def _beside(work: Callable[[], PushReport]) -> PushReport:

@@ -1,4 +1,4 @@
-"""Compares a checkpoint with the fingerprints that were recorded when it was written: `megaconv.verify(path)`."""
+"""Compares a checkpoint with the fingerprints that were recorded when it was written, and with its signature."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from formats.opened import OpenedFiles
+from megaconv.commands.signed import check_seal, has_signature
 from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
 from megaconv.engine.plan import default_workers
 from megaconv.engine.preparation import open_source
-from megaconv.engine.record import RECORD_NAME, Record, find_record
+from megaconv.engine.record import RECORD_NAME, Record, find_record, has_record
 from megaconv.engine.source_check import as_stored, changed_descriptions
 from megaconv.errors import CheckpointError, CorruptCheckpoint, ModelsDiffer
 from megaconv.families import is_multimodal
@@ -18,7 +19,8 @@ from megaconv.input import input_at
 from megaconv.model.beside import BESIDE
 from megaconv.model.check import listing
 from megaconv.model.ir import Source
-from megaconv.options import LoadOptions
+from megaconv.options import LoadOptions, SealOptions
+from megaconv.signatures.checking import Signed
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,6 +38,12 @@ class Verification:
     """
     files: int = 0
     """Number of small files that were compared: configuration, tokenizer and the like."""
+    signed: Signed | None = None
+    """The signature, if one was required; it is correct."""
+    is_recorded: bool = True
+    """False if the checkpoint has no fingerprints, but a correct signature."""
+    has_unchecked_signature: bool = False
+    """True if the checkpoint has a signature, and none was required."""
 
     def __repr__(self) -> str:
         what = "as written" if self.same else f"{len(self.differences)} differences"
@@ -54,6 +62,7 @@ class Verification:
             "tensors": self.tensors,
             "files": self.files,
             "differences": dict(self.differences),
+            "signature": None if self.signed is None else vars(self.signed),
         }
 
 
@@ -64,16 +73,21 @@ def verify(
     advance: Callable[[int], None] = lambda count: None,
     loader: str | None = None,
     expect: Callable[[int], None] = lambda total: None,
+    seal: SealOptions | None = None,
 ) -> Verification:
-    """Compare all of a checkpoint with its record.
+    """Compare all of a checkpoint with its record, and first with its signature if `seal` requires one.
 
     advance: called with the bytes of every block. loader: a loader's name; None: the loader that recognises the input.
     expect: called once with the number of bytes to read.
     Raises CorruptCheckpoint if no fingerprints were recorded, ModelsDiffer if a changed file prevents opening, and the
-    errors of opening the checkpoint.
+    errors of opening the checkpoint and of `check_seal`.
     """
     options = options or LoadOptions()
     place = resolve(path, cache=options.cache)
+    threads = workers or default_workers(writing=False)
+    signed = check_seal(path, place, seal or SealOptions(), threads, advance, expect)
+    if signed is not None and isinstance(place, Path) and not has_record(place):
+        return Verification(str(path), "", "", 0, signed=signed, is_recorded=False)
     record = _need_record(place)
     changed = record.changed_files()
     alone = not any(name.startswith(BESIDE) for name in record.tensors)
@@ -94,9 +108,11 @@ def verify(
                 f"{path}: is not as written: {files}; and it can't be opened: {error}"
             ) from error
         expect(source.header.nbytes)
-        found = fingerprint_source(source, workers or default_workers(writing=False), advance)
+        found = fingerprint_source(source, threads, advance)
     opened.require_as_stored()
     changed |= changed_descriptions(record, stored)
+    if not record.has_intact_provenance:
+        changed[f"{RECORD_NAME}: provenance"] = "changed"
     shapes = {
         name: what
         for name, what in record.other_tensors(source.header.manifest).items()
@@ -110,6 +126,8 @@ def verify(
         len(record.tensors),
         differences,
         len(record.files),
+        signed,
+        has_unchecked_signature=signed is None and has_signature(place),
     )
 
 

@@ -18,6 +18,7 @@ from formats.target import Target
 from megaconv import registry
 from megaconv._version import __version__
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
+from megaconv.engine.lineage import source_name
 from megaconv.engine.outputs import ahead, output_at, parts_of
 from megaconv.engine.parts import PartPlan, in_order
 from megaconv.engine.plan import block_bytes, default_workers
@@ -185,13 +186,14 @@ def _convert(
         else:
             record = staging.file(RECORD_NAME, report.record_bytes)
             written = record_json(
-                found.given,
+                source_name(found.given),
                 saver.name,
                 report.header,
                 report.plan,
                 fingerprint,
                 report.adapters,
                 options.save.quantize,
+                report.lineage.provenance,
             )
             record.write(0, written)
             staging.commit()

@@ -15,6 +15,7 @@ from megaconv.engine.completeness import missing_parts
 from megaconv.engine.coverage import require_complete
 from megaconv.engine.early_check import refuse_sizes
 from megaconv.engine.fingerprints import combine
+from megaconv.engine.lineage import lineage_of, source_name
 from megaconv.engine.plan import OutputPlan, default_workers, memory_needed
 from megaconv.engine.provenance import earlier_adapters, other_bases, refuse_again
 from megaconv.engine.record import record_json
@@ -275,9 +276,18 @@ def _report(
 ) -> Report:  # fmt: skip
     header = streamed.read_header
     adapters, merging = _adapters(found, streamed.merged, header, check)
+    added = [] if streamed.merged is None else [each.to_json() for each in streamed.merged.merged]
+    lineage = lineage_of(found, saver.name, options, header.revision, added)
     blank = combine(dict.fromkeys(header.manifest, "0" * 64))
     record = record_json(
-        found.given, saver.name, header, plan, blank, adapters, options.save.quantize
+        source_name(found.given),
+        saver.name,
+        header,
+        plan,
+        blank,
+        adapters,
+        options.save.quantize,
+        lineage.provenance,
     )
     described = description_of(options.load.config) or found.place
     has_base = options.save.base is not None
@@ -293,6 +303,7 @@ def _report(
         check=check,
         adapters=adapters,
         merging=merging,
+        lineage=lineage,
         rounding=streamed.stored.errors
         if streamed.stored is not None and streamed.is_quantized
         else None,

@@ -8,6 +8,7 @@
 "quantized"       how weights are stored, if a conversion quantized them (`fp8-block`): fingerprints are of dequantized
 values
 "adapters"        adapters in the weights, merged by this conversion or an earlier one: path, weight, hashes (SHA-256)
+"provenance"      inputs, version and options of the conversion (engine/lineage.py); "provenance_hash" is its BLAKE3
 "version"         the Megatron iteration that the record describes: `iter_0000005`, `release`
 """
 
@@ -55,6 +56,20 @@ class Record:
     files: Mapping[str, str] = field(default_factory=dict)
     descriptions: Mapping[str, str] = field(default_factory=dict)
     saver: str = ""
+    provenance: Mapping[str, Any] | None = None
+    """Of what the output was made (engine/lineage.py); None in a record without it."""
+    provenance_hash: str | None = None
+
+    @property
+    def file(self) -> Path:
+        """The megaconv.json."""
+        return self.root / RECORD_NAME
+
+    @property
+    def has_intact_provenance(self) -> bool:
+        """True if the provenance is the one that was written, or none was."""
+        now = None if self.provenance is None else digest(canonical(self.provenance))
+        return now == self.provenance_hash
 
     def changed_files(self) -> dict[str, str]:
         """Small files that are `changed` or `missing`.
@@ -105,6 +120,18 @@ class Record:
         return "" if shape == recorded else f"{shape}, recorded as {recorded}"
 
 
+def canonical(value: Any) -> bytes:
+    """JSON with sorted keys and without spaces, of which hashes are made."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def with_provenance(provenance: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The keys of a record for its provenance."""
+    if provenance is None:
+        return {}
+    return {"provenance": provenance, "provenance_hash": digest(canonical(provenance))}
+
+
 def digest(content: bytes) -> str:
     return str(blake3(content).hexdigest())
 
@@ -121,11 +148,12 @@ def record_json(
     fingerprint: Fingerprint,
     adapters: Sequence[Mapping[str, Any]] = (),
     quantized: str | None = None,
+    provenance: Mapping[str, Any] | None = None,
 ) -> bytes:
     """The content of megaconv.json. Its length doesn't depend on the fingerprint.
 
     header: the header that a reader of the output gets. adapters: adapters merged into the weights. quantized: how the
-    weights are stored.
+    weights are stored. provenance: of what the output is made.
     """
     record: dict[str, Any] = {
         "megaconv": __version__,
@@ -141,12 +169,44 @@ def record_json(
         "fingerprint": fingerprint.weights,
         "optimizer_fingerprint": fingerprint.optimizer,
         "version": _version_of(plan),
+        **with_provenance(provenance),
         "files": {name: digest(content) for name, content in _small_files(plan.files)},
         **_descriptions(plan.files),
         "shapes": {str(key): described(info) for key, info in header.manifest.items()},
         "tensors": {str(key): fingerprint.tensors[key] for key in header.manifest},
     }
     return (json.dumps(record, indent=1) + "\n").encode()
+
+
+def sealed_record_json(
+    name: str,
+    header: Header,
+    fingerprint: Fingerprint,
+    files: Mapping[str, str],
+    version: str | None,
+) -> bytes:
+    """The content of megaconv.json for a checkpoint that something else wrote.
+
+    name: of the checkpoint's directory. files: hashes of small files, by path. version: the iteration's directory.
+    """
+    record: dict[str, Any] = {
+        "megaconv": __version__,
+        "source": {"path": name, "kind": header.source},
+        "saver": "",
+        "family": header.config.family,
+        "fingerprint": fingerprint.weights,
+        "optimizer_fingerprint": fingerprint.optimizer,
+        "version": version,
+        "files": dict(sorted(files.items())),
+        "shapes": {str(key): described(info) for key, info in header.manifest.items()},
+        "tensors": {str(key): fingerprint.tensors[key] for key in header.manifest},
+    }
+    return (json.dumps(record, indent=1) + "\n").encode()
+
+
+def is_recorded(name: str) -> bool:
+    """True if a record has the hash of a small file. name: its path below the output."""
+    return name != RECORD_NAME and not name.endswith(_MAPS)
 
 
 def _small_files(files: Mapping[str, FileLayout]) -> Iterator[tuple[str, bytes]]:
@@ -182,18 +242,24 @@ def find_record(place: Place) -> Record | None:
     The record is in the output's directory, even if the input is a file in it. Raises CorruptCheckpoint for a damaged
     record.
     """
-    if isinstance(place, str):
+    if isinstance(place, str) or not has_record(place):
         return None
     path = place.parent if place.is_file() else place
-    root = (
-        path.parent
-        if rank_files.is_version(path.name) and not (path / RECORD_NAME).exists()
-        else path
-    )
-    if not (root / RECORD_NAME).exists():
-        return None
-    record, version = read_record(root)
-    return record if version in (None, _opened_version(path)) else None
+    record, version = read_record(_root(path))
+    return record if version in (None, opened_version(path)) else None
+
+
+def has_record(place: Path) -> bool:
+    """True if a megaconv.json belongs to a place, of this iteration or another one."""
+    path = place.parent if place.is_file() else place
+    return (_root(path) / RECORD_NAME).exists()
+
+
+def _root(path: Path) -> Path:
+    """The directory with the megaconv.json: that of the run if the one of an iteration has none."""
+    if rank_files.is_version(path.name) and not (path / RECORD_NAME).exists():
+        return path.parent
+    return path
 
 
 def read_record(root: Path) -> tuple[Record, str | None]:
@@ -220,9 +286,18 @@ def read_record(root: Path) -> tuple[Record, str | None]:
             f"{file}: expected fingerprint and tensors, which megaconv writes there"
         )
     tensors, shapes, files, descriptions = tables
-    return Record(
-        root, whole, tensors, shapes, files, descriptions, saver=str(given.get("saver", ""))
-    ), version
+    record = Record(
+        root,
+        whole,
+        tensors,
+        shapes,
+        files,
+        descriptions,
+        saver=str(given.get("saver", "")),
+        provenance=given.get("provenance"),
+        provenance_hash=given.get("provenance_hash"),
+    )
+    return record, version
 
 
 def source_of(record: Record) -> Mapping[str, Any]:
@@ -234,7 +309,7 @@ def source_of(record: Record) -> Mapping[str, Any]:
     return known | ({"adapters": adapters} if isinstance(adapters, list) else {})
 
 
-def _opened_version(path: Path) -> str:
-    """The directory name of the iteration that is opened at path."""
+def opened_version(path: Path) -> str:
+    """The directory name of the iteration that is opened at path; empty if there is none."""
     found = path if (path / torch_dist.FORMAT_FILE).is_file() else rank_files.find_version(path)
     return "" if found is None else found.name

@@ -8,6 +8,7 @@ from typing import Any
 from formats.stores.waiting import Waiting
 from megaconv.engine.completeness import completeness_notices
 from megaconv.engine.fingerprints import Fingerprint
+from megaconv.engine.lineage import Lineage
 from megaconv.engine.plan import OutputPlan
 from megaconv.engine.record import RECORD_NAME
 from megaconv.engine.source_check import SourceCheck
@@ -51,6 +52,8 @@ class Report:
     """Adapters in the weights, merged by this conversion or an earlier one, as in megaconv.json."""
     merging: tuple[str, ...] = ()
     """Lines for people about the adapters that this conversion merges."""
+    lineage: Lineage = field(default_factory=lambda: Lineage({}), repr=False)
+    """Of what the output is made."""
     rounding: Rounding | None = None
     """The rounding error of quantized weights, if there are any. A resumed run counts only the weights that it read."""
 
@@ -75,6 +78,7 @@ class Report:
         if header.has_optimizer and not header.carries_optimizer:
             found.append(LEFT_OUT)
         found += self.check.notices
+        found += self.lineage.notices
         if self.code:
             found.append(CODE_LEFT_OUT.format(", ".join(self.code)))
         found += self.plan.notices

@@ -10,9 +10,10 @@ from megaconv.options.converting import (
     checkpoint_types,
     require_workers,
 )
-from megaconv.options.option import Listed, listed
+from megaconv.options.option import Listed, listed, options_given
 from megaconv.options.pushing import PushOptions
 from megaconv.options.reading import LoadOptions
+from megaconv.options.sealing import SealOptions
 from megaconv.options.unused import refuse_unused
 from megaconv.options.values import AdapterChoice
 from megaconv.options.writing import (
@@ -52,13 +53,15 @@ __all__ = [
     "LoadOptions",
     "PushOptions",
     "SaveOptions",
+    "SealOptions",
     "checkpoint_types",
+    "options_given",
     "options_of",
     "refuse_unused",
     "require_workers",
 ]
 
-_CLASSES = (ConvertOptions, PushOptions)
+_CLASSES = (ConvertOptions, PushOptions, SealOptions)
 
 
 def options_of(command: str) -> dict[str, Listed]:

@@ -5,7 +5,7 @@ CONVERSIONS = ("convert", "merge", "apply")
 """Commands that write a checkpoint."""
 SERVE = ("serve_hf",)
 """The command that serves checkpoints which it plans as a conversion."""
-READERS = ("inspect", "plan", "fingerprint", "verify", "diff", "delta")
-"""Commands that open a checkpoint and write none."""
-ONE_INPUT = ("inspect", "plan", "fingerprint", "verify")
+READERS = ("inspect", "plan", "fingerprint", "verify", "diff", "delta", "seal")
+"""Commands that open a checkpoint and convert none."""
+ONE_INPUT = ("inspect", "plan", "fingerprint", "verify", "seal")
 """Readers of one checkpoint."""

@@ -155,6 +155,21 @@ def built(
     return kind(**chosen)
 
 
+def options_given(options: object, entries: Mapping[str, Option] | None = None) -> dict[str, Any]:
+    """The options of a dataclass that differ from their defaults: values by the usual spelling."""
+    found: dict[str, Any] = {}
+    usual = type(options)()
+    for each in fields(options):  # type: ignore[arg-type]
+        value = getattr(options, each.name)
+        if _is_inner(each):
+            found |= options_given(value, each.metadata["entries"])
+            continue
+        entry = entry_of(each, entries)
+        if entry is not None and value != getattr(usual, each.name):
+            found[entry.name] = value
+    return found
+
+
 def normalize(options: object, entries: Mapping[str, Option] | None = None) -> None:
     """Read and check the options of a frozen dataclass that is being made. Raises UsageError."""
     for each in fields(options):  # type: ignore[arg-type]

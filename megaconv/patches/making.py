@@ -82,10 +82,12 @@ def make_patch(
     workers: int,
     overwrite: bool = False,
     advance: Callable[[int], None] = lambda count: None,
+    provenance: Mapping[str, Any] | None = None,
 ) -> PatchReport:
     """Write the patch that makes `new` of `old`. It appears complete or not at all.
 
-    options: those with which both sources were opened. advance: called with the bytes of each block.
+    options: those with which both sources were opened. advance: called with the bytes of each block. provenance: of the
+    patch, for its record.
     Raises UsageError without zstandard, NotExpressible for multimodal models and adapters, and TargetExists.
     """
     zstandard()
@@ -93,7 +95,7 @@ def make_patch(
     staging = Staging(save_dir, overwrite=overwrite)
     try:
         staging.open({}, resume=False)
-        report = _write(staging, old, new, options, workers, advance)
+        report = _write(staging, old, new, options, workers, advance, provenance)
         staging.finish()
         staging.commit()
     finally:
@@ -118,6 +120,7 @@ def _write(
     options: LoadOptions,
     workers: int,
     advance: Callable[[int], None],
+    provenance: Mapping[str, Any] | None,
 ) -> PatchReport:
     before = dict(PlainSource(old, exact=True).tensors())
     after = dict(PlainSource(new, exact=True).tensors())
@@ -141,7 +144,7 @@ def _write(
         "removed": [list(key) for key in removed],
         "options": {"optimizer": options.optimizer, "text_only": options.text_only},
     }
-    _write_small_files(staging, new.header, index, ends[1])
+    _write_small_files(staging, new.header, index, ends[1], provenance)
     changed = sum(not entry.has_base or any(size > 1 for size in entry.sizes) for entry in entries)
     full = sum(entry.info.nbytes for entry in entries)
     return PatchReport(
@@ -225,13 +228,20 @@ def _hash(tensor: LazyTensor, advance: Callable[[int], None]) -> str:
 
 
 def _write_small_files(
-    staging: Staging, header: Header, index: Mapping[str, Any], fingerprint: Fingerprint
+    staging: Staging,
+    header: Header,
+    index: Mapping[str, Any],
+    fingerprint: Fingerprint,
+    provenance: Mapping[str, Any] | None,
 ) -> None:
     files: dict[str, FileLayout] = {
         f"{FILES}/{name}": PlainFile(read_small(path, SIDECAR_BYTES))
         for name, path in header.files.items()
     }
-    record = record_json("", "delta", replace(header, shifts={}), OutputPlan({}, {}), fingerprint)
+    plain_header = replace(header, shifts={})
+    record = record_json(
+        "", "delta", plain_header, OutputPlan({}, {}), fingerprint, provenance=provenance
+    )
     files[RECORD_NAME] = PlainFile(record)
     files[INDEX] = PlainFile(json.dumps(index).encode())
     files[HEADER] = torch_zip.plan(_description(header), "header")

@@ -12,6 +12,8 @@ widths of all heads together; f is the MLP's width. Each is divided by tp, but h
     head        h twice, and once the gradient of its matrix; the same and a layer more for each further predicted token;
                 three h more for BERT's transform
 
+Offloaded layers keep nothing; AT_ONCE of them are on their way between the GPU and main memory.
+
 Selective recomputation leaves out the normed and activated elements. Full recomputation keeps one h for each group of
 layers, and the inside of one group.
 """
@@ -24,6 +26,9 @@ from megaconv.planning.mixers import mixer_cost
 from megaconv.planning.pipeline_order import order
 from megaconv.planning.run import Run, StackPart
 
+AT_ONCE = 2
+"""Offloaded layers whose activations are on the GPU at a time."""
+
 
 def activations(run: Run, pp_rank: int) -> int:
     """Return the most that a rank of this stage keeps, over the passes that are in progress at one time."""
@@ -34,7 +39,22 @@ def activations(run: Run, pp_rank: int) -> int:
     for action in order(layout.pp, layout.vpp, run.microbatches, pp_rank):
         now += -each[action.chunk] if action.backward else each[action.chunk]
         most = max(most, now)
-    return most + max((_inside(run, chunk) for chunk in chunks), default=0)
+    inside = max((_inside(run, chunk) for chunk in chunks), default=0)
+    return most + inside + _on_their_way(run)
+
+
+def offloaded_bytes(run: Run) -> int:
+    """Return the bytes of activations that a rank keeps in main memory."""
+    layers = run.config.layers[: run.offloaded]
+    elements = sum(layer_elements(run, kind) for kind in layers) * run.tokens
+    return round(elements * run.itemsize)
+
+
+def _on_their_way(run: Run) -> int:
+    """Return the bytes of the largest consecutive offloaded layers that are on the GPU at a time."""
+    each = [layer_elements(run, kind) for kind in run.config.layers[: run.offloaded]]
+    sums = [sum(each[first : first + AT_ONCE]) for first in range(len(each))]
+    return round(max(sums, default=0.0) * run.tokens * run.itemsize)
 
 
 def _kept_by(run: Run, chunk: Chunk) -> int:
@@ -42,7 +62,8 @@ def _kept_by(run: Run, chunk: Chunk) -> int:
     width = run.width
     found = 0.0
     for part in run.stacks(chunk):
-        for group, only_input in _groups(run, part.layers):
+        staying = range(max(part.layers.start, run.offloaded), part.layers.stop)
+        for group, only_input in _groups(run, staying):
             found += width * part.tokens if only_input else _of_layers(run, part, group)
     if chunk.is_last:
         found += head_elements(run)

@@ -57,6 +57,8 @@ class Run:
     """Dtype of parameters and activations."""
     sequence_parallel: bool = False
     recompute: Recompute = KEEP_ALL
+    offloaded: int = 0
+    """First layers whose activations are in main memory (--cpu-offloading-num-layers). Only at PP 1."""
     context: str = "p2p"
     """`p2p`, `all_gather`, `a2a` or `a2a+p2p`: how context-parallel ranks exchange keys and values."""
     near: int = 1

@@ -69,14 +69,25 @@ def check_tensors(engine: Engine, tensors: Mapping[str, LazyTensor]) -> None:
 
 def fill(parameter: Tensor, native: NativeTensor, tensors: Mapping[str, LazyTensor]) -> None:
     """Fill one parameter from its rectangles. Padding rows become 0."""
-    matrix = parameter.view(matrix_shape(native.shape))
-    if native.padding_rows:
-        matrix[-native.padding_rows :] = 0
+    fill_rows(parameter.view(matrix_shape(native.shape)), native, tensors, 0)
+
+
+def fill_rows(
+    out: Tensor, native: NativeTensor, tensors: Mapping[str, LazyTensor], first: int
+) -> None:
+    """Fill out [rows, columns] with the rows of a parameter from `first` on. Padding rows become 0."""
+    last = first + len(out)
+    padding = matrix_shape(native.shape)[0] - native.padding_rows
+    if last > padding:
+        out[max(padding - first, 0) :] = 0
     for name, regions in native.parts.items():
+        source = tensors[name]
         for region in regions:
-            rows = region.box.rows
-            values = read_rows(tensors[name], region, 0, rows)
-            matrix[region.row : region.row + rows] = shifted(values, native, tensors[name])
+            start, end = max(first, region.row), min(last, region.row + region.box.rows)
+            if start >= end:
+                continue
+            values = read_rows(source, region, start - region.row, end - region.row)
+            out[start - first : end - first] = shifted(values, native, source)
 
 
 def shifted(values: Tensor, native: NativeTensor, source: LazyTensor) -> Tensor:

@@ -36,6 +36,8 @@ class Request:
     """Number of likeliest tokens to return, besides the chosen token's log-probability; None: no log-probabilities."""
     beams: BeamRules | None = None
     """Rules of a beam search for the likeliest rows; `sampling` and `log_probs` are then ignored."""
+    adapter: int | None = None
+    """See slots.Feed."""
 
     @property
     def rows(self) -> int:
@@ -74,13 +76,15 @@ class _Row:
 
     def part(self, count: int) -> Feed:
         """Return a feed with the next tokens of the prompt."""
-        return Feed(self.slots[0], self.done, tuple(self.tokens[self.done : self.done + count]))
+        tokens = tuple(self.tokens[self.done : self.done + count])
+        return Feed(self.slots[0], self.done, tokens, self.request.adapter)
 
     def feeds(self) -> list[Feed]:
         """Return feeds with the last token of all of its rows."""
         lasts = [self.tokens] if self.search is None else self.search.rows
         return [
-            Feed(slot, self.done, (row[-1],)) for slot, row in zip(self.slots, lasts, strict=False)
+            Feed(slot, self.done, (row[-1],), self.request.adapter)
+            for slot, row in zip(self.slots, lasts, strict=False)
         ]
 
 

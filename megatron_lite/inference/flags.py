@@ -34,13 +34,20 @@ def make_parser(
         prog=f"megatron-lite {command}", description=description, epilog=f"examples:\n{examples}", allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.set_defaults(training=None)
+    parser.set_defaults(training=None, stream_weights=False)
     add = parser.add_argument_group("model").add_argument
     add(
         "--load",
         required=needs_model,
         metavar="PATH",
         help="any checkpoint that megaconv reads, or a Hub id",
+    )
+    add(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="[NAME=]DIR",
+        help="LoRA adapter as peft saves it, computed without merging; may be repeated, and the first one is the default",
     )
     add("--dtype", choices=DTYPES, help="to compute in (the checkpoint's)")
     add(
@@ -154,6 +161,20 @@ def add_sampling(parser: Parser, *, max_new_tokens: int) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of samples (0)")
     add("--stop", nargs="+", default=[], metavar="WORD", help="end before one of these")
     add("--ignore-eos", action="store_true", help="go on after the end of the text")
+
+
+def add_streaming(parser: Parser) -> None:
+    """Add the flags of a model that is not held in memory."""
+    parser.add_argument(
+        "--stream-weights",
+        action="store_true",
+        help="read each matrix from the checkpoint whenever it is used, for a model that is larger than the memory",
+    )
+    parser.add_argument(
+        "--max-memory",
+        metavar="SIZE",
+        help="with --stream-weights: memory, of which an eighth holds weights, at most 64 MiB (4GiB)",
+    )
 
 
 def command(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megaconv.errors import LayoutError
 from megatron_lite.engine import Engine
+from megatron_lite.inference.adapters import BASE, AdapterBank
 from megatron_lite.inference.cache import SlotCache
 from megatron_lite.inference.slots import Feed, Scored, judge, require_known
 from megatron_lite.models.batch import Microbatch
@@ -41,12 +42,15 @@ class Turn(IntEnum):
     SCORE = 3
     IDLE = 4
     FORGET = 5
+    ADAPT = 6
 
 
 class EngineModel:
     """A LanguageModel (slots.py) on rank 0, which must call `close` at the end. Other ranks only call `follow`."""
 
-    def __init__(self, engine: Engine, slots: int, length: int) -> None:
+    def __init__(
+        self, engine: Engine, slots: int, length: int, adapters: AdapterBank | None = None
+    ) -> None:
         """Allocate the memory of all slots. Collective. slots: of each data-parallel rank.
 
         Raises LayoutError for context parallelism, which divides the tokens of a row.
@@ -57,6 +61,7 @@ class EngineModel:
             )
         self.engine, self.slots, self.length = engine, slots * engine.grid.dp, length
         self.grid, self.vocab = engine.grid, engine.config.vocab
+        self.adapters = adapters
         self.copied = range(0, self.slots, self.grid.dp)
         self._joint = self.grid.layout.ep > 1 and self.grid.dp > 1
         """True if data-parallel ranks must make their passes together."""
@@ -88,10 +93,14 @@ class EngineModel:
 
         Like `score`, it raises UsageError for a token outside the vocabulary before any rank computes.
         """
+        wanted = [self._adapter(feed.adapter) for feed in feeds]
+        if len(set(wanted)) > 1:
+            return self._extend_by_adapter(feeds, wanted)
         for feed in feeds:
             require_known(feed.tokens, self.vocab)
             continues = feed.start in (0, self._used[feed.slot])
             assert continues or not self._recurrent, "a state can't drop its last tokens"
+        self._adapt(wanted[0])
         words = [Turn.EXTEND, len(feeds)]
         for feed in feeds:
             count = len(feed.tokens)
@@ -102,6 +111,24 @@ class EngineModel:
         found = self._take(words)
         assert found is not None, "rank 0 collects the results of all ranks"
         return found
+
+    def _extend_by_adapter(self, feeds: Sequence[Feed], wanted: Sequence[int]) -> Tensor:
+        """Extend the feeds of each adapter in a turn of its own."""
+        found = torch.zeros(len(feeds), self.vocab)
+        for adapter in sorted(set(wanted)):
+            numbers = [number for number, own in enumerate(wanted) if own == adapter]
+            found[numbers] = self.extend([feeds[number] for number in numbers])
+        return found
+
+    def _adapter(self, asked: int | None) -> int:
+        """Return the number of an adapter: by default the first one, or 0 without adapters."""
+        default = 1 if self.adapters is not None else BASE
+        return default if asked is None else asked
+
+    def _adapt(self, adapter: int) -> None:
+        """Let all ranks compute another adapter, if it is not the current one."""
+        if self.adapters is not None and self.adapters.current != adapter:
+            self._take([Turn.ADAPT, adapter])
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See LanguageModel.copy."""
@@ -115,8 +142,11 @@ class EngineModel:
         """See LanguageModel.forget."""
         self._take([Turn.FORGET, *slots])
 
-    def score(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[Scored]:
+    def score(
+        self, rows: Sequence[Sequence[int]], top: int = 0, adapter: int | None = None
+    ) -> list[Scored]:
         """See LanguageModel.score."""
+        self._adapt(self._adapter(adapter))
         for row in rows:
             require_known(row, self.vocab)
         lengths = [len(row) for row in rows]
@@ -215,6 +245,9 @@ class EngineModel:
                         [slot // self.grid.dp for slot in part] for part in _halves(rest[1:])
                     )
                     self.cache.copy(sources, targets, used)
+            if turn == Turn.ADAPT:
+                assert self.adapters is not None
+                self.adapters.select(rest[0])
             if turn == Turn.FORGET:
                 self.cache.forget(
                     [

@@ -2,19 +2,24 @@
 
 import argparse
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from formats.tensor import LazyTensor
+from megaconv.commands.forward_pass import MAX_MEMORY
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.layout import LayerSplit, Layout, split_layers
+from megaconv.options.values import byte_size
 from megatron_lite.checkpoint.restore import Start, open_weights
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
+from megatron_lite.forward.opening import open_streamed
+from megatron_lite.inference.adapters import AdapterBank, joint_options, read_adapters
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.prompts import stop_ids
 from megatron_lite.loop.tokenizer import make_tokenizer
@@ -27,7 +32,7 @@ from megatron_lite.processes.node import once_a_node
 from megatron_lite.settings.architecture import check_against, model_type
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.learning import Data
-from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.options import LoRA, ModelOptions
 from megatron_lite.settings.parallel import Parallel
 from megatron_lite.settings.sizes import LONGEST_UNASKED, check_sizes
 
@@ -46,6 +51,8 @@ class Opened:
     path: str
     store: Any
     """The store in which ranks record the first failure (processes/failure.py); None in a single process."""
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters 1, 2 and so on."""
 
     @property
     def name(self) -> str:
@@ -91,6 +98,7 @@ class OpenedEngine:
     tokenizer: Tokenizer
     length: int
     """Tokens of the longest row."""
+    adapters: AdapterBank | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -102,9 +110,10 @@ def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Plac
     if given.slots < 1:
         raise UsageError(f"--slots {given.slots} must be 1 or more")
     found = open_engine(given, parallel, place)
+    names = () if found.adapters is None else found.adapters.names
     stops = all_or_none(lambda: stop_ids(found.config, found.tokenizer, found.start.files))
-    model = EngineModel(found.engine, given.slots, found.length)
-    return Opened(model, found.config, found.tokenizer, stops, given.load, place.store)
+    model = EngineModel(found.engine, given.slots, found.length, found.adapters)
+    return Opened(model, found.config, found.tokenizer, stops, given.load, place.store, names)
 
 
 def open_engine(given: argparse.Namespace, parallel: Parallel, place: launch.Place) -> OpenedEngine:
@@ -113,14 +122,40 @@ def open_engine(given: argparse.Namespace, parallel: Parallel, place: launch.Pla
     tokenizer = all_or_none(lambda: _tokenizer(given, start))
     config, dtype = start.config, start.config.dtype
     refuse_encoders(config, given.load)
+    if not given.stream_weights and getattr(given, "max_memory", None):
+        raise UsageError("--max-memory is for --stream-weights; pass both, or neither")
     if given.training is not None:
         _check_flags_of_model(given.training, config, given.load)
     if given.dtype:
         dtype = _TORCH[given.dtype]
     length = given.max_length or min(config.max_positions, LONGEST_UNASKED)
-    engine = make_engine(changed(config, {"dtype": dtype}), parallel, place, length)
-    load_weights(engine, {key.name: tensor for key, tensor in start.tensors.items()})
-    return OpenedEngine(engine, start, tokenizer, length)
+    tensors = {key.name: tensor for key, tensor in start.tensors.items()}
+    described = changed(config, {"dtype": dtype})
+    if given.stream_weights:
+        engine = _streamed(given, described, tensors, place, length)
+        return OpenedEngine(engine, start, tokenizer, length, None)
+    adapters = all_or_none(lambda: read_adapters(given.adapter, config))
+    engine = make_engine(described, parallel, place, length, joint_options(adapters))
+    load_weights(engine, tensors)
+    bank = AdapterBank(engine, adapters) if adapters else None
+    return OpenedEngine(engine, start, tokenizer, length, bank)
+
+
+def _streamed(
+    given: argparse.Namespace,
+    config: ModelConfig,
+    tensors: Mapping[str, LazyTensor],
+    place: launch.Place,
+    length: int,
+) -> Engine:
+    """Return an engine that reads its weights when it uses them. Raises UsageError for adapters and several processes."""
+    if given.adapter:
+        raise UsageError("--stream-weights computes without adapters; leave --adapter out")
+    if place.world > 1:
+        raise UsageError("--stream-weights computes in one process; start only one")
+    limit = byte_size(given.max_memory or MAX_MEMORY, "--max-memory ")
+    dtype = config.dtype or "float32"
+    return open_streamed(given.load, config, tensors, dtype, place.device, limit, length)
 
 
 def _check_flags_of_model(training: Settings, config: ModelConfig, load: str) -> None:
@@ -130,7 +165,11 @@ def _check_flags_of_model(training: Settings, config: ModelConfig, load: str) ->
 
 
 def make_engine(
-    config: ModelConfig, parallel: Parallel, place: launch.Place, length: int
+    config: ModelConfig,
+    parallel: Parallel,
+    place: launch.Place,
+    length: int,
+    lora: LoRA | None = None,
 ) -> Engine:
     """Return an engine for inference; its weights are zero until they are loaded. length: of the longest row."""
     tp = parallel.tensor_model_parallel_size
@@ -138,7 +177,7 @@ def make_engine(
     ep = parallel.expert_model_parallel_size
     stage_layers = split_layers(config.layer_count, pp, 1, LayerSplit())
     layout = Layout(tp, pp, 1, ep, stage_layers=stage_layers)
-    options = ModelOptions(dtype=config.dtype or "float32", trains=False)
+    options = ModelOptions(dtype=config.dtype or "float32", trains=False, lora=lora)
     dp = check_sizes(
         config, layout, world=place.world, options=options, sequence=length, microbatches=1
     )

@@ -18,6 +18,8 @@ class Feed:
     start: int
     """Number of the slot's tokens to keep; 0 begins a new row."""
     tokens: tuple[int, ...]
+    adapter: int | None = None
+    """Number of the adapter (adapters.py); None: the first one."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,10 @@ class LanguageModel(Protocol):
         """Erase the rows of these slots."""
         ...
 
-    def score(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[Scored]:
-        """Score rows. top: number of likeliest tokens to return. It changes no slot."""
+    def score(
+        self, rows: Sequence[Sequence[int]], top: int = 0, adapter: int | None = None
+    ) -> list[Scored]:
+        """Score rows. top: number of likeliest tokens to return. It changes no slot. adapter: see Feed."""
         ...
 
 
@@ -132,7 +136,9 @@ class Recomputed:
         for slot in slots:
             self._rows[slot] = []
 
-    def score(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[Scored]:
+    def score(
+        self, rows: Sequence[Sequence[int]], top: int = 0, adapter: int | None = None
+    ) -> list[Scored]:
         return [
             judge(logits[:-1], torch.tensor(row[1:]), top)
             for row, logits in zip(rows, self._logits(rows), strict=True)

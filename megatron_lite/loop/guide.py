@@ -56,7 +56,9 @@ def next_commands(run: Run) -> Iterator[str]:
     yield "next:"
     if run.settings.lora.wanted:
         model = f"{saving.save}-merged"
+        yield f"  chat      megatron-lite chat --load {saving.load} --adapter {saving.save}"
         yield f"  merge     megaconv merge {saving.load} {saving.save} --save-dir {model}"
-    yield f"  chat      megatron-lite chat --load {model}"
+    else:
+        yield f"  chat      megatron-lite chat --load {model}"
     yield f"  convert   megaconv convert {model} {model}-hf --saver hf"
     yield f"  publish   megaconv push {model} USER/NAME"

@@ -5,10 +5,10 @@ from math import prod
 from typing import Any
 
 from megaconv.megatron.arguments.notices import core_notices, embedding_notices, script_notices
+from megaconv.planning.gpus import gpu_of
 from megatron_lite.checkpoint.adapter_runs import AdapterStart
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
-from megatron_lite.loop.devices import device_of
 from megatron_lite.loop.run import Run
 from megatron_lite.settings.config import flags
 from megatron_lite.settings.optimization import PRECISION_FLAGS
@@ -62,9 +62,9 @@ def _introduce_model(run: Run) -> None:
 
 def _introduce_device(run: Run) -> None:
     """Say the figures of a known GPU, as MFU relates to its rate."""
-    device = device_of(str(run.place))
-    if run.engine.grid.device.type == "cuda" and device is not None:
-        run.say(f"data sheet of {device}")
+    gpu = gpu_of(str(run.place))
+    if run.engine.grid.device.type == "cuda" and gpu is not None:
+        run.say(f"data sheet of {gpu.data_sheet}")
 
 
 def _introduce_start(run: Run, start: Start | None) -> None:

@@ -12,6 +12,7 @@ from formats.stores.addresses import is_store
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
+from megaconv.planning.gpus import peak_tflops
 from megaconv.store_inputs import parsed, writable_store
 from megatron_lite.checkpoint.adapter_runs import AdapterStart, find_adapters, start_adapters
 from megatron_lite.checkpoint.restore import Start, find_start
@@ -24,7 +25,6 @@ from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.loop import plot
-from megatron_lite.loop.devices import peak_tflops
 from megatron_lite.loop.introduction import introduce
 from megatron_lite.loop.log import Meter, Sink, flops_per_token, open_sinks
 from megatron_lite.loop.memory_fit import check_fits

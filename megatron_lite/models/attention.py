@@ -22,12 +22,14 @@ from megatron_lite.models.scores import raise_by_rows
 from megatron_lite.parallel.context import ContextGroup, heads_for_tokens, tokens_for_heads
 
 KERNELS = {
-    "flash": (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION),
-    "fused": (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION),
+    "flash": (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
+    "fused": (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
     "unfused": (SDPBackend.MATH,),
     "local": (SDPBackend.MATH,),
 }
 """Values of --attention-backend -> PyTorch's kernels, in order. The second one computes what the first one refuses: masks.
+
+Plain products compute what neither takes, such as float32 with fewer key heads than heads.
 
 With `auto`, PyTorch chooses. On Hopper and Blackwell it prefers cuDNN.
 """
@@ -138,17 +140,33 @@ def causal(
     A window or sinks need a mask. Long sequences are computed in blocks of queries, with the keys that a block sees. So
     no mask of all queries and all keys exists, and keys before a window cost nothing.
     """
-    masked = sinks is not None or (window is not None and window < len(q))
-    if not masked or len(q) <= LONG:
-        return sdpa(q, k, v, narrow_mask(len(q), window, q.device), dropout, scale, sinks)
+    length = len(q)
+    masked = sinks is not None or (window is not None and window < length)
+    if not masked or length <= LONG:
+        mask = narrow_mask(length, window, q.device)
+        return sdpa(q, k, v, mask, dropout, scale, sinks)
     made = []
-    for start in range(0, len(q), QUERIES):
-        end = min(start + QUERIES, len(q))
-        first = 0 if window is None else max(0, start - window + 1)
-        mask = block_mask(end - start, end - first, start - first, window, q.device)
-        block = sdpa(q[start:end], k[first:end], v[first:end], mask, dropout, scale, sinks)
+    for start in range(0, length, QUERIES):
+        end = min(start + QUERIES, length)
+        queries = slice(start, end)
+        keys = slice(_first_key(start, window), end)
+        mask = _mask_of(queries, keys, window, q.device)
+        block = sdpa(q[queries], k[keys], v[keys], mask, dropout, scale, sinks)
         made.append(block)
     return torch.cat(made)
+
+
+def _first_key(query: int, window: int | None) -> int:
+    """Return the first key that a query attends to."""
+    return 0 if window is None else max(0, query - window + 1)
+
+
+def _mask_of(queries: slice, keys: slice, window: int | None, device: torch.device) -> Tensor:
+    """Return bool [queries, keys] for a block. Query i and key i have position i."""
+    rows = queries.stop - queries.start
+    columns = keys.stop - keys.start
+    ahead = queries.start - keys.start
+    return block_mask(rows, columns, ahead, window, device)
 
 
 def _with_others(
@@ -231,6 +249,11 @@ def sdpa(
         q, k, v = with_sink(q, k, v, sinks / scale)
     causal = mask is None and len(q) == len(k)
     grouped = q.shape[2] != k.shape[2]
+    if grouped and mask is not None and q.is_cuda:
+        # With a mask, torch's own kernels for a GPU need as many key heads as heads.
+        each = q.shape[2] // k.shape[2]
+        k, v = k.repeat_interleave(each, 2), v.repeat_interleave(each, 2)
+        grouped = False
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         q,

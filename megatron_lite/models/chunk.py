@@ -17,6 +17,7 @@ from megatron_lite.models.ends import Embedding, Head, tied_embedding
 from megatron_lite.models.layer import Layer
 from megatron_lite.models.mtp import Predictions
 from megatron_lite.models.network_interface import Counted, Network
+from megatron_lite.models.offload import Offload
 from megatron_lite.models.passes import Pass
 from megatron_lite.parallel.payload import Payload
 from megatron_lite.parallel.tensor import Norm
@@ -28,6 +29,7 @@ class Stack(nn.Module):
     def __init__(self, plan: Plan, layers: Iterable[nn.Module], *, ends: bool) -> None:
         super().__init__()
         self.recompute, normed = plan.options.recompute, ends and plan.config.norm.final
+        self.offload = Offload(plan.options.offloaded_layers)
         self.layers = nn.ModuleList(layers)
         # Megatron core has two names for the norm: its stack of hybrids has its own.
         hybrid = plan.config.has("hybrid_stack")
@@ -45,13 +47,26 @@ class Stack(nn.Module):
             made: Tensor = layer(x, *beside)
             return made
 
-        x = recompute.run_layers(list(self.layers), x, through, self.recompute)
+        layers = list(self.layers)
+        if self.offload.applies(x):
+            x = self.offload.run(layers, x, through, list(_of_all_layers(beside)))
+        else:
+            x = recompute.run_layers(layers, x, through, self.recompute)
         return x if self.last_norm is None else self.last_norm(x)
 
     @property
     def last_norm(self) -> Norm | None:
         """The norm after the last layer, if the stack ends here."""
         return self.final_layernorm or self.final_norm
+
+
+def _of_all_layers(beside: Iterable[Tensor | Pass]) -> Iterator[Tensor]:
+    """Yield the tensors of a pass that all layers read."""
+    for given in beside:
+        if not isinstance(given, Pass):
+            continue
+        for tables in (given.rotary, given.local_rotary):
+            yield from tables or ()
 
 
 def own_layers(plan: Plan, chunk: Chunk) -> Iterator[Layer]:

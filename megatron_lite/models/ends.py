@@ -12,8 +12,9 @@ from megatron_lite.models.loss import capped, head_loss, rows_at_a_time
 from megatron_lite.models.passes import Pass
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameter_kinds import Kind
+from megatron_lite.parallel.parameters import ParametersFreed
 from megatron_lite.parallel.tensor import VocabEmbedding
-from megatron_lite.products.product import linear
+from megatron_lite.products.product import PLAIN, Product
 
 
 class Positions(nn.Embedding):
@@ -74,6 +75,7 @@ class Head(nn.Module):
     def __init__(self, plan: Plan, *, shares_embedding: bool) -> None:
         super().__init__()
         self.plan = plan
+        self.product_of_logits: Product = PLAIN
         rows = plan.vocab_rows // plan.ranks.size
         self.weight = (
             None if shares_embedding else nn.Parameter(torch.empty(rows, plan.config.hidden))
@@ -109,7 +111,7 @@ class Head(nn.Module):
         hidden = self._divided(hidden)
         if ranks.group and ranks.sequence:
             hidden = comm.gathered(hidden, ranks.group)
-        logits = linear(hidden, self._matrix(shared), self.bias).float()
+        logits = self.product_of_logits.linear(hidden, self._matrix(shared), self.bias).float()
         own = capped(logits, self.plan.config.head.logit_cap).permute(2, 1, 0)
         whole = comm.gathered(own, ranks.group) if ranks.group else own
         return whole[: self.plan.config.vocab].permute(1, 2, 0)
@@ -122,6 +124,8 @@ class Head(nn.Module):
     def _matrix(self, shared: Tensor | None) -> Tensor:
         weight = shared if self.weight is None else self.weight
         assert weight is not None
+        if not weight.untyped_storage().nbytes():
+            raise ParametersFreed
         return weight
 
 

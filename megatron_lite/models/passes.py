@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,8 +137,10 @@ class Pass:
     """float32 []: the sum of the whole microbatch's weights; None if `ahead` is empty."""
     scores: LargestScores | None = None
     """The place where attention stores its largest scores; None: they are not stored."""
-    masks: dict[tuple[int, int | None, int | None], Tensor] = field(default_factory=dict)
-    """Masks that layers share, by (keys, window, chunk); see scored_attention.py."""
+    in_order: bool = False
+    """True if each row has the positions 0, 1, 2 … Otherwise they may have any order."""
+    visibility: dict[int, Any] = field(default_factory=dict)
+    """What decides which keys a query attends to, for all layers, by the number of keys; see scored_attention.py."""
     _seen: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
 
     def label_weights(self) -> Tensor:
@@ -208,6 +210,7 @@ class Passes:
             labels=self._own(batch.labels),
             weights=weights,
             positions=places.positions,
+            in_order=batch.positions is None,
             rotary=places.rotary,
             local_rotary=places.local_rotary,
             packed=packed,

@@ -2,10 +2,13 @@
 
     weights = softmax(cap * tanh(scale * q k' / cap))          over the keys that a query attends to
 
-The scores exist for BLOCK queries at a time. The backward pass computes them again. Context-parallel ranks gather all
+The scores and the mask exist for BLOCK queries at a time, and for the keys in their reach. The backward pass computes
+both again. So no tensor of all queries and all keys exists. Context-parallel ranks gather all
 keys and values, whatever --cp-comm-type says.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -14,8 +17,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.models.masks import visible
-from megatron_lite.models.passes import Packed, Pass
+from megatron_lite.models.passes import Pass
 from megatron_lite.parallel import comm
+from megatron_lite.parallel.tensor import TensorGroup
 
 BLOCK = 512
 """Queries whose scores exist at a time."""
@@ -43,41 +47,70 @@ def all_keys(x: Tensor, run: Pass) -> Tensor:
     return run.context.glue(parts, 0)
 
 
-def visible_keys(run: Pass, keys: int, window: int | None, chunk: int | None) -> Tensor:
-    """Return bool [batch or 1, queries, keys]: the keys that each query attends to, in the order of all_keys.
+@dataclass(frozen=True)
+class Visibility:
+    """The positions and documents that decide which keys a query attends to: small tensors, for all layers of a pass."""
 
-    It is computed once for all layers with the same window and chunk.
-    """
-    name = keys, window, chunk
-    if name not in run.masks:
-        run.masks[name] = _visible_keys(run, keys, window, chunk)
-    return run.masks[name]
+    queries: Tensor
+    """int64 [batch or 1, queries]: positions."""
+    keys: Tensor
+    """int64 [batch or 1, keys]: positions, in the order of all_keys."""
+    documents: tuple[Tensor, Tensor] | None
+    """int64 [batch, queries] and [batch, keys]: the number of each token's document. None: each row is one document."""
+    in_order: bool
+    """True if query i and key i have position i."""
+
+    def own_part(self, ranks: TensorGroup) -> "Visibility":
+        """Return the visibility of this tensor rank's queries."""
+        queries = ranks.own_part(self.queries.t()).t()
+        documents = self.documents
+        if documents is not None:
+            documents = ranks.own_part(documents[0].t()).t(), documents[1]
+        return replace(self, queries=queries, documents=documents, in_order=False)
+
+    def reach(self, part: slice, window: int | None, chunk: int | None) -> slice:
+        """Return the keys among which are all that these queries attend to."""
+        if not self.in_order:
+            return slice(0, self.keys.shape[1])
+        first = 0 if window is None else max(0, part.start - window + 1)
+        if chunk is not None:
+            first = max(first, part.start // chunk * chunk)
+        return slice(first, min(part.stop, self.keys.shape[1]))
+
+    def block(self, part: slice, keys: slice, window: int | None, chunk: int | None) -> Tensor:
+        """Return bool [batch or 1, queries of the part, keys]: True where a query attends to a key."""
+        queries = self.queries[:, part].unsqueeze(2)
+        places = self.keys[:, keys].unsqueeze(1)
+        seen = visible(queries - places, window)
+        if chunk is not None:
+            seen = seen & (queries // chunk == places // chunk)
+        if self.documents is None:
+            return seen
+        of_queries, of_keys = self.documents
+        return seen & (of_queries[:, part].unsqueeze(2) == of_keys[:, keys].unsqueeze(1))
 
 
-def _visible_keys(run: Pass, keys: int, window: int | None, chunk: int | None) -> Tensor:
-    queries = run.positions.t().unsqueeze(2)
+def visibility(run: Pass, keys: int) -> Visibility:
+    """Return the visibility of keys, in the order of all_keys. It is made once for all layers."""
+    if keys not in run.visibility:
+        run.visibility[keys] = _visibility(run, keys)
+    found: Visibility = run.visibility[keys]
+    return found
+
+
+def _visibility(run: Pass, keys: int) -> Visibility:
+    queries = run.positions.t()
     if run.cache is not None:
-        places = torch.arange(keys, device=queries.device).view(1, 1, -1)
-    else:
-        whole = run.positions if run.context is None else run.context.whole(run.positions, 0)
-        places = whole.t().unsqueeze(1)
-    seen = visible(queries - places, window)
-    if chunk is not None:
-        seen = seen & (queries // chunk == places // chunk)
-    if run.packed is None:
-        return seen
-    of_keys = _documents(run.packed).to(queries.device)
-    of_queries = of_keys if run.context is None else run.context.own_part(of_keys, 1)
-    return seen & (of_queries.unsqueeze(2) == of_keys.unsqueeze(1))
-
-
-def _documents(packed: Packed) -> Tensor:
-    """Return int64 [batch, whole sequence]: the number of each token's document in its row."""
-    rows = [
-        torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        for lengths in packed.lengths
-    ]
-    return torch.stack(rows)
+        places = torch.arange(keys, device=queries.device).view(1, -1)
+        return Visibility(queries, places, None, in_order=False)
+    context = run.context
+    places = queries if context is None else context.whole(run.positions, 0).t()
+    documents = None
+    if run.packed is not None:
+        of_keys = run.packed.numbers
+        of_queries = of_keys if context is None else context.own_part(of_keys, 1)
+        documents = of_queries, of_keys
+    return Visibility(queries, places, documents, in_order=run.in_order and context is None)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # masks are made once for many layers
@@ -96,14 +129,13 @@ def attend_by_scores(
     """Return causal attention. The other arguments are those of attention.attend."""
     k, v = all_keys(k, run), all_keys(v, run)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    seen = visible_keys(run, len(k), window, rules.chunk)
+    seen = Scope(visibility(run, len(k)), rules, window)
     if largest is not None:
-        _raise(largest, q, k, seen, scale, rules)
+        _raise(largest, q, k, seen, scale)
     made = []
-    for start in range(0, len(q), BLOCK):
-        part = slice(start, start + BLOCK)
-        mask = _allowed(seen, part, rules)
-        arguments = q[part], k, v, mask, scale, rules.cap, dropout
+    for part in _parts(len(q)):
+        keys = seen.reach(part)
+        arguments = q[part], k[keys], v[keys], seen, part, scale, dropout
         if torch.is_grad_enabled() and len(q) > BLOCK:
             made.append(checkpoint(_weighted_sum, *arguments, use_reentrant=False))
         else:
@@ -111,13 +143,37 @@ def attend_by_scores(
     return torch.cat(made)
 
 
-def _allowed(seen: Tensor, part: slice, rules: Rules) -> Tensor:
-    """Return bool [batch or 1, queries of the part, keys]."""
-    if rules.chosen is None:
-        return seen[:, part]
-    chosen = rules.chosen[part].transpose(0, 1)
-    selected = torch.zeros(*chosen.shape[:2], seen.shape[2], dtype=torch.bool, device=seen.device)
-    return selected.scatter_(2, chosen, True) & seen[:, part]
+def _parts(queries: int) -> Iterator[slice]:
+    """Yield blocks of queries."""
+    for start in range(0, queries, BLOCK):
+        yield slice(start, min(start + BLOCK, queries))
+
+
+class Scope(NamedTuple):
+    """The keys that queries attend to, by all rules. Masks exist for BLOCK queries at a time."""
+
+    seen: Visibility
+    rules: Rules
+    window: int | None
+
+    def reach(self, part: slice) -> slice:
+        """See Visibility.reach."""
+        return self.seen.reach(part, self.window, self.rules.chunk)
+
+    def hidden(self, part: slice) -> Tensor:
+        """Return bool [batch or 1, 1, 1, queries of the part, keys in reach]: True where a query ignores a key."""
+        keys = self.reach(part)
+        allowed = self.seen.block(part, keys, self.window, self.rules.chunk)
+        if self.rules.chosen is not None:
+            allowed = allowed & self._selected(self.rules.chosen[part])[..., keys]
+        return ~allowed[:, None, None]
+
+    def _selected(self, chosen: Tensor) -> Tensor:
+        """Return bool [batch, queries, all keys]. chosen [queries, batch, any]."""
+        of_rows = chosen.transpose(0, 1)
+        shape = *of_rows.shape[:2], self.seen.keys.shape[1]
+        selected = torch.zeros(shape, dtype=torch.bool, device=chosen.device)
+        return selected.scatter_(2, of_rows, True)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -133,27 +189,30 @@ def _weighted_sum(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor,
+    scope: Scope,
+    part: slice,
     scale: float,
-    cap: float | None,
     dropout: float,
 ) -> Tensor:
-    """Return [queries, batch, heads, width of v]."""
+    """Return [queries, batch, heads, width of v]. q: the queries of a part; k, v: the keys in their reach.
+
+    The mask is made here, so that it is made again in the backward pass and not kept.
+    """
     scores = _scores(q, k, scale)
+    cap = scope.rules.cap
     if cap is not None:
         scores = torch.tanh(scores / cap) * cap
-    hidden = ~mask[:, None, None]
     wide = torch.promote_types(q.dtype, torch.float32)
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1, wide).to(q.dtype)
+    shown = scores.masked_fill(scope.hidden(part), -torch.inf)
+    weights = shown.softmax(-1, wide).to(q.dtype)
     mixed = F.dropout(weights, dropout) @ v.permute(1, 2, 0, 3).unsqueeze(2)
     return mixed.permute(3, 0, 1, 2, 4).flatten(2, 3)
 
 
 @torch.no_grad()
-def _raise(largest: Tensor, q: Tensor, k: Tensor, seen: Tensor, scale: float, rules: Rules) -> None:
+def _raise(largest: Tensor, q: Tensor, k: Tensor, scope: Scope, scale: float) -> None:
     """Raise `largest` [heads] to the scores before the cap."""
-    for start in range(0, len(q), BLOCK):
-        part = slice(start, start + BLOCK)
-        hidden = ~_allowed(seen, part, rules)[:, None, None]
-        scores = _scores(q[part], k, scale).masked_fill(hidden, -torch.inf)
-        torch.maximum(largest, scores.amax((0, 3, 4)).flatten().float(), out=largest)
+    for part in _parts(len(q)):
+        scores = _scores(q[part], k[scope.reach(part)], scale)
+        shown = scores.masked_fill(scope.hidden(part), -torch.inf)
+        torch.maximum(largest, shown.amax((0, 3, 4)).flatten().float(), out=largest)

@@ -166,6 +166,7 @@ def _check_retrieval(
         "adapters (--lora-rank)": options.lora is not None,
         "--fp8-format": options.fp8 is not None,
         "--compile": options.compile,
+        "--cpu-offloading-num-layers": options.offloaded_layers > 0,
         "experts": config.experts.count > 0,
         "latent attention": config.latent.kv_rank > 0,
         "key/value heads that heads share": config.attention.kv_heads != config.attention.heads,

@@ -8,9 +8,9 @@ from megaconv.options.values import byte_size
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.corpora import parse_split
 from megatron_lite.data.datasets import DEFAULT_SPLIT, DataOptions, Sampling, build_datasets
-from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.named_corpora import read_names, with_prefixes
 from megatron_lite.data.samples import Dataset
+from megatron_lite.data.stored import DataCache
 from megatron_lite.objectives.training_data import Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
@@ -49,7 +49,9 @@ def _samples_of_an_epoch(settings: Settings, seq: int) -> int:
     assert settings.data.data_path is not None
     names = read_names(settings.data.corpora)
     [prefix] = with_prefixes(settings.data.data_path, names, "--data-path")
-    tokens = int(IndexedDataset(prefix).lengths.sum())
+    size = byte_size(settings.data.data_cache_size, "--data-cache-size ")
+    corpus = DataCache(cache_path(settings), size).dataset(prefix)
+    tokens = int(corpus.lengths.sum())
     part = parse_split(settings.data.split or DEFAULT_SPLIT)[0]
     first, last = part or (0.0, 0.0)
     return max(1, int(tokens * (last - first)) // seq)

@@ -114,17 +114,27 @@ class Bucket:
         master.copy_(self.data[self.parts.own])
 
     def add(self, member: Member, gradient: Tensor) -> None:
-        """Add a gradient to this step's sum. The first one replaces the sum of an older step."""
-        self._add_to(self.gradients, member, gradient)
-
-    def _add_to(self, gradients: Tensor, member: Member, gradient: Tensor) -> None:
-        """Add a gradient to the bucket's gradients. The first one replaces what is there."""
-        main = gradients[member.start : member.end].view_as(gradient)
-        if member.info.name in self.written:
-            main.add_(gradient)
+        """Add a gradient to the sum. The first one replaces an older sum."""
+        total, holds = self.place(member)
+        if holds:
+            total.add_(gradient)
         else:
-            main.copy_(gradient)
-            self.written.add(member.info.name)
+            total.copy_(gradient)
+
+    def place(self, member: Member) -> tuple[Tensor, bool]:
+        """Return (the sum of a parameter's gradients in its shape, whether it holds gradients that count).
+
+        From the call on, the gradients in it count.
+        """
+        name = member.info.name
+        holds = name in self.written
+        self.written.add(name)
+        total = self._sums()[member.start : member.end]
+        return total.view(member.info.native.shape), holds
+
+    def _sums(self) -> Tensor:
+        """Return the memory to which backward passes add gradients: float32 [size]."""
+        return self.gradients
 
     def launch(self) -> None:
         """Start to sum the gradients over the data-parallel ranks."""

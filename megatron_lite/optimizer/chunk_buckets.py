@@ -1,8 +1,10 @@
 """All buckets of one chunk: the chunk's parameters become views of them, and gradients flow into them."""
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from megatron_lite.optimizer.schedule import Schedule
 from megatron_lite.optimizer.shards import GradientShards, OnDemand, ParameterShards
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameters import ParameterInfo, replace_parameter
+from megatron_lite.products.accumulating import GradientSum, gradient_sum_of, set_gradient_sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,10 @@ class BucketOptions:
     """Keep only this rank's part of the parameters, and of the gradients."""
     fetches_ahead: bool = True
     """Fetch the sharded parameters of the next unit while a unit computes."""
+    fuses_accumulation: bool = False
+    """Add the products of matrices' gradients directly to the buckets."""
+    sums_last: bool = False
+    """True if no layer is recomputed as a whole: backward passes then see the parameters themselves."""
 
     def group(self, filling: Filling) -> comm.Group:
         return self.groups(filling.axis)
@@ -103,16 +110,41 @@ class ChunkBuckets:
         return parameter
 
     def _add_when_made(self, parameter: nn.Parameter, bucket: Bucket, member: Member) -> None:
+        gradient_sum = self._gradient_sum(bucket, member)
+        if gradient_sum is not None:
+            set_gradient_sum(parameter, gradient_sum)
+        # Python can't collect a cycle through a hook of a gradient, so the hook refers to the buckets weakly.
+        # Otherwise an engine would never be freed, nor would its groups and their threads.
+        own, its_bucket = weakref.ref(self), weakref.ref(bucket)
+
         def add(made: Tensor) -> None:
-            assert made.grad is not None
-            bucket.add(member, made.grad)
-            made.grad = None
-            if self._reduces:
-                bucket.missing -= 1
-                if not bucket.missing and self.options.overlap:
-                    self._launch_complete()
+            buckets, bucket = own(), its_bucket()
+            assert buckets is not None, "the engine was freed"
+            assert bucket is not None, "the engine was freed"
+            buckets._add(bucket, member, made)
 
         parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+
+    def _add(self, bucket: Bucket, member: Member, made: Tensor) -> None:
+        """Move a parameter's gradient to its bucket, and launch the buckets that are complete."""
+        assert made.grad is not None
+        gradient_sum = gradient_sum_of(made)
+        if gradient_sum is None or not gradient_sum.take_added(made):
+            bucket.add(member, made.grad)
+        made.grad = None
+        if self._reduces:
+            bucket.missing -= 1
+            if not bucket.missing and self.options.overlap:
+                self._launch_complete()
+
+    def _gradient_sum(self, bucket: Bucket, member: Member) -> GradientSum | None:
+        """Return the sum to which the product of a weight's gradient is added; None if autograd brings the gradient."""
+        module, _, name = member.info.name.rpartition(".")
+        is_matrix = name == "weight" and hasattr(self._chunk.get_submodule(module), "product")
+        if not is_matrix or not self.options.fuses_accumulation:
+            return None
+        lasting = self.options.sums_last and not self.options.shards_gradients
+        return GradientSum(partial(bucket.place, member), lasting=lasting)
 
     @property
     def _reduces(self) -> bool:
@@ -195,7 +227,7 @@ class ChunkBuckets:
         present = [info for info in infos if self._memory_of(info) is None]
         if present:
             yield present
-        for memory in {id(each): each for each in self._memory.values()}.values():
+        for memory in self._memories():
             memory.allocate()
             memory.whole.zero_()
             yield [info for info in infos if self._memory_of(info) is memory]
@@ -217,12 +249,21 @@ class ChunkBuckets:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Keep all parameters in memory in this region. Collective if parameters are sharded."""
-        memories = {id(each): each for each in self._memory.values()}.values()
+        # Inside another such region, the outer one releases them.
+        memories = [each for each in self._memories() if not each.held]
         for memory in memories:
             memory.ready()
-        yield
-        for memory in memories:
-            memory.release()
+            memory.held = True
+        try:
+            yield
+        finally:
+            for memory in memories:
+                memory.held = False
+                memory.release()
+
+    def _memories(self) -> list[OnDemand]:
+        """Return the memory of all sharded parameters."""
+        return list({id(each): each for each in self._memory.values()}.values())
 
     def _memory_of(self, info: ParameterInfo) -> OnDemand | None:
         return self._memory.get(id(self._chunk.get_parameter(info.name)))

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from megatron_lite.optimizer.buckets import Bucket, Parts, gather_parts
-from megatron_lite.optimizer.filling import Member
 from megatron_lite.parallel import comm
 
 
@@ -41,19 +40,18 @@ class GradientShards(Bucket):
         """Start a backward pass."""
         super().begin()
 
-    def add(self, member: Member, gradient: Tensor) -> None:
-        """Add a gradient to this pass's sum."""
+    def _sums(self) -> Tensor:
+        """Return this pass's gradients: float32 [size]."""
         if self.scratch is None:
             self.scratch = self.gradients.new_empty(self.elements)
-        self._add_to(self.scratch, member, gradient)
+        return self.scratch
 
     def launch(self) -> None:
         """Start to sum this pass's gradients over the data-parallel ranks."""
-        if self.scratch is None:
-            self.scratch = self.gradients.new_empty(self.elements)
+        scratch = self._sums()
         self.launched = True
-        self._clear_unwritten(self.scratch)
-        self.reducing = self._reduce(self.scratch)
+        self._clear_unwritten(scratch)
+        self.reducing = self._reduce(scratch)
 
     def finish_pass(self) -> None:
         """Wait for the sum of this pass, and add this rank's part to the step's gradients."""
@@ -90,6 +88,8 @@ class OnDemand:
     gathering: comm.Call | comm.Works | None = None
     present: bool = False
     """True if the whole has memory."""
+    held: bool = False
+    """True in a region that keeps the whole: release() does nothing."""
     _version: _unsafe_preserve_version_counter | None = None
     _arriving: bool = False
     """True from start() until the whole has been waited for."""
@@ -140,7 +140,9 @@ class OnDemand:
         self.shard.copy_(self.whole[self.parts.own])
 
     def release(self) -> None:
-        """Free the memory of the whole."""
+        """Free the memory of the whole, unless it is held."""
+        if self.held:
+            return
         self._arrive()  # it may be fetched in advance and not used
         self.whole.untyped_storage().resize_(0)
         self.present = False

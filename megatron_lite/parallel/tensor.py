@@ -54,6 +54,7 @@ class _ColumnLinear(torch.autograd.Function):
             bias is not None,
             product,
         )
+        ctx.gradient_sum = product.gradient_sum(weight)
         return product.forward(comm.gathered(x, group) if sequence else x, weight, bias)
 
     @staticmethod
@@ -73,10 +74,10 @@ class _ColumnLinear(torch.autograd.Function):
             summing = comm.reduce_scatter(part, dx, ctx.group, later=later)
         else:
             part, summing = dx, comm.all_reduce(dx, ctx.group, later=later)
-        rows = grad.reshape(-1, grad.shape[-1])
         _, trained, biased, *_ = ctx.needs_input_grad
-        dw = ctx.product.of_weight(rows, whole.reshape(-1, whole.shape[-1])) if trained else None
-        db = rows.sum(0) if ctx.has_bias and biased else None
+        product, total = ctx.product, ctx.gradient_sum
+        dw = product.weight_gradient(grad, whole, weight, total) if trained else None
+        db = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias and biased else None
         comm.wait(summing)
         return part, dw, db, None, None, None
 
@@ -90,6 +91,7 @@ class _RowLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence, ctx.product = group, sequence, product
+        ctx.gradient_sum = product.gradient_sum(weight)
         y = product.forward(x, weight)
         if sequence:
             return comm.scattered(y, group)
@@ -101,9 +103,9 @@ class _RowLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.sequence:
             grad = comm.gathered(grad, ctx.group)
-        rows, trained = grad.reshape(-1, grad.shape[-1]), ctx.needs_input_grad[1]
-        dw = ctx.product.of_weight(rows, x.reshape(-1, x.shape[-1])) if trained else None
-        return ctx.product.of_input(grad, weight), dw, None, None, None
+        product, trained = ctx.product, ctx.needs_input_grad[1]
+        dw = product.weight_gradient(grad, x, weight, ctx.gradient_sum) if trained else None
+        return product.of_input(grad, weight), dw, None, None, None
 
 
 def column_linear(

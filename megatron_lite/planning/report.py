@@ -10,6 +10,7 @@ from megaconv.commands.units import readable
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
 from megaconv.model.table import canonical_shapes
+from megaconv.planning.activations import offloaded_bytes
 from megaconv.planning.bubble import bubble
 from megaconv.planning.estimate import Estimator
 from megaconv.planning.gpus import DEFAULT_GPU, GPUS, Gpu
@@ -51,6 +52,11 @@ class Planned:
     @cached_property
     def memory(self) -> list[Memory]:
         return stage_memory(self.described)
+
+    @cached_property
+    def offloaded(self) -> int:
+        """Bytes of activations that each rank keeps in main memory."""
+        return offloaded_bytes(self.run)
 
     @cached_property
     def traffic(self) -> list[list[Traffic]]:
@@ -100,7 +106,7 @@ class Planned:
             },
             "gpu": self.gpu.name, "step_seconds": self.time.total if self.time else None,
             "terms": self.time.terms() if self.time else None,
-            "bubble": self.bubble, "not_trained_yet": self.untrained,
+            "bubble": self.bubble, "not_trained_yet": self.untrained, "offloaded_bytes": self.offloaded,
             "stages": [
                 {
                     "pp_rank": pp_rank, "parameters": memory.parameters, "state_bytes": memory.kept,
@@ -154,6 +160,8 @@ class Planned:
         passing = max(one.passing for one in self.memory)
         if passing:
             yield f"{'':>5}  the last column includes up to {readable(passing)} of gathered parameters and unreduced gradients"
+        if self.offloaded:
+            yield f"{'':>5}  activations of {readable(self.offloaded)} wait in each rank's main memory"
 
     def _traffic_lines(self) -> Iterator[str]:
         """Yield the traffic of the stage that sends most."""

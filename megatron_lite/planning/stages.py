@@ -48,6 +48,7 @@ class Described:
             dtype=options.dtype,
             sequence_parallel=options.sequence_parallel,
             recompute=options.recompute,
+            offloaded=options.offloaded_layers,
             context=options.context,
             near=options.near,
             dispatcher=options.dispatcher,

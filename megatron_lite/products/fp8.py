@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from megatron_lite.products.accumulating import GradientSum
 from megatron_lite.products.product import OtherProduct
 from megatron_lite.settings.options import FP8
 
@@ -66,6 +67,10 @@ class FP8Product(OtherProduct):
             return super().of_weight(grad, x)
         left = Operand("gradient", grad.t(), self._of_gradients)
         return self._multiply(left, Operand("input", x.t(), E4M3), grad.dtype)
+
+    def gradient_sum(self, weight: Tensor) -> GradientSum | None:
+        """See Product.gradient_sum. A product in FP8 is added by autograd."""
+        return None if self.options.weight_gradient else super().gradient_sum(weight)
 
     def _multiply(self, left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
         """left [m, k], right [n, k] -> left right' [m, n]."""

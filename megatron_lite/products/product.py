@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from megatron_lite.products.accumulating import GradientSum, gradient_sum_of, without_content
+
 TURNED_ROUND = range(8, 16)
 """Numbers of rows for which MKL computes W x' faster than x W' in float32.
 
@@ -42,6 +44,9 @@ class Product:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in], weight [out, in], bias [out] -> [..., out]; differentiable."""
+        if torch.is_grad_enabled() and self.gradient_sum(weight) is not None:
+            made: Tensor = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
+            return made
         return linear(x, weight, bias)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -55,6 +60,24 @@ class Product:
     def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
         """grad [rows, out], x [rows, in] -> the gradient of the weight [out, in]."""
         return grad.t() @ x
+
+    def gradient_sum(self, weight: Tensor) -> GradientSum | None:
+        """Return the sum to which the weight's gradient is added as a product; None if of_weight makes it."""
+        return gradient_sum_of(weight)
+
+    def weight_gradient(
+        self, grad: Tensor, x: Tensor, weight: Tensor, total: GradientSum | None
+    ) -> Tensor:
+        """Return what autograd gets as the weight's gradient. grad, x: as in of_weight, with any leading axes.
+
+        total: what gradient_sum returned in the forward pass. Afterwards the weight may be another object.
+        """
+        rows = grad.reshape(-1, grad.shape[-1])
+        inputs = x.reshape(-1, x.shape[-1])
+        if total is None:
+            return self.of_weight(rows, inputs)
+        total.add(rows.t(), inputs)
+        return without_content(weight)
 
 
 PLAIN = Product()
@@ -75,6 +98,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.product, ctx.has_bias = product, bias is not None
+        ctx.gradient_sum = product.gradient_sum(weight)
         return product.forward(x, weight, bias)
 
     @staticmethod
@@ -82,8 +106,9 @@ class _Linear(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
         wanted, trained, biased, _ = ctx.needs_input_grad
-        dx = ctx.product.of_input(grad, weight) if wanted else None
-        dw = ctx.product.of_weight(rows, x.reshape(-1, x.shape[-1])) if trained else None
-        return dx, dw, rows.sum(0) if ctx.has_bias and biased else None, None
+        product = ctx.product
+        dx = product.of_input(grad, weight) if wanted else None
+        dw = product.weight_gradient(grad, x, weight, ctx.gradient_sum) if trained else None
+        db = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias and biased else None
+        return dx, dw, db, None

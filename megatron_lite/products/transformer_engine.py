@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megaconv.errors import UsageError
-from megatron_lite.products.product import Product
+from megatron_lite.products.accumulating import gradient_sum_of
+from megatron_lite.products.product import PLAIN, Product
 from megatron_lite.settings.options import FP8
 
 ROWS = 32
@@ -61,8 +62,13 @@ class TransformerEngineProduct(Product):
 
     def _by_layer(self, rows: Tensor, weight: Tensor) -> Tensor:
         """rows [rows, in], weight [out, in] -> [rows, out]."""
+        total = gradient_sum_of(weight)
+        fused = total is not None and total.lasting
         if self._layer is None:
-            self._layer = _linear(weight)
+            self._layer = _linear(weight, fused=fused)
+        if fused and torch.is_grad_enabled():
+            assert total is not None
+            total.give_to_library(weight)
         # The bucket's parameter, so that its gradient hooks stay.
         self._layer.weight = weight
         # At least one padded block: a layer that is never called on one rank would be missing from that rank's
@@ -73,12 +79,16 @@ class TransformerEngineProduct(Product):
         return made[: len(rows)]
 
 
-def _linear(weight: Tensor) -> Any:
-    """Return Transformer Engine's layer for a weight [out, in], without memory."""
+def _linear(weight: Tensor, *, fused: bool) -> Any:
+    """Return Transformer Engine's layer for a weight [out, in], without memory.
+
+    fused: whether its product adds the weight's gradient to the weight's main_grad.
+    """
     import transformer_engine.pytorch as te
 
     out, width = weight.shape
-    return te.Linear(width, out, bias=False, params_dtype=weight.dtype, device="meta")
+    how: Any = {"params_dtype": weight.dtype, "device": "meta"}
+    return te.Linear(width, out, bias=False, fuse_wgrad_accumulation=fused, **how)
 
 
 class _WithWeightGradient(torch.autograd.Function):
@@ -86,14 +96,16 @@ class _WithWeightGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, made: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
+        ctx.save_for_backward(rows, weight)
+        ctx.gradient_sum = gradient_sum_of(weight)
         return made.view_as(made)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
-        (rows,) = ctx.saved_tensors
-        of_weight = grad.t() @ rows if ctx.needs_input_grad[2] else None
-        return grad, None, of_weight
+        rows, weight = ctx.saved_tensors
+        if not ctx.needs_input_grad[2]:
+            return grad, None, None
+        return grad, None, PLAIN.weight_gradient(grad, rows, weight, ctx.gradient_sum)
 
 
 @dataclass(frozen=True)

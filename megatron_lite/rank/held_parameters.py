@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_lite.models.network_interface import Network
 from megatron_lite.optimizer.chunk_buckets import ChunkBuckets
-from megatron_lite.parallel.parameters import ParameterInfo
+from megatron_lite.parallel.parameters import ParameterInfo, ParametersFreed
 
 
 class RankParameters:
@@ -20,6 +20,8 @@ class RankParameters:
     buckets: list[ChunkBuckets]
     shards_parameters: bool
     """True if parameters exist only around their use: see portions() and parameters()."""
+    _keeps_whole = False
+    """True inside whole_parameters()."""
 
     def parameters(self) -> Iterator[tuple[int, str, Tensor]]:
         """Yield (chunk, name, local tensor) of every parameter of this rank, including tied copies.
@@ -54,7 +56,17 @@ class RankParameters:
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
         """Keep whole parameters in memory in this region. Collective if parameters are sharded."""
+        outside = not self._keeps_whole
         with ExitStack() as regions:
             for buckets in self.buckets:
                 regions.enter_context(buckets.whole())
-            yield
+            self._keeps_whole = True
+            try:
+                yield
+            finally:
+                self._keeps_whole = not outside
+
+    def require_whole_parameters(self) -> None:
+        """Raise ParametersFreed if parameters are sharded, outside whole_parameters()."""
+        if self.shards_parameters and not self._keeps_whole:
+            raise ParametersFreed

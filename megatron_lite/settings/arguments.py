@@ -37,7 +37,7 @@ WITHOUT_EFFECT = {
     "moe_shared_expert_overlap": 0, "moe_use_legacy_grouped_gemm": 0, "nccl_communicator_config_path": 1,
     "no_async_tensor_model_parallel_allreduce": 0, "no_bias_dropout_fusion": 0, "no_bias_swiglu_fusion": 0,
     "no_clone_scatter_output_in_embedding": 0, "no_one_logger": 0, "no_overlap_p2p_communication": 0,
-    "no_create_attention_mask_in_dataloader": 0, "no_gradient_accumulation_fusion": 0, "no_load_rng": 0,
+    "no_create_attention_mask_in_dataloader": 0, "no_load_rng": 0,
     "no_masked_softmax_fusion": 0, "no_mmap_bin_files": 0, "no_persist_layer_norm": 0,
     "no_rope_fusion": 0, "no_save_rng": 0,
     "num_workers": 1, "overlap_moe_expert_parallel_comm": 0, "overlap_p2p_communication_warmup_flush": 0,

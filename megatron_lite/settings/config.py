@@ -70,7 +70,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Recomputation, compilation and attention"""
+    """Recomputation, offload, compilation and kernels"""
 
     recompute_granularity: str | None = flag(
         None,
@@ -84,7 +84,13 @@ class Recompute:
     recompute_num_layers: int | None = flag(
         None, "layers of a group (uniform), or recomputed layers (block)"
     )
+    cpu_offloading_num_layers: int = flag(
+        0, "first layers whose activations wait for the backward pass in pinned main memory"
+    )
     compile: bool = flag(False, "compile each layer with torch.compile")
+    no_gradient_accumulation_fusion: bool = flag(
+        False, "add gradients of matrices to their sums after the products, not inside them"
+    )
     attention_backend: str = flag(
         "auto", "kernel of attention on a GPU: FlashAttention or PyTorch's choice (auto), flash attention (flash), cuDNN's (fused), "
         "or products and a softmax (unfused, local)", choices=ATTENTION,

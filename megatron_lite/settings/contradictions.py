@@ -32,7 +32,7 @@ def check_flags(settings: Settings) -> None:
     """Raise UsageError for the first check that fails."""
     for judge in (
         _counts, _optimizer, _sharding, _scores, _context, lambda given: _balance(given.balance), _precision, _fp8, _lengths, _saving,
-        _recompute, _adapters, lambda given: _garbage(given.training), _profile,
+        _recompute, _offload, _adapters, lambda given: _garbage(given.training), _profile,
     ):  # fmt: skip
         for wrong, message in judge(settings):
             if wrong:
@@ -212,6 +212,22 @@ def _recompute(settings: Settings) -> Judged:
         "--recompute-granularity full needs --recompute-method uniform or block",
     )
     yield method and not full, "--recompute-method requires --recompute-granularity full"
+
+
+def _offload(settings: Settings) -> Judged:
+    asked, parallel = settings.recompute, settings.parallel
+    layers = asked.cpu_offloading_num_layers
+    yield layers < 0, f"--cpu-offloading-num-layers {layers} must be 0 or more"
+    if not layers:
+        return
+    yield (
+        asked.recompute_granularity is not None,
+        "--cpu-offloading-num-layers can't be combined with --recompute-granularity, as in Megatron core; take one of them",
+    )
+    yield (
+        parallel.pipeline_model_parallel_size > 1,
+        "--cpu-offloading-num-layers can't be combined with --pipeline-model-parallel-size, as in Megatron core",
+    )
 
 
 def _adapters(settings: Settings) -> Judged:

@@ -19,6 +19,7 @@ OF_ENCODERS: Mapping[str, str] = {
     "num_experts": NO_LAYERS, "multi_latent_attention": NO_LAYERS, "qk_layernorm": NO_LAYERS, "group_query_attention": NO_LAYERS,
     "mtp_num_layers": "it predicts no further tokens", "apply_layernorm_1p": "its norms multiply with their weight itself",
     "qk_clip": "scores are looked at in decoders alone", "log_max_attention_logit": "scores are looked at in decoders alone",
+    "cpu_offloading_num_layers": "activations are offloaded in decoders alone",
     "lora_rank": "adapters are for decoders so far", "lora_load": "adapters are for decoders so far",
 }  # fmt: skip
 """Flag -> the reason why such a model does not support it."""

@@ -111,6 +111,8 @@ class ModelOptions:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     recompute: Recompute = KEEP_ALL
+    offloaded_layers: int = 0
+    """First layers whose activations wait for the backward pass in pinned main memory; no effect on a CPU."""
     attention: str = "auto"
     """One of ATTENTION."""
     trains: bool = True
@@ -204,6 +206,8 @@ class OptimizerOptions:
     """Shard gradients too (ZeRO 2). Requires `distributed`."""
     shards_parameters: bool = False
     """Shard parameters too (ZeRO 3). Requires `shards_gradients`."""
+    fuses_accumulation: bool = True
+    """Add the products of matrices' gradients directly to the float32 sums. Compiled layers don't."""
     bucket_elements: int = 40_000_000
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True

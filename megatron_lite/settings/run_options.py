@@ -30,6 +30,7 @@ def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOpt
     return ModelOptions(
         dtype=settings.precision.dtype, sequence_parallel=settings.parallel.sequence_parallel, hidden_dropout=dropouts["hidden_dropout"],
         attention_dropout=dropouts["attention_dropout"], recompute=recompute, compile=again.compile, attention=again.attention_backend,
+        offloaded_layers=again.cpu_offloading_num_layers,
         context=settings.parallel.cp_comm_type[0], near=(settings.parallel.hierarchical_context_parallel_sizes or (1,))[0],
         mtp_loss_scale=settings.training.mtp_loss_scaling_factor,
         retrieval=RetrievalOptions(
@@ -94,7 +95,7 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
         eps=optimizer.adam_eps, momentum=optimizer.sgd_momentum, clip_grad=optimizer.clip_grad,
         distributed=parallel.use_distributed_optimizer or parallel.shards("optim") or OPTIMIZERS[optimizer.optimizer].distributed,
         shards_gradients=parallel.shards("optim_grads"), shards_parameters=parallel.shards("optim_grads_params"),
-        bf16_reduce=parallel.grad_reduce_in_bf16,
+        bf16_reduce=parallel.grad_reduce_in_bf16, fuses_accumulation=not settings.recompute.no_gradient_accumulation_fusion,
         bucket_elements=parallel.ddp_bucket_size or default.bucket_elements,
         overlap_grad_reduce=parallel.overlap_grad_reduce, overlap_param_gather=parallel.overlap_param_gather, loss_scale=scale,
         qk_clip=QkClip(optimizer.qk_clip_alpha, optimizer.qk_clip_threshold) if optimizer.qk_clip else None,

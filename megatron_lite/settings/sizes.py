@@ -176,6 +176,10 @@ def check_sizes(
     if cp > 1:
         _check_context(config, layout, options, sequence, cp)
     check_length(config, layout, options, sequence, cp)
+    if options.offloaded_layers >= config.layer_count:
+        raise LayoutError(
+            f"--cpu-offloading-num-layers {options.offloaded_layers} must be less than the model's {counted(config.layer_count, 'layer')}"
+        )
     if vpp > 1 and microbatches % pp:
         below, above = microbatches // pp * pp, -(-microbatches // pp) * pp
         use = f"{below} or {above}" if below else str(above)

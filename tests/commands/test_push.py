@@ -14,6 +14,7 @@ from tests import hub_server
 from tests.hub_server import Hub
 from tests.models import write_llama
 from tests.runs import Outcome, assert_refused, finish, run, start
+from tests.signatures.made import write_keys
 
 NAME = "org/tuned"
 
@@ -239,3 +240,16 @@ def test_a_model_without_a_tokenizer_is_not_pushed_without_a_word(
     whole = push(model, NAME, "--dry-run", "--json")
     assert "tokenizer" not in whole.err
     assert json.loads(whole.out)["missing"] == []
+
+
+def test_a_sealed_model_is_pushed_as_it_was_signed(hub: Hub, model: Path, tmp_path: Path) -> None:
+    sealed = Path(shutil.copytree(model, tmp_path / "sealed"))
+    megaconv.seal(sealed, key=write_keys(tmp_path / "keys").private)
+    outcome = push(sealed, NAME)
+    assert outcome.status == 0, outcome.err
+    there = hub.files(NAME)
+    there.pop(".gitattributes")
+    assert there == contents(sealed)
+    (sealed / "notes.txt").write_text("added later")
+    refused = push(sealed, NAME)
+    assert_refused(refused, 4, "is not as it was signed: notes.txt")

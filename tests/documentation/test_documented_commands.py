@@ -38,6 +38,7 @@ NOT_RUN = {
         r"^(HF_ENDPOINT=\S+ )?vllm ",
         r"^python -m sglang",
         r"^llama-",
+        r"^model_signing ",
     ),
     "trains for days": (r"--train-iters 1000000",),
     "leaves flags out": (r" \.\.\.( |$)",),
@@ -47,6 +48,9 @@ NOT_RUN = {
         r"python benchmarks/",
         r"-m tests\.trust",
         r"-m pytest",
+    ),
+    "needs the entry point of an installation; tests/trainer/forward/ runs them": (
+        r"verify .*--forward",
     ),
     "writes into the home directory": (r"~/",),
     "needs a Llama 3.1 or a Mixtral of MaxText; tests/loaders/test_orbax.py makes their arrays": (

@@ -22,7 +22,11 @@ from tests.documented_commands import (
 HOW_TO = ROOT / "docs" / "how-to"
 PAGES = sorted(HOW_TO.glob("*.md"))
 SECTIONS = ("What you need", "Steps", "Check the result", "What commonly goes wrong", "Read more")
-CONVERTING = ("convert-for-vllm-and-llama-cpp.md", "publish-to-the-hub.md")
+CONVERTING = (
+    "convert-for-vllm-and-llama-cpp.md",
+    "publish-to-the-hub.md",
+    "sign-a-checkpoint.md",
+)
 SERVING = "serve-without-converting.md"
 TRAINING = {
     "finetune": ("finetune-llama.md", "serve-a-tuned-model.md"),
@@ -97,7 +101,7 @@ def test_the_commands_of_the_page_about_serving_checkpoints_run(
     script = "\n".join(command.text for command in commands(SERVING))
     script = script.replace("8700", str(free_port()))
     try:
-        in_bash(f"{script}\nkill %1", tmp_path, shell | {"HF_HUB_OFFLINE": "0"}, 120)
+        in_bash(f"{script}\nkill %1", tmp_path, shell | {"HF_HUB_OFFLINE": "0"}, 300)
     finally:
         print((tmp_path / "server.log").read_text())
 

@@ -17,6 +17,7 @@ PUBLISHED_FILES = {
     "HEADER_BYTES": 6_000_000,  # 40,000 tensors in one file, 150 bytes each
     "HEADER_VALUES": 300_000,  # 25,000 tensors in one file, twelve separators each
     "RECORD_BYTES": 62_000_000,  # Kimi K2 with optimizer state: 70,000 parameters, four tensors of each, 220 bytes a tensor
+    "SIGNATURE_BYTES": 2_200_000,  # a run of 10,000 files, 220 bytes each
     "TREE_BYTES": 2_400_000,  # 4,000 arrays of a tree of DeepSeek-V3 with optimizer state, experts stacked, 600 bytes each
     "JSON_DEPTH": 12,  # the metadata of an Orbax tree; a tokenizer has eight
     "SIDECAR_BYTES": 35_000_000,  # tokenizer.json of PaliGemma 2; Gemma 3's has 33,384,568

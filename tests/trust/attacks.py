@@ -13,6 +13,7 @@ from tests.trust import (
     moving_sources,
     mutations,
     rank_kills,
+    seals,
     trainer_kills,
 )
 from tests.trust.bench import Bench
@@ -37,6 +38,7 @@ ATTACKS = {
     "foreign": Attack(
         mutations.attack_foreign, "damaged files of GGUF, NeMo, Orbax and Megatron-Bridge"
     ),
+    "seals": Attack(seals.attack, "damaged sealed checkpoints and hostile signatures"),
     "pickles": Attack(hostile_pickles.attack, "hostile pickles"),
     "archives": Attack(hostile_archives.attack, "hostile archives"),
     "files": Attack(

@@ -55,6 +55,12 @@ def test_damage_to_a_file_of_other_software_is_noticed_or_harmless(
     attack(foreign=40)
 
 
+def test_damage_to_a_sealed_checkpoint_and_hostile_signatures_are_noticed(
+    attack: Callable[..., str],
+) -> None:
+    attack(seals=30)
+
+
 def test_hostile_checkpoints_run_nothing_and_are_refused_in_one_line(
     attack: Callable[..., str],
 ) -> None:

@@ -21,6 +21,7 @@ COMMANDS = (
     "plan",
     "fingerprint",
     "verify",
+    "seal",
     "diff",
     "scan",
     "clean",

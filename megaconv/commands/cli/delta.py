@@ -37,12 +37,14 @@ def delta(
     from megaconv.commands.comparison import find_both, open_both
     from megaconv.commands.progress import Progress
     from megaconv.commands.units import readable
+    from megaconv.engine.lineage import lineage_of_patch
     from megaconv.engine.plan import default_workers
     from megaconv.engine.target import refuse_place
     from megaconv.patches.making import make_patch
 
     refuse_place(save_dir)
-    left, right = open_both(find_both(old, new, load, (loader, loader)), load)
+    inputs = find_both(old, new, load, (loader, loader))
+    left, right = open_both(inputs, load)
     with Progress("comparing", shown=not quiet) as progress:
         progress.expect(left.header.nbytes + right.header.nbytes)
         report = make_patch(
@@ -53,6 +55,7 @@ def delta(
             workers=default_workers(writing=False),
             overwrite=overwrite,
             advance=progress.advance,
+            provenance=lineage_of_patch(*inputs).provenance,
         )
     if as_json:
         print_json(report.to_json())

@@ -18,6 +18,12 @@ _VERDICTS = {0: "nothing that runs code, no faults", 3: "no code was found; faul
 @command(epilog="Example: megaconv scan Llama-2-7b && echo nothing in there runs code")
 def scan(
     path: Annotated[str, typer.Argument(help="A directory, a file, or a Hub id.", metavar="PATH")],
+    sarif: Annotated[
+        str | None,
+        typer.Option(
+            "--sarif", metavar="FILE", help="Write the findings to a file in SARIF 2.1.0."
+        ),
+    ] = None,
     quiet: opt.NoProgress = False,
     as_json: opt.Json = False,
 ) -> None:
@@ -30,6 +36,11 @@ def scan(
     from megaconv.commands.scanning import scan as run
 
     found = run(path)
+    if sarif is not None:
+        from megaconv.commands.sarif import sarif_json
+        from megaconv.local_paths import local_path
+
+        local_path(sarif).write_bytes(sarif_json(found))
     if as_json:
         print_json(found.to_json())
     else:

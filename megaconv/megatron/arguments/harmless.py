@@ -278,7 +278,8 @@ _BY_REASON: Mapping[str, str] = {
         bert_no_binary_head compile disable_bias_linear dpo dpo_beta dpo_label_smoothing dpo_loss dpo_reference_cache epochs
         finetune_data finetune_form finetune_turns fp32 fp8_format keep_last keep_last_batch lora_alpha
         lora_dropout lora_load lora_rank lora_rslora lora_targets metrics_file no_bias_gelu_fusion
-        no_check_for_nan_in_loss_and_grad no_fp8_wgrad guide no_manual_gc_eval objective peak_tflops plot resume retriever_negatives
+        guide no_check_for_nan_in_loss_and_grad no_fp8_wgrad no_gradient_accumulation_fusion no_manual_gc_eval objective peak_tflops plot
+        resume retriever_negatives
         corpora retro_megatron_neighbors
         show_sample task train_data valid_data valid_finetune_data
     """,

@@ -1,7 +1,7 @@
 """Flags of `megatron-lite generate`."""
 
 from megaconv.local_paths import local_word
-from megatron_lite.inference.flags import Parser, add_sampling, command, make_parser
+from megatron_lite.inference.flags import Parser, add_sampling, add_streaming, command, make_parser
 
 EXAMPLES = """  megatron-lite generate --load Llama-2-7b "Once upon a time" --max-new-tokens 100 --temperature 0.8 --top-p 0.95
   torchrun --nproc-per-node 4 -m megatron_lite generate --load ckpt --tp 2 --pp 2 --prompts-file prompts.jsonl --output answers.jsonl
@@ -47,6 +47,7 @@ def parser() -> Parser:
         action="store_true",
         help="continue --output, which an interrupted run with the same flags has left",
     )
+    add_streaming(made)
     add_sampling(made, max_new_tokens=64)
     made.add_argument(
         "--log-probs",

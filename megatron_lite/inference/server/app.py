@@ -192,7 +192,9 @@ class Server:
     ) -> Response:
         deadline = Deadline(self.limits.seconds)
         wanted = await self._read(request, lambda fields, opened: read(fields, opened, self.name))
-        form = Form(chat, self.name, self.opened.tokenizer.detokenize, wanted.log_probs is not None)
+        form = Form(
+            chat, wanted.model, self.opened.tokenizer.detokenize, wanted.log_probs is not None
+        )
         if not wanted.stream:
             return await unless_gone(request, self._whole(wanted, form, deadline))
         parts = self._parts(wanted, form, deadline)
@@ -216,7 +218,7 @@ class Server:
         for prompt in wanted.prompts:
             scored = None
             if top is not None:
-                scoring = self.worker.between(_score(prompt, top))
+                scoring = self.worker.between(_score(prompt, top, wanted.adapter))
                 (scored,) = await deadline.of(scoring)
             for _ in range(wanted.choices):
                 text = self.opened.tokenizer.detokenize(prompt)
@@ -277,14 +279,15 @@ class Server:
     async def models(self, request: Request) -> Response:
         """Answer /v1/models."""
         model = {
-            "id": self.name,
             "object": "model",
             "created": self.started,
             "owned_by": "megatron-lite",
+            "max_model_len": self.opened.model.length,
         }
-        return JSONResponse(
-            {"object": "list", "data": [model | {"max_model_len": self.opened.model.length}]}
-        )
+        listed = [{"id": self.name, **model}]
+        for name in self.opened.adapters:
+            listed.append({"id": name, **model, "parent": self.name})
+        return JSONResponse({"object": "list", "data": listed})
 
     async def health(self, request: Request) -> Response:
         """Report that the server is alive. Requests that ended without an answer are counted here."""
@@ -326,5 +329,7 @@ class Server:
         return PlainTextResponse("\n".join(lines) + "\n")
 
 
-def _score(prompt: tuple[int, ...], top: int) -> Callable[[LanguageModel], list[Scored]]:
-    return lambda model: [require_finite(found) for found in model.score([prompt], top)]
+def _score(
+    prompt: tuple[int, ...], top: int, adapter: int | None
+) -> Callable[[LanguageModel], list[Scored]]:
+    return lambda model: [require_finite(found) for found in model.score([prompt], top, adapter)]

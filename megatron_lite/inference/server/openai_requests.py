@@ -37,11 +37,22 @@ class Wanted:
     stream: bool
     usage: bool
     """True if a stream ends with the numbers of tokens."""
+    model: str = ""
+    """The name that the answer states."""
+    adapter: int | None = None
+    """See slots.Feed."""
 
     def requests(self, stop_ids: frozenset[int]) -> list[Request]:
         """Return the requests; choices of one prompt are adjacent, and each has a different seed."""
         return [
-            Request(prompt, self.max_tokens, self._seeded(which), stop_ids, self.log_probs)
+            Request(
+                prompt,
+                self.max_tokens,
+                self._seeded(which),
+                stop_ids,
+                self.log_probs,
+                adapter=self.adapter,
+            )
             for prompt in self.prompts
             for which in range(self.choices)
         ]
@@ -101,11 +112,7 @@ def chat(fields: Fields, opened: Opened, name: str) -> Wanted:
 def _shared(
     fields: Fields, opened: Opened, name: str, prompts: tuple[tuple[int, ...], ...], max_tokens: int, choices: int, log_probs: int | None
 ) -> Wanted:  # fmt: skip
-    model = fields.any("model")
-    if model is not None and model != name:
-        raise UnknownModel(
-            f"there is no model {model!r:.100} here, but {name!r}", "model", "model_not_found"
-        )
+    model, adapter = _model(fields.any("model"), opened, name)
     fields.only(_PENALTIES)
     seed = fields.integer("seed", None, -(1 << 63), (1 << 63) - 1)
     sampling = Sampling(
@@ -125,7 +132,32 @@ def _shared(
             check(Request(prompt, max(max_tokens, 1)), opened.model.length + (max_tokens == 0))
         except UsageError as error:
             raise Refused(str(error), "prompt", "context_length_exceeded") from error
-    return Wanted(prompts, max_tokens, choices, sampling, stop, log_probs, False, stream, usage)
+    return Wanted(
+        prompts,
+        max_tokens,
+        choices,
+        sampling,
+        stop,
+        log_probs,
+        echo=False,
+        stream=stream,
+        usage=usage,
+        model=model,
+        adapter=adapter,
+    )
+
+
+def _model(asked: object, opened: Opened, name: str) -> tuple[str, int | None]:
+    """Return (name of the model, number of its adapter). Without a name, it is the first adapter, or the model alone."""
+    names = (name, *opened.adapters)
+    if asked is None:
+        return names[min(1, len(opened.adapters))], None
+    if asked not in names:
+        known = ", ".join(map(repr, names))
+        raise UnknownModel(
+            f"there is no model {asked!r:.100} here, but {known}", "model", "model_not_found"
+        )
+    return str(asked), names.index(str(asked))
 
 
 def _stream_options(value: Any, *, stream: bool) -> bool:

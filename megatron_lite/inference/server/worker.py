@@ -251,5 +251,7 @@ class _WhileWanted:
     def forget(self, slots: Sequence[int]) -> None:
         self._checked().forget(slots)
 
-    def score(self, rows: Sequence[Sequence[int]], top: int = 0) -> list[Scored]:
-        return self._checked().score(rows, top)
+    def score(
+        self, rows: Sequence[Sequence[int]], top: int = 0, adapter: int | None = None
+    ) -> list[Scored]:
+        return self._checked().score(rows, top, adapter)

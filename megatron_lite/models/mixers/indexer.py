@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.rotary import neighbours_apart, rotate
-from megatron_lite.models.scored_attention import BLOCK, all_keys, visible_keys
+from megatron_lite.models.scored_attention import BLOCK, Visibility, all_keys, visibility
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import TensorGroup
@@ -84,8 +84,8 @@ class Indexer(nn.Module):
         k = all_keys(k, run)
         q = self._rotated(self.linear_wq_b(latent).unflatten(-1, (self.heads, -1)), run)
         weights = self.linear_weights_proj(x).float() * self.heads**-0.5
-        seen = visible_keys(run, len(k), None, None).transpose(0, 1)
-        chosen = list(self._best(q, k, weights, self.ranks.own_part(seen)))
+        seen = visibility(run, len(k)).own_part(self.ranks)
+        chosen = list(self._best(q, k, weights, seen))
         return _all_tokens(torch.cat(chosen), self.ranks)
 
     def _rotated(self, x: Tensor, run: Pass) -> Tensor:
@@ -97,14 +97,16 @@ class Indexer(nn.Module):
             x = neighbours_apart(x, self.rope_dim)
         return rotate(x, cos, sin)
 
-    def _best(self, q: Tensor, k: Tensor, weights: Tensor, seen: Tensor) -> Iterator[Tensor]:
-        """Yield the choices of BLOCK queries each. seen: bool [own tokens, batch or 1, keys]."""
+    def _best(self, q: Tensor, k: Tensor, weights: Tensor, seen: Visibility) -> Iterator[Tensor]:
+        """Yield the choices of BLOCK queries each. seen: of this rank's own tokens."""
+        all_of_them = slice(0, len(k))
         keys = k.squeeze(2).permute(1, 2, 0).float()
         for start in range(0, len(q), BLOCK):
             part = slice(start, start + BLOCK)
             products = torch.matmul(q[part].float(), keys) * self.head_dim**-0.5
             scores = torch.matmul(weights[part].unsqueeze(-2), F.relu(products)).squeeze(-2)
-            hidden = scores.masked_fill(~seen[part], -torch.inf)
+            allowed = seen.block(part, all_of_them, None, None).transpose(0, 1)
+            hidden = scores.masked_fill(~allowed, -torch.inf)
             yield hidden.topk(min(self.topk, len(k)), -1).indices
 
 

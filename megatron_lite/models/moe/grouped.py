@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from megatron_lite.products.accumulating import GradientSum
+from megatron_lite.products.product import PLAIN
+
 GROUPED = hasattr(F, "grouped_mm")
 
 
@@ -36,6 +39,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.counts = counts
         ctx.kernel = kernel
+        ctx.sums = [PLAIN.gradient_sum(weight) for weight in weights]
         if kernel:
             transposed = _together(weights).transpose(1, 2)
             made: Tensor = F.grouped_mm(x, transposed, offs=_ends(counts, x.device))
@@ -54,31 +58,68 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.kernel:
             ends = _ends(ctx.counts, x.device)
             dx = F.grouped_mm(grad, _together(weights), offs=ends)
-            gradients = F.grouped_mm(grad.t(), x, offs=ends).unbind() if any(trained) else trained
+            gradients = _by_kernel(grad, x, ends, ctx.sums) if any(trained) else trained
         else:
-            dx, parts, own = (
-                torch.empty_like(x),
-                torch.split(grad, ctx.counts),
-                torch.split(x, ctx.counts),
-            )
-            for rows, weight, out in zip(parts, weights, torch.split(dx, ctx.counts), strict=True):
+            dx = torch.empty_like(x)
+            grads = torch.split(grad, ctx.counts)
+            inputs = torch.split(x, ctx.counts)
+            outputs = torch.split(dx, ctx.counts)
+            for rows, weight, out in zip(grads, weights, outputs, strict=True):
                 torch.mm(rows, weight, out=out)
-            gradients = list(_of_weights(parts, own, trained))
-        of_weights = (
-            found if wanted else None for found, wanted in zip(gradients, trained, strict=True)
-        )
-        return dx, None, None, *of_weights
+            each = zip(grads, inputs, weights, ctx.sums, trained, strict=True)
+            gradients = [
+                PLAIN.weight_gradient(rows, own, weight, total) if wanted else None
+                for rows, own, weight, total, wanted in each
+            ]
+        return dx, None, None, *_only(trained, gradients)
 
 
-def _of_weights(
-    grads: Sequence[Tensor], rows: Sequence[Tensor], trained: Sequence[bool]
-) -> Iterator[Tensor | None]:
-    for grad, x, wanted in zip(grads, rows, trained, strict=True):
-        yield grad.t() @ x if wanted else None
+def _only(trained: Sequence[bool], gradients: Sequence[Any]) -> Iterator[Tensor | None]:
+    """Yield the gradients of the weights that are trained, and None for the others."""
+    for wanted, gradient in zip(trained, gradients, strict=True):
+        yield gradient if wanted else None
+
+
+def _by_kernel(
+    grad: Tensor, x: Tensor, ends: Tensor, sums: Sequence[GradientSum | None]
+) -> Sequence[Tensor]:
+    """Return what autograd gets as the gradient of each expert's weight.
+
+    The kernel's products are in bf16. If the sums lie at equal distances, one addition takes all of them.
+    """
+    made = F.grouped_mm(grad.t(), x, offs=ends)
+    given = [total for total in sums if total is not None]
+    if len(given) < len(sums):
+        return made.unbind()
+    places = [total.start() for total in given]
+    totals = [total for total, _ in places]
+    held = [holds for _, holds in places]
+    whole = _as_one(totals)
+    if whole is not None and len(set(held)) == 1:
+        _add(whole, made, holds=held[0])
+    else:
+        for (total, holds), gradient in zip(places, made.unbind(), strict=True):
+            _add(total, gradient, holds=holds)
+    # Autograd gets the products too, but their parameters' hooks ignore them.
+    return made.unbind()
+
+
+def _add(total: Tensor, gradient: Tensor, *, holds: bool) -> None:
+    """Add a gradient to a sum. holds: whether the sum has values."""
+    if holds:
+        total.add_(gradient)
+    else:
+        total.copy_(gradient)
 
 
 def _together(weights: Sequence[Tensor]) -> Tensor:
     """Return [experts, out, in]: a view if the weights lie in a bucket at equal distances, as in a layer; else a copy."""
+    whole = _as_one(weights)
+    return torch.stack(list(weights)) if whole is None else whole
+
+
+def _as_one(weights: Sequence[Tensor]) -> Tensor | None:
+    """Return a view [experts, out, in] of weights that lie in one storage at equal distances, else None."""
     first = weights[0]
     size = first.numel()
     count = len(weights)
@@ -89,7 +130,7 @@ def _together(weights: Sequence[Tensor]) -> Tensor:
     in_one_storage = len(storages) == 1
     is_view = in_one_storage and starts == at_equal_distances and step >= size
     if not is_view:
-        return torch.stack(list(weights))
+        return None
     shape = count, *first.shape
     strides = step, *first.stride()
     return first.as_strided(shape, strides)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megaconv.model.fields import from_fields
-from megatron_lite.loop.devices import DEVICES, device_of, peak_tflops
 from megatron_lite.loop.log import METRICS, Meter, duration, flops_per_token
 from tests.trainer.loop.launches import LLAMA, launch, train
 
@@ -59,28 +58,6 @@ def test_empty_splits_are_fine(tmp_path: Path) -> None:
     assert "no data for validation" in ran.log(0)
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H100 NVL", 835.0), ("NVIDIA H200", 989.0),
-        ("NVIDIA H200 NVL", 835.0), ("NVIDIA GH200 480GB", 989.0), ("NVIDIA B200", 2250.0), ("NVIDIA GB200", 2500.0),
-        ("AMD Instinct MI300X", 1307.0),
-    ],
-)  # fmt: skip
-def test_each_form_of_a_gpu_has_its_own_peak(name: str, peak: float) -> None:
-    assert peak_tflops(name) == peak
-
-
-def test_every_entry_of_the_table_can_be_found_and_is_plausible() -> None:
-    """Between 50 and 1,000 operations for each byte of bandwidth, and no entry that an earlier one hides."""
-    for device in DEVICES:
-        assert device_of(f"NVIDIA {device.word}") is device
-        for speed in device.terabytes_per_second:
-            assert 50 < device.tflops / speed < 1000
-    text = "L40S: 362 TFLOP/s in bf16, 48 GB at 0.864 TB/s"
-    assert str(device_of("NVIDIA L40S")) == text
-
-
 def test_operations_are_counted_as_published() -> None:
     """Llama-2-7B by hand: every matrix that is multiplied, and the attention."""
     config = from_fields(
@@ -100,11 +77,6 @@ def test_operations_are_counted_as_published() -> None:
     )
     layer = 4 * 4096 * 4096 + 3 * 4096 * 11008
     assert flops_per_token(config, 4096) == 6 * (32 * layer + 32000 * 4096) + 12 * 32 * 4096 * 4096
-    assert (peak_tflops("NVIDIA H100 80GB HBM3"), peak_tflops("Radeon"), peak_tflops(None)) == (
-        989.0,
-        None,
-        None,
-    )
 
 
 def test_a_meter_divides_by_time_and_devices() -> None:

@@ -159,6 +159,8 @@ class Case:
     ep: int = 1
     zero: int = 1
     """With `distributed`: 2 shards gradients too, 3 parameters too."""
+    fuses: bool = True
+    """Add gradients of matrices to their sums inside the products."""
 
     @property
     def world(self) -> int:
@@ -245,6 +247,7 @@ def make_engine(
         distributed=case.distributed,
         shards_gradients=case.zero > 1,
         shards_parameters=case.zero > 2,
+        fuses_accumulation=case.fuses,
         bucket_elements=bucket_elements,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,

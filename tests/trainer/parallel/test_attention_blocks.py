@@ -1,4 +1,4 @@
-"""Windows and sinks of long sequences: block by block, with the results of one call, and without a mask of all tokens."""
+"""Windows, sinks, capped scores and chunks of long sequences: in blocks, with the results of one call, without a mask of all tokens."""
 
 from typing import Any
 
@@ -9,9 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.models import attention
+from megatron_lite.models import attention, scored_attention
 from megatron_lite.models.attention import causal
 from megatron_lite.models.masks import block_mask
+from megatron_lite.models.passes import Packed, Pass
+from megatron_lite.models.scored_attention import Rules, attend_by_scores
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -84,4 +86,81 @@ def test_no_tensor_of_all_queries_and_all_keys_is_made(
     rows = attention.QUERIES
     keys = length if window is None else window + rows
     assert largest.found <= max(rows * (keys + 8) * HEADS, length * HEADS * 16)
+    assert largest.found < length * length // 8
+
+
+def a_pass(length: int, documents: list[list[int]] | None = None) -> Pass:
+    """The pass of one row."""
+    tokens = torch.zeros(1, length, dtype=torch.int64)
+    packed = None if documents is None else Packed(documents, torch.device("cpu"))
+    positions = torch.arange(length).unsqueeze(1)
+    return Pass(
+        tokens=tokens,
+        labels=tokens,
+        weights=None,
+        positions=positions,
+        in_order=True,
+        packed=packed,
+    )
+
+
+SCORED: dict[str, tuple[Rules, int | None]] = {
+    "capped": (Rules(cap=1.5), None),
+    "capped with a window": (Rules(cap=1.5), 13),
+    "chunks": (Rules(chunk=20), None),
+    "capped chunks with a window": (Rules(cap=1.5, chunk=20), 7),
+}
+
+
+def by_scores(
+    length: int, run: Pass, rules: Rules, window: int | None
+) -> tuple[list[Tensor], Tensor]:
+    """The output and all gradients, and the largest scores."""
+    q, k, v = tensors(length)
+    how: Any = {"window": window, "dropout": 0.0, "scale": None}
+    largest = torch.full((HEADS,), -torch.inf)
+    out = attend_by_scores(q, k, v, run, rules, largest=largest, **how)
+    out.square().sum().backward()
+    return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)], largest
+
+
+@pytest.mark.parametrize("documents", [None, [[25, 5, 40]]], ids=["one document", "packed"])
+@pytest.mark.parametrize(("rules", "window"), SCORED.values(), ids=SCORED)
+def test_blocks_of_scores_compute_what_a_whole_mask_computes(
+    rules: Rules,
+    window: int | None,
+    documents: list[list[int]] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block computes with the keys in its reach alone."""
+    expected, expected_largest = by_scores(70, a_pass(70, documents), rules, window)
+    monkeypatch.setattr(scored_attention, "BLOCK", 16)
+    found, largest = by_scores(70, a_pass(70, documents), rules, window)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(largest, expected_largest)
+
+
+def test_scores_agree_with_a_plain_emulation() -> None:
+    q, k, v = (x.detach() for x in tensors(70))
+    places = torch.arange(70)
+    back = places[:, None] - places
+    seen = (back >= 0) & (places[:, None] // 20 == places // 20)
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(2, 2)) * WIDTH**-0.5
+    weights = (torch.tanh(scores / 1.5) * 1.5).masked_fill(~seen, -torch.inf).softmax(-1)
+    expected = torch.einsum("bhqk,kbhd->qbhd", weights, v.repeat_interleave(2, 2))
+    found, _ = by_scores(70, a_pass(70), Rules(cap=1.5, chunk=20), None)
+    torch.testing.assert_close(found[0], expected)
+
+
+@pytest.mark.parametrize(("rules", "window"), [(Rules(cap=50.0), 2048), (Rules(chunk=2048), None)])
+def test_no_mask_of_all_queries_and_all_keys_is_made_for_scores(
+    rules: Rules, window: int | None
+) -> None:
+    """Gemma 2's caps and Llama 4's chunks, forward and backward, for 8,192 tokens, without elements."""
+    length = 1 << 13
+    with FakeTensorMode(), Largest() as largest:
+        by_scores(length, a_pass(length), rules, window)
+    reach = (window or rules.chunk or length) + scored_attention.BLOCK
+    assert largest.found <= max(scored_attention.BLOCK * reach * HEADS, length * HEADS * 16)
     assert largest.found < length * length // 8

@@ -1,6 +1,7 @@
 """The optimizer: PyTorch's AdamW on whole parameters, in as many bytes as promised, and what fp16 needs."""
 
 import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -296,3 +297,15 @@ def save_and_continue(
 def test_a_run_goes_on_from_its_state_to_the_same_bits(case: Case, world: World) -> None:
     for straight, continued in world.run(2, save_and_continue, case):
         assert all(torch.equal(tensor, continued[name]) for name, tensor in straight.items())
+
+
+@pytest.mark.parametrize("model", ["gpt2", "mixtral"])
+def test_an_engine_that_nothing_refers_to_is_freed(model: str) -> None:
+    """Else its parameters, and its groups with three threads each, would stay until the process ends."""
+    case = Case(model)
+    engine = make_engine(case)
+    step(engine, case, 0)
+    alive = weakref.ref(engine.grid), weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert [each() for each in alive] == [None, None]

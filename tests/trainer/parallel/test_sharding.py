@@ -11,6 +11,7 @@ from megatron_lite.checkpoint.rank_state import rank_snapshot
 from megatron_lite.checkpoint.snapshot import Snapshot, dist_snapshot
 from megatron_lite.models.layer import Layer
 from megatron_lite.optimizer.shards import GradientShards, OnDemand
+from megatron_lite.parallel.parameters import ParametersFreed
 from megatron_lite.settings.options import Recompute
 from tests.trainer.parallel.small import (
     FULL,
@@ -204,3 +205,35 @@ def _with_sharding(**options: Any) -> Any:
     from megatron_lite.settings.options import OptimizerOptions
 
     return OptimizerOptions(**options, shards_gradients=True, shards_parameters=True)
+
+
+def _logits(_rank: int, case: Case) -> torch.Tensor:
+    """Train a step and return logits. Sharded parameters must not be used where they are not in memory."""
+    engine = make_engine(case)
+    step(engine, case, 0)
+    batch = next(batches(case, 1))
+    if engine.shards_parameters:
+        with pytest.raises(ParametersFreed, match=r"inside Engine\.whole_parameters"):
+            engine.last_stage(batch)
+    with engine.whole_parameters():
+        last = engine.last_stage(batch)
+        assert last is not None
+        chunk, hidden = last
+        inside = chunk.logits((hidden,))
+    if engine.shards_parameters:
+        with pytest.raises(ParametersFreed):
+            chunk.logits((hidden,))
+    found = engine.logits(batch)
+    assert found is not None
+    assert torch.equal(found, inside)
+    engine.finish()
+    return found.detach()
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+def test_logits_of_sharded_parameters_need_a_region_that_keeps_them(model: str) -> None:
+    case = Case(model, dp=2, distributed=True, zero=3)
+    for found, expected in zip(
+        run_ranks(2, _logits, case), run_ranks(2, _logits, replace(case, zero=1)), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -54,6 +54,8 @@ class Stub:
     """For each call of a layer, the number of the autocast's region."""
     reduced: list[int] = field(default_factory=list)
     """For each reduction, the number of ranks."""
+    fused: list[bool] = field(default_factory=list)
+    """For each layer, whether it adds its weight's gradient to main_grad."""
     ended: int = 0
     """Ends of regions that update scales."""
     recipe: Any = None
@@ -100,6 +102,7 @@ class Stub:
 
     def linear(self, **given: Any) -> nn.Module:
         assert given["device"] == "meta"
+        self.fused.append(given.get("fuse_wgrad_accumulation", False))
         return Layer(self, len(self.amaxes))
 
 
@@ -109,6 +112,7 @@ class Layer(nn.Module):
     def __init__(self, engine: Stub, index: int) -> None:
         super().__init__()
         self.engine, self.weight = engine, nn.Parameter(torch.empty(0))
+        self.fused = engine.fused[-1]
         engine.amaxes.append(torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +120,28 @@ class Layer(nn.Module):
         assert x.shape[0] > 0
         assert x.shape[0] % 32 == 0
         self.engine.calls.append(self.engine.ended)
+        if self.fused:
+            made: torch.Tensor = Fused.apply(x, self.weight)  # type: ignore[no-untyped-call]
+            return made
         return F.linear(x, self.weight)
+
+
+class Fused(torch.autograd.Function):
+    """A product that adds the weight's gradient to main_grad, by the rules of Transformer Engine's Linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        weight.main_grad.add_(grad.t() @ x)
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return grad @ weight, None
+        weight.grad_added_to_main_grad = True
+        return grad @ weight, torch.full_like(weight, torch.nan)  # no content
 
 
 @contextmanager
@@ -166,6 +191,21 @@ def test_stages_of_one_rank_train_without_waiting_for_each_other(
         assert made.ended == 8, "one autocast for each of four microbatches in two steps"
         assert made.calls == sorted(made.calls)
         assert {made.calls.count(region) for region in range(8)} == {len(made.amaxes)}
+
+
+@pytest.mark.parametrize(
+    ("options", "fused"),
+    [({}, True), ({"recompute": FULL}, False), ({"distributed": True, "zero": 2, "dp": 2}, False)],
+    ids=["kept", "recomputed", "sharded gradients"],
+)
+def test_gradients_are_added_to_the_bucket_where_it_lasts(
+    world: World, options: dict[str, Any], fused: bool
+) -> None:
+    """Recomputation gives a backward pass a copy of the parameter, on which the library finds no main_grad."""
+    run = case(**options)
+    for found, made in world.run(run.world, losses, run, NEWEST):
+        assert found == pytest.approx(plain(run), rel=1e-5)
+        assert set(made.fused) == {fused}
 
 
 def test_ranks_of_one_stage_reduce_once_for_each_pass(world: World) -> None:

@@ -4,6 +4,7 @@ with World(directory) as world:
     results = world.run(4, train, case)      # train(rank, case) in 4 processes; what each returned
 """
 
+import gc
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -87,6 +88,8 @@ def serve(rank: int, pipe: Connection) -> None:
     import megatron_lite.engine  # noqa: F401
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a later collection looks at the objects of functions alone
     pipe.send("ready")
     while True:
         try:
@@ -110,3 +113,6 @@ def serve(rank: int, pipe: Connection) -> None:
             pipe.send(("failed", traceback.format_exc()))
             raise
         pipe.send(("done", value))
+        # A group ends its three threads when nothing refers to it. Engines refer to groups, and to themselves.
+        del function, arguments, value
+        gc.collect()

@@ -25,6 +25,7 @@ from tests.trainer.pretended_cuda.kernels import (
     flash_sdpa,
     fused_rms_norm,
     install_flash,
+    refuse_grouped_mask,
 )
 from tests.trainer.pretended_cuda.record import Record, place
 from tests.trainer.pretended_cuda.streams import STREAMS, memory_of
@@ -105,8 +106,9 @@ class GpuTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.tolist:  # not called as a method
             return cls.tolist(*args)
-        if func is F.scaled_dot_product_attention and fits_flash(*args, **(kwargs or {})):
-            func = flash_sdpa
+        if func is F.scaled_dot_product_attention:
+            refuse_grouped_mask(*args, **(kwargs or {}))
+            func = flash_sdpa if fits_flash(*args, **(kwargs or {})) else func
         if func is F.rms_norm:
             func = fused_rms_norm
         with torch._C.DisableTorchFunctionSubclass():
@@ -284,9 +286,14 @@ def _is_pinned_copy(target: Tensor, source: Tensor, non_blocking: bool = False) 
         return False
     if to_host:
         STREAMS.copy_later(pinned, held_of(other).to(pinned.dtype), to_host=True)
-    else:
+        return True
+    arriving = STREAMS.arriving(pinned)
+    if arriving is None:
         held_of(other).copy_(pinned)
         _note_pinned_source(pinned)
+    else:  # the host has not waited for the copy to this memory, but the GPU's order is right
+        held_of(other).copy_(arriving)
+        STREAMS.current.begin()
     return True
 
 

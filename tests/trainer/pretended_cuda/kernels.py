@@ -143,6 +143,14 @@ def fits_flash(
     return q.dtype in HALF and same_width and attn_mask is None and not dropout_p
 
 
+def refuse_grouped_mask(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **how: Any
+) -> None:
+    """Raise KernelRefused for a mask with fewer key heads: torch's efficient attention has none, its flash attention no mask."""
+    grouped = q.shape[1] != k.shape[1]
+    require(attn_mask is None or not grouped, "with a mask, attention needs as many key heads")
+
+
 def flash_sdpa(
     q: Tensor,
     k: Tensor,
@@ -189,14 +197,21 @@ def fused_rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float
 
 
 def _rms_norm_backward(
-    grad: Tensor, x: Tensor, shape: Any, inverse: Tensor, weight: Tensor, wanted: list[bool]
+    grad: Tensor,
+    x: Tensor,
+    shape: Any,
+    inverse: Tensor,
+    weight: Tensor | None,
+    wanted: list[bool],
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of x and of the weight. inverse: one over the root mean square, from the forward pass."""
-    wide, scaled = x.float(), grad.float() * weight.float()
+    wide, scaled = x.float(), grad.float()
+    if weight is not None:
+        scaled = scaled * weight.float()
     along = (scaled * wide).mean(-1, keepdim=True)
     of_x = inverse * (scaled - wide * along * inverse.square())
     of_weight = (grad.float() * wide * inverse).flatten(0, -2).sum(0)
-    of_x, of_weight = of_x.to(x.dtype), of_weight.to(weight.dtype)
+    of_x, of_weight = of_x.to(x.dtype), of_weight.to(x.dtype if weight is None else weight.dtype)
     return of_x if wanted[0] else None, of_weight if wanted[1] else None
 
 
@@ -263,8 +278,16 @@ def _add_wide_product(
     return out if out.is_meta else out.copy_(total + left.float() @ right.float())
 
 
+def _wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
+    """Return mm of 16-bit matrices in float32. It exists only on a GPU."""
+    require(left.dtype in HALF and left.dtype == right.dtype, "a wide mm takes two of 16 bits")
+    require(out.dtype == dtype == torch.float32, "a wide mm makes float32")
+    return out if out.is_meta else out.copy_(left.float() @ right.float())
+
+
 KERNELS: dict[Any, Callable[..., Any]] = {
     ATEN.addmm.dtype_out: _add_wide_product,
+    ATEN.mm.dtype_out: _wide_product,
     ATEN._grouped_mm.default: _grouped,
     ATEN._scaled_mm.default: _scaled,
     ATEN._fused_rms_norm.default: ATEN._fused_rms_norm.default,

@@ -33,6 +33,7 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0, *, name: str = "side") -> None:
         self.name = name
+        self.device = torch.device("cuda", 0) if device is None else torch.device(device)
         self.queued = 0
         self._before: Times = {}
         """The works of other streams after which the next work runs."""
@@ -144,6 +145,20 @@ class Streams:
             pinned.fill_(torch.nan if pinned.is_floating_point() else 1)
         with self._lock:
             self._copies.append(Copy(self.current, number, pinned, kept, to_host, place()))
+
+    def arriving(self, pinned: Tensor) -> Tensor | None:
+        """Return the values that an earlier copy brings to pinned memory; None if there is no copy under way.
+
+        Raises StreamRace if the current stream does not follow the copy.
+        """
+        with self._lock:
+            found = [copy for copy in self._copies if copy.to_host and copy.pinned is pinned]
+        if not found:
+            return None
+        last = found[-1]
+        if not self.current.follows(last.stream, last.number):
+            raise StreamRace(f"{self.current} reads pinned memory before its copy @ {place()}")
+        return last.values
 
     def host_waits(self, times: Times) -> None:
         """End the copies that the host knows to be complete."""

@@ -36,9 +36,9 @@ def _launches(_rank: int, layers: int, recompute: Recompute) -> Counter[str]:
 
 
 BUDGETS = {
-    "kept": (Recompute(), 51),
-    "selective": (Recompute("selective"), 55),
-    "full": (Recompute("full"), 67),
+    "kept": (Recompute(), 47),
+    "selective": (Recompute("selective"), 51),
+    "full": (Recompute("full"), 64),
 }
 
 

@@ -1,0 +1,159 @@
+"""Speed, MFU and memory of one trainer on one GPU: what `trainer.py gpu` starts for each model and contender.
+
+    python benchmarks/on_gpu.py MODEL CONTENDER [--steps 15] [--tiny]
+
+The process prints one JSON object. With --tiny, models are small, and a machine without a GPU takes its CPU: for tests.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from trainer import Step, batch, core_step, model, ours, transformers_step
+
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import fields_of, from_fields
+from megaconv.planning.gpus import peak_tflops
+from megatron_lite.loop.log import flops_per_token
+from megatron_lite.settings.options import FP8, LoRA, Recompute
+
+WARM_UP = 3
+VOCAB = 128256
+SEQUENCE = 4096
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, and the way it is trained."""
+
+    config: ModelConfig
+    rows: int
+    """Sequences of a step."""
+    options: dict[str, Any]
+    """Further options of megatron_lite."""
+    contenders: tuple[str, ...]
+
+    @property
+    def adapters_only(self) -> bool:
+        return "lora" in self.options
+
+
+OURS = ("megatron_lite", "megatron_lite, compiled", "megatron_lite, fp8")
+ALL = (*OURS, "transformers, compiled", "megatron-core")
+WITHOUT_CORE = ("megatron_lite", "megatron_lite, compiled", "transformers, compiled")
+
+
+def _mixture(layers: int, experts: int) -> ModelConfig:
+    """Return a mixture with OLMoE's shapes: of 64 experts, a token goes to 8."""
+    dense = model(layers, 2048, 16, 16, 1024, 50304, SEQUENCE)
+    of_experts = {
+        "layers.mlp": "experts",
+        "experts.count": experts,
+        "experts.per_token": 8,
+        "experts.ffn": 1024,
+    }
+    return from_fields("mixtral", fields_of(dense) | of_experts)
+
+
+def models() -> dict[str, Model]:
+    """Return the models by name. At 18 bytes a parameter, each fits into 80 GB."""
+    eight = partial(model, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=VOCAB)
+    lora = LoRA(rank=16, alpha=32.0)
+    return {
+        "1B": Model(model(16, 2048, 32, 8, 8192, VOCAB, SEQUENCE), 4, {}, ALL),
+        "3B": Model(
+            model(28, 3072, 24, 8, 8192, VOCAB, SEQUENCE, tied=True), 1,
+            {"recompute": Recompute("selective")}, ALL,
+        ),
+        "8 of the 32 layers of 8B": Model(eight(layers=8, positions=SEQUENCE), 2, {}, ALL),
+        "8B with adapters (LoRA)": Model(
+            eight(layers=32, positions=SEQUENCE), 1, {"lora": lora}, OURS[:2]
+        ),
+        "mixture of 4 layers, 64 experts": Model(_mixture(4, 64), 4, {}, WITHOUT_CORE),
+    }  # fmt: skip
+
+
+def small_models() -> dict[str, Model]:
+    """Return models of the same kinds for a machine without a GPU."""
+    dense = model(2, 64, 4, 2, 128, 256, 64)
+    mixture = fields_of(dense) | {
+        "layers.mlp": "experts", "experts.count": 4, "experts.per_token": 2, "experts.ffn": 64,
+    }  # fmt: skip
+    lora = {"lora": LoRA(rank=2, alpha=4.0)}
+    found = {}
+    for name, real in models().items():
+        config = from_fields("mixtral", mixture) if "mixture" in name else dense
+        options = lora if real.adapters_only else real.options
+        found[name] = Model(config, 1, options, real.contenders)
+    return found
+
+
+def step_of(contender: str, chosen: Model, device: torch.device) -> Step:
+    """Return a contender's training step in bf16."""
+    config, rows = chosen.config, chosen.rows
+    if contender == "megatron-core":
+        return core_step(config, "bfloat16", rows, device)
+    if contender.startswith("transformers"):
+        return transformers_step(config, "bfloat16", rows, device, compiled=True)
+    more: dict[str, Any] = {
+        "megatron_lite": {},
+        "megatron_lite, compiled": {"compile": True},
+        "megatron_lite, fp8": {"fp8": FP8(recipe="tensorwise")},
+    }[contender]
+    return ours(config, "bfloat16", rows, device, **chosen.options, **more)
+
+
+def measure(contender: str, chosen: Model, steps: int) -> dict[str, Any]:
+    """Return the figures of one contender."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    settle: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
+    step = step_of(contender, chosen, device)
+    for _ in range(WARM_UP):
+        step()
+    settle()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(steps):
+        begun = time.perf_counter()
+        step()
+        settle()
+        times.append(time.perf_counter() - begun)
+    median = sorted(times)[len(times) // 2]
+    return _figures(chosen, median, on_gpu=on_gpu)
+
+
+def _figures(chosen: Model, seconds: float, *, on_gpu: bool) -> dict[str, Any]:
+    config = chosen.config
+    speed = chosen.rows * config.max_positions / seconds
+    name = torch.cuda.get_device_name() if on_gpu else "CPU"
+    found: dict[str, Any] = {"device": name, "tokens_per_second": round(speed)}
+    peak = peak_tflops(name)
+    if peak is not None:
+        each = flops_per_token(config, config.max_positions, frozen=chosen.adapters_only)
+        found["mfu"] = round(speed * each / 1e12 / peak, 3)
+    if on_gpu:
+        found["peak_GB"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("contender")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    chosen = (small_models() if args.tiny else models())[args.model]
+    batch(chosen.config, 1)
+    print(json.dumps(measure(args.contender, chosen, args.steps)))
+
+
+if __name__ == "__main__":
+    main()

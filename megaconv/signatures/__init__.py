@@ -1,0 +1,1 @@
+"""Signatures of models, as the OpenSSF's model signing defines them."""

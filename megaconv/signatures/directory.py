@@ -1,0 +1,170 @@
+"""The resources of a directory: which files a signature covers, and their hashes."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from blake3 import blake3
+
+from formats.errors import CorruptCheckpoint, UnsafeContent, UnsupportedInput
+from formats.regular_files import open_regular
+from megaconv.errors import UsageError
+from megaconv.signatures.bundle import SIGNATURE_NAME
+from megaconv.signatures.statement import SHARDS, Method, Statement
+from megaconv.threads import thread_pool
+
+GIT_PATHS = (".git", ".gitattributes", ".github", ".gitignore")
+"""What model signing never covers: git and the Hub change these files."""
+_READ = 1 << 20
+_HASHERS: Mapping[str, Callable[[], Any]] = {
+    "sha256": hashlib.sha256,
+    "blake2b": hashlib.blake2b,
+    "blake2": hashlib.blake2b,
+    "blake3": blake3,
+}
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A file, or a shard of one."""
+
+    name: str
+    """The name of the resource."""
+    path: Path
+    start: int
+    size: int
+
+
+def standard_method(signature: Path, root: Path) -> Method:
+    """The method of a new signature: SHA-256 of each file. signature: its file, which it can't cover."""
+    ignored = {*GIT_PATHS, SIGNATURE_NAME}
+    if signature.resolve().is_relative_to(root.resolve()):
+        ignored.add(signature.resolve().relative_to(root.resolve()).as_posix())
+    return Method(ignore_paths=tuple(sorted(ignored)))
+
+
+def state_of(
+    root: Path,
+    method: Method,
+    workers: int,
+    *,
+    advance: Callable[[int], None] = lambda count: None,
+    expect: Callable[[int], None] = lambda total: None,
+    replaced: Mapping[str, bytes] | None = None,
+) -> Statement:
+    """The statement about a directory as it is now. Reads all files that the method covers.
+
+    advance: called with the bytes of each block. expect: called once with the number of bytes to read.
+    replaced: content by name, for files that are about to be written.
+    Raises UnsupportedInput for a link, UnsafeContent for a link out of root, and CorruptCheckpoint for other special files.
+    """
+    new = replaced or {}
+    files = {name: path for name, path in covered_files(root, method).items() if name not in new}
+    pieces = [piece for name, path in files.items() for piece in _pieces(name, path, method)]
+    expect(sum(piece.size for piece in pieces))
+    with thread_pool(workers) as pool:
+        found = dict(pool.map(lambda piece: (piece.name, _hash(piece, method, advance)), pieces))
+    for name, content in new.items():
+        hasher = _HASHERS[method.hash_type]()
+        hasher.update(content)
+        found[name] = hasher.hexdigest()
+    ordered = sorted(found, key=_order)
+    return Statement(root.resolve().name, method, {name: found[name] for name in ordered})
+
+
+def _order(name: str) -> tuple[PurePosixPath, tuple[int, ...]]:
+    """The order of resources in a statement: that of paths, part by part."""
+    path, *rest = name.split(":") if name.count(":") == 2 else (name,)
+    return PurePosixPath(path), tuple(int(each) for each in rest if each.isdigit())
+
+
+def covered_files(root: Path, method: Method) -> dict[str, Path]:
+    """The files that a signature covers, by name. Raises UnsupportedInput or UnsafeContent for links."""
+    ignored = {PurePosixPath(each) for each in (*method.ignore_paths, *GIT_PATHS)}
+    found: dict[str, Path] = {}
+    for path in _walk(root, ignored):
+        name = path.relative_to(root).as_posix()
+        _require_text(path, name)
+        if path.is_symlink():
+            _require_permitted_link(path, root, method)
+        found[name] = path
+    return found
+
+
+def _walk(root: Path, ignored: set[PurePosixPath]) -> Iterator[Path]:
+    """All files and all links below a directory, but those in `ignored`."""
+    for folder, directories, names in os.walk(root, onerror=_refuse_unreadable):
+        below = Path(folder).relative_to(root)
+        links = [name for name in directories if (Path(folder) / name).is_symlink()]
+        directories[:] = [
+            name
+            for name in sorted(directories)
+            if name not in links and not _is_ignored(below / name, ignored)
+        ]
+        for name in sorted([*names, *links]):
+            if not _is_ignored(below / name, ignored):
+                yield Path(folder) / name
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    raise CorruptCheckpoint(f"{error.filename}: can't be read: {error.strerror}") from error
+
+
+def _is_ignored(name: Path, ignored: set[PurePosixPath]) -> bool:
+    path = PurePosixPath(name.as_posix())
+    return path in ignored or any(parent in ignored for parent in path.parents)
+
+
+def _require_text(path: Path, name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{path.parent}: has a file whose name is not UTF-8; rename it") from error
+
+
+def _require_permitted_link(path: Path, root: Path, method: Method) -> None:
+    if not method.allow_symlinks or not path.is_file():
+        raise UnsupportedInput(
+            f"{path}: is a link, which a signature doesn't cover; put the file itself there"
+        )
+    # The Hub's own cache keeps its files in `blobs`, beside the snapshots.
+    real = path.resolve()
+    if not real.is_relative_to(root.resolve()) and real.parent.name != "blobs":
+        raise UnsafeContent(f"{path}: is a link to {real}, outside of the model's directory")
+
+
+def _pieces(name: str, path: Path, method: Method) -> Iterator[_Piece]:
+    descriptor = open_regular(path)
+    size = os.fstat(descriptor).st_size
+    os.close(descriptor)
+    if method.name != SHARDS or method.shard_size is None:
+        yield _Piece(name, path, 0, size)
+        return
+    for start in range(0, size, method.shard_size):
+        end = min(start + method.shard_size, size)
+        yield _Piece(f"{name}:{start}:{end}", path, start, end - start)
+
+
+def _hash(piece: _Piece, method: Method, advance: Callable[[int], None]) -> str:
+    hasher = _HASHERS[method.hash_type]()
+    place, end = piece.start, piece.start + piece.size
+    is_whole = method.name != SHARDS
+    descriptor = open_regular(piece.path)
+    try:
+        # A file may have grown since its size was read: a whole file is read to its end.
+        while is_whole or place < end:
+            wanted = _READ if is_whole else min(_READ, end - place)
+            block = os.pread(descriptor, wanted, place)
+            if not block:
+                break
+            hasher.update(block)
+            place += len(block)
+            advance(len(block))
+    except OSError as error:
+        raise CorruptCheckpoint(f"{piece.path}: can't be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+    return str(hasher.hexdigest())

@@ -1,0 +1,201 @@
+"""`megaconv verify A [B] --forward`: two checkpoints are compared by what they compute, and every refusal is one line."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import megaconv
+from megaconv.commands.forward_pass import GROUP
+from tests.conftest import FIXTURES
+from tests.models import write_large_llama, write_llama
+from tests.package.test_architecture import ROOT
+from tests.runs import run
+from tests.transformers_oracle import MIXTURES, VARIANTS, Variant, create, load
+
+LINE = re.compile(r"^([a-z]+ ?\w*) +(\S+) +\(largest difference (\S+) of (\S+)\)$", re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry point of pyproject.toml, as pip leaves it behind."""
+    text = (ROOT / "pyproject.toml").read_text()
+    (entry,) = re.findall(rf'^\[project\.entry-points\.{GROUP}\]\n(\w+) = "(\S+)"$', text, re.M)
+    site = tmp_path_factory.mktemp("site")
+    information = site / "megaconv_forward-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: forward\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(f"[{GROUP}]\n{entry[0]} = {entry[1]}\n")
+    monkeypatch.syspath_prepend(site)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "llama", layers=2, dtype="float32")
+
+
+def changed(source: Path, tensor: str, factor: float, target: Path) -> Path:
+    """A copy of a model in which one tensor is multiplied."""
+    target.mkdir()
+    (target / "config.json").write_bytes((source / "config.json").read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    tensors[tensor] *= factor
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def states(out: str) -> dict[str, float]:
+    return {name.strip(): float(relative) for name, relative, *_ in LINE.findall(out)}
+
+
+def test_one_model_in_two_formats_computes_the_same(llama: Path, tmp_path: Path) -> None:
+    megaconv.convert(llama, tmp_path / "core", saver="core", tp=2, pp=2)
+    outcome = run("verify", llama, tmp_path / "core", "--forward")
+    assert outcome.status == 0, outcome.err
+    names = ["embedding", "layer 0", "layer 1", "final norm", "logits"]
+    assert states(outcome.out) == dict.fromkeys(names, 0.0)
+    assert outcome.out.splitlines()[-1] == "the same: 32 tokens, no difference beyond 0.0001"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "first"),
+    [
+        ("model.embed_tokens.weight", "embedding"),
+        ("model.layers.0.self_attn.o_proj.weight", "layer 0"),
+        ("model.layers.1.input_layernorm.weight", "layer 1"),
+        ("model.norm.weight", "final norm"),
+        ("lm_head.weight", "logits"),
+    ],
+)
+def test_a_changed_tensor_is_found_where_it_is_used_first(
+    tensor: str, first: str, llama: Path, tmp_path: Path
+) -> None:
+    other = changed(llama, tensor, 3.0, tmp_path / "other")
+    outcome = run("verify", llama, other, "--forward", "--window", "64")
+    found = states(outcome.out)
+    assert outcome.status == 4
+    assert outcome.out.splitlines()[-1].startswith(f"different: from {first} on")
+    before = list(found)[: list(found).index(first)]
+    assert {name: found[name] for name in before} == dict.fromkeys(before, 0.0)
+    document = json.loads(run("verify", llama, other, "--forward", "--json").out)
+    assert (document["same"], document["first_difference"]) in ((False, first), (True, None))
+
+
+def test_a_difference_within_the_tolerance_is_none(llama: Path, tmp_path: Path) -> None:
+    other = changed(llama, "lm_head.weight", 1.0 + 1e-3, tmp_path / "other")
+    assert run("verify", llama, other, "--forward", "--window", "64").status == 4
+    assert run("verify", llama, other, "--forward", "--tolerance", "0.01").status == 0
+
+
+@pytest.mark.oracle
+def test_the_perplexity_of_a_text_is_that_of_transformers(tmp_path: Path) -> None:
+    """Windows one after the other, each from its first token."""
+    create(VARIANTS["llama"], tmp_path / "model")
+    words = {f"w{number}": number for number in range(131)}
+    tokenizer = {
+        "version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None, "decoder": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "truncation": None, "padding": None,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
+    }  # fmt: skip
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    ids = [7 + 11 * number % 120 for number in range(50)]
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{number}" for number in ids))
+    asked = "--forward", "--text", text, "--window", "16", "--json", "--max-memory", "300kB"
+    outcome = run("verify", tmp_path / "model", *asked)
+    assert outcome.status == 0, outcome.err
+    found = json.loads(outcome.out)
+    model = load(tmp_path / "model")
+    total, count = 0.0, 0
+    for first in range(0, 50, 16):
+        window = torch.tensor([ids[first : first + 16]])
+        with torch.no_grad():
+            loss = model(input_ids=window, labels=window).loss
+        total, count = total + float(loss) * (window.shape[1] - 1), count + window.shape[1] - 1
+    assert (found["tokens"], found["predicted"]) == (50, count)
+    assert found["perplexities"] == [pytest.approx(math.exp(total / count), rel=1e-4)]
+
+
+FORMATS: dict[str, tuple[Variant, dict[str, dict[str, object]]]] = {
+    "llama": (
+        VARIANTS["llama"],
+        {
+            "core": {"saver": "core", "tp": 2, "pp": 2},
+            "torch_dist": {"saver": "core", "ckpt_format": "torch_dist"},
+            "dcp": {"saver": "dcp"},
+            "gguf": {"saver": "gguf", "options": {"tokenizer": "none"}},
+        },
+    ),
+    "qwen3_moe": (
+        MIXTURES["qwen3_moe"],
+        {
+            "core": {"saver": "core", "tp": 2, "ep": 2},
+            "gguf": {"saver": "gguf", "options": {"tokenizer": "none"}},
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_compute_the_same(name: str, tmp_path: Path) -> None:
+    variant, formats = FORMATS[name]
+    create(variant, tmp_path / "hf")
+    for form, options in formats.items():
+        target = tmp_path / (form + ".gguf" if form == "gguf" else form)
+        megaconv.convert(tmp_path / "hf", target, **options)  # type: ignore[arg-type]
+        outcome = run("verify", tmp_path / "hf", target, "--forward", "--tolerance", "1e-5")
+        assert outcome.status == 0, (form, outcome)
+
+
+def test_memory_stays_bounded(tmp_path: Path) -> None:
+    """A model of 400 MB in bf16."""
+    model = write_large_llama(tmp_path / "large")
+    assert run("verify", model, "--forward", "--max-memory", "64MiB").status == 0
+
+
+REFUSED = {
+    "no such checkpoint": (("{model}/none", "--forward"), 2),
+    "B without --forward": (("{model}", "{model}"), 2),
+    "a text without --forward": (("{model}", "--text", "x"), 2),
+    "a dtype of another kind": (("{model}", "--forward", "--dtype", "int8"), 2),
+    "no such text": (("{model}", "--forward", "--text", "none"), 2),
+    "no tokenizer": (("{model}", "--forward", "--text", "{text}"), 2),
+    "a window beyond the positions": (("{model}", "--forward", "--window", "65"), 2),
+    "too little memory": (("{model}", "--forward", "--max-memory", "8192"), 2),
+    "a tolerance that is no number": (("{model}", "{model}", "--forward", "--tolerance", "nan"), 2),
+    "another model": (("{model}", "{other}", "--forward"), 4),
+    "an encoder and a text": (("{bert}", "--forward", "--text", "{text}"), 2),
+    "a retro": (("{retro}", "--forward"), 2),
+    "another loader": (("{model}", "{model}", "--forward", "--loader-b", "core"), 3),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_every_refusal_is_one_line(case: str, llama: Path, tmp_path: Path) -> None:
+    arguments, status = REFUSED[case]
+    places = {
+        "model": llama,
+        "other": write_llama(tmp_path / "other", layers=1),
+        "text": tmp_path / "text.txt",
+        "bert": FIXTURES / "core-bert-tp2pp2" / "checkpoint",
+        "retro": FIXTURES / "retro-tp2-torch",
+    }
+    places["text"].write_text("a text")
+    outcome = run("verify", *(word.format(**places) for word in arguments))
+    assert (outcome.status, outcome.out) == (status, "")
+    assert outcome.err.count("\n") == 1, outcome.err
+
+
+def test_without_the_trainer_it_says_what_to_install(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megaconv.commands.forward_pass.GROUP", "nothing")
+    outcome = run("verify", llama, "--forward")
+    assert outcome.status == 2
+    assert "pip install '.[train,data]'" in outcome.err

@@ -1,0 +1,67 @@
+"""Compiled layers: like layers share their graphs, and later steps compile nothing, with tensor parallelism and experts too."""
+
+import shutil
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.trainer.parallel.small import SELECTIVE, Case, make_engine, step
+from tests.trainer.parallel.worlds import World
+
+STEPS = 3
+COMPILED = (("compile", True),)
+CASES = {
+    "tensor parallel": (Case("llama", tp=2, sequence_parallel=True), 4),
+    "experts": (Case("mixtral", tp=2, ep=2, sequence_parallel=True), 6),
+    "sharded parameters": (Case("qwen3", dp=2, distributed=True, zero=3), 4),
+    "latent attention, recomputed": (Case("deepseek_v3", recompute=SELECTIVE), 8),
+}
+"""A case, and the number of graphs that it may have: for rows of one document, and for packed rows.
+
+A packed row's attention is not compiled, so that a layer has a graph before it and one behind it. The same holds for
+a mixture of experts.
+"""
+
+
+def _graphs(_rank: int, case: Case, backend: str) -> list[tuple[float, int]]:
+    """Return (loss, number of graphs so far) after each step."""
+    torch.compiler.reset()
+    counters.clear()
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        engine = make_engine(case)
+    found = []
+    for number in range(STEPS):
+        loss = step(engine, case, number).loss
+        found.append((loss, counters["stats"]["unique_graphs"]))
+    engine.finish()
+    engine.grid.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "most"), CASES.values(), ids=CASES)
+def test_no_later_step_compiles_and_like_layers_share_their_graphs(
+    world: World, case: Case, most: int
+) -> None:
+    """With a backend that runs what was traced. Sequences and documents differ from step to step."""
+    compiled = world.run(case.world, _graphs, replace(case, options=COMPILED), "aot_eager")
+    plain = world.run(case.world, _graphs, case, "aot_eager")
+    for found, expected in zip(compiled, plain, strict=True):
+        graphs = [each for _, each in found]
+        assert graphs[0] == graphs[-1] <= most
+        assert [loss for loss, _ in found] == pytest.approx(
+            [loss for loss, _ in expected], rel=1e-5
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs the compiler g++")
+def test_compiled_code_of_like_layers_is_made_once(world: World) -> None:
+    """By the compiler itself: one forward and one backward pass for four layers and all steps."""
+    case = Case("llama", tp=2, sequence_parallel=True, masked=False)
+    for found in world.run(2, _graphs, replace(case, options=COMPILED), "inductor"):
+        assert [graphs for _, graphs in found] == [1] * STEPS
