@@ -12,7 +12,7 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py of torch 2.13
 0.11 to 0.15, and so are saved plans, which add no information.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,15 +171,25 @@ def _shape(value: object) -> Shape:
 # Writing.
 
 
-def write(metadata: DcpMetadata, *, nested_keys: bool) -> bytes:
+def write(metadata: DcpMetadata, *, nested_keys: bool, containers: Collection[str] = ()) -> bytes:
     """The bytes of `.metadata`. nested_keys: write planner_data as torch does, with each key as a path of one step.
+
+    containers: words that begin a path of two steps: `optimizer` for optimizer.state.norm.weight.step, which is
+    `state.norm.weight.step` in the dictionary `optimizer`.
 
     Large models have hundreds of thousands of chunks, each with three records. The opcodes are written one after
     another, without a Python object for each record.
     """
     records = _Records()
-    records.metadata(metadata, nested_keys)
+    names = (*metadata.tensors, *metadata.objects)
+    paths = {name: _path(name, containers) for name in names} if nested_keys else None
+    records.metadata(metadata, paths)
     return records.writer.finish()
+
+
+def _path(name: str, containers: Collection[str]) -> tuple[str, ...]:
+    container, _, inner = name.partition(".")
+    return (container, inner) if container in containers and inner else (name,)
 
 
 class _Records:
@@ -197,8 +207,8 @@ class _Records:
         contiguous = Opaque(_METADATA, "_MEM_FORMAT_ENCODING", (0,))
         self._properties = layout, False, contiguous, False
 
-    def metadata(self, metadata: DcpMetadata, nested_keys: bool) -> None:
-        """Write everything, as one record."""
+    def metadata(self, metadata: DcpMetadata, paths: Mapping[str, tuple[str, ...]] | None) -> None:
+        """Write everything, as one record. paths: key -> its place in the nested dictionary."""
         names = (*metadata.tensors, *metadata.objects)
         self._open(_METADATA, "Metadata", "state_dict_metadata")
         self._begin_dict(names)
@@ -211,7 +221,7 @@ class _Records:
             self.writer.write(nothing)
         self._end_dict(names)
         self._field("planner_data")
-        self.writer.write({name: (name,) for name in names} if nested_keys else None)
+        self.writer.write(paths)
         self._field("storage_data")
         self._begin_dict(names)
         self._storage(metadata)

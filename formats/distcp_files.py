@@ -6,14 +6,14 @@
 Large clusters read a checkpoint faster if it has more files, of about one size.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from heapq import heapreplace
 
 from formats import dcp_metadata, torch_zip
 from formats.dcp_metadata import METADATA_NAME, DcpMetadata, Range, StoredChunk, StoredTensor
 from formats.output import FileLayout, Piece, PlainFile, Record
-from formats.pickle_writer import Placeholder
+from formats.pickle_writer import Constant, Placeholder
 from formats.tensor import Shape
 from formats.torch_zip import TorchZipLayout
 
@@ -76,7 +76,7 @@ class DistcpFiles:
         self._chunks: dict[str, list[StoredChunk]] = {}
         self._tensors: dict[str, tuple[Shape, str]] = {}
         self._objects: dict[str, Range] = {}
-        self._nothing: TorchZipLayout | None = None
+        self._values: dict[str, TorchZipLayout] = {}
 
     def add_chunk(
         self, key: str, whole: Shape, dtype: str, offset: Shape, shape: Shape
@@ -92,13 +92,21 @@ class DistcpFiles:
 
     def add_object(self, name: str, value: object) -> None:
         """Add an object. value: it contains no tensors; Megatron requires a list of one."""
-        if value != [None]:
-            self._objects[name] = self._place(name, torch_zip.plan(value, "archive"))
-            return
-        self._nothing = self._nothing or torch_zip.plan(
-            value, "archive"
-        )  # most are [None], and share this plan
-        self._objects[name] = self._place(name, self._nothing)
+        self._objects[name] = self._place(name, self._planned(value))
+
+    def add_constant(self, key: str, value: Constant) -> None:
+        """Add a small tensor with known bytes, as one chunk."""
+        place = self._place(key, self._planned(value))
+        corner = (0,) * len(value.shape)
+        self._tensors[key] = value.shape, value.dtype
+        self._chunks[key] = [StoredChunk(corner, value.shape, place)]
+
+    def _planned(self, value: object) -> TorchZipLayout:
+        """The archive of a value. Most values of an optimizer are equal, and equal values share one plan."""
+        written = repr(value)
+        if written not in self._values:
+            self._values[written] = torch_zip.plan(value, "archive")
+        return self._values[written]
 
     def _place(self, record: str, archive: TorchZipLayout) -> Range:
         _, number = self._emptiest[0]
@@ -106,13 +114,16 @@ class DistcpFiles:
         heapreplace(self._emptiest, (self._layouts[number].size, number))
         return Range(self._names[number], *place)
 
-    def layouts(self, *, nested_keys: bool) -> dict[str, FileLayout]:
-        """File name -> layout, without empty files. nested_keys: as for formats.dcp_metadata.write."""
+    def layouts(
+        self, *, nested_keys: bool, containers: Collection[str] = ()
+    ) -> dict[str, FileLayout]:
+        """File name -> layout, without empty files. nested_keys, containers: as for formats.dcp_metadata.write."""
         tensors = {
             key: StoredTensor(*kind, tuple(self._chunks[key]))
             for key, kind in self._tensors.items()
         }
-        described = dcp_metadata.write(DcpMetadata(tensors, self._objects), nested_keys=nested_keys)
+        metadata = DcpMetadata(tensors, self._objects)
+        described = dcp_metadata.write(metadata, nested_keys=nested_keys, containers=containers)
         files = {
             name: layout
             for name, layout in zip(self._names, self._layouts, strict=True)

@@ -96,6 +96,9 @@ def _files(path: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
         for child in path.iterdir()
         if (match := pattern.fullmatch(child.name))
     ]
+    if pattern is _MODEL and zero_universal.is_universal(path):
+        # A universal checkpoint for all stages has a file for stage 3 besides the one with the module.
+        found = [each for each in found if each[1].name.startswith("mp_rank_")] or found
     files = dict(sorted(found))
     if len(files) != len(found):
         names = sorted(child.name for rank, child in found if files[rank] != child)

@@ -24,8 +24,9 @@ from formats.tensor import LazyTensor, Shape, reshaped
 
 LATEST = "latest_universal"
 FOLDER = "zero"
-_GROUPS = "optimizer_state.pt"
-_FILES = {"master": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
+GROUPS = "optimizer_state.pt"
+FILES = {"master": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
+"""Slot -> its file in the directory of a parameter."""
 
 
 class Universal(NamedTuple):
@@ -40,7 +41,7 @@ class Universal(NamedTuple):
 
 
 def is_universal(step: Path) -> bool:
-    return (step / FOLDER / _GROUPS).is_file()
+    return (step / FOLDER / GROUPS).is_file()
 
 
 def read(step: Path, shapes: Mapping[str, Shape], shared: Collection[str] = ()) -> Universal:
@@ -52,12 +53,12 @@ def read(step: Path, shapes: Mapping[str, Shape], shared: Collection[str] = ()) 
     """
     folder = step / FOLDER
     _require_directories(folder, shapes, shared)
-    state_file = folder / _GROUPS
+    state_file = folder / GROUPS
     state = torch_zip.read(state_file)
     if not isinstance(state, dict) or not isinstance(state.get("param_groups"), list):
         raise CorruptCheckpoint(f"{state_file}: has no param_groups")
     slots: dict[str, dict[str, LazyTensor]] = {}
-    for slot, file in _FILES.items():
+    for slot, file in FILES.items():
         slots[slot] = {}
         for name, shape in shapes.items():
             slots[slot][name] = _tensor(folder / name / file, shape)
@@ -124,14 +125,14 @@ def _compared(
     vector."""
     found, start = dict[str, LazyTensor](), 0
     for name, tensor in tensors.items():
-        file = step / FOLDER / name / _FILES[slot]
+        file = step / FOLDER / name / FILES[slot]
         numel = prod(tensor.shape)
         piece = -(-numel // ranks)
         if tensor.dtype != whole.dtype:
-            raise CorruptCheckpoint(f"{file}: is {tensor.dtype}, in {_GROUPS} {whole.dtype}")
+            raise CorruptCheckpoint(f"{file}: is {tensor.dtype}, in {GROUPS} {whole.dtype}")
         copy = beginning(whole, start, min(piece, numel), tuple(tensor.shape))
         message = (
-            f"{file}: differs from this parameter in {_GROUPS}; "
+            f"{file}: differs from this parameter in {GROUPS}; "
             "was the file replaced by another parameter's? make the universal checkpoint again"
         )
         found[name] = ComparedTensor(tensor, copy, message)
@@ -141,7 +142,7 @@ def _compared(
 
 def _tensor(file: Path, shape: Shape) -> LazyTensor:
     value, folder = torch_zip.read_saved(file)
-    if folder != file.stem and f"{folder}.pt" in _FILES.values():
+    if folder != file.stem and f"{folder}.pt" in FILES.values():
         raise CorruptCheckpoint(
             f"{file}: was saved as {folder}.pt; make the universal checkpoint again"
         )

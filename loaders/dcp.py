@@ -5,13 +5,14 @@
 
 Tensors have transformers' names, or torchtitan's names for Llama. torchtitan stores each head's rows of q and k as
 rotary pairs, as Meta does. The names may have a prefix from the state dict. The config.json comes from --config, or
-from the checkpoint's directory.
+from the checkpoint's directory. Optimizer state is read if it is that of torch's Adam (megaconv/pytorch/stored_optimizer.py).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from formats import sharded_safetensors, torch_dist
 from formats.chunked import ChunkedTensor
@@ -21,13 +22,20 @@ from megaconv.families import Family, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.huggingface.weight_files import whole_model
 from megaconv.loader import Loader
-from megaconv.model.check import listing
+from megaconv.megatron.arguments.zero_groups import GROUP_OPTIONS, takes_megatrons
+from megaconv.model.check import listing, well_formed
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
-from megaconv.model.naming import HF, META_ROWS, Naming
-from megaconv.model.table import Row, expressible
+from megaconv.model.naming import HF, HF_STACKED, META_ROWS, Naming
+from megaconv.model.table import Row, canonical_shapes, expressible
+from megaconv.model.training import TrainingState
 from megaconv.options import LoadOptions
+from megaconv.pytorch import titan_names
+from megaconv.pytorch.dcp_training import GLOBAL_BATCH_SIZE, open_run
+from megaconv.pytorch.training_state import Parameters
 
 _TITAN = META_ROWS
+_TRANSFORMERS = (HF, HF_STACKED)
+_OPTIMIZER = re.compile(r"(.*\.)?optim(izers?)?\.")
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 _NOT_MODEL = re.compile(
     r"(optim|optimizer|optimizers|lr_scheduler|scheduler|dataloader|train_state)\."
@@ -57,32 +65,61 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         raise UsageError(
             f"{path}: its vocabulary of {config.vocab} has no padding; leave --true-vocab-size out"
         )
-    opened = (
-        torch_dist.open_directory(path).tensors()
-        if torch_dist.is_dcp(path)
-        else sharded_safetensors.read(path)
-    )
-    stored = {
-        _WRAPPERS.sub("", name): tensor
-        for name, tensor in opened.items()
-        if not _NOT_MODEL.match(name)
-    }
+    archives = torch_dist.open_directory(path) if torch_dist.is_dcp(path) else None
+    opened = sharded_safetensors.read(path) if archives is None else archives.tensors()
+    plain = {_plain(name): tensor for name, tensor in opened.items() if not _NOT_MODEL.match(name)}
+    stored = {titan_names.before_03(name, plain.keys()): each for name, each in plain.items()}
     naming, prefix = _spelling(path, family, stored)
     found = {
         name.removeprefix(prefix): tensor
         for name, tensor in stored.items()
         if name.startswith(prefix)
     }
-    config, tensors = whole_model(family, config, naming, found, str(path))
+    takes = takes_megatrons(options.extra)
+    run = None
+    if archives is not None and options.optimizer:
+        parameters = Parameters.of(family, config, (naming,) if naming == _TITAN else _TRANSFORMERS)
+        with well_formed(str(path)):
+            run = open_run(archives, found, parameters, _Names(found, plain, prefix).of_parameter)
+    slots = {} if run is None else run.slots
+    config, tensors = whole_model(family, config, naming, found, str(path), slots)
     manifest = describe(tensors)
+    training = TrainingState()
+    if run is not None:
+        shapes = canonical_shapes(family.rows, config)
+        with well_formed(str(path)):
+            training = run.training(shapes, options.extra, takes_megatrons=takes)
     header = Header(
         replace(config, dtype=main_dtype(manifest)),
         manifest,
+        training=training,
         files=find_sidecars(directory),
         source=f"dcp, {'torchtitan' if naming == _TITAN else 'transformers'} names",
-        has_optimizer=any(name.startswith("optim") for name in opened),
+        has_optimizer=any(_OPTIMIZER.match(name) for name in opened),
     )
     return OpenedSource(header, tensors)
+
+
+def _plain(name: str) -> str:
+    """The name without the prefixes of modules that wrapped the model."""
+    return _WRAPPERS.sub("", name)
+
+
+class _Names(NamedTuple):
+    """The names of a model's tensors in a checkpoint."""
+
+    found: Collection[str]
+    """As this loader reads them."""
+    stored: Collection[str]
+    """As stored, without wrappers."""
+    prefix: str
+    """What the stored names begin with."""
+
+    def of_parameter(self, name: str) -> str:
+        """The name of a parameter of the optimizer, whose names may lack the prefix."""
+        plain = titan_names.before_03(_plain(name), self.stored)
+        shorter = plain.removeprefix(self.prefix)
+        return plain if plain in self.found else titan_names.before_03(shorter, self.found)
 
 
 def _spelling(
@@ -116,5 +153,9 @@ LOADER = Loader(
     description="PyTorch distributed checkpoints (DCP) with transformers' or torchtitan's names; needs --config",
     detect=detect,
     open=open,
+    options={
+        **GROUP_OPTIONS,
+        GLOBAL_BATCH_SIZE: "the samples of a step of the run, from which Megatron's count follows",
+    },
     reads_files=False,
 )

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from formats import zero_partitions
 from formats.tensor import LazyTensor
@@ -21,17 +20,23 @@ from megaconv.families import Family, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.huggingface.weight_files import has_weights, whole_model
 from megaconv.loader import Loader
-from megaconv.megatron.arguments.zero_groups import TAKE_MEGATRONS, megatron_groups
+from megaconv.megatron.arguments.zero_groups import (
+    GROUP_OPTIONS,
+    megatron_groups,
+    takes_megatrons,
+    torch_groups,
+)
 from megaconv.megatron.optimizer.master_check import CheckedMaster
 from megaconv.megatron.rank_files.layer_files import holds_layer_files, open_layer_files
 from megaconv.model.check import listing, well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
-from megaconv.model.naming import HF, HF_STACKED
-from megaconv.model.natives import unsharded_tensors
+from megaconv.model.naming import HF
 from megaconv.model.table import canonical_shapes
 from megaconv.model.training import MASTER, OptimizerState, TrainingState
 from megaconv.options import LoadOptions
+from megaconv.pytorch.progress import ENTRY, with_entry, with_samples
+from megaconv.pytorch.training_state import Parameters, in_fp32
 from megaconv.values.cast import CastTensor
 
 _ADVICE = (
@@ -69,16 +74,15 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             code="config-needed",
         )
     family, config = read_config(directory / CONFIG_NAME)
-    asked = options.extra.get(TAKE_MEGATRONS)
-    if asked not in (None, "megatron"):
-        raise UsageError(f"--option {TAKE_MEGATRONS}={asked}: choose megatron, or leave it out")
+    asked = takes_megatrons(options.extra)
     found = zero_partitions.open_step(step)
     of_optimizer = _of_optimizer(found)
     masters = of_optimizer.get(MASTER, {})
     # An fp32 module uses its master weights, so that the order of moments is verified when they are converted as well.
     in_fp32 = options.dtype == "float32" or (found.dtype == "float32" and options.optimizer)
     weights = _weights(found, masters, in_fp32=in_fp32)
-    frozen = [name for name in weights if name not in found.group_of and name not in found.shared]
+    parameters = Parameters.of(family, config)
+    frozen = parameters.frozen(weights, {*found.group_of, *found.shared})
     if found.slots and frozen:
         _log.warning("%s: %s: not trained, as the module has them", step, listing(frozen))
     # Megatron's checkpoints of a run that trains only a part of a model are not supported.
@@ -88,10 +92,16 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         for slot, held in of_optimizer.items()
         if wanted and not (in_fp32 and slot == MASTER)
     }
+    if MASTER in slots:  # an fp32 weight is its own master
+        slots[MASTER] = {
+            name: master
+            for name, master in slots[MASTER].items()
+            if weights[name].dtype != "float32"
+        }
     config, tensors = whole_model(family, config, HF, weights, str(step), slots)
     manifest = describe(tensors)
     with well_formed(str(step)):
-        training = _training(found, family, config, takes_megatrons=asked is not None)
+        training = _training(found, parameters, family, config, takes_megatrons=asked)
     header = Header(
         replace(config, dtype=main_dtype(manifest)),
         manifest,
@@ -112,18 +122,12 @@ def _of_optimizer(found: ZeroCheckpoint) -> dict[str, dict[str, LazyTensor]]:
     holds them."""
     slots: dict[str, dict[str, LazyTensor]] = {}
     for slot, held in found.slots.items():
-        slots[slot] = {name: _in_fp32(tensor, name) for name, tensor in held.items()}
+        slots[slot] = {name: in_fp32(tensor, name) for name, tensor in held.items()}
     if found.stage < 3 and MASTER in slots:
         slots[MASTER] = {
             name: _checked(found, name, master) for name, master in slots[MASTER].items()
         }
     return slots
-
-
-def _in_fp32(tensor: LazyTensor, name: str) -> LazyTensor:
-    return (
-        tensor if tensor.dtype == "float32" else CastTensor(tensor, "float32", name, overflow=False)
-    )
 
 
 def _checked(found: ZeroCheckpoint, name: str, master: LazyTensor) -> CheckedMaster:
@@ -149,7 +153,7 @@ def _weights(
     """Weights by name, including the second names of shared tensors."""
     weights: dict[str, LazyTensor] = {}
     for name, tensor in found.module.items():
-        if name in masters and in_fp32:
+        if name in masters and (in_fp32 or tensor.dtype == "float32"):
             weights[name] = masters[name]
         elif name in masters and found.stage == 3:
             weights[name] = CastTensor(masters[name], tensor.dtype, name, overflow=False)
@@ -161,8 +165,8 @@ def _weights(
 
 
 def _training(
-    found: ZeroCheckpoint, family: Family, config: ModelConfig, *, takes_megatrons: bool
-) -> TrainingState:
+    found: ZeroCheckpoint, parameters: Parameters, family: Family, config: ModelConfig, *, takes_megatrons: bool
+) -> TrainingState:  # fmt: skip
     """The training state of a checkpoint. takes_megatrons: True if Megatron may decay other parameters than DeepSpeed
     did."""
     steps, samples = (
@@ -171,41 +175,24 @@ def _training(
     state = TrainingState(steps, consumed_train_samples=samples)
     if not found.slots:
         return state
-    own = _groups_by_name(found, family, config)
+    own = parameters.by_canonical(found.groups, found.group_of)
     shapes = canonical_shapes(family.rows, config)
-    made = megatron_groups(
-        own, shapes, found.state.get("ds_config"), takes_megatrons=takes_megatrons
-    )
-    unsupported = made.unsupported
-    if found.further and not unsupported:
-        unsupported = f"the optimizer's state has {', '.join(found.further)} besides the moments of Megatron's Adam"
+    ds_config = found.state.get("ds_config")
+    made = megatron_groups(own, shapes, ds_config, takes_megatrons=takes_megatrons)
+    incomplete = None
+    if found.further:
+        incomplete = f"the optimizer's state has {', '.join(found.further)} besides the moments of Megatron's Adam"
     optimizer = OptimizerState(
         f"DeepSpeed ZeRO {_stage(found)}",
         found.step,
         made.groups,
         made.group_of,
-        unsupported=unsupported,
+        unsupported=made.unsupported or incomplete,
+        torch=torch_groups(own, found.groups, ds_config),
+        incomplete=incomplete,
     )
-    scheduler = {**dict.fromkeys(_SCHEDULE), "num_steps": samples}
-    return replace(state, optimizer=optimizer, scheduler=scheduler, arguments={"optimizer": "adam"})
-
-
-_SCHEDULE = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style")
-"""Settings that Megatron's scheduler stores and DeepSpeed doesn't. A run overrides them, or stops at once, since None
-differs from its own settings."""
-
-
-def _groups_by_name(
-    found: ZeroCheckpoint, family: Family, config: ModelConfig
-) -> dict[str, Mapping[str, Any]]:
-    """Canonical name of each trained tensor -> the optimizer's group."""
-    return {
-        name: found.groups[found.group_of[native.name]]
-        for naming in (HF, HF_STACKED)
-        for native in unsharded_tensors(family.rows, config, naming)
-        for name in native.parts
-        if native.name in found.group_of
-    }
+    state = replace(state, optimizer=optimizer, arguments={"optimizer": "adam"})
+    return with_entry(with_samples(state, samples), found.state.get(ENTRY))
 
 
 LOADER = Loader(
@@ -214,8 +201,6 @@ LOADER = Loader(
     "layer files of pipelines",
     detect=detect,
     open=open,
-    options={
-        TAKE_MEGATRONS: "`megatron`: apply weight decay as Megatron does, to all matrices and no vectors, and ignore DeepSpeed's groups"
-    },
+    options=GROUP_OPTIONS,
     reads_files=False,
 )

@@ -51,6 +51,14 @@ class Saver:
 
     holds_optimizer: bool = False
     """True if the saver gets the optimizer's tensors too."""
+    trains_weights: bool = False
+    """True if the optimizer of the output's software trains the weights themselves, without fp32 copies. With optimizer
+    state, the weights are then written in fp32."""
+    unfit: Callable[["Header"], str | None] | None = None
+    """`unfit(header)`: the reason why the output can't hold the source's optimizer state; None if it can.
+
+    The state is then left out, unless the user insists on it.
+    """
     holds_adapter: bool = False
     """True if the saver gets adapters (`Header.adapter`). Other savers get whole models only."""
     holds_whole: bool = False

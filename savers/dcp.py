@@ -1,7 +1,10 @@
 """Plain distributed checkpoints (DCP) for torch.distributed.checkpoint.load, with a config.json next to them.
 
 Every tensor is one chunk. Its key is the name in transformers' state_dict, or in the state dict of torchtitan's Llama.
+Optimizer state is stored as torchtitan's checkpointer does (megaconv/pytorch/dcp_output.py).
 """
+
+from collections.abc import Callable
 
 from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
@@ -11,11 +14,16 @@ from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.ir import Header, Key
-from megaconv.model.naming import HF, META_ROWS, Naming
+from megaconv.model.naming import HF, HF_STACKED, META_ROWS, Naming
 from megaconv.model.natives import unsharded_tensors
 from megaconv.model.table import expressible
 from megaconv.options import SaveOptions
+from megaconv.pytorch import groups, titan_names
+from megaconv.pytorch.dcp_output import CONTAINERS, output_optimizer
 from megaconv.saver import Saver
+
+_TITANS = "torchtitan", "torchtitan-0.3"
+NAMES = ("transformers", "transformers-stacked", *_TITANS)
 
 
 def uses(options: SaveOptions) -> tuple[str, ...]:
@@ -26,19 +34,27 @@ def uses(options: SaveOptions) -> tuple[str, ...]:
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """The plan of an output. Raises NotExpressible if the family has no config.json for this model."""
     config, table = header.config, family(header.config.family)
-    naming = _naming(table, options.extra.get("names", "transformers"))
+    names = options.extra.get("names", "transformers")
+    naming = _naming(table, names)
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(table.config_json(config))}
     files |= copies(header.files)
     stored = DistcpFiles(options.files or 1)
     placements: dict[Key, list[Placement]] = {}
-    for native in unsharded_tensors(table.rows, config, naming):
-        if native.copy is not None:
-            continue
+    renamed: Callable[[str], str] = titan_names.since_03 if names == "torchtitan-0.3" else str
+    natives = {
+        renamed(native.name): native
+        for native in unsharded_tensors(table.rows, config, naming)
+        if native.copy is None
+    }
+    for name, native in natives.items():
         dtype = native_dtype(header, native)
         start = (0,) * len(native.shape)
-        file, record = stored.add_chunk(native.name, native.shape, dtype, start, native.shape)
+        file, record = stored.add_chunk(name, native.shape, dtype, start, native.shape)
         add_placements(placements, header, native, file, record)
-    return OutputPlan(files | stored.layouts(nested_keys=True), placements)
+    optimizer = output_optimizer(header, is_titans=names in _TITANS)
+    notices = () if optimizer is None else optimizer.add(stored, natives, placements)
+    layouts = stored.layouts(nested_keys=True, containers=CONTAINERS)
+    return OutputPlan(files | layouts, placements, notices=notices)
 
 
 def _naming(table: Family, names: str) -> Naming:
@@ -46,13 +62,15 @@ def _naming(table: Family, names: str) -> Naming:
 
     Raises NotExpressible for torchtitan's names if its Llama has no names for the family's tensors.
     """
-    if names not in ("transformers", "torchtitan"):
-        raise UsageError(f"--option names={names}: is not known; choose transformers or torchtitan")
-    if names == "torchtitan" and not expressible(table.rows, META_ROWS, table.features):
+    if names not in NAMES:
+        raise UsageError(f"--option names={names}: is not known; choose {', '.join(NAMES)}")
+    if names in _TITANS and not expressible(table.rows, META_ROWS, table.features):
         raise NotExpressible(
-            f"--option names=torchtitan: its Llama has no names for all tensors of a {table.name}"
+            f"--option names={names}: its Llama has no names for all tensors of a {table.name}"
         )
-    return HF if names == "transformers" else META_ROWS
+    if names in _TITANS:
+        return META_ROWS
+    return HF_STACKED if names == "transformers-stacked" else HF
 
 
 SAVER = Saver(
@@ -60,7 +78,11 @@ SAVER = Saver(
     description="PyTorch distributed checkpoint (DCP) with transformers' or torchtitan's names, for torchtitan, FSDP and the like",
     plan=plan,
     options={
-        "names": "the names of tensors: `transformers` (the default), or `torchtitan` (for Llama)"
+        "names": "the names of tensors: `transformers` (the default); `transformers-stacked`, the names in memory since transformers 5, "
+        "where one tensor holds all experts of a layer; `torchtitan` and, for its releases since 0.3, `torchtitan-0.3` (for Llama)"
     },
     uses=uses,
+    holds_optimizer=True,
+    trains_weights=True,
+    unfit=groups.unfit,
 )

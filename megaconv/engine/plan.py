@@ -76,12 +76,14 @@ def add_placements(
     native: NativeTensor,
     file: str,
     record: str,
+    slot: str = WEIGHT,
 ) -> None:
     """Add the place of each part of a native tensor, which is a whole record of a file."""
     _, cols = matrix_shape(native.shape)
-    row_bytes = cols * ITEMSIZE[native_dtype(header, native)]
+    row_bytes = cols * ITEMSIZE[native_dtype(header, native, slot)]
     for name, regions in native.parts.items():
-        placements.setdefault(Key(name), []).append(Placement(file, record, row_bytes, regions))
+        placement = Placement(file, record, row_bytes, regions)
+        placements.setdefault(Key(name, slot), []).append(placement)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from formats.stores.addresses import is_store
 from formats.tensor import ITEMSIZE, LazyTensor
 from megaconv import registry
 from megaconv.engine.calibrated_weights import require_same_weights
+from megaconv.engine.carried_optimizer import reason_to_leave_out, with_trained_weights
 from megaconv.engine.completeness import missing_parts
 from megaconv.engine.coverage import require_complete
 from megaconv.engine.early_check import refuse_sizes
@@ -131,7 +132,11 @@ def prepare(
     """
     _refuse_options(saver, options.save)
     opened, extra = open_input(found, saver, options)
+    reason = reason_to_leave_out(opened.header, saver, options)
+    if reason is not None:
+        opened, extra = open_input(found, saver, replace(options, optimizer=False))
     _refuse_source(opened.header, found, saver, options)
+    options = with_trained_weights(opened.header, saver, options)
     files = options.save.files or max(DIST_FILES, processes)
     save = replace(options.save, files=files, extra=extra)
     streamed = _streamed(opened, saver, options, save, processes)
@@ -139,6 +144,8 @@ def prepare(
     header = streamed.source.header
     check = _checked(found, opened, header, streamed.altered, options)
     plan = saver.plan(header, save)
+    if reason is not None:
+        plan = replace(plan, notices=(f"optimizer state: {reason}", *plan.notices))
     require_complete(plan, header.manifest)
     report = _report(
         found,

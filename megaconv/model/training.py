@@ -36,6 +36,16 @@ class ParamGroup:
 
 
 @dataclass(frozen=True)
+class TorchGroups:
+    """The parameter groups of a torch optimizer."""
+
+    groups: tuple[Mapping[str, Any], ...]
+    """The settings of each group under torch's names, such as lr, betas, eps and weight_decay."""
+    group_of: Mapping[str, int] = field(repr=False)
+    """Canonical name of each trained parameter -> index of its group."""
+
+
+@dataclass(frozen=True)
 class OptimizerState:
     """The state of an optimizer, without its tensors."""
 
@@ -50,6 +60,10 @@ class OptimizerState:
     """scale, growth_tracker and hysteresis_tracker of fp16's dynamic loss scale; empty for a constant loss scale."""
     unsupported: str | None = None
     """The part of the state that no Megatron checkpoint can hold; None if nothing is lost."""
+    torch: TorchGroups | None = None
+    """The source's own groups, if it isn't Megatron's."""
+    incomplete: str | None = None
+    """The part of the state that is not read, so that no output can hold it; None if everything is read."""
 
 
 @dataclass(frozen=True)

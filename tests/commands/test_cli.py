@@ -463,6 +463,7 @@ def test_formats_lists_loaders_savers_and_families() -> None:
         "core",
         "legacy",
         "dcp",
+        "deepspeed",
         "hf",
         "llama_mistral",
         "gguf",
@@ -734,7 +735,7 @@ def test_a_usage_error_ends_with_status_2(hf: Path, tmp_path: Path) -> None:
         run("convert", "--load-dir", hf, "--saver", "zip", "--save-dir", tmp_path / "out"),
         2,
         "no saver is called 'zip'",
-        "core, legacy, dcp, hf",
+        "core, legacy, dcp, deepspeed, hf",
     )
     assert_refused(run("inspect", tmp_path / "nothing"), 2, "no such file or directory")
     assert_refused(run("inspect", tmp_path), 3, "is an empty directory")

@@ -208,7 +208,11 @@ def test_an_option_about_what_the_model_or_the_source_has_not_is_refused(
 def test_an_unknown_saver_is_refused_with_the_known_ones(model: Path) -> None:
     with unchanged(model.parent):
         assert_refused(
-            convert(model, saver="pickle"), 2, "no saver", "'pickle'", "core, legacy, dcp, hf"
+            convert(model, saver="pickle"),
+            2,
+            "no saver",
+            "'pickle'",
+            "core, legacy, dcp, deepspeed, hf",
         )
 
 

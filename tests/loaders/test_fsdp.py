@@ -181,7 +181,7 @@ def test_a_llama_is_written_with_the_names_that_torchtitan_has(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("fixture", "names", "words"),
     [
-        (ORIGINAL, "meta", ["choose transformers or torchtitan"]),
+        (ORIGINAL, "meta", ["choose transformers, transformers-stacked, torchtitan"]),
         (FIXTURES / "peft-gpt2-conv1d/base", "torchtitan", ["gpt2"]),
     ],
 )

@@ -30,6 +30,7 @@ ROOMS = {
         ("megaconv.megatron.distributed",),
         ("megaconv.megatron.rank_files",),
         ("megaconv.megatron.optimizer",),
+        ("megaconv.pytorch",),
         ("megaconv.megatron.arguments",),
         ("megaconv.megatron.states",),
         ("megaconv.engine",),

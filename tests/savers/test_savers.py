@@ -31,6 +31,7 @@ FAMILIES = sorted(families())
 SAVERS: dict[str, dict[str, Any]] = {
     "hf": {"saver": "hf"},
     "dcp": {"saver": "dcp"},
+    "deepspeed": {"saver": "deepspeed"},
     "core": {"saver": "core", "tp": 2, "pp": 2},
     "core, local layers": {"saver": "core", "transformer_impl": "local"},
     "core, grouped experts": {"saver": "core", "moe_grouped_gemm": True},
@@ -40,7 +41,7 @@ SAVERS: dict[str, dict[str, Any]] = {
     "meta": {"saver": "llama_mistral", "checkpoint_type": "meta"},
     "mistral": {"saver": "llama_mistral", "checkpoint_type": "mistral"},
 }
-ALWAYS = ("hf", "dcp")
+ALWAYS = ("hf", "dcp", "deepspeed")
 """Savers that any model from Hugging Face can be written with."""
 IN_MEGATRON = ("core", "torch_dist", "zarr")
 """And all but T5, whose relative positions Megatron core has no layers for. Models without a config.json only with these."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's parameter groups as a Megatron run's: matrices decay, vectors don't, and all have one learning rate.
+"""Groups of torch's and DeepSpeed's Adam as a Megatron run's: matrices decay, vectors don't, all have one learning rate.
 
 Megatron's scheduler sets the learning rate of every group, and the weight decay of groups that decay. betas and eps
 keep a group's values. A group is converted if Megatron would put the same parameters in such a group. Source:
@@ -10,11 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from formats.tensor import Shape, number
+from megaconv.errors import UsageError
 from megaconv.megatron.arguments.param_groups import class_of, read_group
-from megaconv.model.training import ParamGroup
+from megaconv.model.training import ParamGroup, TorchGroups
 
 TAKE_MEGATRONS = "weight_decay"
 """The --option that accepts Megatron's choice of parameters that decay."""
+GROUP_OPTIONS = {
+    TAKE_MEGATRONS: "`megatron`: apply weight decay as Megatron does, to all matrices and no vectors, and ignore the source's groups"
+}
+"""The options of loaders whose sources have groups of torch's or DeepSpeed's Adam."""
 
 _OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 """Settings that schedulers of torch and DeepSpeed leave in a group.
@@ -26,6 +31,14 @@ _OF_ADAM = frozenset({
     "differentiable", "fused", "decoupled_weight_decay", *_OF_SCHEDULES,
 })  # fmt: skip
 """Settings of a group of torch's, Apex's and DeepSpeed's Adam."""
+
+
+def takes_megatrons(extra: Mapping[str, str]) -> bool:
+    """True if the user accepts Megatron's choice. Raises UsageError for another value of the option."""
+    asked = extra.get(TAKE_MEGATRONS)
+    if asked not in (None, "megatron"):
+        raise UsageError(f"--option {TAKE_MEGATRONS}={asked}: choose megatron, or leave it out")
+    return asked is not None
 
 
 class MegatronGroups(NamedTuple):
@@ -65,6 +78,19 @@ def megatron_groups(
     order = list(made)
     group_of = {name: order.index(decay) for name, decay in decays.items()}
     return MegatronGroups(tuple(made.values()), group_of, unsupported)
+
+
+def torch_groups(
+    own: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], ds_config: Any = None
+) -> TorchGroups:
+    """The same groups for an output that torch's or DeepSpeed's Adam continues from.
+
+    own: as for `megatron_groups`. groups: all groups of the source, in its order.
+    """
+    decoupled = {"decoupled_weight_decay": not _is_coupled(ds_config)}
+    settings = tuple(decoupled | dict(read_group(group, groups).settings) for group in groups)
+    places = {id(group): index for index, group in enumerate(groups)}
+    return TorchGroups(settings, {name: places[id(group)] for name, group in own.items()})
 
 
 def _group(

@@ -1,0 +1,272 @@
+"""Optimizer state for PyTorch and DeepSpeed: torch itself reads every file, by its own DCP reader or with weights_only."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import megaconv
+from formats import torch_zip
+from megaconv.errors import NotExpressible
+from megaconv.model.training import TrainingState
+from megaconv.pytorch.progress import entry, with_entry
+from tests.conftest import FIXTURES
+from tests.megatron_oracle import read_rank_file
+from tests.optimizer_models import SCHEDULER, write_trained_llama
+from tests.optimizer_readers import read_single, version_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SAME = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.layers.0.self_attention.linear_proj.weight": "model.layers.0.self_attn.o_proj.weight",
+    "decoder.layers.1.mlp.linear_fc2.weight": "model.layers.1.mlp.down_proj.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+"""Megatron's names -> transformers' of tensors that both store alike."""
+
+
+VOCAB = 131
+PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Tensors whose further rows belong to no token. A conversion makes them zeros."""
+
+
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in bf16 whose optimizer torch's AdamW has made in three steps."""
+    return write_trained_llama(tmp_path_factory.mktemp("run") / "core", layers=2, tied=False)
+
+
+@pytest.fixture(scope="module")
+def stored(megatron: Path) -> Path:
+    megaconv.convert(megatron, megatron.parent / "dcp", saver="dcp", verify=True)
+    return megatron.parent / "dcp"
+
+
+@pytest.fixture(scope="module")
+def universal(stored: Path) -> Path:
+    megaconv.convert(
+        stored, stored.parent / "universal", saver="deepspeed", dtype="bf16", verify=True
+    )
+    return stored.parent / "universal"
+
+
+def load_all(path: Path) -> dict[str, torch.Tensor]:
+    """By PyTorch's own reader."""
+    reader = dcp.FileSystemReader(path)
+    state = {
+        key: torch.empty(held.size, dtype=held.properties.dtype)
+        for key, held in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(held, TensorStorageMetadata)
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def module_of(weights: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Modules within modules, with parameters of these names."""
+    root = nn.Module()
+    for name, weight in weights.items():
+        *parents, last = name.split(".")
+        place = root
+        for parent in parents:
+            if parent not in dict(place.named_children()):
+                place.add_module(parent, nn.Module())
+            place = place.get_submodule(parent)
+        place.register_parameter(last, nn.Parameter(weight.clone()))
+    return root
+
+
+def adamw(model: nn.Module) -> tuple[torch.optim.AdamW, Any]:
+    """As a new run makes it, with other settings than the stored ones."""
+    trained = list(model.parameters())
+    groups = [
+        {"params": [each for each in trained if each.dim() > 1], "weight_decay": 0.7},
+        {"params": [each for each in trained if each.dim() == 1], "weight_decay": 0.6},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.5, eps=0.1)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def test_a_new_run_of_torch_takes_over_weights_moments_steps_groups_and_schedule(
+    megatron: Path, stored: Path
+) -> None:
+    masters = read_single(megatron)
+    tensors = load_all(stored)
+    weights = {name: each for name, each in tensors.items() if not name.startswith("optimizer.")}
+    model = module_of({name: torch.zeros_like(each) for name, each in weights.items()})
+    optimizer, scheduler = adamw(model)
+    state = {
+        **model.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
+        "lr_scheduler": scheduler.state_dict(),
+        "train_state": {"step": 0, "ntokens_seen": 0},
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=stored, no_dist=True)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=FLAT)
+    scheduler.load_state_dict(state["lr_scheduler"])
+    assert state["train_state"]["step"] == 1
+    assert (scheduler.last_epoch, scheduler.base_lrs) == (1, [0.01, 0.01])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert {(group["lr"], group["eps"]) for group in optimizer.param_groups} == {(0.01, 1e-8)}
+    parameters = dict(model.named_parameters())
+    for theirs, ours in SAME.items():
+        rows = VOCAB if theirs in PADDED else None
+        held = optimizer.state[parameters[ours]]
+        assert float(held["step"]) == 3
+        assert torch.equal(state[ours], masters["master"][theirs][:rows])
+        for slot in MOMENTS:
+            assert torch.equal(held[slot], masters[slot][theirs][:rows])
+
+
+def test_a_chain_through_fsdp2_and_deepspeed_ends_in_the_bits_that_it_began_with(
+    megatron: Path, universal: Path, tmp_path: Path
+) -> None:
+    megaconv.convert(
+        universal,
+        tmp_path / "end",
+        saver="core",
+        transformer_impl="local",
+        make_vocab_size_divisible_by=8,
+        optimizer=True,
+    )
+    begin, end = read_single(megatron), read_single(tmp_path / "end")
+    assert begin.keys() == end.keys() == {"weight", "master", *MOMENTS}
+    for slot, held in begin.items():
+        for name, tensor in held.items():
+            rows = VOCAB if name in PADDED else None
+            assert torch.equal(tensor[:rows], end[slot][name][:rows]), (slot, name)
+    first, last = (
+        read_rank_file(version_of(path) / "mp_rank_00" / "model_optim_rng.pt")
+        for path in (megatron, tmp_path / "end")
+    )
+    assert last["opt_param_scheduler"] == first["opt_param_scheduler"] == SCHEDULER
+    assert last["iteration"] == first["iteration"]
+    groups = [each["optimizer"]["optimizer"]["param_groups"] for each in (first, last)]
+    for before, after in zip(*groups, strict=True):
+        same = ("lr", "betas", "eps", "weight_decay", "wd_mult", "params")
+        assert {name: after[name] for name in same} == {name: before[name] for name in same}
+
+
+def test_deepspeeds_own_universal_checkpoint_is_written_again_as_it_was(tmp_path: Path) -> None:
+    """What ds_to_universal wrote, and what megaconv makes of it, as torch loads both."""
+    original = FIXTURES / "universal-zero2-llama-tied-groups-dp2"
+    megaconv.convert(original, tmp_path / "out", saver="deepspeed", optimizer=True)
+    name = (tmp_path / "out" / "latest_universal").read_text()
+    assert name == (original / "latest_universal").read_text().strip()
+    theirs, ours = original / name / "zero", tmp_path / "out" / name / "zero"
+    found = (str(file.relative_to(theirs)) for file in theirs.glob("*/*.pt"))
+    files = sorted(name for name in found if not name.startswith("lm_head."))  # tied
+    assert files == sorted(str(file.relative_to(ours)) for file in ours.glob("*/*.pt"))
+    for file in files:
+        before = torch.load(theirs / file, weights_only=True)
+        after = torch.load(ours / file, weights_only=True)
+        if file.endswith("step.pt"):
+            assert (after.dtype, float(after)) == (torch.float32, float(before))
+        else:
+            assert torch.equal(after["param"], before["param"]), file
+    stored: Any = torch_zip.read(theirs / "optimizer_state.pt")  # torch needs DeepSpeed's classes
+    before = stored["param_groups"]
+    after = torch.load(ours / "optimizer_state.pt", weights_only=True)["param_groups"]
+    for mine, its in zip(after, before, strict=True):
+        assert {key: its[key] for key in mine} == mine
+        assert {"lr", "betas", "eps", "weight_decay"} <= mine.keys()
+
+
+def test_every_file_for_deepspeed_has_what_its_engine_looks_up(universal: Path) -> None:
+    """Source: _load_checkpoint and load_hp_checkpoint_state of deepspeed 0.19.8."""
+    step = universal / (universal / "latest_universal").read_text()
+    for name in ("mp_rank_00_model_states", "zero_pp_rank_0_mp_rank_00_model_states"):
+        state = torch.load(step / f"{name}.pt", weights_only=True)
+        assert {"module", "dp_world_size", "mp_world_size", "lr_scheduler"} <= state.keys()
+        assert (state["global_steps"], state["skipped_steps"]) == (1, 0)
+        assert state["lr_scheduler"]["last_batch_iteration"] == 0
+        assert "base_lrs" not in state["lr_scheduler"]
+    groups = torch.load(step / "zero" / "optimizer_state.pt", weights_only=True)
+    of_zero_3 = groups["optimizer_state_dict"]
+    assert float(of_zero_3["state"][0]["step"]) == 3
+    # ZeRO 3 would give the first group's decay to the norms too.
+    assert "weight_decay" not in of_zero_3["param_groups"][0]
+    assert [group["weight_decay"] for group in groups["param_groups"]] == [0.1, 0.0]
+
+
+def test_an_optimizer_that_torch_did_not_flatten_is_read_as_the_same(
+    megatron: Path, stored: Path, tmp_path: Path
+) -> None:
+    tensors = load_all(stored)
+    weights = {name: each for name, each in tensors.items() if not name.startswith("optimizer.")}
+    model = module_of(weights)
+    optimizer, _ = adamw(model)
+    get_optimizer_state_dict(model, optimizer)  # makes the state
+    for name, parameter in model.named_parameters():
+        for slot in (*MOMENTS, "step"):
+            optimizer.state[parameter][slot] = tensors[f"optimizer.state.{name}.{slot}"]
+    nested = get_optimizer_state_dict(model, optimizer)
+    state = {"app": {"model": model.state_dict(), "optim": nested}}
+    dcp.save(state, checkpoint_id=tmp_path / "nested", no_dist=True)
+    found = megaconv.fingerprint(tmp_path / "nested", config=stored)
+    assert found == megaconv.fingerprint(stored)
+    assert found.optimizer is not None
+    training = megaconv.open(tmp_path / "nested", config=stored).header.training
+    assert training.optimizer is not None
+    assert training.optimizer.torch is not None
+    assert [each["weight_decay"] for each in training.optimizer.torch.groups] == [0.7, 0.6]
+
+
+def test_weights_in_16_bits_have_no_optimizer_in_dcp(megatron: Path, tmp_path: Path) -> None:
+    report = megaconv.convert(megatron, tmp_path / "out", saver="dcp", dtype="bf16")
+    assert any("trains fp32 weights" in notice for notice in report.notices)
+    assert megaconv.fingerprint(tmp_path / "out").optimizer is None
+    with pytest.raises(NotExpressible, match="trains fp32 weights"):
+        megaconv.convert(
+            megatron, tmp_path / "no", saver="dcp", dtype="bf16", optimizer=True, dry_run=True
+        )
+
+
+@pytest.mark.parametrize("saver", ["dcp", "deepspeed"])
+def test_the_state_of_sgd_is_left_out_by_name(saver: str, tmp_path: Path) -> None:
+    source = write_trained_llama(tmp_path / "sgd", kind="sgd", layers=1)
+    report = megaconv.convert(source, tmp_path / "out", saver=saver)
+    assert any("SGD" in notice for notice in report.notices)
+    assert report.fingerprint is not None
+    assert report.fingerprint.optimizer is None
+    with pytest.raises(NotExpressible, match="SGD"):
+        megaconv.convert(source, tmp_path / "no", saver=saver, optimizer=True, dry_run=True)
+
+
+def test_torchtitans_newer_names_are_written_and_read(
+    megatron: Path, stored: Path, tmp_path: Path
+) -> None:
+    megaconv.convert(megatron, tmp_path / "titan", saver="dcp", options={"names": "torchtitan-0.3"})
+    keys = dcp.FileSystemReader(tmp_path / "titan").read_metadata().state_dict_metadata.keys()
+    assert {
+        "layers.0.attention.qkv_linear.wq.weight",
+        "optimizer.state.layers.0.attention.qkv_linear.wq.weight.exp_avg",
+        "optimizer.param_groups.lm_head.weight.fused",
+        "lr_scheduler.last_epoch",
+        "train_state.ntokens_seen",
+    } <= keys
+    assert megaconv.fingerprint(tmp_path / "titan") == megaconv.fingerprint(stored)
+
+
+def test_megatrons_numbers_count_only_at_the_iteration_that_they_are_of() -> None:
+    run = TrainingState(7, consumed_train_samples=56, scheduler={"num_steps": 56, "max_lr": 0.1})
+    assert with_entry(TrainingState(7), entry(run)) == run
+    assert with_entry(TrainingState(9), entry(run)) == TrainingState(9)
+    with pytest.raises(ValueError, match="a scheduler of"):
+        with_entry(TrainingState(7), entry(run) | {"scheduler": {"max_lr": object()}})
