@@ -56,7 +56,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     if header.config.head.activation and "activation" in options.allow_lossy:
         header = replace(header, config=changed(header.config, {"head.activation": "gelu"}))
     if (
-        header.config.has("mamba_layers mixture")
+        header.config.has("hybrid_stack mixture")
         and options.transformer_impl == "transformer_engine"
     ):
         options = replace(

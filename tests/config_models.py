@@ -10,6 +10,7 @@ from megaconv.families import families, family_of_hf
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import changed, from_fields, per_layer
 from tests.strategies import (
+    BEYOND_MEGATRON,
     Draw,
     has_linear_attention,
     has_mamba,
@@ -21,7 +22,9 @@ Raw = dict[str, Any]
 
 WITHOUT_CONFIG = ("biencoder", "retro")
 """Families whose models have no config.json: the arguments in a Megatron checkpoint describe them."""
-FAMILIES = sorted(name for name in families() if name not in (*WITHOUT_CONFIG, "bert", "t5"))
+FAMILIES = sorted(
+    name for name in families() if name not in (*WITHOUT_CONFIG, *BEYOND_MEGATRON, "bert", "t5")
+)
 """Decoders that Megatron's arguments can describe as well; those with an encoder are in test_encoder_config.py."""
 LLAMA_LIKE = [name for name in FAMILIES if name not in ("gpt2", "mamba2", "nemotron_h", "qwen")]
 """Families whose config.json has Llama's words."""
@@ -130,6 +133,7 @@ EXPERT_KEYS: dict[str, Raw] = {
         "partial_rotary_factor": 0.25,
     },
 }  # fmt: skip
+MIXED: Raw = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 5}
 OWN_KEYS: dict[str, Raw] = {
     **{
         name: {"hidden_act": "gelu_pytorch_tanh"}
@@ -148,6 +152,14 @@ OWN_KEYS: dict[str, Raw] = {
     "qwen": {"intermediate_size": 56, "seq_length": 64, "layer_norm_epsilon": 1e-5},
     "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
     "glm": {"partial_rotary_factor": 0.5},
+    "bamba": {**MIXED, "attn_layer_indices": [1, 2]},
+    "granite_moe_hybrid": {
+        **MIXED,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 40,
+        "residual_multiplier": 0.5,
+    },
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 5},
     "nemotron_h": {
         "hybrid_override_pattern": "ME*-",

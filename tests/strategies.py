@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megaconv.families import families
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import changed, from_fields, per_layer
+from megaconv.model.fields import changed, from_fields, one_or_each, per_layer
 from megaconv.model.layout import Layout
 from megaconv.model.naming import HF, LEGACY, META, NAMINGS, Naming
 from megaconv.model.pattern import layer_fields
@@ -160,6 +160,36 @@ def hybrid_fields(
     }
 
 
+BEYOND_MEGATRON = ("bamba", "granite_moe_hybrid")
+"""Families with layers of a Mamba 2 or attention, and an MLP: Megatron has no words for such layers."""
+
+
+@st.composite
+def mixed_layers(draw: Draw, config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, Any]:
+    """Of layers that have a Mamba 2 or attention, and an MLP or experts. One layer at least has a Mamba 2."""
+    some = st.sampled_from(("mamba", "attention"))
+    mixers = ["mamba", *(draw(some) for _ in range(config.layer_count - 1))]
+    groups = tp * draw(st.integers(1, 2))
+    mamba = {
+        "mamba.heads": 2 * groups,
+        "mamba.head_dim": 3,
+        "mamba.groups": groups,
+        "mamba.state": 5,
+    }
+    count = ep * draw(st.integers(1, 3)) if config.family == "granite_moe_hybrid" else 0
+    width = tp * etp * 2
+    experts = {
+        "layers.mlp": "experts",
+        "experts.count": count,
+        "experts.per_token": 1,
+        "experts.ffn": width,
+        "experts.shared_ffn": width,
+    }
+    plain = {"attention.qk_norm": False, "mlp.bias": False, "norm.zero_centered": False}
+    layers = {"layers.mixer": one_or_each(tuple(mixers)), "layers.mlp": "dense"}
+    return {**layers, **mamba, **plain, "mlp.gated": True, **(experts if count else {})}
+
+
 BIASES_AND_NORMS = ("attention.qkv_bias", "attention.o_bias", "mlp.bias", "attention.qk_norm")
 
 
@@ -168,6 +198,8 @@ def with_mamba(
     draw: Draw, config: ModelConfig, tp: int = 1, ep: int = 1, etp: int = 1
 ) -> ModelConfig:
     """The model as a hybrid, of which one layer at least is a Mamba 2 and one is not; or as a pure Mamba 2."""
+    if config.family in BEYOND_MEGATRON:
+        return changed(config, draw(mixed_layers(config, tp, ep, etp)))
     if config.family == "mamba2":
         return changed(config, pure_mamba_fields(config, tp * draw(st.integers(1, 2))))
     others = draw(st.text("M*-E", min_size=config.layer_count - 1, max_size=config.layer_count - 1))

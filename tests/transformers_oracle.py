@@ -510,12 +510,40 @@ MIXTURES["youtu"] = Variant(
     "youtu", {**LATENT_ALONE, "pad_token_id": None}, {"epsilon": {"rms_norm_eps": 1e-2}}, QUICK
 )
 """Dense, with a tensor that is cut by heads, as tests of mixtures read."""
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 3.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "shared_intermediate_size": 56,
+}
+MIXED: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 4,
+    "mamba_d_state": 5,
+}
+MIXED_LAYERS = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+}
 BEYOND_MEGATRON = {
     "granite": Variant(
-        "granite",
-        {"embedding_multiplier": 12.0, "logits_scaling": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1},
+        "granite", {name: value for name, value in GRANITE.items() if name != "shared_intermediate_size"},
         {"embedding": {"embedding_multiplier": 11.0}, "logits": {"logits_scaling": 4.0}, "residual": {"residual_multiplier": 0.5},
          "scores": {"attention_multiplier": 0.2}},
+    ),
+    "bamba": Variant(
+        "bamba", {**MIXED, "attn_layer_indices": [1]},
+        {"attention elsewhere": {"attn_layer_indices": [2]}, "epsilon": {"rms_norm_eps": 1e-2}},
+    ),
+    "granite_moe_hybrid": Variant(
+        "granitemoehybrid", {**MIXED, **MIXED_LAYERS, **GRANITE, "num_local_experts": 0, "position_embedding_type": "rope"},
+        {"no positions": {"position_embedding_type": None}, "residual": {"residual_multiplier": 0.5}},
+    ),
+    "granite_moe_hybrid, experts": Variant(
+        "granitemoehybrid",
+        {**MIXED, **MIXED_LAYERS, **GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+        {"one expert": {"num_experts_per_tok": 1}, "rope": {"position_embedding_type": "rope"}},
     ),
     "ministral3, long": Variant(
         "ministral3", {"head_dim": 12, **rope(5000.0, **YARN, llama_4_scaling_beta=0.3) },

@@ -28,15 +28,19 @@ def _write_scale(config: ModelConfig) -> Raw:
     return {_MULTIPLIER: config.attention.head_dim**-0.5 if scale is None else scale}
 
 
+FACTORS = (
+    Keys((_MULTIPLIER,), _read_scale, _write_scale),
+    factor("embedding_multiplier", "embedding_scale"),
+    factor("residual_multiplier", "residual_scale"),
+    factor("logits_scaling", "head.divisor"),
+)
+"""Keys of all Granite models."""
 _KEYS = (
     *_HEADS,
     GATED_SILU,
     ATTENTION_BIASES,
     flags("mlp_bias", ("mlp.bias",), default=False),
-    Keys((_MULTIPLIER,), _read_scale, _write_scale),
-    factor("embedding_multiplier", "embedding_scale"),
-    factor("residual_multiplier", "residual_scale"),
-    factor("logits_scaling", "head.divisor"),
+    *FACTORS,
 )
 
 FAMILY = replace(

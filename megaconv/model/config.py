@@ -291,6 +291,9 @@ FEATURES: Mapping[str, Holds] = {
     "mamba_layers": lambda config, kind, layer: any(
         each.mixer == "mamba" for each in config.layers
     ),
+    "hybrid_stack": lambda config, kind, layer: any(
+        each.mixer in ("mamba", "none") or each.mlp == "none" for each in config.layers
+    ),
     "only_mamba": lambda config, kind, layer: all(
         each.mixer == "mamba" and each.mlp == "none" for each in config.layers
     ),

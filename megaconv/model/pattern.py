@@ -24,6 +24,11 @@ SYMBOLS = {"M": "Mamba 2", "*": "attention", "-": "MLP", "E": "MoE"}
 """Symbol -> name of the layer, for people."""
 
 
+def has_pattern(config: ModelConfig) -> bool:
+    """True if each layer has a symbol: none has both a mixer and an MLP."""
+    return all((kind.mixer, kind.mlp) in _SYMBOLS for kind in config.layers)
+
+
 def pattern_of(config: ModelConfig) -> str:
     """The hybrid pattern of a model. Raises NotExpressible, which names the layer, for a layer without a symbol."""
     for layer, kind in enumerate(config.layers):

@@ -1,7 +1,7 @@
 """Initial weights: random numbers that depend on the seed and on a tensor's name, but not on the layout.
 
     matrices                       N(0, std); onto the residual stream N(0, std / sqrt(n)), n = 2 layers
-    hybrids with Mamba layers      n = layers: each of their layers has only one such matrix
+    layers of one part             n = layers: a hybrid's layer is a mixer or an MLP, with one such matrix
     norms, D                       1, or 0 where a norm multiplies with its weight + 1; biases 0
     A_log                          the logarithm of U(1, 16)
     dt_bias                        of Mamba 2: softplus of it is log-uniform from 0.001 to 0.1; of delta nets: 1
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape
@@ -26,6 +27,7 @@ from megaconv.model.table import canonical_shapes
 from megatron_lite.models.mixers.state_parameters import CONVOLUTION
 from megatron_lite.models.rng import mix
 
+Floats = NDArray[np.float32]
 Draw = Callable[[Tensor, torch.Generator], Tensor]
 """(empty float32 [rows, cols], generator) -> the tensor with random numbers."""
 
@@ -78,9 +80,14 @@ def _distribution(name: str, shape: Shape, config: ModelConfig, std: float) -> D
     if _CONVOLUTION_BIAS.search(name):
         return uniform(1 / math.sqrt(CONVOLUTION))
     if _ONTO_RESIDUAL.search(name):
-        matrices = 1 if config.has("mamba_layers") else 2
-        return normal(std / math.sqrt(matrices * config.layer_count))
+        return normal(std / math.sqrt(_onto_residual(config)))
     return normal(std)
+
+
+def _onto_residual(config: ModelConfig) -> int:
+    """Return the matrices onto the residual stream: two in each layer with a mixer and an MLP, else one."""
+    single = all("none" in (kind.mixer, kind.mlp) for kind in config.layers)
+    return config.layer_count if single else 2 * config.layer_count
 
 
 def normal(std: float) -> Draw:
@@ -130,14 +137,20 @@ class RandomTensor:
 
     def read_into(self, box: Box, out: Bytes) -> None:
         """Write the rectangle's numbers into `out`, float32 bytes."""
-        rows, cols = matrix_shape(self.shape)
         found = out.view(np.float32)
-        # Draw whole blocks, and copy the rows and columns of the box.
-        for index in range(box.row0 // self.block, -(-box.row1 // self.block)):
-            first, last = index * self.block, min(rows, (index + 1) * self.block)
-            generator = torch.Generator().manual_seed(mix(self.seed, index))
-            drawn = self.draw(torch.empty(last - first, cols), generator).numpy()
-            here, end = max(first, box.row0), min(last, box.row1)
-            found[here - box.row0 : end - box.row0] = drawn[
-                here - first : end - first, box.col0 : box.col1
-            ]
+        first_block, last_block = box.row0 // self.block, (box.row1 - 1) // self.block
+        for index in range(first_block, last_block + 1):
+            drawn = self._block(index)
+            begin = index * self.block
+            here, end = max(begin, box.row0), min(begin + len(drawn), box.row1)
+            rows = drawn[here - begin : end - begin, box.col0 : box.col1]
+            found[here - box.row0 : end - box.row0] = rows
+
+    def _block(self, index: int) -> Floats:
+        """Draw a whole block: float32 [rows of the block, all columns]."""
+        rows, cols = matrix_shape(self.shape)
+        begin = index * self.block
+        count = min(self.block, rows - begin)
+        generator = torch.Generator().manual_seed(mix(self.seed, index))
+        drawn: Floats = self.draw(torch.empty(count, cols), generator).numpy()
+        return drawn

@@ -103,7 +103,7 @@ def places(
     rows = family(config.family).rows
     # Local layers of latent attention, and of hybrids with Mamba layers, are saved under their own names.
     # Other local layers have Transformer Engine's names, except for _LOCAL.
-    own_names = config.latent.kv_rank > 0 or config.has("mamba_layers")
+    own_names = config.latent.kv_rank > 0 or config.has("hybrid_stack")
     keys = CORE_LOCAL if local and own_names else CORE
     at_rank = layout, tp_rank, chunk, vocab_rows, ep_rank, etp_rank
     named = native_tensors(rows, padded, naming, *at_rank)

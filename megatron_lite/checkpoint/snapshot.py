@@ -188,7 +188,7 @@ def _extra_keys(config: ModelConfig, chunk: Chunk, impl: str) -> Iterator[str]:
     bert = config.has("transform !encoder")
     stacks = _stacks(config, bert=bert)
     # Megatron omits it for the head of other decoders.
-    if chunk.is_last and (bert or config.has("mamba_layers")):
+    if chunk.is_last and (bert or config.has("hybrid_stack")):
         yield "output_layer._extra_state/shard_0_1"
     for layer in range(chunk.first_layer, chunk.first_layer + chunk.layers):
         for stack in stacks:

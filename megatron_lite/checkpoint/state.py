@@ -62,7 +62,7 @@ def common_state(
     arguments = _plain_settings(settings) | to_arguments(
         config, layout, TrainingState(progress.iteration), transformer_impl=settings.checkpointing.transformer_impl,
         grouped_experts=False, vocab_divisor=divisor, padded_vocab=padded_vocab(config.vocab, divisor, sizes.layout.tp),
-        allow_lossy=True,
+        beside_config=True,
     )  # fmt: skip
     arguments |= (
         dict(dropouts)

@@ -1,10 +1,11 @@
-"""`megatron-lite models`: prints the families of megaconv and whether they can be trained."""
+"""`megatron-lite models`: prints the families of megaconv, and the reasons for everything that can't be trained."""
 
 import argparse
 from collections.abc import Sequence
 
 from megaconv.families import families
-from megatron_lite.models.trainable import RETRO, TRAINED
+from megaconv.families.parts.unsupported import UNSUPPORTED
+from megatron_lite.models.trainable import NOT_COMPUTED, RETRO, ROPE_SCALINGS, TRAINED
 from megatron_lite.settings.architecture import OF_THEIR_OWN
 
 
@@ -17,6 +18,19 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def reasons() -> str:
+    """Return two lists: the parts of models that can't be trained, and the architectures that are refused, by reason."""
+    lines = ["Not trained, whatever the family:", ""]
+    lines += [f"- a model with {part}" for part in NOT_COMPUTED.values()]
+    lines.append(f"- rope scaling of another kind than {', '.join(ROPE_SCALINGS)}")
+    lines += ["", "Architectures that are refused:", ""]
+    by_reason: dict[str, list[str]] = {}
+    for architecture, reason in UNSUPPORTED.items():
+        by_reason.setdefault(reason, []).append(architecture)
+    lines += [f"- {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+    return "\n".join(lines) + "\n"
+
+
 def _trained(family: str) -> str:
     return "yes" if family in (*TRAINED, *OF_THEIR_OWN, RETRO) else "no"
 
@@ -25,5 +39,5 @@ def main(words: Sequence[str]) -> int:
     argparse.ArgumentParser(
         prog="megatron_lite models", description="Lists the families of models."
     ).parse_args(words)
-    print(table(), end="")
+    print(table(), reasons(), sep="\n", end="")
     return 0

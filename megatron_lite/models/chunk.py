@@ -31,8 +31,8 @@ class Stack(nn.Module):
         self.recompute, normed = plan.options.recompute, ends and plan.config.norm.final
         self.offload = Offload(plan.options.offloaded_layers)
         self.layers = nn.ModuleList(layers)
-        # Megatron core has two names for the norm: its stack of hybrids with Mamba layers has its own.
-        hybrid = plan.config.has("mamba_layers")
+        # Megatron core has two names for the norm: its stack of hybrids has its own.
+        hybrid = plan.config.has("hybrid_stack")
         norm = Norm(plan.config.hidden, plan.norm) if normed else None
         self.final_norm = norm if hybrid else None
         self.final_layernorm = None if hybrid else norm

@@ -253,7 +253,7 @@ def _stated(config: ModelConfig) -> dict[str, Any]:
     """Return the model's arguments by the name of the flag, as its checkpoint states them."""
     stated = to_arguments(
         config, Layout(stage_layers=(config.layer_count,)), TrainingState(), transformer_impl="local", grouped_experts=False,
-        vocab_divisor=1, padded_vocab=config.vocab, allow_lossy=True,
+        vocab_divisor=1, padded_vocab=config.vocab, beside_config=True,
     )  # fmt: skip
     scaling = config.positions.scaling or {}
     stated |= {

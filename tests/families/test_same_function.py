@@ -21,7 +21,7 @@ from megaconv.model.fields import FIELDS, NOT_COMPUTED, changed, lost_fields, me
 from megaconv.model.layout import Layout
 from megaconv.model.naming import LEGACY
 from megaconv.model.training import TrainingState
-from tests.config_models import WITHOUT_CONFIG, raw_config, raw_gpt2, read
+from tests.config_models import BEYOND_MEGATRON, WITHOUT_CONFIG, raw_config, raw_gpt2, read
 from tests.families.test_encoder_config import BERT, T5
 from tests.models import write_llama
 from tests.runs import run
@@ -224,7 +224,7 @@ def test_every_field_comes_back_from_megatrons_arguments_or_is_refused(
         kept.add(field)
     assert (
         kept
-        or family in ("bert", "t5")
+        or family in ("bert", "t5", *BEYOND_MEGATRON)
         or (legacy and not families()[family].rows[0].spelling(LEGACY))
     )
 

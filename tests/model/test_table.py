@@ -48,6 +48,7 @@ from megaconv.model.table import (
     expressible,
 )
 from tests.strategies import (
+    BEYOND_MEGATRON,
     FEATURES,
     SPELLED,
     has_experts,
@@ -86,6 +87,23 @@ EVERYTHING = from_fields(
 """A model that has every row of the dense tables."""
 
 
+MIXED = {
+    "layers.mixer": ("mamba", "attention"),
+    "mamba.heads": 4,
+    "mamba.head_dim": 3,
+    "mamba.groups": 2,
+    "mamba.state": 5,
+}
+"""Fields of layers that have a mixer and an MLP."""
+SHARED_EXPERTS = {
+    "layers.mlp": "experts",
+    "experts.count": 4,
+    "experts.per_token": 2,
+    "experts.ffn": 2,
+    "experts.shared_ffn": 4,
+}
+
+
 def everything(family: str, naming: Naming = CORE) -> ModelConfig:
     """A model that has every row of a family's table that a naming scheme can represent."""
     dense = {name: field for name, field in FEATURES.items() if not field.startswith("experts.")}
@@ -122,6 +140,8 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
             "linear.conv": 4,
         }
         config = changed(config, {"layers.mixer": ("linear", "attention"), **sizes})
+    if family in BEYOND_MEGATRON:
+        return changed(config, MIXED | (SHARED_EXPERTS if has_experts(family) else {}))
     if has_mamba(family):
         return changed(config, hybrid_fields("M*-E", latent=3))
     if not has_experts(family) and not has_latent_attention(family):
@@ -156,6 +176,8 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
 def every_kind(family: str) -> list[ModelConfig]:
     """Models that together have every row of a family's table, where one can't have all."""
     config = everything(family)
+    if family in BEYOND_MEGATRON:
+        return [config, changed(config, {"layers.mixer": "attention", "layers.mlp": "dense"})]
     if family == "bert":
         of_task = changed(
             config, {"head.activation": "", "head.binary": False, "tie_embeddings": False}

@@ -21,7 +21,7 @@ from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF
 from megaconv.model.natives import native_tensors
 from megaconv.options import SaveOptions
-from tests.config_models import WITHOUT_CONFIG, raw_config, raw_gpt2
+from tests.config_models import BEYOND_MEGATRON, WITHOUT_CONFIG, raw_config, raw_gpt2
 from tests.conftest import FIXTURES
 from tests.families.test_encoder_config import BERT, T5
 from tests.models import write_config
@@ -91,7 +91,7 @@ def always(family: str) -> tuple[str, ...]:
     if family in WITHOUT_CONFIG:
         legacy = ("legacy",) if family == "biencoder" else ()
         return (*IN_MEGATRON, *legacy)
-    return ALWAYS if family == "t5" else (*ALWAYS, *IN_MEGATRON)
+    return ALWAYS if family in ("t5", *BEYOND_MEGATRON) else (*ALWAYS, *IN_MEGATRON)
 
 
 def write_model(name: str, path: Path) -> Path:

@@ -72,6 +72,8 @@ HARMLESS = frozenset(
         *(
             "use_mamba_kernels",
             "chunk_size",
+            "mamba_chunk_size",
+            "z_loss_coefficient",
             "mamba_ssm_cache_dtype",
             "residual_in_fp32",
             "moe_shared_expert_overlap",
@@ -218,7 +220,7 @@ def flags(key: str, fields: tuple[str, ...], *, default: bool) -> Keys:
     )
 
 
-def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Keys:
+def choice(key: str, field: str, values: Mapping[Any, Any], default: str | None) -> Keys:
     """A word for each value of a field. If several words mean one value, the first one is written."""
 
     def read(raw: Raw) -> Fields:
@@ -226,7 +228,7 @@ def choice(key: str, field: str, values: Mapping[str, Any], default: str) -> Key
         if word not in values:
             raise UnknownFamily(
                 f"{CONFIG_NAME}: {key} {word!r} is not supported in this architecture; "
-                f"expected {' or '.join(values)}"
+                f"expected {' or '.join(map(str, values))}"
             )
         return {field: values[word]}
 

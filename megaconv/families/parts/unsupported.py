@@ -28,7 +28,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "it multiplies each layer's output by a factor, which Megatron core doesn't support": (
         "GraniteMoeForCausalLM",
         "GraniteMoeSharedForCausalLM",
-        "GraniteMoeHybridForCausalLM",
     ),
     "its router chooses experts by sparsemixer, which Megatron core doesn't have": (
         "PhimoeForCausalLM",

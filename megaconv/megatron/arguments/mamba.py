@@ -17,7 +17,7 @@ from typing import Any
 from megaconv.megatron.arguments.beyond_core import positive_number
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.layout import Layout, split_arguments
-from megaconv.model.pattern import pattern_of
+from megaconv.model.pattern import has_pattern, pattern_of
 
 LEAST_TIME_STEP = "megaconv_least_time_step"
 _SIZES = {
@@ -34,17 +34,27 @@ _BY_PATTERN = {
 }
 
 
-def mamba_arguments(config: ModelConfig, layout: Layout) -> dict[str, Any]:
-    """All arguments of hybrids with Mamba layers; empty for other models.
+def mamba_arguments(
+    config: ModelConfig, layout: Layout, *, beside_config: bool = False
+) -> dict[str, Any]:
+    """All arguments of hybrids; empty for other models.
 
-    Raises NotExpressible for layers without a symbol.
+    beside_config: True if a config.json beside the checkpoint describes the layers too. Otherwise, raises
+    NotExpressible for layers without a symbol.
     """
-    if not config.has("mamba_layers"):
+    if not config.has("hybrid_stack"):
         return {}
+    sizes = {name: value_of(config, field) for name, field in _SIZES.items()}
+    given = sizes if config.has("mamba_layers") else {}
+    if beside_config and not has_pattern(config):
+        return given
+    return given | _pattern_arguments(config, layout)
+
+
+def _pattern_arguments(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     pattern, split = pattern_of(config), split_arguments(layout)
     listed = split["pipeline_model_parallel_layout"] is not None or layout.vpp > 1
     return {
-        **{name: value_of(config, field) for name, field in _SIZES.items()},
         "is_hybrid_model": True,
         "hybrid_override_pattern": pattern,
         "hybrid_attention_ratio": 0.0,

@@ -134,7 +134,8 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
             f"{ranks.files[min(ranks.files)]}: is not a supported model (it has no word embeddings, or no layers)"
         )
     _require_matrices(ranks, names)
-    mixers = _mixers(layers, names)
+    hybrid = _is_hybrid(layers, args, names)
+    mixers = _mixers(layers, names, hybrid=hybrid)
     attention = next((layer for index, layer in layers.items() if mixers[index] == "attention"), {})
     found: dict[str, Any] = {
         "layers.count": sum(layout.stage_layers),
@@ -177,7 +178,7 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
         found["token_types"] = (
             first[names.token_types].shape[0] if names.token_types in first else 0
         )
-    mlps = _mlps(layers, mixers, names)
+    mlps = _mlps(layers, names, hybrid=hybrid)
     return (
         found
         | ({"layers.mlp": one_or_each(mlps)} if set(mlps) != {"dense"} else {})
@@ -212,12 +213,11 @@ def _find_towers(last: Weights, names: SizeTensors) -> dict[str, Any]:
     }
 
 
-def _mixers(layers: Mapping[int, Weights], names: SizeTensors) -> tuple[str, ...]:
+def _mixers(layers: Mapping[int, Weights], names: SizeTensors, *, hybrid: bool) -> tuple[str, ...]:
     """The mixer of each layer.
 
-    In a hybrid with Mamba 2, a layer without attention is a lone MLP; other models have none.
+    In a hybrid, a layer without attention is a lone MLP; other models have none.
     """
-    hybrid = any(name.startswith(names.mamba) for layer in layers.values() for name in layer)
 
     def mixer(layer: Weights) -> str:
         if names.linear + ".weight" in layer:
@@ -229,6 +229,14 @@ def _mixers(layers: Mapping[int, Weights], names: SizeTensors) -> tuple[str, ...
         return "none" if hybrid else "attention"
 
     return tuple(mixer(layers[index]) for index in sorted(layers))
+
+
+def _is_hybrid(layers: Mapping[int, Weights], args: Namespace, names: SizeTensors) -> bool:
+    """True for a model of Megatron core's hybrid stack: it has Mamba layers, or its arguments have a pattern."""
+    if any(name.startswith(names.mamba) for layer in layers.values() for name in layer):
+        return True
+    patterns = ("hybrid_override_pattern", "hybrid_layer_pattern")
+    return any(getattr(args, name, None) for name in patterns)
 
 
 def _find_mamba(
@@ -243,15 +251,13 @@ def _find_mamba(
     return {}
 
 
-def _mlps(
-    layers: Mapping[int, Weights], mixers: tuple[str, ...], names: SizeTensors
-) -> tuple[str, ...]:
+def _mlps(layers: Mapping[int, Weights], names: SizeTensors, *, hybrid: bool) -> tuple[str, ...]:
     """The MLP of each layer. Only hybrids have layers without one."""
 
     def mlp(layer: Weights) -> str:
         if "mlp.router.weight" in layer:
             return "experts"
-        return "none" if "mamba" in mixers and names.fc2 + ".weight" not in layer else "dense"
+        return "none" if hybrid and names.fc2 + ".weight" not in layer else "dense"
 
     return tuple(mlp(layers[index]) for index in sorted(layers))
 

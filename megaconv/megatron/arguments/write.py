@@ -21,7 +21,7 @@ from megaconv.megatron.arguments.rope import write_scaling
 from megaconv.megatron.arguments.run_arguments import LAYOUT, of_run, that_compute
 from megaconv.megatron.arguments.sparse import sparse_arguments
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import NOT_COMPUTED, lost_fields, require_kept
+from megaconv.model.fields import FIELDS, NOT_COMPUTED, lost_fields, require_kept
 from megaconv.model.layout import Layout, split_arguments
 from megaconv.model.subjects import RANKED_BY
 from megaconv.model.training import TrainingState
@@ -43,9 +43,13 @@ def to_arguments(
     vocab_divisor: int,
     padded_vocab: int,
     allow_lossy: bool = False,
+    beside_config: bool = False,
     legacy: bool = False,
 ) -> dict[str, Any]:
     """All arguments by name; dtypes are names. legacy: True for a model from before Megatron core.
+
+    beside_config: True if a config.json beside the checkpoint has all fields, as beside a trainer's own checkpoint. The
+    arguments then list the fields that they can't represent.
 
     The arguments of the run that saved the source (training.arguments) stay unchanged, unless the output decides them
     (`run_arguments.py`). Raises NotExpressible for a model that Megatron doesn't support.
@@ -66,11 +70,12 @@ def to_arguments(
         | beyond_core_arguments(config, legacy=legacy)
         | _vocabulary(config, training, vocab_divisor, padded_vocab)
         | _parallelism(config, layout)
-        | mamba_arguments(config, layout)
+        | mamba_arguments(config, layout, beside_config=beside_config)
         | split_rank_arguments(layout, legacy=legacy)
         | _output(config, transformer_impl, legacy)
     )
-    left_out = _require_kept(config, settings | written, allow_lossy=allow_lossy, legacy=legacy)
+    allowed = FIELDS if beside_config else ("positions.scaling",) if allow_lossy else ()
+    left_out = _require_kept(config, settings | written, allowed, legacy=legacy)
     own: dict[str, Any] = {LEFT_OUT: left_out} if left_out else {}
     if not training.arguments:
         return settings | written | own
@@ -152,7 +157,7 @@ def _refusals(config: ModelConfig, *, legacy: bool) -> Iterator[tuple[bool, str]
 
 
 def _require_kept(
-    config: ModelConfig, written: Mapping[str, Any], *, allow_lossy: bool, legacy: bool
+    config: ModelConfig, written: Mapping[str, Any], allowed: Collection[str], *, legacy: bool
 ) -> list[str]:
     """The allowed losses that occur, as field names.
 
@@ -161,9 +166,8 @@ def _require_kept(
     back = from_arguments(
         Namespace(**written), tensor_fields(config), legacy=legacy, family=config.family
     )
-    allowed = ["positions.scaling"] if allow_lossy else []
     require_kept(config, back, "Megatron's arguments", but=(*NOT_COMPUTED, *allowed))
-    return [field for field in allowed if field in lost_fields(config, back)]
+    return [field for field in lost_fields(config, back, but=NOT_COMPUTED) if field in allowed]
 
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:

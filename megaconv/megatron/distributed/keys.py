@@ -166,7 +166,7 @@ def stacks_layers(config: ModelConfig) -> bool:
     """True if one key holds all layers. Core gives each layer its own keys if the layers differ."""
     alike = not (config.experts.count and config.layers_with("dense"))
     alike = alike and not config.has("retrieval")
-    return alike and not config.has("linear_layers") and not config.has("mamba_layers")
+    return alike and not config.has("linear_layers") and not config.has("hybrid_stack")
 
 
 def stack(name: str, *, layers: bool, local: bool = False) -> tuple[str, Shape]:

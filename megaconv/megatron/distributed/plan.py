@@ -149,7 +149,7 @@ class GlobalModel:
         # Local layers use Transformer Engine's names as keys. With latent attention and in hybrids they keep their own
         # names.
         naming, renamed = (CORE_LOCAL_KEYS if local else CORE), local
-        if local and (config.latent.kv_rank or config.has("mamba_layers")):
+        if local and (config.latent.kv_rank or config.has("hybrid_stack")):
             naming, renamed = CORE_LOCAL, False
         naming = with_rope_last(naming) if rope_last else naming
         natives = [

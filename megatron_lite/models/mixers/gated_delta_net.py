@@ -116,18 +116,21 @@ class GatedDeltaNet(nn.Module):
         state: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return (y [tokens, batch, heads, width], the last state). inner: q, k and v [tokens, batch, channels]."""
-        values = decay.shape[-1] * self.value_dim
-        keys = (inner.shape[-1] - values) // 2
-        q, k, v = torch.split(inner, [keys, keys, values], -1)
-        q, k = (_of_length_one(_by_head(part, self.key_dim)) for part in (q, k))
-        q = q * self.key_dim**-0.5
-        v = _by_head(v, self.value_dim)
+        q, k, v = self._by_head(inner, decay.shape[-1])
         if state is not None and len(v) == 1:
             y, state = gated_delta_step(q[0], k[0], v[0], decay[0], beta[0], state)
             return y.unsqueeze(0), state
-        by_row = (each.transpose(0, 1) for each in (q, k, v, decay, beta))
+        by_row = [each.transpose(0, 1) for each in (q, k, v, decay, beta)]
         y, state = recomputed(gated_delta_rule, *by_row, documents=documents, state=state)
         return y.transpose(0, 1), state
+
+    def _by_head(self, inner: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v [tokens, batch, key heads or heads, width]. heads: the heads of v."""
+        values = heads * self.value_dim
+        keys = (inner.shape[-1] - values) // 2
+        q, k, v = torch.split(inner, [keys, keys, values], -1)
+        queries = _of_length_one(_by_head(q, self.key_dim)) * self.key_dim**-0.5
+        return queries, _of_length_one(_by_head(k, self.key_dim)), _by_head(v, self.value_dim)
 
 
 def _by_head(x: Tensor, width: int) -> Tensor:

@@ -30,7 +30,10 @@ from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import NormColumnLinear, RowLinear
 
 EPSILON = 1e-5
-"""The epsilon of the norm after the gate, in Megatron core and in the families of its hybrids."""
+"""The epsilon of the norm after the gate in Megatron core's hybrids, whose layers are a mixer alone.
+
+Layers that also have an MLP use the model's epsilon.
+"""
 
 
 class GatedGroupNorm(nn.Module):
@@ -38,17 +41,17 @@ class GatedGroupNorm(nn.Module):
 
     kinds: ClassVar = {"weight": Kind.SHARDED}
 
-    def __init__(self, groups: int, width: int) -> None:
+    def __init__(self, groups: int, width: int, epsilon: float) -> None:
         """groups, width: of this rank."""
         super().__init__()
-        self.groups = groups
+        self.groups, self.epsilon = groups, epsilon
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
         """y, gate [tokens, batch, channels] -> the same shape, in y's dtype."""
         gated = y.float() * F.silu(gate.float())
         by_group = gated.view(*gated.shape[:-1], self.groups, -1)
-        normed = F.rms_norm(by_group, by_group.shape[-1:], eps=EPSILON).flatten(-2)
+        normed = F.rms_norm(by_group, by_group.shape[-1:], eps=self.epsilon).flatten(-2)
         return normed.to(y.dtype) * self.weight
 
 
@@ -78,7 +81,9 @@ class MambaMixer(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.empty(heads))
-        self.norm = GatedGroupNorm(groups, inner)
+        alone = plan.kind(layer).mlp == "none"
+        epsilon = EPSILON if alone else config.norm.epsilon
+        self.norm = GatedGroupNorm(groups, inner, epsilon)
         self.out_proj = RowLinear(inner, config.hidden, plan.ranks, bias=False)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
@@ -86,54 +91,60 @@ class MambaMixer(nn.Module):
         gate, inner, times = self.in_proj(x).split(self.widths, -1)
         weight: Tensor = self.conv1d.weight
         bias: Tensor | None = self.conv1d.bias
-        dt_bias, a_log, d = self._of_heads(run)
+        dt_bias: Tensor = self.dt_bias
+        a_log: Tensor = self.A_log
+        d: Tensor = self.D
         context = run.context
         if context is not None:
             assert bias is not None
+            heads = (Heads(self.heads),)
             inner = own_heads_of_all_tokens(inner, self.parts, context)
-            times = own_heads_of_all_tokens(times, (Heads(self.heads),), context)
+            times = own_heads_of_all_tokens(times, heads, context)
             weight, bias = (own_heads(each, self.parts, context) for each in (weight, bias))
+            dt_bias, a_log, d = (own_heads(each, heads, context) for each in (dt_bias, a_log, d))
         documents = None if run.packed is None else run.packed.numbers
         before, state = (None, None) if run.cache is None else run.cache.states(self.layer)
         inner, before = self.conv1d.apply_to(inner, weight, bias, documents, before)
         steps = F.softplus(times.float() + dt_bias.float()).clamp(self.least_time_step, inf)
-        y, state = self._scan(inner, steps, -a_log.float().exp(), d, documents, state)
+        decays = -a_log.float().exp()
+        x, b, c = self._parts_of(inner, steps.shape[-1])
+        y, state = _scan(x, steps, decays, b, c, d, documents, state)
         if run.cache is not None:
             run.cache.keep(self.layer, before, state)
-        y = y if context is None else tokens_for_heads(y, context)
-        projected: Tensor = self.out_proj(self.norm(y.flatten(2), gate))
+        if context is not None:
+            y = tokens_for_heads(y, context)
+        normed = self.norm(y.flatten(2), gate)
+        projected: Tensor = self.out_proj(normed)
         return projected
 
-    def _of_heads(self, run: Pass) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dt_bias, A_log and D of the heads that this rank computes."""
-        each = self.dt_bias, self.A_log, self.D
-        if run.context is None:
-            return each
-        heads = (Heads(self.heads),)
-        dt_bias, a_log, d = (own_heads(one, heads, run.context) for one in each)
-        return dt_bias, a_log, d
+    def _parts_of(self, inner: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x, B and C [tokens, batch, heads or groups, width]. inner: [tokens, batch, channels]."""
+        width = self.parts[0].width
+        channels = heads * width
+        states = (inner.shape[-1] - channels) // 2
+        x, b, c = torch.split(inner, [channels, states, states], -1)
+        return _by_head(x, width), _by_head(b, self.state), _by_head(c, self.state)
 
-    def _scan(
-        self,
-        inner: Tensor,
-        steps: Tensor,
-        a: Tensor,
-        d: Tensor,
-        documents: Tensor | None,
-        state: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (y [tokens, batch, heads, width], the last state). inner: x, B and C [tokens, batch, channels]."""
-        width, heads = self.parts[0].width, steps.shape[-1]
-        states = (inner.shape[-1] - heads * width) // 2
-        x, b, c = torch.split(inner, [heads * width, states, states], -1)
-        x, b, c = (
-            part.view(*part.shape[:2], -1, size)
-            for part, size in ((x, width), (b, self.state), (c, self.state))
-        )
-        if state is not None and len(x) == 1:
-            y, state = ssd_step(x[0], steps[0], a, b[0], c[0], d, state)
-            return y.unsqueeze(0), state
-        by_row = (each.transpose(0, 1) for each in (x, steps))
-        keys, queries = b.transpose(0, 1), c.transpose(0, 1)
-        y, state = recomputed(ssd, *by_row, a, keys, queries, d, documents=documents, state=state)
-        return y.transpose(0, 1), state
+
+def _by_head(x: Tensor, width: int) -> Tensor:
+    return x.view(*x.shape[:2], -1, width)
+
+
+def _scan(
+    x: Tensor,
+    steps: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    documents: Tensor | None,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return (y [tokens, batch, heads, width], the last state). x, steps, b, c: tokens first."""
+    if state is not None and len(x) == 1:
+        y, state = ssd_step(x[0], steps[0], a, b[0], c[0], d, state)
+        return y.unsqueeze(0), state
+    inputs, times = x.transpose(0, 1), steps.transpose(0, 1)
+    keys, queries = b.transpose(0, 1), c.transpose(0, 1)
+    y, state = recomputed(ssd, inputs, times, a, keys, queries, d, documents=documents, state=state)
+    return y.transpose(0, 1), state

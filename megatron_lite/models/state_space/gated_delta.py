@@ -38,29 +38,44 @@ def gated_delta_rule(
     if kernel is not None:
         return delta_by(kernel, q, k, v, g, beta, documents=documents, state=state)
     dtype = torch.promote_types(v.dtype, torch.float32)
-    tokens, served = v.shape[1], v.shape[2] // k.shape[2]
     bounds = None if documents is None else boundaries(documents, chunk)
-    queries, keys, values = (in_chunks(each.to(dtype), chunk).transpose(2, 3) for each in (q, k, v))
+    queries = _by_head(q, dtype, chunk)
+    keys = _by_head(k, dtype, chunk)
+    values = _by_head(v, dtype, chunk)
     decay = in_chunks(g.to(dtype), chunk).cumsum(2)
-    writes = in_chunks(beta.to(dtype), chunk).transpose(2, 3).unsqueeze(-1)
-    into, out, through = passed(decay, bounds)
-    into, out = (each.transpose(2, 3).unsqueeze(-1) for each in (into, out))
+    writes = _by_head(beta, dtype, chunk).unsqueeze(-1)
+    factors = passed(decay, bounds)
+    into = factors.into.transpose(2, 3).unsqueeze(-1)
+    out = factors.out.transpose(2, 3).unsqueeze(-1)
     between = decay_between(decay, bounds)
 
-    # Products of queries and keys are equal for all heads of a key head.
+    served = v.shape[2] // k.shape[2]
     each_key = keys.repeat_interleave(served, 2)
-    key_products = (keys @ keys.transpose(-1, -2)).repeat_interleave(served, 2)
+    key_products = _products(keys, keys, served)
     system = (key_products * between * writes).tril(-1)
     known = torch.cat((values * writes, each_key * (writes * into)), -1)
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     corrections, from_state = solved.split((values.shape[-1], keys.shape[-1]), -1)
-    before, written, last = _pass_on(corrections, from_state, each_key * out, through, state)
+    to_end = each_key * out
+    before, written, last = _pass_on(corrections, from_state, to_end, factors.through, state)
 
-    query_products = (queries @ keys.transpose(-1, -2)).repeat_interleave(served, 2)
+    query_products = _products(queries, keys, served)
     inside = (query_products * between) @ written
-    from_before = (queries.repeat_interleave(served, 2) * into) @ before
-    y = (inside + from_before).transpose(2, 3).flatten(1, 2)[:, :tokens]
-    return y.to(v.dtype), last
+    each_query = queries.repeat_interleave(served, 2) * into
+    y = inside + each_query @ before
+    by_token = y.transpose(2, 3).flatten(1, 2)
+    tokens = v.shape[1]
+    return by_token[:, :tokens].to(v.dtype), last
+
+
+def _by_head(x: Tensor, dtype: torch.dtype, chunk: int) -> Tensor:
+    """[batch, tokens, heads, ...] -> [batch, chunks, heads, chunk, ...], in this dtype."""
+    return in_chunks(x.to(dtype), chunk).transpose(2, 3)
+
+
+def _products(left: Tensor, keys: Tensor, served: int) -> Tensor:
+    """Return the products of a chunk's tokens [batch, chunks, heads, t, s], equal for all heads that a key head serves."""
+    return (left @ keys.transpose(-1, -2)).repeat_interleave(served, 2)
 
 
 def _pass_on(

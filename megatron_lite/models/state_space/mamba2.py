@@ -39,28 +39,35 @@ def ssd(
     if kernel is not None:
         return scan_by(kernel, x, dt, a, b, c, d, chunk=chunk, documents=documents, state=state)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    tokens, groups = x.shape[1], b.shape[2]
     bounds = None if documents is None else boundaries(documents, chunk)
-    x_wide, dt_wide = x.to(dtype), dt.to(dtype)
-    times = in_chunks(dt_wide, chunk)
+    x_wide = x.to(dtype)
+    times = in_chunks(dt.to(dtype), chunk)
     inputs = in_chunks(x_wide, chunk) * times.unsqueeze(-1)
-    keys, queries = (in_chunks(each.to(dtype), chunk).transpose(2, 3) for each in (b, c))
+    keys = in_chunks(b.to(dtype), chunk).transpose(2, 3)
+    queries = in_chunks(c.to(dtype), chunk).transpose(2, 3)
     decay = (times * a.to(dtype)).cumsum(2)
     factors = passed(decay, bounds)
 
+    inside = _inside(queries, keys, decay_between(decay, bounds), inputs)
+    to_end = _by_group(inputs * factors.out.unsqueeze(-1), b.shape[2])
+    added = to_end.transpose(-1, -2) @ keys
+    before, last = _pass_on(added, factors.through, state)
+    read = (queries @ before.transpose(-1, -2)).transpose(2, 3)
+    from_before = read.reshape(inputs.shape) * factors.into.unsqueeze(-1)
+    y = (inside.transpose(2, 3) + from_before).flatten(1, 2)
+    tokens = x.shape[1]
+    past_the_state = d.to(dtype).unsqueeze(-1) * x_wide
+    whole = y[:, :tokens] + past_the_state
+    return whole.to(x.dtype), last
+
+
+def _inside(queries: Tensor, keys: Tensor, between: Tensor, inputs: Tensor) -> Tensor:
+    """Return what the tokens of a chunk give each other, [batch, chunks, heads, chunk, width]."""
     # [batch, chunks, groups, 1, t, s]: the products are equal for all heads of a group.
     products = (queries @ keys.transpose(-1, -2)).unsqueeze(3)
-    between = decay_between(decay, bounds)
     by_group = between.view(*products.shape[:3], -1, *products.shape[4:])
-    inside = (products * by_group).reshape(between.shape) @ inputs.transpose(2, 3)
-
-    weighted = inputs * factors.out.unsqueeze(-1)
-    added = _by_group(weighted, groups).transpose(-1, -2) @ keys
-    before, last = _pass_on(added, factors.through, state)
-    from_before = (queries @ before.transpose(-1, -2)).transpose(2, 3).reshape(inputs.shape)
-    y = inside.transpose(2, 3) + from_before * factors.into.unsqueeze(-1)
-    y = y.flatten(1, 2)[:, :tokens] + d.to(dtype).unsqueeze(-1) * x_wide
-    return y.to(x.dtype), last
+    weights = (products * by_group).reshape(between.shape)
+    return weights @ inputs.transpose(2, 3)
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:

@@ -21,22 +21,39 @@ def short_convolution(
     """
     tokens, width = len(x), weight.shape[-1]
     dtype = torch.promote_types(x.dtype, torch.float32)
-    earlier = x.new_zeros(width - 1, *x.shape[1:]) if before is None else before.permute(2, 0, 1)
-    whole = torch.cat((earlier.to(x.dtype), x))
+    whole = _with_earlier(x, width, before)
     columns = weight.squeeze(1).to(dtype).unbind(-1)
     y = whole[width - 1 :] * columns[-1]
     for back in range(1, width):
         first = width - 1 - back
         part = whole[first : first + tokens] * columns[first]
-        y = y + (part if documents is None else part * _same(documents, back))
-    y = y if bias is None else y + bias.to(dtype)
-    return y, whole[tokens:].permute(1, 2, 0)
+        y = y + _masked(part, documents, back)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    return y, _last(whole, tokens)
 
 
 def last_inputs(x: Tensor, width: int, before: Tensor | None) -> Tensor:
     """Return the last inputs of a convolution, the second result of short_convolution. x: of more than one token."""
-    earlier = x.new_zeros(width - 1, *x.shape[1:]) if before is None else before.permute(2, 0, 1)
-    return torch.cat((earlier.to(x.dtype), x))[len(x) :].permute(1, 2, 0)
+    return _last(_with_earlier(x, width, before), len(x))
+
+
+def _with_earlier(x: Tensor, width: int, before: Tensor | None) -> Tensor:
+    """Return the inputs before the first token, then x: [width - 1 + tokens, batch, channels]."""
+    if before is None:
+        before = x.new_zeros(*x.shape[1:], width - 1)
+    earlier = before.permute(2, 0, 1).to(x.dtype)
+    return torch.cat((earlier, x))
+
+
+def _last(whole: Tensor, tokens: int) -> Tensor:
+    """Return the inputs after the first `tokens`, with channels before places."""
+    return whole[tokens:].permute(1, 2, 0)
+
+
+def _masked(part: Tensor, documents: Tensor | None, back: int) -> Tensor:
+    """Set the part to zero at tokens whose input `back` places earlier is of another document."""
+    return part if documents is None else part * _same(documents, back)
 
 
 def _same(documents: Tensor, back: int) -> Tensor:

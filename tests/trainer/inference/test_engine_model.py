@@ -138,6 +138,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     ),
+    "bamba": (
+        "bamba",
+        {
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 4,
+            "mamba_d_state": 16,
+        },
+    ),
     "mamba2": (
         "mamba2",
         {

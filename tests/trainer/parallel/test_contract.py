@@ -9,17 +9,18 @@ import torch
 
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import families
+from megaconv.families.parts.unsupported import UNSUPPORTED
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.layout import LayerSplit, Layout, padded_vocab, split_layers
 from megaconv.model.naming import CORE
 from megaconv.model.natives import native_tensors
-from megatron_lite.commands.models import table
+from megatron_lite.commands.models import main, table
 from megatron_lite.models.build_plan import make_plan
 from megatron_lite.models.chunk import ModelChunk
 from megatron_lite.models.network_by_family import NETWORKS
 from megatron_lite.models.rotary import Rotary
-from megatron_lite.models.trainable import RETRO, TRAINED
+from megatron_lite.models.trainable import NOT_COMPUTED, RETRO, TRAINED
 from megatron_lite.parallel.grid import Grid, make_grid
 from megatron_lite.parallel.parameter_kinds import declared
 from megatron_lite.parallel.parameters import parameter_infos
@@ -43,6 +44,10 @@ EXPERTS = {"layers.mlp": "experts", "experts.count": 4, "experts.per_token": 2, 
 LATENT = {
     "attention.qk_norm": False, "attention.kv_heads": 4, "latent.kv_rank": 10, "latent.q_rank": 6, "latent.rope_dim": 4, "latent.v_dim": 6,
     "experts.shared_ffn": 24, "layers.mlp": ("dense", "experts", "experts", "experts"),
+}  # fmt: skip
+MIXED = {
+    "attention.qk_norm": False, "layers.mixer": ("mamba", "attention", "mamba", "attention"), "mamba.heads": 4, "mamba.head_dim": 6,
+    "mamba.groups": 2, "mamba.state": 5,
 }  # fmt: skip
 FEATURES = {
     "gpt2": MODELS["gpt2"],
@@ -166,6 +171,10 @@ FEATURES = {
             "experts.shared_ffn": 24, "layers.mlp": ("dense", "experts", "experts", "experts"),
         },
     ),
+    "bamba": changed(replace(MODELS["qwen3"], family="bamba"), MIXED),
+    "granite_moe_hybrid": changed(
+        replace(MODELS["qwen3"], family="granite_moe_hybrid"), {**MIXED, **EXPERTS, "experts.shared_ffn": 24}
+    ),
     "mamba2": MODELS["mamba"],
     "nemotron_h": MODELS["hybrid"],
     "qwen3_5": MODELS["delta nets"],
@@ -245,6 +254,22 @@ def test_the_documentation_lists_what_can_be_trained() -> None:
         "| family | architectures |",
         *trained,
     ]
+
+
+def test_models_lists_the_reason_of_everything_that_can_not_be_trained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    untrained = [line for line in printed if line.endswith("| no |")]
+    assert not untrained, "a family that can't be trained needs a reason"
+    listed = [line for line in printed if line.startswith("- ")]
+    for part in NOT_COMPUTED.values():
+        assert f"- a model with {part}" in listed
+    for architecture, reason in UNSUPPORTED.items():
+        named = [line for line in listed if line.endswith(f": {reason}")]
+        assert len(named) == 1
+        assert architecture in named[0].partition(": ")[0].removeprefix("- ").split(", ")
 
 
 def test_a_family_of_another_package_is_not_trained_as_if_it_were_one_of_these() -> None:

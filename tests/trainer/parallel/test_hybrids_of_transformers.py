@@ -8,7 +8,7 @@ import pytest
 from megaconv.model.layout import Layout
 from tests.trainer.parallel.test_mixtures_of_transformers import compare, compute
 from tests.trainer.parallel.worlds import World
-from tests.transformers_oracle import LAYERS, MIXTURES, VARIANTS
+from tests.transformers_oracle import BEYOND_MEGATRON, LAYERS, MIXTURES, VARIANTS
 
 pytestmark = pytest.mark.oracle
 OF_MAMBA = 5e-5
@@ -21,6 +21,9 @@ HYBRIDS = {
     "mamba2": OF_PURE_MAMBA,
     "nemotron_h": OF_MAMBA,
     "nemotron_h, experts": OF_MAMBA,
+    "bamba": OF_PURE_MAMBA,
+    "granite_moe_hybrid": OF_MAMBA,
+    "granite_moe_hybrid, experts": OF_MAMBA,
     "qwen3_5": OF_DELTA_NETS,
     "qwen3_next": OF_DELTA_NETS,
     "qwen3_5_moe": OF_DELTA_NETS,
@@ -31,7 +34,7 @@ UNEVEN = Layout(2, 2, stage_layers=(1, 3))
 
 
 def made(name: str, directory: Path) -> None:
-    compute((VARIANTS | MIXTURES)[name], directory)
+    compute((VARIANTS | MIXTURES | BEYOND_MEGATRON)[name], directory)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -47,11 +50,20 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(
     [
         ("mamba2", Layout(2, stage_layers=(LAYERS,)), False),
         ("nemotron_h", Layout(2, stage_layers=(LAYERS,)), False),
+        ("bamba", Layout(2, stage_layers=(LAYERS,)), False),
         ("qwen3_5", Layout(2, stage_layers=(LAYERS,)), False),
         ("nemotron_h, experts", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True),
         ("qwen3_next", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True),
         pytest.param("mamba2", UNEVEN, True, marks=pytest.mark.slow),
         pytest.param("nemotron_h", UNEVEN, True, marks=pytest.mark.slow),
+        pytest.param("bamba", UNEVEN, True, marks=pytest.mark.slow),
+        pytest.param("granite_moe_hybrid", UNEVEN, True, marks=pytest.mark.slow),
+        pytest.param(
+            "granite_moe_hybrid, experts",
+            Layout(2, 1, 1, 2, stage_layers=(LAYERS,)),
+            True,
+            marks=pytest.mark.slow,
+        ),
         pytest.param("qwen3_5", UNEVEN, True, marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", UNEVEN, True, marks=pytest.mark.slow),
     ],
