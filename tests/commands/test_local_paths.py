@@ -76,7 +76,7 @@ def test_a_path_is_taken_as_it_is(path: str) -> None:
         "merge model adapter --save-dir msc://bucket/out",
         "inspect model --html s3://bucket/page.html",
         "diff model model --stats --html s3://bucket/page.html",
-        "push s3://bucket/model org/name --dry-run",
+        "push msc://bucket/model org/name --dry-run",
         "demo --dir s3://bucket/demo",
     ],
 )
@@ -146,7 +146,7 @@ def test_every_text_of_the_trainer_that_is_no_hub_id_refuses_a_uri() -> None:
     "words",
     [
         "pretrain --mock-data --save msc://bucket/run",
-        "pretrain --data-path 0.5 s3://bucket/a 0.5 s3://bucket/b",
+        "pretrain --data-path 0.5 msc://bucket/a 0.5 msc://bucket/b",
         "finetune --load model --finetune-data s3://bucket/a.jsonl",
         "pretrain --config-file s3://bucket/a.yaml",
         "plan --load model --save msc://bucket/run",
