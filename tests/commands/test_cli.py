@@ -28,6 +28,7 @@ COMMANDS = (
     "plan",
     "fingerprint",
     "verify",
+    "seal",
     "diff",
     "scan",
     "clean",
