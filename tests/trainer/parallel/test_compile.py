@@ -15,10 +15,10 @@ from tests.trainer.parallel.worlds import World
 STEPS = 3
 COMPILED = (("compile", True),)
 CASES = {
-    "tensor parallel": (Case("llama", tp=2, sequence_parallel=True), 4),
+    "tensor parallel": (Case("llama", tp=2, sequence_parallel=True), 5),
     "experts": (Case("mixtral", tp=2, ep=2, sequence_parallel=True), 6),
     "sharded parameters": (Case("qwen3", dp=2, distributed=True, zero=3), 4),
-    "latent attention, recomputed": (Case("deepseek_v3", recompute=SELECTIVE), 8),
+    "latent attention, recomputed": (Case("deepseek_v3", recompute=SELECTIVE), 10),
 }
 """A case, and the number of graphs that it may have: for rows of one document, and for packed rows.
 
