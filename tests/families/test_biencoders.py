@@ -21,7 +21,11 @@ VOCAB = 169
 VOCABULARY = Path(__file__).parents[1] / "trainer" / "fixtures" / "retriever" / "vocab.txt"
 
 FLAGS = Namespace(
-    vocab_file=str(VOCABULARY), merge_file=None, tokenizer_type=None, tokenizer_model=None
+    vocab_file=str(VOCABULARY),
+    merge_file=None,
+    tokenizer_type=None,
+    tokenizer_model=None,
+    training=None,
 )
 
 
