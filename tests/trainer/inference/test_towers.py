@@ -17,6 +17,7 @@ VOCABULARY = Namespace(
     merge_file=None,
     tokenizer_type=None,
     tokenizer_model=None,
+    training=None,
 )
 
 
