@@ -85,7 +85,7 @@ class MainText:
     """Takes the main text out of a page of HTML."""
 
     def __call__(self, text: str) -> str:
-        extracted = package("trafilatura", "data clean --recipe html").extract(text)
+        extracted = package("trafilatura", "data clean --recipe html", "data-recipes").extract(text)
         return extracted or ""
 
 
@@ -98,7 +98,7 @@ class InLanguage:
 
     @cached_property
     def _detector(self) -> tuple[Any, Any]:
-        lingua = package("lingua", "data clean --language")
+        lingua = package("lingua", "data clean --language", "data-recipes")
         code = getattr(lingua.IsoCode639_1, self.language.upper(), None)
         if code is None:
             raise UsageError(f"--language {self.language}: lingua doesn't know this code")
@@ -239,5 +239,9 @@ def _cleaning(words: argparse.Namespace) -> Cleaning:
         options,
     )
     if words.recipe != "wikipedia" and words.language != "any":
-        package("lingua", f"--language {words.language} (--language any keeps all languages)")
+        package(
+            "lingua",
+            f"--language {words.language} (--language any keeps all languages)",
+            "data-recipes",
+        )
     return cleaning
