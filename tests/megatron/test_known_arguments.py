@@ -238,6 +238,7 @@ def real_checkpoints() -> list[Path]:
                 "filter-",
                 "orbax-",
                 "modelopt-",
+                "model-signing-",
                 "ggml-",
                 "fsdp1-",
                 "trtllm",

@@ -10,7 +10,7 @@ _BY_REASON: Mapping[str, str] = {
     "the tensors themselves show it": """
         add_bias_linear add_position_embedding add_qkv_bias bert_binary_head deprecated_use_mcore_models export_draft_vocab_size
         export_eagle_algorithm export_num_eagle_layers export_num_medusa_heads export_num_mtp export_offline_model gated_linear_unit
-        hidden_size hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern is_hybrid_model linear_attention_freq
+        hidden_size hybrid_attention_ratio hybrid_mlp_ratio is_hybrid_model linear_attention_freq
         mla_down_proj_fusion model_type modelopt_enabled moe_latent_size moe_layer_freq moe_router_enable_expert_bias
         moe_shared_expert_gate moe_single_grouped_bias moe_single_grouped_weight mtp_num_layers num_experts num_moe_experts
         num_unique_layers param_sharing_style relative_attention_num_buckets use_grouped_gemm_for_dense_mlp

@@ -38,7 +38,7 @@ _READ = """
     attention_output_gate qk_layernorm qk_l2_norm moe_apply_probs_on_input
     experimental_attention_variant linear_conv_kernel_dim linear_key_head_dim
     linear_num_key_heads linear_num_value_heads linear_value_head_dim
-    hybrid_layer_pattern mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
+    hybrid_layer_pattern hybrid_override_pattern mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
     dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_rope_interleaved
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
     rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
