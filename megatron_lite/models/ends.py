@@ -11,8 +11,7 @@ from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.loss import capped, head_loss, rows_at_a_time
 from megatron_lite.models.passes import Pass
 from megatron_lite.parallel import comm
-from megatron_lite.parallel.parameter_kinds import Kind
-from megatron_lite.parallel.parameters import ParametersFreed
+from megatron_lite.parallel.parameter_kinds import Kind, ParametersFreed
 from megatron_lite.parallel.tensor import VocabEmbedding
 from megatron_lite.products.product import PLAIN, Product
 

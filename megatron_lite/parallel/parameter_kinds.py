@@ -61,3 +61,12 @@ def declared(module: "nn.Module") -> dict[str, Declaration]:
             in_float32 = name in getattr(inner, "in_float32", ())
             found[f"{path}.{name}" if path else name] = Declaration(inner.kinds[name], in_float32)
     return found
+
+
+class ParametersFreed(RuntimeError):
+    """A use of sharded parameters that no pass and no region keeps in memory."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the parameters are sharded over data-parallel ranks and not in memory; use them inside Engine.whole_parameters()"
+        )

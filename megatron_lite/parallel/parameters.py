@@ -17,15 +17,6 @@ if TYPE_CHECKING:
     from megatron_lite.parallel.grid import Grid
 
 
-class ParametersFreed(RuntimeError):
-    """A use of sharded parameters that no pass and no region keeps in memory."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the parameters are sharded over data-parallel ranks and not in memory; use them inside Engine.whole_parameters()"
-        )
-
-
 @dataclass(frozen=True)
 class ParameterInfo:
     """The facts about one parameter of this rank."""

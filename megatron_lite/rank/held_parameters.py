@@ -7,7 +7,8 @@ from torch import Tensor
 
 from megatron_lite.models.network_interface import Network
 from megatron_lite.optimizer.chunk_buckets import ChunkBuckets
-from megatron_lite.parallel.parameters import ParameterInfo, ParametersFreed
+from megatron_lite.parallel.parameter_kinds import ParametersFreed
+from megatron_lite.parallel.parameters import ParameterInfo
 
 
 class RankParameters:

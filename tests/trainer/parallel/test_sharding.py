@@ -11,7 +11,7 @@ from megatron_lite.checkpoint.rank_state import rank_snapshot
 from megatron_lite.checkpoint.snapshot import Snapshot, dist_snapshot
 from megatron_lite.models.layer import Layer
 from megatron_lite.optimizer.shards import GradientShards, OnDemand
-from megatron_lite.parallel.parameters import ParametersFreed
+from megatron_lite.parallel.parameter_kinds import ParametersFreed
 from megatron_lite.settings.options import Recompute
 from tests.trainer.parallel.small import (
     FULL,
