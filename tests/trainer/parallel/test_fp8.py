@@ -195,6 +195,9 @@ class IdealProduct(OtherProduct):
     def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
         return self.rounded(grad, self.of_gradients).t() @ self.rounded(x)
 
+    def gradient_sum(self, weight: Tensor) -> None:
+        """The gradient is rounded, so of_weight makes it."""
+
 
 def ideal(make: Callable[[FP8], Found], form: str, draws: int) -> list[Found]:
     """What make finds in each draw."""
