@@ -113,7 +113,7 @@ class _Names(NamedTuple):
     stored: Collection[str]
     """As stored, without wrappers."""
     prefix: str
-    """What the stored names begin with."""
+    """The common prefix of the stored names."""
 
     def of_parameter(self, name: str) -> str:
         """The name of a parameter of the optimizer, whose names may lack the prefix."""

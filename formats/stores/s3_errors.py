@@ -23,7 +23,7 @@ _NETWORK = {
 
 
 class Advice(NamedTuple):
-    """What a user can do about refused requests to one kind of store."""
+    """The advice to a user about refused requests to one kind of store."""
 
     denied: str
     unsigned: str

@@ -9,16 +9,15 @@ from typing import Any
 
 from megaconv.commands.units import readable
 from megaconv.errors import UsageError
-from megaconv.families import family
 from megaconv.megatron.rank_files.output_layout import DEFAULT_DIVISOR
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header
-from megaconv.model.table import canonical_shapes
 from megaconv.planning.estimate import Estimate, Estimator
 from megaconv.planning.flags import megatron_lite_flags, megatron_lm_flags
 from megaconv.planning.gpus import Gpu
 from megaconv.planning.layer_costs import Machine
+from megaconv.planning.model_size import parameter_count
 from megaconv.planning.search import Wanted, best_of_each, candidates, search
 from megaconv.planning.step_time import TERMS
 
@@ -77,12 +76,12 @@ class BestLayouts:
     @property
     def parameters_with_mtp(self) -> int:
         """Parameters of the model, with layers that predict further tokens."""
-        return _parameters(self.config)
+        return parameter_count(self.config)
 
     @property
     def parameters(self) -> int:
         """Parameters of the model without layers that predict further tokens."""
-        return _parameters(changed(self.config, {"mtp_layers": 0}))
+        return parameter_count(changed(self.config, {"mtp_layers": 0}))
 
     def lines(self) -> Iterator[str]:
         """Yield lines for people."""
@@ -185,8 +184,14 @@ def _smallest(config: ModelConfig, wanted: Wanted, machine: Machine) -> Estimate
 
 def _reason(config: ModelConfig, wanted: Wanted) -> str:
     """Return why no run has these sizes, with the flags of plan."""
-    fixed = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in wanted.fixed.items())
-    given = f"--gpus {wanted.gpus} --seq-length {wanted.seq} --global-batch-size {wanted.global_batch} {fixed}".strip()
+    sizes = {
+        "gpus": wanted.gpus,
+        "seq-length": wanted.seq,
+        "global-batch-size": wanted.global_batch,
+        **wanted.fixed,
+    }
+    flags = [f"--{name.replace('_', '-')} {size}" for name, size in sizes.items()]
+    given = " ".join(flags)
     product = prod(wanted.fixed.get(name, 1) for name in ("tp", "pp", "cp"))
     if wanted.gpus % product:
         return f"{given}: --tp x --pp x --cp = {product} has to divide --gpus {wanted.gpus}; choose other sizes"
@@ -215,8 +220,3 @@ def _divisions(
 def _trained(config: ModelConfig) -> str:
     """Return the dtype in which the model is trained: that of its weights if a training run can have it."""
     return config.dtype if config.dtype in ("bfloat16", "float16", "float32") else "bfloat16"
-
-
-def _parameters(config: ModelConfig) -> int:
-    shapes = canonical_shapes(family(config.family).rows, config)
-    return sum(prod(shape) for shape in shapes.values())

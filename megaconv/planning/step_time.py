@@ -88,16 +88,19 @@ def _gradient_seconds(run: Run, share: RankShare, microbatch: float, gpu: Gpu) -
     layout = run.layout
     turn = _turn_seconds(share.dense, run.replicas, layout.tp, gpu)
     turn += _turn_seconds(share.experts, run.expert_dp, layout.ep * layout.etp, gpu)
-    reduce, gather = FLOAT32 * turn, run.itemsize * turn
-    forward, backward = FORWARD * microbatch, BACKWARD * microbatch
+    reduce = FLOAT32 * turn
+    gather = run.itemsize * turn
+    backward = BACKWARD * microbatch
+    gathered = max(0.0, gather - FORWARD * microbatch)
+    reduced = max(0.0, reduce - backward)
     if run.sharding == "no_shard":
         return max(0.0, 2 * reduce - backward)
     if run.sharding == "optim":
-        return max(0.0, reduce - backward) + max(0.0, gather - forward)
+        return reduced + gathered
     if run.sharding == "optim_grads":
-        return run.microbatches * max(0.0, reduce - backward) + max(0.0, gather - forward)
-    each = max(0.0, gather - forward) + max(0.0, gather + reduce - backward)
-    return run.microbatches * each
+        return run.microbatches * reduced + gathered
+    gathered_again = max(0.0, gather + reduce - backward)
+    return run.microbatches * (gathered + gathered_again)
 
 
 def _turn_seconds(elements: int, ranks: int, stride: int, gpu: Gpu) -> float:

@@ -13,7 +13,7 @@ from megaconv.model.training import MASTER
 from megaconv.values.cast import CastTensor
 
 _COUNTED = (".router.bias",)
-"""How canonical names of tensors end that no optimizer trains: biases that balance the load of experts."""
+"""The ends of the names of tensors that no optimizer trains: biases that balance the load of experts."""
 
 
 @dataclass(frozen=True)

@@ -90,12 +90,15 @@ class UniversalOutput:
     ) -> None:
         if "/" in name or name in (".", ".."):
             raise NotExpressible(f"{name!r}: is no name of a directory in {FOLDER}/; {WITHOUT}")
+        first_part = next(iter(native.parts))
         for slot, file in FILES.items():
-            held = slot if Key(next(iter(native.parts)), slot) in self.header.manifest else WEIGHT
+            has_slot = Key(first_part, slot) in self.header.manifest
+            held = slot if has_slot else WEIGHT
             if native_dtype(self.header, native, held) != "float32":
                 raise NotExpressible(f"{name}: has no {slot} in fp32, which DeepSpeed trains")
             path = f"{folder}/{file}"
-            self.files[path] = self._tensor_file(file.removesuffix(".pt"), native.shape)
+            root = file.removesuffix(".pt")
+            self.files[path] = self._tensor_file(root, native.shape)
             add_placements(self.placements, self.header, native, path, _RECORD, held)
         self.files[f"{folder}/step.pt"] = torch_zip.plan(self._step(state), "step")
 

@@ -17,7 +17,7 @@ from megaconv.signatures.statement import SHARDS, Method, Statement
 from megaconv.threads import thread_pool
 
 GIT_PATHS = (".git", ".gitattributes", ".github", ".gitignore")
-"""What model signing never covers: git and the Hub change these files."""
+"""The paths that model signing never covers, because git and the Hub change them."""
 _READ = 1 << 20
 _HASHERS: Mapping[str, Callable[[], Any]] = {
     "sha256": hashlib.sha256,
@@ -62,11 +62,15 @@ def state_of(
     Raises UnsupportedInput for a link, UnsafeContent for a link out of root, and CorruptCheckpoint for other special files.
     """
     new = replaced or {}
-    files = {name: path for name, path in covered_files(root, method).items() if name not in new}
-    pieces = [piece for name, path in files.items() for piece in _pieces(name, path, method)]
+    pieces: list[_Piece] = []
+    for name, path in covered_files(root, method).items():
+        if name not in new:
+            pieces += _pieces(name, path, method)
     expect(sum(piece.size for piece in pieces))
+    names = [piece.name for piece in pieces]
     with thread_pool(workers) as pool:
-        found = dict(pool.map(lambda piece: (piece.name, _hash(piece, method, advance)), pieces))
+        hashes = pool.map(lambda piece: _hash(piece, method, advance), pieces)
+        found = dict(zip(names, hashes, strict=True))
     for name, content in new.items():
         hasher = _HASHERS[method.hash_type]()
         hasher.update(content)

@@ -11,17 +11,25 @@ def draw(points: Sequence[tuple[int, float]], width: int = 60, height: int = 8) 
     columns = _columns([value for _, value in points], width)
     low, high = min(columns), max(columns)
     rows = [_row(value, low, high, height) for value in columns]
+    labels = {0: f"{high:9.4f}", height - 1: f"{low:9.4f}"}
     lines = []
     for row in range(height):
-        label = high if row == 0 else low if row == height - 1 else None
-        shown = f"{label:9.4f}" if label is not None else " " * 9
-        dots = "".join(POINT if each == row else BLANK for each in rows)
-        lines.append(f"{shown} │{dots.rstrip()}")
-    first, last = points[0][0], points[-1][0]
-    gap = max(1, len(columns) - len(f"{first}{last}"))
-    lines.append(" " * 10 + "└" + "─" * len(columns))
-    lines.append(" " * 11 + f"{first}{' ' * gap}{last}  step")
-    return lines
+        label = labels.get(row, "")
+        lines.append(f"{label:>9} │{_dots(rows, row)}")
+    return [*lines, *_axis(points[0][0], points[-1][0], len(columns))]
+
+
+def _dots(rows: Sequence[int], row: int) -> str:
+    """Return the points of one row. rows: the row of each column's point."""
+    dots = [POINT if each == row else BLANK for each in rows]
+    return "".join(dots).rstrip()
+
+
+def _axis(first: int, last: int, width: int) -> list[str]:
+    """Return the lines below the plot, with the first and the last step."""
+    line = "─" * width
+    gap = " " * max(1, width - len(f"{first}{last}"))
+    return [f"{'':9} └{line}", f"{'':9}  {first}{gap}{last}  step"]
 
 
 def _columns(values: Sequence[float], width: int) -> list[float]:

@@ -1,20 +1,27 @@
 """The check before a run of `--guide`: whether its memory fits, and what would fit."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from formats.tensor import ITEMSIZE
 from megaconv.commands.units import readable
 from megaconv.errors import CheckpointError, UsageError
+from megaconv.model.config import ModelConfig
+from megaconv.planning.model_size import parameter_count
 from megatron_lite.objectives.training_data import Setup
 from megatron_lite.planning.memory import stage_memory
 from megatron_lite.planning.stages import Described
+from megatron_lite.settings.config import Settings
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.run_options import optimizer_options
+from megatron_lite.settings.sizes import Sizes, work_out
 
 RANK = 16
 """Rank of the suggested adapters."""
+SHARDING, STRATEGY = "--data-parallel-sharding-strategy", "optim_grads_params"
 MOST_RANKS = 1024
 
 
@@ -23,14 +30,21 @@ def check_fits(setup: Setup, options: ModelOptions) -> None:
     settings = setup.settings
     if not settings.logging.guide or settings.lora.wanted or setup.config.encoder.layers:
         return
-    described = Described(setup.config, setup.sizes, options, optimizer_options(settings))
+    free = free_bytes(setup.place.device)
+    if free is None:
+        return
     try:
-        needed = max(memory.total for memory in stage_memory(described))
+        needed = _needed(setup.config, settings, options, setup.sizes)
     except CheckpointError:
         return  # the planner doesn't know the layers; the run will show
-    free = free_bytes(setup.place.device)
-    if free is not None and needed > free:
-        raise UsageError(_too_large(setup, needed, free))
+    if needed > free:
+        raise UsageError(_too_large(setup, options, needed, free))
+
+
+def _needed(config: ModelConfig, settings: Settings, options: ModelOptions, sizes: Sizes) -> int:
+    """Return the bytes of the rank that needs most. Raises CheckpointError for layers that the planner doesn't know."""
+    described = Described(config, sizes, options, optimizer_options(settings))
+    return max(memory.total for memory in stage_memory(described))
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -49,21 +63,51 @@ def free_bytes(device: torch.device) -> int | None:
     return None
 
 
-def _too_large(setup: Setup, needed: int, free: int) -> str:
+def _too_large(setup: Setup, options: ModelOptions, needed: int, free: int) -> str:
     settings = setup.settings
     data = (settings.data.finetune_data or settings.data.data_path or ("DATA",))[0]
     save = settings.checkpointing.save
     saved = f" --save {save}" if save else ""
     short = f"finetune {settings.checkpointing.load} {data}{saved}"
-    ranks = min(MOST_RANKS, _power_of_two(-(-needed // free)) * setup.place.world * 2)
-    sharded = "--data-parallel-sharding-strategy optim_grads_params"
+    choices = []
+    if _weights(setup, options) < free:
+        choices.append(f"train adapters: `megatron-lite {short} --lora-rank {RANK}`")
+    ranks = _ranks_that_fit(setup, options, free)
+    if ranks is not None:
+        launch = f"torchrun --nproc-per-node {ranks} -m megatron_lite"
+        command = f"{launch} {short} {SHARDING} {STRATEGY}"
+        choices.append(f"use {ranks} ranks with as much memory each: `{command}`")
+    advice = ", or ".join(choices) or "take a smaller model, or devices with more memory"
     return (
         f"training all weights takes about {readable(needed)} on each rank, and {readable(free)} are free; "
-        f"train adapters: `megatron-lite {short} --lora-rank {RANK}`, or more ranks: "
-        f"`torchrun --nproc-per-node {ranks} -m megatron_lite {short} {sharded}`"
+        f"{advice}"
     )
 
 
-def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least the number."""
-    return 1 << (number - 1).bit_length()
+def _weights(setup: Setup, options: ModelOptions) -> int:
+    """Return about the bytes of one rank's weights, which adapters leave as they are."""
+    layout = setup.sizes.layout
+    parameters = parameter_count(setup.config) // (layout.tp * layout.pp)
+    return parameters * ITEMSIZE[options.dtype]
+
+
+def _ranks_that_fit(setup: Setup, options: ModelOptions, free: int) -> int | None:
+    """Return a number of ranks on which the run fits, each with as much free memory as this one.
+
+    Returns None if there is none up to MOST_RANKS.
+    """
+    settings = setup.settings
+    parallel = replace(settings.parallel, data_parallel_sharding_strategy=STRATEGY)
+    training = replace(settings.training, global_batch_size=None)
+    sharded = replace(settings, parallel=parallel, training=training)
+    ranks = 2 * setup.place.world
+    while ranks <= MOST_RANKS:
+        try:
+            sizes = work_out(sharded, setup.config, options, ranks)
+            needed = _needed(setup.config, sharded, options, sizes)
+        except CheckpointError:
+            return None
+        if needed <= free:
+            return ranks
+        ranks *= 2
+    return None

@@ -1,12 +1,10 @@
 """Settings that no flag sets: learning rate and log interval of `finetune`, the sequence length for examples."""
 
 from dataclasses import replace
-from math import prod
 from typing import Any
 
-from megaconv.families import family
 from megaconv.model.config import ModelConfig
-from megaconv.model.table import canonical_shapes
+from megaconv.planning.model_size import parameter_count
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.training_data import Say, TrainingData
 from megatron_lite.settings.config import Settings
@@ -80,8 +78,7 @@ def _with_learning_rate(
 
 def _factor(config: ModelConfig) -> float:
     """Return the factor on the learning rate for the model's size: smaller models take larger steps."""
-    shapes = canonical_shapes(family(config.family).rows, config)
-    parameters = sum(prod(shape) for shape in shapes.values())
+    parameters = parameter_count(config)
     if parameters < SMALL_MODEL:
         return 2.0
     return 0.5 if parameters > LARGE_MODEL else 1.0

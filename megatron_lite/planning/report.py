@@ -3,18 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any
 
 from megaconv.commands.units import readable
 from megaconv.errors import LayoutError, NotExpressible
-from megaconv.families import family
-from megaconv.model.table import canonical_shapes
 from megaconv.planning.activations import offloaded_bytes
 from megaconv.planning.bubble import bubble
 from megaconv.planning.estimate import Estimator
 from megaconv.planning.gpus import DEFAULT_GPU, GPUS, Gpu
 from megaconv.planning.layer_costs import Machine
+from megaconv.planning.model_size import parameter_count
 from megaconv.planning.run import Run
 from megaconv.planning.step_time import StepTime, step_time
 from megaconv.planning.traffic import Traffic
@@ -24,6 +22,9 @@ from megatron_lite.planning.memory import Memory, stage_memory
 from megatron_lite.planning.stages import Described
 from megatron_lite.settings.wording import counted
 
+_WIDTHS = (5, 18, 14, 11, 10)
+"""Of the columns of the table of memory."""
+_INDENT = " " * 7
 _MESSAGES = {
     "pp": "messages between stages",
     "cp": "keys, values in a ring",
@@ -46,8 +47,7 @@ class Planned:
     @cached_property
     def parameters(self) -> int:
         """Parameters of the whole model, without padding."""
-        shapes = canonical_shapes(family(self.run.config.family).rows, self.run.config)
-        return sum(prod(shape) for shape in shapes.values())
+        return parameter_count(self.run.config)
 
     @cached_property
     def memory(self) -> list[Memory]:
@@ -152,16 +152,20 @@ class Planned:
         yield f"estimated on {self.gpu.name}: {self.time.total:.2f} s a step: {terms}; {largest} dominates"
 
     def _memory_lines(self) -> Iterator[str]:
-        yield f"{'stage':>5}  {'parameters a rank':>18}  {'with gradients':>14}  {'activations':>11}  {'together':>10}"
-        yield f"{'':>5}  {'':>18}  {'and optimizer':>14}"
+        yield _row("stage", "parameters a rank", "with gradients", "activations", "together")
+        yield _row("", "", "and optimizer", "", "").rstrip()
         for pp_rank, one in enumerate(self.memory):
-            sizes = f"{readable(one.kept):>14}  {readable(one.activations):>11}  {readable(one.total):>10}"
-            yield f"{pp_rank:>5}  {one.parameters:>18,}  {sizes}"
+            kept = readable(one.kept)
+            activations = readable(one.activations)
+            total = readable(one.total)
+            yield _row(str(pp_rank), f"{one.parameters:,}", kept, activations, total)
         passing = max(one.passing for one in self.memory)
         if passing:
-            yield f"{'':>5}  the last column includes up to {readable(passing)} of gathered parameters and unreduced gradients"
+            what = "gathered parameters and unreduced gradients"
+            yield f"{_INDENT}the last column includes up to {readable(passing)} of {what}"
         if self.offloaded:
-            yield f"{'':>5}  activations of {readable(self.offloaded)} wait in each rank's main memory"
+            held = readable(self.offloaded)
+            yield f"{_INDENT}activations of {held} wait in each rank's main memory"
 
     def _traffic_lines(self) -> Iterator[str]:
         """Yield the traffic of the stage that sends most."""
@@ -177,3 +181,9 @@ class Planned:
             )
             handed_over, own = readable(round(item.bytes)), readable(round(item.sent))
             yield f"{item.group:>8}  {what:<28} {handed_over:>11}, of which it sends {own}"
+
+
+def _row(*cells: str) -> str:
+    """Return a row of the table of memory."""
+    padded = [cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True)]
+    return "  ".join(padded)

@@ -65,7 +65,7 @@ def _find_in_each(stored: Shards, queries: Vectors, count: int) -> Found:
 
 
 def _best(earlier: Found, later: Found, count: int) -> Found:
-    """Return the best of both. Of equal scores, earlier ones come first."""
+    """Return the best of both. Equal scores keep their order."""
     later_scores, later_ids = later
     missing = later_ids < 0
     later_scores = np.where(missing, -np.inf, later_scores)

@@ -2,7 +2,8 @@
 
 MODEL   any checkpoint that megaconv reads, or a Hub id       --load MODEL
 DATA    a file or a directory of examples                     --finetune-data DATA
-        the prefix of an indexed corpus (PREFIX.bin, .idx)    --data-path PREFIX
+        the prefix of an indexed corpus (PREFIX.bin, .idx),
+        also as the URI of a store                            --data-path PREFIX
 """
 
 from collections.abc import Collection, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from formats.stores.addresses import is_store
 from megaconv.errors import UsageError
 from megaconv.local_paths import local_word
 
@@ -46,7 +48,7 @@ class ShortForm:
         return {"load": self.model, **self._data(), **self._defaults(given)}
 
     def _data(self) -> dict[str, Any]:
-        if Path(f"{self.data}.idx").is_file():
+        if is_store(self.data) or Path(f"{self.data}.idx").is_file():
             return {"data_path": [self.data], "split": "1,0,0"}
         if not Path(local_word(self.data)).exists():
             raise UsageError(

@@ -82,12 +82,17 @@ def _serve(
     def failed(error: BaseException) -> None:
         launch.leave(report(error, "rank 0 (which serves)", opened.store))
 
+    name = given.served_model_name or opened.name
+    if name in opened.adapters:
+        raise UsageError(
+            f"{name} is the name of the model and of an adapter; give another one by --adapter NAME=DIR or --served-model-name"
+        )
     worker = Worker(opened.model, given.max_waiting, failed)
     limits = Limits(given.max_body_bytes, given.request_timeout)
     assert bound is not None, "rank 0 has an address"
     host, port = bound.getsockname()[:2]
     local_name = given.host if is_loopback(host) else None
-    server = Server(opened, worker, given.served_model_name or opened.name, limits, key, local_name)
+    server = Server(opened, worker, name, limits, key, local_name)
     config = uvicorn.Config(
         server.app(), given.host, given.port, log_level="warning", lifespan="off",
         timeout_graceful_shutdown=max(1, int(given.shutdown_timeout)),

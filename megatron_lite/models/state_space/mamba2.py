@@ -5,10 +5,18 @@
 Within a chunk, tokens act on each other by one matrix product, as in attention. Between chunks, only the state passes.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from megatron_lite.models.state_space.chunks import boundaries, decay_between, in_chunks, passed
+from megatron_lite.models.state_space.chunks import (
+    Boundaries,
+    boundaries,
+    decay_between,
+    in_chunks,
+    passed,
+)
 from megatron_lite.models.state_space.kernels import scan_by, scan_kernel
 
 CHUNK = 64
@@ -40,25 +48,50 @@ def ssd(
         return scan_by(kernel, x, dt, a, b, c, d, chunk=chunk, documents=documents, state=state)
     dtype = torch.promote_types(x.dtype, torch.float32)
     bounds = None if documents is None else boundaries(documents, chunk)
-    x_wide = x.to(dtype)
-    times = in_chunks(dt.to(dtype), chunk)
-    inputs = in_chunks(x_wide, chunk) * times.unsqueeze(-1)
-    keys = in_chunks(b.to(dtype), chunk).transpose(2, 3)
-    queries = in_chunks(c.to(dtype), chunk).transpose(2, 3)
-    decay = (times * a.to(dtype)).cumsum(2)
+    inputs = x, dt, a, b, c, d
+    wide = _Wide(*[tensor.to(dtype) for tensor in inputs])
+    y, last = _chunked(wide, chunk, bounds, state)
+    past_the_state = wide.d.unsqueeze(-1) * wide.x
+    whole = y[:, : x.shape[1]] + past_the_state
+    return whole.to(x.dtype), last
+
+
+class _Wide(NamedTuple):
+    """The inputs of `ssd` in the dtype of the computation."""
+
+    x: Tensor
+    dt: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    d: Tensor
+
+
+def _chunked(
+    wide: _Wide, chunk: int, bounds: Boundaries | None, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return (y without the term past the state, padded to whole chunks, the last state)."""
+    times = in_chunks(wide.dt, chunk)
+    inputs = in_chunks(wide.x, chunk) * times.unsqueeze(-1)
+    keys = in_chunks(wide.b, chunk).transpose(2, 3)
+    queries = in_chunks(wide.c, chunk).transpose(2, 3)
+    decay = (times * wide.a).cumsum(2)
     factors = passed(decay, bounds)
 
     inside = _inside(queries, keys, decay_between(decay, bounds), inputs)
-    to_end = _by_group(inputs * factors.out.unsqueeze(-1), b.shape[2])
+    to_end = _by_group(inputs * factors.out.unsqueeze(-1), wide.b.shape[2])
     added = to_end.transpose(-1, -2) @ keys
     before, last = _pass_on(added, factors.through, state)
-    read = (queries @ before.transpose(-1, -2)).transpose(2, 3)
-    from_before = read.reshape(inputs.shape) * factors.into.unsqueeze(-1)
-    y = (inside.transpose(2, 3) + from_before).flatten(1, 2)
-    tokens = x.shape[1]
-    past_the_state = d.to(dtype).unsqueeze(-1) * x_wide
-    whole = y[:, :tokens] + past_the_state
-    return whole.to(x.dtype), last
+    read = _read(queries, before).reshape(inputs.shape)
+    from_before = read * factors.into.unsqueeze(-1)
+    y = inside.transpose(2, 3) + from_before
+    return y.flatten(1, 2), last
+
+
+def _read(queries: Tensor, before: Tensor) -> Tensor:
+    """Return what each token reads from the state before its chunk, [batch, chunks, chunk, groups, heads of a group * width]."""
+    found = queries @ before.transpose(-1, -2)
+    return found.transpose(2, 3)
 
 
 def _inside(queries: Tensor, keys: Tensor, between: Tensor, inputs: Tensor) -> Tensor:

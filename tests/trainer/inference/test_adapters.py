@@ -181,3 +181,23 @@ def test_the_command_line_takes_an_adapter(
             )
         texts.append(capfd.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_an_adapter_with_the_models_name_is_refused(
+    models: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else no request could choose it."""
+    monkeypatch.setattr(launch, "leave", sys.exit)
+    words = [
+        "serve",
+        "--load",
+        str(models / "base"),
+        "--adapter",
+        f"base={models / 'small'}",
+        "--port",
+        "0",
+    ]
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert "base is the name of the model and of an adapter" in capfd.readouterr().err

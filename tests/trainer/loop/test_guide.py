@@ -57,12 +57,16 @@ def test_a_model_that_does_not_fit_is_refused_with_two_commands(
         settings, config, NullTokenizer(59), work_out(settings, config, options, 1), place
     )
     memory_fit.check_fits(setup, options)
-    monkeypatch.setattr(memory_fit, "free_bytes", lambda device: 100_000)
+    monkeypatch.setattr(memory_fit, "free_bytes", lambda device: 550_000)
     with pytest.raises(UsageError) as refusal:
         memory_fit.check_fits(setup, options)
     said = str(refusal.value)
     assert "`megatron-lite finetune base DATA --save tuned --lora-rank 16`" in said
+    assert "or use 8 ranks with as much memory each: `torchrun --nproc-per-node 8 " in said
     assert "--data-parallel-sharding-strategy optim_grads_params`" in said
+    monkeypatch.setattr(memory_fit, "free_bytes", lambda device: 1000)
+    with pytest.raises(UsageError, match="take a smaller model, or devices with more memory"):
+        memory_fit.check_fits(setup, options)
 
 
 def test_the_curve_falls_from_left_to_right() -> None:
