@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from trainer import Step, batch, core_step, model, ours, transformers_step
+from contenders import Step, batch, core_step, model, ours, transformers_step
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import fields_of, from_fields

@@ -24,8 +24,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from contenders import add_mixture, chosen, core_step, ours, transformers_step
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer import WARM_UP, add_mixture, chosen, core_step, ours, transformers_step
+from trainer import WARM_UP
 from turns import Figures, answer, rounds
 
 from megatron_lite.processes.launch import keep_freed_memory
