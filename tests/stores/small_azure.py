@@ -24,6 +24,12 @@ class SmallAzure(SmallStore):
         self.sums: dict[str, str] = {}
 
     @property
+    def unfinished(self) -> list[str]:
+        """Keys of the objects with blocks that no commit has used."""
+        with self.lock:
+            return sorted(self.blocks)
+
+    @property
     def settings(self) -> str:
         """The connection string."""
         return (

@@ -98,6 +98,12 @@ class SmallStore(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
+    @property
+    def unfinished(self) -> list[str]:
+        """Keys of the uploads that are neither completed nor aborted, in every kind of store."""
+        with self.lock:
+            return sorted(each.key for each in self.uploads.values())
+
     def put(self, key: str, content: bytes) -> None:
         with self.lock:
             self.objects[key] = self.made(content, zlib.crc32(content))
