@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 from formats.errors import CheckpointError
@@ -27,6 +28,8 @@ from formats.stores.writing import ABSENT, Conflict, Held, Small, Upload, as_sen
 _TIMEOUT_SECONDS = 20
 _TRANSIENT_STATUS = (408, 429, 500, 502, 503, 504)
 _TRANSIENT_CODES = ("Md5Mismatch", "OperationTimedOut", "ServerBusy")
+_WRONG_TLS = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
+"""Words of OpenSSL's errors that repeating doesn't change."""
 _SUM = "megaconv_crc32"
 _FOLDER = "hdi_isfolder"
 _BLOCK = re.compile(r"megaconv-([0-9a-f]{32})-(\d{5})-([0-9a-f]{8})")
@@ -193,15 +196,13 @@ class AzureContainer:
         return self._found(self.request(key), listed) or []
 
     def uploads(self, prefix: str) -> list[Upload]:
-        keys = self._needed(
-            self._named("list", prefix),
-            lambda: [
-                each.name
-                for each in self._client.list_blobs(
-                    name_starts_with=prefix, include=["uncommittedblobs"]
-                )
-            ],
-        )
+        def listed() -> list[str]:
+            wanted = ["uncommittedblobs", "metadata"]
+            found = self._client.list_blobs(name_starts_with=prefix, include=wanted)
+            # Directories of a hierarchical namespace are listed as blobs. They have no blocks.
+            return [each.name for each in found if not (each.metadata or {}).get(_FOLDER)]
+
+        keys = self._needed(self._named("list", prefix), listed)
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             blocks = dict(zip(keys, pool.map(self._blocks, keys), strict=True))
         found = {(key, each[0]) for key, blocks_of_key in blocks.items() for each in blocks_of_key}
@@ -280,13 +281,22 @@ class AzureContainer:
 
     def _transient(self, error: Exception, request: str) -> Transient:
         """The failure to repeat. Raises CheckpointError if repeating can't help."""
-        from azure.core.exceptions import AzureError
+        from azure.core.exceptions import AzureError, ClientAuthenticationError
 
-        if isinstance(error, Transient | CheckpointError):
+        if isinstance(error, Transient):
+            return error
+        if isinstance(error, CheckpointError):
             raise error
         status, code = _answer_of(error)
         if status in _TRANSIENT_STATUS or code in _TRANSIENT_CODES:
-            return Transient(f"{status} {code}")
+            return Transient(f"{status} {code}", _seconds_to_wait(error))
+        if not status and isinstance(error, ClientAuthenticationError):
+            raise _unusable(error, request) from None
+        if not status and any(word in str(error) for word in _WRONG_TLS):
+            raise CheckpointError(
+                f"{request}: {self.endpoint} has no certificate that is trusted here; check the endpoint, or set REQUESTS_CA_BUNDLE",
+                code="store-refused",
+            ) from None
         if not status and isinstance(error, AzureError | OSError):
             return Transient(f"{type(error).__name__} at {self.endpoint}")
         if not status:
@@ -326,6 +336,13 @@ def _answer_of(error: Exception) -> tuple[int, str]:
         return 0, ""
     code = getattr(error, "error_code", None) or response.headers.get("x-ms-error-code") or ""
     return int(response.status_code), str(getattr(code, "value", code))[:60]
+
+
+def _seconds_to_wait(error: Exception) -> float:
+    """The seconds that an answer asks to wait; 0 if it doesn't ask."""
+    headers: Mapping[str, str] = getattr(error, "response").headers  # noqa: B009
+    after = str(headers.get("retry-after", "0"))
+    return float(after) if after.isascii() and after.isdigit() else 0.0
 
 
 def _tag(etag: str | None) -> str:
@@ -371,7 +388,7 @@ def _client(container: str, account: str) -> tuple[bool, Any]:
     environment = os.environ
     words = environment.get("AZURE_STORAGE_CONNECTION_STRING")
     try:
-        if words and not account:
+        if words and (not account or account.partition(".")[0] == _account_of(words)):
             return True, ContainerClient.from_connection_string(words, container, **settings)
         name = environment.get("AZURE_STORAGE_ACCOUNT") or environment.get(
             "AZURE_STORAGE_ACCOUNT_NAME"
@@ -387,6 +404,14 @@ def _client(container: str, account: str) -> tuple[bool, Any]:
         return credential is not None, made
     except ValueError as error:
         raise _unusable(error) from None
+
+
+def _account_of(words: str) -> str:
+    """The name of the account in a connection string; empty if it names none."""
+    pairs = [each.partition("=") for each in words.split(";")]
+    values = {name.strip().lower(): value.strip() for name, _, value in pairs}
+    host = urlsplit(values.get("blobendpoint", "")).hostname or ""
+    return values.get("accountname") or host.partition(".")[0]
 
 
 def _credential() -> Any:

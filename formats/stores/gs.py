@@ -89,7 +89,11 @@ class GoogleBucket(WritableS3Bucket):
 
     def _transient(self, error: Exception, request: str) -> Transient:
         status, _ = s3_errors.answer_of(error)
-        if status == 401 and self._tokens.refresh():
+        if status == 401 and self._tokens.exist:
+            try:
+                self._tokens.refresh()
+            except Transient as failure:
+                return failure
             return Transient("401: the token was not accepted")
         return super()._transient(error, request)
 
@@ -170,20 +174,20 @@ class _Tokens:
                 self._fetch()
             return {"Authorization": f"Bearer {self._credentials.token}", **self._payer}
 
-    def refresh(self) -> bool:
-        """Fetch another token. False if there are no credentials."""
-        if self._credentials is None:
-            return False
+    def refresh(self) -> None:
+        """Fetch another token."""
         with self._lock:
             self._fetch()
-        return True
 
     def _fetch(self) -> None:
-        from google.auth.exceptions import GoogleAuthError
+        """Raises Transient if the endpoint of tokens can't be reached now, CheckpointError if it gives no token."""
+        from google.auth.exceptions import GoogleAuthError, TransportError
 
         try:
             self._credentials.refresh(self._transport)
         except GoogleAuthError as error:
+            if isinstance(error, TransportError) or error.retryable:
+                raise Transient(f"{type(error).__name__} at the endpoint of tokens") from None
             raise _unusable(error) from None
 
 

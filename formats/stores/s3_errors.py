@@ -91,7 +91,9 @@ def is_replaced(error: Exception) -> bool:
 
 def transient(error: Exception, context: Context) -> Transient:
     """The failure to repeat. Raises CheckpointError if repeating can't help."""
-    if isinstance(error, Transient | CheckpointError):
+    if isinstance(error, Transient):
+        return error
+    if isinstance(error, CheckpointError):
         raise error
     status, code, after = _answer(error)
     if status in _TRANSIENT_STATUS or code in _TRANSIENT_CODES:

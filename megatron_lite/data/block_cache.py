@@ -36,6 +36,7 @@ _ENTRY = struct.Struct("<16sQQ16s")
 _ENTRIES_AT = 64
 _PAGE = 4096
 _STRIPES = 64
+_opening = Lock()
 _log = logging.getLogger("megatron_lite")
 
 
@@ -105,7 +106,8 @@ class BlockCache:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock_file = os.open(directory / "blocks.lock", os.O_RDWR | os.O_CREAT, 0o666)
-            with self._locked(0):
+            # The system's locks hold between processes, and not between threads of one process.
+            with _opening, self._locked(0):
                 self._file = self._opened(directory / "blocks.cache")
         except OSError as error:
             raise CheckpointError(

@@ -192,6 +192,12 @@ def test_those_who_share_a_cache_see_only_complete_blocks(
     assert sum(hits) > 40
 
 
+def test_threads_may_make_a_cache_at_the_same_time(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(50):
+            list(pool.map(BlockCache, repeat(tmp_path / str(number), 4), repeat(2 << 20)))
+
+
 def test_a_cache_of_another_size_is_made_anew(tmp_path: Path) -> None:
     BlockCache(tmp_path, 2 << 20).write(Block(OBJECT, 1), b"content")
     assert BlockCache(tmp_path, 2 << 20).read(Block(OBJECT, 1)) == b"content"
