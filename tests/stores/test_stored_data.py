@@ -194,7 +194,7 @@ def test_those_who_share_a_cache_see_only_complete_blocks(
 
 def test_threads_may_make_a_cache_at_the_same_time(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        for number in range(50):
+        for number in range(200):
             list(pool.map(BlockCache, repeat(tmp_path / str(number), 4), repeat(2 << 20)))
 
 
