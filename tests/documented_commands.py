@@ -84,6 +84,7 @@ PROGRAMS = {
     "megatron-lite": "-m megatron_lite",
     "torchrun": "-m torch.distributed.run",
     "python": "",
+    "hf": "-m huggingface_hub.cli.hf",
 }
 """Program -> the arguments of this Python that run it."""
 
