@@ -101,6 +101,7 @@ def shell_environment(programs: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "",  # as users have it
     }
 
 
