@@ -135,7 +135,8 @@ def test_memory_of_a_conversion_between_stores_stays_below_500_mb(
     over.set()
     watcher.join()
     assert os.waitstatus_to_exitcode(status) == 0
-    assert peak[0] <= 500 * 10**6, f"{peak[0]:,} bytes"
+    # The interpreter with its libraries has more than 20 MB: the process was seen.
+    assert 20 * 10**6 < peak[0] <= 500 * 10**6, f"{peak[0]:,} bytes"
 
 
 def _watch(pid: int, peak: list[int], over: threading.Event) -> None:
