@@ -44,7 +44,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_format_reads_a_hole(store: Proxy, tmp_path: Path, name: str) -> None:
     """Acceptance 10: whatever maps or opens a file itself has the bytes fetched first."""
     source = FIXTURES / FORMATS[name]
-    uri = put(store, source, "run")
+    uri = put(store, source, f"run/{source.name}")
     assert fingerprint(uri) == fingerprint(source)
     assert run("scan", uri).status == run("scan", source).status
 
