@@ -113,7 +113,7 @@ def test_memory_of_a_conversion_between_stores_stays_below_500_mb(
 ) -> None:
     """Acceptance 2: anonymous memory of a process of its own, for a model of 700 MB."""
     monkeypatch.undo()
-    source = write_llama(tmp_path / "model", layers=4, hidden=2048, vocab=32000)
+    source = write_llama(tmp_path / "model", layers=16, hidden=2048, vocab=32000)
     size = 0
     for file in source.iterdir():
         size += file.stat().st_size
