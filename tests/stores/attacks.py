@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
@@ -103,7 +102,7 @@ def fault(
         hit.append(asked)
         # A store that says that an object to delete isn't there has none.
         is_deleted = kind == "404" and asked.action == "delete"
-        return replace(FAULTS[kind], after=True) if is_deleted else FAULTS[kind]
+        return FAULTS[kind]._replace(after=True) if is_deleted else FAULTS[kind]
 
     store.hook = fail
     outcome = run(*scenario.words)
