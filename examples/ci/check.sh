@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Scans and verifies checkpoints, and writes findings to sarif/NAME.sarif.
+# Scans and verifies checkpoints, and writes findings to sarif/NAME.sarif. NAME is the path, with - for each /.
 #
 #   check.sh PUBLIC_KEY CHECKPOINT...     PUBLIC_KEY may be - for checkpoints that nobody signed
 #
@@ -12,7 +12,7 @@ failed=0
 mkdir -p sarif
 
 for checkpoint in "$@"; do
-  megaconv scan "$checkpoint" --sarif "sarif/$(basename "$checkpoint").sarif" || failed=1
+  megaconv scan "$checkpoint" --sarif "sarif/${checkpoint//\//-}.sarif" || failed=1
   if [ "$public_key" != - ]; then
     megaconv verify "$checkpoint" --public-key "$public_key" --quiet || failed=1
   elif [ -f "$checkpoint/megaconv.json" ]; then
