@@ -10,7 +10,7 @@ import typer
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
-from megaconv.local_paths import local_path
+from megaconv.local_paths import local_path, require_place
 from megaconv.terminal import show
 
 _VERDICTS = {0: "nothing that runs code, no faults", 3: "no code was found; faults", 6: "unsafe"}
@@ -40,6 +40,8 @@ def scan(
     """
     from megaconv.commands.scanning import scan as run
 
+    if sarif is not None:
+        require_place("--sarif", sarif)
     found = run(path)
     if sarif is not None:
         from megaconv.commands.sarif import sarif_json
