@@ -35,6 +35,7 @@ from typing import Any
 
 from formats import allocation, run_lock, signals
 from formats.errors import CheckpointError, NotEnoughSpace, TargetExists, UnsafeContent
+from formats.full_writes import write_at
 from formats.journal import Journal, changes
 from formats.output import Piece
 from formats.partial_files import Span
@@ -95,21 +96,18 @@ class StagedFile:
     def write(self, offset: int, data: Bytes | bytes) -> None:
         """Write contiguous bytes at their offset, and start their way to the disk."""
         view = memoryview(data) if isinstance(data, bytes) else data.data.cast("B")
-        start, length = offset, len(view)
         try:
             # The kernel lets one thread write a file and others spin. With this lock they sleep, and free a processor.
             with self._writing:
-                while view:
-                    count = os.pwrite(self._descriptor, view, offset)
-                    view, offset = view[count:], offset + count
+                write_at(self._descriptor, view, offset)
         except OSError as error:
             raise _explain(error, self.path) from error
-        if _sync_file_range is not None and length >= 1 << 16:
+        if _sync_file_range is not None and len(view) >= 1 << 16:
             # Only a hint: it keeps the disk busy from the first block on, so the final fsync has little left to do.
             _sync_file_range(
                 self._descriptor,
-                ctypes.c_int64(start),
-                ctypes.c_int64(length),
+                ctypes.c_int64(offset),
+                ctypes.c_int64(len(view)),
                 _SYNC_FILE_RANGE_WRITE,
             )
 

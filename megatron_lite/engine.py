@@ -1,8 +1,6 @@
 """One rank's part of a model in training: its chunks, gradients and optimizer, and the training step."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from functools import partial
 from math import isfinite, sqrt
 from typing import Any
@@ -11,15 +9,10 @@ import torch
 from torch import Tensor
 
 from megaconv.model.config import ModelConfig
-from megaconv.planning.pipeline_order import Action, forward_order, order
-from megatron_lite.models import rng
+from megaconv.planning.pipeline_order import Action, order
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.cache import Cache
 from megatron_lite.models.criterion import OWN_LOSS, Criterion
-from megatron_lite.models.mixers.declaration import Kept
-from megatron_lite.models.mixers.table import mixer_of
 from megatron_lite.models.moe.balance import Balance, Step, mean_losses
-from megatron_lite.models.network_interface import Network
 from megatron_lite.models.passes import Pass, Passes
 from megatron_lite.optimizer.algorithm import Rates, TensorGroups
 from megatron_lite.optimizer.algorithms import make_dealer
@@ -30,28 +23,21 @@ from megatron_lite.optimizer.qk_clip import RowFactors, ScoreWatch, StepScores
 from megatron_lite.optimizer.zero import Optimizer
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.parameters import (
-    ParameterInfo,
-)
-from megatron_lite.parallel.payload import Payload
-from megatron_lite.parallel.pipeline import Executor
 from megatron_lite.parallel.pipeline_order import last_backward
 from megatron_lite.parallel.replicas import Differs, differing
 from megatron_lite.products.fp8 import end_step
 from megatron_lite.products.selection import autocast_of, delayed_products
-from megatron_lite.rank.arriving import arriving_tensors
-from megatron_lite.rank.chunks import allocate_untrained, build_chunks, dtype_of
+from megatron_lite.rank.chunks import allocate_untrained, build_chunks
+from megatron_lite.rank.computation import RankComputation
 from megatron_lite.rank.expert_biases import move_expert_biases
-from megatron_lite.rank.first_pass import FirstPass
 from megatron_lite.rank.groups import context_group, groups_of_other_tokens, raise_to_largest
-from megatron_lite.rank.held_parameters import RankParameters
-from megatron_lite.rank.loss_sums import LossSum, RowSums
+from megatron_lite.rank.loss_sums import LossSum
 from megatron_lite.rank.report import StepReport
 from megatron_lite.rank.totals import sum_over_world
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 
 
-class Engine(RankParameters):
+class Engine(RankComputation):
     """Trains one rank's part of a model. Every rank of the grid builds it from the same configuration.
 
     Parameters are zero until they are loaded.
@@ -111,15 +97,6 @@ class Engine(RankParameters):
             )
         if optimizer is not None:
             self._prepare_training(optimizer)
-
-    def dtype_of(self, info: ParameterInfo) -> torch.dtype:
-        """Return the dtype of a parameter: the model's, or float32 if its module declares that."""
-        return dtype_of(info, self.dtype)
-
-    def cache_of(self, layer: int) -> tuple[Kept, ...]:
-        """Return the parts of a row's cache that the mixer of a layer declares, for this rank's heads."""
-        mixer = mixer_of(self.config, self.config.layers[layer])
-        return () if mixer is None else mixer.cache(self.config, self._sizes)
 
     def _prepare_training(self, optimizer: OptimizerOptions) -> None:
         """Make the buckets, which hold the trained parameters, and the optimizer."""
@@ -207,28 +184,6 @@ class Engine(RankParameters):
             largest_score=largest_score,
         )
 
-    def _with_extras(
-        self, microbatches: Sequence[Microbatch], *, drops: bool
-    ) -> Sequence[Microbatch]:
-        """Return the microbatches with what their losses need of each other, which a pass without gradients computes.
-
-        drops: whether dropout is on, with the same dropped elements as in the pass that follows.
-        """
-        if not self.criterion.needs_all(len(microbatches)):
-            return microbatches
-        layout = self.grid.layout
-        first = FirstPass(self.criterion)
-        actions = forward_order(layout.pp, layout.vpp, len(microbatches))
-        with torch.no_grad():
-            self._run(actions, microbatches, first, criterion=first, drops=drops)
-        if not first.found:  # another stage has the loss
-            return microbatches
-        extras = self.criterion.extras(first.found, self.config.hidden)
-        return [
-            replace(batch, extras={**batch.extras, **further})
-            for batch, further in zip(microbatches, extras, strict=True)
-        ]
-
     def _begin_step(self) -> None:
         for buckets in self.buckets:
             buckets.begin()
@@ -280,156 +235,15 @@ class Engine(RankParameters):
         """
         return mean_losses(self._balances)
 
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[str, tuple[float, float]]:
-        """Return (sum, number of tokens or pairs that count) by loss name, over all data-parallel ranks.
-
-        Every rank returns the same values.
-        """
-        layout = self.grid.layout
-        losses = LossSum(self._loss_names, self.grid.device, 1.0)
-        actions = forward_order(layout.pp, layout.vpp, len(microbatches))
-        microbatches = self._with_extras(microbatches, drops=False)
-        with torch.no_grad():
-            self._run(actions, microbatches, losses)
-        no_gradient = torch.zeros((), device=self.grid.device)
-        totals = sum_over_world(losses, no_gradient, (), self.grid)
-        return dict(zip(self._loss_names, totals.losses, strict=True))
-
-    def log_probs(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Return each row's summed log-probability of its labels that count: float64 [dp, microbatches, rows]. Collective.
-
-        Every rank returns the values of all data-parallel ranks.
-        microbatches: of this data-parallel rank; the same number on each rank, all of one shape.
-        """
-        grid = self.grid
-        layout = grid.layout
-        count = len(microbatches)
-        losses = RowSums()
-        actions = forward_order(layout.pp, layout.vpp, count)
-        with torch.no_grad():
-            self._run(actions, microbatches, losses, criterion=OWN_LOSS)
-        rows = len(microbatches[0].tokens)
-        sums = torch.zeros((grid.dp, count, rows), dtype=torch.float64, device=grid.device)
-        # Only the last stage has losses, and its tensor ranks have the same ones.
-        if losses.found and grid.tp_rank == 0:
-            sums[grid.dp_rank] = torch.stack(losses.found)
-        comm.all_reduce(sums, grid.group("world"))
-        return -sums
-
-    def logits(self, batch: Microbatch, cache: Cache | None = None) -> Tensor | None:
-        """Return float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective. cache: see last_stage."""
-        with self.whole_parameters():
-            last = self.last_stage(batch, cache)
-            if last is None:
-                return None
-            chunk, hidden = last
-            with torch.no_grad():
-                own = chunk.logits((hidden,))
-        return own if self._context is None else self._context.whole(own, 1)
-
-    def last_stage(
-        self, batch: Microbatch, cache: Cache | None = None
-    ) -> tuple[Network, Tensor] | None:
-        """Return (the last chunk, activations after its final norm) on the last stage, None on others. Collective.
-
-        cache: of the preceding tokens; it is extended by these tokens. With a cache, the batch has to contain the positions.
-        Raises ParametersFreed if parameters are sharded, outside whole_parameters(): the chunk would have no matrices.
-        """
-        self.require_whole_parameters()
-        self.finish()  # the head's weight is used without calling the module, so no hook waits for it
-        run = self.make_pass(batch, cache=cache)
-        found: tuple[Network, Tensor] | None = None
-
-        def forward(action: Action, taken: Payload) -> Payload:
-            nonlocal found
-            chunk = self.chunks[action.chunk]
-            given: Payload = chunk(taken, run)
-            if chunk.is_last:
-                found = chunk, given[0]
-            return given
-
-        layout = self.grid.layout
-        actions = forward_order(layout.pp, layout.vpp, 1)
-        arriving = arriving_tensors(self.chunks, batch, self.grid.cp)
-        executor = Executor(self.grid, forward, arriving, self._region)
-        with torch.no_grad():
-            executor.run(actions)
-        return found
-
-    def _run(
-        self,
-        actions: Sequence[Action],
-        microbatches: Sequence[Microbatch],
-        losses: LossSum | RowSums | FirstPass,
-        before_backward: Any = lambda _: None,
-        criterion: Criterion | None = None,
-        *,
-        drops: bool = False,
-    ) -> None:
-        """Run all actions. criterion: the loss; None: the engine's. drops: dropout is on also without gradients."""
-        wanted = criterion or self.criterion
-        last_chunk = len(self.chunks) - 1
-        passes: dict[int, Pass] = {}  # of microbatches that have not reached the last chunk
-
-        def forward(action: Action, taken: Payload) -> Payload:
-            chunk = self.chunks[action.chunk]
-            number = action.microbatch
-            if number not in passes:
-                passes[number] = self._training_pass(
-                    microbatches[number], losses.share, drops=drops
-                )
-            run = passes.pop(number) if action.chunk == last_chunk else passes[number]
-            given: Payload = chunk(taken, run)
-            if not chunk.is_last:
-                return given
-            total, found = wanted.loss(chunk, given, run)
-            return (losses.add(total, found),)
-
-        arriving = arriving_tensors(self.chunks, microbatches[0], self.grid.cp)
-        executor = Executor(self.grid, forward, arriving, self._region)
-        executor.run(actions, before_backward)
-
-    def _region(self, action: Action) -> AbstractContextManager[Any]:
-        """Return the region in which a pass is computed: with its sharded tensors, and in Transformer Engine's region."""
-        region = ExitStack()
-        if self.buckets:
-            # With one stage, the backward pass of a microbatch follows its forward pass.
-            follows = torch.is_grad_enabled() and self.grid.layout.pp == 1 and not action.backward
-            of_shards = self.buckets[action.chunk].computing(
-                backward=action.backward, backward_follows=follows
-            )
-            region.enter_context(of_shards)
-        if self._autocast is not None:
-            of_products = self._autocast
-            region.enter_context(
-                of_products.backward_pass() if action.backward else of_products.forward_pass()
-            )
-        return region
-
-    def make_pass(self, batch: Microbatch, cache: Cache | None = None) -> Pass:
-        """Return a pass for chunks that are called one by one: without dropout, and not part of a training step."""
-        return self._passes.make(batch, share=1.0, cache=cache)
-
-    def _training_pass(self, batch: Microbatch, share: float, *, drops: bool) -> Pass:
-        trains = torch.is_grad_enabled()
-        seed = None
-        if self._drops and (trains or drops):
-            seed = rng.Seed(self.options.seed, self.step, batch.index, context=self._context)
-        if not trains:
-            return self._passes.make(batch, share=share, seed=seed)
+    def _pass_of(self, batch: Microbatch, share: float, *, drops: bool) -> Pass:
+        if not torch.is_grad_enabled():
+            return super()._pass_of(batch, share, drops=drops)
         counting = share * self.criterion.counts(batch)
         balance = Balance(counting, self._balanced, self.grid.group("cp"))
         self._balances.append(balance)
         scores = None if self._watch is None else self._watch.of_pass()
+        seed = self._seed(batch)
         return self._passes.make(batch, share=share, seed=seed, balance=balance, scores=scores)
-
-    @property
-    def _drops(self) -> bool:
-        """True if any dropout is on."""
-        options = self.options
-        of_adapters = 0.0 if options.lora is None else options.lora.dropout
-        of_encoder = max(options.retrieval.hidden_dropout, options.retrieval.attention_dropout)
-        return max(options.hidden_dropout, options.attention_dropout, of_adapters, of_encoder) > 0
 
     def differing(self) -> list[Differs]:
         """Return the parameters that differ between data-parallel ranks, where they should be equal. Collective."""

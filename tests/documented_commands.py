@@ -84,6 +84,7 @@ PROGRAMS = {
     "megatron-lite": "-m megatron_lite",
     "torchrun": "-m torch.distributed.run",
     "python": "",
+    "hf": "-m huggingface_hub.cli.hf",
 }
 """Program -> the arguments of this Python that run it."""
 
@@ -100,6 +101,7 @@ def shell_environment(programs: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "",  # as users have it
     }
 
 

@@ -16,7 +16,8 @@ _REQUESTER_PAYS = "requester-pays"
 _URI = re.compile(r"([A-Za-z0-9]+)://([^/]*)/?(.*)", re.DOTALL)
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}\.(dfs|blob)\.[a-z0-9.-]+")
-_SECRETS = ("X-Amz-", "X-Goog-", "sig=")
+_SIGNED = re.compile("[?&](X-Amz-|X-Goog-|sig=)", re.IGNORECASE)
+"""A parameter of a signed URL. The same letters may be in a key's path."""
 _CHAINS = {
     S3: "boto3 finds credentials (AWS_PROFILE, AWS_*)",
     GOOGLE: "google-auth finds credentials (GOOGLE_APPLICATION_CREDENTIALS, gcloud)",
@@ -54,7 +55,7 @@ def parse(place: str) -> Address:
     is_account = kind == AZURE and bool(at) and _ACCOUNT.fullmatch(host) is not None
     is_payer = kind != AZURE and user == _REQUESTER_PAYS
     # The message repeats nothing: a secret key may contain a slash, so that a part of it looks like a prefix.
-    if (at and not is_account and not is_payer) or ":" in authority or _has_secret(place):
+    if (at and not is_account and not is_payer) or ":" in authority or _SIGNED.search(place):
         raise ValueError(
             f"{scheme}://...: a URI must not hold credentials or a signature; {_CHAINS[kind]}"
         )
@@ -65,7 +66,3 @@ def parse(place: str) -> Address:
         )
     root = f"{scheme}://{authority if is_account else bucket}"
     return Address(kind, bucket, prefix, is_payer, host if is_account else "", root)
-
-
-def _has_secret(place: str) -> bool:
-    return any(word in place for word in _SECRETS)

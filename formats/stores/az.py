@@ -13,29 +13,34 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 from formats.errors import CheckpointError
 from formats.partial_files import RemoteState
+from formats.stores import refusals
 from formats.stores.checksums import CRC32
 from formats.stores.objects import Listed, Listing, replaced, require_few
-from formats.stores.patience import Patience, Transient
+from formats.stores.patience import Transient
+from formats.stores.refusals import NO_ANSWER, Advice, Answer, Place, answer_with
+from formats.stores.requests import Refused, Requests
 from formats.stores.windows import CONNECTIONS
 from formats.stores.writing import ABSENT, Conflict, Held, Small, Upload, as_sent, is_same
 
 _TIMEOUT_SECONDS = 20
-_TRANSIENT_STATUS = (408, 429, 500, 502, 503, 504)
-_TRANSIENT_CODES = ("Md5Mismatch", "OperationTimedOut", "ServerBusy")
+_WRONG_TLS = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
+"""Words of OpenSSL's errors that repeating doesn't change."""
 _SUM = "megaconv_crc32"
 _FOLDER = "hdi_isfolder"
 _BLOCK = re.compile(r"megaconv-([0-9a-f]{32})-(\d{5})-([0-9a-f]{8})")
-_DENIED = "ask the container's owner for this permission, or choose other credentials (AZURE_*, `az login`)"
-_UNSIGNED = (
-    "no credentials were found, so the request was not signed: set AZURE_STORAGE_CONNECTION_STRING, or install azure-identity "
-    "and log in with `az login`"
+_ADVICE = Advice(
+    denied="ask the container's owner for this permission, or choose other credentials (AZURE_*, `az login`)",
+    unsigned="no credentials were found, so the request was not signed: set AZURE_STORAGE_CONNECTION_STRING, or install "
+    "azure-identity and log in with `az login`",
+    bucket="check the name of the container and the account",
+    other="check the account and the container",
 )
-_Answer = TypeVar("_Answer")
 _log = logging.getLogger("megaconv")
 
 
@@ -51,6 +56,7 @@ class AzureContainer:
         Raises ImportError without azure-storage-blob, CheckpointError for settings that can't be used.
         """
         self.uri, self._container = uri, container
+        self._requests = Requests(_answer_of, self._failure)
         self._signed, self._client = _client(container, account)
 
     @property
@@ -73,7 +79,7 @@ class AzureContainer:
                 require_few(found, f"{self.uri}/{prefix}")
             return found
 
-        return self._needed(self._named("list", prefix), listed)
+        return self._requests.needed(self._named("list", prefix), listed)
 
     def request(self, key: str) -> str:
         return self._named("read", key)
@@ -89,9 +95,10 @@ class AzureContainer:
             )
             content = download.readall()
         except Exception as error:  # azure's, requests' and urllib3's errors have no common class
-            if _answer_of(error)[0] in (404, 412):
+            answer = _answer_of(error)
+            if answer.is_absent or answer.is_condition:
                 raise replaced(state) from None
-            raise self._transient(error, self.request(key)) from None
+            raise self._failure(error, self.request(key)) from None
         if _tag(told.get("etag", "")) != state.tag:
             raise replaced(state)
         expected = f"bytes {start}-{start + len(out) - 1}/{state.size}"
@@ -124,10 +131,11 @@ class AzureContainer:
             return _tag(answer["etag"])
 
         try:
-            return self._repeated(request, put)
-        except _Refused as refused:
-            if only is None or not (refused.is_condition or refused.is_absent):
-                raise self._error(refused, request) from None
+            return self._requests.made(request, put)
+        except Refused as refused:
+            answer = refused.answer
+            if only is None or not (answer.is_condition or answer.is_absent):
+                raise refused.error from None
             there = self.get(key)
             if there is None or there.content != content:
                 raise Conflict(request) from None
@@ -142,7 +150,7 @@ class AzureContainer:
             age = parsedate_to_datetime(told["date"]) - state.last_modified
             return Small(content, _tag(state.etag), max(0.0, age.total_seconds()))
 
-        return self._found(self.request(key), get)
+        return self._requests.found(self.request(key), get)
 
     def head(self, key: str) -> Held | None:
         def head() -> Held:
@@ -151,10 +159,10 @@ class AzureContainer:
             crc = int(word, 16) if re.fullmatch("[0-9a-f]{8}", word) else None
             return Held(int(state.size), _tag(state.etag), crc)
 
-        return self._found(self.request(key), head)
+        return self._requests.found(self.request(key), head)
 
     def delete(self, key: str) -> None:
-        self._found(self._named("delete", key), lambda: self._blob(key).delete_blob())
+        self._requests.found(self._named("delete", key), lambda: self._blob(key).delete_blob())
 
     # Objects in parts.
 
@@ -168,7 +176,7 @@ class AzureContainer:
             self._blob(upload.key).stage_block(block, bytes(content), validate_content=True)
             return block
 
-        return self._needed(self._named("write", upload.key), put)
+        return self._requests.needed(self._named("write", upload.key), put)
 
     def parts(self, upload: Upload) -> Mapping[int, Held] | None:
         found = {
@@ -190,18 +198,16 @@ class AzureContainer:
                     found.append((match[1], int(match[2]), match[3], int(each.size), match[0]))
             return found
 
-        return self._found(self.request(key), listed) or []
+        return self._requests.found(self.request(key), listed) or []
 
     def uploads(self, prefix: str) -> list[Upload]:
-        keys = self._needed(
-            self._named("list", prefix),
-            lambda: [
-                each.name
-                for each in self._client.list_blobs(
-                    name_starts_with=prefix, include=["uncommittedblobs"]
-                )
-            ],
-        )
+        def listed() -> list[str]:
+            wanted = ["uncommittedblobs", "metadata"]
+            found = self._client.list_blobs(name_starts_with=prefix, include=wanted)
+            # Directories of a hierarchical namespace are listed as blobs. They have no blocks.
+            return [each.name for each in found if not (each.metadata or {}).get(_FOLDER)]
+
+        keys = self._requests.needed(self._named("list", prefix), listed)
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             blocks = dict(zip(keys, pool.map(self._blocks, keys), strict=True))
         found = {(key, each[0]) for key, blocks_of_key in blocks.items() for each in blocks_of_key}
@@ -218,13 +224,12 @@ class AzureContainer:
             self._blob(upload.key).commit_block_list(blocks, metadata=crc, **_condition(only))
 
         try:
-            self._repeated(request, commit)
-        except _Refused as refused:
-            is_unknown = (
-                refused.is_condition or refused.is_absent or refused.code == "InvalidBlockList"
-            )
-            if not is_unknown:
-                raise self._error(refused, request) from None
+            self._requests.made(request, commit)
+        except Refused as refused:
+            answer = refused.answer
+            is_expected = answer.is_condition or answer.is_absent
+            if not is_expected and answer.code != "InvalidBlockList":
+                raise refused.error from None
             there = self.head(upload.key)
             if there is None or not is_same(there, whole):
                 raise Conflict(upload.key) from None
@@ -242,90 +247,35 @@ class AzureContainer:
     def _named(self, action: str, key: str) -> str:
         return f"azure {action} on {self._container}/{key}"
 
-    def _found(self, request: str, call: Callable[[], _Answer]) -> _Answer | None:
-        """The answer to a request about an object; None if there is no such object."""
-        try:
-            return self._repeated(request, call)
-        except _Refused as refused:
-            if refused.is_absent:
-                return None
-            raise self._error(refused, request) from None
-
-    def _needed(self, request: str, call: Callable[[], _Answer]) -> _Answer:
-        """The answer to a request that has to succeed."""
-        try:
-            return self._repeated(request, call)
-        except _Refused as refused:
-            raise self._error(refused, request) from None
-
-    def _repeated(self, request: str, call: Callable[[], _Answer]) -> _Answer:
-        """The answer to a request. Raises _Refused for an answer that repeating doesn't change."""
-        patience = Patience(request)
-        while True:
-            try:
-                return call()
-            except (
-                Exception
-            ) as error:  # azure's, requests' and urllib3's errors have no common class
-                refused = _Refused(error)
-                if refused.is_absent or refused.is_condition or refused.code == "InvalidBlockList":
-                    raise refused from None
-                patience.wait(self._transient(error, request))
-
-    def _error(self, refused: "_Refused", request: str) -> Exception:
-        try:
-            return self._transient(refused.error, request)
-        except CheckpointError as error:
-            return error
-
-    def _transient(self, error: Exception, request: str) -> Transient:
-        """The failure to repeat. Raises CheckpointError if repeating can't help."""
-        from azure.core.exceptions import AzureError
+    def _failure(self, error: Exception, request: str) -> Transient | CheckpointError:
+        """The failure to repeat, or the error if repeating can't help."""
+        from azure.core.exceptions import AzureError, ClientAuthenticationError
 
         if isinstance(error, Transient | CheckpointError):
-            raise error
-        status, code = _answer_of(error)
-        if status in _TRANSIENT_STATUS or code in _TRANSIENT_CODES:
-            return Transient(f"{status} {code}")
-        if not status and isinstance(error, AzureError | OSError):
+            return error
+        answer = _answer_of(error)
+        if answer.status:
+            return refusals.failure(answer, request, Place(self.endpoint, _ADVICE, self._signed))
+        if isinstance(error, ClientAuthenticationError):
+            return _unusable(error, request)
+        if any(word in str(error) for word in _WRONG_TLS):
+            return CheckpointError(
+                f"{request}: {self.endpoint} has no certificate that is trusted here; check the endpoint, or set REQUESTS_CA_BUNDLE",
+                code="store-refused",
+            )
+        if isinstance(error, AzureError | OSError):
             return Transient(f"{type(error).__name__} at {self.endpoint}")
-        if not status:
-            raise _unusable(error, request) from None
-        hint = "check the account and the container"
-        if code == "ContainerNotFound":
-            hint = "there is no such container; check the name and the account"
-        elif status in (401, 403):
-            hint = _DENIED if self._signed else _UNSIGNED
-        elif code == "BlobArchived":
-            hint = "the object is archived: restore it to another tier first"
-        raise CheckpointError(
-            f"{request}: refused by {self.endpoint} ({status} {code}); {hint}", code="store-refused"
-        ) from None
+        return _unusable(error, request)
 
 
-class _Refused(Exception):
-    """An answer that repeating doesn't change."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-        self.status, self.code = _answer_of(error)
-
-    @property
-    def is_condition(self) -> bool:
-        return self.status == 412 or (self.status, self.code) == (409, "BlobAlreadyExists")
-
-    @property
-    def is_absent(self) -> bool:
-        return self.status == 404 and self.code != "ContainerNotFound"
-
-
-def _answer_of(error: Exception) -> tuple[int, str]:
-    """(HTTP status, Azure's code) of an answer; (0, "") if none came."""
+def _answer_of(error: Exception) -> Answer:
+    """The store's answer in an error of azure-core."""
     response = getattr(error, "response", None)
     if response is None or not getattr(response, "status_code", 0):
-        return 0, ""
-    code = getattr(error, "error_code", None) or response.headers.get("x-ms-error-code") or ""
-    return int(response.status_code), str(getattr(code, "value", code))[:60]
+        return NO_ANSWER
+    headers: Mapping[str, str] = response.headers
+    code = getattr(error, "error_code", None) or headers.get("x-ms-error-code") or ""
+    return answer_with(int(response.status_code), str(getattr(code, "value", code)), headers)
 
 
 def _tag(etag: str | None) -> str:
@@ -371,7 +321,7 @@ def _client(container: str, account: str) -> tuple[bool, Any]:
     environment = os.environ
     words = environment.get("AZURE_STORAGE_CONNECTION_STRING")
     try:
-        if words and not account:
+        if words and (not account or account.partition(".")[0] == _account_of(words)):
             return True, ContainerClient.from_connection_string(words, container, **settings)
         name = environment.get("AZURE_STORAGE_ACCOUNT") or environment.get(
             "AZURE_STORAGE_ACCOUNT_NAME"
@@ -387,6 +337,14 @@ def _client(container: str, account: str) -> tuple[bool, Any]:
         return credential is not None, made
     except ValueError as error:
         raise _unusable(error) from None
+
+
+def _account_of(words: str) -> str:
+    """The name of the account in a connection string; empty if it names none."""
+    pairs = [each.partition("=") for each in words.split(";")]
+    values = {name.strip().lower(): value.strip() for name, _, value in pairs}
+    host = urlsplit(values.get("blobendpoint", "")).hostname or ""
+    return values.get("accountname") or host.partition(".")[0]
 
 
 def _credential() -> Any:

@@ -44,7 +44,7 @@ class Holder:
     released: bool = False
     """True if the run has ended and left its work to another run."""
     foreign: tuple[str, ...] = ()
-    """Uploads of other programs, which were there before the first claim."""
+    """Uploads of other programs, which were there before the first claim, and those of runs whose work was discarded."""
 
     def content(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()

@@ -20,8 +20,8 @@ from formats.errors import CheckpointError
 from formats.stores import s3_errors
 from formats.stores.checksums import crc32c
 from formats.stores.patience import Transient
+from formats.stores.refusals import Advice
 from formats.stores.s3 import unsigned_client
-from formats.stores.s3_errors import Advice
 from formats.stores.s3_writing import WritableS3Bucket
 from formats.stores.writing import ABSENT, Conflict, Held, Upload, is_same
 
@@ -87,11 +87,14 @@ class GoogleBucket(WritableS3Bucket):
     def _named(self, action: str, key: str) -> str:
         return f"{_ACTIONS[action]} on {self._bucket}/{key}"
 
-    def _transient(self, error: Exception, request: str) -> Transient:
-        status, _ = s3_errors.answer_of(error)
-        if status == 401 and self._tokens.refresh():
+    def _failure(self, error: Exception, request: str) -> Transient | CheckpointError:
+        if s3_errors.answer_of(error).status == 401 and self._tokens.exist:
+            try:
+                self._tokens.refresh()
+            except (Transient, CheckpointError) as failure:
+                return failure
             return Transient("401: the token was not accepted")
-        return super()._transient(error, request)
+        return super()._failure(error, request)
 
     def put(self, key: str, content: bytes, *, only: str | None = None) -> str:
         condition = only
@@ -170,20 +173,20 @@ class _Tokens:
                 self._fetch()
             return {"Authorization": f"Bearer {self._credentials.token}", **self._payer}
 
-    def refresh(self) -> bool:
-        """Fetch another token. False if there are no credentials."""
-        if self._credentials is None:
-            return False
+    def refresh(self) -> None:
+        """Fetch another token."""
         with self._lock:
             self._fetch()
-        return True
 
     def _fetch(self) -> None:
-        from google.auth.exceptions import GoogleAuthError
+        """Raises Transient if the endpoint of tokens can't be reached now, CheckpointError if it gives no token."""
+        from google.auth.exceptions import GoogleAuthError, TransportError
 
         try:
             self._credentials.refresh(self._transport)
         except GoogleAuthError as error:
+            if isinstance(error, TransportError) or error.retryable:
+                raise Transient(f"{type(error).__name__} at the endpoint of tokens") from None
             raise _unusable(error) from None
 
 

@@ -1,6 +1,7 @@
 """Begins an output at a prefix of a store: looks at what is there, claims the prefix, and finds the parts of an earlier run."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from formats.errors import TargetExists
 from formats.stores import leftovers
@@ -21,6 +22,7 @@ class Opening:
     def __init__(self, store: WritableStore, prefix: str, terms: Terms) -> None:
         self._store, self._prefix, self._terms = store, prefix, terms
         self.claim = Claim(store, prefix, terms.version)
+        self._took_over = False
 
     def look(self) -> None:
         """Raise TargetExists if the prefix isn't free. Removes what is left of a run that was complete."""
@@ -56,6 +58,7 @@ class Opening:
         else:
             take = self._terms.take_over
             self.claim.take_over(found.holder, found.tag, take=take, age=found.age)
+            self._took_over = True
         # Another run may have become complete before this run had the claim.
         now = self.found()
         try:
@@ -72,9 +75,23 @@ class Opening:
         if found.journal or found.uploads or found.fragments:
             leftovers.remove(self._store, found, self.claim)
             found = self.found()
-        if holder.phase != SENDING or holder.replaces != bool(found.objects):
-            self.claim.change(phase=SENDING, replaces=bool(found.objects))
+        begun = replace(
+            holder, phase=SENDING, replaces=bool(found.objects), foreign=self._foreign()
+        )
+        if begun != holder:
+            self.claim.change(phase=SENDING, replaces=begun.replaces, foreign=begun.foreign)
         return found
+
+    def _foreign(self) -> tuple[str, ...]:
+        """The uploads that no run with this claim may use.
+
+        Azure can't remove the blocks of a discarded run. A later run with `--resume` must not take them for its own.
+        """
+        foreign = self.claim.holder.foreign
+        if not self._took_over:
+            return foreign
+        left = [each.identity for each in self._store.uploads(f"{self._prefix}/")]
+        return tuple(dict.fromkeys([*foreign, *left]))
 
     @property
     def _target(self) -> str:

@@ -10,6 +10,7 @@ identity, instance metadata. Requests are repeated by `patience.py` and not by b
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -17,8 +18,9 @@ from formats.errors import CheckpointError
 from formats.partial_files import RemoteState
 from formats.stores import s3_errors
 from formats.stores.objects import Listed, Listing, replaced, require_few
-from formats.stores.patience import Patience, Transient
-from formats.stores.s3_errors import Context
+from formats.stores.patience import Transient
+from formats.stores.refusals import Place
+from formats.stores.requests import Requests
 from formats.stores.windows import CONNECTIONS
 
 _TIMEOUT_SECONDS = 20
@@ -41,6 +43,7 @@ class S3Bucket:
         self.uri = f"{self.scheme}://{bucket}"
         self._bucket = bucket
         self._extra = {"RequestPayer": "requester"} if requester_pays else {}
+        self._requests = Requests(s3_errors.answer_of, self._failure)
         self._signed, self._client = self._connected()
 
     def _connected(self) -> tuple[bool, Any]:
@@ -71,13 +74,9 @@ class S3Bucket:
             token = {"ContinuationToken": following}
 
     def _page(self, asked: dict[str, str]) -> Any:
+        place = {"Bucket": self._bucket, **asked, **self._extra}
         request = self._named("ListBucket", asked["Prefix"])
-        patience = Patience(request)
-        while True:
-            try:
-                return self._client.list_objects_v2(Bucket=self._bucket, **asked, **self._extra)
-            except Exception as error:  # boto's errors have no common class
-                patience.wait(self._transient(error, request))
+        return self._requests.needed(request, partial(self._client.list_objects_v2, **place))
 
     def request(self, key: str) -> str:
         return self._named("GetObject", key)
@@ -88,10 +87,11 @@ class S3Bucket:
             answer = self._client.get_object(
                 Bucket=self._bucket, Key=key, Range=wanted, IfMatch=state.tag, **self._extra
             )
-        except Exception as error:
-            if s3_errors.is_replaced(error):
+        except Exception as error:  # boto's errors have no common class
+            answer = s3_errors.answer_of(error)
+            if answer.is_absent or answer.is_condition:
                 raise replaced(state) from None
-            raise self._transient(error, self.request(key)) from None
+            raise self._failure(error, self.request(key)) from None
         body = answer["Body"]
         try:
             _require_range(answer, state, start, len(out))
@@ -108,10 +108,10 @@ class S3Bucket:
             if name not in now or (now[name].size, now[name].tag) != (state.size, state.tag):
                 raise replaced(state)
 
-    def _transient(self, error: Exception, request: str) -> Transient:
-        """The failure to repeat. Raises CheckpointError if repeating can't help."""
-        context = Context(request, self.endpoint, self.advice, signed=self._signed)
-        return s3_errors.transient(error, context)
+    def _failure(self, error: Exception, request: str) -> Transient | CheckpointError:
+        """The failure to repeat, or the error if repeating can't help."""
+        place = Place(self.endpoint, self.advice, signed=self._signed)
+        return s3_errors.failure(error, request, place)
 
     @property
     def endpoint(self) -> str:

@@ -16,14 +16,11 @@ from functools import partial
 from hashlib import md5
 from typing import Any, TypeVar
 
-from formats.errors import CheckpointError
-from formats.stores import s3_errors
 from formats.stores.checksums import CRC32
-from formats.stores.patience import Patience
+from formats.stores.requests import Refused
 from formats.stores.s3 import S3Bucket
 from formats.stores.writing import ABSENT, Conflict, Held, Small, Upload, as_sent, is_same
 
-_NOT_THERE = (404,)
 _NO_CHECKSUMS = ("NotImplemented", "InvalidArgument", "InvalidRequest", "XNotImplemented")
 """Codes of stores that know no checksums, for a request to begin an upload with one."""
 _log = logging.getLogger("megaconv")
@@ -57,14 +54,14 @@ class WritableS3Bucket(S3Bucket):
 
         try:
             return str(self._with_checksums(request, put)["ETag"])
-        except _Refused as refused:
-            is_taken = only is not None and (refused.is_condition or refused.is_absent)
-            there = self.get(key) if is_taken else None
-            if there is not None and there.content == content:
-                return there.tag
-            if is_taken:
+        except Refused as refused:
+            answer = refused.answer
+            if only is None or not (answer.is_condition or answer.is_absent):
+                raise refused.error from None
+            there = self.get(key)
+            if there is None or there.content != content:
                 raise Conflict(request) from None
-            raise self._error(refused, request) from None
+            return there.tag
 
     def get(self, key: str) -> Small | None:
         request = self._named("GetObject", key)
@@ -73,12 +70,10 @@ class WritableS3Bucket(S3Bucket):
             answer = self._client.get_object(Bucket=self._bucket, Key=key, **self._extra)
             return answer["Body"].read(), answer
 
-        try:
-            content, answer = self._repeated(request, get)
-        except _Refused as refused:
-            if refused.is_absent:
-                return None
-            raise self._error(refused, request) from None
+        found = self._requests.found(request, get)
+        if found is None:
+            return None
+        content, answer = found
         now = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
         age = (now - answer["LastModified"]).total_seconds()
         return Small(content, str(answer["ETag"]), max(0.0, age))
@@ -90,18 +85,10 @@ class WritableS3Bucket(S3Bucket):
         return Held(int(answer["ContentLength"]), str(answer["ETag"]), self._crc_of(answer))
 
     def _answer_to_head(self, key: str) -> Any:
-        request = self._named("GetObject", key)
         asked = {"ChecksumMode": "ENABLED"} if self._checksums else {}
-
-        def head() -> Any:
-            return self._client.head_object(Bucket=self._bucket, Key=key, **asked, **self._extra)
-
-        try:
-            return self._repeated(request, head)
-        except _Refused as refused:
-            if refused.is_absent:
-                return None
-            raise self._error(refused, request) from None
+        place = {"Bucket": self._bucket, "Key": key, **self._extra}
+        call = partial(self._client.head_object, **asked, **place)
+        return self._requests.found(self._named("GetObject", key), call)
 
     def _crc_of(self, answer: Mapping[str, Any]) -> int | None:
         """The checksum of a whole object in the answer to HEAD; None if the store keeps none."""
@@ -109,16 +96,9 @@ class WritableS3Bucket(S3Bucket):
         return _crc(answer) if is_whole else None
 
     def delete(self, key: str) -> None:
-        request = self._named("DeleteObject", key)
-
-        def delete() -> Any:
-            return self._client.delete_object(Bucket=self._bucket, Key=key, **self._extra)
-
-        try:
-            self._repeated(request, delete)
-        except _Refused as refused:
-            if not refused.is_absent:
-                raise self._error(refused, request) from None
+        place = {"Bucket": self._bucket, "Key": key, **self._extra}
+        call = partial(self._client.delete_object, **place)
+        self._requests.found(self._named("DeleteObject", key), call)
 
     def begin_upload(self, key: str) -> str:
         request = self._named("PutObject", key)
@@ -132,19 +112,19 @@ class WritableS3Bucket(S3Bucket):
 
         try:
             return str(self._with_checksums(request, begin)["UploadId"])
-        except _Refused as refused:
-            raise self._error(refused, request) from None
+        except Refused as refused:
+            raise refused.error from None
 
     def _with_checksums(self, request: str, call: Callable[[], _Answer]) -> _Answer:
-        """The answer to a request with a checksum, and without it from a store that knows none. Raises _Refused."""
+        """The answer to a request with a checksum, and without it from a store that knows none. Raises Refused."""
         try:
-            return self._repeated(request, call)
-        except _Refused as refused:
-            if not self._checksums or refused.code not in _NO_CHECKSUMS:
+            return self._requests.made(request, call)
+        except Refused as refused:
+            if not self._checksums or refused.answer.code not in _NO_CHECKSUMS:
                 raise
         self._checksums = False
         _log.warning("%s: the store knows no checksums; parts are sent with an MD5", self.uri)
-        return self._repeated(request, call)
+        return self._requests.made(request, call)
 
     def put_part(self, upload: Upload, number: int, content: bytes | bytearray, crc: int) -> str:
         request = self._named("PutObject", upload.key)
@@ -155,7 +135,7 @@ class WritableS3Bucket(S3Bucket):
                 **self._place(upload), PartNumber=number, Body=content, **sums
             )
 
-        return str(self._needed(request, put)["ETag"])
+        return str(self._requests.needed(request, put)["ETag"])
 
     def parts(self, upload: Upload) -> Mapping[int, Held] | None:
         request = self._named("ListMultipartUploadParts", upload.key)
@@ -163,12 +143,9 @@ class WritableS3Bucket(S3Bucket):
         after = 0
         while True:
             place = {**self._place(upload), "PartNumberMarker": after}
-            try:
-                page = self._repeated(request, partial(self._client.list_parts, **place))
-            except _Refused as refused:
-                if refused.is_absent:
-                    return None
-                raise self._error(refused, request) from None
+            page = self._requests.found(request, partial(self._client.list_parts, **place))
+            if page is None:
+                return None
             for each in page.get("Parts", ()):
                 held = Held(int(each["Size"]), str(each["ETag"]), _crc(each))
                 found[int(each["PartNumber"])] = held
@@ -184,7 +161,7 @@ class WritableS3Bucket(S3Bucket):
         while True:
             asked = {"Bucket": self._bucket, "Prefix": prefix, **marker}
             call = partial(self._client.list_multipart_uploads, **asked, **self._extra)
-            page: Any = self._needed(request, call)
+            page: Any = self._requests.needed(request, call)
             for each in page.get("Uploads", ()):
                 began = each["Initiated"].timestamp()
                 found.append(Upload(str(each["Key"]), str(each["UploadId"]), began))
@@ -214,10 +191,10 @@ class WritableS3Bucket(S3Bucket):
             )
 
         try:
-            self._repeated(request, complete)
-        except _Refused as refused:
-            if not (refused.is_condition or refused.is_absent):
-                raise self._error(refused, request) from None
+            self._requests.made(request, complete)
+        except Refused as refused:
+            if not (refused.answer.is_condition or refused.answer.is_absent):
+                raise refused.error from None
             there = self.head(upload.key)
             if there is None or not is_same(there, whole):
                 raise Conflict(upload.key) from None
@@ -225,14 +202,8 @@ class WritableS3Bucket(S3Bucket):
         return as_sent(self.head(upload.key), whole, f"{self.uri}/{upload.key}")
 
     def abort(self, upload: Upload) -> None:
-        request = self._named("AbortMultipartUpload", upload.key)
-        try:
-            self._repeated(
-                request, lambda: self._client.abort_multipart_upload(**self._place(upload))
-            )
-        except _Refused as refused:
-            if not refused.is_absent:
-                raise self._error(refused, request) from None
+        call = partial(self._client.abort_multipart_upload, **self._place(upload))
+        self._requests.found(self._named("AbortMultipartUpload", upload.key), call)
 
     def _place(self, upload: Upload) -> dict[str, Any]:
         place = {"Bucket": self._bucket, "Key": upload.key, "UploadId": upload.identity}
@@ -244,48 +215,6 @@ class WritableS3Bucket(S3Bucket):
             return {"ChecksumCRC32": _word(crc)}
         digest = md5(content, usedforsecurity=False).digest()
         return {"ContentMD5": b64encode(digest).decode()}
-
-    def _needed(self, request: str, call: Callable[[], _Answer]) -> _Answer:
-        """The answer to a request that has to succeed."""
-        try:
-            return self._repeated(request, call)
-        except _Refused as refused:
-            raise self._error(refused, request) from None
-
-    def _repeated(self, request: str, call: Callable[[], _Answer]) -> _Answer:
-        """The answer to a request. Raises _Refused for an answer that repeating doesn't change."""
-        patience = Patience(request)
-        while True:
-            try:
-                return call()
-            except Exception as error:  # boto's errors have no common class
-                refused = _Refused(error)
-                if refused.is_absent or refused.is_condition or refused.code in _NO_CHECKSUMS:
-                    raise refused from None
-                patience.wait(self._transient(error, request))
-
-    def _error(self, refused: "_Refused", request: str) -> Exception:
-        """The error for a refused request."""
-        try:
-            return self._transient(refused.error, request)
-        except CheckpointError as error:
-            return error
-
-
-class _Refused(Exception):
-    """An answer that repeating doesn't change."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-        self.status, self.code = s3_errors.answer_of(error)
-
-    @property
-    def is_condition(self) -> bool:
-        return self.status == 412
-
-    @property
-    def is_absent(self) -> bool:
-        return self.status == 404 and self.code != "NoSuchBucket"
 
 
 def _condition(only: str | None) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from formats import allocation
 from formats.errors import CheckpointError, NotEnoughSpace
+from formats.full_writes import write_at
 
 STUCK_SECONDS = 330.0
 """Longest time in which no part is sent while writers wait. A store that fails ends the run earlier by itself."""
@@ -143,9 +144,7 @@ class _Range:
     def put(self, at: int, data: memoryview) -> None:
         offset = self._number * self._spool.slot_bytes + at
         try:
-            while data:
-                count = os.pwrite(self._spool.descriptor, data, offset)
-                data, offset = data[count:], offset + count
+            write_at(self._spool.descriptor, data, offset)
         except OSError as error:
             raise NotEnoughSpace(
                 f"the spool can't be written: {error.strerror}; choose another disk with --spool"

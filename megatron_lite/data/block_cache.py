@@ -2,12 +2,12 @@
 
     blocks.cache
         0        header: magic, number of places
-       64        entries, one for each place: object, block, length, digest of the content
+       64        entries, one for each place: object, block, length, digest of the block
     aligned      places of 1 MiB
 
 A block may lie in 64 of the places. If all are taken, it replaces a random one: samples are read in random order, so the
-least recently used block is as likely to be needed as any other. Nobody waits to read. A place whose content doesn't have
-the digest of its entry, because of a kill or of two writers, counts as empty.
+least recently used block is as likely to be needed as any other. Nobody waits to read. The digest is one of the object, the
+block's number and the content. A place whose content doesn't have it, because of a kill or of two writers, counts as empty.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import logging
 import os
 import random
 import struct
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
@@ -24,16 +25,18 @@ from typing import NamedTuple
 import blake3
 
 from formats.errors import CheckpointError
+from formats.full_writes import write_at
 from megaconv.errors import UsageError
 
 BLOCK_BYTES = 1 << 20
 WAYS = 64
-_MAGIC = b"megatron-lite blocks 1\n"
+_MAGIC = b"megatron-lite blocks 2\n"
 _HEADER = struct.Struct("<32sQ")
 _ENTRY = struct.Struct("<16sQQ16s")
 _ENTRIES_AT = 64
 _PAGE = 4096
 _STRIPES = 64
+_opening = Lock()
 _log = logging.getLogger("megatron_lite")
 
 
@@ -45,10 +48,40 @@ class Block(NamedTuple):
     number: int
 
     @property
+    def key(self) -> bytes:
+        """24 bytes that only this block has."""
+        return self.object + self.number.to_bytes(8, "little")
+
+    @property
     def place(self) -> int:
         """A number that is spread evenly over blocks, and is the same in all processes."""
-        digest = blake3.blake3(self.object + self.number.to_bytes(8, "little")).digest(length=8)
+        digest = blake3.blake3(self.key).digest(length=8)
         return int.from_bytes(digest, "little")
+
+
+class HotBlocks:
+    """The blocks that a process has used last, in memory. All datasets of a run share them. Any thread may use them."""
+
+    def __init__(self, count: int) -> None:
+        """count: the most blocks that are held."""
+        self._count = count
+        self._blocks: OrderedDict[Block, bytes] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, block: Block) -> bytes | None:
+        """The content of a block; None if it isn't held."""
+        with self._lock:
+            content = self._blocks.get(block)
+            if content is not None:
+                self._blocks.move_to_end(block)
+            return content
+
+    def keep(self, block: Block, content: bytes) -> None:
+        """Hold a block, in the place of the one that was used longest ago."""
+        with self._lock:
+            self._blocks[block] = content
+            while len(self._blocks) > self._count:
+                self._blocks.popitem(last=False)
 
 
 class BlockCache:
@@ -73,7 +106,8 @@ class BlockCache:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock_file = os.open(directory / "blocks.lock", os.O_RDWR | os.O_CREAT, 0o666)
-            with self._locked(0):
+            # The system's locks hold between processes, and not between threads of one process.
+            with _opening, self._locked(0):
                 self._file = self._opened(directory / "blocks.cache")
         except OSError as error:
             raise CheckpointError(
@@ -89,7 +123,7 @@ class BlockCache:
             os.close(file)
         staged = path.with_name(f"{path.name}.{os.getpid()}")
         file = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        os.pwrite(file, header, 0)
+        write_at(file, memoryview(header), 0)
         staged.replace(path)
         return file
 
@@ -100,7 +134,7 @@ class BlockCache:
             if (owner, number) != block or not 0 < length <= BLOCK_BYTES:
                 continue
             content = os.pread(self._file, length, self._offset(first + way))
-            if _digest(content) == digest:
+            if _digest(block, content) == digest:
                 return content
         return None
 
@@ -111,11 +145,12 @@ class BlockCache:
         first, entries = self._entries(block)
         way = _chosen(block, entries)
         place = first + way
-        entry = _ENTRY.pack(*block, len(content), _digest(content))
+        entry = _ENTRY.pack(*block, len(content), _digest(block, content))
+        entry_at = _ENTRIES_AT + place * _ENTRY.size
         try:
-            os.pwrite(self._file, bytes(_ENTRY.size), _ENTRIES_AT + place * _ENTRY.size)
-            os.pwrite(self._file, content, self._offset(place))
-            os.pwrite(self._file, entry, _ENTRIES_AT + place * _ENTRY.size)
+            write_at(self._file, memoryview(bytes(_ENTRY.size)), entry_at)
+            write_at(self._file, memoryview(content), self._offset(place))
+            write_at(self._file, memoryview(entry), entry_at)
         except OSError as error:
             self._is_full = True
             _log.warning(
@@ -163,5 +198,6 @@ def _chosen(block: Block, entries: list[tuple[bytes, int, int, bytes]]) -> int:
     return random.randrange(len(entries)) if empty is None else empty
 
 
-def _digest(content: bytes) -> bytes:
-    return blake3.blake3(content).digest(length=16)
+def _digest(block: Block, content: bytes) -> bytes:
+    """16 bytes for a block with its content: an entry that two writers have mixed fits neither block."""
+    return blake3.blake3(block.key).update(content).digest(length=16)

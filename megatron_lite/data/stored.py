@@ -9,33 +9,32 @@ Both belong to one state of the object: its ETag is in the names of the cache an
 import contextlib
 import fcntl
 import os
-from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from threading import Lock
 
 import blake3
 
 from formats.errors import CheckpointError, CorruptCheckpoint
+from formats.full_writes import write_at
 from formats.partial_files import RemoteState
-from formats.stores.addresses import is_store
+from formats.stores.addresses import Address, is_store
 from formats.stores.stand_in import fetch
 from formats.stores.writing import WritableStore
 from megaconv.errors import UsageError
 from megaconv.local_paths import local_word
 from megaconv.store_inputs import parsed, writable_store
-from megatron_lite.data.block_cache import BLOCK_BYTES, Block, BlockCache
+from megatron_lite.data.block_cache import BLOCK_BYTES, Block, BlockCache, HotBlocks
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.named_corpora import read_names, with_prefixes
 from megatron_lite.settings.learning import Data
 
 FETCHED_AT_ONCE = 16
 _INDEX_PIECE_BYTES = 8 << 20
-_HOT_BLOCKS = 32
-"""Blocks that a process holds in memory: the next sequence is often in the block of the last one."""
+_HOT_BLOCKS = 64
+"""Blocks of all datasets that a process holds in memory: the next sequence is often in the block of the last one."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,10 @@ class DataCache:
     """The directory of --data-cache-path."""
     nbytes: int
     """Size of the file with blocks."""
-    _stores: dict[str, WritableStore] = field(default_factory=dict)
+    _stores: dict[Address, WritableStore] = field(default_factory=dict)
     _opened: dict[str, IndexedDataset] = field(default_factory=dict)
     """Datasets by URI: the splits of a corpus share one."""
+    _hot: HotBlocks = field(default_factory=lambda: HotBlocks(_HOT_BLOCKS))
 
     def dataset(self, prefix: str) -> IndexedDataset:
         """The dataset of a prefix, which is a path or the URI of a store.
@@ -65,13 +65,13 @@ class DataCache:
             store, key = self._store(prefix), parsed(prefix).prefix
             index, tokens = (_Object(store, f"{key}{suffix}") for suffix in (".idx", ".bin"))
             path = _local_index(index, self.directory)
-            self._opened[prefix] = IndexedDataset(prefix, path, _Tokens(tokens, self._blocks))
+            blocks = _Tokens(tokens, self._blocks, self._hot)
+            self._opened[prefix] = IndexedDataset(prefix, path, blocks)
         return self._opened[prefix]
 
     def _store(self, prefix: str) -> WritableStore:
         """The bucket of a URI. A client takes a third of a second to make."""
-        address = parsed(prefix)
-        bucket = prefix[: len(prefix) - len(address.prefix)]
+        bucket = parsed(prefix)._replace(prefix="")
         if bucket not in self._stores:
             self._stores[bucket] = writable_store(prefix)
         return self._stores[bucket]
@@ -114,10 +114,8 @@ class _Object:
 class _Tokens:
     """The .bin of a dataset (megatron_lite.data.indexed.TokenFile)."""
 
-    def __init__(self, source: _Object, cache: BlockCache) -> None:
-        self._source, self._cache = source, cache
-        self._hot: OrderedDict[int, bytes] = OrderedDict()
-        self._lock = Lock()
+    def __init__(self, source: _Object, cache: BlockCache, hot: HotBlocks) -> None:
+        self._source, self._cache, self._hot = source, cache, hot
 
     def __len__(self) -> int:
         return self._source.state.size
@@ -131,28 +129,22 @@ class _Tokens:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _block(self, number: int) -> bytes:
-        with self._lock:
-            content = self._hot.pop(number, None)
-            if content is not None:
-                self._hot[number] = content
-                return content
-        content = self._cached(number)
-        with self._lock:
-            self._hot[number] = content
-            while len(self._hot) > _HOT_BLOCKS:
-                self._hot.popitem(last=False)
+        block = Block(self._source.identity, number)
+        content = self._hot.get(block)
+        if content is None:
+            content = self._cached(block)
+            self._hot.keep(block, content)
         return content
 
-    def _cached(self, number: int) -> bytes:
+    def _cached(self, block: Block) -> bytes:
         """A block from the disk, or else from the store."""
-        block = Block(self._source.identity, number)
         content = self._cache.read(block)
         if content is not None:
             return content
         with self._cache.fetching(block):
             content = self._cache.read(block)
             if content is None:
-                start = number * BLOCK_BYTES
+                start = block.number * BLOCK_BYTES
                 content = self._source.read(start, min(start + BLOCK_BYTES, len(self)))
                 self._cache.write(block, content)
             return content
@@ -181,6 +173,7 @@ def _fetch_whole(source: _Object, path: Path) -> None:
             file.truncate(size)
             starts = range(0, size, _INDEX_PIECE_BYTES)
             list(pool.map(partial(_copy, source, file.fileno()), starts))
+            os.fsync(file.fileno())
         staged.replace(path)
     finally:
         staged.unlink(missing_ok=True)
@@ -188,7 +181,7 @@ def _fetch_whole(source: _Object, path: Path) -> None:
 
 def _copy(source: _Object, file: int, start: int) -> None:
     content = source.read(start, min(start + _INDEX_PIECE_BYTES, source.state.size))
-    os.pwrite(file, content, start)
+    write_at(file, memoryview(content), start)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import exp, inf, isfinite
 
 import torch
@@ -12,7 +13,7 @@ from megaconv.commands.forward_pass import Report, StateDifference
 from megaconv.errors import ModelsDiffer
 from megaconv.model.config import ModelConfig, value_of
 from megatron_lite.engine import Engine
-from megatron_lite.forward.walk import walk
+from megatron_lite.forward.walk import State, walk
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.bert import Bert
 from megatron_lite.models.biencoder import Biencoder
@@ -62,6 +63,19 @@ def require_comparable(a: tuple[str, ModelConfig], b: tuple[str, ModelConfig]) -
         ours, theirs = value_of(a[1], name), value_of(b[1], name)
         if ours != theirs:
             raise ModelsDiffer(f"{a[0]} has {name} {ours}, {b[0]} has {theirs}; expected one model")
+    kinds = [_kind(config) for _, config in (a, b)]
+    if kinds[0] != kinds[1]:
+        raise ModelsDiffer(f"{a[0]} is {kinds[0]}, {b[0]} is {kinds[1]}; expected one model")
+
+
+def _kind(config: ModelConfig) -> str:
+    """Return the kind of network, which determines its inputs and its states."""
+    if config.family == "biencoder":
+        separate = config.has("separate_towers")
+        return "a biencoder with two towers" if separate else "a biencoder with one tower"
+    if config.encoder.layers:
+        return "an encoder with a decoder"
+    return "an encoder" if config.has("both_ways") else "a decoder"
 
 
 def compute(
@@ -101,11 +115,29 @@ def _walk_together(
     """Compute all layers of all models side by side, and return the last hidden states of each."""
     walks = [walk(engine.chunks[0], engine.make_pass(batch)) for engine in engines]
     hidden: list[Tensor] = []
-    for states in zip(*walks, strict=True):
-        hidden = [state.hidden for state in states]
-        if len(states) > 1:
-            _compare(states[0].name, hidden, computed, done)
+    for states in zip_longest(*walks):
+        step = _one_step(states)
+        hidden = [state.hidden for state in step]
+        if len(step) > 1:
+            _compare(step[0].name, hidden, computed, done)
     return hidden
+
+
+def _one_step(states: Iterable[State | None]) -> list[State]:
+    """Return the states of one step, one of each model. Raises ModelsDiffer unless they have one name and one shape."""
+    found: list[State] = []
+    shown: list[str] = []
+    for state in states:
+        if state is None:
+            shown.append("nothing")
+        else:
+            found.append(state)
+            shown.append(f"{state.name} of shape {list(state.hidden.shape)}")
+    if len(set(shown)) > 1:
+        raise ModelsDiffer(
+            f"the models' states don't correspond: {' and '.join(shown)}; expected one model"
+        )
+    return found
 
 
 def _compare(name: str, pair: Sequence[Tensor], computed: Computed, done: Report) -> None:

@@ -29,6 +29,7 @@ from megatron_lite.forward.rows import (
     rows_together,
     windows,
 )
+from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.trainable import refuse_two_widths, refuse_whole
 
 
@@ -58,13 +59,9 @@ def verify(request: ForwardRequest, report: Report) -> ForwardPass:
     rows = _rows(request, opened)
     longest = max(map(len, rows))
     engines = [_engine(each, dtype, request.max_memory, longest) for each in opened]
-    itemsize = engines[0].dtype.itemsize
-    together = min(
-        rows_together(each.config, longest, itemsize, request.max_memory) for each in opened
-    )
-    passes = list(batches(first.config, rows, together))
-    logits_at_once = request.max_memory // 8 // (4 * 4 * first.config.vocab)
-    computed = compute(engines, passes, logits_at_once, report)
+    passes = passes_of(first.config, rows, engines[0].dtype.itemsize, request.max_memory)
+    at_once = _logits_at_once(first.config, request.max_memory)
+    computed = compute(engines, passes, at_once, report)
     return ForwardPass(
         request,
         families=[each.config.family for each in opened],
@@ -73,6 +70,23 @@ def verify(request: ForwardRequest, report: Report) -> ForwardPass:
         perplexities=[losses.perplexity for losses in computed.losses],
         differences=list(computed.differences.values()),
     )
+
+
+def passes_of(
+    config: ModelConfig, rows: Sequence[tuple[int, ...]], itemsize: int, max_memory: int
+) -> list[Microbatch]:
+    """Return the rows in batches whose activations and logits fit into memory. itemsize: bytes of an activation."""
+    longest = max(map(len, rows))
+    together = min(
+        rows_together(config, longest, itemsize, max_memory),
+        _logits_at_once(config, max_memory),  # at least one token of each row has logits
+    )
+    return list(batches(config, rows, together))
+
+
+def _logits_at_once(config: ModelConfig, max_memory: int) -> int:
+    """Return the number of tokens whose logits, with copies in float64, take an eighth of the memory; at least 1."""
+    return max(1, max_memory // 8 // (4 * 4 * config.vocab))
 
 
 def _open(place: str, loader: str | None, options: LoadOptions) -> _Opened:

@@ -67,7 +67,9 @@ class OfLayer:
         """Start to copy the tensors back."""
         if self._back is not None:
             return
-        self.free()
+        if self._sources:
+            self._keep_sources()
+            return
         device = self._stream.device
         self._back = [torch.empty_like(copy, device=device) for copy in self._copies]
         # The new memory may be in use by earlier work.
@@ -77,13 +79,22 @@ class OfLayer:
                 tensor.copy_(copy, non_blocking=True)
         self._returned = self._stream.record_event()
 
+    def _keep_sources(self) -> None:
+        """Use the tensors on the GPU themselves: no later layer has freed them."""
+        current = _CUDA.current_stream()
+        current.wait_event(self._copied)  # their memory may be reused as soon as they are freed
+        self._back, self._sources = self._sources, []
+        self._copies.clear()
+        self._returned = current.record_event()
+
     def take(self, number: int) -> Tensor:
         """Return a tensor on the GPU again, and start to fetch those of the layer before."""
         self.fetch()
         assert self._back is not None
         _CUDA.current_stream().wait_event(self._returned)
-        if self._before is not None:
-            self._before.fetch()
+        before, self._before = self._before, None  # it is freed after its own backward pass
+        if before is not None:
+            before.fetch()
         return self._back[number]
 
 
@@ -115,7 +126,7 @@ class Offload:
             if number < self._layers:
                 before = kept[-1] if kept else None
                 own = OfLayer(self._stream, before)
-                x = _offloaded(layer, x, run, own, _addresses(layer, stay))
+                x = _offloaded(layer, x, run, own, stay)
                 kept.append(own)
             else:
                 x = run(layer, x)
@@ -126,8 +137,12 @@ class Offload:
 
 
 def _fetching(own: OfLayer) -> Callable[[Tensor], None]:
+    # autograd keeps the hook until the whole graph is freed, and so would keep the layer.
+    once = [own]
+
     def fetch(_: Tensor) -> None:
-        own.fetch()
+        if once:
+            once.pop().fetch()
 
     return fetch
 
@@ -137,16 +152,19 @@ def _offloaded(
     x: Tensor,
     run: Callable[[nn.Module, Tensor], Tensor],
     own: OfLayer,
-    stay: set[int],
+    stay: Sequence[Tensor],
 ) -> Tensor:
-    """Run a layer whose saved tensors are offloaded."""
+    """Run a layer whose saved tensors are offloaded. stay: see Offload.run."""
+    staying = set[int]()
 
     def pack(saved: Tensor) -> Tensor | int:
+        if not staying:  # sharded parameters have memory only while the layer runs
+            staying.update(_addresses(layer, stay))
         is_offloaded = (
             saved.is_cuda
             and saved.numel() >= LEAST
             and 0 not in saved.stride()
-            and saved.untyped_storage().data_ptr() not in stay
+            and saved.untyped_storage().data_ptr() not in staying
         )
         return own.keep(saved.detach()) if is_offloaded else saved
 

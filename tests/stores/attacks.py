@@ -179,8 +179,8 @@ def _judge_repetition(
         raise Broken(f"{what}: the repetition ended with {again.status}: {again.err}")
     if not _same(store.below("out/"), scenario.expected):
         raise Broken(f"{what}: after the repetition: {sorted(store.below('out/'))}")
-    if store.uploads:
-        raise Broken(f"{what}: uploads stay: {store.uploads}")
+    if store.unfinished:
+        raise Broken(f"{what}: uploads stay: {store.unfinished}")
 
 
 def _tell(count: int, counts: dict[str, int]) -> None:

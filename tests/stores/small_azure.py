@@ -22,6 +22,14 @@ class SmallAzure(SmallStore):
         super().clear()
         self.blocks: dict[str, dict[str, bytes]] = {}
         self.sums: dict[str, str] = {}
+        self.folders: set[str] = set()
+        """Objects that stand for directories of a hierarchical namespace."""
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Keys of the objects with blocks that no commit has used."""
+        with self.lock:
+            return sorted(self.blocks)
 
     @property
     def settings(self) -> str:
@@ -131,22 +139,24 @@ class AzureHandler(Handler):
     def do_list_uploads(self, key: str, query: dict[str, str], body: bytes) -> Answer:
         with self.server.lock:
             names = sorted(set(self.server.objects) | set(self.server.blocks))
-        return self._listed(
-            [name for name in names if name.startswith(query.get("prefix", ""))], []
-        )
+        prefix, asked = query.get("prefix", ""), query.get("include", "")
+        return self._listed([name for name in names if name.startswith(prefix)], [], asked)
 
     def do_list(self, key: str, query: dict[str, str], body: bytes) -> Answer:
         names, folders = self.names(query.get("prefix", ""), query.get("delimiter"))
-        return self._listed(names, folders)
+        return self._listed(names, folders, query.get("include", ""))
 
-    def _listed(self, names: list[str], folders: list[str]) -> Answer:
+    def _listed(self, names: list[str], folders: list[str], asked: str) -> Answer:
         listed = ""
         for name in names:
             found = self.server.objects.get(name)
             size, tag = (0, "") if found is None else (len(found.content), found.tag.strip('"'))
+            is_folder = name in self.server.folders and "metadata" in asked
+            metadata = "<hdi_isfolder>true</hdi_isfolder>" if is_folder else ""
             listed += (
                 f"<Blob><Name>{escape(name)}</Name><Properties><Content-Length>{size}</Content-Length>"
-                f"<Etag>{tag}</Etag><BlobType>BlockBlob</BlobType></Properties></Blob>"
+                f"<Etag>{tag}</Etag><BlobType>BlockBlob</BlobType></Properties>"
+                f"<Metadata>{metadata}</Metadata></Blob>"
             )
         listed += "".join(
             f"<BlobPrefix><Name>{escape(each)}</Name></BlobPrefix>" for each in folders

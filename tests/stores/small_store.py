@@ -6,15 +6,18 @@ any request fail, before or after it has its effect.
 
 import base64
 import itertools
+import ssl
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from email.utils import formatdate
 from hashlib import md5
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 from xml.sax.saxutils import escape
@@ -93,10 +96,24 @@ class SmallStore(ThreadingHTTPServer):
         self.hook: Hook = lambda asked: None
         self.done: Hook = lambda asked: None
         self.headers: list[str] = []
+        self.retry_after = ""
+        """Seconds that an answer with an error asks to wait; empty for none."""
+
+    def encrypt(self, directory: Path) -> None:
+        """Speak TLS from now on, with a certificate that nobody trusts."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(_certificate(directory))
+        self.socket = context.wrap_socket(self.socket, server_side=True)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Keys of the uploads that are neither completed nor aborted, in every kind of store."""
+        with self.lock:
+            return sorted(each.key for each in self.uploads.values())
 
     def put(self, key: str, content: bytes) -> None:
         with self.lock:
@@ -198,7 +215,10 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.close()
             return
-        self._send(self.error(fault.status, fault.code), None)
+        status, headers, content = self.error(fault.status, fault.code)
+        if self.server.retry_after:
+            headers = headers | {"Retry-After": self.server.retry_after}
+        self._send((status, headers, content), None)
 
     def _send(self, answer: Answer, fault: Fault | None) -> None:
         status, headers, content = answer
@@ -405,6 +425,24 @@ class Handler(BaseHTTPRequestHandler):
             self._upload(key, query)
             del self.server.uploads[query["uploadId"]]
         return 204, {}, b""
+
+
+def _certificate(directory: Path) -> Path:
+    """A file with a new key and a certificate that it signs itself."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - timedelta(days=1))
+    certificate = builder.not_valid_after(now + timedelta(days=1)).sign(key, hashes.SHA256())
+    pem = serialization.Encoding.PEM
+    form, secret = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    path = directory / "certificate.pem"
+    path.write_bytes(key.private_bytes(pem, form, secret) + certificate.public_bytes(pem))
+    return path
 
 
 def _word(crc: int) -> str:

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from formats.stores import patience
+from formats.stores.addresses import parse
 from formats.stores.az import AzureContainer
 from formats.stores.claim import CLAIM, Claim
+from formats.stores.patience import Patience
 from megaconv.engine import transfer
 from megaconv.engine.conversion import fingerprint
 from megaconv.errors import CorruptCheckpoint
@@ -15,7 +18,7 @@ from tests.conftest import FIXTURES
 from tests.runs import run
 from tests.stores.attacks import FAULTS, fault, kill, undisturbed
 from tests.stores.conftest import BUCKET
-from tests.stores.small_azure import ACCOUNT
+from tests.stores.small_azure import ACCOUNT, SmallAzure
 from tests.stores.small_azure import KEY as AZURE_KEY
 from tests.stores.small_google import SECRET, SmallGoogle
 from tests.stores.small_store import Asked, Fault, SmallStore
@@ -54,7 +57,7 @@ def test_an_output_in_another_store_has_the_bytes_of_a_local_one(
         if file.name != "megaconv.json":
             assert found[file.name] == file.read_bytes(), file.name
     assert not [key for key in store.objects if ".megaconv-" in key]
-    assert not store.uploads
+    assert not store.unfinished
     assert fingerprint(f"{uri}/out").weights == fingerprint(LLAMA).weights
     again = run("convert", f"{uri}/model", f"{uri}/out", *HF)
     assert (again.status, "already exists" in again.err) == (2, True)
@@ -205,6 +208,27 @@ def test_credentials_of_google_that_give_no_token_are_one_line(
     assert "marked" not in outcome.err
 
 
+@pytest.mark.parametrize("fault", [Fault("reset"), Fault("status", 503, "backendError")])
+def test_a_token_that_does_not_come_at_once_is_asked_for_again(
+    google: SmallGoogle, fault: Fault
+) -> None:
+    upload(google, LLAMA)
+    google.hook = lambda asked: fault if asked.number == 0 else None
+    assert fingerprint(f"gs://{BUCKET}/model") == fingerprint(LLAMA)
+    assert len(google.of("token")) == 2
+
+
+def test_a_new_token_that_does_not_come_at_once_is_asked_for_again(google: SmallGoogle) -> None:
+    upload(google, LLAMA)
+    place = writable_store(f"gs://{BUCKET}")
+    assert place.head("model/config.json") is not None
+    google.restart()
+    google.expire()
+    google.hook = lambda asked: Fault("reset") if asked.number == 1 else None
+    assert place.head("model/config.json") is not None
+    assert [each.action for each in google.asked[:2]] == ["head", "token"]
+
+
 @pytest.mark.parametrize(
     ("uri", "container", "endpoint"),
     [
@@ -223,12 +247,76 @@ def test_an_account_of_azure_is_named_by_the_uri_or_the_environment(
     assert isinstance(store, AzureContainer)
     assert store.endpoint == endpoint
     assert store.request("run/config.json") == f"azure read on {container}/run/config.json"
-    assert ACCOUNT not in store.uri
+    assert AZURE_KEY not in store.uri
 
 
-@pytest.mark.parametrize("uri", ["az://models?sig=marked", "gs://key:marked@models/run", "abfs://models:marked@a/b"])  # fmt: skip
+def test_a_connection_string_serves_an_account_that_the_uri_names(azure: SmallAzure) -> None:
+    upload(azure, LLAMA)
+    uri = f"abfs://{BUCKET}@{ACCOUNT}.dfs.core.windows.net/model"
+    assert fingerprint(uri) == fingerprint(LLAMA)
+
+
+def test_a_connection_string_of_another_account_is_not_used(
+    azure: SmallAzure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_KEY", AZURE_KEY)
+    store = writable_store(f"abfs://{BUCKET}@other.dfs.core.windows.net/model")
+    assert store.endpoint == "https://other.blob.core.windows.net"
+    assert azure.url not in store.endpoint
+
+
+def test_a_key_of_azure_that_is_none_ends_the_run_at_once(
+    azure: SmallAzure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "ATTEMPTS", 1)
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azure.settings.replace(AZURE_KEY, "abc"))
+    outcome = run("inspect", f"az://{BUCKET}/model")
+    assert outcome.status == 1
+    assert "check AZURE_STORAGE_ACCOUNT, AZURE_STORAGE_CONNECTION_STRING" in outcome.err
+    assert not azure.asked
+
+
+def test_a_certificate_that_is_not_trusted_ends_the_run_at_once(
+    azure: SmallAzure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "ATTEMPTS", 1)
+    azure.encrypt(tmp_path)
+    words = azure.settings.replace("http:", "https:").replace("Protocol=http;", "Protocol=https;")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", words)
+    outcome = run("inspect", f"az://{BUCKET}/model")
+    assert outcome.status == 1
+    assert "set REQUESTS_CA_BUNDLE" in outcome.err
+
+
+def test_azure_is_asked_again_after_the_time_that_it_wants(
+    azure: SmallAzure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(Patience, "wait", lambda self, failure: waited.append(failure.after))
+    azure.hook = lambda asked: Fault("status", 503, "ServerBusy") if not asked.number else None
+    azure.retry_after = "7"
+    assert writable_store(f"az://{BUCKET}").head("model") is None
+    assert waited == [7.0]
+
+
+def test_directories_of_azure_are_not_asked_for_blocks(azure: SmallAzure) -> None:
+    azure.put("out/folder", b"")
+    azure.put("out/file", b"content")
+    azure.folders.add("out/folder")
+    assert not writable_store(f"az://{BUCKET}").uploads("out/")
+    assert [each.key for each in azure.of("list-parts")] == ["out/file"]
+
+
+@pytest.mark.parametrize("uri", ["az://models?sig=marked", "gs://key:marked@models/run", "abfs://models:marked@a/b",
+    "s3://models/run?x-amz-signature=marked", "az://models/run?sv=1&sig=marked"])  # fmt: skip
 def test_a_uri_with_a_secret_is_refused_without_repeating_it(uri: str) -> None:
     outcome = run("inspect", uri)
     assert outcome.status == 2
     assert "must not hold credentials" in outcome.err
     assert "marked" not in outcome.err
+
+
+@pytest.mark.parametrize("key", ["run/design=2/sig=1", "X-Amz-reviews/model", "run/sig=0.1"])
+def test_a_key_may_look_like_a_part_of_a_signature(key: str) -> None:
+    for scheme in ("s3", "gs", "az"):
+        assert parse(f"{scheme}://models/{key}").prefix == key

@@ -1,5 +1,6 @@
 """`megaconv serve-hf`."""
 
+import sys
 from contextlib import suppress
 from typing import Annotated
 
@@ -55,4 +56,5 @@ def serve_hf(
         ) from error
     with server, suppress(Interrupted):
         show(f"serving {', '.join(repositories)} at {server.url}")
+        sys.stdout.flush()  # a script that waits for the address reads a file or a pipe
         server.serve_forever()

@@ -1,9 +1,11 @@
 """Activations of the first layers wait in pinned main memory: the same results, in the right order, in less memory."""
 
 import gc
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_lite.models import offload
 from megatron_lite.models.layer import Layer
@@ -76,15 +78,56 @@ def _live_bytes() -> int:
     return sum(storages.values())
 
 
-def _memory(_rank: int, layers: int) -> list[int]:
-    """Return the bytes on the GPU after each layer of a forward pass."""
+def _memory(_rank: int, layers: int) -> tuple[list[int], list[int]]:
+    """Return the bytes on the GPU after each layer's forward pass, and at the start of each layer's backward pass."""
     case = Case("qwen3", masked=False)
-    found: list[int] = []
+    ahead: list[int] = []
+    back: list[int] = []
+
+    def record(_layer: object, _inputs: object, made: Any) -> None:
+        ahead.append(_live_bytes())
+        made.register_hook(lambda _: back.append(_live_bytes()))
+
     with mock.patch.object(offload, "LEAST", LEAST), PretendedGpu(), through_gloo():
         engine = make_engine(offloaded(case, layers), device=GPU)
         for layer in engine.chunks[0].units():
             if isinstance(layer, Layer):
-                layer.register_forward_hook(lambda *_: found.append(_live_bytes()))
+                layer.register_forward_hook(record)
+        batch = own_batches(case, 0, engine)[0].to(GPU)
+        engine.train_step([batch], lr=1e-3)
+        engine.finish()
+    return ahead, back
+
+
+@pytest.mark.slow
+def test_two_layers_activations_are_on_the_gpu_at_a_time(gpu_world: PretendedWorld) -> None:
+    ((kept, _),) = gpu_world.run(1, _memory, 0)
+    ((found, back),) = gpu_world.run(1, _memory, 3)
+    of_layer = kept[1] - kept[0]
+    assert kept[3] - kept[0] == pytest.approx(3 * of_layer, rel=0.01)
+    assert found[1] - found[0] == pytest.approx(of_layer, rel=0.1)
+    assert max(found) - found[1] < 0.1 * of_layer
+    assert len(back) == 4
+    # The following layer's activations and its own: as many as at the end of the forward pass.
+    assert max(back) - found[1] < 0.6 * of_layer
+
+
+def _kept_shapes(_rank: int, case: Case, overlaps: bool) -> list[torch.Size]:
+    """Return the shapes of the tensors that go to main memory."""
+    found: list[torch.Size] = []
+    keep = offload.OfLayer.keep
+
+    def recorded(own: offload.OfLayer, saved: torch.Tensor) -> int:
+        found.append(saved.shape)
+        return keep(own, saved)
+
+    with (
+        mock.patch.object(offload, "LEAST", LEAST),
+        mock.patch.object(offload.OfLayer, "keep", recorded),
+        PretendedGpu(),
+        through_gloo(),
+    ):
+        engine = make_engine(offloaded(case, 3), device=GPU, overlap=overlaps)
         batch = own_batches(case, 0, engine)[0].to(GPU)
         engine.train_step([batch], lr=1e-3)
         engine.finish()
@@ -92,10 +135,11 @@ def _memory(_rank: int, layers: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_two_layers_activations_are_on_the_gpu_at_a_time(gpu_world: PretendedWorld) -> None:
-    (kept,) = gpu_world.run(1, _memory, 0)
-    (found,) = gpu_world.run(1, _memory, 3)
-    of_layer = kept[1] - kept[0]
-    assert kept[3] - kept[0] == pytest.approx(3 * of_layer, rel=0.01)
-    assert found[1] - found[0] == pytest.approx(of_layer, rel=0.1)
-    assert max(found) - found[1] < 0.1 * of_layer
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_sharded_parameters_are_no_activations(gpu_world: PretendedWorld, overlaps: bool) -> None:
+    """They have memory only while their layer runs."""
+    case = Case("llama", dp=2, distributed=True, zero=3)
+    for shapes in gpu_world.run(2, _kept_shapes, case, overlaps):
+        assert shapes
+        weights = {(64, 32), (32, 32), (96, 32), (32, 48)}
+        assert not weights.intersection(map(tuple, shapes))
