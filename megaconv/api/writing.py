@@ -21,7 +21,7 @@ from megaconv.options.option import built
 from megaconv.options.values import adapter_choices
 from megaconv.patches import applying
 from megaconv.patches.making import PatchReport, make_patch
-from megaconv.patches.sparse import SparseReport, make_sparse, require_engine
+from megaconv.patches.sparse import make_sparse, require_engine
 
 
 @checked
@@ -182,7 +182,7 @@ def delta(
     sparse: str | None = None,
     overwrite: bool = False,
     workers: int = 0,
-) -> PatchReport | SparseReport:
+) -> PatchReport:
     """Write a patch to save_dir: what changed between two checkpoints, of any formats and layouts.
 
     loader: the loader of both checkpoints. options: the loaders' own options.

@@ -31,6 +31,7 @@ from formats.tensor import ITEMSIZE, Shape
 from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
 from megaconv.errors import ModelsDiffer, NotExpressible, UsageError
 from megaconv.model.ir import WEIGHT, Header, Source
+from megaconv.patches.making import PatchReport
 from megaconv.patches.patch import SPARSE_INDEX
 from megaconv.serving.state_dict import Slice, state_dict
 from megaconv.threads import thread_pool
@@ -52,35 +53,22 @@ _COPY_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class SparseReport:
-    """The contents of a sparse update, in numbers."""
+class SparseReport(PatchReport):
+    """The contents of a sparse update, in numbers. It removes no tensor, and has no optimizer state."""
 
-    target: Path
     engine: str
-    base: Fingerprint
-    new: Fingerprint
-    tensors: int
-    changed: int
-    """Tensors of which any element differs."""
     elements: int
     """Elements that differ."""
     all_elements: int
-    nbytes: int
-    """Bytes of positions and values."""
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
-        return {
-            "target": str(self.target),
+        further = {
             "engine": self.engine,
-            "base": {"weights": self.base.weights},
-            "new": {"weights": self.new.weights},
-            "tensors": self.tensors,
-            "changed": self.changed,
             "elements": self.elements,
             "all_elements": self.all_elements,
-            "bytes": self.nbytes,
         }
+        return super().to_json() | further
 
 
 class _Changes(NamedTuple):
@@ -193,14 +181,16 @@ def _write(
     _write_whole(staging, SPARSE_INDEX, PlainFile(json.dumps(index).encode()))
     return SparseReport(
         staging.target,
-        engine,
         base,
         made,
         tensors=len(after),
         changed=sum(count > 0 for count in counts.values()),
+        removed=(),
+        nbytes=nbytes,
+        full_bytes=sum(each.file.size for each in after.values()),
+        engine=engine,
         elements=sum(counts.values()),
         all_elements=sum(prod(each.shape) for each in after.values()),
-        nbytes=nbytes,
     )
 
 
