@@ -209,7 +209,7 @@ def delta(
         options=read,
         workers=threads,
         overwrite=overwrite,
-        provenance=lineage_of_patch(*inputs).provenance,
+        lineage=lineage_of_patch(*inputs),
     )
 
 

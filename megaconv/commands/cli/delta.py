@@ -9,6 +9,7 @@ import typer
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
+from megaconv.commands.endings import say
 from megaconv.options import LoadOptions
 from megaconv.terminal import show
 
@@ -86,7 +87,7 @@ def delta(
             workers=default_workers(writing=False),
             overwrite=overwrite,
             advance=progress.advance,
-            provenance=lineage_of_patch(*inputs).provenance,
+            lineage=lineage_of_patch(*inputs),
         )
     _show_patch(report, as_json=as_json)
 
@@ -97,6 +98,8 @@ def _show_patch(report: "PatchReport", *, as_json: bool) -> None:
     if as_json:
         print_json(report.to_json())
         return
+    for notice in report.notices:
+        say(notice)
     share = 100 * report.nbytes / max(1, report.full_bytes)
     show(f"{report.changed} of {report.tensors} tensors differ, {len(report.removed)} are removed")
     show(f"{readable(report.nbytes)}, {share:.1f}% of {readable(report.full_bytes)}")
