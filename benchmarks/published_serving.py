@@ -6,7 +6,9 @@ from benchmarks.published_runs import LLAMA2_7B, LLAMA2_70B
 from megaconv.model.config import ModelConfig
 
 GPT_FAST = "https://github.com/pytorch-labs/gpt-fast, README.md (A100 at 330 W)"
-TENSORRT = "https://github.com/NVIDIA/TensorRT-LLM, docs/source/performance.md (0.5.0, H100 in FP8)"
+TENSORRT = "https://github.com/NVIDIA/TensorRT-LLM, docs/source/performance.md (0.6.1)"
+
+LATENCIES = "https://github.com/NVIDIA/TensorRT-LLM, docs/source/performance.md (0.5)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +56,30 @@ ROWS = (
     _of_gpt_fast("Llama-2 70B", LLAMA2_70B, 2, 21.32, fitted=False),
     _of_gpt_fast("Llama-2 70B", LLAMA2_70B, 4, 38.01, fitted=True),
     _of_gpt_fast("Llama-2 70B", LLAMA2_70B, 8, 62.50, fitted=False),
-    _of_tensorrt(LLAMA2_7B, "Llama 7B", 1, 64, 128, 5367),
-    _of_tensorrt(LLAMA2_7B, "Llama 7B", 1, 32, 2048, 2230),
-    _of_tensorrt(LLAMA2_70B, "Llama 70B", 4, 64, 128, 2616),
-    _of_tensorrt(LLAMA2_70B, "Llama 70B", 4, 64, 2048, 1583),
+    _of_tensorrt(LLAMA2_7B, "Llama 7B", 1, 112, 128, 6818),
+    _of_tensorrt(LLAMA2_7B, "Llama 7B", 1, 48, 2048, 2740),
+    _of_tensorrt(LLAMA2_70B, "Llama 70B", 4, 480, 128, 4 * 1486),
+    _of_tensorrt(LLAMA2_70B, "Llama 70B", 2, 64, 2048, 2 * 547),
 )
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """The time of a prompt's pass with one sequence."""
+
+    name: str
+    config: ModelConfig
+    gpu: str
+    tp: int
+    prompt: int
+    fp8: bool
+    seconds: float
+
+
+FIRST_TOKENS = (
+    FirstToken("Llama 7B", LLAMA2_7B, "h100", 1, 2048, fp8=True, seconds=0.036),
+    FirstToken("Llama 70B", LLAMA2_70B, "h100", 4, 2048, fp8=True, seconds=0.109),
+    FirstToken("Llama 7B", LLAMA2_7B, "a100", 1, 2048, fp8=False, seconds=0.133),
+    FirstToken("Llama 70B", LLAMA2_70B, "a100", 4, 2048, fp8=False, seconds=0.377),
+)
+"""Of LATENCIES. None is fitted."""

@@ -1,11 +1,11 @@
 """Compares the planner's estimates of text generation with published rates. It needs no GPU.
 
-python -m benchmarks.serving           the error of every published rate, as the table of docs/planning.md
+python -m benchmarks.serving           the errors of published rates and prompts, as the tables of docs/planning.md
 """
 
 from collections.abc import Iterator
 
-from benchmarks.published_serving import ROWS, Generated
+from benchmarks.published_serving import FIRST_TOKENS, LATENCIES, ROWS, Generated
 from megaconv.model.layout import Layout
 from megaconv.planning.gpus import GPUS
 from megaconv.planning.layer_costs import Machine
@@ -50,6 +50,22 @@ def table() -> Iterator[str]:
         )
 
 
+def first_tokens() -> Iterator[str]:
+    """Yield the lines of the table of prompts."""
+    yield "| model | GPUs | tokens of the prompt | published | estimated | error | source |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in FIRST_TOKENS:
+        layout = Layout(row.tp, 1, stage_layers=(row.config.layer_count,))
+        serving = Serving(config=row.config, layout=layout, dp=1, seq=row.prompt, fp8=row.fp8)
+        machine = Machine(GPUS[row.gpu], fp8=row.fp8)
+        seconds = Server(row.config, machine).estimate(serving).first_token
+        precision = ", FP8" if row.fp8 else ""
+        yield (
+            f"| {row.name}{precision} | {row.tp} {row.gpu} | {row.prompt:,} | {row.seconds * 1000:.0f} ms | "
+            f"{seconds * 1000:.0f} ms | {seconds / row.seconds - 1:+.0%} | {LATENCIES} |"
+        )
+
+
 if __name__ == "__main__":
-    for line in table():
+    for line in (*table(), "", *first_tokens()):
         print(line)

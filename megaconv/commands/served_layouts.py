@@ -76,14 +76,15 @@ class ServedLayouts:
         """Yield lines for people."""
         wanted = self.wanted
         yield f"{self.config.family}, {self.parameters:,} parameters"
-        number = "as many as fit"
+        number = "as many sequences as fit"
         if wanted.sequences is not None:
             number = f"{wanted.sequences:,} sequences"
         yield (
             f"{self.gpus:,} {self.gpu.name} of {readable(wanted.memory)}; {number} at a time, of {wanted.seq:,} tokens with "
             "their prompts"
         )
-        yield f"{self.fitting:,} layouts fit the memory; an estimate, not a measurement"
+        fitting = "1 layout fits" if self.fitting == 1 else f"{self.fitting:,} layouts fit"
+        yield f"{fitting} the memory; an estimate, not a measurement"
         yield HEADINGS
         for one in self.placed:
             yield _row(one)
@@ -99,13 +100,18 @@ class ServedLayouts:
         sizes = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
         yield f"a token's time in the first one: {terms}"
         yield f"memory of its fullest rank: {sizes}"
+        replicas = served.serving.dp
+        if replicas > 1:
+            yield f"flags of one of the {replicas:,} replicas; vLLM starts all of them if --data-parallel-size is given:"
         yield f"Megatron-LM:   {join(megatron_lm_flags(served.serving))}"
         own = megatron_lite_flags(served.serving)
         yield f"megatron-lite: {join(own) if own else NO_FP8}"
         yield f"vLLM:          {join(vllm_flags(served.serving))}"
 
 
-NO_FP8 = "can't serve this layout: it serves no FP8, and experts of one replica are not shared with others"
+NO_FP8 = (
+    "can't serve this layout: it has no FP8 weights or caches, and replicas don't share experts"
+)
 HEADINGS = (
     f"{'#':>4} {'TP':>3} {'PP':>3} {'EP':>4} {'ETP':>3} {'DP':>4} {'sequences':>9} {'first token':>11} {'each token':>10} "
     f"{'tokens/s':>9} {'a GPU':>7}  {'memory':>10}  dominated by"
@@ -152,8 +158,9 @@ def _limit(served: Served, *, fits: bool) -> str:
 
 def _reason(config: ModelConfig, wanted: WantedServer) -> str:
     """Return why no layout has these sizes, with the flags of plan."""
-    given = " ".join(f"--{name} {size}" for name, size in wanted.fixed.items()) or "no other sizes"
+    sizes = {"gpus": wanted.gpus, "global-batch-size": wanted.sequences, **wanted.fixed}
+    given = " ".join(f"--{name} {size}" for name, size in sizes.items() if size is not None)
     return (
-        f"no layout of {config.family} for inference has these sizes: --gpus {wanted.gpus}, {given}; --tp x --pp has to divide "
-        "--gpus, --tp the heads, and --ep is 1, TP or TP x replicas"
+        f"no layout of {config.family} for inference has these sizes: {given}; --tp x --pp has to divide --gpus, --tp the heads, "
+        "and --ep has to be 1, TP or TP x replicas"
     )
