@@ -8,6 +8,7 @@ changed it since. A resumed run repeats the work of all lines after it.
 """
 
 import json
+import logging
 import os
 import zlib
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ _DIGEST = 64
 """Letters of a value such as a digest, which tells a reader nothing."""
 _NAMED = 3
 """Number of parts that a message names; there may be one for each file."""
+_log = logging.getLogger("megaconv")
 
 
 def changes(before: object, now: Mapping[str, str]) -> str:
@@ -32,6 +34,11 @@ def changes(before: object, now: Mapping[str, str]) -> str:
     ]
     more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     return "; ".join(found[:_NAMED]) + more
+
+
+def warn_of_discarded(place: object, reason: str) -> None:
+    """Warn that a run starts again, although an interrupted one has left its work."""
+    _log.warning("%s: starts again and discards the work of the interrupted run: %s", place, reason)
 
 
 def _change(part: str, before: object, now: str | None) -> str:

@@ -1,8 +1,10 @@
 """The layout of an output file, complete before its first tensor arrives, so that tensors can be written in any order."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
+
+from formats.partial_files import Span
 
 
 class Record(NamedTuple):
@@ -47,6 +49,15 @@ class Piece(NamedTuple):
     """The records whose CRC-32 the bytes contain."""
     content: Callable[[Mapping[str, int]], bytes]
     """`content(checksums)`: the bytes. checksums: at least those of the records in `needs`."""
+
+
+class Unwritten(NamedTuple):
+    """The ranges of a file that nobody writes, in order."""
+
+    gaps: Sequence[Span] = ()
+    """They stay zero."""
+    known: Sequence[Piece] = ()
+    """Their bytes are known already."""
 
 
 def pieces(layout: FileLayout) -> list[Piece]:

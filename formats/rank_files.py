@@ -46,6 +46,18 @@ def is_version(name: str) -> bool:
     return name == RELEASE or re.fullmatch(r"iter_\d{7,}", name) is not None
 
 
+def directory_with(name: str, place: Path) -> Path:
+    """The directory that a file about a checkpoint belongs to: that of the run if the one of an iteration has none.
+
+    name: the file's name. place: the checkpoint's directory, or a file in it. The file needs not exist.
+    """
+    path = place.parent if place.is_file() else place
+    is_of_the_run = (
+        is_version(path.name) and not (path / name).exists() and (path.parent / name).exists()
+    )
+    return path.parent if is_of_the_run else path
+
+
 def iterations(root: Path) -> list[str]:
     """Names of the iteration directories of a run, sorted by number, with `release` last."""
     if not root.is_dir():

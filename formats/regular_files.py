@@ -117,14 +117,14 @@ def parse_json(content: bytes, *, most_values: int | None = None, **hooks: Any) 
             f"{len(content):,} bytes with {separators:,} values are more than any checkpoint has"
         )
     value = json.loads(content.decode("utf-8"), **hooks)
-    _require_flat(value)
+    require_flat(value)
     return value
 
 
-def _require_flat(value: Any) -> None:
-    """Raise ValueError for a value of more than JSON_DEPTH levels, on which recursive functions would fail."""
+def require_flat(value: Any, most_levels: int = JSON_DEPTH) -> None:
+    """Raise ValueError for a value of too many levels, on which recursive functions would fail."""
     level = [value]
-    for _ in range(JSON_DEPTH):
+    for _ in range(most_levels):
         # Walk one level at a time, and only containers, so that a vocabulary's two million texts are not copied.
         below: list[Any] = []
         for each in level:
@@ -135,7 +135,7 @@ def _require_flat(value: Any) -> None:
         if not below:
             return
         level = below
-    raise ValueError(f"it is nested more than {JSON_DEPTH} levels deep")
+    raise ValueError(f"it is nested more than {most_levels} levels deep")
 
 
 def _size(path: Path, status: os.stat_result) -> int:

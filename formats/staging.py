@@ -27,7 +27,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from stat import S_ISREG
 from threading import Lock
@@ -36,9 +36,8 @@ from typing import Any
 from formats import allocation, run_lock, signals
 from formats.errors import CheckpointError, NotEnoughSpace, TargetExists, UnsafeContent
 from formats.full_writes import write_at
-from formats.journal import Journal, changes
-from formats.output import Piece
-from formats.partial_files import Span
+from formats.journal import Journal, changes, warn_of_discarded
+from formats.output import Unwritten
 from formats.renames import (
     CannotRename,
     NotPutBack,
@@ -219,11 +218,7 @@ class Staging:
         if unfit := self._unfit(entries, plan, sizes):
             damaged = resume and not entries and self._journal.has_content()
             if (len(entries) > 1 or damaged) and not self._member:
-                _log.warning(
-                    "%s: starts again and discards the work of the interrupted run: %s",
-                    self._named,
-                    unfit,
-                )
+                warn_of_discarded(self._named, unfit)
             entries = []
             if not self._member:
                 self._clear()
@@ -255,15 +250,9 @@ class Staging:
         return all(_is_file_of(self.data / name, size) for name, size in sizes.items())
 
     def file(
-        self,
-        name: str,
-        size: int,
-        *,
-        keep: bool = False,
-        gaps: Sequence[Span] | None = None,
-        known: Sequence[Piece] = (),
+        self, name: str, size: int, *, keep: bool = False, unwritten: Unwritten | None = None
     ) -> StagedFile:
-        """A new file of the output. keep: the bytes that an earlier run wrote stay in it. gaps, known: not needed."""
+        """A new file of the output. keep: the bytes that an earlier run wrote stay in it. unwritten: not needed."""
         staged = StagedFile(self.data / name, size, keep=keep)
         self._files.append(staged)
         return staged

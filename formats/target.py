@@ -4,12 +4,11 @@ formats/staging.py           a directory on a disk
 formats/stores/target.py     a prefix of an object store
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from formats.output import Piece
-from formats.partial_files import Span
+from formats.output import Unwritten
 from formats.tensor import Bytes
 
 
@@ -57,18 +56,12 @@ class Target(Protocol):
         ...
 
     def file(
-        self,
-        name: str,
-        size: int,
-        *,
-        keep: bool = False,
-        gaps: Sequence[Span] | None = None,
-        known: Sequence[Piece] = (),
+        self, name: str, size: int, *, keep: bool = False, unwritten: Unwritten | None = None
     ) -> OutputFile:
         """A new file of the output.
 
-        keep: the bytes that an earlier run wrote stay in it. gaps: ranges that nobody writes; they stay zero. known:
-        ranges whose bytes are known already. A disk needs neither, and nobody gives it `known`.
+        keep: the bytes that an earlier run wrote stay in it. unwritten: the ranges that nobody writes, for a file with
+        tensors. A disk doesn't need them.
         """
         ...
 

@@ -19,6 +19,17 @@ def local_path(place: str | Path) -> Path:
     return Path(local_word(str(place)))
 
 
+def require_place(option: str, file: Path) -> None:
+    """Check the place of an output file before everything is read for it. Raises UsageError.
+
+    option: the option that names the file, such as `--html`.
+    """
+    if file.is_dir():
+        raise UsageError(f"{option} {file}: is a directory; give the name of a file")
+    if not file.parent.is_dir():
+        raise UsageError(f"{option} {file}: there is no such directory as {file.parent}")
+
+
 def local_word(word: str) -> str:
     """The word unchanged: a path, or another value that must not be a URI. Raises UsageError for a URI."""
     match = _URI.match(word)

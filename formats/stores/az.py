@@ -26,7 +26,16 @@ from formats.stores.patience import Transient
 from formats.stores.refusals import NO_ANSWER, Advice, Answer, Place, answer_with
 from formats.stores.requests import Refused, Requests
 from formats.stores.windows import CONNECTIONS
-from formats.stores.writing import ABSENT, Conflict, Held, Small, Upload, as_sent, is_same
+from formats.stores.writing import (
+    ABSENT,
+    Conflict,
+    Held,
+    Small,
+    Upload,
+    as_sent,
+    is_same,
+    require_same,
+)
 
 _TIMEOUT_SECONDS = 20
 _WRONG_TLS = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
@@ -147,6 +156,7 @@ class AzureContainer:
         def get() -> Small:
             download = self._blob(key).download_blob(raw_response_hook=_noting(told))
             content, state = download.readall(), download.properties
+            require_same(CRC32.of(content), _crc_of(state))
             age = parsedate_to_datetime(told["date"]) - state.last_modified
             return Small(content, _tag(state.etag), max(0.0, age.total_seconds()))
 
@@ -155,9 +165,7 @@ class AzureContainer:
     def head(self, key: str) -> Held | None:
         def head() -> Held:
             state = self._blob(key).get_blob_properties()
-            word = str((state.metadata or {}).get(_SUM, ""))
-            crc = int(word, 16) if re.fullmatch("[0-9a-f]{8}", word) else None
-            return Held(int(state.size), _tag(state.etag), crc)
+            return Held(int(state.size), _tag(state.etag), _crc_of(state))
 
         return self._requests.found(self.request(key), head)
 
@@ -276,6 +284,12 @@ def _answer_of(error: Exception) -> Answer:
     headers: Mapping[str, str] = response.headers
     code = getattr(error, "error_code", None) or headers.get("x-ms-error-code") or ""
     return answer_with(int(response.status_code), str(getattr(code, "value", code)), headers)
+
+
+def _crc_of(state: Any) -> int | None:
+    """The CRC-32 in an object's metadata; None if megaconv hasn't written it."""
+    word = str((state.metadata or {}).get(_SUM, ""))
+    return int(word, 16) if re.fullmatch("[0-9a-f]{8}", word) else None
 
 
 def _tag(etag: str | None) -> str:

@@ -11,6 +11,7 @@ from formats.stores.refusals import NO_ANSWER, Advice, Answer, Place, answer_wit
 _NETWORK = {
     "ConnectionClosedError", "ReadTimeoutError", "ConnectTimeoutError", "EndpointConnectionError", "ConnectionError",
     "ResponseStreamingError", "IncompleteReadError", "HTTPClientError", "ProxyConnectionError", "ConnectionResetError",
+    "FlexibleChecksumError",
 }  # fmt: skip
 """Names of boto3's network errors. The classes are not imported: this module is also loaded without boto3."""
 _CHOOSE = "choose other credentials (AWS_PROFILE)"

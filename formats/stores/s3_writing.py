@@ -19,7 +19,16 @@ from typing import Any, TypeVar
 from formats.stores.checksums import CRC32
 from formats.stores.requests import Refused
 from formats.stores.s3 import S3Bucket
-from formats.stores.writing import ABSENT, Conflict, Held, Small, Upload, as_sent, is_same
+from formats.stores.writing import (
+    ABSENT,
+    Conflict,
+    Held,
+    Small,
+    Upload,
+    as_sent,
+    is_same,
+    require_same,
+)
 
 _NO_CHECKSUMS = ("NotImplemented", "InvalidArgument", "InvalidRequest", "XNotImplemented")
 """Codes of stores that know no checksums, for a request to begin an upload with one."""
@@ -64,13 +73,15 @@ class WritableS3Bucket(S3Bucket):
             return there.tag
 
     def get(self, key: str) -> Small | None:
-        request = self._named("GetObject", key)
+        place = {**self._asked_checksum(), "Bucket": self._bucket, "Key": key, **self._extra}
 
         def get() -> tuple[bytes, Any]:
-            answer = self._client.get_object(Bucket=self._bucket, Key=key, **self._extra)
-            return answer["Body"].read(), answer
+            answer = self._client.get_object(**place)
+            content = answer["Body"].read()
+            require_same(self.checksum.of(content), self._crc_of(answer))
+            return content, answer
 
-        found = self._requests.found(request, get)
+        found = self._requests.found(self._named("GetObject", key), get)
         if found is None:
             return None
         content, answer = found
@@ -85,13 +96,16 @@ class WritableS3Bucket(S3Bucket):
         return Held(int(answer["ContentLength"]), str(answer["ETag"]), self._crc_of(answer))
 
     def _answer_to_head(self, key: str) -> Any:
-        asked = {"ChecksumMode": "ENABLED"} if self._checksums else {}
-        place = {"Bucket": self._bucket, "Key": key, **self._extra}
-        call = partial(self._client.head_object, **asked, **place)
+        place = {**self._asked_checksum(), "Bucket": self._bucket, "Key": key, **self._extra}
+        call = partial(self._client.head_object, **place)
         return self._requests.found(self._named("GetObject", key), call)
 
+    def _asked_checksum(self) -> dict[str, str]:
+        """The setting of a request whose answer should have the object's checksum."""
+        return {"ChecksumMode": "ENABLED"} if self._checksums else {}
+
     def _crc_of(self, answer: Mapping[str, Any]) -> int | None:
-        """The checksum of a whole object in the answer to HEAD; None if the store keeps none."""
+        """The checksum of a whole object in an answer about it; None if the store keeps none."""
         is_whole = answer.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT"
         return _crc(answer) if is_whole else None
 

@@ -80,8 +80,9 @@ class StoreJournal:
 
     def sums(self) -> Sums:
         """The checksums of an earlier run."""
-        there = self._store.get(f"{self._folder}{self._member}-sums.json")
-        found: Sums = {} if there is None else json.loads(there.content)
+        key = f"{self._folder}{self._member}-sums.json"
+        there = self._store.get(key)
+        found: Sums = {} if there is None else _decoded(self._store, key, there.content)
         return found
 
     def put_small(self, name: str, content: bytes) -> None:
@@ -97,7 +98,8 @@ class StoreJournal:
 
     def sent(self, member: int) -> tuple[list[SentFile], list[str]]:
         """(files in parts, names of small files) of a process that has sent everything."""
-        found = json.loads(self._content(f"{member}-sent.json"))
+        name = f"{member}-sent.json"
+        found = _decoded(self._store, self._folder + name, self._content(name))
         return [_parsed(file) for file in found["files"]], list(found["small"])
 
     def _content(self, name: str) -> bytes:
@@ -115,8 +117,18 @@ def names_in(store: WritableStore, prefix: str, keys: Iterable[str]) -> list[str
     for key in sorted(keys):
         if key.startswith(f"{prefix}/{JOURNAL}/") and key.endswith("-files.json"):
             there = store.get(key)
-            names += json.loads(there.content) if there is not None else []
+            names += _decoded(store, key, there.content) if there is not None else []
     return names
+
+
+def _decoded(store: WritableStore, key: str, content: bytes) -> Any:
+    """The value in a JSON object of the journal. Raises CorruptCheckpoint for another content."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise CorruptCheckpoint(
+            f"{store.uri}/{key}: is not as a run writes it; run again, and delete the object if this happens again"
+        ) from None
 
 
 def _described(file: SentFile) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from typing import Any
 
 from formats import signals
 from formats.errors import CheckpointError, CorruptCheckpoint, NotEnoughSpace
-from formats.journal import changes
-from formats.output import Piece
-from formats.partial_files import Span
+from formats.journal import changes, warn_of_discarded
+from formats.output import Unwritten
 from formats.stores import leftovers
 from formats.stores.claim import PUBLISHING, Claim
 from formats.stores.directory import stand_in_files
@@ -132,11 +131,7 @@ class StoreTarget:
             return False
         before = entries[0].get("plan")
         if before != dict(plan) and not self._member:
-            _log.warning(
-                "%s: starts again and discards the work of the interrupted run: %s",
-                self.target,
-                changes(before, plan),
-            )
+            warn_of_discarded(self.target, changes(before, plan))
         return bool(before == dict(plan))
 
     def _slots(self) -> Slots:
@@ -154,26 +149,21 @@ class StoreTarget:
     # While tensors arrive.
 
     def file(
-        self,
-        name: str,
-        size: int,
-        *,
-        keep: bool = False,
-        gaps: Sequence[Span] | None = None,
-        known: Sequence[Piece] = (),
+        self, name: str, size: int, *, keep: bool = False, unwritten: Unwritten | None = None
     ) -> PartFile | SmallFile:
         """A new file of the output.
 
-        gaps: the ranges that nobody writes, for a file with tensors; None for a file without. known: its ranges whose
-        bytes are known already; nobody writes them. keep: has no meaning here, since the store knows its parts.
+        unwritten: the ranges that nobody writes, for a file with tensors; None for a file without. keep: has no meaning
+        here, since the store knows its parts.
         """
         key = f"{self._prefix}/{name}"
-        if not size or (gaps is None and size < PART_BYTES):
+        if not size or (unwritten is None and size < PART_BYTES):
             small = self._small[name] = SmallFile(key, size)
             return small
         assert self._sender is not None
         upload, parts = self._earlier.get(name, (None, {}))
-        made = PartFile(self._sender, key, size, gaps or (), known, upload, dict(parts))
+        gaps, known = unwritten or Unwritten()
+        made = PartFile(self._sender, key, size, gaps, known, upload, dict(parts))
         self._files[name] = made
         if upload is None and name in self._objects and self._claim_is_publishing():
             made.done = self._completed(name, size)

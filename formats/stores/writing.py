@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 from formats.errors import CheckpointError
 from formats.stores.checksums import Checksum
 from formats.stores.objects import Store
+from formats.stores.patience import Transient
 
 ABSENT = "*"
 """The condition that no object has the key. Any other condition is the ETag of the object to replace."""
@@ -119,6 +120,12 @@ def is_same(there: Held, expected: Held) -> bool:
         return there.crc == expected.crc
     # Stores that encrypt with a key of their own have ETags that nobody can compute.
     return there.tag == expected.tag
+
+
+def require_same(crc: int, expected: int | None) -> None:
+    """Raise Transient if a content that came doesn't have the checksum that the store keeps. None: it keeps none."""
+    if expected is not None and crc != expected:
+        raise Transient("a body of other bytes than the object has")
 
 
 def as_sent(there: Held | None, expected: Held, place: str) -> Held:

@@ -21,6 +21,7 @@ from megaconv.options.option import built
 from megaconv.options.values import adapter_choices
 from megaconv.patches import applying
 from megaconv.patches.making import PatchReport, make_patch
+from megaconv.patches.sparse import make_sparse, require_engine
 
 
 @checked
@@ -178,20 +179,29 @@ def delta(
     text_only: bool = False,
     optimizer: bool = True,
     options: Mapping[str, str] | None = None,
+    sparse: str | None = None,
     overwrite: bool = False,
     workers: int = 0,
 ) -> PatchReport:
     """Write a patch to save_dir: what changed between two checkpoints, of any formats and layouts.
 
     loader: the loader of both checkpoints. options: the loaders' own options.
-    Needs the extra `delta`. Raises megaconv.errors.CheckpointError.
+    sparse: `vllm` writes the sparse weight update that vLLM takes, in place of a patch; it holds no optimizer state.
+    A patch needs the extra `delta`. Raises megaconv.errors.CheckpointError.
     """
     read = built(LoadOptions, "delta", locals())
     require_workers(workers)
+    if sparse is not None:
+        require_engine(sparse)
+        read = replace(read, optimizer=False)
     inputs = comparison.find_both(old, new, read, (loader, loader))
     left, right = comparison.open_both(inputs, read)
     threads = workers or default_workers(writing=False)
     refuse_place(save_dir)
+    if sparse is not None:
+        return make_sparse(
+            left, right, Path(save_dir), engine=sparse, workers=threads, overwrite=overwrite
+        )
     return make_patch(
         left,
         right,
@@ -199,7 +209,7 @@ def delta(
         options=read,
         workers=threads,
         overwrite=overwrite,
-        provenance=lineage_of_patch(*inputs).provenance,
+        lineage=lineage_of_patch(*inputs),
     )
 
 

@@ -70,7 +70,8 @@ def describe(
 def published_record(content: bytes) -> bytes:
     """A megaconv.json for publication, without the directories of this machine."""
     found = json.loads(content)
-    for each in (found.get("source"), *(found.get("adapters") or ())):
+    adapters = found.get("adapters")
+    for each in (found.get("source"), *(adapters if isinstance(adapters, list) else ())):
         if (
             isinstance(each, dict)
             and isinstance(each.get("path"), str)

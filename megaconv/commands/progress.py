@@ -26,8 +26,9 @@ class Progress:
         return self
 
     def expect(self, total: int) -> None:
-        """Begin to count. total: the number of bytes. In a terminal, the bar appears."""
-        self._total = total
+        """Begin to count, or begin again for another pass. total: bytes of the pass. In a terminal, the bar appears."""
+        self._stop()
+        self._done, self._total = 0, total
         self._started = self._told = time.monotonic()
         if self._shown and sys.stderr.isatty():
             from megaconv.commands.bar import make_bar
@@ -66,6 +67,11 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        """Remove the bar, if there is one."""
         if self._bar is not None:
             with suppress(OSError):  # the terminal is gone
                 self._bar.stop()
+            self._bar = None

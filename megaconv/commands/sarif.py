@@ -1,8 +1,10 @@
 """The findings of `scan` in SARIF 2.1.0, which GitHub and other code-scanning tools read.
 
     {"version": "2.1.0", "runs": [{"tool": {"driver": {"name": "megaconv", "rules": [...]}},
+     "automationDetails": {"id": "megaconv/CHECKPOINT/"},
      "results": [{"ruleId": "unsafe-pickle", "level": "error", "message": {"text": ...}, "locations": [...]}]}]}
 
+The id tells the checkpoints of a repository apart, so that the findings of one don't replace those of another.
 Levels: `error` for content that runs code, `warning` for damaged files, `note` for remarks. Places of files are relative
 to the directory in which the command runs, as GitHub expects, if the checkpoint lies below it.
 """
@@ -46,7 +48,12 @@ def sarif_json(found: Scan) -> bytes:
     ]
     driver = {"name": "megaconv", "version": __version__, "rules": rules}
     results = [_to_json(each, found.path) for each in _results(found)]
-    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
+    run = {
+        "tool": {"driver": driver},
+        "automationDetails": {"id": f"megaconv/{found.path.strip('/')}/"},
+        "columnKind": "unicodeCodePoints",
+        "results": results,
+    }
     document = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
     return (json.dumps(document, indent=1) + "\n").encode()
 

@@ -7,13 +7,13 @@ Each file appears complete or not at all. The signature comes last, so a killed 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from formats import rank_files
-from formats.ceilings import RECORD_BYTES, SIDECAR_BYTES
+from formats.ceilings import RECORD_BYTES, SIDECAR_BYTES, SIGNATURE_BYTES
 from formats.opened import OpenedFiles
 from formats.regular_files import read_small
 from formats.renames import sync_directory
@@ -30,14 +30,20 @@ from megaconv.engine.record import (
     opened_version,
     sealed_record_json,
 )
-from megaconv.errors import CorruptCheckpoint, ModelsDiffer, TargetExists, UsageError
+from megaconv.errors import (
+    CorruptCheckpoint,
+    ModelsDiffer,
+    TargetExists,
+    UnsupportedInput,
+    UsageError,
+)
 from megaconv.hub import nothing_at, scheme_of
 from megaconv.input import find_input
 from megaconv.model.check import listing
 from megaconv.options import LoadOptions, SealOptions
 from megaconv.signatures import keyless
-from megaconv.signatures.bundle import SIGNATURE_NAME, read_bundle
-from megaconv.signatures.directory import covered_files, standard_method, state_of
+from megaconv.signatures.bundle import SIGNATURE_NAME, parse_bundle
+from megaconv.signatures.directory import covered_files, pieces_of, standard_method, state_of
 from megaconv.signatures.keys import PrivateKey, private_key
 
 _PARTIAL = ".megaconv-seal"
@@ -81,7 +87,8 @@ def seal(
 ) -> Seal:
     """Seal a directory.
 
-    Without a key and without sigstore, the seal has no signature. advance, expect: as of `verify`.
+    Without a key and without sigstore, the seal has no signature. advance: called with the bytes of every block.
+    expect: called with the number of bytes to read: of the tensors, then of the files to sign.
     Raises UsageError for options that contradict each other, TargetExists if there is a signature already, ModelsDiffer
     if the checkpoint differs from its own megaconv.json, and the errors of opening it.
     """
@@ -92,22 +99,33 @@ def seal(
         raise TargetExists(f"{signature}: is a signature already; pass --overwrite to replace it")
     key = None if options.key is None else private_key(options.key, options.key_password_file)
     (root / _PARTIAL).unlink(missing_ok=True)
+    method = standard_method(signature, root)
+    files = covered_files(root, method)
     threads = workers or default_workers(writing=False)
     made = _Made(None, None, 0)
     if not options.files_only:
-        made = _record(root, load or LoadOptions(), loader, threads, advance, expect)
+        reading = _Reading(load or LoadOptions(), loader, threads, advance, expect)
+        made = _record(root, files, reading)
     if key is None and not options.sigstore:
         if made.content is not None:
             _write(root, RECORD_NAME, made.content)
         return Seal(str(path), made.fingerprint, made.tensors)
     replaced = {} if made.content is None else {RECORD_NAME: made.content}
-    method = standard_method(signature, root)
-    statement = state_of(root, method, threads, advance=advance, expect=expect, replaced=replaced)
+    kept = {name: file for name, file in files.items() if name not in replaced}
+    statement = state_of(
+        root,
+        method,
+        list(pieces_of(kept, method)),
+        threads,
+        advance=advance,
+        expect=expect,
+        replaced=replaced,
+    )
     signed, signer = _sign(statement.to_bytes(), key, options)
+    _require_readable(signature, signed, len(statement.digests))
     if made.content is not None:
         _write(root, RECORD_NAME, made.content)
     _write(root, SIGNATURE_NAME, signed)
-    read_bundle(signature)
     return Seal(
         str(path), made.fingerprint, made.tensors, statement.root, len(statement.digests), signer
     )
@@ -142,6 +160,32 @@ def _sign(payload: bytes, key: PrivateKey | None, options: SealOptions) -> tuple
     return key.sign(payload), str(key.path)
 
 
+def _require_readable(signature: Path, content: bytes, files: int) -> None:
+    """Raises UnsupportedInput for a signature that `verify` would refuse. Nothing is written before."""
+    if len(content) > SIGNATURE_BYTES:
+        raise UnsupportedInput(
+            f"{signature}: would have {len(content):,} bytes for {files:,} files, and may have {SIGNATURE_BYTES:,}; "
+            "pack small files into archives"
+        )
+    try:
+        parse_bundle(signature, content).statement()
+    except CorruptCheckpoint as error:
+        raise UnsupportedInput(
+            f"{signature}: verify could not read it ({error.__cause__ or error}); rename files with many commas or colons"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """The way to read a checkpoint's tensors."""
+
+    load: LoadOptions
+    loader: str | None
+    workers: int
+    advance: Callable[[int], None]
+    expect: Callable[[int], None]
+
+
 @dataclass(frozen=True)
 class _Made:
     """A megaconv.json that is not written yet."""
@@ -151,19 +195,21 @@ class _Made:
     tensors: int
 
 
-def _record(
-    root: Path,
-    load: LoadOptions,
-    loader: str | None,
-    workers: int,
-    advance: Callable[[int], None],
-    expect: Callable[[int], None],
-) -> _Made:
-    """The record of a checkpoint: its own if it has one and is as written, a new one otherwise."""
+def _record(root: Path, files: Mapping[str, Path], reading: _Reading) -> _Made:
+    """The record of a checkpoint: its own if it has one and is as written, a new one otherwise.
+
+    files: those that the signature covers. Raises UsageError if the record is that of the run around the checkpoint.
+    """
     record = find_record(root)
     if record is None:
-        return _new_record(root, load, loader, workers, advance, expect)
-    found = verify(root, load, workers, advance, loader, expect)
+        return _new_record(root, files, reading)
+    if record.root != root:
+        raise UsageError(
+            f"{root}: belongs to the run with {record.file}; seal the run's directory, {record.root}"
+        )
+    found = verify(
+        root, reading.load, reading.workers, reading.advance, reading.loader, reading.expect
+    )
     if not found.same:
         names = [f"{name} ({what})" for name, what in found.differences.items()]
         raise ModelsDiffer(
@@ -173,31 +219,23 @@ def _record(
     return _Made(content, record.fingerprint, len(record.tensors))
 
 
-def _new_record(
-    root: Path,
-    load: LoadOptions,
-    loader: str | None,
-    workers: int,
-    advance: Callable[[int], None],
-    expect: Callable[[int], None],
-) -> _Made:
+def _new_record(root: Path, files: Mapping[str, Path], reading: _Reading) -> _Made:
     opened = OpenedFiles()
     with opened:
-        source = open_source(find_input(root, loader, load), load)
-        expect(source.header.nbytes)
-        found = fingerprint_source(source, workers, advance)
+        source = open_source(find_input(root, reading.loader, reading.load), reading.load)
+        reading.expect(source.header.nbytes)
+        found = fingerprint_source(source, reading.workers, reading.advance)
     opened.require_as_stored()
     version = opened_version(root) or None
-    content = sealed_record_json(
-        root.resolve().name, source.header, found, _small_files(root, version), version
-    )
+    small = _small_files(files, version)
+    content = sealed_record_json(root.resolve().name, source.header, found, small, version)
     return _Made(content, found.weights, len(found.tensors))
 
 
-def _small_files(root: Path, version: str | None) -> dict[str, str]:
+def _small_files(files: Mapping[str, Path], version: str | None) -> dict[str, str]:
     """Hashes of configuration, tokenizer and other small files. version: the iteration that the record describes."""
     found: dict[str, str] = {}
-    for name, path in covered_files(root, standard_method(root / SIGNATURE_NAME, root)).items():
+    for name, path in files.items():
         folder = name.partition("/")[0]
         is_other = "/" in name and rank_files.is_version(folder) and folder != version
         if is_other or not name.endswith(_SMALL) or not is_recorded(name):

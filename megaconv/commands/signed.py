@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from formats.rank_files import is_version
+from formats.rank_files import directory_with
 from megaconv.errors import CorruptCheckpoint, UsageError
 from megaconv.hub import Place
 from megaconv.options import SealOptions
@@ -31,7 +31,7 @@ def check_seal(
         return None
     if not Path(path).exists() or isinstance(place, str):
         raise UsageError(f"{path}: a signature covers all files of a directory; download it first")
-    root = _root(place)
+    root = directory_with(SIGNATURE_NAME, place)
     signature = options.signature or root / SIGNATURE_NAME
     if not signature.exists():
         raise CorruptCheckpoint(
@@ -43,14 +43,9 @@ def check_seal(
 
 def has_signature(place: Place) -> bool:
     """True if there is a signature beside a checkpoint's files."""
-    return isinstance(place, Path) and (_root(place) / SIGNATURE_NAME).exists()
-
-
-def _root(place: Path) -> Path:
-    """The signed directory: that of the run if the one of an iteration has no signature."""
-    path = place if place.is_dir() else place.parent
-    is_inside = is_version(path.name) and not (path / SIGNATURE_NAME).exists()
-    return path.parent if is_inside and (path.parent / SIGNATURE_NAME).exists() else path
+    if isinstance(place, str):
+        return False
+    return (directory_with(SIGNATURE_NAME, place) / SIGNATURE_NAME).exists()
 
 
 def _verifier(options: SealOptions) -> Verifier | None:

@@ -78,7 +78,7 @@ def verify(
     """Compare all of a checkpoint with its record, and first with its signature if `seal` requires one.
 
     advance: called with the bytes of every block. loader: a loader's name; None: the loader that recognises the input.
-    expect: called once with the number of bytes to read.
+    expect: called with the number of bytes to read: of the signed files, then of the tensors.
     Raises CorruptCheckpoint if no fingerprints were recorded, ModelsDiffer if a changed file prevents opening, and the
     errors of opening the checkpoint and of `check_seal`.
     """

@@ -19,23 +19,33 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from formats.rank_files import directory_with
+from formats.regular_files import require_flat
+from megaconv import registry
 from megaconv._version import __version__
 from megaconv.engine.fingerprints import combine
 from megaconv.engine.record import Record, canonical, find_record
 from megaconv.errors import CheckpointError
 from megaconv.hub import Place, resolve, scheme_of
 from megaconv.input import Input
+from megaconv.loader import Loader
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.options import ConvertOptions, options_given
+from megaconv.saver import Saver
 from megaconv.signatures.bundle import SIGNATURE_NAME, read_bundle
 
 _SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/(?P<commit>[0-9a-f]{40})(/|$)")
 """A path in the Hub's cache."""
 _MOST_BYTES = 64 << 10
 """Bytes of an input's own provenance in JSON; a longer one is left out."""
+_MOST_GENERATIONS = 20
+"""Generations of an input's own provenance; earlier ones are left out. Each takes three levels of JSON."""
+_MOST_LEVELS = 70
+"""Levels of an input's own provenance in JSON. The output's record adds four, and no JSON has more than JSON_DEPTH."""
+_OMITTED = {"omitted": "too long"}
 _MOST_TEXT = 1000
-_FURTHER = {"base": "base", "earlier": "patch"}
-"""Keys of --option that name further checkpoints (those of a patch), and their roles."""
+_BASE, _EARLIER = "base", "earlier"
+"""Keys of --option that name further checkpoints: the base of a patch, and the patches before it."""
 _NOT_OF_THE_RESULT = frozenset(
     (
         "--adapter",
@@ -67,7 +77,7 @@ class Lineage:
 
 def lineage_of(
     found: Input,
-    saver: str,
+    saver: Saver,
     options: ConvertOptions,
     revision: str | None,
     adapters: Sequence[Mapping[str, Any]],
@@ -81,9 +91,11 @@ def lineage_of(
     for adapter in adapters:
         name = public_name(str(adapter.get("path", "")))
         inputs.append({"as": "adapter", "name": name, "sha256": adapter.get("sha256")})
-    for role, place in _further(options):
+    extra = _own_extra(found.loader, saver, options)
+    for role, place in _further(options, extra):
         inputs.append(described_input(role, place, _resolved(place), notices))
-    return Lineage(_provenance({"--saver": saver} | _options(options), inputs), tuple(notices))
+    given = {"--saver": saver.name} | _options(options, extra)
+    return Lineage(_provenance(given, inputs), tuple(notices))
 
 
 def lineage_of_patch(old: Input, new: Input) -> Lineage:
@@ -100,15 +112,29 @@ def _provenance(options: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]])
     return {"megaconv": __version__, "options": dict(options), "inputs": list(inputs)}
 
 
-def _further(options: ConvertOptions) -> Iterator[tuple[str, str]]:
+def _own_extra(loader: Loader, saver: Saver, options: ConvertOptions) -> dict[str, str | None]:
+    """All options of `--option`. The value is None if a plugin gets it: it may be a secret."""
+    plugins: list[Loader | Saver] = []
+    if loader.name not in registry.LOADERS:
+        plugins.append(loader)
+    if saver.name not in registry.SAVERS:
+        plugins.append(saver)
+    foreign = {key for plugin in plugins for key in plugin.options}
+    return {
+        key: None if key in foreign else value for key, value in sorted(options.all_extra().items())
+    }
+
+
+def _further(options: ConvertOptions, extra: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
     """(role, place) of the checkpoints that options name, beside the input and adapters."""
     if options.save.base is not None:
         yield "original", str(options.save.base)
-    extra = options.all_extra()
-    for key in _FURTHER:
-        for place in extra.get(key, "").split(os.pathsep):
-            if place:
-                yield _FURTHER[key], place
+    base = extra.get(_BASE)
+    if base:
+        yield "base", base
+    for place in (extra.get(_EARLIER) or "").split(os.pathsep):
+        if place:
+            yield "patch", place
 
 
 def _resolved(place: str) -> Place:
@@ -116,23 +142,32 @@ def _resolved(place: str) -> Place:
     return resolve(Path(place)) if Path(place).exists() else place
 
 
-def _options(options: ConvertOptions) -> dict[str, Any]:
-    """The options that the caller gave and that change the output, by their names on the command line."""
+def _options(options: ConvertOptions, extra: Mapping[str, str | None]) -> dict[str, Any]:
+    """The options that the caller gave and that change the output, by their names on the command line.
+
+    extra: those of `--option`, for which two fields have this name.
+    """
+    given = options_given(options)
+    given["--option"] = {
+        key: value for key, value in extra.items() if value is None or key not in (_BASE, _EARLIER)
+    }
     return {
         name: _public(value)
-        for name, value in sorted(options_given(options).items())
-        if name not in _NOT_OF_THE_RESULT
+        for name, value in sorted(given.items())
+        if name not in _NOT_OF_THE_RESULT and value != {}
     }
 
 
 def _public(value: Any) -> Any:
     """A value of an option without directories of this machine and without credentials."""
-    if isinstance(value, bool | int | float):
+    if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
         return {str(key): _public(inner) for key, inner in value.items()}
-    if isinstance(value, tuple | list | frozenset | set):
+    if isinstance(value, frozenset | set):
         return sorted(str(_public(inner)) for inner in value)
+    if isinstance(value, tuple | list):
+        return [_public(inner) for inner in value]
     text = str(value)
     return public_name(text) if "/" in text else text[:_MOST_TEXT]
 
@@ -174,14 +209,39 @@ def _of_record(record: Record, notices: list[str]) -> dict[str, Any]:
     if not record.has_intact_provenance:
         notices.append(f"{record.file}: its provenance has changed, and is not carried on")
     elif record.provenance is not None:
-        is_long = len(canonical(record.provenance)) > _MOST_BYTES
-        found["provenance"] = {"omitted": "too long"} if is_long else record.provenance
+        found["provenance"] = _shortened(record.provenance)
     return found
 
 
+def _shortened(provenance: Any) -> Any:
+    """A provenance of bounded size, so that the record of an output stays readable after any number of conversions."""
+    found = _latest(provenance, _MOST_GENERATIONS)
+    try:
+        require_flat(found, _MOST_LEVELS)
+    except ValueError:
+        return _OMITTED
+    return _OMITTED if len(canonical(found)) > _MOST_BYTES else found
+
+
+def _latest(provenance: Any, generations: int) -> Any:
+    """A provenance without generations before the latest ones."""
+    if not generations:
+        return _OMITTED
+    inputs = provenance.get("inputs") if isinstance(provenance, dict) else None
+    if not isinstance(inputs, list):
+        return provenance
+    kept = [
+        each | {"provenance": _latest(each["provenance"], generations - 1)}
+        if isinstance(each, dict) and "provenance" in each
+        else each
+        for each in inputs
+    ]
+    return provenance | {"inputs": kept}
+
+
 def _seal_of(place: Path, notices: list[str]) -> str | None:
-    """The digest that a signature beside an input states; None if there is none."""
-    path = (place if place.is_dir() else place.parent) / SIGNATURE_NAME
+    """The digest that the signature of an input, or of the run around it, states; None if there is none."""
+    path = directory_with(SIGNATURE_NAME, place) / SIGNATURE_NAME
     if not path.exists():
         return None
     try:

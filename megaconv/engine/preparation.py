@@ -284,7 +284,7 @@ def _report(
     header = streamed.read_header
     adapters, merging = _adapters(found, streamed.merged, header, check)
     added = [] if streamed.merged is None else [each.to_json() for each in streamed.merged.merged]
-    lineage = lineage_of(found, saver.name, options, header.revision, added)
+    lineage = lineage_of(found, saver, options, header.revision, added)
     blank = combine(dict.fromkeys(header.manifest, "0" * 64))
     record = record_json(
         source_name(found.given),

@@ -155,27 +155,15 @@ def record_json(
     header: the header that a reader of the output gets. adapters: adapters merged into the weights. quantized: how the
     weights are stored. provenance: of what the output is made.
     """
-    record: dict[str, Any] = {
-        "megaconv": __version__,
-        "source": {"path": source_path, "kind": header.source},
-    }
+    of_the_conversion: dict[str, Any] = {"saver": saver}
     if adapters:
-        record["adapters"] = list(adapters)
-    record["saver"] = saver
+        of_the_conversion["adapters"] = list(adapters)
     if quantized:
-        record["quantized"] = quantized
-    record |= {
-        "family": header.config.family,
-        "fingerprint": fingerprint.weights,
-        "optimizer_fingerprint": fingerprint.optimizer,
-        "version": _version_of(plan),
-        **with_provenance(provenance),
-        "files": {name: digest(content) for name, content in _small_files(plan.files)},
-        **_descriptions(plan.files),
-        "shapes": {str(key): described(info) for key, info in header.manifest.items()},
-        "tensors": {str(key): fingerprint.tensors[key] for key in header.manifest},
-    }
-    return (json.dumps(record, indent=1) + "\n").encode()
+        of_the_conversion["quantized"] = quantized
+    of_the_conversion |= with_provenance(provenance)
+    of_the_conversion |= _descriptions(plan.files)
+    files = {name: digest(content) for name, content in _small_files(plan.files)}
+    return _to_json(source_path, header, fingerprint, files, _version_of(plan), of_the_conversion)
 
 
 def sealed_record_json(
@@ -189,10 +177,22 @@ def sealed_record_json(
 
     name: of the checkpoint's directory. files: hashes of small files, by path. version: the iteration's directory.
     """
-    record: dict[str, Any] = {
+    return _to_json(name, header, fingerprint, files, version, {"saver": ""})
+
+
+def _to_json(
+    source_path: str,
+    header: Header,
+    fingerprint: Fingerprint,
+    files: Mapping[str, str],
+    version: str | None,
+    of_the_conversion: Mapping[str, Any],
+) -> bytes:
+    """A record. of_the_conversion: the saver, and further keys that only an output of a conversion has."""
+    record = {
         "megaconv": __version__,
-        "source": {"path": name, "kind": header.source},
-        "saver": "",
+        "source": {"path": source_path, "kind": header.source},
+        **of_the_conversion,
         "family": header.config.family,
         "fingerprint": fingerprint.weights,
         "optimizer_fingerprint": fingerprint.optimizer,
@@ -245,21 +245,13 @@ def find_record(place: Place) -> Record | None:
     if isinstance(place, str) or not has_record(place):
         return None
     path = place.parent if place.is_file() else place
-    record, version = read_record(_root(path))
+    record, version = read_record(rank_files.directory_with(RECORD_NAME, path))
     return record if version in (None, opened_version(path)) else None
 
 
 def has_record(place: Path) -> bool:
     """True if a megaconv.json belongs to a place, of this iteration or another one."""
-    path = place.parent if place.is_file() else place
-    return (_root(path) / RECORD_NAME).exists()
-
-
-def _root(path: Path) -> Path:
-    """The directory with the megaconv.json: that of the run if the one of an iteration has none."""
-    if rank_files.is_version(path.name) and not (path / RECORD_NAME).exists():
-        return path.parent
-    return path
+    return (rank_files.directory_with(RECORD_NAME, place) / RECORD_NAME).exists()
 
 
 def read_record(root: Path) -> tuple[Record, str | None]:

@@ -18,7 +18,7 @@ from isal import isal_zlib
 
 from formats.entry_check import Entry
 from formats.opened import begun_entries
-from formats.output import FileLayout
+from formats.output import FileLayout, Unwritten
 from formats.partial_files import displayed, local
 from formats.target import OutputFile, Target
 from formats.tensor import (
@@ -121,7 +121,8 @@ class Transfer:
             return self._staging.file(name, size, keep=keep)
         of_file = parts.files[name]
         known = [piece for piece in of_file.pieces if not piece.needs]
-        return self._staging.file(name, size, keep=keep, gaps=of_file.gaps, known=known)
+        unwritten = Unwritten(of_file.gaps, known)
+        return self._staging.file(name, size, keep=keep, unwritten=unwritten)
 
     def _write(self, name: str, offset: int, data: bytes) -> None:
         self._files[name].write(offset, data)

@@ -19,6 +19,7 @@ from formats.regular_files import read_small
 from formats.staging import Staging
 from formats.tensor import ITEMSIZE, Box, LazyTensor, row_blocks
 from megaconv.engine.fingerprints import Fingerprint, combine, tensor_hasher
+from megaconv.engine.lineage import Lineage
 from megaconv.engine.plan import BLOCK_BYTES, OutputPlan
 from megaconv.engine.record import RECORD_NAME, record_json
 from megaconv.errors import NotExpressible
@@ -50,6 +51,8 @@ class PatchReport:
     """Bytes of the patch's blocks."""
     full_bytes: int
     """Bytes of the newer checkpoint's tensors."""
+    notices: tuple[str, ...] = ()
+    """Notices for the user about the provenance."""
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""
@@ -62,6 +65,7 @@ class PatchReport:
             "removed": [str(key) for key in self.removed],
             "bytes": self.nbytes,
             "full_bytes": self.full_bytes,
+            "notices": list(self.notices),
         }
 
 
@@ -82,11 +86,11 @@ def make_patch(
     workers: int,
     overwrite: bool = False,
     advance: Callable[[int], None] = lambda count: None,
-    provenance: Mapping[str, Any] | None = None,
+    lineage: Lineage | None = None,
 ) -> PatchReport:
     """Write the patch that makes `new` of `old`. It appears complete or not at all.
 
-    options: those with which both sources were opened. advance: called with the bytes of each block. provenance: of the
+    options: those with which both sources were opened. advance: called with the bytes of each block. lineage: of the
     patch, for its record.
     Raises UsageError without zstandard, NotExpressible for multimodal models and adapters, and TargetExists.
     """
@@ -95,13 +99,14 @@ def make_patch(
     staging = Staging(save_dir, overwrite=overwrite)
     try:
         staging.open({}, resume=False)
+        provenance = None if lineage is None else lineage.provenance
         report = _write(staging, old, new, options, workers, advance, provenance)
         staging.finish()
         staging.commit()
     finally:
         if not staging.committed:
             staging.discard()
-    return report
+    return report if lineage is None else replace(report, notices=lineage.notices)
 
 
 def _require_language_model(header: Header) -> None:

@@ -44,7 +44,7 @@ from formats.tensor import (
 )
 from megaconv.engine.fingerprints import Fingerprint
 from megaconv.engine.plan import BLOCK_BYTES
-from megaconv.errors import ModelsDiffer
+from megaconv.errors import ModelsDiffer, UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, Key, Source, TensorInfo
 from megaconv.model.training import TrainingState
@@ -54,6 +54,8 @@ from megaconv.patches.described import built
 from megaconv.values.shifted import PlainSource
 
 INDEX, BLOCKS, HEADER, FILES = "delta.json", "blocks.bin", "header.pt", "files"
+SPARSE_INDEX = "sparse.json"
+"""The index of a sparse update (sparse.py), which is no patch."""
 FORMAT, VERSION = "megaconv-delta", 1
 
 
@@ -128,7 +130,11 @@ def is_patch(path: Path) -> bool:
 
 
 def open_patch(path: Path) -> Patch:
-    """Open a patch. Reads no block. Raises CorruptCheckpoint."""
+    """Open a patch. Reads no block. Raises CorruptCheckpoint, UsageError for an update of `--sparse`."""
+    if not is_patch(path) and (path / SPARSE_INDEX).is_file():
+        raise UsageError(
+            f"{path}: is a sparse update for an engine; `apply` takes patches of `delta` without --sparse"
+        )
     index = path / INDEX
     found = read_json(index, RECORD_BYTES)
     try:

@@ -41,6 +41,8 @@ class Cost(NamedTuple):
     elementwise: float = 0.0
     exchange: float = 0.0
     """Communication that no computation hides."""
+    waiting: float = 0.0
+    """Waiting for copies of offloaded activations."""
     kept: float = 0.0
     """Bytes that stay until the backward pass."""
     inside: float = 0.0
@@ -48,7 +50,7 @@ class Cost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        return self.products + self.attention + self.elementwise + self.exchange
+        return self.products + self.attention + self.elementwise + self.exchange + self.waiting
 
 
 class Machine(NamedTuple):

@@ -77,6 +77,14 @@ def read_bundle(path: Path) -> Bundle:
         content = read_small(path, SIGNATURE_BYTES)
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(str(error), code="corrupt-signature") from error
+    return parse_bundle(path, content)
+
+
+def parse_bundle(path: Path, content: bytes) -> Bundle:
+    """The bundle in the content of a signature's file. path: for messages.
+
+    Raises CorruptCheckpoint (`corrupt-signature`).
+    """
     try:
         return _bundle(path, content, parse_json(content, most_values=_MOST_VALUES))
     except CheckpointError:

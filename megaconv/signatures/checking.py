@@ -1,14 +1,14 @@
 """Compares a directory with its signature: first the signature with the key, then every file with the statement."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from megaconv.errors import ModelsDiffer, UnsupportedInput
 from megaconv.signatures.bundle import SIGNATURE_NAME, Bundle, read_bundle
-from megaconv.signatures.directory import GIT_PATHS, covered_files, state_of
-from megaconv.signatures.statement import FILES, SINGLE_FILE, Method, Statement
+from megaconv.signatures.directory import GIT_PATHS, Piece, covered_files, pieces_of, state_of
+from megaconv.signatures.statement import SINGLE_FILE, Method, Statement
 
 _LISTED = 5
 """Names in a message."""
@@ -32,7 +32,10 @@ class Signed:
     resources: int
     """Number of files, or of shards of files."""
     left_out: tuple[str, ...]
-    """Paths that the signer left out, beyond those of git and the signature itself."""
+    """Paths that the signature doesn't cover, beyond those of git and the signature itself.
+
+    The signer left them out; or they are empty files, of which the method `shards` has no shard.
+    """
 
 
 def check_signature(
@@ -51,19 +54,23 @@ def check_signature(
     bundle = read_bundle(signature)
     verifier.verify(bundle)
     statement = bundle.statement()
-    names = covered_files(root, _all_but(statement.method, signature, root))
-    _require_same(root, signature, statement, dict.fromkeys(names, ""))
-    now = state_of(
-        root,
-        _all_but(statement.method, signature, root),
-        workers,
-        advance=advance,
-        expect=expect,
-    )
-    _require_same(root, signature, statement, now.digests)
+    if set(statement.digests) == {SINGLE_FILE}:
+        raise UnsupportedInput(
+            f"{signature}: signs a single file; megaconv verifies the files of a directory"
+        )
+    method = _all_but(statement.method, signature, root)
+    files = covered_files(root, method)
+    pieces = _signed_pieces(root, statement, pieces_of(files, method))
+    now = state_of(root, method, pieces, workers, advance=advance, expect=expect)
+    changed = [name for name, digest in now.digests.items() if digest != statement.digests[name]]
+    _require_none(root, dict.fromkeys(changed, "changed"))
     usual = {*GIT_PATHS, SIGNATURE_NAME, _below(signature, root)}
-    left_out = tuple(each for each in statement.method.ignore_paths if each not in usual)
-    return Signed(str(signature), statement.root, len(statement.digests), left_out)
+    ignored = (each for each in statement.method.ignore_paths if each not in usual)
+    signed = {piece.path for piece in pieces}
+    empty = (name for name, path in files.items() if path not in signed)
+    return Signed(
+        str(signature), statement.root, len(statement.digests), left_out=(*ignored, *empty)
+    )
 
 
 def _all_but(method: Method, signature: Path, root: Path) -> Method:
@@ -80,25 +87,34 @@ def _below(signature: Path, root: Path) -> str:
         return SIGNATURE_NAME
 
 
-def _require_same(root: Path, signature: Path, signed: Statement, now: dict[str, str]) -> None:
-    """Raises ModelsDiffer for files that are changed, missing or added. Empty digests in `now` are not compared."""
-    if set(signed.digests) == {SINGLE_FILE}:
-        raise UnsupportedInput(
-            f"{signature}: signs a single file; megaconv verifies the files of a directory"
-        )
-    if signed.method.name != FILES and "" in now.values():
-        return  # names of files say nothing about shards
-    found = {
-        name: "changed"
-        for name, digest in signed.digests.items()
-        if now.get(name, digest) not in (digest, "")
-    }
-    found |= {name: "missing" for name in signed.digests if name not in now}
-    found |= {name: "added" for name in now if name not in signed.digests}
-    if found:
-        listed = [f"{name} ({what})" for name, what in sorted(found.items())[:_LISTED]]
-        more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-        raise ModelsDiffer(
-            f"{root}: is not as it was signed: {', '.join(listed)}{more}",
-            code="changed-since-signed",
-        )
+def _signed_pieces(root: Path, signed: Statement, pieces: Iterator[Piece]) -> list[Piece]:
+    """The pieces, which are those that were signed. Raises ModelsDiffer for added and missing ones.
+
+    Takes a few more pieces than were signed at most, since a signer can ask for shards of one byte.
+    """
+    missing = set(signed.digests)
+    found: list[Piece] = []
+    added: list[str] = []
+    for piece in pieces:
+        if piece.name in missing:
+            missing.remove(piece.name)
+            found.append(piece)
+            continue
+        added.append(piece.name)
+        if len(added) > len(signed.digests) + _LISTED:
+            missing.clear()  # the pieces that follow may be among them
+            break
+    _require_none(root, dict.fromkeys(added, "added") | dict.fromkeys(missing, "missing"))
+    return found
+
+
+def _require_none(root: Path, differences: Mapping[str, str]) -> None:
+    """Raises ModelsDiffer for names that are changed, missing or added."""
+    if not differences:
+        return
+    listed = [f"{name} ({what})" for name, what in sorted(differences.items())[:_LISTED]]
+    more = f" and {len(differences) - _LISTED} more" if len(differences) > _LISTED else ""
+    raise ModelsDiffer(
+        f"{root}: is not as it was signed: {', '.join(listed)}{more}",
+        code="changed-since-signed",
+    )

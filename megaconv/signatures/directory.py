@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -28,7 +28,7 @@ _HASHERS: Mapping[str, Callable[[], Any]] = {
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """A file, or a shard of one."""
 
     name: str
@@ -49,23 +49,21 @@ def standard_method(signature: Path, root: Path) -> Method:
 def state_of(
     root: Path,
     method: Method,
+    pieces: Sequence[Piece],
     workers: int,
     *,
     advance: Callable[[int], None] = lambda count: None,
     expect: Callable[[int], None] = lambda total: None,
     replaced: Mapping[str, bytes] | None = None,
 ) -> Statement:
-    """The statement about a directory as it is now. Reads all files that the method covers.
+    """The statement about a directory as it is now. Reads all pieces.
 
-    advance: called with the bytes of each block. expect: called once with the number of bytes to read.
-    replaced: content by name, for files that are about to be written.
-    Raises UnsupportedInput for a link, UnsafeContent for a link out of root, and CorruptCheckpoint for other special files.
+    pieces: those of the files that the method covers. advance: called with the bytes of each block.
+    expect: called with the number of bytes to read, before the first block.
+    replaced: content by name, for files that are about to be written and are not among the pieces.
+    Raises CorruptCheckpoint for a file that can't be read.
     """
     new = replaced or {}
-    pieces: list[_Piece] = []
-    for name, path in covered_files(root, method).items():
-        if name not in new:
-            pieces += _pieces(name, path, method)
     expect(sum(piece.size for piece in pieces))
     names = [piece.name for piece in pieces]
     with thread_pool(workers) as pool:
@@ -75,14 +73,14 @@ def state_of(
         hasher = _HASHERS[method.hash_type]()
         hasher.update(content)
         found[name] = hasher.hexdigest()
-    ordered = sorted(found, key=_order)
+    ordered = sorted(found, key=_order_of_shards if method.name == SHARDS else PurePosixPath)
     return Statement(root.resolve().name, method, {name: found[name] for name in ordered})
 
 
-def _order(name: str) -> tuple[PurePosixPath, tuple[int, ...]]:
-    """The order of resources in a statement: that of paths, part by part."""
-    path, *rest = name.split(":") if name.count(":") == 2 else (name,)
-    return PurePosixPath(path), tuple(int(each) for each in rest if each.isdigit())
+def _order_of_shards(name: str) -> tuple[PurePosixPath, int]:
+    """The order of shards `PATH:START:END` in a statement: that of paths, part by part, then that of places."""
+    path, start, _ = name.rsplit(":", maxsplit=2)
+    return PurePosixPath(path), int(start)
 
 
 def covered_files(root: Path, method: Method) -> dict[str, Path]:
@@ -140,19 +138,25 @@ def _require_permitted_link(path: Path, root: Path, method: Method) -> None:
         raise UnsafeContent(f"{path}: is a link to {real}, outside of the model's directory")
 
 
-def _pieces(name: str, path: Path, method: Method) -> Iterator[_Piece]:
-    descriptor = open_regular(path)
-    size = os.fstat(descriptor).st_size
-    os.close(descriptor)
-    if method.name != SHARDS or method.shard_size is None:
-        yield _Piece(name, path, 0, size)
-        return
-    for start in range(0, size, method.shard_size):
-        end = min(start + method.shard_size, size)
-        yield _Piece(f"{name}:{start}:{end}", path, start, end - start)
+def pieces_of(files: Mapping[str, Path], method: Method) -> Iterator[Piece]:
+    """The resources of files, by their names.
+
+    A shard may be of one byte, so that there are as many as the files have bytes: the caller must know when to stop.
+    Raises CorruptCheckpoint for special files.
+    """
+    for name, path in files.items():
+        descriptor = open_regular(path)
+        size = os.fstat(descriptor).st_size
+        os.close(descriptor)
+        if method.name != SHARDS or method.shard_size is None:
+            yield Piece(name, path, 0, size)
+            continue
+        for start in range(0, size, method.shard_size):
+            end = min(start + method.shard_size, size)
+            yield Piece(f"{name}:{start}:{end}", path, start, end - start)
 
 
-def _hash(piece: _Piece, method: Method, advance: Callable[[int], None]) -> str:
+def _hash(piece: Piece, method: Method, advance: Callable[[int], None]) -> str:
     hasher = _HASHERS[method.hash_type]()
     place, end = piece.start, piece.start + piece.size
     is_whole = method.name != SHARDS

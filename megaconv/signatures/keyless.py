@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.regular_files import read_small
-from megaconv.errors import CheckpointError, ModelsDiffer, UsageError
+from megaconv.errors import CheckpointError, CorruptCheckpoint, ModelsDiffer, UsageError
 from megaconv.signatures.bundle import PAYLOAD_TYPE, Bundle
 from megaconv.signatures.statement import corrupt
 
@@ -34,7 +34,7 @@ class Identity:
             raise corrupt(bundle.path, "is signed with a key, not with a certificate of sigstore")
         models, verify = _module("sigstore.models"), _module("sigstore.verify")
         policy = verify.policy.Identity(identity=self.name, issuer=self.provider)
-        root = _trust(models, self.trust_config, offline=True).trusted_root
+        root = _trusted_root(models, self.trust_config)
         try:
             kind, payload = verify.Verifier(trusted_root=root).verify_dsse(
                 models.Bundle.from_json(bundle.content), policy
@@ -76,10 +76,26 @@ def _token(oidc: Any, config: Any) -> Any:
     return oidc.Issuer(config.signing_config.get_oidc_url()).identity_token()
 
 
+def _trusted_root(models: Any, config: Path | None) -> Any:
+    """The root of trust, without a network. Raises CheckpointError if the package's own one is not usable."""
+    try:
+        return _trust(models, config, offline=True).trusted_root
+    except CheckpointError:
+        raise
+    except Exception as error:  # sigstore's errors have no common class
+        raise CheckpointError(
+            f"sigstore's root of trust can't be loaded: {_line(error)}; pass --trust-config FILE"
+        ) from error
+
+
 def _trust(models: Any, config: Path | None, *, offline: bool) -> Any:
+    """The trust configuration. Raises UsageError for a file that holds none, and sigstore's errors without a file."""
     if config is None:
         return models.ClientTrustConfig.production(offline=offline)
-    content = read_small(config, _CONFIG_BYTES)
+    try:
+        content = read_small(config, _CONFIG_BYTES)
+    except CorruptCheckpoint as error:
+        raise UsageError(f"--trust-config {error}") from error
     try:
         return models.ClientTrustConfig.from_json(content.decode())
     except Exception as error:  # pydantic's errors are no ValueError everywhere

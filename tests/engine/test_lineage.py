@@ -9,8 +9,11 @@ import pytest
 
 import megaconv
 from megaconv.engine.lineage import public_name
+from megaconv.engine.record import with_provenance
 from megaconv.signatures.bundle import read_bundle
+from tests.conftest import FIXTURES
 from tests.models import write_llama
+from tests.package.test_plugins import install
 from tests.runs import run
 from tests.signatures.made import write_keys
 
@@ -107,13 +110,112 @@ def test_a_long_history_is_left_out(model: Path, tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / str(number), ignore_errors=True)
         megaconv.convert(place, tmp_path / str(number), saver="hf")
         place = tmp_path / str(number)
-        from megaconv.engine.record import with_provenance
-
         said = record(place)["provenance"] | {"note": "x" * 70_000}
         change(place / "megaconv.json", **with_provenance(said))
     megaconv.convert(place, tmp_path / "out", saver="hf")
     (found,) = record(tmp_path / "out")["provenance"]["inputs"]
     assert found["provenance"] == {"omitted": "too long"}
+
+
+def generations(provenance: Any) -> int:
+    """The number of conversions that a provenance tells of. Earlier ones are left out."""
+    count = 0
+    while "inputs" in provenance:
+        count += 1
+        provenance = provenance["inputs"][0]["provenance"]
+    assert provenance == {"omitted": "too long"}
+    return count
+
+
+def test_the_output_of_a_long_chain_is_read_like_others(model: Path, tmp_path: Path) -> None:
+    """JSON of more than 100 levels is refused, and each conversion adds three."""
+    megaconv.convert(model, tmp_path / "ckpt", saver="hf")
+    said: Any = {}
+    for _ in range(32):
+        said = {"inputs": [{"provenance": said}]}
+    change(tmp_path / "ckpt" / "megaconv.json", **with_provenance(said))
+    megaconv.convert(tmp_path / "ckpt", tmp_path / "out", saver="hf")
+    assert megaconv.verify(tmp_path / "out").same
+    assert generations(record(tmp_path / "out")["provenance"]) == 21
+
+
+@pytest.mark.slow
+def test_the_output_of_forty_conversions_is_read_like_the_first(tmp_path: Path) -> None:
+    place = write_llama(tmp_path / "model", layers=1)
+    for number in range(40):
+        megaconv.convert(place, tmp_path / str(number), saver="hf")
+        place = tmp_path / str(number)
+    assert megaconv.verify(place).same
+    assert generations(record(place)["provenance"]) == 21
+
+
+def test_a_deep_provenance_of_another_program_is_left_out(model: Path, tmp_path: Path) -> None:
+    megaconv.convert(model, tmp_path / "ckpt", saver="hf")
+    deep: Any = []
+    for _ in range(80):
+        deep = [deep]
+    change(tmp_path / "ckpt" / "megaconv.json", **with_provenance({"deep": deep}))
+    megaconv.convert(tmp_path / "ckpt", tmp_path / "out", saver="hf")
+    assert megaconv.verify(tmp_path / "out").same
+    (found,) = record(tmp_path / "out")["provenance"]["inputs"]
+    assert found["provenance"] == {"omitted": "too long"}
+
+
+def test_the_layers_of_stages_keep_their_order(tmp_path: Path) -> None:
+    model, out = write_llama(tmp_path / "model", layers=12), tmp_path / "out"
+    outcome = run("convert", model, out, "--saver", "core", "--pp", 2, "--layer-split", "10,2")
+    assert outcome.status == 0, outcome.err
+    assert record(out)["provenance"]["options"]["--layer-split"] == [10, 2]
+
+
+def test_a_base_with_a_colon_in_its_name_is_one_checkpoint(model: Path, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(model, tmp_path / "a:b"))
+    new = write_llama(tmp_path / "new", layers=2, seed=5)
+    assert run("delta", base, new, "--save-dir", tmp_path / "patch").status == 0
+    assert run("apply", base, tmp_path / "patch", "--save-dir", tmp_path / "again").status == 0
+    inputs = record(tmp_path / "again")["provenance"]["inputs"]
+    assert [each["name"] for each in inputs] == ["patch", "a:b"]
+
+
+VAULT = """
+from dataclasses import replace
+from savers.hf import SAVER as HF
+SAVER = replace(HF, name="vault", description="a vault", options={"base": "a place", "token": "a secret"})
+"""
+
+
+def test_options_of_another_package_are_named_and_their_values_are_not(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value may be a secret. An option that has the name of one of ours means something else there."""
+    site = tmp_path / "site-packages"
+    install(site, "vault", {"vault_saver.py": VAULT}, {"savers": {"vault": "vault_saver"}})
+    monkeypatch.syspath_prepend(site)
+    words = ("--option", "token=hunter2", "--option", f"base={tmp_path}/private")
+    outcome = run("convert", model, tmp_path / "out", "--saver", "vault", *words)
+    assert outcome.status == 0, outcome.err
+    found = record(tmp_path / "out")["provenance"]
+    assert found["options"] == {"--option": {"base": None, "token": None}, "--saver": "vault"}
+    assert [each["as"] for each in found["inputs"]] == ["input"]
+
+
+def test_the_seal_of_a_run_is_that_of_its_iteration(tmp_path: Path) -> None:
+    source = Path(shutil.copytree(FIXTURES / "core-llama-tp2pp2" / "checkpoint", tmp_path / "run"))
+    sealed = megaconv.seal(source, key=write_keys(tmp_path / "keys").private)
+    (iteration,) = source.glob("iter_*")
+    megaconv.convert(iteration, tmp_path / "out", saver="hf")
+    (found,) = record(tmp_path / "out")["provenance"]["inputs"]
+    assert (found["fingerprint"], found["seal"]) == (sealed.fingerprint, sealed.digest)
+
+
+def test_a_patch_tells_the_notices_of_its_inputs(model: Path, tmp_path: Path) -> None:
+    megaconv.convert(model, tmp_path / "ckpt", saver="hf")
+    change(tmp_path / "ckpt" / "megaconv.json", provenance={"inputs": []})
+    words = ("delta", model, tmp_path / "ckpt", "--save-dir", tmp_path / "patch")
+    assert "not carried on" in run(*words).err
+    assert "not carried on" in json.loads(run(*words, "--overwrite", "--json").out)["notices"][0]
+    report = megaconv.delta(model, tmp_path / "ckpt", tmp_path / "patch", overwrite=True)
+    assert "not carried on" in report.notices[0]
 
 
 @pytest.mark.parametrize(

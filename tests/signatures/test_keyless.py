@@ -163,6 +163,24 @@ def test_a_root_of_trust_can_be_a_file(model: Path, tmp_path: Path) -> None:
     assert_refused(run("verify", model, *asked), 2, "trust.json", "not a trust configuration")
 
 
+def test_a_missing_root_of_trust_is_an_error_of_usage(model: Path, tmp_path: Path) -> None:
+    words = ("--trust-config", tmp_path / "missing.json")
+    asked = ("--identity", WHO, "--identity-provider", PROVIDER)
+    assert_refused(run("verify", model, *asked, *words), 2, "--trust-config", "missing.json")
+    assert_refused(run("seal", model, "--sigstore", "--overwrite", *words), 2, "--trust-config")
+
+
+def test_a_root_of_trust_that_cannot_be_loaded_is_one_line(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(offline: bool = False) -> Trust:
+        raise OSError("no cached\nroot")
+
+    monkeypatch.setattr(Trust, "production", refuse)
+    asked = ("--identity", WHO, "--identity-provider", PROVIDER)
+    assert_refused(run("verify", model, *asked), 1, "no cached root", "pass --trust-config FILE")
+
+
 def test_a_failure_of_sigstore_leaves_no_signature(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -17,7 +18,7 @@ import megaconv
 from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.runs import run
-from tests.signatures.made import statement_in, write_keys
+from tests.signatures.made import sign_again, statement_in, write_keys
 
 THEIRS = FIXTURES / "model-signing-1.1.1"
 SIGNED = {
@@ -73,6 +74,35 @@ def test_every_difference_is_named(name: str, what: str, tmp_path: Path) -> None
 
 def test_paths_that_the_signer_left_out_are_named() -> None:
     assert "doesn't cover sub" in verify(THEIRS / "model", "blake2", "secp384r1")[1]
+
+
+def in_shards_of_one_byte(statement: Any) -> Any:
+    """A statement by which a file has as many shards as bytes."""
+    statement["predicate"]["serialization"] |= {"method": "shards", "shard_size": 1}
+    return statement
+
+
+def test_small_shards_make_no_more_work_than_the_signature_has_lines(tmp_path: Path) -> None:
+    keys, model = write_keys(tmp_path / "keys"), tmp_path / "model"
+    model.mkdir()
+    with (model / "weights.bin").open("wb") as file:
+        file.truncate(1 << 40)  # a hole; a list of its bytes would fill the memory
+    (model / "model.sig").write_bytes((THEIRS / "files.sig").read_bytes())
+    sign_again(model / "model.sig", keys, in_shards_of_one_byte)
+    outcome = run("verify", model, "--public-key", keys.public)
+    assert outcome.status == 4
+    assert "weights.bin:0:1 (added)" in outcome.err
+
+
+def test_an_empty_file_that_no_shard_covers_is_named(tmp_path: Path) -> None:
+    """The method has no shards of empty files, so that no signature tells whether one was added."""
+    model = Path(shutil.copytree(THEIRS / "model", tmp_path / "model"))
+    (model / "a" / "__init__.py").write_bytes(b"")
+    status, text = verify(model, "shards", SIGNED["shards"])
+    assert status == 0
+    assert "doesn't cover a/__init__.py" in text
+    status, text = verify(model, "files", SIGNED["files"])
+    assert (status, "a/__init__.py (added)" in text) == (4, True)
 
 
 CHECK = """

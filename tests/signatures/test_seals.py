@@ -1,17 +1,21 @@
 """`megaconv seal`, and `megaconv verify` of what it made."""
 
 import json
+import re
 import shutil
+from io import StringIO
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 import megaconv
+from megaconv.commands.progress import Progress
 from tests.conftest import FIXTURES
 from tests.models import write_llama
-from tests.runs import assert_refused, run
+from tests.runs import assert_refused, run, snapshot
 from tests.signatures.made import Keys, statement_in, write_keys
 
 MEGATRON = FIXTURES / "core-llama-tp2pp2" / "checkpoint"
@@ -191,10 +195,91 @@ def test_a_signature_that_nobody_asked_about_is_mentioned(model: Path, keys: Key
     assert "was not checked" in outcome.err
 
 
-def test_links_are_not_sealed(model: Path, tmp_path: Path, keys: Keys) -> None:
+def test_links_are_refused_before_any_tensor_is_read(
+    model: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (model / "link.json").symlink_to(model / "config.json")
+    monkeypatch.setattr("megaconv.commands.sealing.fingerprint_source", None)
     assert_refused(run("seal", model, "--key", keys.private), 3, "link.json", "is a link")
     assert not (model / "model.sig").exists()
+
+
+def test_a_signature_that_verify_could_not_read_is_not_written(
+    model: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megaconv.commands.sealing.SIGNATURE_BYTES", 1000)
+    assert_refused(run("seal", model, "--key", keys.private), 3, "for 3 files, and may have 1,000")
+    assert not (model / "megaconv.json").exists()
+    assert not (model / "model.sig").exists()
+
+
+def test_an_iteration_is_sealed_with_its_run(tmp_path: Path, keys: Keys) -> None:
+    """The run's record would otherwise be written into the iteration, whose paths are others."""
+    out = tmp_path / "run"
+    megaconv.convert(MEGATRON, out, saver="core")
+    (iteration,) = out.glob("iter_*")
+    before = snapshot(out)
+    assert_refused(
+        run("seal", iteration, "--key", keys.private), 2, f"seal the run's directory, {out}"
+    )
+    assert snapshot(out) == before
+    assert run("seal", out, "--key", keys.private).status == 0
+    assert run("verify", iteration, "--public-key", keys.public).status == 0
+
+
+def test_a_record_with_a_number_for_adapters_is_sealed_as_it_is(
+    model: Path, tmp_path: Path, keys: Keys
+) -> None:
+    out = tmp_path / "out"
+    megaconv.convert(model, out, saver="hf")
+    found = json.loads((out / "megaconv.json").read_bytes())
+    (out / "megaconv.json").write_text(json.dumps(found | {"adapters": 5}))
+    assert run("seal", out, "--key", keys.private).status == 0
+    assert json.loads((out / "megaconv.json").read_bytes())["adapters"] == 5
+
+
+def test_any_name_of_a_file_can_be_signed(tmp_path: Path, keys: Keys) -> None:
+    """Two colons are in the names of shards, and `²` is a digit but not a number."""
+    place = tmp_path / "any"
+    place.mkdir()
+    for name in ("a:²:3", "a:1:2", "a", "b::", ","):
+        (place / name).write_text(name)
+    assert run("seal", place, "--key", keys.private, "--files-only").status == 0
+    assert run("verify", place, "--public-key", keys.public).status == 0
+
+
+def test_progress_counts_the_files_and_the_tensors_each_from_the_start(
+    model: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megaconv.commands.progress.LINE_SECONDS", 0.0)
+    for words in (
+        ("seal", model, "--key", keys.private),
+        ("verify", model, "--public-key", keys.public),
+    ):
+        shares = [int(each) for each in re.findall(r"\((\d+)%\)", run(*words).err)]
+        assert max(shares) == 100
+        assert shares.count(100) == 2
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_second_pass_replaces_the_bar_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[MagicMock] = []
+
+    def make_bar() -> MagicMock:
+        bars.append(MagicMock())
+        return bars[-1]
+
+    monkeypatch.setattr("sys.stderr", Terminal())
+    monkeypatch.setattr("megaconv.commands.bar.make_bar", make_bar)
+    with Progress("sealing") as progress:
+        progress.expect(10)
+        progress.expect(20)
+        assert [bar.stop.call_count for bar in bars] == [1, 0]
+    assert [bar.stop.call_count for bar in bars] == [1, 1]
 
 
 def test_a_link_that_was_added_is_found(model: Path, tmp_path: Path, keys: Keys) -> None:

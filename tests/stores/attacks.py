@@ -93,15 +93,22 @@ def fault(
 ) -> Outcome:
     """Let a request fail, once or from then on. Raises Broken."""
     store.clear()
-    what = f"{kind} at request {number}{' and later' if lasting else ''}"
+    hit: list[Asked] = []
 
     def fail(asked: Asked) -> Fault | None:
         is_hit = asked.number >= number if lasting else asked.number == number
-        return FAULTS[kind] if is_hit else None
+        if not is_hit:
+            return None
+        hit.append(asked)
+        # A store that says that an object to delete isn't there has none.
+        is_deleted = kind == "404" and asked.action == "delete"
+        return FAULTS[kind]._replace(after=True) if is_deleted else FAULTS[kind]
 
     store.hook = fail
     outcome = run(*scenario.words)
     store.restart()
+    first = f" ({hit[0].action} {hit[0].key})" if hit else ""
+    what = f"{kind} at request {number}{first}{' and later' if lasting else ''}"
     state = _state(store, scenario, what)
     if outcome.status == 0 and state != "complete":
         raise Broken(f"{what}: ended with 0, and the output is {state}")

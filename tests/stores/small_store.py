@@ -266,7 +266,7 @@ class Handler(BaseHTTPRequestHandler):
         headers = self.described(found, key)
         span = self.span()
         if span is None:
-            return 200, headers, found.content
+            return 200, headers | self._checksum(found), found.content
         first, _, last = span.removeprefix("bytes=").partition("-")
         start, end = int(first), min(int(last), len(found.content) - 1)
         if start >= len(found.content):
@@ -277,12 +277,16 @@ class Handler(BaseHTTPRequestHandler):
     def do_head(self, key: str, query: dict[str, str], body: bytes) -> Answer:
         found = self._found(key)
         headers = self.described(found, key) | {"Content-Length": str(len(found.content))}
-        if self.headers.get("x-amz-checksum-mode") and found.crc is not None:
-            headers |= {
-                "x-amz-checksum-crc32": _word(found.crc),
-                "x-amz-checksum-type": "FULL_OBJECT",
-            }
-        return 200, headers, b""
+        return 200, headers | self._checksum(found), b""
+
+    def _checksum(self, found: Object) -> dict[str, str]:
+        """The headers with the checksum of an object, if the request asks for it."""
+        if not self.headers.get("x-amz-checksum-mode") or found.crc is None:
+            return {}
+        return {
+            "x-amz-checksum-crc32": _word(found.crc),
+            "x-amz-checksum-type": "FULL_OBJECT",
+        }
 
     def require(self, key: str) -> None:
         """Raise Refused if the request's condition doesn't hold."""

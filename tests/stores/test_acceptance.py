@@ -44,7 +44,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_format_reads_a_hole(store: Proxy, tmp_path: Path, name: str) -> None:
     """Acceptance 10: whatever maps or opens a file itself has the bytes fetched first."""
     source = FIXTURES / FORMATS[name]
-    uri = put(store, source, "run")
+    uri = put(store, source, f"run/{source.name}")
     assert fingerprint(uri) == fingerprint(source)
     assert run("scan", uri).status == run("scan", source).status
 
@@ -113,7 +113,7 @@ def test_memory_of_a_conversion_between_stores_stays_below_500_mb(
 ) -> None:
     """Acceptance 2: anonymous memory of a process of its own, for a model of 700 MB."""
     monkeypatch.undo()
-    source = write_llama(tmp_path / "model", layers=4, hidden=2048, vocab=32000)
+    source = write_llama(tmp_path / "model", layers=16, hidden=2048, vocab=32000)
     size = 0
     for file in source.iterdir():
         size += file.stat().st_size
@@ -135,7 +135,8 @@ def test_memory_of_a_conversion_between_stores_stays_below_500_mb(
     over.set()
     watcher.join()
     assert os.waitstatus_to_exitcode(status) == 0
-    assert peak[0] <= 500 * 10**6, f"{peak[0]:,} bytes"
+    # The interpreter with its libraries has more than 20 MB: the process was seen.
+    assert 20 * 10**6 < peak[0] <= 500 * 10**6, f"{peak[0]:,} bytes"
 
 
 def _watch(pid: int, peak: list[int], over: threading.Event) -> None:

@@ -229,6 +229,22 @@ def test_a_new_token_that_does_not_come_at_once_is_asked_for_again(google: Small
     assert [each.action for each in google.asked[:2]] == ["head", "token"]
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_a_small_object_of_other_bytes_is_fetched_again(
+    request: pytest.FixtureRequest, scheme: str
+) -> None:
+    server = {"s3": "writable", "gs": "google", "az": "azure"}[scheme]
+    store: SmallStore = request.getfixturevalue(server)
+    place = writable_store(f"{scheme}://{BUCKET}")
+    place.put("small.json", b"[1, 2]")
+    store.restart()
+    store.hook = lambda asked: Fault("other") if len(store.of("get")) == 1 else None
+    found = place.get("small.json")
+    assert found is not None
+    assert found.content == b"[1, 2]"
+    assert len(store.of("get")) == 2
+
+
 @pytest.mark.parametrize(
     ("uri", "container", "endpoint"),
     [

@@ -46,13 +46,15 @@ def local(words: str, place: Path, source: Path = LLAMA) -> dict[str, bytes]:
 
 def assert_only(store: SmallStore, expected: dict[str, bytes], prefix: str = "out/") -> None:
     """The output is there, equal but for the source's name in its record, and nothing else is."""
-    found = store.below(prefix)
-    for files in (found, expected):
-        record = json.loads(files["megaconv.json"])
-        record["source"].pop("path")
-        files["megaconv.json"] = json.dumps(record).encode()
-    assert found == expected
+    assert _comparable(store.below(prefix)) == _comparable(expected)
     assert not store.uploads
+
+
+def _comparable(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The files of an output, without the source's name in its record."""
+    record = json.loads(files["megaconv.json"])
+    record["source"].pop("path")
+    return files | {"megaconv.json": json.dumps(record).encode()}
 
 
 @pytest.mark.parametrize(
@@ -128,6 +130,23 @@ def test_a_store_without_checksums_gets_an_md5_of_each_part(
     assert outcome.status == 0, outcome.err
     assert_only(writable, local("--saver core", tmp_path / "local"))
     assert [headers for headers in writable.headers if "content-md5" in headers.lower()]
+
+
+def test_a_journal_of_other_bytes_ends_the_run_with_one_line(writable: SmallStore) -> None:
+    """A store without checksums can't tell that the journal's list of files came with other bytes."""
+    writable.checksums = False
+
+    def damage(asked: Asked) -> Fault | None:
+        is_list = asked.action == "get" and asked.key.endswith("-files.json")
+        return Fault("other") if is_list else None
+
+    writable.hook = damage
+    outcome = run("convert", LLAMA, OUT, "--saver", "hf")
+    assert_refused(outcome, 1, "0-files.json: is not as a run writes it", f"{OUT} is complete")
+    writable.restart()
+    assert run("inspect", OUT).status == 0
+    assert run("convert", LLAMA, OUT, "--saver", "hf").status == 2
+    assert not [key for key in writable.objects if ".megaconv-" in key]
 
 
 def test_an_output_that_exists_is_not_touched(writable: SmallStore) -> None:

@@ -10,7 +10,7 @@ import typer
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
-from megaconv.local_paths import local_path
+from megaconv.local_paths import local_path, require_place
 from megaconv.options import LoadOptions
 from megaconv.terminal import has_blocks, show
 
@@ -76,7 +76,7 @@ def diff(
     from megaconv.commands.movement import movement
     from megaconv.commands.progress import Progress
     from megaconv.commands.units import readable
-    from megaconv.commands.views.report import movement_report, require_place
+    from megaconv.commands.views.report import movement_report
     from megaconv.engine.plan import default_workers
     from megaconv.errors import UsageError
 
@@ -87,7 +87,7 @@ def diff(
             "--metadata reads no weights, which --stats, --html and --tolerance are about; leave one of them out"
         )
     if html is not None:
-        require_place(html)
+        require_place("--html", html)
     options = replace(load, optimizer=load.optimizer and not metadata, metadata_only=metadata)
     inputs = find_both(a, b, options, (loader_a or loader, loader_b or loader))
     left, right = open_both(inputs, options)

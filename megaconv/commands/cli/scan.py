@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
+from megaconv.local_paths import local_path, require_place
 from megaconv.terminal import show
 
 _VERDICTS = {0: "nothing that runs code, no faults", 3: "no code was found; faults", 6: "unsafe"}
@@ -19,9 +21,12 @@ _VERDICTS = {0: "nothing that runs code, no faults", 3: "no code was found; faul
 def scan(
     path: Annotated[str, typer.Argument(help="A directory, a file, or a Hub id.", metavar="PATH")],
     sarif: Annotated[
-        str | None,
+        Path | None,
         typer.Option(
-            "--sarif", metavar="FILE", help="Write the findings to a file in SARIF 2.1.0."
+            "--sarif",
+            parser=local_path,
+            metavar="FILE",
+            help="Write the findings to a file in SARIF 2.1.0.",
         ),
     ] = None,
     quiet: opt.NoProgress = False,
@@ -35,12 +40,13 @@ def scan(
     """
     from megaconv.commands.scanning import scan as run
 
+    if sarif is not None:
+        require_place("--sarif", sarif)
     found = run(path)
     if sarif is not None:
         from megaconv.commands.sarif import sarif_json
-        from megaconv.local_paths import local_path
 
-        local_path(sarif).write_bytes(sarif_json(found))
+        sarif.write_bytes(sarif_json(found))
     if as_json:
         print_json(found.to_json())
     else:

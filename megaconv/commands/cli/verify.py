@@ -10,6 +10,7 @@ from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
 from megaconv.commands.endings import say
 from megaconv.local_paths import local_path
+from megaconv.model.check import listing
 from megaconv.options import LoadOptions, SealOptions
 from megaconv.terminal import show
 
@@ -155,4 +156,4 @@ def _require_forward(asked: dict[str, Any]) -> None:
 def _show_signature(signed: "Signed") -> None:
     show(f"as signed: {signed.resources} files, digest {signed.root}")
     if signed.left_out:
-        say(f"the signature doesn't cover {', '.join(signed.left_out)}")
+        say(f"the signature doesn't cover {listing(signed.left_out)}")

@@ -13,7 +13,7 @@ from megaconv.commands.survey import Survey
 from megaconv.commands.views import layout
 from megaconv.commands.views.tree import tree
 from megaconv.engine.statistics import Statistics
-from megaconv.errors import LayoutError, UsageError
+from megaconv.errors import LayoutError
 from megaconv.model.ir import WEIGHT, Header, Key, TensorInfo
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -135,11 +135,3 @@ def _described(listed: Iterable[tuple[str, Sequence[int], str, int]]) -> list[di
         }
         for name, shape, dtype, nbytes in listed
     ]
-
-
-def require_place(page: Path) -> None:
-    """Check the place of a page before everything is read for it. Raises UsageError."""
-    if page.is_dir():
-        raise UsageError(f"--html {page}: is a directory; give the name of a file")
-    if not page.parent.is_dir():
-        raise UsageError(f"--html {page}: there is no such directory as {page.parent}")

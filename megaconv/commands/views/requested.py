@@ -19,6 +19,7 @@ from megaconv.engine.statistics import Statistics, all_statistics
 from megaconv.errors import UsageError
 from megaconv.hub import Place
 from megaconv.input import Input
+from megaconv.local_paths import require_place
 from megaconv.model.ir import WEIGHT, Source
 from megaconv.options import LoadOptions
 from megaconv.values.shifted import plain
@@ -86,7 +87,7 @@ def views(
     blocks: True if the terminal can show block characters. columns: the terminal's width; None: no limit.
     """
     if asked.html is not None:
-        report.require_place(asked.html)
+        require_place("--html", asked.html)
     makers: list[tuple[object, Callable[[], View]]] = [
         (asked.tree, lambda: _tree(subject)),
         (asked.tensors is not None, lambda: _tensors(subject, asked.tensors or "*")),
