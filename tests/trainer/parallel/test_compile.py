@@ -18,14 +18,14 @@ STEPS = 3
 COMPILED = (("compile", True),)
 CASES = {
     "tensor parallel": (Case("llama", tp=2, sequence_parallel=True), 5),
-    "experts": (Case("mixtral", tp=2, ep=2, sequence_parallel=True), 6),
+    "experts": (Case("mixtral", tp=2, ep=2, sequence_parallel=True), 7),
     "sharded parameters": (Case("qwen3", dp=2, distributed=True, zero=3), 4),
-    "latent attention, recomputed": (Case("deepseek_v3", recompute=SELECTIVE), 10),
+    "latent attention, recomputed": (Case("deepseek_v3", recompute=SELECTIVE), 12),
 }
 """A case, and the number of graphs that it may have: for rows of one document, and for packed rows.
 
 A packed row's attention is not compiled, so that a layer has a graph before it and one behind it. The same holds for
-a mixture of experts.
+a mixture of experts, whose activation is a graph too.
 """
 
 
