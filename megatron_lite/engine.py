@@ -113,7 +113,7 @@ class Engine(RankComputation):
             shards_gradients=optimizer.shards_gradients and comm.size(grid.group("replicas")) > 1,
             shards_parameters=self.shards_parameters,
             fetches_ahead=optimizer.overlap_param_gather,
-            fuses_accumulation=optimizer.fuses_accumulation and not self.options.compile,
+            fuses_accumulation=optimizer.fuses_accumulation,
             sums_last=self.options.recompute.granularity != "full",
         )
         for module, infos, adapters in zip(self.chunks, self.infos, self.adapters, strict=True):

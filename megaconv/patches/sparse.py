@@ -52,7 +52,7 @@ _WAITING = 2
 _COPY_BYTES = 4 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SparseReport(PatchReport):
     """The contents of a sparse update, in numbers. It removes no tensor, and has no optimizer state."""
 

@@ -40,7 +40,7 @@ def activations(run: Run, pp_rank: int) -> int:
         now += -each[action.chunk] if action.backward else each[action.chunk]
         most = max(most, now)
     inside = max((_inside(run, chunk) for chunk in chunks), default=0)
-    return most + inside + _on_their_way(run)
+    return most + inside + on_their_way(run)
 
 
 def offloaded_bytes(run: Run) -> int:
@@ -50,7 +50,7 @@ def offloaded_bytes(run: Run) -> int:
     return round(elements * run.itemsize)
 
 
-def _on_their_way(run: Run) -> int:
+def on_their_way(run: Run) -> int:
     """Return the bytes of the largest consecutive offloaded layers that are on the GPU at a time."""
     each = [layer_elements(run, kind) for kind in run.config.layers[: run.offloaded]]
     sums = [sum(each[first : first + AT_ONCE]) for first in range(len(each))]

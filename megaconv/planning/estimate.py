@@ -1,6 +1,6 @@
 """The estimated time of a step, and the memory of the fullest rank, for a described run."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -9,7 +9,9 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.rank_share import RankShare
 from megaconv.model.subjects import LayerKind
+from megaconv.planning.activations import offloaded_bytes
 from megaconv.planning.layer_costs import Cost, Machine, head_cost, layer_cost
+from megaconv.planning.offload import copy_seconds, waiting_seconds
 from megaconv.planning.parameters import Parameters
 from megaconv.planning.rank_memory import (
     MemoryParts,
@@ -93,6 +95,7 @@ class Estimator:
         key = (
             layout.tp, layout.ep, layout.etp, run.cp, run.micro_batch, run.seq, run.sequence, run.context,
             run.dispatcher, run.overlaps_experts, run.dtype, run.recompute.granularity,
+            run.offloaded,
         )  # fmt: skip
         known = self._stages.setdefault(key, {})
         costs = self._costs.setdefault(key, {})
@@ -161,25 +164,38 @@ class Estimator:
     ) -> Cost:
         """Return the cost of a chunk's layers and, in the last one, of the head."""
         found = Cost()
-        for number, (kind, count) in enumerate(zip(self._kinds, contents[2], strict=True)):
+        for kind, count in zip(self._kinds, contents[2], strict=True):
             if count:
-                each = self._layer_cost(run, number, kind, known, parameters)
+                each = self._layer_cost(run, kind, known, parameters)
                 found = _sum(found, each, count)
+        head = Cost()
         if contents[1]:
             last = self.config.layer_count - 1
-            found = _sum(found, head_cost(run, parameters.layer(last), self.machine), 1)
-        return found
+            head = head_cost(run, parameters.layer(last), self.machine)
+        if run.offloaded:
+            found = self._offloaded(run, found, head.seconds, known)
+        return _sum(found, head, 1)
+
+    def _offloaded(
+        self, run: Run, layers: Cost, head: float, known: Mapping[Contents, Cost]
+    ) -> Cost:
+        """Return the cost of all layers if the activations of the first ones are offloaded. head: seconds of the head."""
+        seconds = [known[self._alone(kind)].seconds for kind in self.config.layers]
+        waiting = waiting_seconds(seconds, head, copy_seconds(run, self.machine.gpu))
+        return layers._replace(waiting=waiting, kept=layers.kept - offloaded_bytes(run))
+
+    def _alone(self, kind: LayerKind) -> Contents:
+        """Return the contents of a chunk with one layer of this kind."""
+        return False, False, tuple(int(kind == other) for other in self._kinds)
 
     def _layer_cost(
         self,
         run: Run,
-        number: int,
         kind: LayerKind,
         known: dict[Contents, Cost],
         parameters: Parameters,
     ) -> Cost:
-        one = tuple(int(number == other) for other in range(len(self._kinds)))
-        alone = (False, False, one)
+        alone = self._alone(kind)
         if alone not in known:
             share = parameters.layer(self.config.layers.index(kind))
             known[alone] = layer_cost(run, kind, share, self.machine)

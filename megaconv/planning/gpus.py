@@ -30,6 +30,8 @@ class Gpu:
     """Bytes per second to the other GPUs of the node, one direction."""
     network: float
     """Bytes per second to other nodes, one direction."""
+    host: float
+    """Bytes per second to the main memory, one direction."""
     node: int = 8
     """GPUs that the fast links join."""
     words: tuple[str, ...]
@@ -61,80 +63,85 @@ _HOPPER_CARD = "NVIDIA H100 data sheet (PCIe, NVL); PCIe 5.0 x16"
 _AMPERE = "NVIDIA A100 data sheet; DGX A100: 8 adapters of 200 Gb/s"
 _BLACKWELL = "NVIDIA DGX B200 data sheet"
 _PCIE_5, _PCIE_4 = 64 * GB, 32 * GB
+"""PCIe with 16 lanes, one direction."""
+_C2C = 450 * GB
+"""NVLink-C2C of Grace, one direction. The two GPUs of a GB200 share it."""
 
 _ALL = (
     # Cards, whose names also contain the word of another entry, come first.
     Gpu(
         name="h100-pcie", memory=80 * GIB, bf16=756 * TERA, fp8=1513 * TERA, bandwidth=2.0 * TERA, nvlink=_PCIE_5,
-        network=50 * GB, words=("H100", "PCIe"), source=_HOPPER_CARD,
+        network=50 * GB, host=_PCIE_5, words=("H100", "PCIe"), source=_HOPPER_CARD,
     ),
     Gpu(
         name="h100-nvl", memory=94 * GB, bf16=835 * TERA, fp8=1670 * TERA, bandwidth=3.9 * TERA, nvlink=300 * GB,
-        network=50 * GB, node=2, words=("H100", "NVL"), source=_HOPPER_CARD,
+        network=50 * GB, host=_PCIE_5, node=2, words=("H100", "NVL"), source=_HOPPER_CARD,
     ),
     Gpu(
         name="h100", memory=80 * GIB, bf16=989.4 * TERA, fp8=1978.9 * TERA, bandwidth=3.35 * TERA, nvlink=450 * GB,
-        network=50 * GB, words=("H100",), source=_HOPPER,
+        network=50 * GB, host=_PCIE_5, words=("H100",), source=_HOPPER,
     ),
     Gpu(
         name="h800-pcie", memory=80 * GIB, bf16=756 * TERA, fp8=1513 * TERA, bandwidth=2.0 * TERA, nvlink=_PCIE_5,
-        network=50 * GB, words=("H800", "PCIe"), source="as H100 PCIe",
+        network=50 * GB, host=_PCIE_5, words=("H800", "PCIe"), source="as H100 PCIe",
     ),
     Gpu(
         name="h800", memory=80 * GIB, bf16=989.4 * TERA, fp8=1978.9 * TERA, bandwidth=3.35 * TERA, nvlink=200 * GB,
-        network=50 * GB, words=("H800",), source="as H100, with NVLink of 400 GB/s in both directions: arXiv:2505.09343, section 4",
+        network=50 * GB, host=_PCIE_5, words=("H800",),
+        source="as H100, with NVLink of 400 GB/s in both directions: arXiv:2505.09343, section 4",
     ),
     Gpu(
         name="gh200-144gb", memory=144 * GB, bf16=989.4 * TERA, fp8=1978.9 * TERA, bandwidth=4.9 * TERA, nvlink=450 * GB,
-        network=50 * GB, node=1, words=("GH200", "144G"), source="NVIDIA GH200 data sheet",
+        network=50 * GB, host=_C2C, node=1, words=("GH200", "144G"), source="NVIDIA GH200 data sheet",
     ),
     Gpu(
         name="gh200", memory=96 * GB, bf16=989.4 * TERA, fp8=1978.9 * TERA, bandwidth=4.0 * TERA, nvlink=450 * GB,
-        network=50 * GB, node=1, words=("GH200",), source="NVIDIA GH200 data sheet",
+        network=50 * GB, host=_C2C, node=1, words=("GH200",), source="NVIDIA GH200 data sheet",
     ),
     Gpu(
         name="h200-nvl", memory=141 * GB, bf16=835 * TERA, fp8=1670 * TERA, bandwidth=4.8 * TERA, nvlink=450 * GB,
-        network=50 * GB, node=4, words=("H200", "NVL"), source="NVIDIA H200 data sheet; bridges join four cards",
+        network=50 * GB, host=_PCIE_5, node=4, words=("H200", "NVL"), source="NVIDIA H200 data sheet; bridges join four cards",
     ),
     Gpu(
         name="h200", memory=141 * GB, bf16=989.4 * TERA, fp8=1978.9 * TERA, bandwidth=4.8 * TERA, nvlink=450 * GB,
-        network=50 * GB, words=("H200",), source="NVIDIA H200 data sheet",
+        network=50 * GB, host=_PCIE_5, words=("H200",), source="NVIDIA H200 data sheet",
     ),
     Gpu(
         name="h20", memory=96 * GB, bf16=148 * TERA, fp8=296 * TERA, bandwidth=4.0 * TERA, nvlink=450 * GB,
-        network=50 * GB, words=("H20",), source="NVIDIA HGX H20 product brief",
+        network=50 * GB, host=_PCIE_5, words=("H20",), source="NVIDIA HGX H20 product brief",
     ),
     Gpu(
         name="a100-40gb", memory=40 * GIB, bf16=312 * TERA, fp8=None, bandwidth=1.555 * TERA, nvlink=300 * GB,
-        network=25 * GB, words=("A100", "40GB"), source=_AMPERE,
+        network=25 * GB, host=_PCIE_4, words=("A100", "40GB"), source=_AMPERE,
     ),
     Gpu(
         name="a100", memory=80 * GIB, bf16=312 * TERA, fp8=None, bandwidth=2.039 * TERA, nvlink=300 * GB,
-        network=25 * GB, words=("A100",), source=_AMPERE,
+        network=25 * GB, host=_PCIE_4, words=("A100",), source=_AMPERE,
     ),
     Gpu(
         name="a800", memory=80 * GIB, bf16=312 * TERA, fp8=None, bandwidth=2.039 * TERA, nvlink=200 * GB,
-        network=25 * GB, words=("A800",), source="as A100, with NVLink of 400 GB/s in both directions: NVIDIA A800 data sheet",
+        network=25 * GB, host=_PCIE_4, words=("A800",),
+        source="as A100, with NVLink of 400 GB/s in both directions: NVIDIA A800 data sheet",
     ),
     Gpu(
         name="gb200", memory=186 * GB, bf16=2500 * TERA, fp8=5000 * TERA, bandwidth=8.0 * TERA, nvlink=900 * GB,
-        network=50 * GB, node=72, words=("GB200",), source="NVIDIA GB200 NVL72 data sheet",
+        network=50 * GB, host=_C2C / 2, node=72, words=("GB200",), source="NVIDIA GB200 NVL72 data sheet",
     ),
     Gpu(
         name="b200", memory=180 * GB, bf16=2250 * TERA, fp8=4500 * TERA, bandwidth=8.0 * TERA, nvlink=900 * GB,
-        network=50 * GB, words=("B200",), source=_BLACKWELL,
+        network=50 * GB, host=_PCIE_5, words=("B200",), source=_BLACKWELL,
     ),
     Gpu(
         name="l40s", memory=48 * GB, bf16=362 * TERA, fp8=733 * TERA, bandwidth=0.864 * TERA, nvlink=_PCIE_4,
-        network=25 * GB, words=("L40S",), source="NVIDIA L40S data sheet; PCIe 4.0 x16",
+        network=25 * GB, host=_PCIE_4, words=("L40S",), source="NVIDIA L40S data sheet; PCIe 4.0 x16",
     ),
     Gpu(
         name="mi300x", memory=192 * GB, bf16=1307 * TERA, fp8=2614 * TERA, bandwidth=5.3 * TERA, nvlink=448 * GB,
-        network=50 * GB, words=("MI300X",), source="AMD Instinct MI300X data sheet and platform data sheet",
+        network=50 * GB, host=_PCIE_5, words=("MI300X",), source="AMD Instinct MI300X data sheet and platform data sheet",
     ),
     Gpu(
         name="mi325x", memory=256 * GB, bf16=1307 * TERA, fp8=2614 * TERA, bandwidth=6.0 * TERA, nvlink=448 * GB,
-        network=50 * GB, words=("MI325X",), source="AMD Instinct MI325X data sheet and platform data sheet",
+        network=50 * GB, host=_PCIE_5, words=("MI325X",), source="AMD Instinct MI325X data sheet and platform data sheet",
     ),
 )  # fmt: skip
 DEFAULT_GPU = "h100"

@@ -41,6 +41,8 @@ class Cost(NamedTuple):
     elementwise: float = 0.0
     exchange: float = 0.0
     """Communication that no computation hides."""
+    waiting: float = 0.0
+    """Waiting for copies of offloaded activations."""
     kept: float = 0.0
     """Bytes that stay until the backward pass."""
     inside: float = 0.0
@@ -48,7 +50,7 @@ class Cost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        return self.products + self.attention + self.elementwise + self.exchange
+        return self.products + self.attention + self.elementwise + self.exchange + self.waiting
 
 
 class Machine(NamedTuple):
@@ -105,6 +107,17 @@ def layer_cost(run: Run, kind: LayerKind, share: RankShare, machine: Machine) ->
         kept=run.width * run.tokens * run.itemsize if again else elements,
         inside=elements if again else 0.0,
     )
+
+
+def forward_seconds(run: Run, kind: LayerKind, share: RankShare, machine: Machine) -> float:
+    """Return the seconds of a forward pass alone, as in inference. share: the layer's parameters on this rank."""
+    attention, _ = _attention_seconds(run, kind, mixer_cost(run.config, kind), machine)
+    products = _product_seconds(run, share, machine)
+    moved = layer_elements(run, kind) * run.tokens * run.itemsize
+    elementwise = ELEMENTWISE * moved / machine.memory
+    # Traffic is counted for both passes, which exchange the same bytes.
+    exchanged = _exchange_seconds(run, of_layer(run, kind, run.tokens, 1), machine.gpu) / 2
+    return products + attention + elementwise + exchanged
 
 
 def head_cost(run: Run, last: RankShare, machine: Machine) -> Cost:

@@ -9,6 +9,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.memory import BYTES_PER_PARAMETER, SHARDING
 from megaconv.model.rank_share import RankShare
 from megaconv.model.table import canonical_shapes
+from megaconv.planning.activations import on_their_way
 from megaconv.planning.gpus import GIB
 from megaconv.planning.in_flight import peaks
 from megaconv.planning.layer_costs import LOGIT_BYTES
@@ -104,12 +105,13 @@ def adapter_parameters(config: ModelConfig, rank: int) -> int:
 
 
 def _activations(run: Run, stage: Stage) -> float:
-    """Return the most that the passes in progress keep, and the inside of a layer that is recomputed."""
+    """Return the most that the passes in progress keep, and the layers that are recomputed or copied."""
     kept = [chunk.kept for chunk in stage.chunks]
     layout = run.layout
     moments = peaks(layout.pp, layout.vpp, run.microbatches, stage.rank)
     most: float = max(sum(map(mul, counts, kept)) for counts in moments)
-    return most + max(chunk.inside for chunk in stage.chunks)
+    copied = on_their_way(run) if run.offloaded else 0
+    return most + max(chunk.inside for chunk in stage.chunks) + copied
 
 
 def _logits(run: Run, stage: Stage) -> float:

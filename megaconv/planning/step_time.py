@@ -27,9 +27,11 @@ class StepTime:
     memory: float
     """Elementwise work and the update of the parameters, which the memory's bandwidth limits."""
     communication: float
-    """Exchanges that no computation hides."""
+    """Exchanges between ranks, and copies to and from main memory, that no computation hides."""
     bubble: float
     """Idle time of the pipeline."""
+    copies: float = 0.0
+    """The part of communication that waits for copies of offloaded activations."""
 
     @property
     def total(self) -> float:
@@ -66,11 +68,13 @@ def step_time(run: Run, stages: Sequence[Stage], machine: Machine) -> StepTime:
     others = passing - busy.seconds
     waiting = others / run.layout.vpp + (run.layout.pp - 1) * messages
     gradients = 0.0 if machine.frozen else _gradient_seconds(run, share, busy.seconds, machine.gpu)
+    copies = number * busy.waiting
     return StepTime(
         compute=number * (busy.products + busy.attention),
         memory=number * busy.elementwise + _update_seconds(run, share, machine),
-        communication=number * (busy.exchange + exposed) + gradients,
+        communication=number * (busy.exchange + exposed) + gradients + copies,
         bubble=waiting,
+        copies=copies,
     )
 
 

@@ -18,6 +18,7 @@ from megatron_lite.optimizer.shards import GradientShards, OnDemand, ParameterSh
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameters import ParameterInfo, replace_parameter
 from megatron_lite.products.accumulating import GradientSum, gradient_sum_of, set_gradient_sum
+from megatron_lite.products.compiled import offer_to_compiled_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,8 @@ class ChunkBuckets:
         gradient_sum = self._gradient_sum(bucket, member)
         if gradient_sum is not None:
             set_gradient_sum(parameter, gradient_sum)
+            if self.options.sums_last and not self.options.shards_parameters:
+                offer_to_compiled_code(parameter, gradient_sum)
         # Python can't collect a cycle through a hook of a gradient, so the hook refers to the buckets weakly.
         # Otherwise an engine would never be freed, nor would its groups and their threads.
         own, its_bucket = weakref.ref(self), weakref.ref(bucket)

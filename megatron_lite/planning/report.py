@@ -10,7 +10,7 @@ from megaconv.errors import LayoutError, NotExpressible
 from megaconv.planning.activations import offloaded_bytes
 from megaconv.planning.bubble import bubble
 from megaconv.planning.estimate import Estimator
-from megaconv.planning.gpus import DEFAULT_GPU, GPUS, Gpu
+from megaconv.planning.gpus import DEFAULT_GPU, GB, GPUS, Gpu
 from megaconv.planning.layer_costs import Machine
 from megaconv.planning.model_size import parameter_count
 from megaconv.planning.run import Run
@@ -107,6 +107,7 @@ class Planned:
             "gpu": self.gpu.name, "step_seconds": self.time.total if self.time else None,
             "terms": self.time.terms() if self.time else None,
             "bubble": self.bubble, "not_trained_yet": self.untrained, "offloaded_bytes": self.offloaded,
+            "offload_seconds": self.time.copies if self.time else None,
             "stages": [
                 {
                     "pp_rank": pp_rank, "parameters": memory.parameters, "state_bytes": memory.kept,
@@ -165,7 +166,14 @@ class Planned:
             yield f"{_INDENT}the last column includes up to {readable(passing)} of {what}"
         if self.offloaded:
             held = readable(self.offloaded)
-            yield f"{_INDENT}activations of {held} wait in each rank's main memory"
+            yield f"{_INDENT}activations of {held} wait in each rank's main memory{self._copies()}"
+
+    def _copies(self) -> str:
+        """Return the time that copies of offloaded activations add to a step."""
+        if self.time is None:
+            return ""
+        speed = self.gpu.host / GB
+        return f"; their copies at {speed:.0f} GB/s add {self.time.copies:.2f} s to a step"
 
     def _traffic_lines(self) -> Iterator[str]:
         """Yield the traffic of the stage that sends most."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from megatron_lite.products import compiled
 from megatron_lite.products.accumulating import GradientSum, gradient_sum_of, without_content
 
 TURNED_ROUND = range(8, 16)
@@ -44,10 +45,16 @@ class Product:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in], weight [out, in], bias [out] -> [..., out]; differentiable."""
-        if torch.is_grad_enabled() and self.gradient_sum(weight) is not None:
+        if torch.is_grad_enabled() and self._adds(weight):
             made: Tensor = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
             return made
         return linear(x, weight, bias)
+
+    def _adds(self, weight: Tensor) -> bool:
+        """Return whether the weight's gradient is added to its sum as a product."""
+        if torch.compiler.is_compiling():
+            return compiled.is_offered(weight)
+        return self.gradient_sum(weight) is not None
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The same product without autograd, for a Function that has its own backward pass."""
@@ -74,10 +81,18 @@ class Product:
         """
         rows = grad.reshape(-1, grad.shape[-1])
         inputs = x.reshape(-1, x.shape[-1])
+        if torch.compiler.is_compiling():
+            return self._compiled_gradient(rows, inputs, weight)
         if total is None:
             return self.of_weight(rows, inputs)
         total.add(rows.t(), inputs)
         return without_content(weight)
+
+    def _compiled_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        if not compiled.is_offered(weight):
+            return self.of_weight(grad, x)
+        made: Tensor = compiled.weight_gradient(grad, x, weight)
+        return made
 
 
 PLAIN = Product()
@@ -85,6 +100,9 @@ PLAIN = Product()
 
 class OtherProduct(Product):
     """Products that autograd can't differentiate, so that this class calls all three."""
+
+    def _compiled_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return self.of_weight(grad, x)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         made: Tensor = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]

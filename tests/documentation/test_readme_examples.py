@@ -61,6 +61,7 @@ def test_a_command_prints_what_the_readme_shows(
     assert outcome.out.strip("\n") == output
 
 
+@pytest.mark.slow
 def test_the_readmes_python_is_typed_as_the_package_is(tmp_path: Path) -> None:
     """As whoever copies it into a project of their own is told, whose checker follows `py.typed`."""
     from mypy import api

@@ -530,6 +530,7 @@ def torchrun(
     )
 
 
+@pytest.mark.slow
 def test_torchrun_itself(model: Path) -> None:
     """With a process of its own for the store."""
     expected = complete_outcome(command(model))

@@ -198,7 +198,7 @@ def trips(draw: Draw) -> Trip:
 
 
 @given(trips())
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_there_and_elsewhere_and_back_every_bit_is_the_same(trip: Trip) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversion, "block_bytes", lambda max_memory, workers: trip.block_bytes)

@@ -161,8 +161,8 @@ def write_job(kind: str, folder: Path, ranks: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
-        ("qwen3_vl", 2),
-        pytest.param("qwen3_vl", 1, marks=pytest.mark.slow),
+        ("qwen3_vl", 1),
+        pytest.param("qwen3_vl", 2, marks=pytest.mark.slow),
         pytest.param("qwen3_5", 2, marks=pytest.mark.slow),
         pytest.param("exaone4_5", 2, marks=pytest.mark.slow),
     ],

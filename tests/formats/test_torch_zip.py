@@ -549,6 +549,7 @@ def test_torch_computes_the_offsets_that_were_planned(folder: Path) -> None:
         assert tensor.untyped_storage()._checkpoint_offset == layout.records[key].offset
 
 
+@pytest.mark.slow
 def test_a_file_of_70000_records_is_written_and_read(folder: Path) -> None:
     layout = plan([Placeholder(str(n), (1,), "uint8") for n in range(70_000)], "x")
     path = folder / "many.pt"

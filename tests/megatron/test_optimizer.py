@@ -264,7 +264,7 @@ LAYOUTS = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(first=LAYOUTS, second=LAYOUTS, virtual=st.booleans())
 def test_the_optimizer_survives_any_two_layouts_and_forms(

@@ -1,7 +1,9 @@
 """The architecture: imports point one way, nothing is unpickled or evaluated, and torch stays out until it is needed."""
 
 import ast
+import re
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -119,7 +121,13 @@ def modules(*packages: str) -> Iterator[tuple[str, Path]]:
             )
 
 
-def imports(name: str, path: Path) -> Iterator[Import]:
+@cache
+def imports(name: str, path: Path) -> tuple[Import, ...]:
+    """Read once: nearly every test here asks for the imports of nearly every module."""
+    return tuple(imports_of(path))
+
+
+def imports_of(path: Path) -> Iterator[Import]:
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     lazy = {id(node) for node in deferred(tree)}
     for node in ast.walk(tree):
@@ -144,6 +152,7 @@ def deferred(tree: ast.AST) -> Iterator[ast.AST]:
                 yield from ast.walk(child)
 
 
+@cache
 def is_module(name: str) -> bool:
     path = ROOT.joinpath(*name.split("."))
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
@@ -203,7 +212,8 @@ def test_the_converter_finds_loaders_and_savers_by_name_only() -> None:
             f"{path}:{node.lineno}: names {node.value!r}; only the registry knows loaders and savers"
             for name, path in modules("megaconv", "formats")
             if name != "megaconv.registry"
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if re.search(r"(loaders|savers)\.", text := path.read_text(encoding="utf-8"))
+            for node in ast.walk(ast.parse(text))
             if isinstance(node, ast.Constant)
             and isinstance(node.value, str)
             and node.value.startswith(("loaders.", "savers."))

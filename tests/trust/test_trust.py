@@ -33,48 +33,48 @@ def attack(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 def test_conversions_that_are_killed_leave_the_old_output_or_the_new_one_and_can_be_repeated(
     attack: Callable[..., str],
 ) -> None:
-    attack(kills=25)
+    attack(kills=10)
 
 
 def test_conversions_in_which_a_system_call_fails_leave_the_old_output_or_the_new_one(
     attack: Callable[..., str],
 ) -> None:
-    found = re.search(r"faults \| skipped: (.*) \|", table := attack(faults=80))
+    found = re.search(r"faults \| skipped: (.*) \|", table := attack(faults=32))
     if found:
         pytest.skip(found[1])
-    assert "| faults | 80 |" in table
+    assert "| faults | 32 |" in table
 
 
 def test_damage_to_a_checkpoint_is_noticed_or_harmless(attack: Callable[..., str]) -> None:
-    attack(mutations=50)
+    attack(mutations=20)
 
 
 def test_damage_to_a_file_of_other_software_is_noticed_or_harmless(
     attack: Callable[..., str],
 ) -> None:
-    attack(foreign=40)
+    attack(foreign=16)
 
 
 def test_damage_to_a_sealed_checkpoint_and_hostile_signatures_are_noticed(
     attack: Callable[..., str],
 ) -> None:
-    attack(seals=30)
+    attack(seals=15)
 
 
 def test_hostile_checkpoints_run_nothing_and_are_refused_in_one_line(
     attack: Callable[..., str],
 ) -> None:
-    attack(pickles=30, archives=15, files=30)
+    attack(pickles=12, archives=6, files=12)
 
 
 def test_a_source_that_changes_while_it_is_read_gives_no_mixture(
     attack: Callable[..., str],
 ) -> None:
-    attack(moving=40)
+    attack(moving=16)
 
 
 def test_parsers_raise_nothing_but_their_own_errors(attack: Callable[..., str]) -> None:
-    attack(fuzz=2000)
+    attack(fuzz=1000)
 
 
 @pytest.mark.slow

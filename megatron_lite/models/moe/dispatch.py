@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lite.models.build_plan import ExpertRanks
+from megatron_lite.models.moe.copies import Copies, copies_of
 from megatron_lite.models.moe.counting import ReadRows, count_rows
 from megatron_lite.models.moe.grouped import permuted
 from megatron_lite.parallel import comm
@@ -61,8 +62,8 @@ class Hop:
 class Route:
     """The route of the tokens of one layer and microbatch."""
 
-    token: Tensor
-    """int64 [rows], at most tokens * k: the token of each sent row. Rows are sorted by expert, so a token's rows are too."""
+    copies: Copies
+    """The rows of tokens, at most tokens * k. Rows are sorted by expert, so a token's rows are too."""
     slot: Tensor
     """int64 [rows]: the index of each row's weight in weights.flatten()."""
     counts: list[int]
@@ -110,11 +111,11 @@ def by_exchange(
     """x [tokens, hidden], weights [tokens, k], chosen int64 [tokens, k], number of experts -> [tokens, hidden]. Collective."""
     way = route(chosen, count, ranks, read_rows)
     rows, scaled = (
-        way.there(x.index_select(0, way.token)),
+        way.there(way.copies.of(x)),
         way.there(weights.flatten().index_select(0, way.slot).unsqueeze(1)),
     )
     made = way.back(compute(rows, scaled, way.counts))
-    return torch.zeros_like(x).index_add(0, way.token, made)
+    return way.copies.summed(made, x)
 
 
 def route(
@@ -131,10 +132,10 @@ def route(
     numbers = read_rows(torch.cat((counts, arriving)))
     sent, arrived = numbers[:experts], numbers[experts:]
     slot = flat.argsort(stable=True)[: sum(sent)]  # dropped choices are sorted to the end
-    token = slot // chosen.shape[1]  # a slot is an index into weights.flatten()
+    copies = copies_of(slot, chosen.shape[1], len(flat))
     here = experts // comm.size(ranks.experts)
     rows_of_each = [sum(arrived[expert::here]) for expert in range(here)]
-    found = Route(token, slot, rows_of_each)
+    found = Route(copies, slot, rows_of_each)
     if comm.size(ranks.experts) * comm.size(ranks.parts) == 1:
         return found
     # Rows arrive by source rank, and by expert within a rank. The sort puts rows of one expert together.

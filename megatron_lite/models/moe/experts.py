@@ -1,6 +1,6 @@
 """The computation of experts, and the mixture-of-experts MLP of a layer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -19,6 +19,11 @@ from megatron_lite.models.passes import Pass
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import ColumnLinear, RowLinear, adapted
 from megatron_lite.products.product import PLAIN, Product
+
+
+def activation_of(plan: Plan) -> Callable[..., Tensor]:
+    """Return `activate`, compiled for any number of rows if layers are compiled."""
+    return torch.compile(activate, dynamic=True) if plan.options.compile else activate
 
 
 class ExpertMatrix(nn.Module):
@@ -50,6 +55,7 @@ class Experts(nn.Module):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.shape = plan.config.mlp
+        self.activate = activation_of(plan)
         self.on_input = plan.config.experts.probs_on_input
         self.local_experts = nn.ModuleList(Expert(plan) for _ in range(plan.sizes["local_experts"]))
 
@@ -64,7 +70,7 @@ class Experts(nn.Module):
         fc1, fc2 = (list(self._matrices(name)) for name in ("linear_fc1", "linear_fc2"))
         inner, bias = _products(fc1, x, counts), _biases(fc1, counts)
         inner = inner if bias is None else inner + bias
-        made = _products(fc2, activate(inner, self.shape, factors), counts)
+        made = _products(fc2, self.activate(inner, self.shape, factors), counts)
         bias = _biases(fc2, counts)
         return made if bias is None else made + (bias if factors is None else bias * factors)
 
@@ -108,6 +114,7 @@ class SharedExperts(nn.Module):
         hidden = plan.config.hidden
         ffn = plan.sizes["shared_ffn"]
         self.shape = plan.config.mlp
+        self.activate = activation_of(plan)
         self.gate_weight = None
         if plan.config.experts.shared_gate:
             self.gate_weight = nn.Parameter(torch.empty(1, hidden))
@@ -116,7 +123,7 @@ class SharedExperts(nn.Module):
         self.linear_fc2 = RowLinear(ffn, hidden, plan.ranks, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.linear_fc2(activate(self.linear_fc1(x), self.shape))
+        made: Tensor = self.linear_fc2(self.activate(self.linear_fc1(x), self.shape))
         return made if self.gate_weight is None else made * F.linear(x, self.gate_weight).sigmoid()
 
 

@@ -120,6 +120,7 @@ def test_two_adapters_of_one_name_are_refused(models: Path) -> None:
         opened(models / "base", str(models / "small"), f"small={models / 'large'}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["--tp 2", "--pp 2"])
 def test_two_ranks_generate_with_the_adapter(layout: str, models: Path, tmp_path: Path) -> None:
     flags = f"--dtype fp32 --max-new-tokens 8 {layout}"

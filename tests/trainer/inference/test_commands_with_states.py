@@ -59,6 +59,7 @@ def test_evaluate_measures_what_transformers_computes(
     assert re.search(r"test.lambada +right +1\n", out), out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in WITH_STATES[1:])]
 )

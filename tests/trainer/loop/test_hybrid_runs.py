@@ -54,6 +54,7 @@ MAMBA_SCRIPT = (
 """Megatron-LM's script for a Mamba of 800 million parameters, with small sizes."""
 
 
+@pytest.mark.slow
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", MODELS)
 def test_megatron_core_loads_weights_and_optimizer_strictly(name: str, tmp_path: Path) -> None:

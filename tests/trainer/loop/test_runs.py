@@ -199,6 +199,7 @@ EXPERT_LAYOUTS = [
 """The first with experts in two parts each, as tensor ranks are two; the third with parts of experts on data-parallel ranks."""
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_goes_on_at_any_other_layout_and_is_exported(tmp_path: Path) -> None:
     assert_goes_on_at_layouts(MIXTRAL, EXPERT_LAYOUTS, tmp_path)
     megaconv.convert(tmp_path / "moved" / "ckpt", tmp_path / "hf", saver="hf")

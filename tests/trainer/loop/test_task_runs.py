@@ -110,6 +110,7 @@ def test_mnli_is_learned_measured_after_each_epoch_and_computed_alike_by_transfo
     assert accuracies(again) == [(0, *figures[1:]) for figures in found[-3:]]
 
 
+@pytest.mark.slow
 def test_race_is_learned_alike_at_two_layouts_and_computed_alike_by_transformers(
     tmp_path: Path, pretrained: Pretrained
 ) -> None:

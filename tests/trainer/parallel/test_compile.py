@@ -3,12 +3,14 @@
 import shutil
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from megatron_lite.products.accumulating import GradientSum
 from tests.trainer.parallel.small import SELECTIVE, Case, make_engine, step
 from tests.trainer.parallel.worlds import World
 
@@ -16,27 +18,39 @@ STEPS = 3
 COMPILED = (("compile", True),)
 CASES = {
     "tensor parallel": (Case("llama", tp=2, sequence_parallel=True), 5),
-    "experts": (Case("mixtral", tp=2, ep=2, sequence_parallel=True), 6),
+    "experts": (Case("mixtral", tp=2, ep=2, sequence_parallel=True), 7),
     "sharded parameters": (Case("qwen3", dp=2, distributed=True, zero=3), 4),
-    "latent attention, recomputed": (Case("deepseek_v3", recompute=SELECTIVE), 10),
+    "latent attention, recomputed": (Case("deepseek_v3", recompute=SELECTIVE), 12),
 }
 """A case, and the number of graphs that it may have: for rows of one document, and for packed rows.
 
 A packed row's attention is not compiled, so that a layer has a graph before it and one behind it. The same holds for
-a mixture of experts.
+a mixture of experts, whose activation is a graph too.
 """
 
 
-def _graphs(_rank: int, case: Case, backend: str) -> list[tuple[float, int]]:
-    """Return (loss, number of graphs so far) after each step."""
+class Made(NamedTuple):
+    """What one step made."""
+
+    loss: float
+    graphs: int
+    """The number of graphs so far."""
+    additions: int
+    """Products that were added to the sum of a weight's gradients."""
+
+
+def _steps(_rank: int, case: Case, backend: str) -> list[Made]:
     torch.compiler.reset()
     counters.clear()
     with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
         engine = make_engine(case)
     found = []
     for number in range(STEPS):
-        loss = step(engine, case, number).loss
-        found.append((loss, counters["stats"]["unique_graphs"]))
+        with mock.patch.object(
+            GradientSum, "add", autospec=True, side_effect=GradientSum.add
+        ) as add:
+            loss = step(engine, case, number).loss
+        found.append(Made(loss, counters["stats"]["unique_graphs"], add.call_count))
     engine.finish()
     engine.grid.close()
     return found
@@ -48,14 +62,30 @@ def test_no_later_step_compiles_and_like_layers_share_their_graphs(
     world: World, case: Case, most: int
 ) -> None:
     """With a backend that runs what was traced. Sequences and documents differ from step to step."""
-    compiled = world.run(case.world, _graphs, replace(case, options=COMPILED), "aot_eager")
-    plain = world.run(case.world, _graphs, case, "aot_eager")
+    compiled = world.run(case.world, _steps, replace(case, options=COMPILED), "aot_eager")
+    plain = world.run(case.world, _steps, case, "aot_eager")
     for found, expected in zip(compiled, plain, strict=True):
-        graphs = [each for _, each in found]
+        graphs = [each.graphs for each in found]
         assert graphs[0] == graphs[-1] <= most
-        assert [loss for loss, _ in found] == pytest.approx(
-            [loss for loss, _ in expected], rel=1e-5
-        )
+        losses = [each.loss for each in expected]
+        assert [each.loss for each in found] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case("gpt2"), pytest.param(CASES["tensor parallel"][0], marks=pytest.mark.slow)],
+    ids=["biases", "tensor parallel"],
+)
+def test_compiled_layers_add_as_many_products_to_sums_of_gradients(
+    world: World, case: Case
+) -> None:
+    compiled = world.run(case.world, _steps, replace(case, options=COMPILED), "aot_eager")
+    plain = world.run(case.world, _steps, case, "aot_eager")
+    for found, expected in zip(compiled, plain, strict=True):
+        assert [each.additions for each in found] == [each.additions for each in expected]
+        losses = [each.loss for each in expected]
+        assert [each.loss for each in found] == pytest.approx(losses, rel=1e-5)
+        assert found[0].additions
 
 
 @pytest.mark.slow
@@ -63,5 +93,5 @@ def test_no_later_step_compiles_and_like_layers_share_their_graphs(
 def test_compiled_code_of_like_layers_is_made_once(world: World) -> None:
     """By the compiler itself: one forward and one backward pass for four layers and all steps."""
     case = Case("llama", tp=2, sequence_parallel=True, masked=False)
-    for found in world.run(2, _graphs, replace(case, options=COMPILED), "inductor"):
-        assert [graphs for _, graphs in found] == [1] * STEPS
+    for found in world.run(2, _steps, replace(case, options=COMPILED), "inductor"):
+        assert [each.graphs for each in found] == [1] * STEPS

@@ -271,6 +271,7 @@ def departed() -> float:
     return (sum(dist(found, in_bf16()) ** 2 for found in drawn) / len(drawn)) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", EACH_RECIPE)
 def test_a_model_learns_in_fp8_as_in_any_rounding_of_its_precision(recipe: str) -> None:
     """Within half of how far such rounding parts from bf16 by chance: single draws are within a quarter of their root mean square."""

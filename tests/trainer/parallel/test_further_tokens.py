@@ -87,6 +87,7 @@ def test_a_run_of_two_stages_goes_on_to_the_same_bits_and_is_converted(tmp_path:
 STAGES = f"pretrain {TIED} --bf16 --pipeline-model-parallel-size 2 --save ckpt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", ["", pytest.param("--use-distributed-optimizer", marks=pytest.mark.slow)]
 )

@@ -151,3 +151,22 @@ def test_what_pretrain_refuses_is_no_plan_either(capsys: pytest.CaptureFixture[s
     assert "12 processes can't be divided" in errors[1]
     with pytest.raises(UsageError, match="--vocab-size is missing"):
         describe(1, GPT3.replace("--vocab-size 50257", "").split())
+
+
+def test_copies_of_offloaded_activations_take_time_where_the_link_to_main_memory_is_slow(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Grace's link is seven times as fast as PCIe 5.0: it hides the copies of a GPT-3 layer."""
+    words = f"{GPT3} --world-size 64 --tp 8 --sequence-parallel"
+    slow, fast, resident = (
+        planned(capsys, f"{words} --gpu {gpu} --cpu-offloading-num-layers {layers}")
+        for gpu, layers in (("a100", 90), ("gh200", 90), ("a100", 0))
+    )
+    assert slow["offloaded_bytes"] == fast["offloaded_bytes"] > resident["offloaded_bytes"] == 0
+    assert fast["offload_seconds"] == resident["offload_seconds"] == 0
+    assert slow["offload_seconds"] == pytest.approx(slow["step_seconds"] - resident["step_seconds"])
+    assert slow["offload_seconds"] > 0
+    asked = [*words.split(), "--cpu-offloading-num-layers", "90", "--gpu", "a100"]
+    assert main(asked) == 0
+    out, _ = capsys.readouterr()
+    assert f"their copies at 32 GB/s add {slow['offload_seconds']:.2f} s to a step" in out

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 STEPS = 2
 
 
-def _prefer(device: torch.device) -> tuple[list[list[float]], list[float]]:
+def prefer(device: torch.device) -> tuple[list[list[float]], list[float]]:
     engine = preference.make(preference.Case(), device)
     known = preference.references(engine, 0).cpu()
     reports = [
@@ -40,9 +40,9 @@ def _prefer(device: torch.device) -> tuple[list[list[float]], list[float]]:
 
 
 def _prefer_on_both(_rank: int) -> Any:
-    on_cpu = _prefer(CPU)
+    on_cpu = prefer(CPU)
     with PretendedGpu():
-        return on_cpu, _prefer(GPU)
+        return on_cpu, prefer(GPU)
 
 
 def test_preferences_are_learned_as_on_a_cpu(gpu_world: PretendedWorld) -> None:
@@ -65,7 +65,7 @@ Generated = tuple[list[Answer], list[Answer], list[Tensor]]
 """The answers in one running batch, the answers one by one, and scores of the prompts."""
 
 
-def _generate(rank: int, model: str, device: torch.device, tp: int = 1) -> Generated | None:
+def generated(rank: int, model: str, device: torch.device, tp: int = 1) -> Generated | None:
     """Return what is generated; None on ranks that follow."""
     config = MODELS[model]
     layout = Layout(tp, stage_layers=(config.layer_count,))
@@ -85,12 +85,12 @@ def _generate(rank: int, model: str, device: torch.device, tp: int = 1) -> Gener
 
 
 def _generate_on_both(rank: int, model: str, tp: int = 1) -> Any:
-    on_cpu = _generate(rank, model, CPU, tp)
+    on_cpu = generated(rank, model, CPU, tp)
     with PretendedGpu(), through_gloo():
-        return on_cpu, _generate(rank, model, GPU, tp)
+        return on_cpu, generated(rank, model, GPU, tp)
 
 
-def _require_same_tokens(on_cpu: Generated, on_gpu: Generated) -> None:
+def require_same_tokens(on_cpu: Generated, on_gpu: Generated) -> None:
     for expected, found in zip(on_cpu[:2], on_gpu[:2], strict=True):
         assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
         beams = [[beam.tokens for beam in answers[-1].beams] for answers in (found, expected)]
@@ -109,13 +109,13 @@ def _require_same_tokens(on_cpu: Generated, on_gpu: Generated) -> None:
 def test_generated_tokens_are_those_of_a_cpu(gpu_world: PretendedWorld, model: str) -> None:
     """In a running batch and one by one; sampled too, as tokens are drawn on the CPU."""
     ((on_cpu, on_gpu),) = gpu_world.run(1, _generate_on_both, model)
-    _require_same_tokens(on_cpu, on_gpu)
+    require_same_tokens(on_cpu, on_gpu)
 
 
 @pytest.mark.slow
 def test_two_ranks_generate_as_two_cpus(gpu_world: PretendedWorld) -> None:
     (found, _) = gpu_world.run(2, _generate_on_both, "qwen3", 2)
-    _require_same_tokens(*found)
+    require_same_tokens(*found)
 
 
 def _save_and_train(_rank: int, root: Path, asynchronous: bool) -> dict[str, torch.Tensor]:

@@ -1,0 +1,74 @@
+"""Copies of tokens for their experts, and sums of the experts' outputs. Each is the other's backward pass.
+
+On a GPU, index_add takes five times as long as it takes to move its bytes, and adds in no fixed order. If no choice was
+dropped, each token has k rows there. Then the sum gathers them, in the order of the token's choices.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The rows of all tokens, in the order of their experts."""
+
+    token: Tensor
+    """int64 [rows]: the token of each row."""
+    place: Tensor | None
+    """int64 [tokens, k]: the rows of each token; None if the rows are added one after the other."""
+
+    def of(self, x: Tensor) -> Tensor:
+        """x [tokens, width] -> [rows, width]."""
+        if self.place is None:
+            return x.index_select(0, self.token)
+        made: Tensor = _Copied.apply(x, self.token, self.place)  # type: ignore[no-untyped-call]
+        return made
+
+    def summed(self, rows: Tensor, like: Tensor) -> Tensor:
+        """rows [rows, width] -> [tokens, width]. like: a tensor of the result's shape."""
+        if self.place is None:
+            return torch.zeros_like(like).index_add(0, self.token, rows)
+        made: Tensor = _Summed.apply(rows, self.token, self.place)  # type: ignore[no-untyped-call]
+        return made
+
+
+def copies_of(slot: Tensor, per_token: int, slots: int) -> Copies:
+    """slot: int64 [rows], token * per_token + the number of the choice. slots: tokens * per_token."""
+    token = slot // per_token
+    if not slot.is_cuda or len(slot) < slots:
+        return Copies(token, None)
+    place = torch.empty_like(slot)
+    place[slot] = torch.arange(slots, device=slot.device)
+    return Copies(token, place.view(-1, per_token))
+
+
+def _sum(rows: Tensor, place: Tensor) -> Tensor:
+    tokens, per_token = place.shape
+    return rows.index_select(0, place.flatten()).view(tokens, per_token, -1).sum(1)
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        return x.index_select(0, token)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        return _sum(grad, place), None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(token)
+        return _sum(rows, place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (token,) = ctx.saved_tensors
+        return grad.index_select(0, token), None, None
