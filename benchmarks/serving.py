@@ -1,101 +1,71 @@
-"""Processor time of a served byte, beside that of a converted byte.
+"""Compares the planner's estimates of text generation with published rates. It needs no GPU.
 
-    python benchmarks/serving.py [--layers 22] [--runs 3] [--dir /fast/disk]
-
-Makes the model of benchmarks/convert.py as a Megatron core checkpoint (TP 2, PP 2). Then, in turns: `megaconv convert` to
-Hugging Face, and a client that reads all files of `megaconv serve-hf` in ranges of 16 MiB. The processor seconds are those of
-the conversion and of the server alone, without the client. Prints medians and their ratio.
+python -m benchmarks.serving           the errors of published rates and prompts, as the tables of docs/planning.md
 """
 
-import argparse
-import http.client
-import json
-import os
-import re
-import shutil
-import statistics
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from collections.abc import Iterator
 
-from convert import LAYOUT, conversion, environment, make_model, run
-
-RANGE = 16 << 20
-TICKS = os.sysconf("SC_CLK_TCK")
+from benchmarks.published_serving import FIRST_TOKENS, LATENCIES, ROWS, Generated
+from megaconv.model.layout import Layout
+from megaconv.planning.gpus import GPUS
+from megaconv.planning.layer_costs import Machine
+from megaconv.planning.served import Served, Server
+from megaconv.planning.serving import Serving
 
 
-def served(source: Path) -> tuple[float, int]:
-    """(processor seconds of the server, bytes that the client read)."""
-    command = [
-        sys.executable,
-        "-m",
-        "megaconv",
-        "serve-hf",
-        str(source),
-        "--name",
-        "o/m",
-        "--port",
-        "0",
-    ]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=environment() | {"PYTHONUNBUFFERED": "1"}
-    ) as server:
-        assert server.stdout is not None
-        found = re.search(r":(\d+)$", server.stdout.readline().strip())
-        assert found is not None
-        client = http.client.HTTPConnection("127.0.0.1", int(found[1]))
-        read = sum(read_file(client, name) for name in names(client))
-        user, system = Path(f"/proc/{server.pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
-        server.terminate()
-    return (int(user) + int(system)) / TICKS, read
+def rate_of(row: Generated) -> float:
+    """Return the estimated rate of a row, with caches that are filled as on average."""
+    answering = _served(row, row.prompt + row.answer // 2)
+    seconds = row.answer * answering.time.total
+    if row.with_prompt:
+        seconds += row.batch * _served(row, row.prompt).first_token
+    return row.batch * row.answer / seconds
 
 
-def names(client: http.client.HTTPConnection) -> list[str]:
-    client.request("GET", "/api/models/o/m")
-    return [each["rfilename"] for each in json.loads(client.getresponse().read())["siblings"]]
+def _served(row: Generated, tokens: int) -> Served:
+    layers = row.config.layer_count
+    serving = Serving(
+        config=row.config,
+        layout=Layout(row.tp, 1, stage_layers=(layers,)),
+        dp=1,
+        seq=tokens,
+        batch=row.batch,
+        fp8=row.fp8,
+        cached=1 if row.fp8 else 2,
+    )
+    return Server(row.config, Machine(GPUS[row.gpu], fp8=row.fp8)).estimate(serving)
 
 
-def read_file(client: http.client.HTTPConnection, name: str) -> int:
-    """Read a file in ranges; returns its bytes."""
-    place, buffer = 0, bytearray(1 << 20)
-    while True:
-        client.request(
-            "GET",
-            f"/o/m/resolve/main/{name}",
-            headers={"Range": f"bytes={place}-{place + RANGE - 1}"},
+def table() -> Iterator[str]:
+    """Yield the lines of the table."""
+    yield "| model | GPUs | sequences | tokens of prompt, answer | published | estimated | error | fitted | source |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in ROWS:
+        rate = rate_of(row)
+        precision = ", FP8" if row.fp8 else ""
+        yield (
+            f"| {row.name}{precision} | {row.tp} {row.gpu} | {row.batch} | {row.prompt:,}, {row.answer:,} | "
+            f"{row.rate:,.0f} tokens/s | {rate:,.0f} tokens/s | {rate / row.rate - 1:+.0%} | "
+            f"{'yes' if row.fitted else ''} | {row.source} |"
         )
-        reply = client.getresponse()
-        while count := reply.readinto(buffer):
-            place += count
-        if place == int(reply.headers["Content-Range"].partition("/")[2]):
-            return place
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=22)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--dir", type=Path, default=None)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-        work = Path(folder)
-        make_model(work / "hf", args.layers)
-        run(conversion(work, "hf", "--saver", "core", *LAYOUT))
-        (work / "out").rename(work / "core")
-        converting, serving = [], []
-        for _ in range(args.runs):
-            converting.append(run(conversion(work, "core", "--saver", "hf"))[1])
-            shutil.rmtree(work / "out")
-            seconds, read = served(work / "core")
-            serving.append(seconds)
-    ours, theirs = statistics.median(serving), statistics.median(converting)
-    print(
-        f"{read:,} bytes, {args.runs} runs: convert {theirs:.2f} s, serve-hf {ours:.2f} s, ratio {ours / theirs:.2f}"
-    )
+def first_tokens() -> Iterator[str]:
+    """Yield the lines of the table of prompts."""
+    yield "| model | GPUs | tokens of the prompt | published | estimated | error | source |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in FIRST_TOKENS:
+        layout = Layout(row.tp, 1, stage_layers=(row.config.layer_count,))
+        serving = Serving(config=row.config, layout=layout, dp=1, seq=row.prompt, fp8=row.fp8)
+        machine = Machine(GPUS[row.gpu], fp8=row.fp8)
+        seconds = Server(row.config, machine).estimate(serving).first_token
+        precision = ", FP8" if row.fp8 else ""
+        yield (
+            f"| {row.name}{precision} | {row.tp} {row.gpu} | {row.prompt:,} | {row.seconds * 1000:.0f} ms | "
+            f"{seconds * 1000:.0f} ms | {seconds / row.seconds - 1:+.0%} | {LATENCIES} |"
+        )
 
 
 if __name__ == "__main__":
-    main()
+    for line in (*table(), "", *first_tokens()):
+        print(line)

@@ -109,6 +109,17 @@ def layer_cost(run: Run, kind: LayerKind, share: RankShare, machine: Machine) ->
     )
 
 
+def forward_seconds(run: Run, kind: LayerKind, share: RankShare, machine: Machine) -> float:
+    """Return the seconds of a forward pass alone, as in inference. share: the layer's parameters on this rank."""
+    attention, _ = _attention_seconds(run, kind, mixer_cost(run.config, kind), machine)
+    products = _product_seconds(run, share, machine)
+    moved = layer_elements(run, kind) * run.tokens * run.itemsize
+    elementwise = ELEMENTWISE * moved / machine.memory
+    # Traffic is counted for both passes, which exchange the same bytes.
+    exchanged = _exchange_seconds(run, of_layer(run, kind, run.tokens, 1), machine.gpu) / 2
+    return products + attention + elementwise + exchanged
+
+
 def head_cost(run: Run, last: RankShare, machine: Machine) -> Cost:
     """Return the cost of the head, and of layers that predict further tokens. last: one layer of the last kind's share."""
     config = run.config

@@ -4,6 +4,7 @@
     <root>/iter_0000010/                       appears by one rename, after all files are on disk
     <root>/hf/                                 config.json and tokenizer, by which megaconv knows the model
     <root>/latest_checkpointed_iteration.txt   10
+    <root>/deltas/                             patches of older checkpoints, with --save-delta
 
 With `asynchronous`, a thread writes a copy while training continues. At most one save runs at a time. An error in the
 thread is raised at the next step. The thread has its own process group, because collectives of two threads must not
@@ -25,6 +26,7 @@ from formats.errors import CheckpointError
 from formats.renames import sync_directory
 from megatron_lite.checkpoint import rank_file
 from megatron_lite.checkpoint.copies import Copies
+from megatron_lite.checkpoint.deltas import Deltas, remove
 from megatron_lite.checkpoint.files import write_blocks, write_common, write_file
 from megatron_lite.checkpoint.snapshot import Snapshot
 
@@ -51,6 +53,8 @@ class Saver:
     """Contents of the files in `hf/`, by name."""
     keep_last: int | None = None
     asynchronous: bool = False
+    deltas: Deltas | None = None
+    """Keeps older checkpoints as patches; None keeps them full."""
     _copies: Copies = field(default_factory=Copies, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _failure: BaseException | None = field(default=None, init=False)
@@ -152,6 +156,8 @@ class Saver:
         _replace(self.root / rank_files.TRACKER, str(snapshot.iteration).encode())
         if self.keep_last is not None:
             self._prune(snapshot.iteration)
+        if self.deltas is not None:
+            self.deltas.add(snapshot.iteration)
 
     def _prune(self, newest: int) -> None:
         assert self.keep_last is not None
@@ -163,11 +169,7 @@ class Saver:
         older.sort()
         too_many = max(0, len(older) + 1 - self.keep_last)
         for number in older[:too_many]:
-            # Rename to a hidden name first: if the run is killed here, no partial checkpoint must keep a valid name.
-            leaving = self.root / rank_files.iteration_directory(number)
-            hidden = leaving.with_name(f".{leaving.name}.replaced")
-            leaving.rename(hidden)
-            shutil.rmtree(hidden)
+            remove(self.root / rank_files.iteration_directory(number))
 
     def _barrier(self) -> None:
         if self.group is not None:

@@ -15,6 +15,7 @@ from megaconv.model.fields import changed
 from megaconv.planning.gpus import peak_tflops
 from megaconv.store_inputs import parsed, writable_store
 from megatron_lite.checkpoint.adapter_runs import AdapterStart, find_adapters, start_adapters
+from megatron_lite.checkpoint.deltas import Deltas
 from megatron_lite.checkpoint.restore import Start, find_start
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.sidecars import sidecars
@@ -317,7 +318,8 @@ def _saver(basis: Basis, setup: Setup) -> Saver | None:
         saving.async_save,
     )
     if not is_stored:
-        return Saver(*options)
+        deltas = None if saving.save_delta is None else Deltas(root, saving.save_delta)
+        return Saver(*options, deltas)
     if kind == "adapter":
         raise UsageError(
             f"--save {saving.save}: adapters can't be saved to a store; choose a directory"

@@ -113,6 +113,9 @@ class Checkpointing:
         False, "continue from --save if it holds a checkpoint, else start as the other flags say"
     )
     keep_last: int | None = flag(None, "number of checkpoints to keep; older ones are removed")
+    save_delta: int | None = flag(
+        None, "keep one full checkpoint of every N, and the others as patches in deltas/; the newest is always full"
+    )  # fmt: skip
     ckpt_format: str = flag("torch_dist", "format to save in", choices=("torch_dist", "torch"))
     ckpt_convert_format: str | None = flag(
         None, "make no step: save the checkpoint of --load in this format", choices=("torch_dist", "torch")

@@ -54,7 +54,7 @@ def _counts(settings: Settings) -> Judged:
         "lora_rank": settings.lora.lora_rank, "exit_interval": training.exit_interval, "save_interval": saving.save_interval,
         "check_weight_hash_across_dp_replicas_interval": training.check_weight_hash_across_dp_replicas_interval,
         "fp8_amax_history_len": settings.precision.fp8_amax_history_len,
-        "keep_last": saving.keep_last, "muon_num_ns_steps": settings.optimizer.muon_num_ns_steps,
+        "keep_last": saving.keep_last, "save_delta": saving.save_delta, "muon_num_ns_steps": settings.optimizer.muon_num_ns_steps,
         "log_interval": logging.log_interval, "recompute_num_layers": settings.recompute.recompute_num_layers,
     }  # fmt: skip
     for name, value in positive.items():
@@ -200,6 +200,19 @@ def _saving(settings: Settings) -> Judged:
     saving = settings.checkpointing
     yield saving.save_interval and not saving.save, "--save-interval needs --save"
     yield saving.resume and not saving.save, "--resume continues from --save, which is missing"
+    yield saving.save_delta and not saving.save, "--save-delta needs --save"
+    yield (
+        saving.save_delta and saving.keep_last,
+        "--save-delta keeps all checkpoints, and --keep-last removes them; leave one of them out",
+    )
+    yield (
+        saving.save_delta and saving.save and is_store(saving.save),
+        "--save-delta needs a directory: patches of checkpoints in a store aren't supported",
+    )
+    yield (
+        saving.save_delta and settings.lora.wanted,
+        "--save-delta: adapters are small and have no patches; leave it out",
+    )
 
 
 def _recompute(settings: Settings) -> Judged:

@@ -209,3 +209,55 @@ def test_adapters_alone_fit_where_training_does_not(llama: Path) -> None:
     adapters = planned(llama, *small, "--for", "lora")[0]
     assert not whole["fits"]
     assert adapters["fits"]
+
+
+def test_a_server_is_planned_with_its_times_its_memory_and_its_flags(llama: Path) -> None:
+    found = planned(llama, "--for", "infer", "--gpus", 4, "--seq-length", 2048)
+    assert {"tp", "pp", "vpp", "ep", "etp", "cp", "dp"} <= set(found[0])
+    rates = [one["tokens_per_second"] for one in found]
+    assert rates == sorted(rates, reverse=True)
+    for one in found:
+        assert one["tp"] * one["pp"] * one["dp"] == one["gpus"] == 4
+        assert one["token_seconds"] == pytest.approx(sum(one["terms"].values()))
+        assert one["tokens_per_second"] == pytest.approx(one["sequences"] / one["token_seconds"])
+        parts = [size for name, size in one["memory"].items() if name != "total"]
+        assert one["memory"]["total"] == pytest.approx(sum(parts))
+        assert one["memory"]["total"] <= 80 * 2**30
+        assert one["fits"]
+    shown = run("plan", llama, "--for", "infer").out
+    assert "1 h100 of 80.00 GiB" in shown
+    assert "a token's time in the first one: compute" in shown
+    assert "vLLM:          --max-model-len 4096" in shown
+
+
+def test_a_server_that_does_not_fit_is_shown_with_its_memory(llama: Path) -> None:
+    (one,) = planned(llama, "--for", "infer", "--gpus", 1, "--gpu-memory", "1GiB")
+    assert (one["fits"], one["limit"]) == (False, "memory too small")
+    assert "0 layouts fit" in run("plan", llama, "--for", "infer", "--gpus", 1, "--gpu-memory", "1GiB").out  # fmt: skip
+
+
+def test_sequences_that_one_asks_for_are_shared_by_the_replicas(llama: Path) -> None:
+    found = planned(llama, "--for", "infer", "--gpus", 8, "--global-batch-size", 16, "--tp", 2)
+    assert {one["sequences"] for one in found} == {16}
+    assert {one["tp"] for one in found} == {2}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--cp", 2), "--cp is for training; leave it out with --for infer"),
+        (("--micro-batch-size", 2), "--micro-batch-size is for training"),
+        (("--moe-token-dispatcher-type", "flex"), "--moe-token-dispatcher-type is for training"),
+        (("--gpus", 3, "--tp", 2), "--gpus 3 --tp 2; --tp x --pp has to divide --gpus"),
+        (("--gpu", "a100", "--fp8"), "--gpu a100 has no FP8"),
+        (("--ep", 2), "--ep 2"),
+    ],
+)
+def test_flags_that_no_server_has_are_refused(
+    llama: Path, options: tuple[object, ...], named: str
+) -> None:
+    assert_refused(run("plan", llama, "--for", "infer", *options), 2, named)
+
+
+def test_a_cache_needs_a_server(llama: Path) -> None:
+    assert_refused(run("plan", llama, "--kv-cache-dtype", "fp8"), 2, "needs --for infer")

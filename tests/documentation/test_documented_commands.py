@@ -6,12 +6,14 @@ import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import megaconv
 from tests.conftest import FIXTURES
 from tests.documented_commands import (
     PAGES,
@@ -249,6 +251,13 @@ def usual(llama: Path) -> dict[str, Make]:
     }
 
 
+def patch_of_seed(seed: int, target: Path) -> None:
+    """A patch between two models with random weights of neighbouring seeds."""
+    with TemporaryDirectory() as directory:
+        old, new = (write_llama(Path(directory, str(each)), seed=each) for each in (seed - 1, seed))
+        megaconv.delta(old, new, target)
+
+
 def special(page: str) -> Mapping[str, Make]:
     """Files that one page needs in another form than usual."""
     pages: dict[str, Mapping[str, Make]] = {
@@ -262,6 +271,11 @@ def special(page: str) -> Mapping[str, Make]:
         "docs/delta.md": {
             name: partial(write_llama, seed=seed)
             for seed, name in enumerate(("first", "second", "third"))
+        }
+        | {
+            "ckpt/iter_0000100": partial(write_llama, seed=0),
+            "ckpt/deltas/iter_0000200": partial(patch_of_seed, 1),
+            "ckpt/deltas/iter_0000300": partial(patch_of_seed, 2),
         },
         "docs/planning.md": {
             "DeepSeek-V3": published("deepseek-ai/DeepSeek-V3"),

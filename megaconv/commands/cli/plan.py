@@ -16,10 +16,16 @@ from megaconv.terminal import show
 if TYPE_CHECKING:
     from megaconv.commands.best_layouts import BestLayouts
     from megaconv.commands.layouts import Layouts
+    from megaconv.commands.served_layouts import ServedLayouts
     from megaconv.model.ir import Header
 
 Dispatcher = Literal["alltoall", "flex"]
-Purpose = Literal["train", "finetune", "lora"]
+Purpose = Literal["train", "finetune", "lora", "infer"]
+CacheDtype = Literal["auto", "fp8"]
+ONLY_TRAINED = {
+    "vpp": "--vpp", "etp": "--etp", "cp": "--cp", "micro_batch": "--micro-batch-size",
+}  # fmt: skip
+"""Sizes that only a training run has -> their flags."""
 
 
 def _size(flag: str, what: str) -> typer.models.OptionInfo:
@@ -56,7 +62,10 @@ def plan(
         int | None, typer.Option("--global-batch-size", min=1, help="Sequences of a step.")
     ] = None,
     purpose: Annotated[
-        Purpose, typer.Option("--for", help="Train all weights, or only adapters (lora).")
+        Purpose,
+        typer.Option(
+            "--for", help="Train all weights, or only adapters (lora); or serve the model."
+        ),
     ] = "train",
     fp8: Annotated[
         bool, typer.Option("--fp8", help="Products with the layers' weights are FP8.")
@@ -82,6 +91,10 @@ def plan(
     etp: Annotated[int | None, _size("--etp", "expert tensor-parallel size")] = None,
     cp: Annotated[int | None, _size("--cp", "context-parallel size")] = None,
     micro_batch_size: Annotated[int | None, _size("--micro-batch-size", "microbatch")] = None,
+    cache: Annotated[
+        CacheDtype,
+        typer.Option("--kv-cache-dtype", help="With --for infer: dtype of cached keys and values."),
+    ] = "auto",
     top: Annotated[int, typer.Option("--top", min=1, help="Layouts to show.")] = 10,
     loader: str | None,
     load: LoadOptions,
@@ -92,6 +105,7 @@ def plan(
 
     With --seq-length and --global-batch-size, the layouts are ranked by the estimated time of a step. Without them, the
     memory is that of weights, gradients and optimizer state with Megatron's distributed optimizer, without activations.
+    With --for infer, the layouts of a server are ranked by the tokens that it generates in a second.
     PATH may also be a config.json, or a directory with nothing but one.
     """
     from megaconv.commands.inspection import inspect
@@ -100,12 +114,21 @@ def plan(
         "tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "cp": cp, "micro_batch": micro_batch_size,
     }  # fmt: skip
     given = {name: size for name, size in fixed.items() if size is not None}
+    if purpose == "infer":
+        _refuse_training_flags(given, overlap_experts=overlap_experts, dispatcher=dispatcher)
+    elif cache != "auto":
+        raise UsageError(f"--kv-cache-dtype {cache} needs --for infer")
     searches = seq_length or global_batch_size or gpu or given or fp8 or purpose == "lora"
-    if searches and gpus is None:
+    if searches and gpus is None and purpose != "infer":
         raise UsageError("--gpus is missing: a search needs the number of GPUs")
     header = inspect(path, replace(load, optimizer=False), loader, check_source=False).header
-    found: Layouts | BestLayouts
-    if searches and gpus is not None:
+    found: Layouts | BestLayouts | ServedLayouts
+    if purpose == "infer":
+        found = _served(
+            header, gpus, gpu or DEFAULT_GPU, gpu_memory, seq_length, global_batch_size, given, top,
+            fp8=fp8, cache=cache,
+        )  # fmt: skip
+    elif searches and gpus is not None:
         found = _searched(
             header, gpus, gpu or DEFAULT_GPU, gpu_memory, seq_length, global_batch_size, given, top,
             fp8=fp8, adapters=purpose == "lora", overlap_experts=overlap_experts, dispatcher=dispatcher,
@@ -161,3 +184,51 @@ def _searched(
         fixed=fixed,
     )
     return best_layouts(header, wanted, machine, top)
+
+
+def _refuse_training_flags(
+    given: dict[str, int], *, overlap_experts: bool, dispatcher: Dispatcher
+) -> None:
+    """Raise UsageError for the first flag that only a training run has."""
+    wrong = [flag for name, flag in ONLY_TRAINED.items() if name in given]
+    if overlap_experts:
+        wrong.append("--overlap-moe-expert-parallel-comm")
+    if dispatcher != "alltoall":
+        wrong.append("--moe-token-dispatcher-type")
+    if wrong:
+        raise UsageError(f"{wrong[0]} is for training; leave it out with --for infer")
+
+
+def _served(
+    header: "Header",
+    gpus: int | None,
+    name: str,
+    gpu_memory: str | None,
+    seq: int | None,
+    sequences: int | None,
+    fixed: dict[str, int],
+    top: int,
+    *,
+    fp8: bool,
+    cache: CacheDtype,
+) -> "ServedLayouts":
+    from formats.tensor import ITEMSIZE
+    from megaconv.commands.served_layouts import served_layouts
+    from megaconv.options.values import byte_size
+    from megaconv.planning.gpus import gpu_named
+    from megaconv.planning.layer_costs import Machine
+    from megaconv.planning.serving_search import WantedServer
+
+    gpu = gpu_named(name)
+    machine = Machine(gpu, fp8=fp8)
+    machine.products  # noqa: B018  (refuses FP8 on a GPU without it, before the search)
+    wanted = WantedServer(
+        gpus=gpus,
+        seq=seq or min(header.config.max_positions, 4096),
+        sequences=sequences,
+        memory=gpu.memory if gpu_memory is None else byte_size(gpu_memory, "--gpu-memory "),
+        fp8=fp8,
+        cached=1 if cache == "fp8" else max(2, ITEMSIZE[header.config.dtype]),
+        fixed=fixed,
+    )
+    return served_layouts(header, wanted, machine, top)

@@ -1,0 +1,73 @@
+"""The cache of a sequence in inference: the bytes that each layer keeps for the tokens to come.
+
+    attention   k and v of each key/value head, for each token in reach; a rank has at least one head
+    latent      the latent vector and the rotating part of the keys, for each token, on every tensor rank
+    sparse      the same, and the indexer's key
+    linear      the last inputs of the convolution, and the state in float32
+    mamba       the same
+
+Inference engines such as vLLM, SGLang and TensorRT-LLM keep these. megatron-lite keeps all heads of latent attention,
+and all tokens of layers with a window.
+"""
+
+from collections.abc import Callable
+
+from megaconv.model.config import ModelConfig
+from megaconv.model.subjects import LayerKind
+from megaconv.planning.mixers import mixer_word
+
+FLOAT32 = 4
+MAMBA_CONVOLUTION = 4
+"""Positions of Mamba 2's convolution."""
+
+
+def reach(kind: LayerKind, tokens: int) -> int:
+    """Return the number of cached tokens to which a token attends."""
+    return min(tokens, kind.window or kind.chunk or tokens)
+
+
+def cache_bytes(
+    config: ModelConfig, kind: LayerKind, tokens: int, tp: int, cached: int, itemsize: int
+) -> float:
+    """Return the bytes that a rank keeps for one sequence in a layer.
+
+    tokens: of the sequence. cached: bytes of an element of keys and values. itemsize: bytes of an activation.
+    """
+    word = mixer_word(config, kind)
+    if word == "none":
+        return 0.0
+    if word in _STATES:
+        channels, state = _STATES[word](config)
+        return (channels * itemsize + state * FLOAT32) / tp
+    return _of_token(config, word, tp) * reach(kind, tokens) * cached
+
+
+def _of_token(config: ModelConfig, word: str, tp: int) -> float:
+    """Return the elements that a rank keeps for a token."""
+    attention, latent = config.attention, config.latent
+    if word == "attention":
+        return 2 * max(1.0, attention.kv_heads / tp) * attention.head_dim
+    found = latent.kv_rank + latent.rope_dim
+    return found + (config.indexer.head_dim if word == "sparse" else 0)
+
+
+def _of_delta_net(config: ModelConfig) -> tuple[float, float]:
+    """Return the elements of the convolution's inputs, and of the state."""
+    linear = config.linear
+    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    return (2 * keys + values) * (linear.conv - 1), values * linear.key_dim
+
+
+def _of_mamba(config: ModelConfig) -> tuple[float, float]:
+    """Return the elements of the convolution's inputs, and of the state."""
+    mamba = config.mamba
+    inner = mamba.heads * mamba.head_dim
+    channels = inner + 2 * mamba.groups * mamba.state
+    return channels * (MAMBA_CONVOLUTION - 1), inner * mamba.state
+
+
+_STATES: dict[str, Callable[[ModelConfig], tuple[float, float]]] = {
+    "linear": _of_delta_net,
+    "mamba": _of_mamba,
+}
+"""Mixers whose cache does not grow with the sequence."""
