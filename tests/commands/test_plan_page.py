@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megaconv.commands.views.bars import LABEL
 from megaconv.planning.bubble import bubble, timeline
 from tests.commands.test_plan import LLAMA_8B
 from tests.runs import assert_refused, run
@@ -97,7 +98,7 @@ def test_bars_have_the_lengths_of_memory_and_time(llama: Path) -> None:
         )
     line = memory.find("line")
     assert line is not None
-    room = (float(line.attrib["x1"]) - 190) / 80
+    room = (float(line.attrib["x1"]) - LABEL) / 80
     assert widths(memory)[18.0] / room == pytest.approx(layouts[0]["memory"]["total"] / 2**30, rel=2e-3)  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megaconv.planning.bubble import Timed
 
 WIDTH = 1000
-LABEL, ROW, BAR = 190, 26, 18
+LABEL, ROW, BAR = 230, 26, 18
 """Width of the labels, height of a row and of its bar."""
 RANK_ROW, PASS = 18, 15
 """Height of a pipeline rank's row, and of a pass in it."""
