@@ -230,7 +230,11 @@ def test_an_engine_for_evaluation_alone_needs_no_optimizer() -> None:
     assert bare.evaluate(own) == engine.evaluate(own)
 
 
-def test_any_rectangle_of_a_random_tensor_is_cut_from_the_same_one() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_any_rectangle_of_a_random_tensor_is_cut_from_the_same_one(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several threads draw the same numbers."""
     import numpy as np
 
     from formats.tensor import Box
@@ -238,7 +242,8 @@ def test_any_rectangle_of_a_random_tensor_is_cut_from_the_same_one() -> None:
     tensor = RandomTensor((700, 6), 3, normal(1.0))
     whole = np.empty((700, 24), np.uint8)
     tensor.read_into(Box(0, 700, 0, 6), whole)
-    for box in (Box(250, 520, 2, 5), Box(699, 700, 0, 1), Box(0, 256, 0, 6)):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for box in (Box(250, 520, 2, 5), Box(699, 700, 0, 1), Box(0, 256, 0, 6), Box(0, 700, 0, 6)):
         part = np.empty((box.rows, box.cols * 4), np.uint8)
         tensor.read_into(box, part)
         assert np.array_equal(part, whole[box.row0 : box.row1, box.col0 * 4 : box.col1 * 4])
