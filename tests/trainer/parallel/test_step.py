@@ -289,7 +289,7 @@ def test_layers_are_traced_whole_and_only_once(monkeypatch: pytest.MonkeyPatch) 
 def test_a_compiled_mixture_is_traced_once_and_left_for_its_experts_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """How many rows an expert gets changes all the time: the mixture runs as it is, and nothing is traced anew for other numbers."""
+    """The rows of an expert change from step to step. The mixture is not compiled, apart from its activation for any number of rows."""
     from torch._dynamo.utils import counters
 
     counters.clear()
@@ -302,7 +302,7 @@ def test_a_compiled_mixture_is_traced_once_and_left_for_its_experts_alone(
             step(plain, case, number).loss, rel=1e-6
         )
         found.append(counters["stats"]["unique_graphs"])
-    assert found[0] == found[-1] <= 2, "before the mixture and behind it"
+    assert found[0] == found[-1] <= 3, "before the mixture, its activation, and behind it"
 
 
 def test_with_dropout_all_layers_share_what_was_traced_once(
