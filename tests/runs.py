@@ -1,5 +1,6 @@
 """The command line run by tests, and what has to hold after every run that fails."""
 
+import gc
 import os
 import pty
 import signal
@@ -34,6 +35,7 @@ def run(*arguments: object) -> Outcome:
         redirect_stdout(out),
         redirect_stderr(err),
         patch.object(sys, "argv", ["megaconv", *map(str, arguments)]),
+        patch.object(gc, "freeze"),  # a command freezes its garbage, as its process ends
     ):
         try:
             main()

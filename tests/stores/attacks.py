@@ -17,7 +17,8 @@ from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
-from formats.stores import selectors
+from formats import partial_files
+from formats.stores import selectors, windows
 from formats.stores.claim import CLAIM
 from megaconv.engine import transfer
 from tests.runs import Outcome, run
@@ -55,9 +56,17 @@ class Broken(AssertionError):
     """The promise was broken."""
 
 
+def _start_afresh(store: SmallStore) -> None:
+    """Empty the store, and free the clients of earlier runs. A process keeps them for tensors that somebody may hold."""
+    store.clear()
+    partial_files._files.clear()
+    partial_files._roots.clear()
+    windows._SHARED = windows._Shared()
+
+
 def undisturbed(store: SmallStore, words: tuple[object, ...]) -> tuple[Scenario, int]:
     """(the scenario, the number of its requests)."""
-    store.clear()
+    _start_afresh(store)
     outcome = run(*words)
     assert outcome.status == 0, outcome.err
     return Scenario(words, store.below("out/")), len(store.asked)
@@ -65,7 +74,7 @@ def undisturbed(store: SmallStore, words: tuple[object, ...]) -> tuple[Scenario,
 
 def kill(store: SmallStore, scenario: Scenario, number: int, *, after: bool, resume: bool) -> str:
     """Kill a run at a request, and run it again. Returns the state in between. Raises Broken."""
-    store.clear()
+    _start_afresh(store)
     what = f"killed {'after' if after else 'before'} request {number}, resume={resume}"
     words = (*scenario.words, "--resume") if resume else scenario.words
     process: list[int] = []
@@ -92,7 +101,7 @@ def fault(
     store: SmallStore, scenario: Scenario, number: int, kind: str, *, lasting: bool
 ) -> Outcome:
     """Let a request fail, once or from then on. Raises Broken."""
-    store.clear()
+    _start_afresh(store)
     hit: list[Asked] = []
 
     def fail(asked: Asked) -> Fault | None:
