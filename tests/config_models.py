@@ -480,6 +480,8 @@ CHOICES: dict[str, tuple[Raw, ...]] = {
     "stablelm": ({"positions.rotary_percent": 0.25}, QKV_BIAS),
     "glm": ({}, QKV_BIAS, QKV_BIAS | {"positions.rotary_percent": 0.5}),
     "ernie4_5": ({}, ALL_BIASES),
+    "internlm3": ({}, ALL_BIASES),
+    "iquestcoder": ({}, ALL_BIASES),
 }
 """What models of these families may have besides what all of them have."""
 
@@ -583,7 +585,7 @@ def configs(draw: Draw) -> ModelConfig:
         windowed = draw(st.sets(st.integers(0, layers - 1)))
         size = draw(st.integers(1, 99)) if windowed else None
         return changed(config, {"layers.window": per_layer(windowed, layers, size, None)})
-    if name in ("granite", "internlm2"):
+    if name in ("granite", "hyperclovax", "internlm2"):
         return config
     if name == "ministral3":
         return changed(

@@ -62,7 +62,7 @@ def complete(family: str) -> dict[str, Any]:
         "sliding_window": 8,
         "max_window_layers": 2,
     }
-    return raw_config(family, torch_dtype="bfloat16", **({} if family == "nemotron_h" else windows))
+    return raw_config(family, torch_dtype="bfloat16", **({} if family in ("nemotron_h", "iquestcoder") else windows))
 
 
 def declared(table: Family) -> set[str]:

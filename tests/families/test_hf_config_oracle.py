@@ -490,7 +490,7 @@ def test_keys_that_are_left_out_have_the_values_that_transformers_gives_them(nam
 
 
 TRANSFORMERS_CANNOT = (
-    *((name, "num_key_value_heads") for name in ("cwm", "helium", "mellum", "ministral")),
+    *((name, "num_key_value_heads") for name in ("cwm", "helium", "internlm3", "iquestcoder", "mellum", "ministral")),
     *((name, "num_key_value_heads") for name in ("ministral3", "vaultgemma", "youtu")),
     *((name, "head_dim") for name in ("cwm", "helium", "mellum", "ministral3", "vaultgemma")),
     ("cwm", "sliding_window"),

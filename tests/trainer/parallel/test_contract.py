@@ -63,6 +63,9 @@ FEATURES = {
             ("ministral3", {"temperature.scale": 0.3, "temperature.interval": 4, "temperature.everywhere": True}),
             ("helium", {"positions.interleaved": True}),
             ("internlm2", {"attention.qkv_bias": True, "attention.o_bias": True}),
+            ("internlm3", dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias"), True)),
+            ("iquestcoder", {}),
+            ("hyperclovax", {"residual_scale": 0.3, "head.divisor": 3.0, "embedding_scale": 12.0, "norm.place": "both"}),
             ("qwen", {"attention.qkv_bias": True}),
             ("youtu", {name: LATENT[name] for name in LATENT if name.startswith(("attention", "latent"))}),
         )
