@@ -302,6 +302,12 @@ VARIANTS = {
         {"epsilon": {"norm_epsilon": 1e-5}, "no window": {"sliding_window": None}},
         quick=QUICK,
     ),
+    "gpt_neox": Variant(
+        "gpt_neox",
+        {"num_key_value_heads": 8, "layer_norm_eps": 1e-3, "use_parallel_residual": False, **rope(5000.0, partial_rotary_factor=0.5)},
+        {"epsilon": {"layer_norm_eps": 1e-5}, "whole heads": rope(5000.0, partial_rotary_factor=1.0)},
+        quick=QUICK,
+    ),
     "stablelm": Variant(
         "stablelm",
         {"layer_norm_eps": 1e-3, "use_qkv_bias": True, **rope(5000.0, partial_rotary_factor=0.5)},
@@ -543,6 +549,10 @@ BEYOND_MEGATRON = {
     ),
     "hyperclovax, no norms after sublayers": Variant(
         "hyperclovax", {"use_post_norm": False, "attention_bias": True, "mlp_bias": True}, {"logits": {"logits_scaling": 4.0}}
+    ),
+    "gpt_neox, parallel": Variant(
+        "gpt_neox", {"num_key_value_heads": 8, "layer_norm_eps": 1e-3, "hidden_act": "gelu_new", "attention_bias": False},
+        {"one after the other": {"use_parallel_residual": False}, "activation": {"hidden_act": "gelu"}},
     ),
     "bamba": Variant(
         "bamba", {**MIXED, "attn_layer_indices": [1]},

@@ -28,7 +28,9 @@ def _write_biases(config: ModelConfig) -> Raw:
     found = {name: value_of(config, name) for name in _BIASES}
     if len(set(found.values())) > 1:
         told = ", ".join(f"{name} {value}" for name, value in found.items())
-        raise NotExpressible(f"the model has {told}; an InternLM 3 has all of these biases, or none")
+        raise NotExpressible(
+            f"the model has {told}; an InternLM 3 has all of these biases, or none"
+        )
     return {_OF_ATTENTION: config.attention.qkv_bias, _OF_MLP: config.mlp.bias}
 
 

@@ -92,6 +92,7 @@ CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "internlm2": {"bias": False},
     "internlm3": {"attention_bias": True, "mlp_bias": True},
     "iquestcoder": {},
+    "gpt_neox": {"num_key_value_heads": 8, "hidden_act": "gelu", "use_parallel_residual": False},
     "hyperclovax": {},
     "mellum": {**EXPERTS, "mlp_layer_types": ["sparse", "dense", "sparse"]},
     "ministral": {},

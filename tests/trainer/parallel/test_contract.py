@@ -138,6 +138,9 @@ FEATURES = {
         },
     ),
     "seed_oss": changed(replace(MODELS["qwen3"], family="seed_oss"), {"attention.qk_norm": False, "attention.qkv_bias": True}),
+    "gpt_neox": changed(
+        replace(MODELS["gpt2"], family="gpt_neox"), {"positions.kind": "rope", "parallel_residual": True, "tie_embeddings": False}
+    ),
     "starcoder2": changed(replace(MODELS["gpt2, untied"], family="starcoder2"), {"positions.kind": "rope", "layers.window": 5}),
     "stablelm": changed(replace(MODELS["qwen3"], family="stablelm"), {"attention.qk_norm": False, "norm.kind": "LayerNorm"}),
     **{
