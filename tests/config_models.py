@@ -148,6 +148,7 @@ OWN_KEYS: dict[str, Raw] = {
         "layer_norm_eps": 1e-5,
         "hidden_act": "gelu",
         "rotary_pct": 0.5,
+        "use_parallel_residual": False,
         "head_dim": 4,
         "num_key_value_heads": 8,
     },
