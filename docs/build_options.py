@@ -13,7 +13,7 @@ import typer.main
 
 import megaconv
 from megaconv.called import spelled
-from megaconv.commands.cli import COMMANDS, app
+from megaconv.commands.cli import COMMANDS, app, load
 from megaconv.options.option import HEADINGS, Range
 
 DOCS = Path(__file__).parent
@@ -58,6 +58,7 @@ def _commands_by_row() -> dict[Row, list[str]]:
 
 def _rows(command: str) -> Iterator[Row]:
     """The options of a command that `--help` shows, in its order."""
+    load()
     commands: Any = typer.main.get_command(app)
     for each in commands.commands[command].params:
         if (

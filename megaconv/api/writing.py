@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
+from formats.opened import OpenedFiles
 from megaconv.called import checked
 from megaconv.commands import cleaning, comparison, sealing
 from megaconv.commands import push as pushing
@@ -21,7 +22,7 @@ from megaconv.options.option import built
 from megaconv.options.values import adapter_choices
 from megaconv.patches import applying
 from megaconv.patches.making import PatchReport, make_patch
-from megaconv.patches.sparse import make_sparse, require_engine
+from megaconv.patches.sparse import make_sparse, refuse_resume, require_engine
 
 
 @checked
@@ -181,6 +182,7 @@ def delta(
     options: Mapping[str, str] | None = None,
     sparse: str | None = None,
     overwrite: bool = False,
+    resume: bool = False,
     workers: int = 0,
 ) -> PatchReport:
     """Write a patch to save_dir: what changed between two checkpoints, of any formats and layouts.
@@ -193,9 +195,12 @@ def delta(
     require_workers(workers)
     if sparse is not None:
         require_engine(sparse)
+        refuse_resume(resume=resume)
         read = replace(read, optimizer=False)
     inputs = comparison.find_both(old, new, read, (loader, loader))
-    left, right = comparison.open_both(inputs, read)
+    opened = OpenedFiles()
+    with opened:
+        left, right = comparison.open_both(inputs, read)
     threads = workers or default_workers(writing=False)
     refuse_place(save_dir)
     if sparse is not None:
@@ -209,6 +214,8 @@ def delta(
         options=read,
         workers=threads,
         overwrite=overwrite,
+        resume=resume,
+        opened=opened,
         lineage=lineage_of_patch(*inputs),
     )
 
@@ -221,6 +228,7 @@ def apply(
     *,
     saver: str | None = None,
     overwrite: bool = False,
+    resume: bool = False,
     verify: bool = False,
     max_memory: int | str = "256MiB",
     workers: int = 0,

@@ -53,7 +53,7 @@ class BestLayouts:
     """The layouts of a run, the shortest step first."""
 
     config: ModelConfig
-    gpu: Gpu
+    machine: Machine
     wanted: Wanted
     placed: tuple[Placed, ...]
     candidates: int
@@ -74,6 +74,10 @@ class BestLayouts:
         }  # fmt: skip
 
     @property
+    def gpu(self) -> Gpu:
+        return self.machine.gpu
+
+    @property
     def parameters_with_mtp(self) -> int:
         """Parameters of the model, with layers that predict further tokens."""
         return parameter_count(self.config)
@@ -85,14 +89,15 @@ class BestLayouts:
 
     def lines(self) -> Iterator[str]:
         """Yield lines for people."""
-        yield from self._description()
+        yield from self.description()
         yield HEADINGS
         for one in self.placed:
             yield _row(one)
         yield ""
         yield from self._first()
 
-    def _description(self) -> Iterator[str]:
+    def description(self) -> Iterator[str]:
+        """Yield what is searched, and how many layouts fit."""
         wanted = self.wanted
         with_mtp = ""
         if self.config.mtp_layers:
@@ -160,7 +165,7 @@ def best_layouts(header: Header, wanted: Wanted, machine: Machine, top: int) -> 
         )
         for one in best_of_each(chosen)[:top]
     ]
-    return BestLayouts(config, machine.gpu, wanted, tuple(placed), tried + more, len(layouts))
+    return BestLayouts(config, machine, wanted, tuple(placed), tried + more, len(layouts))
 
 
 def _placed(one: Estimate, first: Estimate, rank: int, memory: int) -> Placed:

@@ -77,6 +77,10 @@ class Layouts:
             sizes = f"{one.layout.tp:>4} {one.layout.pp:>4} {one.layout.ep:>4} {one.layout.etp:>4} {one.world:>6}"
             too_large = "" if self.fits(one) else "  too large"
             yield f"{sizes}  {one.share.parameters:>18,}  {readable(one.weight_bytes):>11}  {readable(one.training_bytes):>11}{too_large}"
+        yield from self.notes()
+
+    def notes(self) -> Iterator[str]:
+        """Yield what is counted, and the reasons why other layouts are not possible."""
         yield "to train: weights, gradients and optimizer state of the fullest rank, without activations"
         for sizes, reason in self.refused:
             yield f"not possible: {sizes}: {reason}"

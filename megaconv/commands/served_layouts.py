@@ -62,18 +62,23 @@ class ServedLayouts:
         return parameter_count(self.config)
 
     def to_json(self) -> dict[str, Any]:
-        first = self.placed[0].served.serving
         return {
             "layouts": [one.to_json() for one in self.placed], "fitting": self.fitting, "gpus": self.gpus,
             "gpu": self.gpu.name, "gpu_memory": self.wanted.memory, "parameters": self.parameters,
-            "flags": {
-                "megatron_lm": megatron_lm_flags(first), "megatron_lite": megatron_lite_flags(first),
-                "vllm": vllm_flags(first),
-            },
+            "flags": self.flags(),
         }  # fmt: skip
 
-    def lines(self) -> Iterator[str]:
-        """Yield lines for people."""
+    def flags(self) -> dict[str, list[str]]:
+        """Return the flags of the first layout by program; none for a program that can't serve it."""
+        first = self.placed[0].served.serving
+        return {
+            "megatron_lm": megatron_lm_flags(first),
+            "megatron_lite": megatron_lite_flags(first),
+            "vllm": vllm_flags(first),
+        }
+
+    def description(self) -> Iterator[str]:
+        """Yield what is searched, and how many layouts fit."""
         wanted = self.wanted
         yield f"{self.config.family}, {self.parameters:,} parameters"
         number = "as many sequences as fit"
@@ -85,6 +90,10 @@ class ServedLayouts:
         )
         fitting = "1 layout fits" if self.fitting == 1 else f"{self.fitting:,} layouts fit"
         yield f"{fitting} the memory; an estimate, not a measurement"
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines for people."""
+        yield from self.description()
         yield HEADINGS
         for one in self.placed:
             yield _row(one)
@@ -103,10 +112,11 @@ class ServedLayouts:
         replicas = served.serving.dp
         if replicas > 1:
             yield f"flags of one of the {replicas:,} replicas; vLLM starts all of them if --data-parallel-size is given:"
-        yield f"Megatron-LM:   {join(megatron_lm_flags(served.serving))}"
-        own = megatron_lite_flags(served.serving)
+        flags = self.flags()
+        own = flags["megatron_lite"]
+        yield f"Megatron-LM:   {join(flags['megatron_lm'])}"
         yield f"megatron-lite: {join(own) if own else NO_FP8}"
-        yield f"vLLM:          {join(vllm_flags(served.serving))}"
+        yield f"vLLM:          {join(flags['vllm'])}"
 
 
 NO_FP8 = (

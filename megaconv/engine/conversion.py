@@ -338,9 +338,6 @@ def _identity(
 
     The keys are names for messages.
     """
-    # Ranks may each read a copy of a file, but a resumed run must find the files themselves untouched.
-    states = zip(opened.listing(), opened.inode_changes(), strict=True)
-    files = {path: _digest(size, written, changed) for (path, size, written), changed in states}
     return {
         "megaconv": __version__,
         "--saver": saver,
@@ -353,12 +350,20 @@ def _identity(
         )
         or "none",
         "the source's revision": _digest(revision),
-        **(
-            files
-            if len(files) <= _NAMED_FILES
-            else {"the source's files": _digest(sorted(files.items()))}
-        ),
+        **source_files(opened),
     }
+
+
+def source_files(opened: OpenedFiles) -> dict[str, str]:
+    """A digest of each source file's state, by its path; of many files, one digest of all.
+
+    Ranks may each read a copy of a file, but a resumed run must find the files themselves untouched.
+    """
+    states = zip(opened.listing(), opened.inode_changes(), strict=True)
+    files = {path: _digest(size, written, changed) for (path, size, written), changed in states}
+    if len(files) <= _NAMED_FILES:
+        return files
+    return {"the source's files": _digest(sorted(files.items()))}
 
 
 _NAMED_FILES = 256

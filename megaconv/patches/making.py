@@ -1,34 +1,37 @@
 """Makes a patch: reads two checkpoints block by block, and writes what differs."""
 
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from blake3 import blake3
 
 from formats import torch_zip
 from formats.ceilings import SIDECAR_BYTES
 from formats.lazy_numpy import Bytes, np
+from formats.opened import OpenedFiles
 from formats.output import FileLayout, PlainFile
 from formats.regular_files import read_small
 from formats.staging import Staging
 from formats.tensor import ITEMSIZE, Box, LazyTensor, row_blocks
+from megaconv._version import __version__
+from megaconv.engine.conversion import source_files
 from megaconv.engine.fingerprints import Fingerprint, combine, tensor_hasher
 from megaconv.engine.lineage import Lineage
 from megaconv.engine.plan import BLOCK_BYTES, OutputPlan
 from megaconv.engine.record import RECORD_NAME, record_json
-from megaconv.errors import NotExpressible
+from megaconv.errors import NotExpressible, is_interruption
 from megaconv.megatron.optimizer.training_output import written_rng
 from megaconv.model.ir import Header, Key, Source, TensorInfo
 from megaconv.options import LoadOptions
 from megaconv.patches.blocks import encode, zstandard
+from megaconv.patches.blocks_file import BlocksFile, Finished
 from megaconv.patches.described import plain
-from megaconv.patches.patch import BLOCKS, FILES, FORMAT, HEADER, INDEX, VERSION, Entry
+from megaconv.patches.patch import FILES, FORMAT, HEADER, INDEX, VERSION, Entry
 from megaconv.threads import thread_pool
 from megaconv.values.shifted import PlainSource
 
@@ -85,41 +88,72 @@ def make_patch(
     options: LoadOptions,
     workers: int,
     overwrite: bool = False,
+    resume: bool = False,
+    opened: OpenedFiles | None = None,
     advance: Callable[[int], None] = lambda count: None,
     lineage: Lineage | None = None,
 ) -> PatchReport:
     """Write the patch that makes `new` of `old`. It appears complete or not at all.
 
-    options: those with which both sources were opened. advance: called with the bytes of each block. lineage: of the
-    patch, for its record.
-    Raises UsageError without zstandard, NotExpressible for multimodal models and adapters, and TargetExists.
+    options: those with which both sources were opened. opened: the files that were opened for both; they must not change
+    meanwhile. resume: continue a killed run, and keep the work of an interrupted one. advance: called with the bytes of
+    each block. lineage: of the patch, for its record.
+    Raises UsageError without zstandard, NotExpressible for adapters and for encoders with other tensors, TargetExists,
+    and CorruptCheckpoint for a source that changed.
     """
     zstandard()
-    _require_language_model(new.header)
+    _require_models(old.header, new.header)
+    opened = opened or OpenedFiles()
     staging = Staging(save_dir, overwrite=overwrite)
     try:
-        staging.open({}, resume=False)
+        journal = staging.open(_identity(opened, old, new, options), resume=resume)
         provenance = None if lineage is None else lineage.provenance
-        report = _write(staging, old, new, options, workers, advance, provenance)
+        with opened, BlocksFile(staging, journal) as blocks:
+            report = _write(staging, blocks, old, new, options, workers, advance, provenance)
+        opened.require_as_stored()
         staging.finish()
         staging.commit()
-    finally:
-        if not staging.committed:
+    except BaseException as error:
+        if resume and is_interruption(error):
+            staging.keep()
+        else:
             staging.discard()
+        raise
     return report if lineage is None else replace(report, notices=lineage.notices)
 
 
-def _require_language_model(header: Header) -> None:
-    if header.adapter is not None:
+def _identity(
+    opened: OpenedFiles, old: Source, new: Source, options: LoadOptions
+) -> dict[str, str]:
+    """Values that must be equal for a run to continue another run's work. The keys are names for messages."""
+    return {
+        "megaconv": __version__,
+        "--optimizer": str(options.optimizer),
+        "--text-only": str(options.text_only),
+        "--option": repr(sorted(options.extra.items())),
+        "the revision of OLD": str(old.header.revision),
+        "the revision of NEW": str(new.header.revision),
+        **source_files(opened),
+    }
+
+
+def _require_models(old: Header, new: Header) -> None:
+    """Raises NotExpressible for adapters, and for an encoder that OLD doesn't have in the same form."""
+    if new.adapter is not None:
         raise NotExpressible("a patch of an adapter isn't supported; adapters are small: copy it")
-    if header.config.whole is not None:
+    ours, theirs = new.config.whole, old.config.whole
+    if ours is None:
+        return
+    if theirs is None or replace(theirs, config={}) != replace(ours, config={}):
         raise NotExpressible(
-            "a patch of a multimodal model isn't supported; --text-only makes one of its language model"
+            "a patch between multimodal models needs the same encoders on both sides, and OLD has others; "
+            "--text-only makes a patch of the language models"
         )
 
 
 def _write(
     staging: Staging,
+    blocks: BlocksFile,
     old: Source,
     new: Source,
     options: LoadOptions,
@@ -129,17 +163,15 @@ def _write(
 ) -> PatchReport:
     before = dict(PlainSource(old, exact=True).tensors())
     after = dict(PlainSource(new, exact=True).tensors())
-    hashes = _Hashes()
-    with (staging.data / BLOCKS).open("wb") as file:
-        entries = list(_entries(file, before, after, workers, hashes, advance))
-        file.flush()
-        os.fsync(file.fileno())
-        nbytes = file.tell()
+    found = list(_finished(blocks, before, after, workers, advance))
+    nbytes = blocks.sync()
+    entries = [each.entry for each in found]
+    of_base = {each.entry.key: each.base for each in found if each.base is not None}
     for key, tensor in before.items():
-        if key not in hashes.base:
-            hashes.base[key] = _hash(tensor, advance)
+        if key not in of_base:
+            of_base[key] = _hash(tensor, advance)
     removed = tuple(key for key in before if key not in after)
-    ends = combine(hashes.base), combine(hashes.new)
+    ends = combine(of_base), combine({each.entry.key: each.new for each in found})
     index = {
         "format": FORMAT,
         "version": VERSION,
@@ -157,44 +189,52 @@ def _write(
     )
 
 
-class _Hashes:
-    """Fingerprints of the tensors that were read."""
-
-    def __init__(self) -> None:
-        self.base: dict[Key, str] = {}
-        self.new: dict[Key, str] = {}
-
-
-def _entries(
-    file: BinaryIO,
+def _finished(
+    blocks: BlocksFile,
     before: Mapping[Key, LazyTensor],
     after: Mapping[Key, LazyTensor],
     workers: int,
-    hashes: _Hashes,
     advance: Callable[[int], None],
-) -> Iterator[Entry]:
-    """Write all blocks, and yield the entry of each tensor."""
+) -> Iterator[Finished]:
+    """Write the blocks of all tensors that no earlier run has finished, and yield every tensor in model order."""
+    yield from blocks.kept
+    advance(sum(each.entry.info.nbytes * (1 + each.entry.has_base) for each in blocks.kept))
+    kept = {each.entry.key for each in blocks.kept}
     with thread_pool(workers) as pool:
         for key, tensor in after.items():
-            info = TensorInfo(tuple(tensor.shape), tensor.dtype)
-            found = before.get(key)
-            base = (
-                found if found is not None and (tuple(found.shape), found.dtype) == info else None
-            )
-            hashers = [tensor_hasher(each) for each in (tensor, base) if each is not None]
-            content = blake3()
-            sizes = []
-            for block in _blocks(pool, tensor, base, workers):
-                file.write(block.content)
-                content.update(block.content)
-                sizes.append(len(block.content))
-                for hasher, rows in zip(hashers, (block.new, block.base), strict=False):
-                    hasher.update(rows)
-                advance(len(block.new) * len(hashers))
-            hashes.new[key] = str(hashers[0].hexdigest())
-            if base is not None:
-                hashes.base[key] = str(hashers[1].hexdigest())
-            yield Entry(key, info, base is not None, tuple(sizes), str(content.hexdigest()))
+            if key in kept:
+                continue
+            made = _tensor(pool, blocks, key, tensor, before.get(key), workers, advance)
+            blocks.finish(made)
+            yield made
+
+
+def _tensor(
+    pool: ThreadPoolExecutor,
+    blocks: BlocksFile,
+    key: Key,
+    tensor: LazyTensor,
+    found: LazyTensor | None,
+    workers: int,
+    advance: Callable[[int], None],
+) -> Finished:
+    """Write the blocks of one tensor. found: the base's tensor of this name."""
+    info = TensorInfo(tuple(tensor.shape), tensor.dtype)
+    is_base = found is not None and (tuple(found.shape), found.dtype) == info
+    base = found if is_base else None
+    hashers = [tensor_hasher(each) for each in (tensor, base) if each is not None]
+    content = blake3()
+    sizes = []
+    for block in _blocks(pool, tensor, base, workers):
+        blocks.write(block.content)
+        content.update(block.content)
+        sizes.append(len(block.content))
+        for hasher, rows in zip(hashers, (block.new, block.base), strict=False):
+            hasher.update(rows)
+        advance(len(block.new) * len(hashers))
+    entry = Entry(key, info, is_base, tuple(sizes), str(content.hexdigest()))
+    digests = [str(hasher.hexdigest()) for hasher in hashers]
+    return Finished(entry, digests[0], digests[1] if is_base else None)
 
 
 def _blocks(
@@ -259,9 +299,11 @@ def _write_small_files(
 def _description(header: Header) -> dict[str, Any]:
     """The header as plain values. Generators that no file can hold are left out."""
     training = plain(replace(header.training, rng={}))
+    # The encoders' tables are those of the base: the patch holds the configuration alone.
+    whole = None if header.config.whole is None else {"config": plain(header.config.whole.config)}
     rng = {tuple(rank): state for rank, state in written_rng(header.training.rng).items()}
     return {
-        "config": plain(header.config) | {"whole": None},
+        "config": plain(replace(header.config, whole=None)) | {"whole": whole},
         "training": training | {"rng": rng},
         "files": list(header.files),
         "named_tokenizer": header.named_tokenizer,

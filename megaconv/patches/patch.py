@@ -112,6 +112,8 @@ class Patch:
     blocks: InputFile
     options: LoadOptions
     """The options with which both checkpoints were read."""
+    whole: Mapping[str, Any] | None = None
+    """The config.json of the newer checkpoint if it is a multimodal model. The encoders' tables are those of the base."""
 
     def require_base(self, found: Fingerprint, name: str) -> None:
         """Raises ModelsDiffer if a checkpoint isn't the base of the patch. name: how the message calls it."""
@@ -140,7 +142,7 @@ def open_patch(path: Path) -> Patch:
     try:
         if found["format"] != FORMAT or found["version"] != VERSION:
             raise ValueError(f"expected {FORMAT} of version {VERSION}")
-        entries = tuple(_placed(_entry(line) for line in found["tensors"]))
+        entries = tuple(_placed(entry_of(line) for line in found["tensors"]))
         removed = tuple(Key(str(name), str(slot)) for name, slot in found["removed"])
         ends = [
             {what: side[what] for what in ("weights", "optimizer")}
@@ -152,13 +154,14 @@ def open_patch(path: Path) -> Patch:
         )
         blocks = InputFile.open(path / BLOCKS)
         _require_size(blocks, entries)
-        header = _header(path, entries)
+        header, whole = _header(path, entries)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(str(index), ValueError(f"is not the index of a patch ({error})")) from error
-    return Patch(path, ends[0], ends[1], entries, removed, header, blocks, options)
+    return Patch(path, ends[0], ends[1], entries, removed, header, blocks, options, whole)
 
 
-def _entry(line: Any) -> Entry:
+def entry_of(line: Any) -> Entry:
+    """The entry of a line of delta.json. Raises ValueError and TypeError for another line."""
     name, slot, dtype, shape, has_base, sizes, digest = line
     info = TensorInfo(as_shape(shape), str(dtype))
     byte_count(info.shape, info.dtype)
@@ -186,11 +189,13 @@ def _require_size(blocks: InputFile, entries: tuple[Entry, ...]) -> None:
         )
 
 
-def _header(path: Path, entries: tuple[Entry, ...]) -> Header:
+def _header(path: Path, entries: tuple[Entry, ...]) -> tuple[Header, Mapping[str, Any] | None]:
+    """(the header without encoders, config.json of a multimodal model or None)."""
     saved: Any = torch_zip.read(path / HEADER)
+    whole = saved["config"].pop("whole", None)
     training = built(TrainingState, saved["training"])
     files = {name: path / FILES / _below(name) for name in saved["files"]}
-    return Header(
+    header = Header(
         config=built(ModelConfig, saved["config"]),
         manifest={entry.key: entry.info for entry in entries},
         training=training,
@@ -199,6 +204,7 @@ def _header(path: Path, entries: tuple[Entry, ...]) -> Header:
         source=f"patch of {saved['source']}",
         has_optimizer=training.optimizer is not None,
     )
+    return header, None if whole is None else dict(whole["config"])
 
 
 def _below(name: str) -> PurePosixPath:
@@ -290,10 +296,25 @@ class PatchedSource:
         old = self.base.header
         return replace(
             self.patch.header,
+            config=self._config(),
             layout=old.layout,
             vocab_divisor=old.vocab_divisor,
             padded_vocab=old.padded_vocab,
         )
+
+    def _config(self) -> ModelConfig:
+        """The newer checkpoint's configuration. Raises ModelsDiffer if its encoders are missing in the base."""
+        config, described = self.patch.header.config, self.patch.whole
+        if described is None:
+            return config
+        whole = self.base.header.config.whole
+        if whole is None:
+            raise ModelsDiffer(
+                f"{self.patch.path}: changes a multimodal model, and the base has no encoder; apply the patch to the "
+                "checkpoint that it was made from",
+                code="wrong-base",
+            )
+        return replace(config, whole=replace(whole, config=described))
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
         """The tensors in model order. Raises ModelsDiffer if the base lacks one of them."""

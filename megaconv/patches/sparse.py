@@ -100,6 +100,14 @@ def require_engine(engine: str) -> None:
         raise UsageError(f"--sparse {engine!r} is not known; expected {' or '.join(ENGINES)}")
 
 
+def refuse_resume(*, resume: bool) -> None:
+    """Raises UsageError for --resume."""
+    if resume:
+        raise UsageError(
+            "--resume: an update of --sparse starts again from the beginning; leave it out"
+        )
+
+
 def make_sparse(
     old: Source,
     new: Source,

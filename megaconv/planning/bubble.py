@@ -1,6 +1,7 @@
 """Simulates the pipeline schedule to find the idle time of ranks. A backward pass takes twice the time of a forward pass."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from megaconv.planning.pipeline_order import Action, order
 
@@ -13,17 +14,28 @@ def bubble(pp: int, vpp: int, microbatches: int, layers: Sequence[int]) -> float
 
     For equal stages the result is (pp - 1) / (vpp x microbatches + pp - 1).
     """
-    ends = _walk(pp, vpp, microbatches, lambda stage: float(layers[stage]))
+    passes = timeline(pp, vpp, microbatches, lambda stage: float(layers[stage]))
+    ends = max(each.end for each in passes)
     busy = max(sum(layers[rank::pp]) for rank in range(pp)) * microbatches * (FORWARD + BACKWARD)
     return 1.0 - busy / ends if ends else 0.0
 
 
-def _walk(pp: int, vpp: int, microbatches: int, cost: Callable[[int], float]) -> float:
-    """Return the time at which the last pass ends."""
+class Timed(NamedTuple):
+    """A pass of a pipeline rank, with the times at which it starts and ends."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+def timeline(pp: int, vpp: int, microbatches: int, cost: Callable[[int], float]) -> list[Timed]:
+    """Return all passes of a step. cost: (stage) -> the time of a forward pass through it."""
     stages = pp * vpp
     left = [order(pp, vpp, microbatches, rank) for rank in range(pp)]
     at = [0] * pp
     free, done = [0.0] * pp, dict[tuple[bool, int, int], float]()
+    passes = list[Timed]()
     while any(at[rank] < len(left[rank]) for rank in range(pp)):
         for rank in range(pp):
             while at[rank] < len(left[rank]):
@@ -32,12 +44,12 @@ def _walk(pp: int, vpp: int, microbatches: int, cost: Callable[[int], float]) ->
                 ready = _ready(action, stage, stages, done)
                 if ready is None:
                     break
-                free[rank] = max(free[rank], ready) + cost(stage) * (
-                    BACKWARD if action.backward else FORWARD
-                )
-                done[action.backward, stage, action.microbatch] = free[rank]
+                start = max(free[rank], ready)
+                end = start + cost(stage) * (BACKWARD if action.backward else FORWARD)
+                passes.append(Timed(rank, action, start, end))
+                free[rank] = done[action.backward, stage, action.microbatch] = end
                 at[rank] += 1
-    return max(free)
+    return passes
 
 
 def _ready(

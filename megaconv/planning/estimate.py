@@ -91,12 +91,7 @@ class Estimator:
 
     def stages(self, run: Run) -> list[Stage]:
         """Return the pipeline ranks, those with equal contents together."""
-        layout = run.layout
-        key = (
-            layout.tp, layout.ep, layout.etp, run.cp, run.micro_batch, run.seq, run.sequence, run.context,
-            run.dispatcher, run.overlaps_experts, run.dtype, run.recompute.granularity,
-            run.offloaded,
-        )  # fmt: skip
+        layout, key = run.layout, _key(run)
         known = self._stages.setdefault(key, {})
         costs = self._costs.setdefault(key, {})
         found = []
@@ -105,6 +100,12 @@ class Estimator:
                 known[shape] = self._stage(run, shape, costs)
             found.append(known[shape])
         return found
+
+    def chunk_seconds(self, run: Run) -> list[float]:
+        """Return the seconds of a microbatch, forward and backward, in each stage in the order of the model."""
+        self.stages(run)
+        costs = self._costs[_key(run)]
+        return [costs[self._contents(chunk)].seconds for chunk in run.layout.chunks()]
 
     def _shapes_of(self, layout: Layout) -> list[_Shape]:
         key = layout.pp, layout.vpp, layout.stage_layers
@@ -200,6 +201,15 @@ class Estimator:
             share = parameters.layer(self.config.layers.index(kind))
             known[alone] = layer_cost(run, kind, share, self.machine)
         return known[alone]
+
+
+def _key(run: Run) -> Hashable:
+    """Return the sizes on which the costs of stages depend, except for their layers."""
+    layout = run.layout
+    return (
+        layout.tp, layout.ep, layout.etp, run.cp, run.micro_batch, run.seq, run.sequence, run.context,
+        run.dispatcher, run.overlaps_experts, run.dtype, run.recompute.granularity, run.offloaded,
+    )  # fmt: skip
 
 
 def _running(config: ModelConfig, kind: LayerKind) -> list[int]:

@@ -12,7 +12,9 @@ Source: mamba_mixer.py and gated_delta_net.py of megatron-core 0.16.1, and torch
 
 import math
 import re
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,15 +138,25 @@ class RandomTensor:
     """Rows of one block."""
 
     def read_into(self, box: Box, out: Bytes) -> None:
-        """Write the rectangle's numbers into `out`, float32 bytes."""
+        """Write the rectangle's numbers into `out`, float32 bytes. Blocks are drawn by as many threads as torch has."""
         found = out.view(np.float32)
         first_block, last_block = box.row0 // self.block, (box.row1 - 1) // self.block
-        for index in range(first_block, last_block + 1):
-            drawn = self._block(index)
-            begin = index * self.block
-            here, end = max(begin, box.row0), min(begin + len(drawn), box.row1)
-            rows = drawn[here - begin : end - begin, box.col0 : box.col1]
-            found[here - box.row0 : end - box.row0] = rows
+        blocks = range(first_block, last_block + 1)
+        threads = min(len(blocks), torch.get_num_threads())
+        if threads <= 1:
+            for index in blocks:
+                self._write(index, box, found)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            deque(pool.map(lambda index: self._write(index, box, found), blocks), maxlen=0)
+
+    def _write(self, index: int, box: Box, found: Floats) -> None:
+        """Write the part of a block that lies in the rectangle. found: the rectangle's numbers."""
+        drawn = self._block(index)
+        begin = index * self.block
+        here, end = max(begin, box.row0), min(begin + len(drawn), box.row1)
+        rows = drawn[here - begin : end - begin, box.col0 : box.col1]
+        found[here - box.row0 : end - box.row0] = rows
 
     def _block(self, index: int) -> Floats:
         """Draw a whole block: float32 [rows of the block, all columns]."""

@@ -114,7 +114,7 @@ class ChunkBuckets:
         gradient_sum = self._gradient_sum(bucket, member)
         if gradient_sum is not None:
             set_gradient_sum(parameter, gradient_sum)
-            if self.options.sums_last and not self.options.shards_parameters:
+            if self.options.sums_last and not self.options.shards_parameters and parameter.numel():
                 offer_to_compiled_code(parameter, gradient_sum)
         # Python can't collect a cycle through a hook of a gradient, so the hook refers to the buckets weakly.
         # Otherwise an engine would never be freed, nor would its groups and their threads.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import megaconv
-from megaconv.commands.cli.app import app
+from megaconv.commands.cli import app, load
 from megaconv.errors import UsageError
 from megaconv.hub import tokenizer_directory
 from megaconv.local_paths import local_path, local_word
@@ -88,6 +88,7 @@ def test_every_path_of_a_command_refuses_a_uri(model: Path, words: str) -> None:
 def test_every_option_that_is_a_path_refuses_a_uri() -> None:
     """Also those that are added later."""
     found = 0
+    load()
     for command in app.registered_commands:
         assert command.callback is not None
         for hint in typing.get_type_hints(command.callback, include_extras=True).values():

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 import megaconv
-from megaconv.commands.cli import app
+from megaconv.commands.cli import app, load
 from megaconv.commands.cli.parameters import with_options
 from megaconv.errors import UsageError
 from megaconv.options import LoadOptions, SaveOptions, options_of
@@ -20,6 +20,7 @@ from megaconv.options.option import Listed, Option, Range, built, listed, option
 from tests.doc_scripts import DOCS, script
 
 COMMANDS = ("convert", "merge", "push", "inspect", "plan", "fingerprint", "verify", "diff")
+load()
 SHOWN: Any = typer.main.get_command(app)
 
 

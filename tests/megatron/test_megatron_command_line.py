@@ -41,7 +41,7 @@ def test_every_flag_is_one_of_some_release() -> None:
 @pytest.mark.parametrize("release", [INSTALLED, NEWEST])
 def test_a_model_of_any_family_comes_back_from_its_flags(release: str) -> None:
     @given(configs())
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=60, deadline=None)
     def models(config: ModelConfig) -> None:
         recognized = families()[config.family].recognized
         family = None if recognized and config.has(recognized) else config.family

@@ -238,13 +238,6 @@ def test_a_failed_run_leaves_nothing_and_keeps_what_was_there(old: Path, tmp_pat
     assert snapshot(target) == before
 
 
-def test_a_multimodal_model_and_a_patch_without_a_saver_are_refused(tmp_path: Path) -> None:
-    whole = FIXTURES / "whole-qwen2_5_vl"
-    outcome = run("delta", whole, whole, "--save-dir", tmp_path / "patch")
-    assert_refused(outcome, 2, "--text-only")
-    assert not (tmp_path / "patch").exists()
-
-
 def test_names_of_small_files_stay_below_the_patch() -> None:
     with pytest.raises(ValueError, match="names the file"):
         patches._below("../../etc/passwd")

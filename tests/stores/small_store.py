@@ -157,7 +157,11 @@ class Handler(BaseHTTPRequestHandler):
     def _handle(self) -> None:
         bucket, key = self.place()
         query = dict(parse_qsl(urlsplit(self.path).query, keep_blank_values=True))
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length)
+        if len(body) < length:  # the client was killed while it sent the body
+            self.close_connection = True
+            return
         with self.server.lock:
             action = self.action(key, query)
             asked = Asked(len(self.server.asked), self.command, key, action, len(body))

@@ -71,6 +71,7 @@ def warm_up() -> None:
     registry.all_loaders()
     registry.all_savers()
     families()
+    cli.load()
     cli.app = get_command(cli.app)  # type: ignore[assignment]
     sys.addaudithook(_audit)
     gc.collect()

@@ -27,6 +27,14 @@ Sparse = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing patch.")]
 
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Continue a killed run of the same command; keep finished work on Ctrl-C.",
+    ),
+]
+
 
 @command(epilog="Example: megaconv delta run/iter_0000100 run/iter_0000200 --save-dir patch")
 def delta(
@@ -42,6 +50,7 @@ def delta(
     load: LoadOptions,
     sparse: Sparse = None,
     overwrite: Overwrite = False,
+    resume: Resume = False,
     quiet: opt.NoProgress = False,
     as_json: opt.Json = False,
 ) -> None:
@@ -49,20 +58,24 @@ def delta(
 
     Reads everything once. OLD and NEW may have different formats and layouts.
     """
+    from formats.opened import OpenedFiles
     from megaconv.commands.comparison import find_both, open_both
     from megaconv.commands.progress import Progress
     from megaconv.engine.lineage import lineage_of_patch
     from megaconv.engine.plan import default_workers
     from megaconv.engine.target import refuse_place
     from megaconv.patches.making import make_patch
-    from megaconv.patches.sparse import make_sparse, require_engine
+    from megaconv.patches.sparse import make_sparse, refuse_resume, require_engine
 
     refuse_place(save_dir)
     if sparse is not None:
         require_engine(sparse)
+        refuse_resume(resume=resume)
         load = replace(load, optimizer=False)
     inputs = find_both(old, new, load, (loader, loader))
-    left, right = open_both(inputs, load)
+    opened = OpenedFiles()
+    with opened:
+        left, right = open_both(inputs, load)
     with Progress("comparing", shown=not quiet) as progress:
         nbytes = left.header.nbytes + right.header.nbytes
         if sparse is not None:
@@ -86,6 +99,8 @@ def delta(
             options=load,
             workers=default_workers(writing=False),
             overwrite=overwrite,
+            resume=resume,
+            opened=opened,
             advance=progress.advance,
             lineage=lineage_of_patch(*inputs),
         )

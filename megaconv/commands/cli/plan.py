@@ -1,6 +1,7 @@
 """`megaconv plan`."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -8,7 +9,9 @@ import typer
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
+from megaconv.commands.units import readable
 from megaconv.errors import UsageError
+from megaconv.local_paths import local_path, require_place
 from megaconv.options import LoadOptions
 from megaconv.planning.gpus import DEFAULT_GPU
 from megaconv.terminal import show
@@ -96,6 +99,15 @@ def plan(
         typer.Option("--kv-cache-dtype", help="With --for infer: dtype of cached keys and values."),
     ] = "auto",
     top: Annotated[int, typer.Option("--top", min=1, help="Layouts to show.")] = 10,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html",
+            parser=local_path,
+            metavar="FILE",
+            help="Write a page for a browser, with bars of memory and time and the pipeline's schedule.",
+        ),
+    ] = None,
     loader: str | None,
     load: LoadOptions,
     quiet: opt.NoProgress = False,
@@ -109,6 +121,7 @@ def plan(
     PATH may also be a config.json, or a directory with nothing but one.
     """
     from megaconv.commands.inspection import inspect
+    from megaconv.commands.views.plan_page import plan_page
 
     fixed = {
         "tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "cp": cp, "micro_batch": micro_batch_size,
@@ -121,6 +134,8 @@ def plan(
     searches = seq_length or global_batch_size or gpu or given or fp8 or purpose == "lora"
     if searches and gpus is None and purpose != "infer":
         raise UsageError("--gpus is missing: a search needs the number of GPUs")
+    if html is not None:
+        require_place("--html", html)
     header = inspect(path, replace(load, optimizer=False), loader, check_source=False).header
     found: Layouts | BestLayouts | ServedLayouts
     if purpose == "infer":
@@ -135,11 +150,15 @@ def plan(
         )  # fmt: skip
     else:
         found = _listed(header, gpus, gpu_memory)
+    if html is not None:
+        html.write_text(plan_page(path, found), encoding="utf-8")
     if as_json:
         print_json(found.to_json())
         return
     for line in found.lines():
         show(line)
+    if html is not None:
+        show(f"{html}: {readable(html.stat().st_size)}")
 
 
 def _listed(header: "Header", gpus: int | None, gpu_memory: str | None) -> "Layouts":

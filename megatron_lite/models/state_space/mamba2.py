@@ -46,18 +46,18 @@ def ssd(
     kernel = scan_kernel(x, documents, state)
     if kernel is not None:
         return scan_by(kernel, x, dt, a, b, c, d, chunk=chunk, documents=documents, state=state)
-    dtype = torch.promote_types(x.dtype, torch.float32)
     bounds = None if documents is None else boundaries(documents, chunk)
-    inputs = x, dt, a, b, c, d
-    wide = _Wide(*[tensor.to(dtype) for tensor in inputs])
-    y, last = _chunked(wide, chunk, bounds, state)
+    wide = _Inputs(x, dt, a, b, c, d).widened()
+    padded, last = _chunked(wide, chunk, bounds, state)
+    tokens = x.shape[1]
+    from_state = padded[:, :tokens]
     past_the_state = wide.d.unsqueeze(-1) * wide.x
-    whole = y[:, : x.shape[1]] + past_the_state
-    return whole.to(x.dtype), last
+    y = from_state + past_the_state
+    return y.to(x.dtype), last
 
 
-class _Wide(NamedTuple):
-    """The inputs of `ssd` in the dtype of the computation."""
+class _Inputs(NamedTuple):
+    """The inputs of `ssd`."""
 
     x: Tensor
     dt: Tensor
@@ -66,25 +66,35 @@ class _Wide(NamedTuple):
     c: Tensor
     d: Tensor
 
+    def widened(self) -> "_Inputs":
+        """Return the inputs in the dtype of the computation."""
+        dtype = torch.promote_types(self.x.dtype, torch.float32)
+        return _Inputs(*[tensor.to(dtype) for tensor in self])
+
 
 def _chunked(
-    wide: _Wide, chunk: int, bounds: Boundaries | None, state: Tensor | None
+    wide: _Inputs, chunk: int, bounds: Boundaries | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return (y without the term past the state, padded to whole chunks, the last state)."""
     times = in_chunks(wide.dt, chunk)
-    inputs = in_chunks(wide.x, chunk) * times.unsqueeze(-1)
+    x = in_chunks(wide.x, chunk)
+    inputs = x * times.unsqueeze(-1)
     keys = in_chunks(wide.b, chunk).transpose(2, 3)
     queries = in_chunks(wide.c, chunk).transpose(2, 3)
-    decay = (times * wide.a).cumsum(2)
+
+    decay = torch.cumsum(times * wide.a, 2)
+    between = decay_between(decay, bounds)
     factors = passed(decay, bounds)
 
-    inside = _inside(queries, keys, decay_between(decay, bounds), inputs)
-    to_end = _by_group(inputs * factors.out.unsqueeze(-1), wide.b.shape[2])
+    inside = _inside(queries, keys, between, inputs)
+    groups = wide.b.shape[2]
+    at_end = inputs * factors.out.unsqueeze(-1)
+    to_end = _by_group(at_end, groups)
     added = to_end.transpose(-1, -2) @ keys
     before, last = _pass_on(added, factors.through, state)
     read = _read(queries, before).reshape(inputs.shape)
     from_before = read * factors.into.unsqueeze(-1)
-    y = inside.transpose(2, 3) + from_before
+    y = inside + from_before
     return y.flatten(1, 2), last
 
 
@@ -95,12 +105,13 @@ def _read(queries: Tensor, before: Tensor) -> Tensor:
 
 
 def _inside(queries: Tensor, keys: Tensor, between: Tensor, inputs: Tensor) -> Tensor:
-    """Return what the tokens of a chunk give each other, [batch, chunks, heads, chunk, width]."""
+    """Return what the tokens of a chunk give each other, [batch, chunks, chunk, heads, width]."""
     # [batch, chunks, groups, 1, t, s]: the products are equal for all heads of a group.
     products = (queries @ keys.transpose(-1, -2)).unsqueeze(3)
     by_group = between.view(*products.shape[:3], -1, *products.shape[4:])
     weights = (products * by_group).reshape(between.shape)
-    return weights @ inputs.transpose(2, 3)
+    made = weights @ inputs.transpose(2, 3)
+    return made.transpose(2, 3)
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:

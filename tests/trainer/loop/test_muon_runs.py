@@ -17,6 +17,7 @@ MUON = (
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 10000"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "size", "more"),
     [("torch_dist", 2, ZERO), ("torch", 1, ""), ("torch", 2, "--optimizer dist_muon")],

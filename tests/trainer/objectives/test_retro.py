@@ -1,6 +1,7 @@
 """Retro's training on a project of megatron-core 0.15.3: samples with neighbors, runs, and retrieval added to a GPT."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from megatron_lite.objectives.retro import RetroDataset
 from megatron_lite.objectives.retro_project import with_project
 from megatron_lite.retrieval.retro.project import open_project
 from megatron_lite.settings.arguments import parse
-from tests.trainer.loop.launches import train
+from tests.trainer.loop.launches import launch, train
 from tests.trainer.retrieval.retro_fixture import EOD, INFO, expected, megatrons_project
 
 pytest.importorskip("h5py")
@@ -105,6 +106,16 @@ def test_flags_that_contradict_a_project_are_refused(
     settings, _ = parse("pretrain", f"{TRAINING} --retro-add-retriever {words}".split())
     with pytest.raises(UsageError, match=message):
         with_project(settings)
+
+
+def test_samples_without_neighbors_end_the_run_with_one_line(place: Path) -> None:
+    for of_split in (place / "P" / "query").glob("train_*"):
+        shutil.rmtree(of_split)
+    running = launch(place, 1, f"pretrain {MODEL} {TRAINING} --retro-add-retriever")
+    assert running.wait() == [3]
+    said = running.logs()
+    assert "has no neighbours; finish `megatron-lite retro build`" in said
+    assert "Traceback" not in said
 
 
 def test_neighbors_need_a_project() -> None:

@@ -305,6 +305,7 @@ def test_every_layout_trains_as_one_process_does(case: Case, world: World) -> No
     compare(case, world)
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_gives_the_same_bits(world: World) -> None:
     case = Case("qwen3", cp=2, tp=2, sequence_parallel=True, distributed=True, steps=3)
     first, second = (world.run(case.world, train, case) for _ in range(2))

@@ -316,6 +316,8 @@ def canonical_with_norm(config: ModelConfig) -> dict[str, np.ndarray]:
         ({"attention.kv_heads": 2}, Layout(stage_layers=(9,)), False, "key/value heads that heads share"),
         ({"experts.count": 4, "experts.ffn": 8, "experts.per_token": 2, "layers.mlp": "experts"}, Layout(stage_layers=(9,)),
          False, "experts can't be combined with retrieval"),
+        ({"latent.kv_rank": 8, "latent.rope_dim": 4, "latent.v_dim": 8}, Layout(stage_layers=(9,)),
+         False, "latent attention can't be combined with retrieval"),
         ({"layers.count": 5}, Layout(stage_layers=(5,)), False, "layer 6 is the first that does"),
     ],
 )  # fmt: skip

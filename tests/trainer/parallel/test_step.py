@@ -230,7 +230,11 @@ def test_an_engine_for_evaluation_alone_needs_no_optimizer() -> None:
     assert bare.evaluate(own) == engine.evaluate(own)
 
 
-def test_any_rectangle_of_a_random_tensor_is_cut_from_the_same_one() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_any_rectangle_of_a_random_tensor_is_cut_from_the_same_one(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several threads draw the same numbers."""
     import numpy as np
 
     from formats.tensor import Box
@@ -238,7 +242,8 @@ def test_any_rectangle_of_a_random_tensor_is_cut_from_the_same_one() -> None:
     tensor = RandomTensor((700, 6), 3, normal(1.0))
     whole = np.empty((700, 24), np.uint8)
     tensor.read_into(Box(0, 700, 0, 6), whole)
-    for box in (Box(250, 520, 2, 5), Box(699, 700, 0, 1), Box(0, 256, 0, 6)):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for box in (Box(250, 520, 2, 5), Box(699, 700, 0, 1), Box(0, 256, 0, 6), Box(0, 700, 0, 6)):
         part = np.empty((box.rows, box.cols * 4), np.uint8)
         tensor.read_into(box, part)
         assert np.array_equal(part, whole[box.row0 : box.row1, box.col0 * 4 : box.col1 * 4])
@@ -284,7 +289,7 @@ def test_layers_are_traced_whole_and_only_once(monkeypatch: pytest.MonkeyPatch) 
 def test_a_compiled_mixture_is_traced_once_and_left_for_its_experts_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """How many rows an expert gets changes all the time: the mixture runs as it is, and nothing is traced anew for other numbers."""
+    """The rows of an expert change from step to step. The mixture is not compiled, apart from its activation for any number of rows."""
     from torch._dynamo.utils import counters
 
     counters.clear()
@@ -297,7 +302,7 @@ def test_a_compiled_mixture_is_traced_once_and_left_for_its_experts_alone(
             step(plain, case, number).loss, rel=1e-6
         )
         found.append(counters["stats"]["unique_graphs"])
-    assert found[0] == found[-1] <= 2, "before the mixture and behind it"
+    assert found[0] == found[-1] <= 3, "before the mixture, its activation, and behind it"
 
 
 def test_with_dropout_all_layers_share_what_was_traced_once(

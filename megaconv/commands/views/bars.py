@@ -1,0 +1,118 @@
+"""Drawings of a plan as SVG: stacked bars, and the schedule of a pipeline. They need no script."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import NamedTuple
+
+from megaconv.planning.bubble import Timed
+
+WIDTH = 1000
+LABEL, ROW, BAR = 230, 26, 18
+"""Width of the labels, height of a row and of its bar."""
+RANK_ROW, PASS = 18, 15
+"""Height of a pipeline rank's row, and of a pass in it."""
+LEAST_FOR_NUMBER = 15.0
+"""Width of the narrowest pass that shows its microbatch's number."""
+
+
+class Bar(NamedTuple):
+    """One stacked bar."""
+
+    label: str
+    parts: Mapping[str, float]
+    text: str
+    """The sum, as people read it."""
+
+
+class Limit(NamedTuple):
+    """A line across all bars."""
+
+    value: float
+    text: str
+
+
+def bars(stacked: Sequence[Bar], shown: Mapping[str, str], limit: Limit | None = None) -> str:
+    """Return the bars below each other, to one scale.
+
+    shown: part -> its label in tooltips. The order of the parts is that of the first bar.
+    """
+    room = WIDTH - LABEL - 110
+    largest = max(sum(bar.parts.values()) for bar in stacked)
+    scale = room / max(largest, limit.value if limit else 0.0, 1e-12)
+    top = 18 if limit else 4
+    height = top + ROW * len(stacked)
+    lines = [_open(height, "stacked bars")]
+    for number, bar in enumerate(stacked):
+        lines += _bar(bar, shown, top + ROW * number, scale)
+    if limit is not None:
+        lines += _line(limit, LABEL + limit.value * scale, height)
+    return "\n".join([*lines, "</svg>"])
+
+
+def _bar(bar: Bar, shown: Mapping[str, str], y: float, scale: float) -> list[str]:
+    lines = [f'<text x="0" y="{y + 13}">{escape(bar.label)}</text>']
+    x = float(LABEL)
+    for number, (part, value) in enumerate(bar.parts.items()):
+        width = value * scale
+        if width > 0:
+            tip = escape(f"{bar.label}: {shown[part]}")
+            lines.append(_box(x, y, width, BAR, f"p{number}", f"{tip} {value:.4g}"))
+        x += width
+    lines.append(f'<text x="{x + 6:.1f}" y="{y + 13}">{escape(bar.text)}</text>')
+    return lines
+
+
+def _line(limit: Limit, x: float, height: float) -> list[str]:
+    return [
+        f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="14" y2="{height}"/>',
+        f'<text x="{x:.1f}" y="11" text-anchor="middle">{escape(limit.text)}</text>',
+    ]
+
+
+def legend(parts: Sequence[str]) -> str:
+    """Return the names of the parts with their colours."""
+    items = (
+        f'<li><svg class="key" viewBox="0 0 10 10"><rect class="p{number}" width="10" height="10"/></svg>{escape(part)}</li>'
+        for number, part in enumerate(parts)
+    )
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def schedule(passes: Sequence[Timed], ranks: int) -> str:
+    """Return the passes of each pipeline rank along the time. Times are in seconds."""
+    end = max(each.end for each in passes)
+    scale = (WIDTH - 60) / end
+    lines = [_open(RANK_ROW * ranks + 22, "schedule of the pipeline")]
+    for rank in range(ranks):
+        lines.append(f'<text x="0" y="{RANK_ROW * rank + 13}">pp {rank}</text>')
+    for each in passes:
+        lines += _pass(each, scale)
+    bottom = RANK_ROW * ranks + 16
+    lines.append(f'<text x="60" y="{bottom}">0 s</text>')
+    lines.append(f'<text x="{WIDTH}" y="{bottom}" text-anchor="end">{end:.3g} s</text>')
+    return "\n".join([*lines, "</svg>"])
+
+
+def _pass(each: Timed, scale: float) -> list[str]:
+    action, y = each.action, RANK_ROW * each.rank
+    x, width = 60 + each.start * scale, (each.end - each.start) * scale
+    word = "backward" if action.backward else "forward"
+    shade = action.chunk % 2
+    when = f"{each.start:.4g} to {each.end:.4g} s"
+    tip = f"pp {each.rank}, chunk {action.chunk}: {word} pass of microbatch {action.microbatch}, {when}"
+    lines = [_box(x, y, max(width - 0.5, 0.2), PASS, f"{word} c{shade}", tip)]
+    if width >= LEAST_FOR_NUMBER:
+        middle = x + width / 2
+        lines.append(
+            f'<text class="on" x="{middle:.1f}" y="{y + 11}" text-anchor="middle">{action.microbatch}</text>'
+        )
+    return lines
+
+
+def _box(x: float, y: float, width: float, height: float, kind: str, tip: str) -> str:
+    place = f'x="{x:.1f}" y="{y}" width="{width:.2f}" height="{height}"'
+    return f'<rect class="{kind}" {place}><title>{tip}</title></rect>'
+
+
+def _open(height: float, what: str) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{what}">'
