@@ -144,6 +144,14 @@ OWN_KEYS: dict[str, Raw] = {
     "arcee": {"hidden_act": "relu2"},
     "starcoder2": {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5},
     "youtu": {**LATENT_SIZES, "head_dim": LATENT_SIZES["qk_rope_head_dim"]},
+    "gpt_neox": {
+        "layer_norm_eps": 1e-5,
+        "hidden_act": "gelu",
+        "rotary_pct": 0.5,
+        "use_parallel_residual": False,
+        "head_dim": 4,
+        "num_key_value_heads": 8,
+    },
     "stablelm": {
         "layer_norm_eps": 1e-5,
         "partial_rotary_factor": 0.5,
@@ -241,8 +249,9 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def in_old_keys(raw: Raw, theta: float, scaling: Raw | None) -> Raw:
+    base = "rotary_emb_base" if raw["model_type"] == "gpt_neox" else "rope_theta"
     return raw | {
-        "rope_theta": theta,
+        base: theta,
         "rope_scaling": scaling,
         "torch_dtype": "bfloat16",
         "transformers_version": "4.51.0",
@@ -480,6 +489,9 @@ CHOICES: dict[str, tuple[Raw, ...]] = {
     "stablelm": ({"positions.rotary_percent": 0.25}, QKV_BIAS),
     "glm": ({}, QKV_BIAS, QKV_BIAS | {"positions.rotary_percent": 0.5}),
     "ernie4_5": ({}, ALL_BIASES),
+    "internlm3": ({}, ALL_BIASES),
+    "gpt_neox": (ALL_BIASES | {"positions.rotary_percent": 0.5}, {"mlp.activation": "gelu"}),
+    "iquestcoder": ({}, ALL_BIASES),
 }
 """What models of these families may have besides what all of them have."""
 
@@ -492,7 +504,10 @@ def one_of_choices(draw: Draw, config: ModelConfig) -> ModelConfig:
         found["layers.rotates"] = per_layer(
             draw(st.sets(st.integers(0, layers - 1))), layers, False, True
         )
-    if name == "stablelm":
+    if name == "gpt_neox":
+        found.setdefault("mlp.activation", "gelu_tanh")
+        found["attention.kv_heads"] = config.attention.heads
+    if name in ("stablelm", "gpt_neox"):
         found["hidden"] = config.attention.heads * config.attention.head_dim
     if found.get("positions.rotary_percent", 1.0) != 1.0 or found.get("positions.interleaved"):
         found["positions.scaling"] = (
@@ -583,7 +598,7 @@ def configs(draw: Draw) -> ModelConfig:
         windowed = draw(st.sets(st.integers(0, layers - 1)))
         size = draw(st.integers(1, 99)) if windowed else None
         return changed(config, {"layers.window": per_layer(windowed, layers, size, None)})
-    if name in ("granite", "internlm2"):
+    if name in ("granite", "hyperclovax", "internlm2"):
         return config
     if name == "ministral3":
         return changed(

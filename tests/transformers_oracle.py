@@ -4,6 +4,7 @@ All are float32, have a vocabulary that needs padding, and an epsilon and rotary
 whatever is lost on the way moves the logits.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -251,6 +252,8 @@ VARIANTS = {
         {"no scaling": rope(500000.0), "windows elsewhere": windows(LAYERS - 1)},
         quick=QUICK,
     ),
+    "internlm3": Variant("internlm3", {"head_dim": 12, "qkv_bias": True, "bias": True}, {"rotary base": rope(10000.0)}, quick=QUICK),
+    "iquestcoder": Variant("iquestcoder", {"head_dim": 12}, {"rotary base": rope(10000.0)}, QUICK),
     "helium": Variant("helium", {"head_dim": 8}, {"rotary base": rope(10000.0)}, quick=QUICK),
     "vaultgemma": Variant(
         "vaultgemma",
@@ -297,6 +300,12 @@ VARIANTS = {
         "starcoder2",
         {"norm_epsilon": 1e-3, "tie_word_embeddings": True, "sliding_window": WINDOW},
         {"epsilon": {"norm_epsilon": 1e-5}, "no window": {"sliding_window": None}},
+        quick=QUICK,
+    ),
+    "gpt_neox": Variant(
+        "gpt_neox",
+        {"num_key_value_heads": 8, "layer_norm_eps": 1e-3, "use_parallel_residual": False, **rope(5000.0, partial_rotary_factor=0.5)},
+        {"epsilon": {"layer_norm_eps": 1e-5}, "whole heads": rope(5000.0, partial_rotary_factor=1.0)},
         quick=QUICK,
     ),
     "stablelm": Variant(
@@ -532,6 +541,19 @@ BEYOND_MEGATRON = {
         {"embedding": {"embedding_multiplier": 11.0}, "logits": {"logits_scaling": 4.0}, "residual": {"residual_multiplier": 0.5},
          "scores": {"attention_multiplier": 0.2}},
     ),
+    "hyperclovax": Variant(
+        "hyperclovax",
+        {"head_dim": 12, **{name: value for name, value in GRANITE.items() if name != "shared_intermediate_size"}},
+        {"embedding": {"embedding_multiplier": 11.0}, "logits": {"logits_scaling": 4.0}, "residual": {"residual_multiplier": 0.5},
+         "scores": {"attention_multiplier": 0.2}, "usual scores": {"attention_multiplier": None}},
+    ),
+    "hyperclovax, no norms after sublayers": Variant(
+        "hyperclovax", {"use_post_norm": False, "attention_bias": True, "mlp_bias": True}, {"logits": {"logits_scaling": 4.0}}
+    ),
+    "gpt_neox, parallel": Variant(
+        "gpt_neox", {"num_key_value_heads": 8, "layer_norm_eps": 1e-3, "hidden_act": "gelu_new", "attention_bias": False},
+        {"one after the other": {"use_parallel_residual": False}, "activation": {"hidden_act": "gelu"}},
+    ),
     "bamba": Variant(
         "bamba", {**MIXED, "attn_layer_indices": [1]},
         {"attention elsewhere": {"attn_layer_indices": [2]}, "epsilon": {"rms_norm_eps": 1e-2}},
@@ -611,6 +633,15 @@ def create(variant: Variant, directory: Path) -> None:
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)
     model.save_pretrained(directory)
+    _name_own_class(family_of(variant), directory / "config.json")
+
+
+def _name_own_class(name: str, config: Path) -> None:
+    """Name the family's class, as published models do. transformers computes some of them by Llama's class, and saves its name."""
+    raw = json.loads(config.read_text())
+    ours = families()[name].architectures
+    if raw["architectures"] == ["LlamaForCausalLM"] and name != "llama":
+        config.write_text(json.dumps(raw | {"architectures": [ours[0]]}, indent=2))
 
 
 def load(directory: Path, **settings: Any) -> "PreTrainedModel":

@@ -61,6 +61,9 @@ class ModelConfig:
     """A factor on the embedding's output."""
     residual_scale: float | None = None
     """A factor on the output of each attention and each MLP, before it is added; None for 1."""
+    parallel_residual: bool = False
+    """True if attention and the MLP of a layer work on the same input, each after its own norm, and both are added to it.
+    """
     retriever: Retriever = field(default_factory=Retriever)
     token_types: int = 0
     """Number of segment types that have an embedding."""

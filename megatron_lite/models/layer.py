@@ -41,6 +41,7 @@ class Layer(Residual):
         self.ranks = plan.ranks
         self.dropout = options.hidden_dropout
         self.scale = config.residual_scale
+        self.parallel = config.parallel_residual
         self.after_attention = rng.At(layer, rng.AFTER_ATTENTION)
         self.after_mlp = rng.At(layer, rng.AFTER_MLP)
         kind = plan.kind(layer)
@@ -72,6 +73,7 @@ class Layer(Residual):
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """x [sequence (/ tp), batch, hidden] -> the same shape."""
+        entered = x
         if self.mixer_name is not None:
             mixer = getattr(self, self.mixer_name)
             normed = x if self.input_layernorm is None else self.input_layernorm(x)
@@ -80,10 +82,11 @@ class Layer(Residual):
         if self.mlp is None:
             return x
         # torch.compile stops at experts. In a separate method, the call would be one more compiled part.
+        read = entered if self.parallel else x
         made = (
-            self.mlp(x)
+            self.mlp(read)
             if self.pre_mlp_layernorm is None
-            else self.mlp(self.pre_mlp_layernorm(x), run)
+            else self.mlp(self.pre_mlp_layernorm(read), run)
         )
         return self._added(x, made, run, self.after_mlp)
 

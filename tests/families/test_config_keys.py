@@ -30,6 +30,7 @@ SILENT = {
     ("deepseek_v32", "first_k_dense_replace"), ("glm_moe_dsa", "first_k_dense_replace"),
     ("exaone_moe", "sliding_window_pattern"), ("exaone_moe", "first_k_dense_replace"),
     # of generation alone
+    ("gpt_neox", "is_decoder"),
     ("t5", "decoder_start_token_id"),
     # of a scaling of rope, which none of these has
     *((name, "original_max_position_embeddings") for name in FAMILIES),
@@ -62,7 +63,11 @@ def complete(family: str) -> dict[str, Any]:
         "sliding_window": 8,
         "max_window_layers": 2,
     }
-    return raw_config(family, torch_dtype="bfloat16", **({} if family == "nemotron_h" else windows))
+    return raw_config(
+        family,
+        torch_dtype="bfloat16",
+        **({} if family in ("nemotron_h", "iquestcoder") else windows),
+    )
 
 
 def declared(table: Family) -> set[str]:

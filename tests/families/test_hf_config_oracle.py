@@ -94,7 +94,8 @@ def as_transformers_has_it(raw: Raw) -> Any:
         "layers.count": config.num_hidden_layers,
         "hidden": config.hidden_size,
         "attention.heads": config.num_attention_heads,
-        "attention.kv_heads": config.num_key_value_heads or config.num_attention_heads,
+        "attention.kv_heads": getattr(config, "num_key_value_heads", None)
+        or config.num_attention_heads,
         "attention.head_dim": getattr(config, "head_dim", None)
         or config.hidden_size // config.num_attention_heads,
         "mlp.ffn": config.moe_intermediate_size
@@ -154,6 +155,7 @@ def gemma_2_as_transformers_has_it(config: Any) -> Raw:
 EPSILON = {
     "nemotron": "norm_eps",
     "starcoder2": "norm_epsilon",
+    "gpt_neox": "layer_norm_eps",
     "stablelm": "layer_norm_eps",
     "jais2": "layer_norm_eps",
 }
@@ -166,7 +168,7 @@ def biases_as_transformers_has_them(config: Any) -> Raw:
     only_inputs = config.model_type in ("glm", "glm4", "glm4_moe", "solar_open")
     return {
         "attention.o_bias": getattr(config, "attention_out_bias", on_attention and not only_inputs),
-        "mlp.bias": everywhere or getattr(config, "mlp_bias", False),
+        "mlp.bias": everywhere or getattr(config, "mlp_bias", config.model_type == "gpt_neox"),
         **(
             {"attention.qkv_bias": config.attention_bias}
             if config.model_type in ("seed_oss", "glm", "jais2")
@@ -490,7 +492,10 @@ def test_keys_that_are_left_out_have_the_values_that_transformers_gives_them(nam
 
 
 TRANSFORMERS_CANNOT = (
-    *((name, "num_key_value_heads") for name in ("cwm", "helium", "mellum", "ministral")),
+    *(
+        (name, "num_key_value_heads")
+        for name in ("cwm", "helium", "internlm3", "iquestcoder", "mellum", "ministral")
+    ),
     *((name, "num_key_value_heads") for name in ("ministral3", "vaultgemma", "youtu")),
     *((name, "head_dim") for name in ("cwm", "helium", "mellum", "ministral3", "vaultgemma")),
     ("cwm", "sliding_window"),

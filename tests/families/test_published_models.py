@@ -31,6 +31,8 @@ from tests.conftest import FIXTURES
 PUBLISHED = {
     each["model"]: each for each in json.loads((FIXTURES / "published_models.json").read_text())
 }
+IN_MEGATRON = [name for name, each in PUBLISHED.items() if each.get("saver", "core") == "core"]
+"""All but those that Megatron core can't compute, which are converted between Hugging Face's files."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -81,10 +83,13 @@ def test_a_conversion_of_a_published_model_is_planned(name: str, tmp_path: Path)
     write_sparse(published["config"], tmp_path / "hf")
     options = ConvertOptions(save=SaveOptions(**layout, split=split))
     _, report = prepare(
-        find_input(tmp_path / "hf"), tmp_path / "core", registry.saver("core"), options
+        find_input(tmp_path / "hf"),
+        tmp_path / "out",
+        registry.saver(published.get("saver", "core")),
+        options,
     )
     assert len(report.files) >= layout.get("tp", 1) * layout.get("pp", 1)
-    assert not (tmp_path / "core").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_there_are_sixty_of_them_and_each_has_a_source() -> None:
@@ -94,7 +99,7 @@ def test_there_are_sixty_of_them_and_each_has_a_source() -> None:
     )
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", IN_MEGATRON)
 def test_megatrons_arguments_of_a_published_model_mean_the_same(name: str) -> None:
     raw = PUBLISHED[name]["config"]
     config = family_of_hf(raw, "config.json").read_hf(raw)

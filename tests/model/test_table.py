@@ -178,6 +178,8 @@ def every_kind(family: str) -> list[ModelConfig]:
     config = everything(family)
     if family in BEYOND_MEGATRON:
         return [config, changed(config, {"layers.mixer": "attention", "layers.mlp": "dense"})]
+    if family == "hyperclovax":
+        return [config, changed(config, {"norm.place": "both"})]
     if family == "bert":
         of_task = changed(
             config, {"head.activation": "", "head.binary": False, "tie_embeddings": False}

@@ -220,7 +220,7 @@ def flags(key: str, fields: tuple[str, ...], *, default: bool) -> Keys:
     )
 
 
-def choice(key: str, field: str, values: Mapping[Any, Any], default: str | None) -> Keys:
+def choice(key: str, field: str, values: Mapping[Any, Any], default: Any) -> Keys:
     """A word for each value of a field. If several words mean one value, the first one is written."""
 
     def read(raw: Raw) -> Fields:

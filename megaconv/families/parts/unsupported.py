@@ -12,7 +12,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "PaliGemmaForConditionalGeneration",
     ),
     "its attention and its MLP work in parallel on the same input, and Megatron core has no such layer": (
-        "GPTNeoXForCausalLM",
         "GPTJForCausalLM",
         "PhiForCausalLM",
         "FalconForCausalLM",

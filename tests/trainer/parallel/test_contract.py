@@ -63,6 +63,9 @@ FEATURES = {
             ("ministral3", {"temperature.scale": 0.3, "temperature.interval": 4, "temperature.everywhere": True}),
             ("helium", {"positions.interleaved": True}),
             ("internlm2", {"attention.qkv_bias": True, "attention.o_bias": True}),
+            ("internlm3", dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias"), True)),
+            ("iquestcoder", {}),
+            ("hyperclovax", {"residual_scale": 0.3, "head.divisor": 3.0, "embedding_scale": 12.0, "norm.place": "both"}),
             ("qwen", {"attention.qkv_bias": True}),
             ("youtu", {name: LATENT[name] for name in LATENT if name.startswith(("attention", "latent"))}),
         )
@@ -135,6 +138,9 @@ FEATURES = {
         },
     ),
     "seed_oss": changed(replace(MODELS["qwen3"], family="seed_oss"), {"attention.qk_norm": False, "attention.qkv_bias": True}),
+    "gpt_neox": changed(
+        replace(MODELS["gpt2"], family="gpt_neox"), {"positions.kind": "rope", "parallel_residual": True, "tie_embeddings": False}
+    ),
     "starcoder2": changed(replace(MODELS["gpt2, untied"], family="starcoder2"), {"positions.kind": "rope", "layers.window": 5}),
     "stablelm": changed(replace(MODELS["qwen3"], family="stablelm"), {"attention.qk_norm": False, "norm.kind": "LayerNorm"}),
     **{

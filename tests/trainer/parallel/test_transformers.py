@@ -12,6 +12,7 @@ from megaconv.families import families
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import CORE, HF
 from megaconv.model.natives import native_tensors
+from megaconv.model.regions import Region
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
@@ -72,6 +73,19 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+def first_row(region: Region) -> int:
+    """Of the canonical tensor."""
+    return region.box.row0
+
+
+def taken(matrix: torch.Tensor, region: Region) -> torch.Tensor:
+    """The rows of a canonical tensor that a rectangle of a native one holds."""
+    sizes = region.box.rows, region.box.cols
+    height, width = reversed(sizes) if region.transposed else sizes
+    piece = matrix[region.row : region.row + height, region.col : region.col + width]
+    return piece.T if region.transposed else piece
+
+
 def expected_gradients(directory: Path, tp: int, tp_rank: int, dtype: torch.dtype) -> Computed:
     """transformers', cut and fused by the table."""
     model = load(directory).to(dtype)
@@ -81,6 +95,7 @@ def expected_gradients(directory: Path, tp: int, tp_rank: int, dtype: torch.dtyp
     loss = F.cross_entropy(logits.reshape(-1, VOCAB), batch().labels.reshape(-1))
     loss.backward()
     theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
+    theirs["embed_out.weight"] = theirs.get("lm_head.weight")  # GPT-NeoX's name in files
     chunk = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     whole: dict[str, torch.Tensor] = {}
     for native in native_tensors(rows, config, HF, Layout(), 0, chunk, VOCAB):
@@ -90,14 +105,8 @@ def expected_gradients(directory: Path, tp: int, tp_rank: int, dtype: torch.dtyp
         assert gradient is not None
         matrix = gradient.reshape(matrix_shape(native.shape))
         for name, regions in native.parts.items():
-            (region,) = regions  # rectangles of Hugging Face's tensors are whole canonical ones
-            height, width = (
-                (region.box.cols, region.box.rows)
-                if region.transposed
-                else (region.box.rows, region.box.cols)
-            )
-            piece = matrix[region.row : region.row + height, region.col : region.col + width]
-            whole[name] = piece.T if region.transposed else piece
+            pieces = [taken(matrix, region) for region in sorted(regions, key=first_row)]
+            whole[name] = torch.cat(pieces)  # several where heads of q, k and v alternate
     layout = Layout(tp, 1, 1, stage_layers=(config.layer_count,))
     cut = {}
     for native in native_tensors(
