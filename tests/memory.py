@@ -1,5 +1,7 @@
 """The anonymous memory that this process takes while a test runs."""
 
+import ctypes
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +28,9 @@ def anonymous_bytes() -> int:
 
 @contextmanager
 def growth() -> Iterator[Growth]:
-    """Sample the memory until the end of the block."""
+    """Sample the memory until the end of the block. Freed memory of earlier tests goes back to the system first."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     begin, found, over = anonymous_bytes(), Growth(), threading.Event()
 
     def watch() -> None:
