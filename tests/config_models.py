@@ -490,10 +490,7 @@ CHOICES: dict[str, tuple[Raw, ...]] = {
     "glm": ({}, QKV_BIAS, QKV_BIAS | {"positions.rotary_percent": 0.5}),
     "ernie4_5": ({}, ALL_BIASES),
     "internlm3": ({}, ALL_BIASES),
-    "gpt_neox": (
-        ALL_BIASES | {"positions.rotary_percent": 0.5},
-        ALL_BIASES | {"mlp.activation": "gelu"},
-    ),
+    "gpt_neox": (ALL_BIASES | {"positions.rotary_percent": 0.5},),
     "iquestcoder": ({}, ALL_BIASES),
 }
 """What models of these families may have besides what all of them have."""
