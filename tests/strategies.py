@@ -1,5 +1,6 @@
 """Random models and layouts for property tests: small, and with every feature that the tables know."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -160,7 +161,7 @@ def hybrid_fields(
     }
 
 
-BEYOND_MEGATRON = ("bamba", "granite_moe_hybrid")
+BEYOND_MEGATRON = ("granite_moe_hybrid",)
 """Families with layers of a Mamba 2 or attention, and an MLP: Megatron has no words for such layers."""
 
 
@@ -187,7 +188,18 @@ def mixed_layers(draw: Draw, config: ModelConfig, tp: int, ep: int, etp: int) ->
     }
     plain = {"attention.qk_norm": False, "mlp.bias": False, "norm.zero_centered": False}
     layers = {"layers.mixer": one_or_each(tuple(mixers)), "layers.mlp": "dense"}
+    if config.family == "bamba":
+        layers = in_two_parts(mixers)
     return {**layers, **mamba, **plain, "mlp.gated": True, **(experts if count else {})}
+
+
+def in_two_parts(mixers: Sequence[str]) -> dict[str, Any]:
+    """Of a Bamba with these mixers: an MLP follows each of them as a layer of its own."""
+    return {
+        "layers.count": 2 * len(mixers),
+        "layers.mixer": tuple(part for mixer in mixers for part in (mixer, "none")),
+        "layers.mlp": ("none", "dense") * len(mixers),
+    }
 
 
 BIASES_AND_NORMS = ("attention.qkv_bias", "attention.o_bias", "mlp.bias", "attention.qk_norm")
@@ -198,7 +210,7 @@ def with_mamba(
     draw: Draw, config: ModelConfig, tp: int = 1, ep: int = 1, etp: int = 1
 ) -> ModelConfig:
     """The model as a hybrid, of which one layer at least is a Mamba 2 and one is not; or as a pure Mamba 2."""
-    if config.family in BEYOND_MEGATRON:
+    if config.family in ("bamba", *BEYOND_MEGATRON):
         return changed(config, draw(mixed_layers(config, tp, ep, etp)))
     if config.family == "mamba2":
         return changed(config, pure_mamba_fields(config, tp * draw(st.integers(1, 2))))

@@ -58,6 +58,7 @@ from tests.strategies import (
     has_mamba,
     has_mtp,
     hybrid_fields,
+    in_two_parts,
     sharded_models,
     speaks_of,
 )
@@ -142,6 +143,8 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
         config = changed(config, {"layers.mixer": ("linear", "attention"), **sizes})
     if family in BEYOND_MEGATRON:
         return changed(config, MIXED | (SHARED_EXPERTS if has_experts(family) else {}))
+    if family == "bamba":
+        return changed(config, MIXED | in_two_parts(("mamba", "attention")))
     if has_mamba(family):
         return changed(config, hybrid_fields("M*-E", latent=3))
     if not has_experts(family) and not has_latent_attention(family):

@@ -177,7 +177,10 @@ FEATURES = {
             "experts.shared_ffn": 24, "layers.mlp": ("dense", "experts", "experts", "experts"),
         },
     ),
-    "bamba": changed(replace(MODELS["qwen3"], family="bamba"), MIXED),
+    "bamba": changed(
+        replace(MODELS["qwen3"], family="bamba"),
+        {**MIXED, "layers.mixer": ("mamba", "none", "attention", "none"), "layers.mlp": ("none", "dense") * 2},
+    ),
     "granite_moe_hybrid": changed(
         replace(MODELS["qwen3"], family="granite_moe_hybrid"), {**MIXED, **EXPERTS, "experts.shared_ffn": 24}
     ),
