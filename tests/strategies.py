@@ -199,6 +199,7 @@ def in_two_parts(mixers: Sequence[str]) -> dict[str, Any]:
         "layers.count": 2 * len(mixers),
         "layers.mixer": tuple(part for mixer in mixers for part in (mixer, "none")),
         "layers.mlp": ("none", "dense") * len(mixers),
+        "norm.epsilon": 1e-5,  # Megatron's, inside a Mamba 2
     }
 
 
