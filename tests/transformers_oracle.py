@@ -41,7 +41,7 @@ GPT2_SIZES: dict[str, Any] = {
     "bos_token_id": 3,
     "eos_token_id": 4,
 }
-OTHER_EPSILONS = ("norm_eps", "norm_epsilon", "layer_norm_eps")
+OTHER_EPSILONS = ("norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
 """What architectures with LayerNorm call it."""
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
@@ -535,6 +535,7 @@ MIXED: dict[str, Any] = {
 MIXED_LAYERS = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 }
+FALCON: dict[str, Any] = {"layer_norm_epsilon": 1e-3, **rope(5000.0)}
 BEYOND_MEGATRON = {
     "granite": Variant(
         "granite", {name: value for name, value in GRANITE.items() if name != "shared_intermediate_size"},
@@ -554,6 +555,31 @@ BEYOND_MEGATRON = {
         "gpt_neox", {"num_key_value_heads": 8, "layer_norm_eps": 1e-3, "hidden_act": "gelu_new", "attention_bias": False},
         {"one after the other": {"use_parallel_residual": False}, "activation": {"hidden_act": "gelu"}},
     ),
+    "phi": Variant(
+        "phi",
+        {"layer_norm_eps": 1e-3, **rope(5000.0, partial_rotary_factor=0.5)},
+        {"epsilon": {"layer_norm_eps": 1e-5}, "whole heads": rope(5000.0, partial_rotary_factor=1.0), "activation": {"hidden_act": "gelu"}},
+    ),
+    "phi, norms of q and k": Variant("phi", {"layer_norm_eps": 1e-3, "qk_layernorm": True, "tie_word_embeddings": True}),
+    "falcon": Variant(
+        "falcon", {**FALCON, "ffn_hidden_size": 80}, {"one after the other": {"parallel_attn": False}, "activation": {"activation": "gelu_new"}}
+    ),
+    "falcon, two norms": Variant("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 4, "bias": True}),
+    "falcon, one norm and groups of heads": Variant(
+        "falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "tie_word_embeddings": False}
+    ),
+    "falcon, one after the other": Variant("falcon", {**FALCON, "parallel_attn": False, "multi_query": False}),
+    "cohere": Variant(
+        "cohere", {"layer_norm_eps": 1e-3, "logit_scale": 0.3},
+        {"epsilon": {"layer_norm_eps": 1e-5}, "logits": {"logit_scale": 0.4}, "rotary base": rope(10000.0)},
+    ),
+    "cohere, norms of q and k": Variant("cohere", {"layer_norm_eps": 1e-3, "use_qk_norm": True, "attention_bias": True}),
+    "cohere2": Variant(
+        "cohere2", {"layer_norm_eps": 1e-3, "sliding_window": WINDOW},
+        {"one less": {"sliding_window": WINDOW - 1}, "windows elsewhere": windows(LAYERS - 1)},
+    ),
+    "gptj": Variant("gptj", {**GPT2_SIZES, "rotary_dim": 4}, {"rotation": {"rotary_dim": 8}, "activation": {"activation_function": "gelu"}}),
+    "codegen": Variant("codegen", {**GPT2_SIZES, "rotary_dim": 4}, {"rotation": {"rotary_dim": 8}}),
     "bamba": Variant(
         "bamba", {**MIXED, "attn_layer_indices": [1]},
         {"attention elsewhere": {"attn_layer_indices": [2]}, "epsilon": {"rms_norm_eps": 1e-2}},
@@ -614,11 +640,11 @@ def create(variant: Variant, directory: Path) -> None:
     torch.manual_seed(20)
     sizes = (
         {**GPT2_SIZES}
-        if variant.model_type == "gpt2"
+        if "n_embd" in variant.settings or variant.model_type == "gpt2"
         else {**SIZES, "pad_token_id": 6, **rope(5000.0)}
     )
     if any(name in variant.settings for name in OTHER_EPSILONS):
-        del sizes["rms_norm_eps"]
+        sizes.pop("rms_norm_eps", None)
     if variant.model_type in (
         "mamba2",
         "nemotron_h",

@@ -5,8 +5,12 @@ from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear
 
 
 def input_matrix(plan: Plan, rows: int, *, bias: bool) -> NormColumnLinear | ColumnLinear:
-    """Return a column-sharded matrix from the hidden states. rows: of this rank."""
+    """Return a column-sharded matrix from the hidden states, which are normed already if sublayers share a norm.
+
+    rows: of this rank.
+    """
     hidden = plan.config.hidden
-    if plan.config.norm.place == "after":
+    norm = plan.config.norm
+    if norm.place == "after" or norm.shared:
         return ColumnLinear(hidden, rows, plan.ranks, bias=bias)
     return NormColumnLinear(hidden, rows, plan.norm, plan.ranks, bias=bias, keep=plan.keep)

@@ -109,11 +109,10 @@ class Rotary:
     """Computes cos and sin of any positions."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self._frequencies, self._dtype, self._magnitude = (
-            frequencies(config).to(device),
-            dtype,
-            magnitude(config),
-        )
+        angles = frequencies(config).to(device)
+        # A negative angle rotates in the other direction.
+        self._frequencies = -angles if config.positions.backwards else angles
+        self._dtype, self._magnitude = dtype, magnitude(config)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos, sin [sequence, batch or 1, 1, rotated] for `rotate`. positions: int64 [sequence, batch or 1]."""

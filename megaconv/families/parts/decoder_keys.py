@@ -146,6 +146,16 @@ ATTENTION_BIASES = flags(
 )
 """Biases on all of attention's projections, or on none."""
 
+PARALLEL: dict[str, Any] = {"parallel_residual": True, "norm.shared": True}
+"""Fields of layers whose attention and MLP work in parallel on the output of one norm."""
+GELUS = {
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+"""transformers' names of gelu, exact and approximate."""
+
 DENSE = "rope pre_norm !sinks !clamped !output_gate !linear_layers !qk_l2_norm !probs_on_input !mixture !mla !encoder !transform"
 """Features that distinguish dense decoders with rotary positions from all other models."""
 PLAIN = f"{DENSE} !norm_bias silu gated !zero_centered !interleaved !skips_rope"

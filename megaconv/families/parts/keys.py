@@ -11,6 +11,7 @@ to list it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, nextafter
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
@@ -209,6 +210,28 @@ def factor(key: str, field: str) -> Keys:
         return {key: 1.0 if value is None else value}
 
     return Keys((key,), read, write)
+
+
+def multiplier(key: str, field: str, default: float = 1.0) -> Keys:
+    """A key that multiplies, for a field that divides. The field is None for the factor 1."""
+
+    def read(raw: Raw) -> Fields:
+        value = need_number(raw, key, default)
+        if not value:
+            raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} should be a number but 0, found {value!r}")
+        return {field: None if value == 1 else 1 / value}
+
+    def write(config: ModelConfig) -> Raw:
+        return {key: _inverse(value_of(config, field) or 1.0)}
+
+    return Keys((key,), read, write)
+
+
+def _inverse(divisor: float) -> float:
+    """The number whose inverse is the divisor. Rounding may put it next to the divisor's inverse."""
+    near = 1 / divisor
+    candidates = (near, nextafter(near, inf), nextafter(near, -inf))
+    return next((each for each in candidates if 1 / each == divisor), near)
 
 
 def flags(key: str, fields: tuple[str, ...], *, default: bool) -> Keys:

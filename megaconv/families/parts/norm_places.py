@@ -50,6 +50,25 @@ def _after(name: str, word: str, module: str) -> Row:
     )  # fmt: skip
 
 
+QK_NORM_BIASES = Row(
+    "layers.{l}.attn.{q|k}_norm.bias", ("head_dim", "head_dim"), when="qk_norm_bias",
+    hf=f"{_HF}self_attn.{{q|k}}_norm.bias",
+    core=f"{_CORE}self_attention.{{q|k}}_layernorm.bias",
+)  # fmt: skip
+"""The biases of the norms of q and k."""
+
+
+def with_own_norms(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The same rows, with weights of each head's own in the norms of q and k."""
+    own = ("heads head_dim", "kv_heads head_dim")
+    return tuple(
+        replace(row, shapes=own, tp=0)
+        if row.canonical == "layers.{l}.attn.{q|k}_norm.weight"
+        else row
+        for row in rows
+    )
+
+
 def normed_over_all_heads(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     """The same rows, with norms of q and k that are as wide as all heads of a rank."""
     wide = ("heads*head_dim", "kv_heads*head_dim")
