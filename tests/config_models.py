@@ -168,6 +168,10 @@ OWN_KEYS: dict[str, Raw] = {
         "shared_intermediate_size": 40,
         "residual_multiplier": 0.5,
     },
+    "phi": {"layer_norm_eps": 1e-5, "hidden_act": "gelu_new", "head_dim": 4, "partial_rotary_factor": 0.5},
+    "cohere": {"layer_norm_eps": 1e-5, "head_dim": 4},
+    "cohere2": {"layer_norm_eps": 1e-5, "head_dim": 4},
+    **{name: {"rotary_dim": 2} for name in ("gptj", "codegen")},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 5},
     "nemotron_h": {
         "hybrid_override_pattern": "ME*-",

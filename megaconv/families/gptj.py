@@ -6,7 +6,7 @@ Hugging Face's files, and trained.
 
 from typing import Any
 
-from megaconv.errors import NotExpressible
+from megaconv.errors import CorruptCheckpoint
 from megaconv.families import Family
 from megaconv.families.gpt2 import FAMILY as GPT2
 from megaconv.families.gpt2 import WIDTH
@@ -54,7 +54,7 @@ def _read_share(raw: Raw) -> Fields:
     head_dim = heads["attention.head_dim"]
     rotating = need_size(raw, _ROTARY, 64)
     if rotating > head_dim:
-        raise NotExpressible(
+        raise CorruptCheckpoint(
             f"{CONFIG_NAME}: {_ROTARY} {rotating} is more than the {head_dim} elements of a head"
         )
     return {"positions.rotary_percent": rotating / head_dim}

@@ -267,7 +267,7 @@ FEATURES: Mapping[str, Holds] = {
         config.norm.kind == "LayerNorm" and config.norm.bias and config.norm.weight
     ),
     "norm_weight": lambda config, kind, layer: config.norm.weight,
-    "shared_norm": lambda config, kind, layer: config.norm.shared,
+    "shared_norm": lambda config, kind, layer: config.norm.shared and config.parallel_residual,
     "expert_output_norm": lambda config, kind, layer: config.norm.after_experts,
     "embedding_norm": lambda config, kind, layer: config.norm.embedding,
     "parallel": lambda config, kind, layer: config.parallel_residual,

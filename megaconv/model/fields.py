@@ -233,6 +233,8 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield from (f"attention.qk_norm_{name}" for name in ("width", "bias", "rotated"))
     if config.norm.kind != "LayerNorm" or not config.norm.weight:
         yield "norm.bias"
+    if not config.parallel_residual:
+        yield "norm.shared"
     if positions.kind != "learned":
         yield "positions.offset"
     has_one_theta = positions.local_theta == positions.theta and not positions.scaling

@@ -9,8 +9,7 @@ def input_matrix(plan: Plan, rows: int, *, bias: bool) -> NormColumnLinear | Col
 
     rows: of this rank.
     """
-    hidden = plan.config.hidden
-    norm = plan.config.norm
-    if norm.place == "after" or norm.shared:
-        return ColumnLinear(hidden, rows, plan.ranks, bias=bias)
-    return NormColumnLinear(hidden, rows, plan.norm, plan.ranks, bias=bias, keep=plan.keep)
+    config = plan.config
+    if config.norm.place == "after" or config.has("shared_norm"):
+        return ColumnLinear(config.hidden, rows, plan.ranks, bias=bias)
+    return NormColumnLinear(config.hidden, rows, plan.norm, plan.ranks, bias=bias, keep=plan.keep)

@@ -44,7 +44,7 @@ class Layer(Residual):
         self.ranks = plan.ranks
         self.dropout = options.hidden_dropout
         self.scale = config.residual_scale
-        self.parallel, self.shares_norm = config.parallel_residual, config.norm.shared
+        self.parallel, self.shares_norm = config.parallel_residual, config.has("shared_norm")
         self.after_attention = rng.At(layer, rng.AFTER_ATTENTION)
         self.after_mlp = rng.At(layer, rng.AFTER_MLP)
         kind = plan.kind(layer)

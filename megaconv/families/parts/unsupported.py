@@ -11,14 +11,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its language model attends to a prompt in both directions, and Megatron core attends to earlier tokens only": (
         "PaliGemmaForConditionalGeneration",
     ),
-    "its attention and its MLP work in parallel on the same input, and Megatron core has no such layer": (
-        "GPTJForCausalLM",
-        "PhiForCausalLM",
-        "FalconForCausalLM",
-        "CodeGenForCausalLM",
-        "CohereForCausalLM",
-        "Cohere2ForCausalLM",
-    ),
     "it encodes positions by ALiBi (biases on attention scores), which Megatron core doesn't have": (
         "BloomForCausalLM",
         "MptForCausalLM",
