@@ -580,6 +580,57 @@ BEYOND_MEGATRON = {
     ),
     "gptj": Variant("gptj", {**GPT2_SIZES, "rotary_dim": 4}, {"rotation": {"rotary_dim": 8}, "activation": {"activation_function": "gelu"}}),
     "codegen": Variant("codegen", {**GPT2_SIZES, "rotary_dim": 4}, {"rotation": {"rotary_dim": 8}}),
+    "olmo": Variant("olmo", {}, {"limits": {"clip_qkv": 0.5}}),
+    "olmo, limits": Variant("olmo", {"clip_qkv": 0.7}, {"another": {"clip_qkv": 0.5}}),
+    "nanochat": Variant("nanochat", {"final_logit_softcapping": 2.5}, {"uncapped logits": {"final_logit_softcapping": None}}),
+    "flex_olmo": Variant(
+        "flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2}, {"weights made to sum up to 1": {"norm_topk_prob": True}}
+    ),
+    "hunyuan_v1_dense": Variant("hunyuan_v1_dense", {"head_dim": 12}, {"epsilon": {"rms_norm_eps": 1e-5}}),
+    "hunyuan_v1_dense, stretched": Variant(
+        "hunyuan_v1_dense", {"head_dim": 12, **rope(5000.0, rope_type="dynamic", alpha=10.0, factor=1.0)}, {"not stretched": rope(5000.0)}
+    ),
+    "hunyuan_v1_moe": Variant("hunyuan_v1_moe", {"head_dim": 12, "num_experts": 4, "moe_topk": 2}, {"one expert": {"moe_topk": 1}}),
+    "granite_swa": Variant(
+        "granite_swa",
+        {**{name: value for name, value in GRANITE.items() if name != "shared_intermediate_size"}, "sliding_window": WINDOW,
+         "layer_rope_theta": [5000.0, 0, 5000.0, 5000.0]},
+        {"one less": {"sliding_window": WINDOW - 1}, "all layers rotate": {"layer_rope_theta": [5000.0] * 4}},
+    ),
+    "granite_moe": Variant(
+        "granitemoe",
+        {**{name: value for name, value in GRANITE.items() if name != "shared_intermediate_size"}, "num_local_experts": 4},
+        {"one expert": {"num_experts_per_tok": 1}, "residual": {"residual_multiplier": 0.5}},
+    ),
+    "granite_moe_shared": Variant("granitemoeshared", {**GRANITE, "num_local_experts": 4}, {"one expert": {"num_experts_per_tok": 1}}),
+    "granite_moe_swa": Variant(
+        "granitemoe_swa", {**GRANITE, "num_local_experts": 4, "sliding_window": WINDOW},
+        {"one less": {"sliding_window": WINDOW - 1}, "a layer without rope": {"layer_rope_theta": [5000.0, 0, 5000.0, 5000.0]}},
+    ),
+    "bloom": Variant("bloom", {"n_layer": LAYERS, "n_head": 8, "layer_norm_epsilon": 1e-3}, {"epsilon": {"layer_norm_epsilon": 1e-5}}),
+    "bloom, heads that are no power of two": Variant("bloom", {"n_layer": LAYERS, "n_head": 12, "hidden_size": 48, "layer_norm_epsilon": 1e-3}),
+    "mpt": Variant(
+        "mpt", {"d_model": 64, "n_layers": LAYERS, "n_heads": 8, "layer_norm_epsilon": 1e-3, "attn_config": {"softmax_scale": 0.2}},
+        {"limits": {"attn_config": {"softmax_scale": 0.2, "clip_qkv": 0.5}}},
+    ),
+    "mpt, limits": Variant(
+        "mpt", {"d_model": 48, "n_layers": LAYERS, "n_heads": 12, "layer_norm_epsilon": 1e-3, "attn_config": {"clip_qkv": 0.5}}
+    ),
+    "opt": Variant("opt", {"ffn_dim": 80, "word_embed_proj_dim": 64}, {"activation": {"activation_function": "gelu"}}),
+    "opt, without biases": Variant("opt", {"ffn_dim": 80, "enable_bias": False, "word_embed_proj_dim": 64, "tie_word_embeddings": False}),
+    "biogpt": Variant("biogpt", {}, {"unscaled": {"scale_embedding": False}, "activation": {"hidden_act": "gelu_new"}}),
+    "gpt_neo": Variant(
+        "gpt_neo",
+        {"num_layers": LAYERS, "num_heads": 8, "attention_types": [[["global", "local"], 2]], "window_size": WINDOW,
+         "layer_norm_epsilon": 1e-3},
+        {"one less": {"window_size": WINDOW - 1}, "windows elsewhere": {"attention_types": [[["local", "global"], 2]]}},
+    ),
+    "gpt_bigcode": Variant("gpt_bigcode", GPT2_SIZES, {"activation": {"activation_function": "gelu"}}),
+    "gpt_bigcode, as many kv heads as heads": Variant("gpt_bigcode", {**GPT2_SIZES, "multi_query": False, "tie_word_embeddings": False}),
+    "persimmon": Variant(
+        "persimmon", {"layer_norm_eps": 1e-3}, {"epsilon": {"layer_norm_eps": 1e-5}, "whole heads": rope(5000.0, partial_rotary_factor=1.0)}
+    ),
+    "persimmon, no norms of q and k": Variant("persimmon", {"layer_norm_eps": 1e-3, "qk_layernorm": False}),
     "bamba": Variant(
         "bamba", {**MIXED, "attn_layer_indices": [1]},
         {"attention elsewhere": {"attn_layer_indices": [2]}, "epsilon": {"rms_norm_eps": 1e-2}},

@@ -54,10 +54,11 @@ def _renamed(row: Row) -> Row:
 
 
 _DENSE = tuple(_renamed(row) for row in MLP if not row.canonical.endswith("bias"))
-_EXPERTS = tuple(
+EXPERTS = tuple(
     _renamed(row) for row in (*expert_rows("", "{|}", ""), *shared_expert_rows("{|}", ""))
 )
-ROWS = in_core((EMBEDDING, *MIXERS, MOE_NORM, *_DENSE, *_EXPERTS, *ends("model.norm.weight")))
+"""Router, experts and the shared expert."""
+ROWS = in_core((EMBEDDING, *MIXERS, MOE_NORM, *_DENSE, *EXPERTS, *ends("model.norm.weight")))
 
 _WORDS = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention", "full_attention": "attention"}  # fmt: skip
 """Word for a layer -> mixer. Files on the Hub have the first of two words, transformers 5.23 the second."""

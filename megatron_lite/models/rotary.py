@@ -19,13 +19,14 @@ def frequencies(config: ModelConfig) -> Tensor:
     Raises NotExpressible for other kinds of scaling.
     """
     rotated = rotated_width(config)
-    plain: Tensor = 1.0 / config.positions.theta ** (
-        torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
-    )
-    scaling = config.positions.scaling
+    scaling, base = config.positions.scaling, config.positions.theta
+    if scaling is not None:
+        check_rope_scaling(scaling["rope_type"])
+        if scaling["rope_type"] == "ntk_alpha":
+            base, scaling = base * scaling["alpha"] ** (rotated / (rotated - 2)), None
+    plain: Tensor = 1.0 / base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
     if scaling is None:
         return plain
-    check_rope_scaling(scaling["rope_type"])
     if scaling["rope_type"] == "linear":
         return plain / float(scaling["factor"])
     if scaling["rope_type"] == "yarn":

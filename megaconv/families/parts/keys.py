@@ -104,6 +104,12 @@ HARMLESS = frozenset(
             "classifier_dropout",
         ),
         *("router_aux_loss_coef", "router_jitter_noise"),
+        *("dropout", "activation_dropout", "layerdrop", "emb_pdrop", "init_std", "init_device"),
+        *("embed_dropout", "resid_dropout", "embedding_fraction", "slow_but_exact"),
+        # tokens that only generation and tokenizers use
+        *("eod_token_id", "sep_token_id"),
+        # the precision of the softmax
+        *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
         # heads for other tasks, which no model here has
         *(
             "summary_type",
@@ -189,11 +195,12 @@ def number(key: str, field: str, default: float) -> Keys:
     )
 
 
-def maybe_number(key: str, field: str, default: float) -> Keys:
+def maybe_number(key: str, field: str, default: float | None) -> Keys:
     """A number, or null for none."""
 
     def read(raw: Raw) -> Fields:
-        return {field: None if raw.get(key, default) is None else need_number(raw, key, default)}
+        stated = raw.get(key, default)
+        return {field: None if stated is None else need_number({key: stated}, key, 0.0)}
 
     return Keys((key,), read, lambda config: {key: value_of(config, field)})
 

@@ -23,17 +23,22 @@ Places = tuple[str, str]
 
 
 def norms_at(
-    attention: tuple[Row, ...], mlp: tuple[Row, ...], *, before: Places | None, after: Places
+    attention: tuple[Row, ...],
+    mlp: tuple[Row, ...],
+    *,
+    before: Places | None,
+    after: Places,
+    mlp_module: str = "mlp.linear_fc2",
 ) -> tuple[Row, ...]:
     """The rows of attention and the MLP with norms after them. before: the names of the norms before them; None if
-    there are none."""
+    there are none. mlp_module: the module in Megatron core that holds the norm after the MLP."""
     names = dict(zip(_BEFORE, before or (), strict=False))
     found: list[Row] = []
     for row in (
         *attention,
         _after("attn_output_norm", after[0], "self_attention.linear_proj"),
         *mlp,
-        _after("mlp_output_norm", after[1], "mlp.linear_fc2"),
+        _after("mlp_output_norm", after[1], mlp_module),
     ):
         if row.canonical in names:
             found.append(row.renamed(hf=f"{_HF}{names[row.canonical]}.weight"))

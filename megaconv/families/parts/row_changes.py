@@ -118,6 +118,26 @@ def without_norms(rows: Rows) -> Rows:
     return tuple(row for row in rows if not _is_norm(row))
 
 
+def with_embedding_norm(rows: Rows, name: str) -> Rows:
+    """The rows, and one for the LayerNorm after the embedding. name: Hugging Face's name of the module."""
+    norm = Row(
+        "embed_norm.{weight|bias}", ("hidden", "hidden"), stage="first", when="embedding_norm",
+        hf=f"{name}.{{weight|bias}}",
+        core="embedding.norm.{weight|bias}",
+    )  # fmt: skip
+    return (*rows, norm)
+
+
+def with_positions(rows: Rows, name: str) -> Rows:
+    """The rows, and one for learned positions. name: Hugging Face's name of the module."""
+    positions = Row(
+        "positions.weight", ("position_rows hidden",), stage="first",
+        hf=f"{name}.weight",
+        core="embedding.position_embeddings.weight",
+    )  # fmt: skip
+    return (*rows, positions)
+
+
 def with_head_bias(rows: Rows) -> Rows:
     """The rows, and one for the bias of the head."""
     bias = Row(

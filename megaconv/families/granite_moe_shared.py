@@ -1,0 +1,14 @@
+"""Granite 3 with experts and a shared expert in every layer."""
+
+from dataclasses import replace
+
+from megaconv.families.granite_moe import FAMILY as GRANITE_MOE
+from megaconv.families.granite_moe import KEYS
+from megaconv.families.parts.keys import count
+
+SHARED_WIDTH = count("shared_intermediate_size", "experts.shared_ffn")
+
+FAMILY = replace(
+    GRANITE_MOE, name="granite_moe_shared", architectures=("GraniteMoeSharedForCausalLM",), model_type="granitemoeshared",
+    keys=(*KEYS, SHARED_WIDTH),
+)  # fmt: skip
