@@ -164,8 +164,14 @@ MIXED_LAYERS = ("bamba", "granite_moe_hybrid")
 """Families with layers of a Mamba 2 or attention, and an MLP: Megatron has no words for such layers."""
 ONE_NORM = ("codegen", "cohere", "cohere2", "falcon", "gptj", "phi")
 """Families whose attention and MLP read the output of one norm."""
-BEYOND_MEGATRON = (*MIXED_LAYERS, *ONE_NORM)
-"""Families whose models Megatron's arguments can't describe."""
+OTHER_NORMS = ("flex_olmo", "hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat", "olmo", "persimmon")
+"""Families whose norms have no weights, or follow rope or experts, or have biases on q and k."""
+OTHER_POSITIONS = ("biogpt", "bloom", "gpt_neo", "mpt", "opt")
+"""Families with ALiBi, or with learned positions beside windows or after unused rows."""
+OF_GRANITE = ("granite_moe", "granite_moe_shared", "granite_moe_swa", "granite_swa")
+OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, "gpt_bigcode")
+BEYOND_MEGATRON = (*MIXED_LAYERS, *OTHER_LAYERS)
+"""Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""
 
 
 def own_fields(family: str) -> dict[str, Any]:

@@ -623,7 +623,7 @@ BEYOND_MEGATRON = {
         "gpt_neo",
         {"num_layers": LAYERS, "num_heads": 8, "attention_types": [[["global", "local"], 2]], "window_size": WINDOW,
          "layer_norm_epsilon": 1e-3},
-        {"one less": {"window_size": WINDOW - 1}, "windows elsewhere": {"attention_types": [[["local", "global"], 2]]}},
+        {"one less": {"window_size": WINDOW - 1}, "activation": {"activation_function": "gelu"}},
     ),
     "gpt_bigcode": Variant("gpt_bigcode", GPT2_SIZES, {"activation": {"activation_function": "gelu"}}),
     "gpt_bigcode, as many kv heads as heads": Variant("gpt_bigcode", {**GPT2_SIZES, "multi_query": False, "tie_word_embeddings": False}),

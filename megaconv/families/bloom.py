@@ -6,7 +6,7 @@ Megatron core has no ALiBi: these models are converted between Hugging Face's fi
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import ALL_BIASES, model_keys, multi_head
 from megaconv.families.parts.decoder_rows import LLAMA_ROWS
-from megaconv.families.parts.keys import Raw, follows, need_size, number, size
+from megaconv.families.parts.keys import Fields, Keys, Raw, need_size, number, size
 from megaconv.families.parts.row_changes import (
     in_core,
     respelled,
@@ -15,6 +15,7 @@ from megaconv.families.parts.row_changes import (
     with_norm_biases,
     without_gate,
 )
+from megaconv.model.config import ModelConfig
 from megaconv.model.table import Fused
 
 _QKV = "transformer.h.{l}.self_attention.query_key_value."
@@ -35,16 +36,24 @@ _LAYERS = with_modules(respelled(with_norm_biases(without_gate(LLAMA_ROWS)), _FU
 ROWS = in_core(with_embedding_norm(_LAYERS, "transformer.word_embeddings_layernorm"))
 
 
-def _width(raw: Raw) -> int:
-    return 4 * need_size(raw, "hidden_size", 64)
+_HIDDEN, _OLDER = "hidden_size", "n_embed"
+_HEADS = multi_head("n_head", _HIDDEN)
+
+
+def _read_sizes(raw: Raw) -> Fields:
+    """The sizes that the hidden size decides. Published files have an older name of it, which takes precedence."""
+    hidden = need_size(raw, _HIDDEN if raw.get(_OLDER) is None else _OLDER, 64)
+    return {"hidden": hidden, "mlp.ffn": 4 * hidden, **_HEADS.read({**raw, _HIDDEN: hidden})}
+
+
+def _write_sizes(config: ModelConfig) -> Raw:
+    return {_HIDDEN: config.hidden, **_HEADS.write(config)}
 
 
 _KEYS = (
-    size("hidden_size", "hidden", 64),
+    Keys((_HIDDEN, _OLDER, *_HEADS.names), _read_sizes, _write_sizes),
     size("n_layer", "layers.count", 2),
     size("seq_length", "max_positions", 2048),
-    follows("mlp.ffn", _width),
-    multi_head("n_head", "hidden_size"),
     number("layer_norm_epsilon", "norm.epsilon", 1e-5),
     *model_keys(tied=True, tokens=(1, 2, None)),
 )
@@ -56,7 +65,7 @@ _FIXED = {
     "mlp.activation": "gelu_tanh",
     "mlp.gated": False,
 }
-_ALIASES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "n_embed": "hidden_size"}
+_ALIASES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
 FAMILY = Family(
     "bloom", ("BloomForCausalLM",), "bloom", ROWS, keys=_KEYS, fixed=_FIXED,

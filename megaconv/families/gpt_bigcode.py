@@ -43,7 +43,7 @@ _MODULES = {
 _LAYERS = with_modules(respelled(with_norm_biases(without_gate(LLAMA_ROWS)), _FUSED), _MODULES)
 ROWS = in_core(with_positions(_LAYERS, "transformer.wpe"))
 
-_SHARES_KV = "multi_query"
+_SHARES_KV, _KV_HEADS = "multi_query", "num_key_value_heads"
 _HEADS = multi_head("n_head", "n_embd")
 
 
@@ -53,14 +53,16 @@ def _read_heads(raw: Raw) -> Fields:
 
 
 def _write_heads(config: ModelConfig) -> Raw:
-    return {**_HEADS.write(config), _SHARES_KV: config.attention.kv_heads == 1}
+    """transformers writes the number of key/value heads too, and computes it anew when it reads a file."""
+    kv_heads = config.attention.kv_heads
+    return {**_HEADS.write(config), _SHARES_KV: kv_heads == 1, _KV_HEADS: kv_heads}
 
 
 _KEYS = (
     size("n_embd", "hidden"),
     size("n_layer", "layers.count"),
     size("n_positions", "max_positions", 1024),
-    Keys((*_HEADS.names, _SHARES_KV), _read_heads, _write_heads),
+    Keys((*_HEADS.names, _SHARES_KV, _KV_HEADS), _read_heads, _write_heads),
     WIDTH,
     number("layer_norm_epsilon", "norm.epsilon", 1e-5),
     choice("activation_function", "mlp.activation", GELUS, "gelu_pytorch_tanh"),

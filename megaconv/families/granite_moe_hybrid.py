@@ -27,10 +27,10 @@ from megaconv.families.parts.keys import (
 )
 from megaconv.families.parts.mamba_and_mlp import HF, MAMBA_ONLY, MAMBA_SIZES, MIXERS, ends
 from megaconv.families.parts.rope import FULL_ROTATION, rope
-from megaconv.families.parts.row_changes import in_core
+from megaconv.families.parts.row_changes import in_all_forms, in_core
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import one_or_each
-from megaconv.model.table import Fused, Row, Spelling, Stacked
+from megaconv.model.table import Fused, Spelling, Stacked
 
 _SHARED = HF + "shared_mlp."
 _SHARED_NAMES: dict[str, Spelling] = {
@@ -46,16 +46,11 @@ _EXPERT_NAMES: dict[str, Spelling] = {
 }  # fmt: skip
 
 
-def _renamed(row: Row) -> Row:
-    name = (_SHARED_NAMES | _EXPERT_NAMES).get(row.canonical)
-    if name is None:
-        return row
-    return row.renamed(hf=name, hf_stacked=name, hf_stacked_transposed=name)
-
-
-_DENSE = tuple(_renamed(row) for row in MLP if not row.canonical.endswith("bias"))
-EXPERTS = tuple(
-    _renamed(row) for row in (*expert_rows("", "{|}", ""), *shared_expert_rows("{|}", ""))
+_DENSE = in_all_forms(
+    tuple(row for row in MLP if not row.canonical.endswith("bias")), _SHARED_NAMES
+)
+EXPERTS = in_all_forms(
+    (*expert_rows("", "{|}", ""), *shared_expert_rows("{|}", "")), _SHARED_NAMES | _EXPERT_NAMES
 )
 """Router, experts and the shared expert."""
 ROWS = in_core((EMBEDDING, *MIXERS, MOE_NORM, *_DENSE, *EXPERTS, *ends("model.norm.weight")))

@@ -7,9 +7,18 @@ from megaconv.families.granite_moe import KEYS
 from megaconv.families.granite_swa import SINKS_AND_WINDOWS
 from megaconv.families.parts.decoder_rows import SINKS
 from megaconv.families.parts.keys import count
+from megaconv.families.parts.row_changes import in_all_forms
+from megaconv.model.table import Spelling, Stacked
+
+_MIXTURE = "model.layers.{l}.block_sparse_moe."
+_NAMES: dict[str, Spelling] = {
+    "layers.{l}.mlp.router.weight": _MIXTURE + "router.weight",
+    "layers.{l}.mlp.experts.{e}.{gate|up}.weight": Stacked(_MIXTURE + "experts.gate_up_proj"),
+    "layers.{l}.mlp.experts.{e}.down.weight": Stacked(_MIXTURE + "experts.down_proj"),
+}
 
 FAMILY = replace(
     GRANITE_MOE, name="granite_moe_swa", architectures=("GraniteMoeSWAForCausalLM",), model_type="granitemoe_swa",
-    rows=(*GRANITE_MOE.rows, SINKS), fixed={**GRANITE_MOE.fixed, "attention.sinks": True},
+    rows=(*in_all_forms(GRANITE_MOE.rows, _NAMES), SINKS), fixed={**GRANITE_MOE.fixed, "attention.sinks": True},
     keys=(*KEYS, count("shared_intermediate_size", "experts.shared_ffn"), *SINKS_AND_WINDOWS),
 )  # fmt: skip

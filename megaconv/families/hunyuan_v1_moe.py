@@ -9,22 +9,14 @@ from megaconv.families.parts.decoder_keys import SILU
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD
 from megaconv.families.parts.experts import MOE_NORM, QWEN_EXPERTS, shared_expert_rows
 from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, need_size
-from megaconv.families.parts.row_changes import in_core, with_modules
+from megaconv.families.parts.row_changes import in_all_forms, in_core, with_modules
 from megaconv.model.config import ModelConfig
-from megaconv.model.table import Row
 
 _SHARED = shared_expert_rows(
     "mlp.shared_mlp.{gate_proj|up_proj}.weight", "mlp.shared_mlp.down_proj.weight"
 )
-_ROUTER = "model.layers.{l}.mlp.gate.wg.weight"
-
-
-def _renamed(row: Row) -> Row:
-    is_router = row.canonical == "layers.{l}.mlp.router.weight"
-    return row.renamed(hf=_ROUTER, hf_stacked=_ROUTER) if is_router else row
-
-
-_EXPERTS = tuple(map(_renamed, (*QWEN_EXPERTS, *_SHARED)))
+_ROUTER = {"layers.{l}.mlp.router.weight": "model.layers.{l}.mlp.gate.wg.weight"}
+_EXPERTS = (*in_all_forms(QWEN_EXPERTS[:1], _ROUTER), *QWEN_EXPERTS[1:], *_SHARED)
 _ROWS = (EMBEDDING, *ATTENTION, MOE_NORM, *_EXPERTS, *HEAD)
 _COUNT, _CHOSEN = "num_experts", "moe_topk"
 

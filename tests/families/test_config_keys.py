@@ -32,6 +32,10 @@ SILENT = {
     ("exaone_moe", "sliding_window_pattern"), ("exaone_moe", "first_k_dense_replace"),
     # without effect in the older architecture, which multi_query describes
     ("falcon", "num_kv_heads"),
+    # written by the class, and computed anew from other keys when it reads a file
+    ("gpt_bigcode", "num_key_value_heads"), ("gpt_neo", "attention_layers"),
+    # which the class has and doesn't read
+    ("biogpt", "layer_norm_eps"),
     # of generation alone
     ("gpt_neox", "is_decoder"),
     ("t5", "decoder_start_token_id"),

@@ -77,6 +77,18 @@ def respelled(rows: Rows, names: Mapping[str, Mapping[str, Spelling]]) -> Rows:
     return tuple(row.renamed(**names.get(row.canonical, {})) for row in rows)
 
 
+def in_all_forms(rows: Rows, names: Mapping[str, Spelling]) -> Rows:
+    """The rows with other names, which are the same in all forms of Hugging Face's files.
+
+    names: canonical pattern of a row -> its name.
+    """
+    forms = ("hf", "hf_stacked", "hf_stacked_transposed")
+    return tuple(
+        row.renamed(**dict.fromkeys(forms, names[row.canonical])) if row.canonical in names else row
+        for row in rows
+    )
+
+
 def with_modules(rows: Rows, modules: Mapping[str, str]) -> Rows:
     """The rows with other names of modules in Hugging Face's files. Raises KeyError for an unknown module.
 
