@@ -182,7 +182,12 @@ OWN_KEYS: dict[str, Raw] = {
     },
     "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 3},
     "hunyuan_v1_moe": {"num_experts": 6, "moe_topk": 3},
-    "phi": {"layer_norm_eps": 1e-5, "hidden_act": "gelu_new", "head_dim": 4, "partial_rotary_factor": 0.5},
+    "phi": {
+        "layer_norm_eps": 1e-5,
+        "hidden_act": "gelu_new",
+        "head_dim": 4,
+        "partial_rotary_factor": 0.5,
+    },
     "cohere": {"layer_norm_eps": 1e-5, "head_dim": 4},
     "cohere2": {"layer_norm_eps": 1e-5, "head_dim": 4},
     **{name: {"rotary_dim": 2} for name in ("gptj", "codegen")},

@@ -562,11 +562,13 @@ BEYOND_MEGATRON = {
     ),
     "phi, norms of q and k": Variant("phi", {"layer_norm_eps": 1e-3, "qk_layernorm": True, "tie_word_embeddings": True}),
     "falcon": Variant(
-        "falcon", {**FALCON, "ffn_hidden_size": 80}, {"one after the other": {"parallel_attn": False}, "activation": {"activation": "gelu_new"}}
+        "falcon", {**FALCON, "ffn_hidden_size": 80},
+        {"one after the other": {"parallel_attn": False}, "activation": {"activation": "gelu_new"}}
     ),
     "falcon, two norms": Variant("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 4, "bias": True}),
     "falcon, one norm and groups of heads": Variant(
-        "falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "tie_word_embeddings": False}
+        "falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1,
+                   "tie_word_embeddings": False}
     ),
     "falcon, one after the other": Variant("falcon", {**FALCON, "parallel_attn": False, "multi_query": False}),
     "cohere": Variant(
@@ -578,7 +580,9 @@ BEYOND_MEGATRON = {
         "cohere2", {"layer_norm_eps": 1e-3, "sliding_window": WINDOW},
         {"one less": {"sliding_window": WINDOW - 1}, "windows elsewhere": windows(LAYERS - 1)},
     ),
-    "gptj": Variant("gptj", {**GPT2_SIZES, "rotary_dim": 4}, {"rotation": {"rotary_dim": 8}, "activation": {"activation_function": "gelu"}}),
+    "gptj": Variant(
+        "gptj", {**GPT2_SIZES, "rotary_dim": 4}, {"rotation": {"rotary_dim": 8}, "activation": {"activation_function": "gelu"}}
+    ),
     "codegen": Variant("codegen", {**GPT2_SIZES, "rotary_dim": 4}, {"rotation": {"rotary_dim": 8}}),
     "olmo": Variant("olmo", {}, {"limits": {"clip_qkv": 0.5}}),
     "olmo, limits": Variant("olmo", {"clip_qkv": 0.7}, {"another": {"clip_qkv": 0.5}}),
@@ -608,7 +612,9 @@ BEYOND_MEGATRON = {
         {"one less": {"sliding_window": WINDOW - 1}, "a layer without rope": {"layer_rope_theta": [5000.0, 0, 5000.0, 5000.0]}},
     ),
     "bloom": Variant("bloom", {"n_layer": LAYERS, "n_head": 8, "layer_norm_epsilon": 1e-3}, {"epsilon": {"layer_norm_epsilon": 1e-5}}),
-    "bloom, heads that are no power of two": Variant("bloom", {"n_layer": LAYERS, "n_head": 12, "hidden_size": 48, "layer_norm_epsilon": 1e-3}),
+    "bloom, heads that are no power of two": Variant(
+        "bloom", {"n_layer": LAYERS, "n_head": 12, "hidden_size": 48, "layer_norm_epsilon": 1e-3}
+    ),
     "mpt": Variant(
         "mpt", {"d_model": 64, "n_layers": LAYERS, "n_heads": 8, "layer_norm_epsilon": 1e-3, "attn_config": {"softmax_scale": 0.2}},
         {"limits": {"attn_config": {"softmax_scale": 0.2, "clip_qkv": 0.5}}},

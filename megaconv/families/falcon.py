@@ -77,10 +77,8 @@ def _read_layers(raw: Raw) -> Fields:
     """The heads and the order of sublayers."""
     new = bool(raw.get(_NEW, False))
     heads, hidden = need_size(raw, _HEADS, 71), need_size(raw, "hidden_size", 4544)
-    if new:
-        kv_heads = need_size(raw, _KV_HEADS, heads)
-    else:
-        kv_heads = 1 if raw.get(_SHARES_KV, True) else heads
+    older = 1 if raw.get(_SHARES_KV, True) else heads
+    kv_heads = need_size(raw, _KV_HEADS, heads) if new else older
     if heads % kv_heads or hidden % heads:
         raise CorruptCheckpoint(
             f"{CONFIG_NAME}: {kv_heads} key/value heads should divide {_HEADS} {heads}, which should divide hidden_size {hidden}"

@@ -34,7 +34,9 @@ _KEYS = (
 
 
 def _notices(config: ModelConfig) -> tuple[str, ...]:
-    return ("Megatron core has no norm after experts; only megatron_lite reads it (mlp.post_layernorm)",)
+    return (
+        "Megatron core has no norm after experts; only megatron_lite reads it (mlp.post_layernorm)",
+    )
 
 
 FAMILY = replace(

@@ -52,7 +52,9 @@ def _read_windows(raw: Raw) -> Fields:
     require_each_layer(_TYPES, kinds, need_size(raw, "num_layers"))
     unknown = set(kinds) - {"global", "local"}
     if unknown:
-        raise CorruptCheckpoint(f"{CONFIG_NAME}: {_TYPES} has {unknown.pop()!r}; expected global or local")
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: {_TYPES} has {unknown.pop()!r}; expected global or local"
+        )
     window = need_size(raw, _WINDOW, _USUAL_WINDOW)
     each = tuple(window if kind == "local" else None for kind in kinds)
     return {"layers.window": one_or_each(each)}

@@ -32,9 +32,7 @@ def _write_rope(config: ModelConfig) -> Raw:
     scaling = config.positions.scaling or {}
     if scaling.get("rope_type") != _STRETCHED:
         return _ROPE.write(config)
-    return _ROPE.write(
-        changed(config, {"positions.scaling": {**scaling, "rope_type": _IN_FILES}})
-    )
+    return _ROPE.write(changed(config, {"positions.scaling": {**scaling, "rope_type": _IN_FILES}}))
 
 
 KEYS = (

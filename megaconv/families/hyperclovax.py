@@ -9,7 +9,16 @@ from dataclasses import replace
 from megaconv.families.granite import FAMILY as GRANITE
 from megaconv.families.parts.decoder_keys import ATTENTION_BIASES, GATED_SILU, decoder_keys
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP
-from megaconv.families.parts.keys import Fields, Keys, Raw, choice, factor, flags, multiplier, need_number
+from megaconv.families.parts.keys import (
+    Fields,
+    Keys,
+    Raw,
+    choice,
+    factor,
+    flags,
+    multiplier,
+    need_number,
+)
 from megaconv.families.parts.norm_places import norms_at
 from megaconv.families.parts.row_changes import in_core
 from megaconv.model.config import ModelConfig

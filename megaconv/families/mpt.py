@@ -23,7 +23,9 @@ from megaconv.families.parts.row_changes import in_core, respelled, with_modules
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Fused
 
-_FUSED = {"layers.{l}.attn.{q|k|v}.weight": {"hf": Fused("transformer.blocks.{l}.attn.Wqkv.weight")}}
+_FUSED = {
+    "layers.{l}.attn.{q|k|v}.weight": {"hf": Fused("transformer.blocks.{l}.attn.Wqkv.weight")}
+}
 _MODULES = {
     "model.embed_tokens": "transformer.wte",
     "model.layers.{l}": "transformer.blocks.{l}",
@@ -43,7 +45,9 @@ _ATTENTION_ONLY = {"attn_type": "multihead_attention", "prefix_lm": False, "qk_l
 def _read_attention(raw: Raw) -> Fields:
     stated: Any = raw.get(_ATTENTION) or {}
     if not isinstance(stated, dict):
-        raise CorruptCheckpoint(f"{CONFIG_NAME}: {_ATTENTION} should be an object, found {stated!r}")
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: {_ATTENTION} should be an object, found {stated!r}"
+        )
     for key, value in _ATTENTION_ONLY.items():
         if stated.get(key, value) != value:
             raise NotExpressible(

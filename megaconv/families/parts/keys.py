@@ -225,7 +225,9 @@ def multiplier(key: str, field: str, default: float = 1.0) -> Keys:
     def read(raw: Raw) -> Fields:
         value = need_number(raw, key, default)
         if not value:
-            raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} should be a number but 0, found {value!r}")
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: {key} should be a number but 0, found {value!r}"
+            )
         return {field: None if value == 1 else 1 / value}
 
     def write(config: ModelConfig) -> Raw:
