@@ -177,6 +177,7 @@ def delta(
     save_dir: str | Path,
     *,
     loader: str | None = None,
+    config: str | Path | None = None,
     text_only: bool = False,
     optimizer: bool = True,
     options: Mapping[str, str] | None = None,

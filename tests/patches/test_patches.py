@@ -189,6 +189,16 @@ def test_a_patch_is_an_input_of_every_command(old: Path, tmp_path: Path) -> None
     assert_refused(run("inspect", tmp_path / "patch"), 2, "--option base=OLD")
 
 
+def test_a_checkpoint_without_a_configuration_is_compared_with_config(tmp_path: Path) -> None:
+    """MaxText's checkpoint has no configuration of its own."""
+    base = FIXTURES / "peft-llama-all-linear" / "base"
+    maxtext = FIXTURES / "orbax-maxtext-scan-bf16" / "checkpoint"
+    words = ("--config", base, "--option", "maxtext_rope=split")
+    make(base, maxtext, tmp_path / "patch", *words)
+    made = applied(base, tmp_path / "patch", target=tmp_path / "made")
+    assert run("diff", made, maxtext, *words).status == 0
+
+
 def damage(path: Path, random: Random) -> str:
     """Change a file of a patch. Returns what was done."""
     content = bytearray(path.read_bytes())
