@@ -248,6 +248,21 @@ def test_a_failed_run_leaves_nothing_and_keeps_what_was_there(old: Path, tmp_pat
     assert snapshot(target) == before
 
 
+def test_overwrite_replaces_neither_an_input_nor_other_files(old: Path, tmp_path: Path) -> None:
+    new = trained(old, tmp_path / "new")
+    letters = tmp_path / "letters"
+    letters.mkdir()
+    (letters / "dear.txt").write_text("dear")
+    with unchanged(tmp_path):
+        for words in ((), ("--sparse", "vllm")):
+            outcome = run("delta", old, new, "--save-dir", new, "--overwrite", *words)
+            assert_refused(outcome, 2, "is the source", "which it would replace")
+            outcome = run("delta", old, new, "--save-dir", letters, "--overwrite", *words)
+            assert_refused(outcome, 2, "--overwrite replaces checkpoints")
+        outcome = run("delta", old, new, "--save-dir", tmp_path / "patch", "--take-over")
+        assert_refused(outcome, 2, "--take-over: is for an output in an object store")
+
+
 def test_names_of_small_files_stay_below_the_patch() -> None:
     with pytest.raises(ValueError, match="names the file"):
         patches._below("../../etc/passwd")
