@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.errors import CorruptCheckpoint, NotExpressible, TensorMismatch
 from megaconv.model.beside import Whole
 from megaconv.model.ceilings import require_possible
 from megaconv.model.config import ModelConfig, value_of
@@ -315,6 +315,22 @@ def lost_fields(
         for name, ours, theirs in config_differences(config, back)
         if name not in skipped
     }
+
+
+def require_same_structure(
+    stated: ModelConfig, found: ModelConfig, described: str, where: str
+) -> None:
+    """Raise TensorMismatch unless a description fits the tensors of a checkpoint.
+
+    stated: the model that the file `described` describes. found: the model of the checkpoint `where`, which doesn't
+    say whether its head is tied.
+    """
+    for name in (*STRUCTURE, "vocab"):
+        given, expected = value_of(stated, name), value_of(found, name)
+        if given != expected and name != "tie_embeddings":
+            raise TensorMismatch(
+                f"{described}: says {name} = {given}, {where} has {expected}; it describes another model"
+            )
 
 
 def require_kept(
