@@ -5,12 +5,11 @@ These models are converted between Hugging Face's files, and trained.
 
 from dataclasses import replace
 
-from megaconv.families.granite import FACTORS
-from megaconv.families.granite import FAMILY as GRANITE
-from megaconv.families.granite_moe_hybrid import EXPERTS
+from megaconv.families.llama import FAMILY as LLAMA
 from megaconv.families.parts.decoder_keys import ATTENTION_BIASES, GATED_SILU, decoder_keys
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD
 from megaconv.families.parts.experts import EXPERTS_WIDTH, MOE_NORM
+from megaconv.families.parts.granite import EXPERTS, FACTORS
 from megaconv.families.parts.keys import size
 from megaconv.families.parts.row_changes import in_core
 
@@ -26,6 +25,6 @@ KEYS = (
 )
 
 FAMILY = replace(
-    GRANITE, name="granite_moe", architectures=("GraniteMoeForCausalLM",), model_type="granitemoe", rows=ROWS, keys=KEYS,
-    fixed={**GRANITE.fixed, "layers.mlp": "experts"},
+    LLAMA, name="granite_moe", architectures=("GraniteMoeForCausalLM",), model_type="granitemoe", rows=ROWS, keys=KEYS,
+    fixed={**LLAMA.fixed, "layers.mlp": "experts"}, recognized=None, proven="names",
 )  # fmt: skip

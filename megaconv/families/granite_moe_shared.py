@@ -4,9 +4,7 @@ from dataclasses import replace
 
 from megaconv.families.granite_moe import FAMILY as GRANITE_MOE
 from megaconv.families.granite_moe import KEYS
-from megaconv.families.parts.keys import count
-
-SHARED_WIDTH = count("shared_intermediate_size", "experts.shared_ffn")
+from megaconv.families.parts.granite import SHARED_WIDTH
 
 FAMILY = replace(
     GRANITE_MOE, name="granite_moe_shared", architectures=("GraniteMoeSharedForCausalLM",), model_type="granitemoeshared",

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from megaconv.families.granite_moe import FAMILY as GRANITE_MOE
 from megaconv.families.granite_moe import KEYS
-from megaconv.families.granite_swa import SINKS_AND_WINDOWS
 from megaconv.families.parts.decoder_rows import SINKS
-from megaconv.families.parts.keys import count
+from megaconv.families.parts.granite import SHARED_WIDTH, SINKS_AND_WINDOWS
 from megaconv.families.parts.row_changes import in_all_forms
 from megaconv.model.table import Spelling, Stacked
 
@@ -20,5 +19,5 @@ _NAMES: dict[str, Spelling] = {
 FAMILY = replace(
     GRANITE_MOE, name="granite_moe_swa", architectures=("GraniteMoeSWAForCausalLM",), model_type="granitemoe_swa",
     rows=(*in_all_forms(GRANITE_MOE.rows, _NAMES), SINKS), fixed={**GRANITE_MOE.fixed, "attention.sinks": True},
-    keys=(*KEYS, count("shared_intermediate_size", "experts.shared_ffn"), *SINKS_AND_WINDOWS),
+    keys=(*KEYS, SHARED_WIDTH, *SINKS_AND_WINDOWS),
 )  # fmt: skip
