@@ -15,6 +15,7 @@ from formats.errors import CorruptCheckpoint
 from formats.regular_files import check_size
 from megaconv.errors import UsageError
 from megaconv.hub import tokenizer_directory
+from megatron_lite.data.chinese_tokenizer import ChineseTokenizer
 from megatron_lite.data.packages import package
 
 SENTENCEPIECE_TYPES = ("Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
@@ -24,6 +25,7 @@ TYPES = (
     *SENTENCEPIECE_TYPES,
     "HuggingFaceTokenizer",
     *BERT_TYPES,
+    "EncDecTokenizer",
     "NullTokenizer",
 )
 
@@ -91,6 +93,8 @@ def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
         lower = kind == "BertWordPieceLowerCase"
         vocabulary = _file(options, "vocab_file")
         return _bert(vocabulary, options.extra_ids, lower=lower)
+    if kind == "EncDecTokenizer":
+        return ChineseTokenizer(_file(options, "vocab_file"))
     if kind == "HuggingFaceTokenizer":
         place = str(_needed(options, "model"))
         if place.endswith("tokenizer.json"):

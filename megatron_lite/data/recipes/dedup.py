@@ -35,6 +35,8 @@ DESCRIPTION = "Remove near-duplicates from a corpus (MinHash)."
 DUPLICATE = "duplicate"
 BUCKETS_AND_HASHES = {0.7: (20, 6), 0.8: (14, 8), 0.9: (9, 13)}
 """Similarity -> buckets and hashes of each, with which 92 % of such pairs are found."""
+_LINES = 4096
+"""Signatures that are read at once, of each file. datatrove reads 5."""
 _PAIR = struct.Struct("<4I")
 """File and position of two documents."""
 _POSITION = struct.Struct("<I")
@@ -150,7 +152,7 @@ def run(words: argparse.Namespace) -> PipelineReport:
 
 
 def _stages(run: Run, place: Path, minhash: Any, config: Any) -> Iterator[Stage]:
-    from megatron_lite.data.recipes.shingle_words import Words
+    from megatron_lite.data.recipes.signatures import Signatures
 
     signatures = str(place / "signatures")
     pairs = place / "pairs"
@@ -158,10 +160,11 @@ def _stages(run: Run, place: Path, minhash: Any, config: Any) -> Iterator[Stage]
     files = len(run.given.files)
 
     read = ReadFile(run.given.files, run.given.reader)
-    sign = minhash.MinhashDedupSignature(signatures, config=config, language=Words())
-    yield Stage([read, sign], files)
+    yield Stage([read, Signatures(signatures, config)], files)
 
-    compare = minhash.MinhashDedupBuckets(signatures, str(pairs), config=config)
+    compare = minhash.MinhashDedupBuckets(
+        signatures, str(pairs), config=config, lines_to_buffer=_LINES
+    )
     yield Stage([compare], config.num_buckets)
 
     yield Stage([KeepFirst(pairs, listed)], 1)

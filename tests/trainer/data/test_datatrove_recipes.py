@@ -100,6 +100,29 @@ def test_texts_of_other_words_are_no_duplicates(tmp_path: Path) -> None:
     assert len(read(tmp_path / "out" / "a.jsonl")) >= 98
 
 
+LETTERS_OF_ALL_KINDS = [
+    *LETTERS.upper(), *"019.,;_-!?\t\n ", *map(chr, range(0xA0, 0x600, 3)), *map(chr, range(0x300, 0x320)),
+    "\u0345", "\u1e9b", "\u212b", "\ufb01", "\u3042", "\uac00", "\u0663", "\U0001d15e", "\U0001f600",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ngram", [1, 5])
+def test_hashes_of_ngrams_are_datatroves(tmp_path: Path, ngram: int) -> None:
+    from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
+
+    from megatron_lite.data.recipes.shingle_words import Words
+    from megatron_lite.data.recipes.signatures import Signatures
+
+    config = MinhashConfig(n_grams=ngram)
+    theirs = MinhashDedupSignature(str(tmp_path / "theirs"), config=config, language=Words())
+    ours = Signatures(str(tmp_path / "ours"), config)
+    mixed = ["".join(RANDOM.choices(LETTERS_OF_ALL_KINDS, k=200)) for _ in range(100)]
+    for each in ["", "a", "a_b c-d 1,000 3.14", "\u0301a\u0327\u0301 b", text(), *mixed]:
+        found, expected = ours.get_shingles(each), theirs.get_shingles(each)
+        assert found.dtype == expected.dtype
+        assert found.tolist() == expected.tolist(), each
+
+
 def test_a_bad_line_ends_the_run_and_the_corrected_run_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
