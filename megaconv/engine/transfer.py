@@ -26,6 +26,7 @@ from formats.tensor import (
     Box,
     Bytes,
     LazyTensor,
+    announce,
     box_blocks,
     byte_count,
     check_later,
@@ -48,6 +49,8 @@ JOURNAL_SECONDS = 5.0
 """Seconds between two journal entries. Finished tensors are flushed to disk before they are entered."""
 
 
+_ANNOUNCED = 16
+"""Tensors that are fetched ahead."""
 _BEGUN = "begun"
 """The key of a journal entry for a zip entry that was read in part. Its checksum is still to be compared."""
 
@@ -109,6 +112,8 @@ class Transfer:
             if _BEGUN not in entry:
                 finished = _Finished.from_json(entry)
                 self._done[finished.key] = finished
+        self._announced: set[Key] = set()
+        """The tensors that are fetched ahead, if they are in a store."""
         self._unrecorded: list[_Finished] = []
         self._lock = threading.Lock()
         self._files: dict[str, OutputFile] = {}
@@ -183,6 +188,7 @@ class Transfer:
         buffers = _Buffers(self._block_bytes)
         try:
             for key, tensor in stream:
+                self._announce(stream.upcoming(_ANNOUNCED))
                 hashed = key in self._hashed
                 if key in self._done:
                     self._advance(byte_count(tensor.shape, tensor.dtype) if hashed else 0)
@@ -199,6 +205,18 @@ class Transfer:
             pass
         except BaseException as error:
             stream.fail(error)
+
+    def _announce(self, upcoming: Sequence[tuple[Key, LazyTensor]]) -> None:
+        """Have the tensors that come next fetched ahead, if all of their bytes are needed."""
+        with self._lock:
+            new = [(key, tensor) for key, tensor in upcoming if self._is_new(key)]
+            self._announced.update(key for key, _ in new)
+        for _, tensor in new:
+            announce(tensor)
+
+    def _is_new(self, key: Key) -> bool:
+        is_needed = key in self._hashed and key not in self._done
+        return is_needed and key not in self._announced
 
     def _move(self, stream: Stream, key: Key, tensor: LazyTensor, buffers: "_Buffers") -> _Finished:
         places = self._plan.placements.get(key, ())
