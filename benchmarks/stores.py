@@ -23,8 +23,6 @@ from statistics import median
 from threading import BoundedSemaphore
 from typing import Any
 
-from tests.models import write_llama
-
 BUCKET = "models"
 CONNECTIONS = 16
 PART = 8 << 20
@@ -154,6 +152,8 @@ def compare(
     layers: int, hidden: int, runs: int, latency: float, megabytes: float
 ) -> dict[str, Any]:
     """Return the size of the model, and the medians of both. megabytes: a second and connection; 0 for no limit."""
+    from tests.models import write_llama  # imports torch, which the measured processes don't have
+
     slowness = 1e-6 / megabytes if megabytes else 0.0
     command = [sys.executable, "-c", _SERVER, str(latency), str(slowness)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -28,9 +28,15 @@ class Announced:
         if span[0] < span[1]:
             self._reached.setdefault((owner, span), span[0])
 
-    def drop(self, owner: Owner, span: Span) -> None:
-        """Forget a range whose reader has come. The reader has its own windows fetched ahead."""
-        self._reached.pop((owner, span), None)
+    def note(self, owner: Owner, span: Span, reached: int) -> None:
+        """Note that a range is being fetched up to a position: its reader was faster."""
+        position = self._reached.get((owner, span))
+        if position is None or reached <= position:
+            return
+        if reached < span[1]:
+            self._reached[owner, span] = reached
+        else:
+            del self._reached[owner, span]
 
     def fetch(self) -> None:
         """Have windows fetched until memory has no more room."""
@@ -39,7 +45,4 @@ class Announced:
             reached = owner.fetch_from(position)
             if reached is None:
                 return
-            if reached < span[1]:
-                self._reached[owner, span] = reached
-            else:
-                del self._reached[owner, span]
+            self.note(owner, span, reached)

@@ -20,13 +20,13 @@ from formats.stores.announced import Announced
 
 PAGE = 1 << 20
 WINDOW = 8 << 20
-BUDGET = 128 << 20
+BUDGET = 160 << 20
 """Most bytes of windows in memory. Each thread that waits for its own window may exceed it by this window."""
 AHEAD = 4
 """Most windows that are fetched ahead of one reader."""
 CONNECTIONS = 16
 """Threads that fetch ahead."""
-KEPT_FREE = 4 * WINDOW
+KEPT_FREE = 3 * WINDOW
 """The part of the budget that tensors which come next leave to readers that wait."""
 
 Fill = Callable[[int, memoryview], None]
@@ -79,12 +79,19 @@ class Windows:
             ]
             window.unread -= stop - position
             position = stop
-            if window.unread <= 0:
-                with _LOCK:
-                    _SHARED.announced.fetch()
+            self._go_on(tensor, window)
         reader.end = end
         if tensor is not None and reader.pages * PAGE >= WINDOW:
             self._fetch_ahead(end, tensor[1], reader)
+
+    def _go_on(self, tensor: Span | None, window: _Window) -> None:
+        """Have announced windows fetched, if a window that was read makes room for them."""
+        with _LOCK:
+            announced = _SHARED.announced
+            if tensor is not None:
+                announced.note(self, tensor, window.end)
+            if window.unread <= 0:
+                announced.fetch()
 
     def announce(self, tensor: Span) -> None:
         """Have the windows of a tensor fetched, after those that were announced before."""
@@ -118,9 +125,6 @@ class Windows:
             reader.pages = min(2 * reader.pages, WINDOW // PAGE)
             return reader
         is_start = tensor is not None and tensor[0] == offset
-        if tensor is not None:
-            with _LOCK:
-                _SHARED.announced.drop(self, tensor)
         reader = self._readers[thread] = _Reader(offset, WINDOW // PAGE if is_start else 1)
         return reader
 

@@ -38,7 +38,7 @@ from megaconv.engine.parts import PartPlan
 from megaconv.engine.plan import Placement, needed_boxes
 from megaconv.engine.runs import Run, total, zeros
 from megaconv.engine.shares import Share
-from megaconv.engine.stream import Stream
+from megaconv.engine.stream import MAX_WAITING, Stream
 from megaconv.errors import Cancelled, UsageError
 from megaconv.model.assembled import overlap, window
 from megaconv.model.ir import Key
@@ -49,8 +49,6 @@ JOURNAL_SECONDS = 5.0
 """Seconds between two journal entries. Finished tensors are flushed to disk before they are entered."""
 
 
-_ANNOUNCED = 16
-"""Tensors that are fetched ahead."""
 _BEGUN = "begun"
 """The key of a journal entry for a zip entry that was read in part. Its checksum is still to be compared."""
 
@@ -188,7 +186,7 @@ class Transfer:
         buffers = _Buffers(self._block_bytes)
         try:
             for key, tensor in stream:
-                self._announce(stream.upcoming(_ANNOUNCED))
+                self._announce([(key, tensor), *stream.upcoming(MAX_WAITING)])
                 hashed = key in self._hashed
                 if key in self._done:
                     self._advance(byte_count(tensor.shape, tensor.dtype) if hashed else 0)
@@ -207,7 +205,7 @@ class Transfer:
             stream.fail(error)
 
     def _announce(self, upcoming: Sequence[tuple[Key, LazyTensor]]) -> None:
-        """Have the tensors that come next fetched ahead, if all of their bytes are needed."""
+        """Have tensors that come next fetched ahead, if all of their bytes are needed."""
         with self._lock:
             new = [(key, tensor) for key, tensor in upcoming if self._is_new(key)]
             self._announced.update(key for key, _ in new)
