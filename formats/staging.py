@@ -36,6 +36,7 @@ from typing import Any
 from formats import allocation, run_lock, signals
 from formats.errors import CheckpointError, NotEnoughSpace, TargetExists, UnsafeContent
 from formats.full_writes import write_at
+from formats.growing_file import GrowingDiskFile
 from formats.journal import Journal, changes, warn_of_discarded
 from formats.output import Unwritten
 from formats.renames import (
@@ -256,6 +257,10 @@ class Staging:
         staged = StagedFile(self.data / name, size, keep=keep)
         self._files.append(staged)
         return staged
+
+    def grow(self, name: str, most_bytes: int) -> GrowingDiskFile:
+        """A new file of the output that grows at its end. most_bytes: not needed."""
+        return GrowingDiskFile(self.data / name, _explain)
 
     def record(self, entries: list[dict[str, Any]]) -> None:
         """Append to the journal. The data that the entries describe has to be on disk before."""

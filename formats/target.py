@@ -32,13 +32,45 @@ class OutputFile(Protocol):
         ...
 
 
+class GrowingFile(Protocol):
+    """A file that grows at its end, and whose size is known only at the end. One thread writes."""
+
+    @property
+    def size(self) -> int:
+        """Size in bytes so far."""
+        ...
+
+    def resume(self, size: int) -> bool:
+        """Continue behind the first `size` bytes of an earlier run; 0 for a new file. Call it first.
+
+        False if they aren't there: the file is then empty.
+        """
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Append bytes."""
+        ...
+
+    def sync(self) -> None:
+        """Bring what was written to where it survives the end of this process."""
+        ...
+
+    def finish(self) -> None:
+        """Write what still waits. Nothing is written after this call."""
+        ...
+
+    def close(self) -> None:
+        """Close the file. It may be called again."""
+        ...
+
+
 class Target(Protocol):
     """An output that appears complete or not at all. All methods raise CheckpointError."""
 
     committed: bool
     """True after the output has become visible."""
     journal_pause: float
-    """How much rarer than on a disk the journal should be written."""
+    """The factor by which the journal is written less often than on a disk."""
 
     @property
     def target(self) -> Path | str:
@@ -63,6 +95,10 @@ class Target(Protocol):
         keep: the bytes that an earlier run wrote stay in it. unwritten: the ranges that nobody writes, for a file with
         tensors. A disk doesn't need them.
         """
+        ...
+
+    def grow(self, name: str, most_bytes: int) -> GrowingFile:
+        """A new file of the output that grows. most_bytes: the largest possible size."""
         ...
 
     def record(self, entries: list[dict[str, Any]]) -> None:

@@ -1,15 +1,15 @@
 """Patches of `megaconv delta`, together with the checkpoint that they change: the newer checkpoint."""
 
-import os
 from pathlib import Path
 
+from megaconv.engine.lineage import places_in
 from megaconv.engine.preparation import open_source
 from megaconv.errors import UsageError
 from megaconv.input import find_input
 from megaconv.loader import Loader
 from megaconv.model.ir import Source
 from megaconv.options import LoadOptions
-from megaconv.patches.patch import PatchedSource, is_patch, open_patch
+from megaconv.patches.patch import PatchedSource, is_patch, open_patch, patch_at
 
 BASE, EARLIER = "base", "earlier"
 
@@ -22,7 +22,7 @@ def open_patched(path: Path, options: LoadOptions) -> Source:
             f"{path}: is a patch; --option base=OLD names the checkpoint that it changes",
             code="option-needed",
         )
-    earlier = [Path(each) for each in options.extra.get(EARLIER, "").split(os.pathsep) if each]
+    earlier = [patch_at(each) for each in places_in(options.extra.get(EARLIER, ""))]
     patches = [open_patch(each) for each in (*earlier, path)]
     read = patches[0].options
     source = open_source(find_input(base, None, read), read)

@@ -31,8 +31,7 @@ from megaconv.values.quantized import dequantize
 
 
 def detect(path: Path) -> bool:
-    is_of_tensorrt_llm = (path / "rank0.safetensors").is_file()
-    return (path / CONFIG_NAME).is_file() and has_weights(path) and not is_of_tensorrt_llm
+    return (path / CONFIG_NAME).is_file() and has_weights(path)
 
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001

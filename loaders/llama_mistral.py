@@ -12,16 +12,15 @@ lists the assumptions for all other values. A Hugging Face directory (--config) 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from formats.errors import CorruptCheckpoint
-from formats.lazy_numpy import np
-from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, row_blocks
+from formats.tensor import LazyTensor
 from megaconv import registry
-from megaconv.engine.plan import BLOCK_BYTES
 from megaconv.engine.sidecars import find_sidecars
+from megaconv.engine.tied_head import is_tied
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families import family, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -36,8 +35,8 @@ from megaconv.huggingface.weight_files import read_file, read_sharded
 from megaconv.loader import Loader
 from megaconv.model.assembled import Placed, assemble
 from megaconv.model.check import same_names
-from megaconv.model.config import ModelConfig, value_of
-from megaconv.model.fields import STRUCTURE
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import require_same_structure
 from megaconv.model.ir import Header, Key, OpenedSource, Source, describe, main_dtype
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import META, META_ROWS
@@ -81,7 +80,7 @@ def open(path: Path, options: LoadOptions) -> Source:  # noqa: A001
         )
     tensors = _assemble(shards, config)
     may_be_tied = options.config is None and not config.tie_embeddings
-    if may_be_tied and _is_tied(tensors, sampled=options.metadata_only):
+    if may_be_tied and is_tied(tensors, sampled=options.metadata_only):
         # Meta's and Mistral's code has no tied head: the files of Llama 3.2 hold the embedding twice.
         config = _configure(path, params, kind, shards, options, tied=True)
         tensors = _assemble(shards, config)
@@ -157,16 +156,7 @@ def _configure(
         return config
     described = options.config / CONFIG_NAME
     _, stated = read_config(described)
-    for name in (*STRUCTURE, "vocab"):
-        if name == "tie_embeddings":
-            continue
-        expected = value_of(config, name)
-        given = value_of(stated, name)
-        if given != expected:
-            raise TensorMismatch(
-                f"{described}: says {name} = {given}, {path} has {expected}; "
-                "it describes another model"
-            )
+    require_same_structure(stated, config, str(described), str(path))
     return stated
 
 
@@ -233,29 +223,6 @@ def _place(shards: Shards, config: ModelConfig) -> Iterator[Placed]:
         same_names([native.name for native in natives], found, where)
         for native in natives:
             yield Placed(native, found[native.name], where)
-
-
-def _is_tied(tensors: Mapping[Key, LazyTensor], *, sampled: bool) -> bool:
-    """True if embedding and head are equal. Three rows are compared first, so that most untied models are not read
-    further.
-
-    sampled: compare only these rows.
-    """
-    embedding, head = tensors[Key("embed.weight")], tensors[Key("head.weight")]
-    if embedding.dtype != head.dtype:
-        return False
-    rows, cols = embedding.shape
-    samples = [Box(row, row + 1, 0, cols) for row in (0, rows // 2, rows - 1)]
-    blocks = () if sampled else row_blocks(embedding.shape, embedding.dtype, BLOCK_BYTES)
-    return all(
-        np.array_equal(_read(embedding, box), _read(head, box)) for box in chain(samples, blocks)
-    )
-
-
-def _read(tensor: LazyTensor, box: Box) -> Bytes:
-    out = np.empty((box.rows, box.cols * ITEMSIZE[tensor.dtype]), np.uint8)
-    tensor.read_into(box, out)
-    return out
 
 
 LOADER = Loader(

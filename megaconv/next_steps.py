@@ -45,7 +45,9 @@ DIRECTORIES = (
     ),
     Kind(
         ("rank0.safetensors",),
-        "is a checkpoint of TensorRT-LLM ({name}), which megaconv only writes; give the checkpoint that it was made from",
+        "has a rank file of TensorRT-LLM ({name}) and no config.json, which describes the model; copy the original's into the same "
+        "directory",
+        incomplete=True,
     ),
     Kind(
         ("*.gguf",),

@@ -26,6 +26,7 @@ LOADERS = (
     "fsdp",
     "orbax",
     "gguf",
+    "trtllm",
     "hf",
     "llama_mistral",
     "mixtral_hf",

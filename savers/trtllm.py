@@ -6,12 +6,10 @@ The vocabulary is padded with zeros to a multiple of tp. Source: what nvidia-mod
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
-from formats import safetensors
 from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout
-from formats.tensor import ITEMSIZE, LazyTensor, matrix_shape
+from formats.tensor import ITEMSIZE, matrix_shape
 from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
 from megaconv.engine.sidecars import copies
 from megaconv.errors import UsageError
@@ -25,7 +23,8 @@ from megaconv.options import FP8, SaveOptions
 from megaconv.saver import Saver
 from megaconv.trtllm.config import config_json
 from megaconv.trtllm.names import supported_family, trtllm_rows
-from megaconv.trtllm.scales import Fp8Forms, dequantized, with_scales
+from megaconv.trtllm.rank_files import rank_file, rank_metadata
+from megaconv.trtllm.scales import Fp8Forms, with_scales
 from megaconv.values.calibration import read_calibration
 from megaconv.values.forms import Form
 
@@ -71,9 +70,9 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     placements: dict[Key, list[Placement]] = {}
     zeros: list[tuple[str, str, int, int]] = []
     for rank, natives in enumerate(_ranks(header, layout)):
-        file = f"rank{rank}.safetensors"
+        file = rank_file(rank)
         tensors = {native.name: (native.shape, native_dtype(header, native)) for native in natives}
-        files[file] = SafetensorsLayout(tensors)
+        files[file] = SafetensorsLayout(tensors, rank_metadata(rank, layout.tp * layout.pp))
         for native in natives:
             add_placements(placements, header, native, file, native.name)
             zeros += _padding(header, native, file)
@@ -128,20 +127,11 @@ def _notices(options: SaveOptions) -> tuple[str, ...]:
     )
 
 
-def read_back(directory: Path) -> dict[str, LazyTensor]:
-    """The tensors of all ranks by file and record, matrices in FP8 dequantized."""
-    found: dict[str, LazyTensor] = {}
-    for file in sorted(directory.glob("rank*.safetensors")):
-        for name, tensor in dequantized(safetensors.read(file)).items():
-            found[f"{file.name}/{name}"] = tensor
-    return found
-
-
 SAVER = Saver(
     name="trtllm",
     description="TensorRT-LLM's own checkpoint of a Llama or GPT-2: config.json with rank*.safetensors, for trtllm-build",
     plan=plan,
     uses=uses,
     forms=forms,
-    read_back=read_back,
+    reads_back=True,
 )

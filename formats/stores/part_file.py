@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from formats.errors import CheckpointError
 from formats.output import Piece
 from formats.partial_files import Span
-from formats.stores.part_sizes import bytes_in, part_bytes, part_count
+from formats.stores.part_sizes import bytes_in, part_bytes
 from formats.stores.slots import Slot, Slots
 from formats.stores.waiting import CONNECTIONS
 from formats.stores.writing import Held, Upload, WritableStore, joined_tag
@@ -100,7 +100,7 @@ class PartFile:
         """The state of the complete object, if an earlier run has completed it."""
         self._sender, self._gaps, self._known = sender, gaps, known
         self._known_at = [piece.offset for piece in known]
-        self._part_bytes = part_bytes(size)
+        self.part_bytes = part_bytes(size)
         self._open: dict[int, _Part] = {}
         self._sent = set(self.parts)
         """Numbers of the parts that are complete: the store has them, or will."""
@@ -114,9 +114,9 @@ class PartFile:
             return
         view = memoryview(data) if isinstance(data, bytes) else data.data.cast("B")
         while view:
-            number = offset // self._part_bytes + 1
-            at = offset - (number - 1) * self._part_bytes
-            piece = view[: self._part_bytes - at]
+            number = offset // self.part_bytes + 1
+            at = offset - (number - 1) * self.part_bytes
+            piece = view[: self.part_bytes - at]
             self._put(number, at, piece)
             view, offset = view[len(piece) :], offset + len(piece)
 
@@ -172,8 +172,8 @@ class PartFile:
         return count
 
     def _span(self, number: int) -> Span:
-        start = (number - 1) * self._part_bytes
-        return start, min(start + self._part_bytes, self.size)
+        start = (number - 1) * self.part_bytes
+        return start, min(start + self.part_bytes, self.size)
 
     def _send(self, number: int, part: _Part) -> None:
         with self._lock:
@@ -198,9 +198,18 @@ class PartFile:
                 self.upload = Upload(self.key, identity, 0.0)
             return self.upload
 
+    def keep(self, count: int) -> None:
+        """Forget the parts of an earlier run behind the first `count` ones. They are sent again."""
+        self.parts = {number: part for number, part in self.parts.items() if number <= count}
+        self._sent = set(self.parts)
+
+    def end_at(self, size: int) -> None:
+        """Make the file shorter than it was planned. Nothing may have been written behind its last complete part."""
+        self.size = size
+
     def holds(self, start: int, end: int) -> bool:
         """True if the store has all parts of a range."""
-        first, last = start // self._part_bytes + 1, max(start, end - 1) // self._part_bytes + 1
+        first, last = start // self.part_bytes + 1, max(start, end - 1) // self.part_bytes + 1
         with self._lock:
             return self.done is not None or all(
                 number in self.parts for number in range(first, last + 1)
@@ -218,7 +227,8 @@ class PartFile:
         """Send the parts that are incomplete: what is missing in them stays zero. Part 1 is sent in any case."""
         with self._lock:
             rest = list(self._open.items())
-            missing = set(range(1, part_count(self.size) + 1)) - self._sent - set(self._open)
+            count = max(1, -(-self.size // self.part_bytes))
+            missing = set(range(1, count + 1)) - self._sent - set(self._open)
         for number, part in rest:
             self._send(number, part)
         for number in sorted(missing):

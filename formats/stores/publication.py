@@ -55,7 +55,7 @@ class Publication:
             raise self._taken(file.name) from None
 
     def _put(self, name: str, content: bytes) -> None:
-        is_door = name in selectors.in_order([name])
+        is_door = selectors.is_selector(name)
         condition = ABSENT if is_door else self._condition(name)
         try:
             self._store.put(f"{self._prefix}/{name}", content, only=condition)

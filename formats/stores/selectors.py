@@ -3,13 +3,21 @@
 model.safetensors.index.json, .metadata, metadata.json      name the files with tensors
 megaconv.json
 config.json, latest_checkpointed_iteration.txt              the last one makes the checkpoint complete
+delta.json, sparse.json                                     the same for a patch and for a sparse update
 """
 
 from collections.abc import Iterable
 
 _RECORD = "megaconv.json"
 _INDEXES = (".index.json", "/.metadata", "/metadata.json", "/.zmetadata")
-_DOORS = ("config.json", "adapter_config.json", "latest", "latest_checkpointed_iteration.txt")
+_DOORS = (
+    "config.json",
+    "adapter_config.json",
+    "latest",
+    "latest_checkpointed_iteration.txt",
+    "delta.json",
+    "sparse.json",
+)
 
 
 def _place(name: str) -> int:
@@ -19,6 +27,11 @@ def _place(name: str) -> int:
     if name == _RECORD:
         return 2
     return 1 if f"/{name}".endswith(_INDEXES) else 0
+
+
+def is_selector(name: str) -> bool:
+    """True if readers find other files by this one."""
+    return _place(name) > 0
 
 
 def others(names: Iterable[str]) -> list[str]:

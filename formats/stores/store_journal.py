@@ -5,6 +5,7 @@ ckpt/.megaconv-journal/0-00001.jsonl        finished tensors: lines as in `forma
 ckpt/.megaconv-journal/0-sums.json          checksums of parts, for a store that doesn't list them
 ckpt/.megaconv-journal/0-sent.json          uploads and parts of the files, when all are sent
 ckpt/.megaconv-journal/0-small/config.json  small files, if several processes write the output
+ckpt/.megaconv-journal/0-tail/4096          the bytes before byte 4096 of a growing file that no part holds yet
 """
 
 import json
@@ -87,6 +88,19 @@ class StoreJournal:
 
     def put_small(self, name: str, content: bytes) -> None:
         self._store.put(f"{self._folder}{self._member}-small/{name}", content)
+
+    def put_tail(self, end: int, content: bytes) -> None:
+        """Store the last bytes of a growing file. end: the size of the file with them."""
+        self._store.put(f"{self._folder}{self._member}-tail/{end}", content)
+
+    def tail(self, end: int) -> bytes | None:
+        """The last bytes of a growing file of this size; None if no run has stored them."""
+        there = self._store.get(f"{self._folder}{self._member}-tail/{end}")
+        return None if there is None else there.content
+
+    def forget_tail(self, end: int) -> None:
+        """Delete the last bytes of a growing file that has grown."""
+        self._store.delete(f"{self._folder}{self._member}-tail/{end}")
 
     def put_sent(self, files: Iterable[SentFile], small: Iterable[str]) -> None:
         content = {"files": [_described(file) for file in files], "small": list(small)}

@@ -20,9 +20,10 @@ from formats import signals
 from formats.errors import CheckpointError, CorruptCheckpoint, NotEnoughSpace
 from formats.journal import changes, warn_of_discarded
 from formats.output import Unwritten
-from formats.stores import leftovers
+from formats.stores import leftovers, selectors
 from formats.stores.claim import PUBLISHING, Claim
 from formats.stores.directory import stand_in_files
+from formats.stores.growing_file import GrowingPartFile
 from formats.stores.leftovers import at_once
 from formats.stores.objects import Listed
 from formats.stores.opening import Opening, Parts
@@ -157,7 +158,8 @@ class StoreTarget:
         here, since the store knows its parts.
         """
         key = f"{self._prefix}/{name}"
-        if not size or (unwritten is None and size < PART_BYTES):
+        is_small = size < PART_BYTES or selectors.is_selector(name)
+        if not size or (unwritten is None and is_small):
             small = self._small[name] = SmallFile(key, size)
             return small
         assert self._sender is not None
@@ -168,6 +170,13 @@ class StoreTarget:
         if upload is None and name in self._objects and self._claim_is_publishing():
             made.done = self._completed(name, size)
         return made
+
+    def grow(self, name: str, most_bytes: int) -> GrowingPartFile:
+        """A new file of the output that grows at its end. most_bytes: the largest possible size."""
+        planned = self.file(name, most_bytes, unwritten=Unwritten())
+        assert isinstance(planned, PartFile)
+        assert self._sender is not None
+        return GrowingPartFile(planned, self._journal, self._sender.wait)
 
     def _claim_is_publishing(self) -> bool:
         holder = self._claim.holder

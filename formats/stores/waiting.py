@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from formats.stores.part_sizes import PART_BYTES
+from formats.stores.part_sizes import PART_BYTES, part_bytes
 
 CONNECTIONS = 16
 """Parts that are sent at the same time."""
@@ -46,6 +46,12 @@ _LEAST_SENT = 2
 MEMORY_BYTES = 160 << 20
 """Memory for parts, if a quarter of --max-memory is less."""
 NOTHING = Waiting(PART_BYTES, 0, 0, MEMORY_BYTES)
+
+
+def growing_file_alone(most_bytes: int) -> Waiting:
+    """The places of an output of which one file has parts, and grows at its end. most_bytes: its largest possible size."""
+    step = part_bytes(most_bytes)
+    return Waiting(step, step, 1, max(MEMORY_BYTES, 3 * step))
 
 
 @dataclass(frozen=True)

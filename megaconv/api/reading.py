@@ -218,6 +218,7 @@ def diff(
     loader: str | None = None,
     loader_a: str | None = None,
     loader_b: str | None = None,
+    config: str | Path | None = None,
     text_only: bool = False,
     cache: bool = False,
     optimizer: bool = True,

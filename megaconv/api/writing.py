@@ -5,24 +5,20 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
-from formats.opened import OpenedFiles
 from megaconv.called import checked
-from megaconv.commands import cleaning, comparison, sealing
+from megaconv.commands import cleaning, sealing
 from megaconv.commands import push as pushing
 from megaconv.commands.cleaning import Cleaned
 from megaconv.commands.push import PushReport
 from megaconv.commands.sealing import Seal
 from megaconv.engine import conversion
-from megaconv.engine.lineage import lineage_of_patch
-from megaconv.engine.plan import default_workers
 from megaconv.engine.report import Report
-from megaconv.engine.target import refuse_place
 from megaconv.options import ConvertOptions, LoadOptions, PushOptions, SealOptions, require_workers
 from megaconv.options.option import built
 from megaconv.options.values import adapter_choices
 from megaconv.patches import applying
-from megaconv.patches.making import PatchReport, make_patch
-from megaconv.patches.sparse import make_sparse, refuse_resume, require_engine
+from megaconv.patches.between import make_between
+from megaconv.patches.making import PatchReport
 
 
 @checked
@@ -177,47 +173,24 @@ def delta(
     save_dir: str | Path,
     *,
     loader: str | None = None,
+    config: str | Path | None = None,
     text_only: bool = False,
     optimizer: bool = True,
     options: Mapping[str, str] | None = None,
     sparse: str | None = None,
     overwrite: bool = False,
     resume: bool = False,
+    take_over: bool = False,
+    yes_replace_objects: bool = False,
     workers: int = 0,
 ) -> PatchReport:
     """Write a patch to save_dir: what changed between two checkpoints, of any formats and layouts.
 
-    loader: the loader of both checkpoints. options: the loaders' own options.
+    save_dir: a directory, or a URI of a store. loader: the loader of both checkpoints. options: the loaders' own options.
     sparse: `vllm` writes the sparse weight update that vLLM takes, in place of a patch; it holds no optimizer state.
     A patch needs the extra `delta`. Raises megaconv.errors.CheckpointError.
     """
-    read = built(LoadOptions, "delta", locals())
-    require_workers(workers)
-    if sparse is not None:
-        require_engine(sparse)
-        refuse_resume(resume=resume)
-        read = replace(read, optimizer=False)
-    inputs = comparison.find_both(old, new, read, (loader, loader))
-    opened = OpenedFiles()
-    with opened:
-        left, right = comparison.open_both(inputs, read)
-    threads = workers or default_workers(writing=False)
-    refuse_place(save_dir)
-    if sparse is not None:
-        return make_sparse(
-            left, right, Path(save_dir), engine=sparse, workers=threads, overwrite=overwrite
-        )
-    return make_patch(
-        left,
-        right,
-        Path(save_dir),
-        options=read,
-        workers=threads,
-        overwrite=overwrite,
-        resume=resume,
-        opened=opened,
-        lineage=lineage_of_patch(*inputs),
-    )
+    return make_between(old, new, save_dir, built(ConvertOptions, "delta", locals()), sparse)
 
 
 @checked

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from formats.partial_files import displayed
 from formats.rank_files import directory_with
 from formats.regular_files import require_flat
 from megaconv import registry
@@ -93,7 +94,7 @@ def lineage_of(
         inputs.append({"as": "adapter", "name": name, "sha256": adapter.get("sha256")})
     extra = _own_extra(found.loader, saver, options)
     for role, place in _further(options, extra):
-        inputs.append(described_input(role, place, _resolved(place), notices))
+        inputs.append(described_input(role, displayed(place), _resolved(place), notices))
     given = {"--saver": saver.name} | _options(options, extra)
     return Lineage(_provenance(given, inputs), tuple(notices))
 
@@ -132,9 +133,13 @@ def _further(options: ConvertOptions, extra: Mapping[str, str | None]) -> Iterat
     base = extra.get(_BASE)
     if base:
         yield "base", base
-    for place in (extra.get(_EARLIER) or "").split(os.pathsep):
-        if place:
-            yield "patch", place
+    for place in places_in(extra.get(_EARLIER) or ""):
+        yield "patch", place
+
+
+def places_in(text: str) -> list[str]:
+    """The places in the value of the option `earlier`. A colon before `//` belongs to a URI."""
+    return [place for place in re.split(f"{os.pathsep}(?!//)", text) if place]
 
 
 def _resolved(place: str) -> Place:

@@ -1,7 +1,8 @@
 """Model families, one small file each: a table of tensors, and the conversion from and to Hugging Face's configuration."""
 
 import pkgutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
@@ -278,13 +279,19 @@ def read_config(
     """
     raw = load_config(path)
     require_countable(raw, str(path))
+    with naming_file(path), well_formed(str(path)):
+        larger = Whole(raw) if whole and not text_only and _is_multimodal(raw) else None
+        raw = _text_only(raw, str(path)) if text_only or larger else raw
+        found = family_of_hf(raw, str(path))
+        return found, replace(found.read_hf(raw), whole=larger)
+
+
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Errors that begin with `config.json`, by which families know the file, begin with its path instead."""
     try:
-        with well_formed(str(path)):
-            larger = Whole(raw) if whole and not text_only and _is_multimodal(raw) else None
-            raw = _text_only(raw, str(path)) if text_only or larger else raw
-            found = family_of_hf(raw, str(path))
-            return found, replace(found.read_hf(raw), whole=larger)
-    except CheckpointError as error:  # families know the file only by its name
+        yield
+    except CheckpointError as error:
         if str(error).startswith(f"{CONFIG_NAME}: "):
             error.args = (f"{path}{str(error).removeprefix(CONFIG_NAME)}",)
         raise

@@ -3,6 +3,8 @@
 CONVERT = ("convert", "apply")
 CONVERSIONS = ("convert", "merge", "apply")
 """Commands that write a checkpoint."""
+WRITERS = (*CONVERSIONS, "delta")
+"""Commands that write a checkpoint or a patch."""
 SERVE = ("serve_hf",)
 """The command that serves checkpoints which it plans as a conversion."""
 READERS = ("inspect", "plan", "fingerprint", "verify", "diff", "delta", "seal")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megaconv.errors import UsageError
 from megaconv.local_paths import local_path
-from megaconv.options.commands import CONVERSIONS, CONVERT, READERS, SERVE
+from megaconv.options.commands import CONVERSIONS, CONVERT, READERS, SERVE, WRITERS
 from megaconv.options.option import INPUT_AND_OUTPUT, VALUES, Range, inner, normalize, option
 from megaconv.options.reading import LoadOptions
 from megaconv.options.shared import OWN_OPTIONS
@@ -64,26 +64,26 @@ class ConvertOptions:
     resume: bool = option(
         False,
         "--resume",
-        commands=CONVERSIONS,
+        commands=WRITERS,
         help="Continue a killed run of the same command; keep finished work on Ctrl-C.",
     )
     overwrite: bool = option(
         False,
         "--overwrite",
-        commands=CONVERSIONS,
+        commands=WRITERS,
         help="Replace the files at --save-dir, in one step, once the output is complete.",
     )
     take_over: bool = option(
         False,
         "--take-over",
-        commands=CONVERSIONS,
+        commands=WRITERS,
         help="Replace the claim of a run on another host, which has ended, on an output in an object store.",
     )
     """Take over the claim of a run on another host."""
     replace_objects: bool = option(
         False,
         "--yes-replace-objects",
-        commands=CONVERSIONS,
+        commands=WRITERS,
         help="With --overwrite in an object store: accept that a kill at the end leaves neither the old output nor the new one.",
     )
     """Accept that objects of a store are replaced one by one."""
@@ -124,7 +124,7 @@ class ConvertOptions:
     workers: int = option(
         0,
         "--workers",
-        commands=CONVERSIONS,
+        commands=WRITERS,
         range=Range(0, 1024),
         help="Threads that move tensors; 0: as many as processors and one more, up to 8.",
     )

@@ -17,7 +17,7 @@ class LoadOptions:
         None,
         "--config",
         heading=INPUT_AND_OUTPUT,
-        commands=(*CONVERSIONS, *SERVE, *ONE_INPUT),
+        commands=(*CONVERSIONS, *SERVE, *READERS),
         **CONFIG,
     )
     """A Hugging Face directory whose configuration and tokenizer files complete a source that has none."""

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 
 from megaconv import registry
 from megaconv.commands.same_format import as_stored
@@ -14,7 +13,7 @@ from megaconv.errors import ModelsDiffer, UsageError
 from megaconv.input import Input, find_input
 from megaconv.model.ir import Header
 from megaconv.options import ConvertOptions
-from megaconv.patches.patch import Patch, open_patch, require_sound
+from megaconv.patches.patch import Patch, open_patch, patch_at, require_sound
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,11 @@ def prepare(
 ) -> Application:
     """Check the base and all patches, reading them completely.
 
-    patches: directories in the order in which they apply. saver: None for the base's own format.
+    patches: directories or URIs of a store, in the order in which they apply. saver: None for the base's own format.
     advance: called with the bytes of the base that were read. Raises ModelsDiffer for a wrong base or order,
     CorruptCheckpoint for a damaged patch, and UsageError if no saver writes the base's format.
     """
-    opened = [open_patch(Path(patch)) for patch in patches]
+    opened = [open_patch(patch_at(patch)) for patch in patches]
     for patch in opened:
         require_sound(patch)
     _require_chain(opened)

@@ -3,20 +3,19 @@
 {"tensor": [NAME, SLOT, DTYPE, SHAPE, HAS_BASE, [SIZE, ...], HASH], "new": FINGERPRINT, "base": FINGERPRINT or null}
 """
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
 from blake3 import blake3
 
 from formats.staging import Staging
+from formats.target import Target
 from megaconv.patches.patch import BLOCKS, Entry, entry_of
 
 JOURNAL_SECONDS = 5.0
-"""Seconds between two journal entries. The blocks that they describe are flushed to disk before."""
+"""Seconds between two journal entries. The blocks that they describe are on the disk, or in the store, before."""
 _READ_BYTES = 1 << 20
 
 
@@ -37,14 +36,20 @@ class Finished(NamedTuple):
 class BlocksFile:
     """Writes the blocks of all tensors, one after the other. A context manager."""
 
-    def __init__(self, staging: Staging, journal: Sequence[Mapping[str, Any]]) -> None:
-        """Open the file behind the tensors that an earlier run has finished. journal: its entries."""
-        self._staging, path = staging, staging.data / BLOCKS
-        self.kept = list(_intact(path, journal))
+    def __init__(
+        self, staging: Target, journal: Sequence[Mapping[str, Any]], most_bytes: int
+    ) -> None:
+        """Open the file behind the tensors that an earlier run has finished.
+
+        journal: the entries of that run. most_bytes: the largest possible size of the file.
+        """
+        self._staging = staging
+        self._file = staging.grow(BLOCKS, most_bytes)
+        kept = list(_intact(staging, journal))
+        if not self._file.resume(sum(sum(each.entry.sizes) for each in kept)):
+            kept = []
+        self.kept = kept
         """The tensors that an earlier run has finished, in model order."""
-        self._file: BinaryIO = path.open("r+b" if self.kept else "wb")
-        self._file.truncate(sum(sum(each.entry.sizes) for each in self.kept))
-        self._file.seek(0, os.SEEK_END)
         self._unrecorded: list[Finished] = []
         self._recorded = time.monotonic()
 
@@ -67,29 +72,44 @@ class BlocksFile:
         """Enter a tensor whose blocks were all written."""
         self._unrecorded.append(tensor)
         if time.monotonic() - self._recorded >= JOURNAL_SECONDS * self._staging.journal_pause:
-            self.sync()
+            self._record()
 
-    def sync(self) -> int:
-        """Bring all blocks to the disk, then the journal. Returns the size of the file in bytes."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    def end(self) -> int:
+        """Bring everything to where it stays. Nothing is written after this call. Returns the size of the file in bytes."""
+        self._record()
+        self._file.finish()
+        return self._file.size
+
+    def _record(self) -> None:
+        """Enter the finished tensors into the journal, after their blocks survive the end of this process."""
+        self._file.sync()
         if self._unrecorded:
             self._staging.record([each.to_json() for each in self._unrecorded])
         self._unrecorded.clear()
         self._recorded = time.monotonic()
-        return self._file.tell()
 
 
-def _intact(path: Path, journal: Sequence[Mapping[str, Any]]) -> Iterator[Finished]:
-    """The tensors of a journal whose blocks are on the disk with their hashes, up to the first other one."""
-    if not path.is_file():
+def _intact(staging: Target, journal: Sequence[Mapping[str, Any]]) -> Iterator[Finished]:
+    """The tensors of a journal whose blocks are there.
+
+    On a disk, the blocks are compared with their hashes. A store has compared the checksums of parts.
+    """
+    found = [Finished(entry_of(line["tensor"]), line["new"], line["base"]) for line in journal]
+    if not isinstance(staging, Staging):
+        yield from found
         return
-    with path.open("rb") as file:
-        for line in journal:
-            entry = entry_of(line["tensor"])
-            if _digest(file, sum(entry.sizes)) != entry.digest:
-                return
-            yield Finished(entry, line["new"], line["base"])
+    path = staging.data / BLOCKS
+    if path.is_file():
+        with path.open("rb") as file:
+            yield from _with_their_hashes(file, found)
+
+
+def _with_their_hashes(file: BinaryIO, tensors: Sequence[Finished]) -> Iterator[Finished]:
+    """The tensors whose blocks follow each other in a file, up to the first with other bytes."""
+    for tensor in tensors:
+        if _digest(file, sum(tensor.entry.sizes)) != tensor.entry.digest:
+            return
+        yield tensor
 
 
 def _digest(file: BinaryIO, size: int) -> str:

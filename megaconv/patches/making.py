@@ -16,7 +16,9 @@ from formats.lazy_numpy import Bytes, np
 from formats.opened import OpenedFiles
 from formats.output import FileLayout, PlainFile
 from formats.regular_files import read_small
-from formats.staging import Staging
+from formats.stores.target import StoreTarget
+from formats.stores.waiting import growing_file_alone
+from formats.target import Target
 from formats.tensor import ITEMSIZE, Box, LazyTensor, row_blocks
 from megaconv._version import __version__
 from megaconv.engine.conversion import source_files
@@ -31,19 +33,22 @@ from megaconv.options import LoadOptions
 from megaconv.patches.blocks import encode, zstandard
 from megaconv.patches.blocks_file import BlocksFile, Finished
 from megaconv.patches.described import plain
-from megaconv.patches.patch import FILES, FORMAT, HEADER, INDEX, VERSION, Entry
+from megaconv.patches.patch import BLOCKS, FILES, FORMAT, HEADER, INDEX, VERSION, Entry
 from megaconv.threads import thread_pool
 from megaconv.values.shifted import PlainSource
 
 _WAITING = 4
 """Blocks that wait for each worker's results. It bounds the memory: a few MiB a worker."""
+_OVERHEAD_BYTES = 1024
+"""More than the form of a block and the frame of zstandard add to a tensor's last block."""
 
 
 @dataclass(frozen=True)
 class PatchReport:
     """The contents of a patch, in numbers."""
 
-    target: Path
+    target: Path | str
+    """The place of the patch: a path, or a URI."""
     base: Fingerprint
     new: Fingerprint
     tensors: int
@@ -83,11 +88,10 @@ class _Block(NamedTuple):
 def make_patch(
     old: Source,
     new: Source,
-    save_dir: Path,
+    staging: Target,
     *,
     options: LoadOptions,
     workers: int,
-    overwrite: bool = False,
     resume: bool = False,
     opened: OpenedFiles | None = None,
     advance: Callable[[int], None] = lambda count: None,
@@ -95,20 +99,19 @@ def make_patch(
 ) -> PatchReport:
     """Write the patch that makes `new` of `old`. It appears complete or not at all.
 
-    options: those with which both sources were opened. opened: the files that were opened for both; they must not change
-    meanwhile. resume: continue a killed run, and keep the work of an interrupted one. advance: called with the bytes of
-    each block. lineage: of the patch, for its record.
+    staging: the place of the patch, not opened yet. options: those with which both sources were opened.
+    resume: continue a killed run, and keep the work of an interrupted one. opened: the files that were opened for both
+    sources; they must not change meanwhile. advance: called with the bytes of each block. lineage: of the patch.
     Raises UsageError without zstandard, NotExpressible for adapters and for encoders with other tensors, TargetExists,
     and CorruptCheckpoint for a source that changed.
     """
     zstandard()
     _require_models(old.header, new.header)
     opened = opened or OpenedFiles()
-    staging = Staging(save_dir, overwrite=overwrite)
     try:
-        journal = staging.open(_identity(opened, old, new, options), resume=resume)
+        journal = _begin(staging, _identity(opened, old, new, options), new.header, resume=resume)
         provenance = None if lineage is None else lineage.provenance
-        with opened, BlocksFile(staging, journal) as blocks:
+        with opened, BlocksFile(staging, journal, _most_bytes(new.header)) as blocks:
             report = _write(staging, blocks, old, new, options, workers, advance, provenance)
         opened.require_as_stored()
         staging.finish()
@@ -120,6 +123,25 @@ def make_patch(
             staging.discard()
         raise
     return report if lineage is None else replace(report, notices=lineage.notices)
+
+
+def _begin(
+    staging: Target, identity: Mapping[str, str], header: Header, *, resume: bool
+) -> list[dict[str, Any]]:
+    """Open the place of a patch. Returns the journal of an earlier run."""
+    if not isinstance(staging, StoreTarget):
+        return staging.open(identity, resume=resume)
+    names = [f"{FILES}/{name}" for name in header.files]
+    staging.expect(growing_file_alone(_most_bytes(header)))
+    # A store has to know the names of all files, and the size of the file that has parts.
+    sizes = {BLOCKS: _most_bytes(header)} | dict.fromkeys([*names, INDEX, HEADER], 0)
+    return staging.open(identity, resume=resume, sizes=sizes)
+
+
+def _most_bytes(header: Header) -> int:
+    """The largest possible size of all blocks in bytes. zstandard makes a block longer by less than one part in 100."""
+    nbytes = sum(info.nbytes for info in header.manifest.values())
+    return nbytes + nbytes // 100 + _OVERHEAD_BYTES * len(header.manifest)
 
 
 def _identity(
@@ -152,7 +174,7 @@ def _require_models(old: Header, new: Header) -> None:
 
 
 def _write(
-    staging: Staging,
+    staging: Target,
     blocks: BlocksFile,
     old: Source,
     new: Source,
@@ -164,7 +186,7 @@ def _write(
     before = dict(PlainSource(old, exact=True).tensors())
     after = dict(PlainSource(new, exact=True).tensors())
     found = list(_finished(blocks, before, after, workers, advance))
-    nbytes = blocks.sync()
+    nbytes = blocks.end()
     entries = [each.entry for each in found]
     of_base = {each.entry.key: each.base for each in found if each.base is not None}
     for key, tensor in before.items():
@@ -273,7 +295,7 @@ def _hash(tensor: LazyTensor, advance: Callable[[int], None]) -> str:
 
 
 def _write_small_files(
-    staging: Staging,
+    staging: Target,
     header: Header,
     index: Mapping[str, Any],
     fingerprint: Fingerprint,

@@ -45,6 +45,7 @@ from formats.tensor import (
 from megaconv.engine.fingerprints import Fingerprint
 from megaconv.engine.plan import BLOCK_BYTES
 from megaconv.errors import ModelsDiffer, UsageError
+from megaconv.hub import resolve
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, Key, Source, TensorInfo
 from megaconv.model.training import TrainingState
@@ -129,6 +130,16 @@ class Patch:
 def is_patch(path: Path) -> bool:
     """True if a directory looks like a patch."""
     return (path / INDEX).is_file() and (path / BLOCKS).is_file()
+
+
+def patch_at(place: str) -> Path:
+    """The local path of a patch; a patch in a store becomes a directory of stand-ins. Raises UsageError for other URIs."""
+    path = resolve(place)
+    if isinstance(path, str):
+        raise UsageError(
+            f"{place}: is no place of a patch; expected a directory, or a URI of a store"
+        )
+    return path
 
 
 def open_patch(path: Path) -> Patch:

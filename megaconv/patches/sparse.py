@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO, NamedTuple
 
@@ -27,6 +26,8 @@ from formats.lazy_numpy import Bytes, np
 from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout
 from formats.staging import Staging
+from formats.stores.target import StoreTarget
+from formats.target import Target
 from formats.tensor import ITEMSIZE, Shape
 from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
 from megaconv.errors import ModelsDiffer, NotExpressible, UsageError
@@ -111,11 +112,10 @@ def refuse_resume(*, resume: bool) -> None:
 def make_sparse(
     old: Source,
     new: Source,
-    save_dir: Path,
+    staging: Target,
     *,
     engine: str,
     workers: int,
-    overwrite: bool = False,
     advance: Callable[[int], None] = lambda count: None,
 ) -> SparseReport:
     """Write the update that makes the weights of `new` of those of `old`. It appears complete or not at all.
@@ -127,9 +127,10 @@ def make_sparse(
     require_engine(engine)
     before, after = _slices(old), _slices(new)
     _require_same_tensors(before, after)
-    staging = Staging(save_dir, overwrite=overwrite)
     try:
-        staging.open({}, resume=False)
+        # A store has to know the names of all files before their sizes are known.
+        names = [SPARSE_FILE, SPARSE_INDEX] if isinstance(staging, StoreTarget) else []
+        staging.open({}, resume=False, sizes=dict.fromkeys(names, 0))
         report = _write(staging, (old, new), before, after, engine, workers, advance)
         staging.finish()
         staging.commit()
@@ -162,7 +163,7 @@ def _require_same_tensors(before: Mapping[str, Slice], after: Mapping[str, Slice
 
 
 def _write(
-    staging: Staging,
+    staging: Target,
     ends: tuple[Source, Source],
     before: Mapping[str, Slice],
     after: Mapping[str, Slice],
@@ -170,10 +171,12 @@ def _write(
     workers: int,
     advance: Callable[[int], None],
 ) -> SparseReport:
+    # The file system of the output, where there is one, has room for arrays of this size.
+    directory = staging.root if isinstance(staging, Staging) else None
     with ExitStack() as opened:
         # Ordered by the size of their elements, so that all arrays in the file are aligned.
         spools = {
-            dtype: _Spool(opened.enter_context(TemporaryFile(dir=staging.root)))
+            dtype: _Spool(opened.enter_context(TemporaryFile(dir=directory)))
             for dtype in ("float64", _INDEX, "float32", "float16", "bfloat16")
         }
         with thread_pool(workers) as pool:
@@ -264,7 +267,7 @@ def _fingerprint(source: Source, workers: int, advance: Callable[[int], None]) -
     return fingerprint_source(PlainSource(source, exact=True), workers, advance, only=weights)
 
 
-def _write_arrays(staging: Staging, spools: Mapping[str, _Spool]) -> int:
+def _write_arrays(staging: Target, spools: Mapping[str, _Spool]) -> int:
     """Write all arrays as one safetensors file. Returns their bytes."""
     arrays: dict[str, tuple[Shape, str]] = {}
     for dtype, spool in spools.items():
@@ -283,7 +286,7 @@ def _write_arrays(staging: Staging, spools: Mapping[str, _Spool]) -> int:
     return layout.size - len(header)
 
 
-def _write_whole(staging: Staging, name: str, layout: FileLayout) -> None:
+def _write_whole(staging: Target, name: str, layout: FileLayout) -> None:
     written = staging.file(name, layout.size)
     for offset, content in layout.headers({}):
         written.write(offset, content)

@@ -24,7 +24,7 @@ _WHERE = "TensorRT-LLM's config.json"
 _USUAL_BASE = 10000.0
 _SCALINGS = ("linear", "llama3")
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu"}
-_CLASSES = {"llama": ("LlamaForCausalLM", "llama"), "gpt2": ("GPT2LMHeadModel", "gpt")}
+CLASSES = {"llama": ("LlamaForCausalLM", "llama"), "gpt2": ("GPT2LMHeadModel", "gpt")}
 """Family -> (architecture, decoder)."""
 _POSITIONS = {"rope": "rope_gpt_neox", "learned": "learned_absolute"}
 _Raw = dict[str, Any]
@@ -33,14 +33,14 @@ _Raw = dict[str, Any]
 def config_json(config: ModelConfig, layout: Layout, quantization: Mapping[str, Any]) -> bytes:
     """The file. Raises NotExpressible, with the field's name, for a model that it can't describe."""
     written = _written(config, layout, quantization)
-    raw = _as_hf(written, config)
+    raw = as_hf(written, config.family)
     back = family_of_hf(raw, _WHERE).read_hf(raw)
     require_kept(config, back, _WHERE, but=(*NOT_COMPUTED, "tie_embeddings"))
     return json.dumps(written, indent=4).encode()
 
 
 def _written(config: ModelConfig, layout: Layout, quantization: Mapping[str, Any]) -> _Raw:
-    architecture, decoder = _CLASSES[config.family]
+    architecture, decoder = CLASSES[config.family]
     is_bfloat16 = config.dtype == "bfloat16"
     attention = config.attention
     return {
@@ -114,12 +114,13 @@ def _biases(config: ModelConfig) -> _Raw:
     return {"attn_bias": attention.qkv_bias, "mlp_bias": config.mlp.bias}
 
 
-def _as_hf(written: Mapping[str, Any], config: ModelConfig) -> _Raw:
-    """The file in the keys of transformers."""
-    return _gpt2_as_hf(written) if config.family == "gpt2" else _llama_as_hf(written)
+def as_hf(written: Mapping[str, Any], family: str) -> _Raw:
+    """The file in the keys of transformers. family: a key of CLASSES."""
+    return _gpt2_as_hf(written) if family == "gpt2" else _llama_as_hf(written)
 
 
 def _gpt2_as_hf(written: Mapping[str, Any]) -> _Raw:
+    activation = written["hidden_act"]
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -130,7 +131,7 @@ def _gpt2_as_hf(written: Mapping[str, Any]) -> _Raw:
         "n_positions": written["max_position_embeddings"],
         "vocab_size": written["vocab_size"],
         "layer_norm_epsilon": written["norm_epsilon"],
-        "activation_function": {"gelu": "gelu_new"}.get(written["hidden_act"]),
+        "activation_function": "gelu_new" if activation == "gelu" else activation,
     }
 
 

@@ -44,6 +44,10 @@ _NAMES: Mapping[str, Spelling] = {
     "final_norm.{weight|bias}": "transformer.ln_f.{weight|bias}",
     "head.weight": HEAD,
 }
+_WHOLE = {
+    "embed.weight": "transformer.vocab_embedding.weight",
+    "positions.weight": "transformer.position_embedding.weight",
+}
 
 
 def supported_family(config: ModelConfig) -> Family:
@@ -63,6 +67,16 @@ def trtllm_rows(of: Family) -> tuple[Row, ...]:
         if row.canonical in _NAMES
         else row
         for row in of.rows
+    )
+
+
+def with_whole_embedding(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The table of files in which each rank of the first stage holds the whole embedding."""
+    return tuple(
+        replace(row, tp=None).renamed(trtllm=_WHOLE[row.canonical])
+        if row.canonical in _WHOLE
+        else row
+        for row in rows
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from formats import rank_files
+from formats.staging import Staging
 from megaconv.engine.plan import default_workers
 from megaconv.engine.preparation import open_source
 from megaconv.input import find_input
@@ -63,7 +64,8 @@ class Deltas:
         target = self.root / DIRECTORY / rank_files.iteration_directory(after)
         target.parent.mkdir(exist_ok=True)
         workers = default_workers(writing=False)
-        make_patch(old, new, target, options=options, workers=workers, overwrite=True)
+        staging = Staging(target, overwrite=True)
+        make_patch(old, new, staging, options=options, workers=workers)
 
     def _source(self, iteration: int, options: LoadOptions) -> Source:
         path = self.root / rank_files.iteration_directory(iteration)

@@ -29,6 +29,7 @@ from megatron_lite.checkpoint.copies import Copies
 from megatron_lite.checkpoint.deltas import Deltas, remove
 from megatron_lite.checkpoint.files import write_blocks, write_common, write_file
 from megatron_lite.checkpoint.snapshot import Snapshot
+from megatron_lite.processes.long_work import on_rank_0
 
 SIDECARS = "hf"
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -120,6 +121,9 @@ class Saver:
         if self.rank == 0:
             self._publish(staging, target, snapshot)
         self._barrier()
+        if self.deltas is not None:
+            deltas = self.deltas
+            on_rank_0(lambda: deltas.add(snapshot.iteration), self.rank, self.group)
 
     def _make_staging(self, staging: Path) -> None:
         """Make the directory that rank 0 later renames, and remove those that earlier runs left."""
@@ -156,8 +160,6 @@ class Saver:
         _replace(self.root / rank_files.TRACKER, str(snapshot.iteration).encode())
         if self.keep_last is not None:
             self._prune(snapshot.iteration)
-        if self.deltas is not None:
-            self.deltas.add(snapshot.iteration)
 
     def _prune(self, newest: int) -> None:
         assert self.keep_last is not None

@@ -127,6 +127,11 @@ def check_sources(options: DataOptions | Data) -> None:
         bool(options.finetune_data),
         bool(separate),
     ]
+    if options.data_path and separate:
+        raise UsageError(
+            f"--data-path is divided by --split, so --{separate[0]}-data-path can't be given beside it (nor in Megatron-LM); "
+            "give --train-data-path in place of --data-path and --split"
+        )
     if sum(sources) != 1:
         raise UsageError(
             "give one of --data-path, --train-data-path (with --valid-data-path, --test-data-path), --finetune-data, --mock-data; "
@@ -134,7 +139,7 @@ def check_sources(options: DataOptions | Data) -> None:
         )
     if separate and options.split is not None:
         raise UsageError(
-            f"--split divides --data-path; with --{separate[0]}-data-path there is nothing to divide"
+            f"--split divides --data-path; with --{separate[0]}-data-path there is nothing to divide: leave --split out"
         )
 
 

@@ -189,6 +189,16 @@ def test_a_patch_is_an_input_of_every_command(old: Path, tmp_path: Path) -> None
     assert_refused(run("inspect", tmp_path / "patch"), 2, "--option base=OLD")
 
 
+def test_a_checkpoint_without_a_configuration_is_compared_with_config(tmp_path: Path) -> None:
+    """MaxText's checkpoint has no configuration of its own."""
+    base = FIXTURES / "peft-llama-all-linear" / "base"
+    maxtext = FIXTURES / "orbax-maxtext-scan-bf16" / "checkpoint"
+    words = ("--config", base, "--option", "maxtext_rope=split")
+    make(base, maxtext, tmp_path / "patch", *words)
+    made = applied(base, tmp_path / "patch", target=tmp_path / "made")
+    assert run("diff", made, maxtext, *words).status == 0
+
+
 def damage(path: Path, random: Random) -> str:
     """Change a file of a patch. Returns what was done."""
     content = bytearray(path.read_bytes())
@@ -236,6 +246,21 @@ def test_a_failed_run_leaves_nothing_and_keeps_what_was_there(old: Path, tmp_pat
     before = snapshot(target)
     make(old, new, target, "--overwrite")
     assert snapshot(target) == before
+
+
+def test_overwrite_replaces_neither_an_input_nor_other_files(old: Path, tmp_path: Path) -> None:
+    new = trained(old, tmp_path / "new")
+    letters = tmp_path / "letters"
+    letters.mkdir()
+    (letters / "dear.txt").write_text("dear")
+    with unchanged(tmp_path):
+        for words in ((), ("--sparse", "vllm")):
+            outcome = run("delta", old, new, "--save-dir", new, "--overwrite", *words)
+            assert_refused(outcome, 2, "is the source", "which it would replace")
+            outcome = run("delta", old, new, "--save-dir", letters, "--overwrite", *words)
+            assert_refused(outcome, 2, "--overwrite replaces checkpoints")
+        outcome = run("delta", old, new, "--save-dir", tmp_path / "patch", "--take-over")
+        assert_refused(outcome, 2, "--take-over: is for an output in an object store")
 
 
 def test_names_of_small_files_stay_below_the_patch() -> None:

@@ -20,7 +20,6 @@ whole, seen = making._tensor, []
 def dying(*words):
     seen.append(words)
     if len(seen) > 20:
-        words[1]._file.flush()
         os._exit(9)
     return whole(*words)
 making._tensor = dying

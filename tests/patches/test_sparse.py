@@ -18,7 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megaconv
+from megaconv.errors import UsageError
+from megaconv.patches import sparse
 from megaconv.patches.sparse import ENGINES
+from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.patches.test_patches import trained
 from tests.runs import assert_refused, run, unchanged
@@ -187,6 +190,35 @@ def test_what_an_update_cannot_express_is_refused(old: Path, tmp_path: Path) -> 
         assert_refused(run("delta", old, floats, *target), 4, "keeps shapes and dtypes")
         outcome = run("delta", old, old, "--sparse", "sglang", "--save-dir", tmp_path / "up")
         assert_refused(outcome, 2, "--sparse 'sglang' is not known", "vllm")
+
+
+def test_changed_values_that_vllm_does_not_take_are_refused(
+    old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = trained(old, tmp_path / "new", share=0.02)
+    words = ("delta", old, new, "--sparse", "vllm", "--save-dir", tmp_path / "up")
+    with unchanged(tmp_path):
+        monkeypatch.setattr(sparse, "_MOST_ELEMENTS", 1000)
+        assert_refused(run(*words), 2, "has more than 1,000 elements; vLLM's positions are int32")
+        monkeypatch.setattr(sparse, "FLOATS", ("float32",))
+        assert_refused(run(*words), 2, "its bfloat16 values changed; vLLM's sparse updates take")
+
+
+def test_an_update_of_an_adapter_and_one_that_resumes_are_refused(
+    old: Path, tmp_path: Path
+) -> None:
+    peft = FIXTURES / "peft-llama-all-linear"
+    words = ("--sparse", "vllm", "--save-dir", tmp_path / "up")
+    with unchanged(tmp_path):
+        outcome = run("delta", old, old, *words, "--resume")
+        assert_refused(outcome, 2, "--resume: an update of --sparse starts again")
+        outcome = run(
+            "delta", peft / "adapter", peft / "adapter", "--loader", "peft",
+            "--config", peft / "base", *words,
+        )  # fmt: skip
+        assert_refused(outcome, 2, "--sparse: an adapter has no sparse update")
+        with pytest.raises(UsageError, match="starts again from the beginning"):
+            megaconv.delta(old, old, tmp_path / "up", sparse="vllm", resume=True)
 
 
 def test_apply_refuses_an_update(old: Path, tmp_path: Path) -> None:

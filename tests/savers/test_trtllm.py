@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import megaconv
-from megaconv.errors import LayoutError, NotExpressible, UnsupportedInput, UsageError
+from megaconv.errors import LayoutError, NotExpressible, UsageError
 from tests.calibrations import measured, write_statistics
 from tests.conftest import FIXTURES
 from tests.families.test_families import write_model
@@ -132,12 +132,6 @@ def test_rope_of_llama_3_is_described(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert written["rotary_base"] == 500000.0
     assert written["rotary_scaling"] == {"type": "llama3", **scaling}
-
-
-def test_an_output_is_named_for_what_it_is(tmp_path: Path) -> None:
-    megaconv.convert(TRTLLM / "llama", tmp_path / "out", saver="trtllm")
-    with pytest.raises(UnsupportedInput, match="is a checkpoint of TensorRT-LLM"):
-        megaconv.convert(tmp_path / "out", tmp_path / "back", saver="hf")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from formats import partial_files
 from formats.stores import selectors, windows
 from formats.stores.claim import CLAIM
 from megaconv.engine import transfer
+from megaconv.patches import blocks_file
 from tests.runs import Outcome, run
 from tests.stores.small_store import Asked, Fault, SmallStore
 
@@ -136,7 +137,7 @@ def _in_a_child(words: tuple[object, ...], started: Callable[[int], None]) -> in
     if not pid:
         os.close(writing)
         os.read(reading, 1)  # wait until the parent knows this process
-        transfer.JOURNAL_SECONDS = 0
+        transfer.JOURNAL_SECONDS = blocks_file.JOURNAL_SECONDS = 0
         faulthandler.dump_traceback_later(PATIENCE - 5)
         status = 99
         try:

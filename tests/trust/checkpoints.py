@@ -37,6 +37,7 @@ SAVERS = {
     "dcp": "--saver dcp --dist-files 2",
     "hf": "--saver hf --max-shard-size 6KB",
     "meta": "--saver llama_mistral --tp 2",
+    "trtllm": "--saver trtllm --tp 2 --pp 2",
 }
 """Options of every kind of output."""
 

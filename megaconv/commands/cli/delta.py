@@ -1,7 +1,5 @@
 """`megaconv delta`."""
 
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +8,7 @@ from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
 from megaconv.commands.endings import say
-from megaconv.options import LoadOptions
+from megaconv.options import ConvertOptions
 from megaconv.terminal import show
 
 if TYPE_CHECKING:
@@ -25,15 +23,6 @@ Sparse = Annotated[
         help="Write the sparse weight update that an engine takes (vllm), in place of a patch.",
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing patch.")]
-
-Resume = Annotated[
-    bool,
-    typer.Option(
-        "--resume",
-        help="Continue a killed run of the same command; keep finished work on Ctrl-C.",
-    ),
-]
 
 
 @command(epilog="Example: megaconv delta run/iter_0000100 run/iter_0000200 --save-dir patch")
@@ -46,11 +35,8 @@ def delta(
         str, typer.Argument(help="The newer checkpoint, of any format and layout.", metavar="NEW")
     ],
     save_dir: opt.SaveDir,
-    loader: str | None,
-    load: LoadOptions,
+    options: ConvertOptions,
     sparse: Sparse = None,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
     quiet: opt.NoProgress = False,
     as_json: opt.Json = False,
 ) -> None:
@@ -58,53 +44,17 @@ def delta(
 
     Reads everything once. OLD and NEW may have different formats and layouts.
     """
-    from formats.opened import OpenedFiles
-    from megaconv.commands.comparison import find_both, open_both
     from megaconv.commands.progress import Progress
-    from megaconv.engine.lineage import lineage_of_patch
-    from megaconv.engine.plan import default_workers
-    from megaconv.engine.target import refuse_place
-    from megaconv.patches.making import make_patch
-    from megaconv.patches.sparse import make_sparse, refuse_resume, require_engine
+    from megaconv.patches.between import Watcher, make_between
+    from megaconv.patches.sparse import SparseReport
 
-    refuse_place(save_dir)
-    if sparse is not None:
-        require_engine(sparse)
-        refuse_resume(resume=resume)
-        load = replace(load, optimizer=False)
-    inputs = find_both(old, new, load, (loader, loader))
-    opened = OpenedFiles()
-    with opened:
-        left, right = open_both(inputs, load)
     with Progress("comparing", shown=not quiet) as progress:
-        nbytes = left.header.nbytes + right.header.nbytes
-        if sparse is not None:
-            progress.expect(2 * nbytes)
-            update = make_sparse(
-                left,
-                right,
-                Path(save_dir),
-                engine=sparse,
-                workers=default_workers(writing=False),
-                overwrite=overwrite,
-                advance=progress.advance,
-            )
-            _show_sparse(update, as_json=as_json)
-            return
-        progress.expect(nbytes)
-        report = make_patch(
-            left,
-            right,
-            Path(save_dir),
-            options=load,
-            workers=default_workers(writing=False),
-            overwrite=overwrite,
-            resume=resume,
-            opened=opened,
-            advance=progress.advance,
-            lineage=lineage_of_patch(*inputs),
-        )
-    _show_patch(report, as_json=as_json)
+        watcher = Watcher(progress.expect, progress.advance)
+        report = make_between(old, new, save_dir, options, sparse, watcher)
+    if isinstance(report, SparseReport):
+        _show_sparse(report, as_json=as_json)
+    else:
+        _show_patch(report, as_json=as_json)
 
 
 def _show_patch(report: "PatchReport", *, as_json: bool) -> None:

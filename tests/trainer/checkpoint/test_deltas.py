@@ -1,5 +1,6 @@
 """`--save-delta`: older checkpoints of a run as patches, from which `megaconv apply` makes every checkpoint again."""
 
+import queue
 import random
 import shutil
 import subprocess
@@ -7,10 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import megaconv
+from formats.errors import NotEnoughSpace
+from megatron_lite.checkpoint import deltas
 from megatron_lite.checkpoint.deltas import Deltas
+from megatron_lite.processes import long_work
 from tests.runs import assert_refused, run
+from tests.trainer.loop.launches import launch
 from tests.trainer.loop.test_runs import LLAMA, kill_and_resume, metrics, train
 
 STEPS = 6
@@ -64,6 +70,62 @@ def test_a_run_keeps_older_checkpoints_as_patches(whole: Path, tmp_path: Path) -
     )
     assert_refused(outcome, 4, "is not the base of")
     assert not (tmp_path / "wrong").exists()
+
+
+def slow_patches(rank: int) -> None:
+    """No patch is made before the waiting ranks have been told three times that rank 0 still works."""
+    told: queue.SimpleQueue[int] = queue.SimpleQueue()
+    add, sign = Deltas.add, long_work._sign
+
+    def counted_sign(state: int, group: dist.ProcessGroup) -> int:
+        told.put(state)
+        return sign(state, group)
+
+    def slow_add(self: Deltas, iteration: int) -> None:
+        for _ in range(3):
+            told.get()
+        add(self, iteration)
+
+    long_work.SIGN_S, long_work._sign = 0.01, counted_sign
+    Deltas.add = slow_add  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--use-distributed-optimizer --async-save",
+        "--pipeline-model-parallel-size 2 --ckpt-format torch --async-save",
+        "--use-distributed-optimizer --ckpt-format torch",
+    ],
+)
+def test_a_run_of_several_ranks_keeps_older_checkpoints_as_patches(
+    tmp_path: Path, flags: str
+) -> None:
+    train(tmp_path / "whole", 2, f"{COMMAND} {flags}")
+    command = f"{COMMAND} {flags} --save-delta 3"
+    assert launch(tmp_path / "run", 2, command, slow_patches).wait() == [0, 0]
+    root = tmp_path / "run" / "ckpt"
+    assert kept(root) == ([1, 4, 6], [2, 3, 5, 6])
+    require_all(root, tmp_path / "whole" / "ckpt", tmp_path / "made")
+
+
+def dying_patches(rank: int) -> None:
+    """The disk of rank 0 is full when the first patch is written."""
+
+    def full(*_: object, **__: object) -> None:
+        raise NotEnoughSpace("ckpt/deltas: no space left")
+
+    deltas.make_patch = full  # type: ignore[assignment]
+
+
+@pytest.mark.slow
+def test_a_patch_that_fails_ends_all_ranks_and_loses_no_checkpoint(tmp_path: Path) -> None:
+    running = launch(tmp_path, 2, f"{COMMAND} --tp 2 --save-delta 3", dying_patches)
+    assert all(running.wait())
+    assert "no space left" in running.log(0)
+    assert kept(tmp_path / "ckpt") == ([1, 2], [])
 
 
 DYING = """

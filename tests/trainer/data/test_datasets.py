@@ -159,7 +159,19 @@ def test_a_corpus_with_nothing_in_a_split_leaves_its_weight_to_the_others(
     [
         ({}, "no training data is given"),
         ({"data_path": ["x"], "mock_data": True}, "exclude each other"),
-        ({"data_path": ["x"], "train_data_path": ["x"]}, "exclude each other"),
+        ({"data_path": ["x"], "train_data_path": ["x"]}, "in place of --data-path and --split"),
+        (
+            {"data_path": ["x"], "valid_data_path": ["x"]},
+            "--valid-data-path can't be given beside it",
+        ),
+        (
+            {"data_path": ["x"], "test_data_path": ["x"]},
+            "--test-data-path can't be given beside it",
+        ),
+        (
+            {"train_data_path": ["x"], "valid_data_path": ["x"], "split": "1,1,1"},
+            "leave --split out",
+        ),
         ({"train_data_path": ["x"], "split": "1"}, "--split"),
         ({"data_path": ["0.3", "a", "b", "c"]}, "'b' before c is not a weight"),
         ({"data_path": ["0.3", "a", "-1", "c"]}, "'-1' before c is not a weight"),
@@ -375,3 +387,17 @@ def test_the_thread_ends_when_nobody_wants_more(corpus: Path) -> None:
     assert any(thread.name == "prefetch" for thread in threading.enumerate())
     arriving.close()
     assert not any(thread.name == "prefetch" for thread in threading.enumerate())
+
+
+@pytest.mark.oracle
+def test_megatron_core_refuses_a_split_beside_data_of_each_part_too() -> None:
+    """So `check_sources` refuses no command line that Megatron accepts."""
+    config = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config")
+    make = config.BlendedMegatronDatasetConfig
+    common = {"random_seed": 1, "sequence_length": 16, "path_to_cache": None}
+    separate = [(["train"], None), (["valid"], None), None]
+    with pytest.raises(AssertionError, match="blend and blend_per_split are incompatible"):
+        make(blend=(["x"], None), blend_per_split=separate, **common)
+    with pytest.raises(AssertionError, match="split and blend_per_split are incompatible"):
+        make(split="95,5,0", blend_per_split=separate, **common)
+    assert make(blend_per_split=separate, **common).split is None

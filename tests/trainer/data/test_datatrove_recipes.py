@@ -83,6 +83,18 @@ def test_copies_are_removed_and_the_first_of_them_stays(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_the_copy_in_a_preferred_file_stays(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    original = text()
+    files = [write(tmp_path / f"{name}.jsonl", [original]) for name in ("a", "b", "good")]
+    words = ("dedup", "--input", *files, "--output", tmp_path / "out", "--prefer")
+    assert run(*map(str, words), "*/good.jsonl", "*/b.jsonl") == 0
+    assert [len(read(tmp_path / "out" / file.name)) for file in files] == [0, 0, 1]
+    assert run(*map(str, words), "better.jsonl", "--overwrite") == 2
+    assert "--prefer better.jsonl: matches no file" in capfd.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_the_number_of_processes_changes_nothing(tmp_path: Path) -> None:
     files, _, _ = corpus(tmp_path)
@@ -98,6 +110,29 @@ def test_texts_of_other_words_are_no_duplicates(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [*originals, *(changed(each, 0.3) for each in originals)])
     assert run("dedup", "--input", file, "--output", tmp_path / "out") == 0
     assert len(read(tmp_path / "out" / "a.jsonl")) >= 98
+
+
+LETTERS_OF_ALL_KINDS = [
+    *LETTERS.upper(), *"019.,;_-!?\t\n ", *map(chr, range(0xA0, 0x600, 3)), *map(chr, range(0x300, 0x320)),
+    "\u0345", "\u1e9b", "\u212b", "\ufb01", "\u3042", "\uac00", "\u0663", "\U0001d15e", "\U0001f600",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ngram", [1, 5])
+def test_hashes_of_ngrams_are_datatroves(tmp_path: Path, ngram: int) -> None:
+    from datatrove.pipeline.dedup.minhash import MinhashConfig, MinhashDedupSignature
+
+    from megatron_lite.data.recipes.shingle_words import Words
+    from megatron_lite.data.recipes.signatures import Signatures
+
+    config = MinhashConfig(n_grams=ngram)
+    theirs = MinhashDedupSignature(str(tmp_path / "theirs"), config=config, language=Words())
+    ours = Signatures(str(tmp_path / "ours"), config)
+    mixed = ["".join(RANDOM.choices(LETTERS_OF_ALL_KINDS, k=200)) for _ in range(100)]
+    for each in ["", "a", "a_b c-d 1,000 3.14", "\u0301a\u0327\u0301 b", text(), *mixed]:
+        found, expected = ours.get_shingles(each), theirs.get_shingles(each)
+        assert found.dtype == expected.dtype
+        assert found.tolist() == expected.tolist(), each
 
 
 def test_a_bad_line_ends_the_run_and_the_corrected_run_goes_on(

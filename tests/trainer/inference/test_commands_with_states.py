@@ -1,4 +1,4 @@
-"""serve and evaluate with states: pure Mamba 2, a hybrid with experts, and delta nets."""
+"""serve and evaluate with states: pure Mamba 2, hybrids with experts, and delta nets."""
 
 import json
 import re
@@ -17,7 +17,10 @@ from tests.trainer.inference.serving import Serving
 from tests.trainer.inference.test_engine_model import MODELS
 
 pytestmark = pytest.mark.oracle
-WITH_STATES = ("mamba2", "nemotron_h", "qwen3_next")
+WITH_STATES = (
+    *("mamba2", "nemotron_h", "qwen3_next", "granite hybrid"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("bamba", "granite hybrid, experts")),
+)
 NUMBERS = ("--tokenizer-type", "NullTokenizer")
 ROW = [7, 9, 30, 12]
 
@@ -60,9 +63,7 @@ def test_evaluate_measures_what_transformers_computes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in WITH_STATES[1:])]
-)
+@pytest.mark.parametrize("name", WITH_STATES)
 def test_a_server_answers_as_transformers_does(name: str, tmp_path: Path) -> None:
     model = saved(name, tmp_path)
     serving = Serving(tmp_path, "--slots", "3", "--served-model-name", "tiny", "--dtype", "fp32")

@@ -36,6 +36,21 @@ DELTA_NETS: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+GRANITE_HYBRID: dict[str, Any] = {
+    **GRANITE,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 4,
+    "mamba_d_state": 16,
+    "shared_intermediate_size": 40,
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
@@ -146,6 +161,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_d_head": 16,
             "mamba_n_groups": 4,
             "mamba_d_state": 16,
+        },
+    ),
+    "granite": ("granite", GRANITE),
+    "granite hybrid": (
+        "granitemoehybrid",
+        {**GRANITE_HYBRID, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+    "granite hybrid, experts": (
+        "granitemoehybrid",
+        {
+            **GRANITE_HYBRID,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
         },
     ),
     "mamba2": (
@@ -286,7 +315,7 @@ LAYOUTS = {
 }  # fmt: skip
 WITH_EXPERTS = (
     *("mixtral", "deepseek_v3", "deepseek_v32", "llama4", "gpt_oss", "minimax_m2"),
-    *("nemotron_h", "qwen3_next"),
+    *("nemotron_h", "qwen3_next", "granite hybrid, experts"),
 )
 FITTING = [
     (name, layout)

@@ -1,0 +1,88 @@
+"""The patch, or the sparse update, between two checkpoints: opens both and writes it to a directory or a store."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from formats.opened import OpenedFiles
+from megaconv.commands.comparison import find_both, open_both
+from megaconv.engine.lineage import lineage_of_patch
+from megaconv.engine.outputs import output_at
+from megaconv.engine.plan import default_workers
+from megaconv.engine.target import refuse_loss, refuse_place
+from megaconv.input import Input
+from megaconv.options import ConvertOptions
+from megaconv.patches.making import PatchReport, make_patch
+from megaconv.patches.patch import INDEX, SPARSE_INDEX
+from megaconv.patches.sparse import make_sparse, refuse_resume, require_engine
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Follows the progress."""
+
+    expect: Callable[[int], None] = lambda nbytes: None
+    """Called once, with the number of bytes to read."""
+    advance: Callable[[int], None] = lambda nbytes: None
+    """Called with the number of bytes of each block that was read."""
+
+
+def make_between(
+    old: str | Path,
+    new: str | Path,
+    save_dir: str | Path,
+    options: ConvertOptions,
+    sparse: str | None = None,
+    watcher: Watcher | None = None,
+) -> PatchReport:
+    """Write what changed between two checkpoints. It appears complete or not at all.
+
+    sparse: the engine whose sparse update is written in place of a patch. Raises CheckpointError.
+    """
+    watcher = watcher or Watcher()
+    refuse_place(save_dir)
+    load = options.load
+    if sparse is not None:
+        require_engine(sparse)
+        refuse_resume(resume=options.resume)
+        load = replace(load, optimizer=False)
+    staging = output_at(save_dir, options)
+    inputs = find_both(old, new, load, (options.loader, options.loader))
+    _require_kept(inputs, save_dir, options, INDEX if sparse is None else SPARSE_INDEX)
+    opened = OpenedFiles()
+    with opened:
+        left, right = open_both(inputs, load)
+    nbytes = left.header.nbytes + right.header.nbytes
+    workers = options.workers or default_workers(writing=False)
+    if sparse is not None:
+        watcher.expect(2 * nbytes)
+        return make_sparse(
+            left, right, staging, engine=sparse, workers=workers, advance=watcher.advance
+        )
+    watcher.expect(nbytes)
+    return make_patch(
+        left,
+        right,
+        staging,
+        options=load,
+        workers=workers,
+        resume=options.resume,
+        opened=opened,
+        advance=watcher.advance,
+        lineage=lineage_of_patch(*inputs),
+    )
+
+
+def _require_kept(
+    inputs: tuple[Input, Input], save_dir: str | Path, options: ConvertOptions, index: str
+) -> None:
+    """Raises UsageError or TargetExists if the output would replace an input, or something that is neither a patch nor a
+    checkpoint.
+
+    index: the file by which an output of this kind is known.
+    """
+    old, new = inputs
+    other = new.place if isinstance(new.place, Path) else None
+    refuse_loss(
+        save_dir, old.place, (other, options.load.config), index, overwrite=options.overwrite
+    )
