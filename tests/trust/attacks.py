@@ -8,6 +8,7 @@ from tests.trust import (
     fuzz,
     hostile_archives,
     hostile_files,
+    hostile_patches,
     hostile_pickles,
     kills,
     moving_sources,
@@ -32,13 +33,16 @@ class Attack(NamedTuple):
 
 
 ATTACKS = {
-    "kills": Attack(kills.attack, "conversions that are killed or interrupted, and repeated"),
+    "kills": Attack(
+        kills.attack, "conversions, deltas and applies that are killed or interrupted, and repeated"
+    ),
     "faults": Attack(faults.attack, "system calls that fail"),
     "mutations": Attack(mutations.attack, "damaged checkpoints and remains"),
     "foreign": Attack(
         mutations.attack_foreign, "damaged files of GGUF, NeMo, Orbax and Megatron-Bridge"
     ),
     "seals": Attack(seals.attack, "damaged sealed checkpoints and hostile signatures"),
+    "patches": Attack(hostile_patches.attack, "damaged and hostile patches"),
     "pickles": Attack(hostile_pickles.attack, "hostile pickles"),
     "archives": Attack(hostile_archives.attack, "hostile archives"),
     "files": Attack(
