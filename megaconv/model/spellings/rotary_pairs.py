@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from formats.lazy_numpy import np
 from formats.tensor import Box, Bytes, LazyTensor
+from megaconv.errors import NotExpressible
 from megaconv.model.pieces import Pieces, Template
 from megaconv.model.rank import Rank
 from megaconv.model.regions import NativeOutput, NativeTensor, Order, Region
@@ -105,3 +106,8 @@ class FusedPairs(Fused):
             for name in [list(parts)[member] for member in self.rotating]:
                 parts[name] = tuple(region._replace(order=order) for region in parts[name])
             yield template._replace(native=template.native._replace(parts=parts))
+
+    def _share(self, pieces: Pieces, groups: int) -> NativeTensor:
+        raise NotExpressible(
+            f"{self.name}: {pieces.rank.layout.tp} ranks can't share {groups} groups of rotary pairs"
+        )
