@@ -10,6 +10,7 @@ from tests.trust import (
     hostile_files,
     hostile_patches,
     hostile_pickles,
+    hostile_requests,
     kills,
     moving_sources,
     mutations,
@@ -48,6 +49,7 @@ ATTACKS = {
     "files": Attack(
         hostile_files.attack, "special files, gigantic numbers, hostile names, precious targets"
     ),
+    "requests": Attack(hostile_requests.attack, "hostile requests to serve-hf"),
     "moving": Attack(moving_sources.attack, "sources that change while they are read"),
     "fuzz": Attack(fuzz.attack, "inputs of parsers", fuzz.BATCH),
     "ranks": Attack(rank_kills.attack, "conversions by several processes of which some are killed"),
