@@ -168,6 +168,29 @@ OWN_KEYS: dict[str, Raw] = {
         "shared_intermediate_size": 40,
         "residual_multiplier": 0.5,
     },
+    **{
+        name: {"multi_query": False, "hidden_act": "gelu", "scale_embedding": False}
+        for name in ("biogpt", "gpt_bigcode")
+    },
+    "nanochat": {"hidden_act": "relu2"},
+    "persimmon": {"hidden_act": "relu2", "layer_norm_eps": 1e-5},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "opt": {"ffn_dim": 56},
+    **{
+        name: {"num_local_experts": 6, "num_experts_per_tok": 3, "residual_multiplier": 0.5}
+        for name in ("granite_moe", "granite_moe_shared", "granite_moe_swa")
+    },
+    "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 3},
+    "hunyuan_v1_moe": {"num_experts": 6, "moe_topk": 3},
+    "phi": {
+        "layer_norm_eps": 1e-5,
+        "hidden_act": "gelu_new",
+        "head_dim": 4,
+        "partial_rotary_factor": 0.5,
+    },
+    "cohere": {"layer_norm_eps": 1e-5, "head_dim": 4},
+    "cohere2": {"layer_norm_eps": 1e-5, "head_dim": 4},
+    **{name: {"rotary_dim": 2} for name in ("gptj", "codegen")},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 5},
     "nemotron_h": {
         "hybrid_override_pattern": "ME*-",

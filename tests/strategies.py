@@ -1,5 +1,6 @@
 """Random models and layouts for property tests: small, and with every feature that the tables know."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -160,8 +161,23 @@ def hybrid_fields(
     }
 
 
-BEYOND_MEGATRON = ("bamba", "granite_moe_hybrid")
-"""Families with layers of a Mamba 2 or attention, and an MLP: Megatron has no words for such layers."""
+MIXED_LAYERS = ("bamba", "granite_moe_hybrid")
+"""Families with layers of a Mamba 2 or attention, and an MLP. Megatron has words for them as two layers each."""
+ONE_NORM = ("codegen", "cohere", "cohere2", "falcon", "gptj", "phi")
+"""Families whose attention and MLP read the output of one norm."""
+OTHER_NORMS = ("flex_olmo", "hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat", "olmo", "persimmon")
+"""Families whose norms have no weights, or follow rope or experts, or have biases on q and k."""
+OTHER_POSITIONS = ("biogpt", "bloom", "gpt_neo", "mpt", "opt")
+"""Families with ALiBi, or with learned positions beside windows or after unused rows."""
+OF_GRANITE = ("granite_moe", "granite_moe_shared", "granite_moe_swa", "granite_swa")
+OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, "gpt_bigcode")
+BEYOND_MEGATRON = ("granite_moe_hybrid", *OTHER_LAYERS)
+"""Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""
+
+
+def own_fields(family: str) -> dict[str, Any]:
+    """What all models of a family have that Megatron's arguments can't describe."""
+    return dict(families()[family].fixed) if family in BEYOND_MEGATRON else {}
 
 
 @st.composite
@@ -187,7 +203,19 @@ def mixed_layers(draw: Draw, config: ModelConfig, tp: int, ep: int, etp: int) ->
     }
     plain = {"attention.qk_norm": False, "mlp.bias": False, "norm.zero_centered": False}
     layers = {"layers.mixer": one_or_each(tuple(mixers)), "layers.mlp": "dense"}
+    if config.family == "bamba":
+        layers = in_two_parts(mixers)
     return {**layers, **mamba, **plain, "mlp.gated": True, **(experts if count else {})}
+
+
+def in_two_parts(mixers: Sequence[str]) -> dict[str, Any]:
+    """Of a Bamba with these mixers: an MLP follows each of them as a layer of its own."""
+    return {
+        "layers.count": 2 * len(mixers),
+        "layers.mixer": tuple(part for mixer in mixers for part in (mixer, "none")),
+        "layers.mlp": ("none", "dense") * len(mixers),
+        "norm.epsilon": 1e-5,  # Megatron's, inside a Mamba 2
+    }
 
 
 BIASES_AND_NORMS = ("attention.qkv_bias", "attention.o_bias", "mlp.bias", "attention.qk_norm")
@@ -198,7 +226,7 @@ def with_mamba(
     draw: Draw, config: ModelConfig, tp: int = 1, ep: int = 1, etp: int = 1
 ) -> ModelConfig:
     """The model as a hybrid, of which one layer at least is a Mamba 2 and one is not; or as a pure Mamba 2."""
-    if config.family in BEYOND_MEGATRON:
+    if config.family in MIXED_LAYERS:
         return changed(config, draw(mixed_layers(config, tp, ep, etp)))
     if config.family == "mamba2":
         return changed(config, pure_mamba_fields(config, tp * draw(st.integers(1, 2))))
@@ -310,6 +338,7 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
         config = draw(with_linear_attention(config, tp))
     if has_mamba(family):
         return draw(with_mamba(config, tp, ep, etp))
+    config = changed(config, own_fields(family))
     if not has_experts(family):
         return config
     if has_latent_attention(family):

@@ -41,7 +41,7 @@ GPT2_SIZES: dict[str, Any] = {
     "bos_token_id": 3,
     "eos_token_id": 4,
 }
-OTHER_EPSILONS = ("norm_eps", "norm_epsilon", "layer_norm_eps")
+OTHER_EPSILONS = ("norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
 """What architectures with LayerNorm call it."""
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
@@ -134,6 +134,12 @@ MAMBA: dict[str, Any] = {
     "mamba_head_dim": 6,
     "n_groups": 4,
     "ssm_state_size": 5,
+}
+MIXED: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 4,
+    "mamba_d_state": 5,
 }
 MAMBA2: dict[str, Any] = {
     "num_heads": 8,
@@ -326,6 +332,11 @@ VARIANTS = {
     "nemotron_h": Variant(
         "nemotron_h", {**MAMBA, "hybrid_override_pattern": "M*-M"}, {"epsilon": {"layer_norm_epsilon": 1e-2}},
         ("tp2 pp2", "tp2 pp2, layers 1+3", "tp4 pp1, release"), QUICK,
+    ),
+    "bamba": Variant(
+        "bamba", {**MIXED, "attn_layer_indices": [1], "rms_norm_eps": 1e-5},
+        {"attention elsewhere": {"attn_layer_indices": [2]}, "whole heads": rope(5000.0, partial_rotary_factor=1.0)},
+        ("tp2 pp2", "tp1 pp1", "tp4 pp1, release"), QUICK,
     ),
 }  # fmt: skip
 GPT_OSS_YARN: dict[str, Any] = {
@@ -526,15 +537,10 @@ GRANITE = {
     "attention_multiplier": 0.1,
     "shared_intermediate_size": 56,
 }
-MIXED: dict[str, Any] = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 4,
-    "mamba_d_state": 5,
-}
 MIXED_LAYERS = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 }
+FALCON: dict[str, Any] = {"layer_norm_epsilon": 1e-3, **rope(5000.0)}
 BEYOND_MEGATRON = {
     "granite": Variant(
         "granite", {name: value for name, value in GRANITE.items() if name != "shared_intermediate_size"},
@@ -554,9 +560,90 @@ BEYOND_MEGATRON = {
         "gpt_neox", {"num_key_value_heads": 8, "layer_norm_eps": 1e-3, "hidden_act": "gelu_new", "attention_bias": False},
         {"one after the other": {"use_parallel_residual": False}, "activation": {"hidden_act": "gelu"}},
     ),
-    "bamba": Variant(
-        "bamba", {**MIXED, "attn_layer_indices": [1]},
-        {"attention elsewhere": {"attn_layer_indices": [2]}, "epsilon": {"rms_norm_eps": 1e-2}},
+    "phi": Variant(
+        "phi",
+        {"layer_norm_eps": 1e-3, **rope(5000.0, partial_rotary_factor=0.5)},
+        {"epsilon": {"layer_norm_eps": 1e-5}, "whole heads": rope(5000.0, partial_rotary_factor=1.0), "activation": {"hidden_act": "gelu"}},
+    ),
+    "phi, norms of q and k": Variant("phi", {"layer_norm_eps": 1e-3, "qk_layernorm": True, "tie_word_embeddings": True}),
+    "falcon": Variant(
+        "falcon", {**FALCON, "ffn_hidden_size": 80},
+        {"one after the other": {"parallel_attn": False}, "activation": {"activation": "gelu_new"}}
+    ),
+    "falcon, two norms": Variant("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 4, "bias": True}),
+    "falcon, one norm and groups of heads": Variant(
+        "falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1,
+                   "tie_word_embeddings": False}
+    ),
+    "falcon, one after the other": Variant("falcon", {**FALCON, "parallel_attn": False, "multi_query": False}),
+    "cohere": Variant(
+        "cohere", {"layer_norm_eps": 1e-3, "logit_scale": 0.3},
+        {"epsilon": {"layer_norm_eps": 1e-5}, "logits": {"logit_scale": 0.4}, "rotary base": rope(10000.0)},
+    ),
+    "cohere, norms of q and k": Variant("cohere", {"layer_norm_eps": 1e-3, "use_qk_norm": True, "attention_bias": True}),
+    "cohere2": Variant(
+        "cohere2", {"layer_norm_eps": 1e-3, "sliding_window": WINDOW},
+        {"one less": {"sliding_window": WINDOW - 1}, "windows elsewhere": windows(LAYERS - 1)},
+    ),
+    "gptj": Variant(
+        "gptj", {**GPT2_SIZES, "rotary_dim": 4}, {"rotation": {"rotary_dim": 8}, "activation": {"activation_function": "gelu"}}
+    ),
+    "codegen": Variant("codegen", {**GPT2_SIZES, "rotary_dim": 4}, {"rotation": {"rotary_dim": 8}}),
+    "olmo": Variant("olmo", {}, {"limits": {"clip_qkv": 0.5}}),
+    "olmo, limits": Variant("olmo", {"clip_qkv": 0.7}, {"another": {"clip_qkv": 0.5}}),
+    "nanochat": Variant("nanochat", {"final_logit_softcapping": 2.5}, {"uncapped logits": {"final_logit_softcapping": None}}),
+    "flex_olmo": Variant(
+        "flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2}, {"weights made to sum up to 1": {"norm_topk_prob": True}}
+    ),
+    "hunyuan_v1_dense": Variant("hunyuan_v1_dense", {"head_dim": 12}, {"epsilon": {"rms_norm_eps": 1e-5}}),
+    "hunyuan_v1_dense, stretched": Variant(
+        "hunyuan_v1_dense", {"head_dim": 12, **rope(5000.0, rope_type="dynamic", alpha=10.0, factor=1.0)}, {"not stretched": rope(5000.0)}
+    ),
+    "hunyuan_v1_moe": Variant("hunyuan_v1_moe", {"head_dim": 12, "num_experts": 4, "moe_topk": 2}, {"one expert": {"moe_topk": 1}}),
+    "granite_swa": Variant(
+        "granite_swa",
+        {**{name: value for name, value in GRANITE.items() if name != "shared_intermediate_size"}, "sliding_window": WINDOW,
+         "layer_rope_theta": [5000.0, 0, 5000.0, 5000.0]},
+        {"one less": {"sliding_window": WINDOW - 1}, "all layers rotate": {"layer_rope_theta": [5000.0] * 4}},
+    ),
+    "granite_moe": Variant(
+        "granitemoe",
+        {**{name: value for name, value in GRANITE.items() if name != "shared_intermediate_size"}, "num_local_experts": 4},
+        {"one expert": {"num_experts_per_tok": 1}, "residual": {"residual_multiplier": 0.5}},
+    ),
+    "granite_moe_shared": Variant("granitemoeshared", {**GRANITE, "num_local_experts": 4}, {"one expert": {"num_experts_per_tok": 1}}),
+    "granite_moe_swa": Variant(
+        "granitemoe_swa", {**GRANITE, "num_local_experts": 4, "sliding_window": WINDOW},
+        {"one less": {"sliding_window": WINDOW - 1}, "a layer without rope": {"layer_rope_theta": [5000.0, 0, 5000.0, 5000.0]}},
+    ),
+    "bloom": Variant("bloom", {"n_layer": LAYERS, "n_head": 8, "layer_norm_epsilon": 1e-3}, {"epsilon": {"layer_norm_epsilon": 1e-5}}),
+    "bloom, heads that are no power of two": Variant(
+        "bloom", {"n_layer": LAYERS, "n_head": 12, "hidden_size": 48, "layer_norm_epsilon": 1e-3}
+    ),
+    "mpt": Variant(
+        "mpt", {"d_model": 64, "n_layers": LAYERS, "n_heads": 8, "layer_norm_epsilon": 1e-3, "attn_config": {"softmax_scale": 0.2}},
+        {"limits": {"attn_config": {"softmax_scale": 0.2, "clip_qkv": 0.5}}},
+    ),
+    "mpt, limits": Variant(
+        "mpt", {"d_model": 48, "n_layers": LAYERS, "n_heads": 12, "layer_norm_epsilon": 1e-3, "attn_config": {"clip_qkv": 0.5}}
+    ),
+    "opt": Variant("opt", {"ffn_dim": 80, "word_embed_proj_dim": 64}, {"activation": {"activation_function": "gelu"}}),
+    "opt, without biases": Variant("opt", {"ffn_dim": 80, "enable_bias": False, "word_embed_proj_dim": 64, "tie_word_embeddings": False}),
+    "biogpt": Variant("biogpt", {}, {"unscaled": {"scale_embedding": False}, "activation": {"hidden_act": "gelu_new"}}),
+    "gpt_neo": Variant(
+        "gpt_neo",
+        {"num_layers": LAYERS, "num_heads": 8, "attention_types": [[["global", "local"], 2]], "window_size": WINDOW,
+         "layer_norm_epsilon": 1e-3},
+        {"one less": {"window_size": WINDOW - 1}, "activation": {"activation_function": "gelu"}},
+    ),
+    "gpt_bigcode": Variant("gpt_bigcode", GPT2_SIZES, {"activation": {"activation_function": "gelu"}}),
+    "gpt_bigcode, as many kv heads as heads": Variant("gpt_bigcode", {**GPT2_SIZES, "multi_query": False, "tie_word_embeddings": False}),
+    "persimmon": Variant(
+        "persimmon", {"layer_norm_eps": 1e-3}, {"epsilon": {"layer_norm_eps": 1e-5}, "whole heads": rope(5000.0, partial_rotary_factor=1.0)}
+    ),
+    "persimmon, no norms of q and k": Variant("persimmon", {"layer_norm_eps": 1e-3, "qk_layernorm": False}),
+    "bamba, epsilon": Variant(
+        "bamba", {**MIXED, "attn_layer_indices": [1]}, {"epsilon": {"rms_norm_eps": 1e-2}}
     ),
     "granite_moe_hybrid": Variant(
         "granitemoehybrid", {**MIXED, **MIXED_LAYERS, **GRANITE, "num_local_experts": 0, "position_embedding_type": "rope"},
@@ -614,11 +701,11 @@ def create(variant: Variant, directory: Path) -> None:
     torch.manual_seed(20)
     sizes = (
         {**GPT2_SIZES}
-        if variant.model_type == "gpt2"
+        if "n_embd" in variant.settings or variant.model_type == "gpt2"
         else {**SIZES, "pad_token_id": 6, **rope(5000.0)}
     )
     if any(name in variant.settings for name in OTHER_EPSILONS):
-        del sizes["rms_norm_eps"]
+        sizes.pop("rms_norm_eps", None)
     if variant.model_type in (
         "mamba2",
         "nemotron_h",

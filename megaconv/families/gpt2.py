@@ -3,6 +3,7 @@
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import (
     ALL_BIASES,
+    GELUS,
     LEARNED_POSITIONS,
     model_keys,
     multi_head,
@@ -81,18 +82,17 @@ ROWS = (
 IGNORED = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
 """Older files store the causal mask."""
 
-_ACTIVATIONS = {
-    "gelu_new": "gelu_tanh",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-}
-
 
 def _write_width(config: ModelConfig) -> Raw:
     return {"n_inner": None if config.mlp.ffn == 4 * config.hidden else config.mlp.ffn}
 
 
+WIDTH = Keys(
+    ("n_inner",),
+    lambda raw: {"mlp.ffn": raw.get("n_inner") or 4 * need_size(raw, "n_embd")},
+    _write_width,
+)
+"""The width of the MLP; four times the hidden size if it is missing or null."""
 _ALIASES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -104,13 +104,9 @@ _KEYS = (
     size("n_layer", "layers.count"),
     size("n_positions", "max_positions", 1024),
     multi_head("n_head", "n_embd"),
-    Keys(
-        ("n_inner",),
-        lambda raw: {"mlp.ffn": raw.get("n_inner") or 4 * need_size(raw, "n_embd")},
-        _write_width,
-    ),
+    WIDTH,
     number("layer_norm_epsilon", "norm.epsilon", 1e-5),
-    choice("activation_function", "mlp.activation", _ACTIVATIONS, "gelu_new"),
+    choice("activation_function", "mlp.activation", GELUS, "gelu_new"),
     *model_keys(tied=True, tokens=(50256, 50256, None)),
 )
 _ONLY = {

@@ -9,7 +9,13 @@ store each expert transposed; MXFP4 (`hf+stacked`, see megaconv/values/quantized
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys
-from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, ROPE_FREQUENCIES
+from megaconv.families.parts.decoder_rows import (
+    ATTENTION,
+    EMBEDDING,
+    HEAD,
+    ROPE_FREQUENCIES,
+    SINKS,
+)
 from megaconv.families.parts.experts import EXPERTS_WIDTH, MOE_NORM
 from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, flags, number, size
 from megaconv.families.parts.rope import rope
@@ -23,9 +29,7 @@ _EXPERTS, _CORE_EXPERTS = _HF + "mlp.experts.", _CORE + "mlp.experts."
 _LOCAL_EXPERT = _CORE_EXPERTS + "local_experts.{e}."
 
 _OWN = (
-    Row("layers.{l}.attn.sinks", ("heads",), tp=0,
-        hf=_HF + "self_attn.sinks",
-        core=_CORE + "self_attention.core_attention.softmax_offset"),
+    SINKS,
     Row("layers.{l}.mlp.router.weight", ("experts hidden",), when="moe",
         hf=_HF + "mlp.router.weight",
         core=_CORE + "mlp.router.weight"),

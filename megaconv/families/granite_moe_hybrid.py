@@ -6,7 +6,6 @@ trained.
 
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
-from megaconv.families.granite import FACTORS
 from megaconv.families.parts.decoder_keys import (
     ATTENTION_BIASES,
     LLAMA_LIKE,
@@ -14,7 +13,8 @@ from megaconv.families.parts.decoder_keys import (
     model_keys,
 )
 from megaconv.families.parts.decoder_rows import EMBEDDING, MLP
-from megaconv.families.parts.experts import MOE_NORM, expert_rows, shared_expert_rows
+from megaconv.families.parts.experts import MOE_NORM
+from megaconv.families.parts.granite import EXPERTS, FACTORS, SHARED_NAMES
 from megaconv.families.parts.keys import (
     Fields,
     Keys,
@@ -25,39 +25,14 @@ from megaconv.families.parts.keys import (
     require_each_layer,
     size,
 )
-from megaconv.families.parts.mamba_and_mlp import HF, MAMBA_ONLY, MAMBA_SIZES, MIXERS, ends
+from megaconv.families.parts.mamba_and_mlp import MAMBA_ONLY, MAMBA_SIZES, MIXERS, ends
 from megaconv.families.parts.rope import FULL_ROTATION, rope
-from megaconv.families.parts.row_changes import in_core
+from megaconv.families.parts.row_changes import in_all_forms, in_core
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import one_or_each
-from megaconv.model.table import Fused, Row, Spelling, Stacked
 
-_SHARED = HF + "shared_mlp."
-_SHARED_NAMES: dict[str, Spelling] = {
-    "layers.{l}.mlp.{gate|up}.weight": Fused(_SHARED + "input_linear.weight"),
-    "layers.{l}.mlp.down.weight": _SHARED + "output_linear.weight",
-    "layers.{l}.mlp.shared.{gate|up}.weight": Fused(_SHARED + "input_linear.weight"),
-    "layers.{l}.mlp.shared.down.weight": _SHARED + "output_linear.weight",
-}
-_EXPERT_NAMES: dict[str, Spelling] = {
-    "layers.{l}.mlp.router.weight": HF + "block_sparse_moe.router.layer.weight",
-    "layers.{l}.mlp.experts.{e}.{gate|up}.weight": Stacked(HF + "block_sparse_moe.input_linear.weight"),
-    "layers.{l}.mlp.experts.{e}.down.weight": Stacked(HF + "block_sparse_moe.output_linear.weight"),
-}  # fmt: skip
-
-
-def _renamed(row: Row) -> Row:
-    name = (_SHARED_NAMES | _EXPERT_NAMES).get(row.canonical)
-    if name is None:
-        return row
-    return row.renamed(hf=name, hf_stacked=name, hf_stacked_transposed=name)
-
-
-_DENSE = tuple(_renamed(row) for row in MLP if not row.canonical.endswith("bias"))
-_EXPERTS = tuple(
-    _renamed(row) for row in (*expert_rows("", "{|}", ""), *shared_expert_rows("{|}", ""))
-)
-ROWS = in_core((EMBEDDING, *MIXERS, MOE_NORM, *_DENSE, *_EXPERTS, *ends("model.norm.weight")))
+_DENSE = in_all_forms(tuple(row for row in MLP if not row.canonical.endswith("bias")), SHARED_NAMES)
+ROWS = in_core((EMBEDDING, *MIXERS, MOE_NORM, *_DENSE, *EXPERTS, *ends("model.norm.weight")))
 
 _WORDS = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention", "full_attention": "attention"}  # fmt: skip
 """Word for a layer -> mixer. Files on the Hub have the first of two words, transformers 5.23 the second."""

@@ -9,13 +9,22 @@ from dataclasses import replace
 from megaconv.families.granite import FAMILY as GRANITE
 from megaconv.families.parts.decoder_keys import ATTENTION_BIASES, GATED_SILU, decoder_keys
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP
-from megaconv.families.parts.keys import Fields, Keys, Raw, choice, factor, flags, need_number
+from megaconv.families.parts.keys import (
+    Fields,
+    Keys,
+    Raw,
+    choice,
+    factor,
+    flags,
+    multiplier,
+    need_number,
+)
 from megaconv.families.parts.norm_places import norms_at
 from megaconv.families.parts.row_changes import in_core
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Row
 
-_MULTIPLIER, _LOGITS = "attention_multiplier", "logits_scaling"
+_MULTIPLIER = "attention_multiplier"
 _BODY = decoder_keys(positions=2048, tokens=(1, 2, None))
 
 
@@ -28,16 +37,6 @@ def _read_scale(raw: Raw) -> Fields:
 
 def _write_scale(config: ModelConfig) -> Raw:
     return {_MULTIPLIER: config.attention.scale}
-
-
-def _read_logits(raw: Raw) -> Fields:
-    """logits_scaling multiplies logits, whereas Granite's key of this name divides them."""
-    value = need_number(raw, _LOGITS, 1.0)
-    return {"head.divisor": None if value == 1 else 1 / value}
-
-
-def _write_logits(config: ModelConfig) -> Raw:
-    return {_LOGITS: 1 / (config.head.divisor or 1.0)}
 
 
 def _optional(row: Row) -> Row:
@@ -56,7 +55,7 @@ _KEYS = (
     flags("mlp_bias", ("mlp.bias",), default=False),
     choice("use_post_norm", "norm.place", {True: "both", False: "before"}, True),
     Keys((_MULTIPLIER,), _read_scale, _write_scale),
-    Keys((_LOGITS,), _read_logits, _write_logits),
+    multiplier("logits_scaling", "head.divisor"),
     factor("embedding_multiplier", "embedding_scale"),
     factor("residual_multiplier", "residual_scale"),
 )

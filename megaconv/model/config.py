@@ -62,8 +62,8 @@ class ModelConfig:
     residual_scale: float | None = None
     """A factor on the output of each attention and each MLP, before it is added; None for 1."""
     parallel_residual: bool = False
-    """True if attention and the MLP of a layer work on the same input, each after its own norm, and both are added to it.
-    """
+    """True if attention and the MLP of a layer work on the same input, each after its own norm or both after one
+    (norm.shared), and both are added to it."""
     retriever: Retriever = field(default_factory=Retriever)
     token_types: int = 0
     """Number of segment types that have an embedding."""
@@ -194,6 +194,7 @@ class ModelConfig:
             "nope_dim": self.attention.head_dim - rope_dim,
             "kv_and_rope": self.latent.kv_rank + rope_dim,
             "expert_hidden": self.experts.latent or self.hidden,
+            "position_rows": self.max_positions + self.positions.offset,
         }
         tower = {} if self.whole is None else self.whole.sizes
         return {name: size.of(self) for name, size in SIZES.items()} | derived | dict(tower)
@@ -262,7 +263,14 @@ FEATURES: Mapping[str, Holds] = {
     "skips_rope": lambda config, kind, layer: not all(each.rotates for each in config.layers),
     "learned": lambda config, kind, layer: config.positions.kind == "learned",
     "relative": lambda config, kind, layer: config.positions.kind == "relative",
-    "norm_bias": lambda config, kind, layer: config.norm.kind == "LayerNorm",
+    "norm_bias": lambda config, kind, layer: (
+        config.norm.kind == "LayerNorm" and config.norm.bias and config.norm.weight
+    ),
+    "norm_weight": lambda config, kind, layer: config.norm.weight,
+    "shared_norm": lambda config, kind, layer: config.norm.shared and config.parallel_residual,
+    "expert_output_norm": lambda config, kind, layer: config.norm.after_experts,
+    "embedding_norm": lambda config, kind, layer: config.norm.embedding,
+    "parallel": lambda config, kind, layer: config.parallel_residual,
     "zero_centered": lambda config, kind, layer: config.norm.zero_centered,
     "pre_norm": lambda config, kind, layer: config.norm.place == "before",
     "post_norm": lambda config, kind, layer: config.norm.place == "after_sum",
@@ -274,6 +282,12 @@ FEATURES: Mapping[str, Holds] = {
     "qk_norm": lambda config, kind, layer: config.attention.qk_norm,
     "wide_qk_norm": lambda config, kind, layer: (
         config.attention.qk_norm and config.attention.qk_norm_width == "all"
+    ),
+    "qk_norm_bias": lambda config, kind, layer: (
+        config.attention.qk_norm and config.attention.qk_norm_bias
+    ),
+    "own_qk_norm": lambda config, kind, layer: (
+        config.attention.qk_norm and config.attention.qk_norm_width == "own"
     ),
     "qk_l2_norm": lambda config, kind, layer: config.attention.qk_l2_norm,
     "qkv_alone": lambda config, kind, layer: (

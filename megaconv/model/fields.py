@@ -81,6 +81,7 @@ STRUCTURE = (
     *(
         "attention.qk_norm",
         "attention.qk_norm_width",
+        "attention.qk_norm_bias",
         "attention.sinks",
         "attention.output_gate",
         "experts.count",
@@ -92,10 +93,16 @@ STRUCTURE = (
         "encoder.layers",
         "retrieval.layers",
         "norm.final",
+        "norm.weight",
+        "norm.bias",
+        "norm.shared",
+        "norm.embedding",
+        "norm.after_experts",
         "head.binary",
         "head.classes",
         "head.choices",
         "positions.buckets",
+        "positions.offset",
     ),
     *("retriever.towers", "retriever.projection", "retriever.pooler"),
     *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),
@@ -223,7 +230,13 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
     if not config.has("rope"):
         yield from _OF_ROPE
     if not config.attention.qk_norm:
-        yield "attention.qk_norm_width"
+        yield from (f"attention.qk_norm_{name}" for name in ("width", "bias", "rotated"))
+    if config.norm.kind != "LayerNorm" or not config.norm.weight:
+        yield "norm.bias"
+    if not config.parallel_residual:
+        yield "norm.shared"
+    if positions.kind != "learned":
+        yield "positions.offset"
     has_one_theta = positions.local_theta == positions.theta and not positions.scaling
     if config.window is None or has_one_theta:
         yield "positions.local_theta"
@@ -247,7 +260,7 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
 
 _OF_ROPE = (
     "positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent", "positions.interleaved",
-    "layers.rotates",
+    "positions.backwards", "layers.rotates",
 )  # fmt: skip
 
 

@@ -35,7 +35,12 @@ class Attention:
     qk_norm: bool = False
     """True if q and k are normalized before rope rotates them."""
     qk_norm_width: str = "head"
-    """The extent of one q or k norm: each `head` separately, or `all` heads of a projection together."""
+    """The extent of one q or k norm: each `head` separately, or `all` heads of a projection together. `own`: each head
+    separately, and each head has its own weights."""
+    qk_norm_bias: bool = False
+    """True if the norms of q and k have biases."""
+    qk_norm_rotated: bool = False
+    """True if q and k are normalized after rope rotated them."""
     qk_l2_norm: bool = False
     """True if q and k of rotating layers are divided by the root mean square of their elements: a norm without weights.
     """
@@ -47,6 +52,8 @@ class Attention:
     """A tanh limits scores to the range between minus and plus this value; None: no limit."""
     output_gate: bool = False
     """True if the sigmoid of another projection, as wide as q, scales the output of attention."""
+    clip: float | None = None
+    """The limit of the elements of q, k and v in both directions, before norms and rope; None: no limit."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,8 @@ class Positions:
     """The encoding of token positions."""
 
     kind: str = "rope"
-    """`rope`, `learned` (a table of max_positions rows), `relative` (biases on attention scores) or `none`."""
+    """`rope`, `learned` (a table with a row for each position), `relative` (trained biases on attention scores), `alibi`
+    (biases that grow with the distance) or `none`."""
     theta: float = 10000.0
     local_theta: float | None = None
     """Rope base of the layers with a window, if they have their own. `scaling` then applies only to the other layers.
@@ -150,6 +158,10 @@ class Positions:
     """The share of a head's elements that rotates, from the first element on."""
     interleaved: bool = False
     """True if an element rotates with its neighbour. False if it rotates with the element half a head further on."""
+    backwards: bool = False
+    """True if rope rotates in the other direction."""
+    offset: int = 0
+    """Rows of the table of learned positions before the row of the first position."""
     buckets: int = 0
     """Number of distances that relative positions distinguish. The largest of them is max_distance."""
     max_distance: int = 0
@@ -158,7 +170,7 @@ class Positions:
 @dataclass(frozen=True)
 class Norm:
     kind: str = "RMSNorm"
-    """`RMSNorm`, or `LayerNorm`, which has biases."""
+    """`RMSNorm` or `LayerNorm`."""
     epsilon: float = 1e-5
     zero_centered: bool = False
     """True if a norm multiplies by its weight + 1."""
@@ -167,6 +179,16 @@ class Norm:
     `both`: both of these. `after_sum`: on the sum of the sublayer's input and output, as in the original BERT."""
     final: bool = True
     """True if a norm follows the last layer."""
+    weight: bool = True
+    """False if norms of hidden states have no trained values: neither weights nor biases."""
+    bias: bool = True
+    """False if a LayerNorm has no biases. An RMSNorm never has."""
+    shared: bool = False
+    """True if attention and the MLP of a layer have one norm before both. Only in models with parallel residuals."""
+    embedding: bool = False
+    """True if a norm follows the embedding."""
+    after_experts: bool = False
+    """True if a norm follows the experts of a layer, although `place` has none after other sublayers."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from formats.errors import CorruptCheckpoint
 from formats.regular_files import check_size
 from megaconv.errors import UsageError
 from megaconv.hub import tokenizer_directory
+from megatron_lite.data.chinese_tokenizer import ChineseTokenizer
 from megatron_lite.data.packages import package
 
 SENTENCEPIECE_TYPES = ("Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
@@ -24,6 +25,7 @@ TYPES = (
     *SENTENCEPIECE_TYPES,
     "HuggingFaceTokenizer",
     *BERT_TYPES,
+    "EncDecTokenizer",
     "NullTokenizer",
 )
 
@@ -91,6 +93,8 @@ def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
         lower = kind == "BertWordPieceLowerCase"
         vocabulary = _file(options, "vocab_file")
         return _bert(vocabulary, options.extra_ids, lower=lower)
+    if kind == "EncDecTokenizer":
+        return ChineseTokenizer(_file(options, "vocab_file"))
     if kind == "HuggingFaceTokenizer":
         place = str(_needed(options, "model"))
         if place.endswith("tokenizer.json"):
@@ -227,7 +231,7 @@ class RustTokenizer:
     """A tokenizer of the `tokenizers` package, built from a vocabulary."""
 
     def __init__(self, tokenizer: Any, eod: str, pad: str | None, bos: str) -> None:
-        self._tokenizer = tokenizer
+        self.inner = tokenizer
         self.vocab_size: int = tokenizer.get_vocab_size()
         self.eod: int | None = tokenizer.token_to_id(eod)
         self.pad: int | None = tokenizer.token_to_id(pad) if pad else None
@@ -236,23 +240,23 @@ class RustTokenizer:
 
     def pieces(self) -> list[str]:
         """Return the text of every token."""
-        return [self._tokenizer.id_to_token(number) for number in range(self.vocab_size)]
+        return [self.inner.id_to_token(number) for number in range(self.vocab_size)]
 
     def special(self, name: str) -> int | None:
         """Return the token for `cls`, `sep`, `mask`, `pad`, `bos` or `eos`, or None."""
-        number: int | None = self._tokenizer.token_to_id(f"[{name.upper()}]")
+        number: int | None = self.inner.token_to_id(f"[{name.upper()}]")
         return number
 
     def tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        text: str = self.inner.decode(list(ids), skip_special_tokens=True)
         return text
 
     def spelled(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        text: str = self.inner.decode(list(ids), skip_special_tokens=False)
         return text
 
 

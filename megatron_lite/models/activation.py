@@ -14,6 +14,7 @@ ACTIVATIONS: dict[str, Made] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
 }
 """By the names of megaconv.model.subjects.MLP."""

@@ -59,7 +59,7 @@ class Transform(nn.Module):
         super().__init__()
         config = plan.config
         self.dense = Dense(config.hidden, config.hidden)
-        self.layer_norm = Norm(config.hidden, NormOptions(config.norm.epsilon, with_bias=True))
+        self.layer_norm = Norm(config.hidden, NormOptions(config.norm.epsilon, centers=True))
         self.activate = ACTIVATIONS[config.head.activation]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -49,18 +49,25 @@ class Plan:
     def norm(self) -> NormOptions:
         """The model's norm."""
         norm = self.config.norm
-        return NormOptions(norm.epsilon, norm.kind == "LayerNorm", norm.zero_centered)
+        return NormOptions(
+            norm.epsilon,
+            centers=norm.kind == "LayerNorm",
+            zero_centered=norm.zero_centered,
+            with_weight=norm.weight,
+            with_bias=norm.bias,
+        )
 
     @property
     def norm_of_heads(self) -> NormOptions:
-        """The norm of queries and keys: without biases."""
-        return self.norm._replace(with_bias=False)
+        """The norm of queries and keys."""
+        return self.norm._replace(with_weight=True, with_bias=self.config.attention.qk_norm_bias)
 
     @property
     def norm_of_latents(self) -> NormOptions:
         """The norm of latent vectors, which may have a different epsilon."""
         own = self.config.latent.norm_epsilon
-        return self.norm_of_heads if own is None else self.norm_of_heads._replace(epsilon=own)
+        norm = self.norm_of_heads._replace(centers=False)
+        return norm if own is None else norm._replace(epsilon=own)
 
     @property
     def norm_after(self) -> NormOptions | None:

@@ -12,7 +12,7 @@ from megatron_lite.models.loss import capped, head_loss, rows_at_a_time
 from megatron_lite.models.passes import Pass
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameter_kinds import Kind, ParametersFreed
-from megatron_lite.parallel.tensor import VocabEmbedding
+from megatron_lite.parallel.tensor import Norm, VocabEmbedding
 from megatron_lite.products.product import PLAIN, Product
 
 
@@ -42,11 +42,13 @@ class Embedding(nn.Module):
         )
         learned = config.positions.kind == "learned"
         self.position_embeddings = (
-            Positions(config.max_positions, config.hidden) if learned else None
+            Positions(config.sizes()["position_rows"], config.hidden) if learned else None
         )
+        self.first_position = config.positions.offset
         self.tokentype_embeddings = (
             Positions(config.token_types, config.hidden) if config.token_types else None
         )
+        self.norm = Norm(config.hidden, plan.norm) if config.norm.embedding else None
 
     def forward(self, run: Pass, tokens: Tensor | None = None) -> Tensor:
         """tokens [batch, sequence]: used in place of the pass's tokens."""
@@ -56,10 +58,13 @@ class Embedding(nn.Module):
                 self.scale, dtype=x.dtype
             )  # round the scale to the dtype first, as transformers does
         if self.position_embeddings is not None:
-            x = x + self.position_embeddings(self.ranks.own_part(run.positions))
+            rows = run.positions + self.first_position
+            x = x + self.position_embeddings(self.ranks.own_part(rows))
         if self.tokentype_embeddings is not None:
             assert run.types is not None
             x = x + self.tokentype_embeddings(self.ranks.own_part(run.types.t()))
+        if self.norm is not None:
+            x = self.norm(x)
         if run.seed is None or not self.dropout:
             return x
         dropped: Tensor = run.seed.drop(x, self.dropout, self.at, self.ranks)

@@ -5,8 +5,11 @@ from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear
 
 
 def input_matrix(plan: Plan, rows: int, *, bias: bool) -> NormColumnLinear | ColumnLinear:
-    """Return a column-sharded matrix from the hidden states. rows: of this rank."""
-    hidden = plan.config.hidden
-    if plan.config.norm.place == "after":
-        return ColumnLinear(hidden, rows, plan.ranks, bias=bias)
-    return NormColumnLinear(hidden, rows, plan.norm, plan.ranks, bias=bias, keep=plan.keep)
+    """Return a column-sharded matrix from the hidden states, which are normed already if sublayers share a norm.
+
+    rows: of this rank.
+    """
+    config = plan.config
+    if config.norm.place == "after" or config.has("shared_norm"):
+        return ColumnLinear(config.hidden, rows, plan.ranks, bias=bias)
+    return NormColumnLinear(config.hidden, rows, plan.norm, plan.ranks, bias=bias, keep=plan.keep)

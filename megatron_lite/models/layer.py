@@ -28,7 +28,10 @@ class Residual(nn.Module):
 
 
 class Layer(Residual):
-    """One layer: a mixer, an MLP, or both. Experts and some mixers need a norm before them; all others contain theirs."""
+    """One layer: a mixer, an MLP, or both. Experts and some mixers need a norm before them; all others contain theirs.
+
+    If the mixer and the MLP share a norm, it is before the mixer.
+    """
 
     input_layernorm: Norm | None
     pre_mlp_layernorm: Norm | None
@@ -41,7 +44,7 @@ class Layer(Residual):
         self.ranks = plan.ranks
         self.dropout = options.hidden_dropout
         self.scale = config.residual_scale
-        self.parallel = config.parallel_residual
+        self.parallel, self.shares_norm = config.parallel_residual, config.has("shared_norm")
         self.after_attention = rng.At(layer, rng.AFTER_ATTENTION)
         self.after_mlp = rng.At(layer, rng.AFTER_MLP)
         kind = plan.kind(layer)
@@ -58,22 +61,24 @@ class Layer(Residual):
         assert mixer.module is not None, (
             "check_trained refuses models with mixers that can't be computed"
         )
-        if mixer.needs_norm:
+        if mixer.needs_norm or self.shares_norm:
             self.input_layernorm = Norm(plan.config.hidden, plan.norm)
         self.add_module(mixer.place, mixer.module()(plan, self.layer))
 
     def _add_mlp(self, plan: Plan, kind: str) -> None:
         """Add the dense MLP, the experts after their norm, or nothing."""
         self.pre_mlp_layernorm, self.mlp = None, None
+        self.has_experts = kind == "experts"
         if kind == "experts":
-            self.pre_mlp_layernorm = Norm(plan.config.hidden, plan.norm)
+            if plan.config.norm.place != "after":
+                self.pre_mlp_layernorm = Norm(plan.config.hidden, plan.norm)
             self.mlp = Mixture(plan, self.layer)
         elif kind == "dense":
             self.mlp = MLP(plan)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """x [sequence (/ tp), batch, hidden] -> the same shape."""
-        entered = x
+        entered = normed = x
         if self.mixer_name is not None:
             mixer = getattr(self, self.mixer_name)
             normed = x if self.input_layernorm is None else self.input_layernorm(x)
@@ -82,13 +87,16 @@ class Layer(Residual):
         if self.mlp is None:
             return x
         # torch.compile stops at experts. In a separate method, the call would be one more compiled part.
-        read = entered if self.parallel else x
-        made = (
-            self.mlp(read)
-            if self.pre_mlp_layernorm is None
-            else self.mlp(self.pre_mlp_layernorm(read), run)
-        )
+        read = self._read_by_mlp(entered, normed, x)
+        normed = read if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(read)
+        made = self.mlp(normed, run) if self.has_experts else self.mlp(normed)
         return self._added(x, made, run, self.after_mlp)
+
+    def _read_by_mlp(self, entered: Tensor, normed: Tensor, mixed: Tensor) -> Tensor:
+        """Return the input of the MLP: the layer's input, its norm, or the sum after the mixer."""
+        if not self.parallel:
+            return mixed
+        return normed if self.shares_norm else entered
 
     def _added(self, x: Tensor, made: Tensor, run: Pass, at: rng.At) -> Tensor:
         """Add the output of a mixer or an MLP to its input, scaled if the model has a factor."""

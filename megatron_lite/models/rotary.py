@@ -19,13 +19,14 @@ def frequencies(config: ModelConfig) -> Tensor:
     Raises NotExpressible for other kinds of scaling.
     """
     rotated = rotated_width(config)
-    plain: Tensor = 1.0 / config.positions.theta ** (
-        torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
-    )
-    scaling = config.positions.scaling
+    scaling, base = config.positions.scaling, config.positions.theta
+    if scaling is not None:
+        check_rope_scaling(scaling["rope_type"])
+        if scaling["rope_type"] == "ntk_alpha":
+            base, scaling = base * scaling["alpha"] ** (rotated / (rotated - 2)), None
+    plain: Tensor = 1.0 / base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
     if scaling is None:
         return plain
-    check_rope_scaling(scaling["rope_type"])
     if scaling["rope_type"] == "linear":
         return plain / float(scaling["factor"])
     if scaling["rope_type"] == "yarn":
@@ -109,11 +110,10 @@ class Rotary:
     """Computes cos and sin of any positions."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self._frequencies, self._dtype, self._magnitude = (
-            frequencies(config).to(device),
-            dtype,
-            magnitude(config),
-        )
+        angles = frequencies(config).to(device)
+        # A negative angle rotates in the other direction.
+        self._frequencies = -angles if config.positions.backwards else angles
+        self._dtype, self._magnitude = dtype, magnitude(config)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos, sin [sequence, batch or 1, 1, rotated] for `rotate`. positions: int64 [sequence, batch or 1]."""

@@ -1,4 +1,4 @@
-"""Attention for scores that no kernel computes: capped scores, chunks of the sequence, and selected keys.
+"""Attention for scores that no kernel computes: capped scores, ALiBi, chunks of the sequence, and selected keys.
 
     weights = softmax(cap * tanh(scale * q k' / cap))          over the keys that a query attends to
 
@@ -34,6 +34,8 @@ class Rules(NamedTuple):
     """Tokens attend to the tokens of their own chunk; a chunk has this many positions."""
     chosen: Tensor | None = None
     """int64 [queries, batch, any]: the keys that each query may attend to, as indices of all_keys. None: all keys."""
+    slopes: tuple[float, ...] | None = None
+    """The decrease of each head's scores with each position of distance. None: the distance has no effect."""
 
 
 def all_keys(x: Tensor, run: Pass) -> Tensor:
@@ -168,6 +170,11 @@ class Scope(NamedTuple):
             allowed = allowed & self._selected(self.rules.chosen[part])[..., keys]
         return ~allowed[:, None, None]
 
+    def distances(self, part: slice) -> Tensor:
+        """Return int64 [batch or 1, 1, 1, queries of the part, keys in reach]: the query's position minus the key's."""
+        places = self.seen.keys[:, self.reach(part)].unsqueeze(1)
+        return (self.seen.queries[:, part].unsqueeze(2) - places)[:, None, None]
+
     def _selected(self, chosen: Tensor) -> Tensor:
         """Return bool [batch, queries, all keys]. chosen [queries, batch, any]."""
         of_rows = chosen.transpose(0, 1)
@@ -202,6 +209,9 @@ def _weighted_sum(
     cap = scope.rules.cap
     if cap is not None:
         scores = torch.tanh(scores / cap) * cap
+    if scope.rules.slopes is not None:
+        slopes = scores.new_tensor(scope.rules.slopes).view(*scores.shape[1:3], 1, 1)
+        scores = scores - slopes * scope.distances(part)
     wide = torch.promote_types(q.dtype, torch.float32)
     shown = scores.masked_fill(scope.hidden(part), -torch.inf)
     weights = shown.softmax(-1, wide).to(q.dtype)

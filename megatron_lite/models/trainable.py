@@ -15,19 +15,21 @@ from megatron_lite.settings.architecture import OF_THEIR_OWN
 from megatron_lite.settings.options import ModelOptions
 
 TRAINED = (
-    "arcee", "bailing_moe2", "bamba", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe",
-    "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
-    "gpt2", "gpt_neox", "gpt_oss", "granite", "granite_moe_hybrid", "helium", "hy_v3", "hyperclovax", "internlm2", "internlm3",
-    "iquestcoder", "jais2", "llama", "llama4", "mamba2", "mellum", "mimo", "minimax_m2", "ministral", "ministral3", "mistral",
-    "mixtral", "nemotron", "nemotron_h", "olmo2", "olmo3", "olmoe", "phi3", "qwen", "qwen2", "qwen2_moe", "qwen3", "qwen3_5",
-    "qwen3_5_moe", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
-    "starcoder2", "vaultgemma", "youtu",
+    "arcee", "bailing_moe2", "bamba", "biogpt", "bloom", "codegen", "cohere", "cohere2", "cwm", "deepseek_v2",
+    "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "flex_olmo",
+    "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode",
+    "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_moe", "granite_moe_hybrid", "granite_moe_shared",
+    "granite_moe_swa", "granite_swa", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
+    "internlm2", "internlm3", "iquestcoder", "jais2", "llama", "llama4", "mamba2", "mellum", "mimo", "minimax_m2",
+    "ministral", "ministral3", "mistral", "mixtral", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2",
+    "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "qwen", "qwen2", "qwen2_moe", "qwen3", "qwen3_5",
+    "qwen3_5_moe", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open",
+    "stablelm", "starcoder2", "vaultgemma", "youtu",
 )  # fmt: skip
 """Families that the decoder supports by configuration."""
 RETRO = "retro"
 """The family whose layers attend to retrieved text: a decoder with a network of its own."""
 NOT_COMPUTED = {
-    "output_norm mixture": "norms after its experts, not before them",
     "output_norm mla": "norms after its latent attention, not before it",
     "post_norm": "norms of the sums of each sublayer, as the original BERT: Megatron core has none",
     "capped_scores mla": "capped scores of latent attention",
@@ -36,7 +38,7 @@ NOT_COMPUTED = {
     "expert_latent": "experts that work on a projection of the hidden states",
 }
 """Features that the decoder does not support, whatever the family."""
-ROPE_SCALINGS = ("linear", "llama3", "yarn")
+ROPE_SCALINGS = ("linear", "llama3", "yarn", "ntk_alpha")
 """The kinds of rope scaling that the trainer computes."""
 ROTATES_HEAD_DIM = ("deepseek_v3", "glm4_moe_lite")
 """Families with latent attention whose transformers classes rotate head_dim elements if config.json contains head_dim."""

@@ -160,19 +160,27 @@ class NormOptions(NamedTuple):
     """The options that all norms of a model share."""
 
     epsilon: float
-    with_bias: bool
+    centers: bool
     """True for LayerNorm, False for RMSNorm."""
     zero_centered: bool = False
     """True if a norm multiplies with its weight + 1."""
+    with_weight: bool = True
+    with_bias: bool = True
+    """True if a LayerNorm has biases."""
 
-    def parameters(self, width: int) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Return an uninitialized weight, and a bias if there is one."""
-        return nn.Parameter(torch.empty(width)), nn.Parameter(
-            torch.empty(width)
-        ) if self.with_bias else None
+    def parameters(self, width: int) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+        """Return an uninitialized weight and bias; None for what the norm doesn't have."""
+        has_bias = self.with_weight and self.with_bias and self.centers
+        weight = nn.Parameter(torch.empty(width)) if self.with_weight else None
+        return weight, nn.Parameter(torch.empty(width)) if has_bias else None
 
-    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return normalize(x, weight + 1 if self.zero_centered else weight, bias, self.epsilon)
+    def apply(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Normalize the last axis of x, then multiply with the weight and add the bias."""
+        if self.zero_centered and weight is not None:
+            weight = weight + 1
+        if self.centers:
+            return F.layer_norm(x, (x.shape[-1],), weight, bias, self.epsilon)
+        return rms_normalize(x, weight, self.epsilon)
 
 
 class Norm(nn.Module):
@@ -192,13 +200,11 @@ FEW_ROWS = 16
 """Up to this number of rows PyTorch's norm is faster on a CPU, because it is one call. _RMSNorm is faster for more rows."""
 
 
-def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    """LayerNorm if there is a bias, else RMSNorm."""
-    if bias is not None:
-        return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
+def rms_normalize(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    """RMSNorm."""
     # The choice must not depend on grad mode: activation recomputation has to give the same bits.
     few = x.numel() <= FEW_ROWS * x.shape[-1]
-    if x.is_cuda or few or torch.compiler.is_compiling():
+    if x.is_cuda or few or weight is None or torch.compiler.is_compiling():
         return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
     normed: Tensor = _RMSNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call]
     return normed

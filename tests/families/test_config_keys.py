@@ -22,6 +22,7 @@ SILENT = {
     # derived by the class from other keys, which are read
     ("deepseek_v2", "head_dim"), ("deepseek_v3", "head_dim"), ("deepseek_v2", "qk_head_dim"), ("deepseek_v3", "qk_head_dim"),
     ("deepseek_v2", "num_key_value_heads"), ("deepseek_v3", "num_key_value_heads"), ("t5", "dense_act_fn"), ("t5", "is_gated_act"),
+    ("cohere2", "head_dim"),
     ("glm4_moe_lite", "head_dim"), ("glm4_moe_lite", "qk_head_dim"), ("glm4_moe_lite", "num_key_value_heads"),
     *((name, key) for name in ("deepseek_v32", "glm_moe_dsa") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
     *(("youtu", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
@@ -29,6 +30,12 @@ SILENT = {
     # what another key says layer by layer
     ("deepseek_v32", "first_k_dense_replace"), ("glm_moe_dsa", "first_k_dense_replace"),
     ("exaone_moe", "sliding_window_pattern"), ("exaone_moe", "first_k_dense_replace"),
+    # without effect in the older architecture, which multi_query describes
+    ("falcon", "num_kv_heads"),
+    # written by the class, and computed anew from other keys when it reads a file
+    ("gpt_bigcode", "num_key_value_heads"), ("gpt_neo", "attention_layers"),
+    # which the class has and doesn't read
+    ("biogpt", "layer_norm_eps"),
     # of generation alone
     ("gpt_neox", "is_decoder"),
     ("t5", "decoder_start_token_id"),

@@ -48,8 +48,8 @@ from megaconv.model.table import (
     expressible,
 )
 from tests.strategies import (
-    BEYOND_MEGATRON,
     FEATURES,
+    MIXED_LAYERS,
     SPELLED,
     has_experts,
     has_indexer,
@@ -58,6 +58,8 @@ from tests.strategies import (
     has_mamba,
     has_mtp,
     hybrid_fields,
+    in_two_parts,
+    own_fields,
     sharded_models,
     speaks_of,
 )
@@ -82,6 +84,7 @@ EVERYTHING = from_fields(
         "attention.o_bias": True,
         "mlp.bias": True,
         "attention.qk_norm": True,
+        "attention.qk_norm_bias": True,
     },
 )
 """A model that has every row of the dense tables."""
@@ -140,10 +143,13 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
             "linear.conv": 4,
         }
         config = changed(config, {"layers.mixer": ("linear", "attention"), **sizes})
-    if family in BEYOND_MEGATRON:
+    if family == "bamba":
+        return changed(config, MIXED | in_two_parts(("mamba", "attention")))
+    if family in MIXED_LAYERS:
         return changed(config, MIXED | (SHARED_EXPERTS if has_experts(family) else {}))
     if has_mamba(family):
         return changed(config, hybrid_fields("M*-E", latent=3))
+    config = changed(config, own_fields(family))
     if not has_experts(family) and not has_latent_attention(family):
         return config
     if has_latent_attention(family):
@@ -176,10 +182,14 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
 def every_kind(family: str) -> list[ModelConfig]:
     """Models that together have every row of a family's table, where one can't have all."""
     config = everything(family)
-    if family in BEYOND_MEGATRON:
+    if family == "granite_moe_hybrid":
         return [config, changed(config, {"layers.mixer": "attention", "layers.mlp": "dense"})]
     if family == "hyperclovax":
         return [config, changed(config, {"norm.place": "both"})]
+    if family == "falcon":
+        shared = {"parallel_residual": True, "norm.shared": True}
+        orders = shared, {**shared, "norm.shared": False}
+        return [config, *(changed(config, order) for order in orders)]
     if family == "bert":
         of_task = changed(
             config, {"head.activation": "", "head.binary": False, "tie_embeddings": False}

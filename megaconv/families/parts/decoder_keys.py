@@ -146,7 +146,20 @@ ATTENTION_BIASES = flags(
 )
 """Biases on all of attention's projections, or on none."""
 
-DENSE = "rope pre_norm !sinks !clamped !output_gate !linear_layers !qk_l2_norm !probs_on_input !mixture !mla !encoder !transform"
+PARALLEL: dict[str, Any] = {"parallel_residual": True, "norm.shared": True}
+"""Fields of layers whose attention and MLP work in parallel on the output of one norm."""
+GELUS = {
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+"""transformers' names of gelu, exact and approximate."""
+
+DENSE = (
+    "rope pre_norm !sinks !clamped !output_gate !linear_layers !hybrid_stack !qk_l2_norm !probs_on_input !mixture !mla !encoder "
+    "!transform"
+)
 """Features that distinguish dense decoders with rotary positions from all other models."""
 PLAIN = f"{DENSE} !norm_bias silu gated !zero_centered !interleaved !skips_rope"
 """Features that distinguish Llama-like decoders among them. Each family adds the features that distinguish it from the
@@ -159,7 +172,7 @@ def body_keys(
     positions: int,
     ffn: int | None = None,
     epsilon: float = 1e-6,
-    epsilon_key: str = "rms_norm_eps",
+    epsilon_key: str | None = "rms_norm_eps",
     rotation: Keys | None = None,
     partial: Keys = FULL_ROTATION,
     tied: bool = False,
@@ -168,14 +181,14 @@ def body_keys(
     """The keys of every Llama-like architecture, except those of attention heads and activation.
 
     The numbers are transformers' own defaults for optional keys: max_position_embeddings, intermediate_size (None: the
-    key is required), epsilon_key, rope (None: a base of 10000), tied embeddings, and token ids.
+    key is required), epsilon_key (None: there is no such key), rope (None: a base of 10000), tied embeddings, and token ids.
     """
     return (
         size("hidden_size", "hidden"),
         size("num_hidden_layers", "layers.count"),
         size("intermediate_size", "mlp.ffn", ffn),
         size("max_position_embeddings", "max_positions", positions),
-        number(epsilon_key, "norm.epsilon", epsilon),
+        *(() if epsilon_key is None else (number(epsilon_key, "norm.epsilon", epsilon),)),
         rotation or rope(10000.0),
         partial,
         *model_keys(tied=tied, tokens=tokens),

@@ -57,6 +57,13 @@ ATTENTION = (
         legacy=_LEGACY + "self_attention.dense.bias"),
 )  # fmt: skip
 
+SINKS = Row(
+    "layers.{l}.attn.sinks", ("heads",), tp=0,
+    hf=_HF + "self_attn.sinks",
+    core=_CORE + "self_attention.core_attention.softmax_offset",
+)  # fmt: skip
+"""Attention sinks, which only some architectures have."""
+
 MLP = (
     Row("layers.{l}.mlp_norm.weight", ("hidden",), when="dense",
         hf=_HF + "post_attention_layernorm.weight",

@@ -11,6 +11,7 @@ to list it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, nextafter
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
@@ -103,6 +104,12 @@ HARMLESS = frozenset(
             "classifier_dropout",
         ),
         *("router_aux_loss_coef", "router_jitter_noise"),
+        *("dropout", "activation_dropout", "layerdrop", "emb_pdrop", "init_std", "init_device"),
+        *("embed_dropout", "resid_dropout", "embedding_fraction", "slow_but_exact"),
+        # tokens that only generation and tokenizers use
+        *("eod_token_id", "sep_token_id"),
+        # the precision of the softmax
+        *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
         # heads for other tasks, which no model here has
         *(
             "summary_type",
@@ -188,11 +195,12 @@ def number(key: str, field: str, default: float) -> Keys:
     )
 
 
-def maybe_number(key: str, field: str, default: float) -> Keys:
+def maybe_number(key: str, field: str, default: float | None) -> Keys:
     """A number, or null for none."""
 
     def read(raw: Raw) -> Fields:
-        return {field: None if raw.get(key, default) is None else need_number(raw, key, default)}
+        stated = raw.get(key, default)
+        return {field: None if stated is None else need_number({key: stated}, key, 0.0)}
 
     return Keys((key,), read, lambda config: {key: value_of(config, field)})
 
@@ -209,6 +217,30 @@ def factor(key: str, field: str) -> Keys:
         return {key: 1.0 if value is None else value}
 
     return Keys((key,), read, write)
+
+
+def multiplier(key: str, field: str, default: float = 1.0) -> Keys:
+    """A key that multiplies, for a field that divides. The field is None for the factor 1."""
+
+    def read(raw: Raw) -> Fields:
+        value = need_number(raw, key, default)
+        if not value:
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: {key} should be a number but 0, found {value!r}"
+            )
+        return {field: None if value == 1 else 1 / value}
+
+    def write(config: ModelConfig) -> Raw:
+        return {key: _inverse(value_of(config, field) or 1.0)}
+
+    return Keys((key,), read, write)
+
+
+def _inverse(divisor: float) -> float:
+    """The number whose inverse is the divisor. Rounding may put it next to the divisor's inverse."""
+    near = 1 / divisor
+    candidates = (near, nextafter(near, inf), nextafter(near, -inf))
+    return next((each for each in candidates if 1 / each == divisor), near)
 
 
 def flags(key: str, fields: tuple[str, ...], *, default: bool) -> Keys:

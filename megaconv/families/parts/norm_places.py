@@ -23,17 +23,22 @@ Places = tuple[str, str]
 
 
 def norms_at(
-    attention: tuple[Row, ...], mlp: tuple[Row, ...], *, before: Places | None, after: Places
+    attention: tuple[Row, ...],
+    mlp: tuple[Row, ...],
+    *,
+    before: Places | None,
+    after: Places,
+    mlp_module: str = "mlp.linear_fc2",
 ) -> tuple[Row, ...]:
     """The rows of attention and the MLP with norms after them. before: the names of the norms before them; None if
-    there are none."""
+    there are none. mlp_module: the module in Megatron core that holds the norm after the MLP."""
     names = dict(zip(_BEFORE, before or (), strict=False))
     found: list[Row] = []
     for row in (
         *attention,
         _after("attn_output_norm", after[0], "self_attention.linear_proj"),
         *mlp,
-        _after("mlp_output_norm", after[1], "mlp.linear_fc2"),
+        _after("mlp_output_norm", after[1], mlp_module),
     ):
         if row.canonical in names:
             found.append(row.renamed(hf=f"{_HF}{names[row.canonical]}.weight"))
@@ -48,6 +53,25 @@ def _after(name: str, word: str, module: str) -> Row:
         hf=f"{_HF}{word}.weight",
         core=f"{_CORE}{module}.post_layernorm.weight",
     )  # fmt: skip
+
+
+QK_NORM_BIASES = Row(
+    "layers.{l}.attn.{q|k}_norm.bias", ("head_dim", "head_dim"), when="qk_norm_bias",
+    hf=f"{_HF}self_attn.{{q|k}}_norm.bias",
+    core=f"{_CORE}self_attention.{{q|k}}_layernorm.bias",
+)  # fmt: skip
+"""The biases of the norms of q and k."""
+
+
+def with_own_norms(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The same rows, with weights of each head's own in the norms of q and k."""
+    own = ("heads head_dim", "kv_heads head_dim")
+    return tuple(
+        replace(row, shapes=own, tp=0)
+        if row.canonical == "layers.{l}.attn.{q|k}_norm.weight"
+        else row
+        for row in rows
+    )
 
 
 def normed_over_all_heads(rows: tuple[Row, ...]) -> tuple[Row, ...]:

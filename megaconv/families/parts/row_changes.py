@@ -4,6 +4,10 @@ in_core(rows)            without names in Megatron's legacy models and Meta's fi
 with_norm_biases(rows)   LayerNorm: model.norm.{weight|bias}, decoder.final_layernorm.{weight|bias}
 without_gate(rows)       mlp.up_proj, mlp.down_proj; linear_fc1 holds only the first
 respelled(rows, names)   other names for some rows
+with_modules(rows, ...)  other names of Hugging Face's modules
+with_shared_norm(rows)   one norm before attention and the MLP
+without_norms(rows)      norms without trained values
+with_head_bias(rows)     a bias per token of the vocabulary
 
 with_optional_norm_biases(rows), with_optional_gate(rows)   for a table of models with and without them
 """
@@ -71,6 +75,89 @@ def respelled(rows: Rows, names: Mapping[str, Mapping[str, Spelling]]) -> Rows:
         if canonical not in known:
             raise KeyError(f"no row of the table is {canonical}")
     return tuple(row.renamed(**names.get(row.canonical, {})) for row in rows)
+
+
+def in_all_forms(rows: Rows, names: Mapping[str, Spelling]) -> Rows:
+    """The rows with other names, which are the same in all forms of Hugging Face's files.
+
+    names: canonical pattern of a row -> its name.
+    """
+    forms = ("hf", "hf_stacked", "hf_stacked_transposed")
+    return tuple(
+        row.renamed(**dict.fromkeys(forms, names[row.canonical])) if row.canonical in names else row
+        for row in rows
+    )
+
+
+def with_modules(rows: Rows, modules: Mapping[str, str]) -> Rows:
+    """The rows with other names of modules in Hugging Face's files. Raises KeyError for an unknown module.
+
+    modules: part of a name -> what replaces it, such as `self_attn.o_proj` -> `self_attn.dense`.
+    """
+    unknown = set(modules)
+
+    def renamed(name: str) -> str:
+        for module, other in modules.items():
+            if module in name:
+                unknown.discard(module)
+                name = name.replace(module, other)
+        return name
+
+    changed = []
+    for row in rows:
+        spelled = tuple(replace(one, name=renamed(one.name)) for one in row.names["hf"])
+        changed.append(row.renamed(hf=spelled))
+    if unknown:
+        raise KeyError(f"no row of the table has {', '.join(sorted(unknown))}")
+    return tuple(changed)
+
+
+def with_shared_norm(rows: Rows) -> Rows:
+    """The rows with one norm before attention and the MLP. In core, it is not fused with a matrix."""
+    first, second = ("layers.{l}.input_norm.", "layers.{l}.mlp_norm.")
+    changed = []
+    for row in rows:
+        if row.canonical.startswith(first):
+            kind = row.canonical.removeprefix(first)
+            row = row.renamed(core=f"decoder.layers.{{l}}.input_layernorm.{kind}")
+        if not row.canonical.startswith(second):
+            changed.append(row)
+    return tuple(changed)
+
+
+def without_norms(rows: Rows) -> Rows:
+    """The rows without those of norms of hidden states, for norms that have no trained values."""
+    return tuple(row for row in rows if not _is_norm(row))
+
+
+def with_embedding_norm(rows: Rows, name: str) -> Rows:
+    """The rows, and one for the LayerNorm after the embedding. name: Hugging Face's name of the module."""
+    norm = Row(
+        "embed_norm.{weight|bias}", ("hidden", "hidden"), stage="first", when="embedding_norm",
+        hf=f"{name}.{{weight|bias}}",
+        core="embedding.norm.{weight|bias}",
+    )  # fmt: skip
+    return (*rows, norm)
+
+
+def with_positions(rows: Rows, name: str) -> Rows:
+    """The rows, and one for learned positions. name: Hugging Face's name of the module."""
+    positions = Row(
+        "positions.weight", ("position_rows hidden",), stage="first",
+        hf=f"{name}.weight",
+        core="embedding.position_embeddings.weight",
+    )  # fmt: skip
+    return (*rows, positions)
+
+
+def with_head_bias(rows: Rows) -> Rows:
+    """The rows, and one for the bias of the head."""
+    bias = Row(
+        "head.bias", ("vocab",), tp=0, stage="last", when="head_bias", padded_vocab=True,
+        hf="lm_head.bias",
+        core="output_layer.bias",
+    )  # fmt: skip
+    return (*rows, bias)
 
 
 def with_optional_norm_biases(rows: Rows) -> Rows:

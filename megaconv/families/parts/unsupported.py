@@ -11,23 +11,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its language model attends to a prompt in both directions, and Megatron core attends to earlier tokens only": (
         "PaliGemmaForConditionalGeneration",
     ),
-    "its attention and its MLP work in parallel on the same input, and Megatron core has no such layer": (
-        "GPTJForCausalLM",
-        "PhiForCausalLM",
-        "FalconForCausalLM",
-        "CodeGenForCausalLM",
-        "CohereForCausalLM",
-        "Cohere2ForCausalLM",
-    ),
-    "it encodes positions by ALiBi (biases on attention scores), which Megatron core doesn't have": (
-        "BloomForCausalLM",
-        "MptForCausalLM",
-        "MPTForCausalLM",
-    ),
-    "it multiplies each layer's output by a factor, which Megatron core doesn't support": (
-        "GraniteMoeForCausalLM",
-        "GraniteMoeSharedForCausalLM",
-    ),
     "its router chooses experts by sparsemixer, which Megatron core doesn't have": (
         "PhimoeForCausalLM",
         "PhiMoEForCausalLM",
@@ -37,10 +20,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     ),
     "its layers have two attentions, two MLPs and experts without computation, and Megatron core has no such layer": (
         "LongcatFlashForCausalLM",
-    ),
-    "it applies the norms of q and k after the rotary embedding, and Megatron core applies them before it": (
-        "HunYuanDenseV1ForCausalLM",
-        "HunYuanMoEV1ForCausalLM",
     ),
     "its layers with full attention have another head size than those with a window, use keys as values, and scale their output": (
         "Gemma4ForCausalLM",

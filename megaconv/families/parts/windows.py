@@ -1,6 +1,7 @@
 """Windows of attention: one for all layers, or one for each layer, in the keys of several architectures."""
 
 from collections.abc import Callable
+from typing import Any
 
 from megaconv.errors import NotExpressible
 from megaconv.families.parts.keys import (
@@ -12,7 +13,7 @@ from megaconv.families.parts.keys import (
     require_each_layer,
 )
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import per_layer
+from megaconv.model.fields import one_or_each, per_layer
 
 
 def window(default: int | None) -> Keys:
@@ -75,6 +76,23 @@ def windows_by_layer(
         return {"sliding_window": config.window or default, "layer_types": layer_types(config)}
 
     return Keys(("sliding_window", "layer_types", *pattern), read, write)
+
+
+def rotating_windows(windows: Keys) -> Keys:
+    """The keys of windows, for models in which rope rotates the layers with a window only.
+
+    windows: the keys that give layers.window.
+    """
+
+    def read(raw: Raw) -> Fields:
+        found: Any = windows.read(raw)["layers.window"]
+        each = found if isinstance(found, tuple) else (found,)
+        return {
+            "layers.window": found,
+            "layers.rotates": one_or_each(tuple(size is not None for size in each)),
+        }
+
+    return Keys(windows.names, read, windows.write)
 
 
 def windows_but_every(step: int | None, raw: Raw, *, place: int = 0) -> list[str]:

@@ -7,9 +7,11 @@ from torch import Tensor, nn
 
 from megaconv.model.subjects import Temperature
 from megatron_lite.models import rng
+from megatron_lite.models.alibi import own_slopes
 from megatron_lite.models.attention import attend
 from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.input_matrix import input_matrix
+from megatron_lite.models.mixers.own_norms import OwnNorms
 from megatron_lite.models.mixers.wide_norm import WideNorm
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.rotary import neighbours_apart, rotate
@@ -50,6 +52,8 @@ class SelfAttention(nn.Module):
         self.rotates_locally = kind.window is not None and positions.local_theta is not None
         self.interleaved = positions.interleaved
         self.chunk, self.cap = kind.chunk, attention.score_cap
+        self.clip, self.norms_rotated = attention.clip, attention.qk_norm_rotated
+        self.slopes = own_slopes(plan) if positions.kind == "alibi" else None
         self.l2_epsilon = (
             plan.config.norm.epsilon if attention.qk_l2_norm and kind.rotates else None
         )
@@ -78,14 +82,20 @@ class SelfAttention(nn.Module):
 
     def _norm(self, plan: Plan, heads: int) -> nn.Module:
         """Return the norm of queries or keys. heads: number of heads on this rank."""
-        if plan.config.attention.qk_norm_width == "all":
+        width = plan.config.attention.qk_norm_width
+        if width == "all":
             return WideNorm(heads * self.head_dim, plan.norm_of_heads, plan.ranks)
+        if width == "own":
+            return OwnNorms(heads, self.head_dim, plan.norm_of_heads)
         return Norm(self.head_dim, plan.norm_of_heads, Kind.OF_HEADS)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """x [sequence (/ tp), batch, hidden] -> the same shape."""
         q, k, v, gate = self._projected(x)
-        q, k = self._rotated(q, k, run)
+        if self.norms_rotated:
+            q, k = self._normed(*self._rotated(q, k, run))
+        else:
+            q, k = self._rotated(*self._normed(q, k), run)
         if self.l2_epsilon is not None:
             q, k = _l2_normed(q, self.l2_epsilon), _l2_normed(k, self.l2_epsilon)
         if self.temperature is not None:
@@ -114,19 +124,25 @@ class SelfAttention(nn.Module):
         """Return the rules of scores. A sequence within one chunk needs no rule of chunks."""
         ranks = 1 if run.context is None else run.context.size
         chunk = self.chunk if self.chunk is not None and len(k) * ranks > self.chunk else None
-        return None if self.cap is None and chunk is None else Rules(self.cap, chunk)
+        usual = self.cap is None and chunk is None and self.slopes is None
+        return None if usual else Rules(self.cap, chunk, slopes=self.slopes)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return q, k, v and the gate of the output, or None, after the norms of q and k.
+        """Return q, k, v and the gate of the output, or None.
 
         Each is [sequence, batch, heads or kv_heads, head_dim].
         """
         grouped = self.linear_qkv(x).unflatten(-1, (self.kv_heads, sum(self.each), self.head_dim))
         # One split, because its gradient is a single concatenation. The gradient of each slice would be as large as the whole.
         q, *gates, k, v = (part.flatten(2, 3) for part in grouped.split(self.each, -2))
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if self.clip is not None:
+            q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
         return q, k, v, gates[0] if gates else None
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_layernorm is None or self.k_layernorm is None:
+            return q, k
+        return self.q_layernorm(q), self.k_layernorm(k)
 
     def _rotated(self, q: Tensor, k: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
         rotary = run.local_rotary if self.rotates_locally else run.rotary

@@ -17,7 +17,7 @@ from megatron_lite.models.moe.grouped import grouped_linear
 from megatron_lite.models.moe.router import Router
 from megatron_lite.models.passes import Pass
 from megatron_lite.parallel.parameter_kinds import Kind
-from megatron_lite.parallel.tensor import ColumnLinear, RowLinear, adapted
+from megatron_lite.parallel.tensor import ColumnLinear, Norm, RowLinear, adapted
 from megatron_lite.products.product import PLAIN, Product
 
 
@@ -132,7 +132,7 @@ DISPATCHERS = {"alltoall": by_exchange, "allgather": by_gathering}
 
 
 class Mixture(nn.Module):
-    """Router, experts of this rank and of others, and shared experts. Its input is already normed."""
+    """Router, experts of this rank and of others, shared experts, and a norm after them. Its input is already normed."""
 
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
@@ -141,6 +141,8 @@ class Mixture(nn.Module):
         self.router = Router(plan, layer)
         self.experts = Experts(plan)
         self.shared_experts = SharedExperts(plan) if plan.config.experts.shared_ffn else None
+        normed_after = plan.norm_after is not None or plan.config.norm.after_experts
+        self.post_layernorm = Norm(plan.config.hidden, plan.norm) if normed_after else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would recompile for every other number of rows
     def forward(self, x: Tensor, run: Pass) -> Tensor:
@@ -150,7 +152,8 @@ class Mixture(nn.Module):
         mixed = self.dispatch(
             flat, weights, chosen, self.count, self.ranks, self.experts, self._read_rows(run)
         ).view_as(x)
-        return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
+        made = mixed if self.shared_experts is None else mixed + self.shared_experts(x)
+        return made if self.post_layernorm is None else self.post_layernorm(made)
 
     def _read_rows(self, run: Pass) -> ReadRows:
         """Return the reader of numbers of rows. In training, it waits for the device once in a pass."""

@@ -28,6 +28,7 @@ from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.settings.architecture import OF_THEIR_OWN
 from megatron_lite.settings.options import LoRA, ModelOptions
 from megatron_lite.settings.sizes import check_sizes
+from tests.strategies import OTHER_LAYERS, has_experts, own_fields
 from tests.trainer.parallel.small import MODELS
 from tests.transformers_oracle import (
     BEYOND_MEGATRON,
@@ -177,7 +178,17 @@ FEATURES = {
             "experts.shared_ffn": 24, "layers.mlp": ("dense", "experts", "experts", "experts"),
         },
     ),
-    "bamba": changed(replace(MODELS["qwen3"], family="bamba"), MIXED),
+    **{
+        name: changed(
+            replace(MODELS["qwen3"], family=name),
+            {"attention.qk_norm": False, **(EXPERTS if has_experts(name) else {}), **own_fields(name)},
+        )
+        for name in OTHER_LAYERS
+    },
+    "bamba": changed(
+        replace(MODELS["qwen3"], family="bamba"),
+        {**MIXED, "layers.mixer": ("mamba", "none", "attention", "none"), "layers.mlp": ("none", "dense") * 2},
+    ),
     "granite_moe_hybrid": changed(
         replace(MODELS["qwen3"], family="granite_moe_hybrid"), {**MIXED, **EXPERTS, "experts.shared_ffn": 24}
     ),

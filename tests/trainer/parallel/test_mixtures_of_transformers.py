@@ -93,8 +93,11 @@ def compare(
             for region in regions:
                 expected = read_rows(gradients[part], region, 0, region.box.rows).numpy()
                 own = found[region.row : region.row + region.box.rows].numpy()
+                # Without rope, a bias of keys adds the same to all scores of a query: its gradient is rounding alone.
+                is_rounding = part.endswith("attn.k.bias") and not config.has("rope")
+                least = 1e-2 if is_rounding else 1e-4
                 assert np.abs(own - expected).max() <= of_gradients * max(
-                    np.abs(expected).max(), 1e-4
+                    np.abs(expected).max(), least
                 ), part
     engine.finish()
     grid.close()

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from megatron_lite.parallel.tensor import normalize
+from megatron_lite.parallel.tensor import rms_normalize
 from megatron_lite.products.product import TURNED_ROUND, linear
 
 
@@ -42,7 +42,7 @@ def test_a_product_of_few_rows_is_that_of_many(rows: int, biased: bool) -> None:
 
 def test_a_norm_on_a_cpu_is_what_pytorch_makes_of_its_formula() -> None:
     x, weight = leaves((6, 3, 32), (32,))
-    compare(normalize(x, weight, None, 1e-4), F.rms_norm(x, (32,), weight, 1e-4), [x, weight])
+    compare(rms_normalize(x, weight, 1e-4), F.rms_norm(x, (32,), weight, 1e-4), [x, weight])
 
 
 def test_a_product_is_compiled_for_any_number_of_rows() -> None:

@@ -1,0 +1,20 @@
+"""Command R7B and A: as Command R, with windows on three of four layers. Rope rotates these layers only."""
+
+from dataclasses import replace
+
+from megaconv.families.cohere import FAMILY as COHERE
+from megaconv.families.cohere import FIXED, command_keys
+from megaconv.families.parts.keys import Keys
+from megaconv.families.parts.windows import rotating_windows, windows_by_layer
+
+_WINDOWS = windows_by_layer(4096, full_every=4, pattern=("sliding_window_pattern",))
+_HEAD_DIM = Keys(
+    ("head_dim",), lambda raw: {}, lambda config: {"head_dim": config.attention.head_dim}
+)
+"""transformers writes the key, and computes it anew when it reads a file."""
+
+FAMILY = replace(
+    COHERE, name="cohere2", architectures=("Cohere2ForCausalLM",), model_type="cohere2",
+    keys=(*command_keys(10000.0), rotating_windows(_WINDOWS), _HEAD_DIM),
+    fixed={name: value for name, value in FIXED.items() if name != "attention.qk_norm_width"},
+)  # fmt: skip
