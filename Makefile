@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Python compiles a module when it is first imported. To compile all of torch and transformers takes a minute more.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 SOURCES := megaconv loaders savers formats megatron_lite
 
 # Tests start many processes: each would compile all of the source again where an environment forbids to keep the result.
@@ -12,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TRUST_SEED ?= 1
 TRUST_JOBS ?= 2
 
-.PHONY: demo demo-train speedrun test test-slow explore test-gpu trust check docs benchmark clean
+.PHONY: demo demo-train speedrun test test-fast test-slow explore test-gpu trust check docs benchmark clean
 
 demo: $(VENV)/.installed
 	$(BIN)/megaconv demo
@@ -23,7 +24,11 @@ demo-train: $(VENV)/.tested
 speedrun: $(VENV)/.tested
 	PYTHON=$(CURDIR)/$(BIN)/python examples/speedrun.sh
 
-test: $(VENV)/.tested check
+# The checks run beside the tests, which often wait for each other.
+test: $(VENV)/.tested
+	$(MAKE) --no-print-directory --jobs 2 check test-fast
+
+test-fast: $(VENV)/.tested
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
 test-slow: $(VENV)/.tested

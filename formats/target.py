@@ -70,7 +70,7 @@ class Target(Protocol):
     committed: bool
     """True after the output has become visible."""
     journal_pause: float
-    """How much rarer than on a disk the journal should be written."""
+    """The factor by which the journal is written less often than on a disk."""
 
     @property
     def target(self) -> Path | str:

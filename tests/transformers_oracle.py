@@ -135,6 +135,12 @@ MAMBA: dict[str, Any] = {
     "n_groups": 4,
     "ssm_state_size": 5,
 }
+MIXED: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 4,
+    "mamba_d_state": 5,
+}
 MAMBA2: dict[str, Any] = {
     "num_heads": 8,
     "head_dim": 16,
@@ -326,6 +332,11 @@ VARIANTS = {
     "nemotron_h": Variant(
         "nemotron_h", {**MAMBA, "hybrid_override_pattern": "M*-M"}, {"epsilon": {"layer_norm_epsilon": 1e-2}},
         ("tp2 pp2", "tp2 pp2, layers 1+3", "tp4 pp1, release"), QUICK,
+    ),
+    "bamba": Variant(
+        "bamba", {**MIXED, "attn_layer_indices": [1], "rms_norm_eps": 1e-5},
+        {"attention elsewhere": {"attn_layer_indices": [2]}, "whole heads": rope(5000.0, partial_rotary_factor=1.0)},
+        ("tp2 pp2", "tp1 pp1", "tp4 pp1, release"), QUICK,
     ),
 }  # fmt: skip
 GPT_OSS_YARN: dict[str, Any] = {
@@ -526,12 +537,6 @@ GRANITE = {
     "attention_multiplier": 0.1,
     "shared_intermediate_size": 56,
 }
-MIXED: dict[str, Any] = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 4,
-    "mamba_d_state": 5,
-}
 MIXED_LAYERS = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 }
@@ -666,9 +671,8 @@ BEYOND_MEGATRON = {
         "gpt_neox_japanese", {"layer_norm_eps": 1e-3, "num_key_value_heads": 8, **rope(5000.0, partial_rotary_factor=0.5)},
         {"epsilon": {"layer_norm_eps": 1e-5}},
     ),
-    "bamba": Variant(
-        "bamba", {**MIXED, "attn_layer_indices": [1]},
-        {"attention elsewhere": {"attn_layer_indices": [2]}, "epsilon": {"rms_norm_eps": 1e-2}},
+    "bamba, epsilon": Variant(
+        "bamba", {**MIXED, "attn_layer_indices": [1]}, {"epsilon": {"rms_norm_eps": 1e-2}}
     ),
     "granite_moe_hybrid": Variant(
         "granitemoehybrid", {**MIXED, **MIXED_LAYERS, **GRANITE, "num_local_experts": 0, "position_embedding_type": "rope"},

@@ -80,7 +80,7 @@ class ForwardPass:
     predicted: int
     """Number of tokens whose probabilities count in the perplexity."""
     perplexities: Sequence[float | None]
-    """Of each model; None for a model that predicts no next token."""
+    """The perplexity of each model; None for a model that predicts no next token."""
     differences: Sequence[StateDifference] = ()
     """In the order of their computation; empty for one model."""
 

@@ -58,7 +58,7 @@ class Seal:
 
     path: str
     fingerprint: str | None
-    """Of all weights; None with `--files-only`."""
+    """The fingerprint of all weights; None with `--files-only`."""
     tensors: int
     digest: str | None = None
     """SHA-256 over the digests of all files; None without a signature."""

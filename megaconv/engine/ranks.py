@@ -32,8 +32,8 @@ _ROUND_SECONDS = 0.5
 _POLL_SECONDS = 0.03
 _PATIENCE_SECONDS = 2.0
 """Seconds that an interrupted rank waits for news of another rank's end, which may have caused the interruption."""
-_EXIT_SECONDS = 3.0
-"""Seconds that rank 0 waits for the other ranks to end before it."""
+_EXIT_SECONDS = 15.0
+"""Seconds that rank 0 waits for the other ranks to end before it. Only a rank that hangs, or a very busy machine, needs them."""
 _WORKING, _DONE, _ENDED = range(3)
 
 
@@ -111,6 +111,7 @@ class Joined(Ranks):
         self._state, self._moved, self._gathered = _WORKING, 0, 0
         self._lost: int | None = None
         """A rank that ended without reporting an error."""
+        self._lost_count = 0
         self._without_store = False
         self._first: str | None = None
         self._reports = False
@@ -286,7 +287,7 @@ class Joined(Ranks):
         until = time.monotonic() + _EXIT_SECONDS
         with suppress(RuntimeError):
             while (
-                self._store.add("left", 0) < self.size - 1 - (self._lost is not None)
+                self._store.add("left", 0) < self.size - 1 - self._lost_count
                 and time.monotonic() < until
             ):
                 time.sleep(_POLL_SECONDS)
@@ -320,6 +321,7 @@ class Joined(Ranks):
                     state, count = _receive(rank)
                 except RuntimeError:
                     self._lost, state, count = rank, _ENDED, 0
+                    self._lost_count += 1
                     self._claim("interrupted")
                 states.append(state)
                 moved += count

@@ -57,7 +57,7 @@ class Record:
     descriptions: Mapping[str, str] = field(default_factory=dict)
     saver: str = ""
     provenance: Mapping[str, Any] | None = None
-    """Of what the output was made (engine/lineage.py); None in a record without it."""
+    """The inputs that the output was made from (engine/lineage.py); None in a record without it."""
     provenance_hash: str | None = None
 
     @property

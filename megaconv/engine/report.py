@@ -53,7 +53,7 @@ class Report:
     merging: tuple[str, ...] = ()
     """Lines for people about the adapters that this conversion merges."""
     lineage: Lineage = field(default_factory=lambda: Lineage({}), repr=False)
-    """Of what the output is made."""
+    """The inputs that the output is made from."""
     rounding: Rounding | None = None
     """The rounding error of quantized weights, if there are any. A resumed run counts only the weights that it read."""
 

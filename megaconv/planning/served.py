@@ -29,7 +29,7 @@ class ServingMemory:
     weights: float
     cache: float
     activations: float
-    """Of a layer, for the tokens of prompts that are computed at one time."""
+    """What a layer needs for the tokens of prompts that are computed at one time."""
     logits: float
     buffers: float
     """Memory of CUDA and NCCL."""
@@ -49,13 +49,13 @@ class Served:
 
     serving: Serving
     memory: ServingMemory
-    """Of the fullest rank."""
+    """Memory of the fullest rank."""
     time: TokenTime
-    """Of one token of each sequence."""
+    """The time of one token of each sequence."""
     first_token: float
     """Seconds of a prompt of `seq` tokens, if the server does nothing else."""
     parameters: int
-    """Of the fullest rank."""
+    """Parameters of the fullest rank."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -231,7 +231,7 @@ class RustTokenizer:
     """A tokenizer of the `tokenizers` package, built from a vocabulary."""
 
     def __init__(self, tokenizer: Any, eod: str, pad: str | None, bos: str) -> None:
-        self._tokenizer = tokenizer
+        self.inner = tokenizer
         self.vocab_size: int = tokenizer.get_vocab_size()
         self.eod: int | None = tokenizer.token_to_id(eod)
         self.pad: int | None = tokenizer.token_to_id(pad) if pad else None
@@ -240,23 +240,23 @@ class RustTokenizer:
 
     def pieces(self) -> list[str]:
         """Return the text of every token."""
-        return [self._tokenizer.id_to_token(number) for number in range(self.vocab_size)]
+        return [self.inner.id_to_token(number) for number in range(self.vocab_size)]
 
     def special(self, name: str) -> int | None:
         """Return the token for `cls`, `sep`, `mask`, `pad`, `bos` or `eos`, or None."""
-        number: int | None = self._tokenizer.token_to_id(f"[{name.upper()}]")
+        number: int | None = self.inner.token_to_id(f"[{name.upper()}]")
         return number
 
     def tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        text: str = self.inner.decode(list(ids), skip_special_tokens=True)
         return text
 
     def spelled(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        text: str = self.inner.decode(list(ids), skip_special_tokens=False)
         return text
 
 

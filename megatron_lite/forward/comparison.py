@@ -54,7 +54,7 @@ class Computed:
     differences: dict[str, StateDifference] = field(default_factory=dict)
     """By the names of states, in the order of their computation; empty for one model."""
     losses: list[Losses] = field(default_factory=list)
-    """Of each model."""
+    """The losses of each model."""
 
 
 def require_comparable(a: tuple[str, ModelConfig], b: tuple[str, ModelConfig]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megaconv.errors import UsageError
 from megatron_lite.inference.beams import Beam, BeamRules, Search, merged
+from megatron_lite.inference.grammar import Grammar, Matcher
 from megatron_lite.inference.sampling import PLAIN, Likelihood, Sampling, choose, likelihood
 from megatron_lite.inference.slots import Feed, LanguageModel, sound
 
@@ -38,6 +39,8 @@ class Request:
     """Rules of a beam search for the likeliest rows; `sampling` and `log_probs` are then ignored."""
     adapter: int | None = None
     """See slots.Feed."""
+    grammar: Grammar | None = None
+    """The form of the answer; a beam search ignores it."""
 
     @property
     def rows(self) -> int:
@@ -65,6 +68,7 @@ class _Row:
     tokens: list[int]
     """The prompt and the generated tokens."""
     search: Search | None
+    matcher: Matcher | None = None
     slots: tuple[int, ...] = ()
     done: int = 0
     """Number of tokens in its slots; while the prompt is being read, in the first slot."""
@@ -120,7 +124,9 @@ class RunningBatch:
             if request.beams is None
             else request.beams.search(request.max_tokens, request.stop_ids)
         )
-        self._waiting.append(_Row(self._numbers, request, list(request.prompt), search))
+        matcher = None if request.grammar is None else request.grammar.start()
+        row = _Row(self._numbers, request, list(request.prompt), search, matcher)
+        self._waiting.append(row)
         return self._numbers
 
     def cancel(self, number: int) -> None:
@@ -225,20 +231,30 @@ class RunningBatch:
 
     def _take(self, row: _Row, logits: Tensor) -> Step:
         request = row.request
-        token = choose(logits, row.tokens, request.sampling)
+        token = self._choose(row, logits)
         known = None
         if request.log_probs is not None:
             known = likelihood(logits, token, request.log_probs)
         row.tokens.append(token)
         generated = len(row.tokens) - len(request.prompt)
         end = None
-        if token in request.stop_ids:
+        if token in request.stop_ids or (row.matcher is not None and row.matcher.ended):
             end = "stop"
         elif generated == request.max_tokens:
             end = "length"
         if end is not None:
             self._leave(row)
         return Step(row.number, token, known, end)
+
+    def _choose(self, row: _Row, logits: Tensor) -> int:
+        generated = row.tokens[len(row.request.prompt) :]
+        sampling, matcher = row.request.sampling, row.matcher
+        if matcher is None:
+            return choose(logits, row.tokens, sampling, generated=generated)
+        allowed = matcher.allowed(len(logits))
+        token = choose(logits, row.tokens, sampling, generated=generated, allowed=allowed)
+        matcher.take(token)
+        return token
 
     def _leave(self, row: _Row) -> None:
         (self._going if row in self._going else self._reading).remove(row)

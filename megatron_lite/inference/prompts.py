@@ -41,9 +41,14 @@ def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
         raise UsageError(f"the text {text[:60]!r} can't be tokenized: {error}") from error
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> tuple[int, ...]:
     """Return the tokens of a conversation by the tokenizer's template, up to the start of the assistant's answer.
 
+    tools: descriptions of the tools that the model may call, in OpenAI's form.
     Raises UsageError if there is no template, or if it refuses the conversation.
     """
     if not isinstance(tokenizer, HuggingFaceTokenizer) or not tokenizer.inner.chat_template:
@@ -52,7 +57,12 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> 
         )
     try:
         said = [dict(message) for message in messages]
-        ids = bounded(lambda: tokenizer.inner.apply_chat_template(said, add_generation_prompt=True))
+        offered = [dict(tool) for tool in tools] or None
+        ids = bounded(
+            lambda: tokenizer.inner.apply_chat_template(
+                said, tools=offered, add_generation_prompt=True
+            )
+        )
     except Exception as error:  # templates raise errors of any class
         raise UsageError(f"the chat template refuses this conversation: {error}") from error
     return tuple(ids["input_ids"] if isinstance(ids, Mapping) else ids)

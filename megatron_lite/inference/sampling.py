@@ -26,6 +26,12 @@ class Sampling:
     repetition_penalty: float = 1.0
     """For tokens that the row contains, positive logits are divided by it and negative logits multiplied."""
     seed: int = 0
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that were generated before."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time that it was generated before."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these tokens. -100 forbids a token."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for values out of range."""
@@ -54,10 +60,27 @@ PLAIN = Sampling()
 """Sampling with the model's probabilities."""
 
 
-def choose(logits: Tensor, row: Sequence[int], sampling: Sampling) -> int:
-    """Return the next token of a row. logits float32 [vocabulary]."""
+def choose(
+    logits: Tensor,
+    row: Sequence[int],
+    sampling: Sampling,
+    *,
+    generated: Sequence[int] = (),
+    allowed: Tensor | None = None,
+) -> int:
+    """Return the next token of a row. logits float32 [vocabulary].
+
+    row: all tokens so far, including the prompt. generated: those after the prompt.
+    allowed: bool [vocabulary]: True for tokens that may be chosen; None: all.
+    """
     if sampling.repetition_penalty != 1:
         logits = penalize(logits, row, sampling.repetition_penalty)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        logits = discourage(logits, generated, sampling)
+    if sampling.logit_bias:
+        logits = biased(logits, sampling.logit_bias)
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -torch.inf)
     if sampling.greedy:
         return int(logits.argmax())
     logits = logits / sampling.temperature
@@ -76,6 +99,20 @@ def penalize(logits: Tensor, row: Sequence[int], penalty: float) -> Tensor:
     changed = logits.clone()
     changed[seen] = torch.where(found < 0, found * penalty, found / penalty)
     return changed
+
+
+def discourage(logits: Tensor, generated: Sequence[int], sampling: Sampling) -> Tensor:
+    """Apply OpenAI's penalties for tokens that were generated before. logits [vocabulary]."""
+    counts = torch.bincount(torch.tensor(generated, dtype=torch.int64), minlength=len(logits))
+    presence = sampling.presence_penalty * (counts > 0)
+    frequency = sampling.frequency_penalty * counts
+    return logits - presence - frequency
+
+
+def biased(logits: Tensor, bias: Sequence[tuple[int, float]]) -> Tensor:
+    """Return [vocabulary] with a number added to the logits of some tokens."""
+    tokens, numbers = zip(*bias, strict=True)
+    return logits.index_add(0, torch.tensor(tokens), torch.tensor(numbers, dtype=logits.dtype))
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:

@@ -23,7 +23,7 @@ _CUDA: Any = torch.cuda  # its classes have no type hints
 
 
 class OfLayer:
-    """What one layer keeps for its backward pass of one microbatch."""
+    """The tensors that one layer keeps for its backward pass of one microbatch."""
 
     def __init__(self, stream: Any, before: "OfLayer | None") -> None:
         """stream: of the copies. before: the layer whose backward pass follows."""

@@ -23,7 +23,7 @@ from megatron_lite.planning.stages import Described
 from megatron_lite.settings.wording import counted
 
 _WIDTHS = (5, 18, 14, 11, 10)
-"""Of the columns of the table of memory."""
+"""The widths of the columns in the table of memory."""
 _INDENT = " " * 7
 _MESSAGES = {
     "pp": "messages between stages",

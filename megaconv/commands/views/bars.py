@@ -50,22 +50,24 @@ def bars(stacked: Sequence[Bar], shown: Mapping[str, str], limit: Limit | None =
 
 
 def _bar(bar: Bar, shown: Mapping[str, str], y: float, scale: float) -> list[str]:
-    lines = [f'<text x="0" y="{y + 13}">{escape(bar.label)}</text>']
+    baseline = y + 13
+    lines = [_text(0, baseline, bar.label)]
     x = float(LABEL)
     for number, (part, value) in enumerate(bar.parts.items()):
         width = value * scale
+        label = shown[part]
+        tip = f"{bar.label}: {label} {value:.4g}"
         if width > 0:
-            tip = escape(f"{bar.label}: {shown[part]}")
-            lines.append(_box(x, y, width, BAR, f"p{number}", f"{tip} {value:.4g}"))
+            lines.append(_box(x, y, width, BAR, f"p{number}", tip))
         x += width
-    lines.append(f'<text x="{x + 6:.1f}" y="{y + 13}">{escape(bar.text)}</text>')
+    lines.append(_text(x + 6, baseline, bar.text))
     return lines
 
 
 def _line(limit: Limit, x: float, height: float) -> list[str]:
     return [
         f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="14" y2="{height}"/>',
-        f'<text x="{x:.1f}" y="11" text-anchor="middle">{escape(limit.text)}</text>',
+        _text(x, 11, limit.text, 'text-anchor="middle"'),
     ]
 
 
@@ -84,34 +86,39 @@ def schedule(passes: Sequence[Timed], ranks: int) -> str:
     scale = (WIDTH - 60) / end
     lines = [_open(RANK_ROW * ranks + 22, "schedule of the pipeline")]
     for rank in range(ranks):
-        lines.append(f'<text x="0" y="{RANK_ROW * rank + 13}">pp {rank}</text>')
+        lines.append(_text(0, RANK_ROW * rank + 13, f"pp {rank}"))
     for each in passes:
         lines += _pass(each, scale)
     bottom = RANK_ROW * ranks + 16
-    lines.append(f'<text x="60" y="{bottom}">0 s</text>')
-    lines.append(f'<text x="{WIDTH}" y="{bottom}" text-anchor="end">{end:.3g} s</text>')
+    lines.append(_text(60, bottom, "0 s"))
+    lines.append(_text(WIDTH, bottom, f"{end:.3g} s", 'text-anchor="end"'))
     return "\n".join([*lines, "</svg>"])
 
 
 def _pass(each: Timed, scale: float) -> list[str]:
-    action, y = each.action, RANK_ROW * each.rank
-    x, width = 60 + each.start * scale, (each.end - each.start) * scale
+    action = each.action
+    y = RANK_ROW * each.rank
+    x = 60 + each.start * scale
+    width = (each.end - each.start) * scale
     word = "backward" if action.backward else "forward"
-    shade = action.chunk % 2
+    kind = f"{word} c{action.chunk % 2}"
     when = f"{each.start:.4g} to {each.end:.4g} s"
-    tip = f"pp {each.rank}, chunk {action.chunk}: {word} pass of microbatch {action.microbatch}, {when}"
-    lines = [_box(x, y, max(width - 0.5, 0.2), PASS, f"{word} c{shade}", tip)]
+    pass_name = f"{word} pass of microbatch {action.microbatch}"
+    tip = f"pp {each.rank}, chunk {action.chunk}: {pass_name}, {when}"
+    lines = [_box(x, y, max(width - 0.5, 0.2), PASS, kind, tip)]
     if width >= LEAST_FOR_NUMBER:
-        middle = x + width / 2
-        lines.append(
-            f'<text class="on" x="{middle:.1f}" y="{y + 11}" text-anchor="middle">{action.microbatch}</text>'
-        )
+        style = 'class="on" text-anchor="middle"'
+        lines.append(_text(x + width / 2, y + 11, str(action.microbatch), style))
     return lines
+
+
+def _text(x: float, y: float, words: str, style: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:g}" {style}>{escape(words)}</text>'
 
 
 def _box(x: float, y: float, width: float, height: float, kind: str, tip: str) -> str:
     place = f'x="{x:.1f}" y="{y}" width="{width:.2f}" height="{height}"'
-    return f'<rect class="{kind}" {place}><title>{tip}</title></rect>'
+    return f'<rect class="{kind}" {place}><title>{escape(tip)}</title></rect>'
 
 
 def _open(height: float, what: str) -> str:

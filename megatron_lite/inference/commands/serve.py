@@ -43,6 +43,11 @@ def parser() -> Parser:
     )
     add("--max-body-bytes", type=int, default=4 << 20, metavar="N", help="of a request (4 MiB)")
     add(
+        "--access-log",
+        action="store_true",
+        help="one line on stderr for each request: time, client, method, path, status, seconds",
+    )
+    add(
         "--request-timeout",
         type=float,
         default=600.0,

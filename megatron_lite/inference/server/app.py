@@ -43,6 +43,7 @@ from megatron_lite.inference.server.responses import (
     unless_gone,
 )
 from megatron_lite.inference.server.streams import beams, pieces
+from megatron_lite.inference.server.tools import with_calls
 from megatron_lite.inference.server.worker import Worker
 from megatron_lite.inference.slots import LanguageModel, Scored, require_finite
 
@@ -257,9 +258,10 @@ class Server:
             yield form.last(sum(map(len, wanted.prompts)), generated)
 
     def _pieces(self, wanted: Wanted, deadline: Deadline) -> AsyncGenerator[Piece, None]:
-        return pieces(
+        found = pieces(
             self.worker, wanted, self.opened.stop_ids, self.opened.tokenizer.detokenize, deadline
         )
+        return found if wanted.tools is None else with_calls(found, wanted.tools)
 
     async def megatron(self, request: Request) -> Response:
         """Answer Megatron's /api."""

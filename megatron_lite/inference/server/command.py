@@ -75,6 +75,7 @@ def _serve(
     """Serve on rank 0."""
     import uvicorn
 
+    from megatron_lite.inference.server.access_log import AccessLog
     from megatron_lite.inference.server.app import Limits, Server
     from megatron_lite.inference.server.local_only import is_loopback
     from megatron_lite.inference.server.worker import Worker
@@ -93,8 +94,9 @@ def _serve(
     host, port = bound.getsockname()[:2]
     local_name = given.host if is_loopback(host) else None
     server = Server(opened, worker, name, limits, key, local_name)
+    app = AccessLog(server.app()) if given.access_log else server.app()
     config = uvicorn.Config(
-        server.app(), given.host, given.port, log_level="warning", lifespan="off",
+        app, given.host, given.port, log_level="warning", lifespan="off",
         timeout_graceful_shutdown=max(1, int(given.shutdown_timeout)),
     )  # fmt: skip
     bound.listen(

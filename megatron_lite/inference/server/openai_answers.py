@@ -19,6 +19,8 @@ class Piece:
     text: str
     tokens: tuple[tuple[int, Likelihood | None], ...] = ()
     end: str | None = None
+    calls: tuple[dict[str, Any], ...] = ()
+    """Calls of tools."""
 
 
 @dataclass
@@ -28,11 +30,13 @@ class Choice:
     text: str = ""
     tokens: list[tuple[int, Likelihood | None]] = field(default_factory=list)
     end: str | None = None
+    calls: tuple[dict[str, Any], ...] = ()
 
     def add(self, piece: Piece) -> None:
         """Append a piece."""
         self.text += piece.text
         self.tokens += piece.tokens
+        self.calls += piece.calls
         self.end = piece.end or self.end
 
 
@@ -69,11 +73,9 @@ class Form:
         """Return the whole answer."""
         made = []
         for number, choice in enumerate(choices):
-            said: dict[str, Any] = (
-                {"message": {"role": "assistant", "content": choice.text}}
-                if self.chat
-                else {"text": choice.text}
-            )
+            said: dict[str, Any] = {"text": choice.text}
+            if self.chat:
+                said = {"message": _message(choice)}
             made.append(self._choice(number, said, choice.tokens, choice.end, 0))
         return self._envelope(made, streamed=False) | {"usage": usage(prompt_tokens, generated)}
 
@@ -85,7 +87,9 @@ class Form:
         said: dict[str, Any] = {"text": piece.text}
         if self.chat:
             role = {"role": "assistant"} if first else {}
-            said = {"delta": role | ({"content": piece.text} if piece.text or first else {})}
+            content = {"content": piece.text} if piece.text or first else {}
+            calls = [{"index": number, **call} for number, call in enumerate(piece.calls)]
+            said = {"delta": role | content | ({"tool_calls": calls} if calls else {})}
         return self._envelope(
             [self._choice(piece.choice, said, piece.tokens, piece.end, offset)], streamed=True
         )
@@ -172,6 +176,13 @@ class Form:
         # A part of a character has no text. Its bytes are not those of the replacement character.
         known_bytes = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
         return {"token": name, "logprob": value, "bytes": known_bytes}
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+    if choice.calls:
+        message |= {"content": choice.text or None, "tool_calls": list(choice.calls)}
+    return message
 
 
 def usage(prompt_tokens: int, generated: int) -> dict[str, int]:

@@ -1,24 +1,29 @@
 """Converts requests of OpenAI's routes to requests for a running batch. Every field is supported or refused."""
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megaconv.errors import UsageError
 from megatron_lite.inference.batching import Request, check
+from megatron_lite.inference.grammar import Grammar
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.prompts import encode, encode_chat
 from megatron_lite.inference.sampling import Sampling
+from megatron_lite.inference.server.answer_form import (
+    form_of,
+    read_logit_bias,
+    read_response_format,
+)
 from megatron_lite.inference.server.errors import Refused, UnknownModel
 from megatron_lite.inference.server.fields import Fields
+from megatron_lite.inference.server.messages import read_messages
+from megatron_lite.inference.server.tools import Tools, read_tools
 from megatron_lite.inference.slots import require_known
 from megatron_lite.models.rng import mix
 
 MOST_PROMPTS, MOST_CHOICES, MOST_STOPS, MOST_ALTERNATIVES = 128, 128, 16, 20
-_PENALTIES: Mapping[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},),
-}  # fmt: skip
+LARGEST_PENALTY = 2
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,9 @@ class Wanted:
     """The name that the answer states."""
     adapter: int | None = None
     """See slots.Feed."""
+    grammar: Grammar | None = None
+    """The form of the answers."""
+    tools: Tools | None = None
 
     def requests(self, stop_ids: frozenset[int]) -> list[Request]:
         """Return the requests; choices of one prompt are adjacent, and each has a different seed."""
@@ -52,6 +60,7 @@ class Wanted:
                 stop_ids,
                 self.log_probs,
                 adapter=self.adapter,
+                grammar=self.grammar,
             )
             for prompt in self.prompts
             for which in range(self.choices)
@@ -86,18 +95,13 @@ def completion(fields: Fields, opened: Opened, name: str) -> Wanted:
 
 def chat(fields: Fields, opened: Opened, name: str) -> Wanted:
     """Read a request of /v1/chat/completions. Raises Refused."""
+    tools = read_tools(fields)
+    offered = () if tools is None else tools.described
     try:
-        prompt = encode_chat(opened.tokenizer, _messages(fields.any("messages")))
+        prompt = encode_chat(opened.tokenizer, read_messages(fields.any("messages")), offered)
     except UsageError as error:
         raise Refused(str(error), "messages") from error
-    fields.only(
-        {
-            "tools": ([],),
-            "tool_choice": ("none", "auto"),
-            "response_format": ({"type": "text"},),
-            "modalities": (["text"],),
-        }
-    )
+    fields.only({"modalities": (["text"],)})
     room = max(opened.model.length - len(prompt), 1)
     older = fields.integer("max_tokens", room, 1, opened.model.length)
     max_tokens = fields.integer("max_completion_tokens", older, 1, opened.model.length)
@@ -106,19 +110,31 @@ def chat(fields: Fields, opened: Opened, name: str) -> Wanted:
     log_probs = alternatives if fields.boolean("logprobs") else None
     if alternatives and log_probs is None:
         raise Refused("top_logprobs needs logprobs", "top_logprobs")
-    return _shared(fields, opened, name, (prompt,), max_tokens, choices, log_probs)
+    wanted = _shared(fields, opened, name, (prompt,), max_tokens, choices, log_probs)
+    return wanted if tools is None else _with_tools(wanted, tools, opened)
+
+
+def _with_tools(wanted: Wanted, tools: Tools, opened: Opened) -> Wanted:
+    if not tools.forced:
+        return replace(wanted, tools=tools)
+    if wanted.grammar is not None:
+        raise Refused("a tool_choice that demands a call excludes response_format", "tool_choice")
+    return replace(wanted, tools=tools, grammar=form_of(tools.schema, opened, "tools"))
 
 
 def _shared(
     fields: Fields, opened: Opened, name: str, prompts: tuple[tuple[int, ...], ...], max_tokens: int, choices: int, log_probs: int | None
 ) -> Wanted:  # fmt: skip
     model, adapter = _model(fields.any("model"), opened, name)
-    fields.only(_PENALTIES)
+    grammar = read_response_format(fields.any("response_format"), opened)
     seed = fields.integer("seed", None, -(1 << 63), (1 << 63) - 1)
     sampling = Sampling(
         fields.number("temperature", 1.0, 0, 100), fields.integer("top_k", 0, 0, opened.config.vocab),
         fields.number("top_p", 1.0, 1e-9, 1), fields.number("repetition_penalty", 1.0, 1e-3, 1e3),
         secrets.randbits(62) if seed is None else seed,
+        fields.number("presence_penalty", 0.0, -LARGEST_PENALTY, LARGEST_PENALTY),
+        fields.number("frequency_penalty", 0.0, -LARGEST_PENALTY, LARGEST_PENALTY),
+        read_logit_bias(fields.any("logit_bias"), opened.config.vocab),
     )  # fmt: skip
     stop, stream = fields.words("stop", MOST_STOPS), fields.boolean("stream")
     usage = _stream_options(fields.any("stream_options"), stream=stream)
@@ -144,6 +160,7 @@ def _shared(
         usage=usage,
         model=model,
         adapter=adapter,
+        grammar=grammar,
     )
 
 
@@ -202,31 +219,4 @@ def _prompt(value: Any, opened: Opened) -> tuple[int, ...]:
     raise Refused(
         f"a prompt should be a text or token ids below {opened.config.vocab}, found {value!r:.60}",
         "prompt",
-    )
-
-
-def _messages(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        instead = "it is missing" if value is None else f"found {value!r:.60}"
-        raise Refused(f"messages should be a list of one message or more; {instead}", "messages")
-    found = []
-    for number, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refused(
-                f"message {number} should be an object with role and content, found {message!r:.60}",
-                "messages",
-            )
-        found.append({**message, "content": _content(message.get("content"), number)})
-    return found
-
-
-def _content(value: Any, number: int) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in value
-    ):
-        return "".join(str(part.get("text", "")) for part in value)
-    raise Refused(
-        f"the content of message {number} should be text, found {value!r:.60}", "messages"
     )

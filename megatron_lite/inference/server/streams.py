@@ -34,8 +34,9 @@ async def pieces(
             text = texts.get(which)
             if text is None:
                 continue  # it ended with a stop word in an earlier turn
-            said = "" if step.end == "stop" else text.add(step.token)
-            tokens = () if step.end == "stop" else ((step.token, step.likelihood),)
+            is_stop = step.token in stop_ids
+            said = "" if is_stop else text.add(step.token)
+            tokens = () if is_stop else ((step.token, step.likelihood),)
             reason = "stop" if text.stopped else step.end
             if text.stopped:
                 worker.cancel_one(ticket, which)

@@ -60,7 +60,7 @@ WRONG = [
     post(400, prompt=[[7, 8], []]),
     post(400, prompt="x", stop=[""]),
     post(400, prompt="x", n=1000),
-    post(400, prompt="x", logit_bias={"1": 5}),
+    post(400, prompt="x", logit_bias={"one": 5}),
     post(404, prompt="x", model="another"),
     post(400, CHAT, messages=[]),
     post(400, CHAT, messages=[{"role": "user", "content": {"type": "image"}}]),

@@ -11,6 +11,7 @@ from megaconv.errors import UsageError
 from megatron_lite.inference.sampling import (
     Sampling,
     choose,
+    discourage,
     keep_top_k,
     keep_top_p,
     likelihood,
@@ -73,6 +74,26 @@ def test_greedy_takes_the_likeliest_after_the_penalty() -> None:
     given = torch.tensor([1.0, 2.0, 1.9])
     assert choose(given, [0], Sampling(0)) == choose(given, [0], Sampling(top_k=1)) == 1
     assert choose(given, [1], Sampling(0, repetition_penalty=1.2)) == 2
+
+
+def test_penalties_count_what_was_generated_and_not_the_prompt() -> None:
+    given = torch.tensor([1.0, 2.0, 1.9, 1.5])
+    row, generated = [1, 2, 2], [2, 2]
+    presence = Sampling(0, presence_penalty=0.5)
+    frequency = Sampling(0, frequency_penalty=0.25)
+    both = Sampling(presence_penalty=0.5, frequency_penalty=0.25)
+    assert choose(given + torch.tensor([0, -0.3, 0, 0]), row, presence, generated=generated) == 1
+    assert choose(given + torch.tensor([0, -0.7, 0, 0]), row, frequency, generated=generated) == 3
+    changed = given - torch.tensor([0, 0, 1.0, 0])
+    torch.testing.assert_close(discourage(given, generated, both), changed)
+    assert torch.equal(discourage(given, [], both), given)
+
+
+def test_a_bias_is_added_and_a_mask_forbids_whatever_is_added() -> None:
+    given = torch.tensor([1.0, 2.0, 1.9, 1.5])
+    favour = Sampling(0, logit_bias=((3, 100.0), (1, -100.0)))
+    assert choose(given, [], favour) == 3
+    assert choose(given, [], favour, allowed=torch.tensor([True, True, True, False])) == 2
 
 
 def test_log_probabilities_are_of_the_raw_logits() -> None:

@@ -1,6 +1,8 @@
 """The server from outside: the official client, plain requests, many at a time, and its end."""
 
+import json
 import os
+import re
 import signal
 import socket
 import time
@@ -118,6 +120,62 @@ def test_as_many_likeliest_tokens_are_told_as_were_asked_for(serving: Serving) -
         assert top[word] == value
 
 
+def letters_of_whitespace(model: tuple[Path, Any]) -> dict[str, float]:
+    """A bias against the tokens of spaces and line ends."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model[0])
+    return {str(token): -100 for token in tokenizer(" \n").input_ids}
+
+
+def test_an_answer_has_the_form_that_was_asked_for(
+    serving: Serving, model: tuple[Path, Any]
+) -> None:
+    pytest.importorskip("llguidance", reason="llguidance is not installed (extra `serve`)")
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        "logit_bias": letters_of_whitespace(model),
+        "seed": 3,
+    }
+    status, found = serving.ask("/v1/chat/completions", body)
+    assert status == 200, found
+    (choice,) = found["choices"]
+    assert re.fullmatch(r'{"a":\d{1,2}}', choice["message"]["content"])
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_call_of_a_tool_can_be_demanded(
+    serving: Serving, model: tuple[Path, Any], streamed: bool
+) -> None:
+    openai = pytest.importorskip("openai", reason="the client openai is not installed")
+    pytest.importorskip("llguidance", reason="llguidance is not installed (extra `serve`)")
+    client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key=KEY, max_retries=0)
+    parameters = {"type": "object", "properties": {"city": {"enum": ["a", "b"]}}}
+    parameters |= {"required": ["city"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hi"}],
+        tools=[tool],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+        logit_bias=letters_of_whitespace(model),
+        stream=streamed,
+    )
+    (choice,) = next(iter(answer)).choices if streamed else answer.choices
+    (call,) = (choice.delta if streamed else choice.message).tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("a", "b")
+
+
 def test_choices_differ_and_a_seed_repeats_them(serving: Serving) -> None:
     body = {"prompt": "Hello", "max_tokens": 6, "n": 4, "seed": 5, "temperature": 1.5}
     first, again = (serving.ask("/v1/completions", body)[1] for _ in range(2))
@@ -161,6 +219,11 @@ BAD: list[tuple[str, Any, int]] = [
     ("/v1/completions", b" " * (5 << 20), 413),
     ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, 400),
+    ("/v1/completions", {"prompt": "x", "presence_penalty": 3}, 400),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"999": 1}}, 400),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"1": 101}}, 400),
+    ("/v1/completions", {"prompt": "x", "response_format": "json"}, 400),
+    ("/v1/completions", {"prompt": "x", "response_format": {"type": "json_schema"}}, 400),
 ]
 
 
@@ -263,7 +326,7 @@ def test_a_token_of_the_tokenizer_that_the_model_lacks_is_refused(
     larger = AutoTokenizer.from_pretrained(model[0])
     larger.add_tokens(["<image>"])
     larger.save_pretrained(tmp_path)
-    running = Serving(model[0], "--tokenizer-model", str(tmp_path))
+    running = Serving(model[0], "--tokenizer-model", str(tmp_path), "--access-log")
     messages = [{"role": "user", "content": "<image>"}]
     for route, body in (
         ("/v1/completions", {"prompt": "<image>"}),
@@ -273,7 +336,13 @@ def test_a_token_of_the_tokenizer_that_the_model_lacks_is_refused(
         status, said = running.ask(route, body)
         assert (status, "is outside the model's vocabulary" in str(said)) == (400, True)
     assert running.ask("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
-    assert running.end() == (0, "")
+    assert running.ask("/a%0Ab")[0] == 404
+    status, logged = running.end()
+    assert status == 0
+    requests = [line.split()[2:5] for line in logged.splitlines()]
+    assert requests[0] == ["POST", "/v1/completions", "400"]
+    assert requests[-2:] == [["POST", "/v1/completions", "200"], ["GET", "/a\\nb", "404"]]
+    assert len(requests) == 5
 
 
 def test_good_requests_among_bad_ones_and_clients_that_leave_are_all_answered(

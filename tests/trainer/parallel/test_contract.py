@@ -193,7 +193,10 @@ FEATURES = {
         )
         for name in OTHER_LAYERS
     },
-    "bamba": changed(replace(MODELS["qwen3"], family="bamba"), MIXED),
+    "bamba": changed(
+        replace(MODELS["qwen3"], family="bamba"),
+        {**MIXED, "layers.mixer": ("mamba", "none", "attention", "none"), "layers.mlp": ("none", "dense") * 2},
+    ),
     "granite_moe_hybrid": changed(
         replace(MODELS["qwen3"], family="granite_moe_hybrid"), {**MIXED, **EXPERTS, "experts.shared_ffn": 24}
     ),

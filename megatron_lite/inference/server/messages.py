@@ -1,0 +1,58 @@
+"""Messages of chat requests, as chat templates expect them."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_lite.inference.server.errors import Refused
+
+
+def read_messages(value: Any) -> list[dict[str, Any]]:
+    """Return the messages of a conversation, with texts as contents. Raises Refused."""
+    if not isinstance(value, list) or not value:
+        instead = "it is missing" if value is None else f"found {value!r:.60}"
+        raise Refused(f"messages should be a list of one message or more; {instead}", "messages")
+    found = []
+    for number, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise Refused(
+                f"message {number} should be an object with role and content, found {message!r:.60}",
+                "messages",
+            )
+        content = message.get("content")
+        only_calls = content is None and bool(message.get("tool_calls"))
+        text = "" if only_calls else _content(content, number)
+        found.append({**_with_parsed_arguments(message), "content": text})
+    return found
+
+
+def _content(value: Any, number: int) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" for part in value
+    ):
+        return "".join(str(part.get("text", "")) for part in value)
+    raise Refused(
+        f"the content of message {number} should be text, found {value!r:.60}", "messages"
+    )
+
+
+def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of the assistant whose calls have objects as arguments. Templates expect no JSON text there."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return dict(message)
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = function["arguments"]
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": parsed}}

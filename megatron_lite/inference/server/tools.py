@@ -1,0 +1,148 @@
+"""Tools of chat requests: what the template gets, the form of an answer that must be a call, and the calls in an answer."""
+
+import json
+import re
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_lite.inference.grammar import ANY_OBJECT
+from megatron_lite.inference.server.errors import Refused
+from megatron_lite.inference.server.fields import Fields
+from megatron_lite.inference.server.openai_answers import Choice, Piece
+
+MOST_TOOLS = 128
+_MARKED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+"""A call as Hermes, Qwen and many others write it."""
+_ARGUMENTS = ("arguments", "parameters")
+"""The key of the arguments in a call; Llama 3 writes the second one."""
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request whose answer may call them."""
+
+    described: tuple[Mapping[str, Any], ...]
+    """The tools as in the request. The chat template gets them."""
+    forced: tuple[str, ...] = ()
+    """Names of the tools of which the answer must call one; (): a call is the model's choice."""
+    single: bool = False
+    """True if an answer may have only one call."""
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """The schema of an answer that must be a call."""
+        return {"anyOf": [_call_schema(tool) for tool in self._forced_tools()]}
+
+    def _forced_tools(self) -> list[Mapping[str, Any]]:
+        return [tool["function"] for tool in self.described if _name(tool) in self.forced]
+
+    def split(self, text: str) -> tuple[str, tuple[dict[str, Any], ...]]:
+        """Return (text without calls, calls). The calls have OpenAI's form. Text that is no call stays as it is."""
+        marked = _MARKED.findall(text)
+        if marked:
+            found = [call for each in marked for call in self._calls(each)]
+            rest = _MARKED.sub("", text).strip()
+        else:
+            found, rest = self._calls(text), ""
+        if not found:
+            return text, ()
+        calls = found[:1] if self.single else found
+        return rest, tuple(calls)
+
+    def _calls(self, text: str) -> list[dict[str, Any]]:
+        """Return the calls in a JSON text: an object, or a list of objects. Another text has none."""
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return []
+        several = value if isinstance(value, list) else [value]
+        calls = [self._call(each) for each in several]
+        return [call for call in calls if call is not None]
+
+    def _call(self, value: Any) -> dict[str, Any] | None:
+        known = {_name(tool) for tool in self.described}
+        if not isinstance(value, dict) or value.get("name") not in known:
+            return None
+        given = [value[key] for key in _ARGUMENTS if key in value]
+        arguments: Any = given[0] if given else {}
+        if not isinstance(arguments, dict):
+            return None
+        function = {"name": value["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+        return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
+def read_tools(fields: Fields) -> Tools | None:
+    """Read `tools`, `tool_choice` and `parallel_tool_calls`. Returns None if the answer can't call a tool.
+
+    Raises Refused.
+    """
+    described, choice = fields.any("tools"), fields.any("tool_choice")
+    single = fields.any("parallel_tool_calls") is False
+    if described in (None, []):
+        if choice not in (None, "none", "auto"):
+            raise Refused("tool_choice needs tools", "tool_choice")
+        return None
+    _check(described)
+    tools = Tools(tuple(described), single=single)
+    if choice == "none":
+        return None
+    if choice in (None, "auto"):
+        return tools
+    names = tuple(_name(tool) for tool in described)
+    if choice == "required":
+        return replace(tools, forced=names)
+    wanted = choice.get("function") if isinstance(choice, dict) else None
+    if not isinstance(wanted, dict) or wanted.get("name") not in names:
+        raise Refused(
+            "tool_choice should be none, auto, required, or an object with the name of one of the tools, "
+            f"found {choice!r:.80}",
+            "tool_choice",
+        )
+    return replace(tools, forced=(wanted["name"],))
+
+
+async def with_calls(
+    pieces: AsyncGenerator[Piece, None], tools: Tools
+) -> AsyncGenerator[Piece, None]:
+    """Hold the text of each choice back until its end, and yield it as one piece with its calls."""
+    held: dict[int, Choice] = {}
+    async with aclosing(pieces):
+        async for piece in pieces:
+            choice = held.setdefault(piece.choice, Choice())
+            choice.add(piece)
+            if piece.end is not None:
+                text, calls = tools.split(choice.text)
+                end = "tool_calls" if calls else piece.end
+                yield Piece(piece.choice, text, tuple(choice.tokens), end, calls)
+
+
+def _check(described: Any) -> None:
+    if not isinstance(described, list) or len(described) > MOST_TOOLS:
+        raise Refused(f"tools should be a list of up to {MOST_TOOLS} tools", "tools")
+    for number, tool in enumerate(described):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refused(
+                f"tool {number} should be an object with a function that has a name, found {tool!r:.60}",
+                "tools",
+            )
+        if not isinstance(function.get("parameters", {}), dict):
+            raise Refused(f"the parameters of tool {number} should be a JSON schema", "tools")
+
+
+def _name(tool: Mapping[str, Any]) -> str:
+    name: str = tool["function"]["name"]
+    return name
+
+
+def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function.get("parameters") or ANY_OBJECT
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }

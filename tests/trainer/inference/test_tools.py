@@ -1,0 +1,114 @@
+"""Calls of tools: what is one, what requests may say about tools, and what templates get."""
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron_lite.inference.server.errors import Refused
+from megatron_lite.inference.server.fields import Fields
+from megatron_lite.inference.server.messages import read_messages
+from megatron_lite.inference.server.tools import Tools, read_tools
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+TIME = {"type": "function", "function": {"name": "time"}}
+TOOLS = Tools((WEATHER, TIME))
+
+
+def read(**fields: Any) -> Tools | None:
+    return read_tools(Fields(json.dumps(fields).encode()))
+
+
+@pytest.mark.parametrize(
+    ("text", "rest", "calls"),
+    [
+        (
+            'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>',
+            "I look.",
+            [("weather", {"city": "Köln"})],
+        ),
+        (
+            '<tool_call>{"name": "time", "arguments": {}}</tool_call>\n'
+            '<tool_call>{"name": "weather", "arguments": {"city": "a"}}</tool_call>',
+            "",
+            [("time", {}), ("weather", {"city": "a"})],
+        ),
+        (
+            '{"name": "weather", "parameters": {"city": "b"}}',
+            "",
+            [("weather", {"city": "b"})],
+        ),
+        ('[{"name": "time"}, {"name": "time", "arguments": {}}]', "", [("time", {}), ("time", {})]),
+        ('{"name": "unknown", "arguments": {}}', '{"name": "unknown", "arguments": {}}', []),
+        ('{"name": "time", "arguments": 3}', '{"name": "time", "arguments": 3}', []),
+        ("<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", []),
+        ('{"city": "Köln"}', '{"city": "Köln"}', []),
+        ("plain text", "plain text", []),
+    ],
+)
+def test_calls_are_found_in_an_answer(
+    text: str, rest: str, calls: list[tuple[str, dict[str, Any]]]
+) -> None:
+    left, found = TOOLS.split(text)
+    assert left == rest
+    made = [call["function"] for call in found]
+    assert [(each["name"], json.loads(each["arguments"])) for each in made] == calls
+    assert len({call["id"] for call in found}) == len(calls)
+
+
+def test_one_call_alone_is_taken_where_the_request_says_so() -> None:
+    tools = read(tools=[WEATHER, TIME], parallel_tool_calls=False)
+    assert tools is not None
+    _, calls = tools.split('[{"name": "time"}, {"name": "weather"}]')
+    assert [call["function"]["name"] for call in calls] == ["time"]
+
+
+def test_a_choice_says_which_tools_must_be_called() -> None:
+    assert read(tools=[WEATHER], tool_choice="none") is None
+    assert read() is None
+    every = read(tools=[WEATHER, TIME], tool_choice="required")
+    assert every is not None
+    assert every.forced == ("weather", "time")
+    named = {"type": "function", "function": {"name": "time"}}
+    one = read(tools=[WEATHER, TIME], tool_choice=named)
+    assert one is not None
+    (form,) = one.schema["anyOf"]
+    assert form["properties"] == {"name": {"const": "time"}, "arguments": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tool_choice": "required"}, "needs tools"),
+        ({"tools": "weather"}, "list of up to 128 tools"),
+        ({"tools": [{"function": {}}]}, "a function that has a name"),
+        ({"tools": [{"function": {"name": "a", "parameters": 3}}]}, "should be a JSON schema"),
+        ({"tools": [TIME], "tool_choice": "weather"}, "the name of one of the tools"),
+        ({"tools": [TIME], "tool_choice": {"function": {"name": "b"}}}, "name of one of the tools"),
+    ],
+)
+def test_tools_of_another_form_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        read(**fields)
+
+
+def test_templates_get_arguments_as_objects() -> None:
+    call = {"id": "1", "function": {"name": "weather", "arguments": '{"city": "a"}'}}
+    broken = {"id": "2", "function": {"name": "weather", "arguments": "{"}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call, broken]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+    ]
+    user, assistant, tool = read_messages(messages)
+    assert user == messages[0]
+    assert tool == messages[2]
+    assert assistant["content"] == ""
+    first, second = (each["function"]["arguments"] for each in assistant["tool_calls"])
+    assert (first, second) == ({"city": "a"}, "{")
