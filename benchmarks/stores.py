@@ -1,9 +1,11 @@
 """Conversions from a store to a store, beside boto3 alone that copies the same bytes with the same number of connections.
 
-    python -m benchmarks.stores [--layers 8] [--runs 3] [--latency 0.03] [--json]
+    python -m benchmarks.stores [--layers 8] [--hidden 1024] [--runs 3] [--latency 0.03] [--rate 90] [--json]
 
-The store is a small server in a process of its own on this machine, whose objects are in memory. --latency delays each answer, as
-a distant store does. The two take turns. Times are of the wall clock and of the client's processors; RssAnon is sampled.
+The store is a small server in a process of its own on this machine, whose objects are in memory. It behaves like a distant store:
+--latency delays each answer, and --rate limits each connection. The two take turns. Times are of the wall clock and of the
+client's processors, after both have imported their packages; RssAnon is sampled. On a busy machine, choose a rate so low that the
+store is the limit.
 """
 
 import argparse
@@ -15,22 +17,28 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
+from threading import BoundedSemaphore
 from typing import Any
-
-from tests.models import write_llama
 
 BUCKET = "models"
 CONNECTIONS = 16
 PART = 8 << 20
 _SERVER = """
 import sys, time
-from tests.stores.small_store import SmallStore
-store, pause = SmallStore("models"), float(sys.argv[1])
-if pause:
-    store.hook = lambda asked: time.sleep(pause)
+from tests.stores.small_store import Handler, SmallStore
+latency, seconds_per_byte = float(sys.argv[1]), float(sys.argv[2])
+class Distant(Handler):
+    def _send(self, answer, fault):
+        time.sleep(latency + len(answer[2]) * seconds_per_byte)
+        super()._send(answer, fault)
+store = SmallStore("models", Distant)
+def delay(asked):
+    if asked.action == "part":
+        time.sleep(asked.nbytes * seconds_per_byte)
+store.hook = delay
 print(store.url, flush=True)
 store.serve_forever()
 """
@@ -53,32 +61,50 @@ def upload(directory: Path, prefix: str) -> int:
 
 
 def plain_copy() -> None:
-    """Read all objects in ranges of 8 MiB with 16 connections, and send each range as a part."""
+    """Read all objects in ranges of 8 MiB with 16 connections, and send each range as a part with 16 others."""
     made = client()
-    for each in made.list_objects_v2(Bucket=BUCKET, Prefix="source/")["Contents"]:
-        _copy(made, each["Key"], each["Key"].replace("source/", "copy/"), each["Size"])
+    with ThreadPoolExecutor(CONNECTIONS) as reading, ThreadPoolExecutor(CONNECTIONS) as sending:
+        for each in made.list_objects_v2(Bucket=BUCKET, Prefix="source/")["Contents"]:
+            _copy(made, each["Key"], each["Size"], reading, sending)
 
 
-def _copy(made: Any, key: str, target: str, size: int) -> None:
+def _copy(made: Any, key: str, size: int, reading: Executor, sending: Executor) -> None:
+    target = key.replace("source/", "copy/")
     identity = made.create_multipart_upload(Bucket=BUCKET, Key=target)["UploadId"]
     place = {"Bucket": BUCKET, "Key": target, "UploadId": identity}
+    free = BoundedSemaphore(4 * CONNECTIONS)  # parts in memory
 
-    def move(number: int) -> dict[str, Any]:
+    def read(number: int) -> bytes:
         start = number * PART
         span = f"bytes={start}-{min(start + PART, size) - 1}"
-        content = made.get_object(Bucket=BUCKET, Key=key, Range=span)["Body"].read()
-        tag = made.upload_part(**place, PartNumber=number + 1, Body=content)["ETag"]
+        content: bytes = made.get_object(Bucket=BUCKET, Key=key, Range=span)["Body"].read()
+        return content
+
+    def send(number: int, content: Future[bytes]) -> dict[str, Any]:
+        tag = made.upload_part(**place, PartNumber=number + 1, Body=content.result())["ETag"]
+        free.release()
         return {"PartNumber": number + 1, "ETag": tag}
 
-    with ThreadPoolExecutor(CONNECTIONS) as pool:
-        parts = list(pool.map(move, range(max(1, -(-size // PART)))))
-    made.complete_multipart_upload(**place, MultipartUpload={"Parts": parts})
+    parts = []
+    for number in range(max(1, -(-size // PART))):
+        free.acquire()
+        parts.append(sending.submit(send, number, reading.submit(read, number)))
+    listed = [part.result() for part in parts]
+    made.complete_multipart_upload(**place, MultipartUpload={"Parts": listed})
 
 
 def conversion() -> None:
     from megaconv import convert
 
     convert(f"s3://{BUCKET}/source", f"s3://{BUCKET}/out", saver="core", tp=2, pp=2)
+
+
+def plan() -> None:
+    """Import everything that a conversion needs."""
+    from megaconv import convert
+
+    words = {"saver": "core", "tp": 2, "pp": 2}
+    convert(f"s3://{BUCKET}/source", f"s3://{BUCKET}/out", dry_run=True, **words)
 
 
 WORK: dict[str, Callable[[], None]] = {"boto3 alone": plain_copy, "megaconv": conversion}
@@ -88,6 +114,9 @@ def measure(name: str) -> dict[str, float]:
     """Run one of the two in this process. Returns seconds of the wall clock and of processors, and bytes of memory."""
     most, over = [0], threading.Event()
     watcher = threading.Thread(target=_watch, args=(most, over))
+    client().list_objects_v2(Bucket=BUCKET)
+    if name == "megaconv":
+        plan()
     watcher.start()
     wall, processor = time.perf_counter(), time.process_time()
     WORK[name]()
@@ -119,9 +148,14 @@ def clear() -> None:
             made.delete_object(Bucket=BUCKET, Key=each["Key"])
 
 
-def compare(layers: int, runs: int, latency: float) -> dict[str, Any]:
-    """Return the size of the model, and the medians of both."""
-    command = [sys.executable, "-c", _SERVER, str(latency)]
+def compare(
+    layers: int, hidden: int, runs: int, latency: float, megabytes: float
+) -> dict[str, Any]:
+    """Return the size of the model, and the medians of both. megabytes: a second and connection; 0 for no limit."""
+    from tests.models import write_llama  # imports torch, which the measured processes don't have
+
+    slowness = 1e-6 / megabytes if megabytes else 0.0
+    command = [sys.executable, "-c", _SERVER, str(latency), str(slowness)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -130,7 +164,9 @@ def compare(layers: int, runs: int, latency: float) -> dict[str, Any]:
             "AWS_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true", "NO_PROXY": "127.0.0.1",
         }  # fmt: skip
         with tempfile.TemporaryDirectory() as directory:
-            source = write_llama(Path(directory) / "model", layers=layers, hidden=1024, vocab=8192)
+            source = write_llama(
+                Path(directory) / "model", layers=layers, hidden=hidden, vocab=8192
+            )
             size = upload(source, "source")
         found: dict[str, list[dict[str, float]]] = {name: [] for name in WORK}
         for _ in range(runs):
@@ -144,21 +180,25 @@ def compare(layers: int, runs: int, latency: float) -> dict[str, Any]:
         name: {key: median(each[key] for each in results) for key in results[0]}
         for name, results in found.items()
     }
-    return {"bytes": size, "latency": latency, **medians}
+    return {"bytes": size, "latency": latency, "rate": megabytes, **medians}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure conversions from a store to a store.")
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--latency", type=float, default=0.03, help="seconds before each answer")
+    parser.add_argument(
+        "--rate", type=float, default=0, help="MB per second and connection (default: no limit)"
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.only:
         print(json.dumps(measure(given.only)))
         return
-    found = compare(given.layers, given.runs, given.latency)
+    found = compare(given.layers, given.hidden, given.runs, given.latency, given.rate)
     if given.json:
         print(json.dumps(found))
         return

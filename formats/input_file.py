@@ -60,6 +60,11 @@ class InputFile:
         else:
             self._partial.read_into(offset, out.data.cast("B"), tensor)
 
+    def announce(self, tensor: Span) -> None:
+        """Announce a tensor that will be read completely. A stand-in fetches it ahead."""
+        if self._partial is not None:
+            self._partial.announce(tensor)
+
     def expect(self, spans: Sequence[Span]) -> None:
         """Announce small ranges that will be read one by one. A stand-in fetches them together."""
         if self._partial is not None:

@@ -50,6 +50,10 @@ class PartialFile(Protocol):
         """Fill a buffer with bytes of a tensor. tensor: the range of the whole tensor, which is likely to be read."""
         ...
 
+    def announce(self, tensor: Span) -> None:
+        """Fetch the range of a tensor ahead, as far as memory allows: somebody will read all of it soon."""
+        ...
+
     def read(self, offset: int, count: int) -> bytes:
         """A small range that is not part of a tensor: of a header, a directory, a pickle."""
         ...

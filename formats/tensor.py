@@ -94,6 +94,13 @@ class LazyTensor(Protocol):
         ...
 
 
+def announce(tensor: LazyTensor) -> None:
+    """Tell that all of a tensor will be read soon. Bytes in a store are fetched ahead, if the tensor says where they are."""
+    method = getattr(tensor, "announce", None)
+    if method is not None:
+        method()
+
+
 def row_blocks(shape: Shape, dtype: str, block_bytes: int) -> Iterator[Box]:
     """Yield boxes of at most block_bytes (and at least one element) that cover a tensor in row-major order, front to
     back."""
@@ -139,11 +146,19 @@ class FileTensor:
                 code="truncated-file",
             )
 
+    @property
+    def _span(self) -> tuple[int, int]:
+        return self.offset, self.offset + byte_count(self.shape, self.dtype)
+
+    def announce(self) -> None:
+        """Have the bytes fetched ahead."""
+        self.file.announce(self._span)
+
     def read_into(self, box: Box, out: Bytes) -> None:
         itemsize = ITEMSIZE[self.dtype]
         _, cols = matrix_shape(self.shape)
         start = self.offset + (box.row0 * cols + box.col0) * itemsize
-        span = self.offset, self.offset + byte_count(self.shape, self.dtype)
+        span = self._span
         # Whole rows, or a part of one row, are contiguous in the file: one read is enough.
         if box.cols == cols or box.rows == 1:
             whole = out if out.flags.c_contiguous else np.empty(out.shape, np.uint8)
@@ -244,6 +259,10 @@ class ComputedTensor:
     def dtype(self) -> str:
         return self.source.dtype
 
+    def announce(self) -> None:
+        """Have the other tensor's bytes fetched ahead."""
+        announce(self.source)
+
 
 @dataclass(frozen=True)
 class ReshapedTensor:
@@ -255,6 +274,10 @@ class ReshapedTensor:
     @property
     def dtype(self) -> str:
         return self.source.dtype
+
+    def announce(self) -> None:
+        """Have the other tensor's bytes fetched ahead."""
+        announce(self.source)
 
     def read_into(self, box: Box, out: Bytes) -> None:
         cols, stored_cols = matrix_shape(self.shape)[1], matrix_shape(self.source.shape)[1]

@@ -43,6 +43,8 @@ def build(args: Namespace, config: "TransformerConfig") -> Any:
         parallel_output=False,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
     ).eval()
 
 

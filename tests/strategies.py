@@ -1,5 +1,6 @@
 """Random models and layouts for property tests: small, and with every feature that the tables know."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -161,16 +162,17 @@ def hybrid_fields(
 
 
 MIXED_LAYERS = ("bamba", "granite_moe_hybrid")
-"""Families with layers of a Mamba 2 or attention, and an MLP: Megatron has no words for such layers."""
-ONE_NORM = ("codegen", "cohere", "cohere2", "falcon", "gptj", "phi")
+"""Families with layers of a Mamba 2 or attention, and an MLP. Megatron has words for them as two layers each."""
+ONE_NORM = ("codegen", "cohere", "cohere2", "cohere2_moe", "falcon", "gptj", "phi")
 """Families whose attention and MLP read the output of one norm."""
 OTHER_NORMS = ("flex_olmo", "hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat", "olmo", "persimmon")
 """Families whose norms have no weights, or follow rope or experts, or have biases on q and k."""
-OTHER_POSITIONS = ("biogpt", "bloom", "gpt_neo", "mpt", "opt")
+OTHER_POSITIONS = ("biogpt", "bloom", "ctrl", "gpt_neo", "mpt", "opt", "xglm")
 """Families with ALiBi, or with learned positions beside windows or after unused rows."""
 OF_GRANITE = ("granite_moe", "granite_moe_shared", "granite_moe_swa", "granite_swa")
-OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, "gpt_bigcode")
-BEYOND_MEGATRON = (*MIXED_LAYERS, *OTHER_LAYERS)
+OTHERS = ("aria_text", "flint", "gpt_bigcode", "gpt_neox_japanese", "minicpm3")
+OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
+BEYOND_MEGATRON = ("granite_moe_hybrid", *OTHER_LAYERS)
 """Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""
 
 
@@ -202,7 +204,19 @@ def mixed_layers(draw: Draw, config: ModelConfig, tp: int, ep: int, etp: int) ->
     }
     plain = {"attention.qk_norm": False, "mlp.bias": False, "norm.zero_centered": False}
     layers = {"layers.mixer": one_or_each(tuple(mixers)), "layers.mlp": "dense"}
+    if config.family == "bamba":
+        layers = in_two_parts(mixers)
     return {**layers, **mamba, **plain, "mlp.gated": True, **(experts if count else {})}
+
+
+def in_two_parts(mixers: Sequence[str]) -> dict[str, Any]:
+    """Of a Bamba with these mixers: an MLP follows each of them as a layer of its own."""
+    return {
+        "layers.count": 2 * len(mixers),
+        "layers.mixer": tuple(part for mixer in mixers for part in (mixer, "none")),
+        "layers.mlp": ("none", "dense") * len(mixers),
+        "norm.epsilon": 1e-5,  # Megatron's, inside a Mamba 2
+    }
 
 
 BIASES_AND_NORMS = ("attention.qkv_bias", "attention.o_bias", "mlp.bias", "attention.qk_norm")

@@ -135,6 +135,12 @@ MAMBA: dict[str, Any] = {
     "n_groups": 4,
     "ssm_state_size": 5,
 }
+MIXED: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 4,
+    "mamba_d_state": 5,
+}
 MAMBA2: dict[str, Any] = {
     "num_heads": 8,
     "head_dim": 16,
@@ -326,6 +332,11 @@ VARIANTS = {
     "nemotron_h": Variant(
         "nemotron_h", {**MAMBA, "hybrid_override_pattern": "M*-M"}, {"epsilon": {"layer_norm_epsilon": 1e-2}},
         ("tp2 pp2", "tp2 pp2, layers 1+3", "tp4 pp1, release"), QUICK,
+    ),
+    "bamba": Variant(
+        "bamba", {**MIXED, "attn_layer_indices": [1], "rms_norm_eps": 1e-5},
+        {"attention elsewhere": {"attn_layer_indices": [2]}, "whole heads": rope(5000.0, partial_rotary_factor=1.0)},
+        ("tp2 pp2", "tp1 pp1", "tp4 pp1, release"), QUICK,
     ),
 }  # fmt: skip
 GPT_OSS_YARN: dict[str, Any] = {
@@ -526,12 +537,6 @@ GRANITE = {
     "attention_multiplier": 0.1,
     "shared_intermediate_size": 56,
 }
-MIXED: dict[str, Any] = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 4,
-    "mamba_d_state": 5,
-}
 MIXED_LAYERS = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 }
@@ -637,9 +642,37 @@ BEYOND_MEGATRON = {
         "persimmon", {"layer_norm_eps": 1e-3}, {"epsilon": {"layer_norm_eps": 1e-5}, "whole heads": rope(5000.0, partial_rotary_factor=1.0)}
     ),
     "persimmon, no norms of q and k": Variant("persimmon", {"layer_norm_eps": 1e-3, "qk_layernorm": False}),
-    "bamba": Variant(
-        "bamba", {**MIXED, "attn_layer_indices": [1]},
-        {"attention elsewhere": {"attn_layer_indices": [2]}, "epsilon": {"rms_norm_eps": 1e-2}},
+    "flint": Variant(
+        "flint",
+        {**EXPERTS, "num_experts": 4, "head_dim": 12, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1],
+         "sliding_window": WINDOW, **every_other_window()},
+        {"one less": {"sliding_window": WINDOW - 1}, "weights left as they are": {"norm_topk_prob": False}},
+    ),
+    "aria_text": Variant("aria_text", {"moe_num_experts": 4, "intermediate_size": 40}, {"one expert": {"moe_topk": 1}}),
+    "minicpm3": Variant(
+        "minicpm3", {**LATENT_ALONE, "pad_token_id": None, "scale_emb": 3, "scale_depth": 0.7, "dim_model_base": 16},
+        {"embedding": {"scale_emb": 2}, "residual": {"scale_depth": 1.1}, "logits": {"dim_model_base": 32}},
+    ),
+    "xglm": Variant(
+        "xglm", {"d_model": 64, "num_layers": LAYERS, "attention_heads": 8, "ffn_dim": 80, "pad_token_id": 1},
+        {"unscaled": {"scale_embedding": False}, "activation": {"activation_function": "gelu_new"}},
+    ),
+    "ctrl": Variant("ctrl", {"n_embd": 64, "n_layer": LAYERS, "n_head": 8, "dff": 80, "layer_norm_epsilon": 1e-6}),
+    "cohere2_moe": Variant(
+        "cohere2_moe",
+        {"layer_norm_eps": 1e-3, "num_experts": 4, "head_dim": 12, "sliding_window": WINDOW, "first_k_dense_replace": 1,
+         "prefix_dense_intermediate_size": 56, "num_shared_experts": 1, "shared_expert_combination_strategy": "sum"},
+        {"one expert": {"num_experts_per_tok": 1}, "scores": {"expert_selection_fn": "sigmoid"}},
+    ),
+    "cohere2_moe, sigmoid": Variant(
+        "cohere2_moe", {"rms_norm_eps": 1e-3, "num_experts": 4, "head_dim": 12, "expert_selection_fn": "sigmoid", "norm_topk_prob": False},
+    ),
+    "gpt_neox_japanese": Variant(
+        "gpt_neox_japanese", {"layer_norm_eps": 1e-3, "num_key_value_heads": 8, **rope(5000.0, partial_rotary_factor=0.5)},
+        {"epsilon": {"layer_norm_eps": 1e-5}},
+    ),
+    "bamba, epsilon": Variant(
+        "bamba", {**MIXED, "attn_layer_indices": [1]}, {"epsilon": {"rms_norm_eps": 1e-2}}
     ),
     "granite_moe_hybrid": Variant(
         "granitemoehybrid", {**MIXED, **MIXED_LAYERS, **GRANITE, "num_local_experts": 0, "position_embedding_type": "rope"},

@@ -10,7 +10,7 @@ identity, instance metadata. Requests are repeated by `patience.py` and not by b
 
 import logging
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from threading import Lock
 from typing import Any
 
@@ -165,15 +165,32 @@ _making = Lock()
 
 def unsigned_client(endpoint: str) -> Any:
     """boto3's client for another store that speaks S3's protocol. Its requests aren't signed."""
-    import boto3
     from botocore import UNSIGNED
     from botocore.config import Config
 
     paths = {"addressing_style": "path"}
     config = Config(**_settings(), signature_version=UNSIGNED, s3=paths)
     with _making:
-        session = boto3.Session(region_name="auto")
-        return session.client("s3", endpoint_url=endpoint, config=config)
+        place = {"region_name": "auto", "endpoint_url": endpoint}
+        return _session().create_client("s3", **place, config=config)
+
+
+def _session() -> Any:
+    """A new session of botocore, which finds credentials and settings as boto3 does."""
+    import botocore.session
+
+    session = botocore.session.get_session()
+    descriptions = _descriptions(session.get_config_variable("data_path"))
+    session.register_component("data_loader", descriptions)
+    return session
+
+
+@cache
+def _descriptions(paths: str | None) -> Any:
+    """botocore's descriptions of services. Parsing them takes most of the time to make a client."""
+    from botocore.loaders import create_loader
+
+    return create_loader(paths)
 
 
 def _settings() -> dict[str, Any]:
@@ -190,7 +207,6 @@ def _settings() -> dict[str, Any]:
 
 def _client() -> tuple[bool, Any]:
     """(True if requests are signed, boto3's client). Without any credentials, requests go out unsigned."""
-    import boto3
     from botocore import UNSIGNED
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
@@ -198,11 +214,11 @@ def _client() -> tuple[bool, Any]:
     settings = _settings()
     try:
         with _making:
-            session = boto3.Session()
+            session = _session()
             signed = session.get_credentials() is not None
             if not signed:
                 _log.warning("s3: no credentials were found; requests are not signed")
                 settings["signature_version"] = UNSIGNED
-            return signed, session.client("s3", config=Config(**settings))
+            return signed, session.create_client("s3", config=Config(**settings))
     except (BotoCoreError, ValueError) as error:
         raise s3_errors.of_configuration(error) from error

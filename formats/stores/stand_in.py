@@ -51,6 +51,9 @@ class StandIn:
     def read_into(self, offset: int, out: memoryview, tensor: Span | None) -> None:
         self._windows.read_into(offset, out, tensor)
 
+    def announce(self, tensor: Span) -> None:
+        self._windows.announce(tensor)
+
     def read(self, offset: int, count: int) -> bytes:
         if not count:
             return b""

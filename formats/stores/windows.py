@@ -2,6 +2,7 @@
 
     first read of a tensor      one aligned window of 8 MiB, which neighbouring tensors share
     reads that follow on        the next windows, fetched ahead by threads of their own
+    tensors that come next      their windows, in the order of the tensors, while memory has room
     a read somewhere else       only the pages of 1 MiB that it touches: the rest may belong to another shard
 
 All objects of a process share one budget. Windows that were read leave first.
@@ -15,15 +16,18 @@ from functools import partial
 from queue import SimpleQueue
 
 from formats.partial_files import Span
+from formats.stores.announced import Announced
 
 PAGE = 1 << 20
 WINDOW = 8 << 20
-BUDGET = 128 << 20
+BUDGET = 160 << 20
 """Most bytes of windows in memory. Each thread that waits for its own window may exceed it by this window."""
 AHEAD = 4
 """Most windows that are fetched ahead of one reader."""
 CONNECTIONS = 16
 """Threads that fetch ahead."""
+KEPT_FREE = 3 * WINDOW
+"""The part of the budget that tensors which come next leave to readers that wait."""
 
 Fill = Callable[[int, memoryview], None]
 """A function that fills a buffer with an object's bytes from an offset on."""
@@ -75,9 +79,35 @@ class Windows:
             ]
             window.unread -= stop - position
             position = stop
+            self._go_on(tensor, window)
         reader.end = end
         if tensor is not None and reader.pages * PAGE >= WINDOW:
             self._fetch_ahead(end, tensor[1], reader)
+
+    def _go_on(self, tensor: Span | None, window: _Window) -> None:
+        """Have announced windows fetched, if a window that was read makes room for them."""
+        with _LOCK:
+            announced = _SHARED.announced
+            if tensor is not None:
+                announced.note(self, tensor, window.end)
+            if window.unread <= 0:
+                announced.fetch()
+
+    def announce(self, tensor: Span) -> None:
+        """Have the windows of a tensor fetched, after those that were announced before."""
+        with _LOCK:
+            _SHARED.announced.add(self, tensor)
+            _SHARED.announced.fetch()
+
+    def fetch_from(self, position: int) -> int | None:
+        """See `Owner`. The caller has locked the register."""
+        window = self._pages.get(position // PAGE)
+        if window is None:
+            if not _SHARED.has_room(WINDOW + KEPT_FREE):
+                return None
+            window = self._new_window(position // PAGE * PAGE, position, WINDOW // PAGE)
+            _PREFETCH.put(partial(self._fetch, window))
+        return window.end
 
     def held(self, start: int, end: int) -> bytes | None:
         """The bytes of a range if one window in memory has them all."""
@@ -171,6 +201,7 @@ class _Shared:
     def __init__(self) -> None:
         self._windows: OrderedDict[int, tuple[Windows, _Window]] = OrderedDict()
         self._nbytes = 0
+        self.announced = Announced()
 
     def add(self, owner: Windows, window: _Window) -> None:
         self._windows[id(window)] = owner, window

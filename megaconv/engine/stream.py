@@ -6,7 +6,7 @@ until it is taken. Both sides run concurrently. If one side ends, the other side
 
 import threading
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 from typing import Any
 
 from formats.lazy_numpy import np
@@ -157,6 +157,11 @@ class Stream:
         if not self._waiting or self._ahead is None or not self._unfinished:
             return bool(self._waiting)
         return self._waiting[0][1] < min(self._unfinished) + self._ahead
+
+    def upcoming(self, count: int) -> list[tuple[Key, LazyTensor]]:
+        """The tensors that come next, in their order, as far as they are in the queue."""
+        with self._changed:
+            return [(key, tensor) for _, _, key, tensor in nsmallest(count, self._waiting)]
 
     # Either side.
 

@@ -26,6 +26,7 @@ from formats.tensor import (
     Box,
     Bytes,
     LazyTensor,
+    announce,
     box_blocks,
     byte_count,
     check_later,
@@ -37,7 +38,7 @@ from megaconv.engine.parts import PartPlan
 from megaconv.engine.plan import Placement, needed_boxes
 from megaconv.engine.runs import Run, total, zeros
 from megaconv.engine.shares import Share
-from megaconv.engine.stream import Stream
+from megaconv.engine.stream import MAX_WAITING, Stream
 from megaconv.errors import Cancelled, UsageError
 from megaconv.model.assembled import overlap, window
 from megaconv.model.ir import Key
@@ -109,6 +110,8 @@ class Transfer:
             if _BEGUN not in entry:
                 finished = _Finished.from_json(entry)
                 self._done[finished.key] = finished
+        self._announced: set[Key] = set()
+        """The tensors that are fetched ahead, if they are in a store."""
         self._unrecorded: list[_Finished] = []
         self._lock = threading.Lock()
         self._files: dict[str, OutputFile] = {}
@@ -183,6 +186,7 @@ class Transfer:
         buffers = _Buffers(self._block_bytes)
         try:
             for key, tensor in stream:
+                self._announce([(key, tensor), *stream.upcoming(MAX_WAITING)])
                 hashed = key in self._hashed
                 if key in self._done:
                     self._advance(byte_count(tensor.shape, tensor.dtype) if hashed else 0)
@@ -199,6 +203,18 @@ class Transfer:
             pass
         except BaseException as error:
             stream.fail(error)
+
+    def _announce(self, upcoming: Sequence[tuple[Key, LazyTensor]]) -> None:
+        """Have tensors that come next fetched ahead, if all of their bytes are needed."""
+        with self._lock:
+            new = [(key, tensor) for key, tensor in upcoming if self._is_new(key)]
+            self._announced.update(key for key, _ in new)
+        for _, tensor in new:
+            announce(tensor)
+
+    def _is_new(self, key: Key) -> bool:
+        is_needed = key in self._hashed and key not in self._done
+        return is_needed and key not in self._announced
 
     def _move(self, stream: Stream, key: Key, tensor: LazyTensor, buffers: "_Buffers") -> _Finished:
         places = self._plan.placements.get(key, ())

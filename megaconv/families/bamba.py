@@ -1,18 +1,30 @@
 """Bamba: each layer is a Mamba 2 or attention, and a gated MLP. Half of each attention head rotates.
 
-Megatron core's hybrid stack has layers of one part each, so a Bamba is converted between Hugging Face's files only, and
-trained.
+Megatron core's hybrid stack has layers of one part each. A Bamba of n layers is therefore described as 2n layers, `M-` or
+`*-` for each of its own:
+
+    hf       model.layers.{l/2}.{input_layernorm, mamba | self_attn}, model.layers.{l/2}.{pre_ff_layernorm, feed_forward}
+    core     decoder.layers.{l}.{mixer | self_attention},             decoder.layers.{l}.mlp
+
+Source: BambaConfig and BambaMixer of transformers 5; mamba_block.py of megatron-core 0.16.1.
 """
 
+from dataclasses import replace
+
+from megaconv.errors import NotExpressible
 from megaconv.families import Family
-from megaconv.families.parts.decoder_keys import ATTENTION_BIASES, LLAMA_LIKE, decoder_keys
-from megaconv.families.parts.decoder_rows import EMBEDDING, MLP
+from megaconv.families.parts.decoder_keys import (
+    ATTENTION_BIASES,
+    LLAMA_LIKE,
+    decoder_keys,
+)
+from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD, MLP
 from megaconv.families.parts.keys import Fields, Keys, Raw, flags, need_size
-from megaconv.families.parts.mamba_and_mlp import HF, MAMBA_ONLY, MAMBA_SIZES, MIXERS, ends
+from megaconv.families.parts.mamba_and_mlp import HF, MAMBA_ONLY, MAMBA_SIZES, MIXERS
 from megaconv.families.parts.rope import partial_rotation
 from megaconv.families.parts.row_changes import in_core, respelled
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import per_layer
+from megaconv.model.table import Row
 
 _NAMES = {
     "layers.{l}.mlp_norm.weight": {"hf": HF + "pre_ff_layernorm.weight"},
@@ -23,33 +35,66 @@ _NAMES = {
 }
 FEED_FORWARD = respelled(MLP, _NAMES)
 """The rows of the MLP under Bamba's and Falcon-H1's names."""
-ROWS = in_core((EMBEDDING, *MIXERS, *FEED_FORWARD, *ends("model.final_layernorm.weight")))
 
-_INDICES = "attn_layer_indices"
+
+def _of_two_parts(row: Row) -> Row:
+    """The row with Hugging Face's names, which count a mixer and the MLP after it as one layer."""
+    names = dict(row.names)
+    names["hf"] = tuple(
+        replace(one, name=one.name.replace("{l}", "{l/2}")) for one in row.names["hf"]
+    )
+    return replace(row, names=names)
+
+
+_FINAL_NORM = HEAD[0].renamed(hf="model.final_layernorm.weight", core="decoder.final_norm.weight")
+_TABLE = (EMBEDDING, *MIXERS, *FEED_FORWARD, _FINAL_NORM, HEAD[1])
+ROWS = tuple(map(_of_two_parts, in_core(_TABLE)))
+
+_COUNT, _INDICES = "num_hidden_layers", "attn_layer_indices"
 
 
 def _read_layers(raw: Raw) -> Fields:
-    layers = need_size(raw, "num_hidden_layers", 32)
+    layers = need_size(raw, _COUNT, 32)
     attends = raw.get(_INDICES) or ()
-    return {"layers.mixer": per_layer(attends, layers, "attention", "mamba")}
+    mixers = ("attention" if layer in attends else "mamba" for layer in range(layers))
+    return {
+        "layers.count": 2 * layers,
+        "layers.mixer": tuple(part for mixer in mixers for part in (mixer, "none")),
+        "layers.mlp": ("none", "dense") * layers,
+    }
 
 
 def _write_layers(config: ModelConfig) -> Raw:
-    return {_INDICES: list(config.layers_with("attention"))}
+    """Raises NotExpressible for a layer that isn't a mixer before an MLP, or an MLP after a mixer."""
+    for layer, kind in enumerate(config.layers):
+        of_mlp = kind.mixer == "none" and kind.mlp == "dense"
+        of_mixer = kind.mixer in ("mamba", "attention") and kind.mlp == "none"
+        if not (of_mlp if layer % 2 else of_mixer):
+            raise NotExpressible(
+                f"the model's layers.mixer and layers.mlp of layer {layer} are {kind.mixer!r} and {kind.mlp!r}; a Bamba has a mixer and "
+                "an MLP by turns"
+            )
+    if config.layer_count % 2:
+        raise NotExpressible(
+            "the model's last layer is a mixer; a Bamba has an MLP after each mixer"
+        )
+    attends = [layer // 2 for layer in config.layers_with("attention")]
+    return {_COUNT: config.layer_count // 2, _INDICES: attends}
 
 
+_OF_DECODERS = decoder_keys(
+    positions=262144, kv_heads=8, ffn=14336, epsilon=1e-5, partial=partial_rotation(0.5), tokens=(1, 2, 0)
+)  # fmt: skip
 _KEYS = (
-    *decoder_keys(
-        positions=262144, kv_heads=8, ffn=14336, epsilon=1e-5, partial=partial_rotation(0.5), tokens=(1, 2, 0)
-    ),
+    *(keys for keys in _OF_DECODERS if _COUNT not in keys.names),
     ATTENTION_BIASES,
     flags("mlp_bias", ("mlp.bias",), default=False),
-    Keys((_INDICES,), _read_layers, _write_layers),
+    Keys((_COUNT, _INDICES), _read_layers, _write_layers),
     *MAMBA_SIZES,
-)  # fmt: skip
+)
 
 FAMILY = Family(
-    "bamba", ("BambaForCausalLM",), "bamba", ROWS, keys=_KEYS, fixed=LLAMA_LIKE, only=MAMBA_ONLY, recognized=None,
-    aliases={"layer_types": "layers_block_type"},
-    proven="names",
+    "bamba", ("BambaForCausalLM",), "bamba", ROWS, keys=_KEYS, fixed=LLAMA_LIKE, only=MAMBA_ONLY,
+    recognized="hybrid_stack mamba_layers rope !norm_bias !zero_centered silu gated !mixture",
+    aliases={"layer_types": "layers_block_type"}, proven="custom module",
 )  # fmt: skip

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from formats.lazy_numpy import np
-from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, reshaped
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, announce, reshaped
 from megaconv.errors import TensorMismatch
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.natives import NativeTensor, Region
@@ -61,6 +61,11 @@ class Assembled:
     The parts are sorted only when the tensor is first read, because a model may have very many of them.
     """
     _reported: set[str] | None = field(default=None, repr=False)
+
+    def announce(self) -> None:
+        """Have the bytes of all parts fetched ahead."""
+        for part in self.parts:
+            announce(part.source)
 
     def read_into(self, box: Box, out: Bytes) -> None:
         itemsize = ITEMSIZE[self.dtype]

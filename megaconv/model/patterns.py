@@ -26,7 +26,11 @@ def _product(axis: str, sizes: Mapping[str, int]) -> int:
 
 
 def of_layer(pattern: str, layer: int) -> str:
-    """A name with its layer number. The placeholder `{e}` stays in it."""
+    """A name with its layer number. The placeholder `{e}` stays in it.
+
+    `{l-1}` is the layer before. `{l/2}` is half the number, for names that count a mixer and an MLP as one layer.
+    """
     if "{l" not in pattern:
         return pattern
-    return pattern.replace("{l}", str(layer)).replace("{l-1}", str(layer - 1))
+    named = pattern.replace("{l}", str(layer))
+    return named.replace("{l-1}", str(layer - 1)).replace("{l/2}", str(layer // 2))

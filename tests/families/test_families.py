@@ -886,7 +886,7 @@ def test_what_proves_a_family_is_what_the_oracles_do() -> None:
     computed = {family_of(variant) for variant in proven.values()} | {"bert", "t5"}
     computed.add("retro")  # by core 0.15.3: tests/megatron/test_retro_loads.py
     # Gemma's embedding is scaled by the oracle, norms of some of Llama 4's layers are left out; the kernel of Mamba's scan is its own.
-    custom = {*NEEDS, "gemma", "llama4", "mamba2", "nemotron_h", "vaultgemma"}
+    custom = {*NEEDS, "bamba", "gemma", "llama4", "mamba2", "nemotron_h", "vaultgemma"}
     for name, family in families().items():
         expected = (
             ("custom module" if name in custom else "megatron-core")

@@ -58,6 +58,7 @@ from tests.strategies import (
     has_mamba,
     has_mtp,
     hybrid_fields,
+    in_two_parts,
     own_fields,
     sharded_models,
     speaks_of,
@@ -142,6 +143,8 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
             "linear.conv": 4,
         }
         config = changed(config, {"layers.mixer": ("linear", "attention"), **sizes})
+    if family == "bamba":
+        return changed(config, MIXED | in_two_parts(("mamba", "attention")))
     if family in MIXED_LAYERS:
         return changed(config, MIXED | (SHARED_EXPERTS if has_experts(family) else {}))
     if has_mamba(family):
@@ -179,7 +182,7 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
 def every_kind(family: str) -> list[ModelConfig]:
     """Models that together have every row of a family's table, where one can't have all."""
     config = everything(family)
-    if family in MIXED_LAYERS:
+    if family == "granite_moe_hybrid":
         return [config, changed(config, {"layers.mixer": "attention", "layers.mlp": "dense"})]
     if family == "hyperclovax":
         return [config, changed(config, {"norm.place": "both"})]

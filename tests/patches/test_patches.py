@@ -248,6 +248,15 @@ def test_a_failed_run_leaves_nothing_and_keeps_what_was_there(old: Path, tmp_pat
     assert snapshot(target) == before
 
 
+def test_a_gigantic_shape_is_refused_at_once(old: Path, tmp_path: Path) -> None:
+    make(old, trained(old, tmp_path / "new"), tmp_path / "patch")
+    index = json.loads((tmp_path / "patch" / "delta.json").read_text())
+    index["tensors"][3][3] = [1 << 40, 1 << 40]
+    (tmp_path / "patch" / "delta.json").write_text(json.dumps(index))
+    outcome = run("apply", old, tmp_path / "patch", "--save-dir", tmp_path / "made")
+    assert_refused(outcome, 3, "1 blocks, expected more")
+
+
 def test_overwrite_replaces_neither_an_input_nor_other_files(old: Path, tmp_path: Path) -> None:
     new = trained(old, tmp_path / "new")
     letters = tmp_path / "letters"

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from formats.stores import part_sizes, patience
-from tests.stores import proxy, small_store
+from tests.stores import azurite, proxy, small_store
+from tests.stores.azurite import Azurite
 from tests.stores.proxy import Proxy
 from tests.stores.small_azure import SmallAzure
 from tests.stores.small_google import SmallGoogle
@@ -154,6 +155,28 @@ def azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallAzur
     """An empty container of Azure's. Parts have 16 KiB."""
     pytest.importorskip("azure.storage.blob")
     with small_store.running(SmallAzure(BUCKET)) as server:
+        point_at("http://127.0.0.1:9", tmp_path, monkeypatch)
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", server.settings)
+        monkeypatch.setattr(part_sizes, "PART_BYTES", 16 << 10)
+        yield server
+
+
+@pytest.fixture(scope="session")
+def _azurite() -> Iterator[int]:
+    """The port of Microsoft's emulator."""
+    pytest.importorskip("azure.storage.blob")
+    if azurite.PROGRAM is None:
+        pytest.skip(
+            "azurite-blob is not in PATH, and AZURITE names no such program (CONTRIBUTING.md)"
+        )
+    with azurite.running() as port:
+        yield port
+
+
+@pytest.fixture
+def microsofts(_azurite: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Azurite]:
+    """An empty container of azurite. Parts have 16 KiB."""
+    with small_store.running(Azurite(BUCKET, _azurite)) as server:
         point_at("http://127.0.0.1:9", tmp_path, monkeypatch)
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", server.settings)
         monkeypatch.setattr(part_sizes, "PART_BYTES", 16 << 10)

@@ -15,8 +15,8 @@ ACCOUNT, KEY = "devstoreaccount1", base64.b64encode(b"marked secret of the tests
 class SmallAzure(SmallStore):
     """A container. `blocks` has the blocks that no commit has used, by object and id."""
 
-    def __init__(self, bucket: str) -> None:
-        super().__init__(bucket, AzureHandler)
+    def __init__(self, bucket: str, handler: "type[AzureHandler] | None" = None) -> None:
+        super().__init__(bucket, handler or AzureHandler)
 
     def clear(self) -> None:
         super().clear()

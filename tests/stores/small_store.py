@@ -124,6 +124,11 @@ class SmallStore(ThreadingHTTPServer):
         tag = tag or f'"{md5(content).hexdigest()}"'
         return Object(content, tag, crc, time.time(), next(self.numbers) + 1)
 
+    def all_keys(self) -> list[str]:
+        """The keys of all objects, in order."""
+        with self.lock:
+            return sorted(self.objects)
+
     def below(self, prefix: str) -> dict[str, bytes]:
         """Content of the objects below a prefix, by name."""
         with self.lock:

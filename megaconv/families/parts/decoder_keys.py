@@ -156,7 +156,10 @@ GELUS = {
 }
 """transformers' names of gelu, exact and approximate."""
 
-DENSE = "rope pre_norm !sinks !clamped !output_gate !linear_layers !qk_l2_norm !probs_on_input !mixture !mla !encoder !transform"
+DENSE = (
+    "rope pre_norm !sinks !clamped !output_gate !linear_layers !hybrid_stack !qk_l2_norm !probs_on_input !mixture !mla !encoder "
+    "!transform"
+)
 """Features that distinguish dense decoders with rotary positions from all other models."""
 PLAIN = f"{DENSE} !norm_bias silu gated !zero_centered !interleaved !skips_rope"
 """Features that distinguish Llama-like decoders among them. Each family adds the features that distinguish it from the

@@ -14,6 +14,8 @@ core 0.16.1, hybrid_layer_allocation.py and arguments.py of Megatron-LM at d98e8
 from argparse import Namespace
 from typing import Any
 
+from megaconv.errors import NotExpressible
+from megaconv.families import family
 from megaconv.megatron.arguments.beyond_core import positive_number
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.layout import Layout, split_arguments
@@ -28,6 +30,8 @@ _SIZES = {
 }
 NEEDED_OF_MAMBA = {"mamba.groups": "mamba_num_groups", "mamba.state": "mamba_state_dim"}
 """Fields that tensors don't show -> the argument that gives them."""
+EPSILON = 1e-5
+"""The epsilon of the norm after the gate in Megatron, whatever --norm-epsilon is."""
 _BY_PATTERN = {
     "pipeline_model_parallel_layout": None,
     "num_layers_per_virtual_pipeline_stage": None,
@@ -40,15 +44,28 @@ def mamba_arguments(
     """All arguments of hybrids; empty for other models.
 
     beside_config: True if a config.json beside the checkpoint describes the layers too. Otherwise, raises
-    NotExpressible for layers without a symbol.
+    NotExpressible for layers without a symbol, and for mixers with another epsilon than Megatron's.
     """
     if not config.has("hybrid_stack"):
         return {}
     sizes = {name: value_of(config, field) for name, field in _SIZES.items()}
     given = sizes if config.has("mamba_layers") else {}
-    if beside_config and not has_pattern(config):
+    own_epsilon = given and mixer_epsilon(config) != EPSILON
+    if beside_config and (own_epsilon or not has_pattern(config)):
         return given
+    if own_epsilon:
+        raise NotExpressible(_epsilon_refused(config.norm.epsilon))
     return given | _pattern_arguments(config, layout)
+
+
+def mixer_epsilon(config: ModelConfig) -> float:
+    """The epsilon of the norm after the gate: the model's own, unless the family has one for all models."""
+    fixed: float = family(config.family).fixed.get("norm.epsilon", config.norm.epsilon)
+    return fixed
+
+
+def _epsilon_refused(epsilon: float) -> str:
+    return f"the model's norm.epsilon is {epsilon}; the norm inside a Mamba 2 of Megatron always has {EPSILON}"
 
 
 def _pattern_arguments(config: ModelConfig, layout: Layout) -> dict[str, Any]:

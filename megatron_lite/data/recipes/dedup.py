@@ -10,8 +10,9 @@ Two texts whose sets of n-grams have the similarity s (Jaccard) are found with p
 
 import argparse
 import struct
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--threshold", type=float, choices=tuple(BUCKETS_AND_HASHES), default=0.8, metavar="X",
         help="similarity of two texts that is found with 92 %%: 0.7, 0.8 or 0.9 (0.8)",
     )  # fmt: skip
+    add(
+        "--prefer", nargs="+", default=(), metavar="PATTERN",
+        help="patterns of files whose documents stay: files of the first pattern come first",
+    )  # fmt: skip
     add("--ngram", type=int, default=5, metavar="N", help="words that are compared together (5)")
     add("--seed", type=int, default=1, metavar="N", help="of the hash functions (1)")
 
@@ -143,12 +148,30 @@ def run(words: argparse.Namespace) -> PipelineReport:
         "ngram": words.ngram,
         "seed": words.seed,
     }
-    task = Run(given_of(words), words.workers, words.resume, options)
+    given = given_of(words)
+    given = replace(given, files=preferred_first(given.files, words.prefer))
+    task = Run(given, words.workers, words.resume, options)
     minhash = package("datatrove.pipeline.dedup.minhash", "data dedup")
     config = minhash.MinhashConfig(
         n_grams=words.ngram, num_buckets=buckets, hashes_per_bucket=hashes, seed=words.seed
     )
     return perform(task, lambda place: _stages(task, place, minhash, config))
+
+
+def preferred_first(files: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
+    """Return the files in the order of the first pattern that each matches; then the others. Equal ones keep their order.
+
+    Raises UsageError for a pattern that no file matches.
+    """
+    matched = [[fnmatch(file, pattern) for pattern in patterns] for file in files]
+    for number, pattern in enumerate(patterns):
+        if not any(of_file[number] for of_file in matched):
+            raise UsageError(f"--prefer {pattern}: matches no file of --input; it may begin with *")
+    places = {
+        file: of_file.index(True) if any(of_file) else len(patterns)
+        for file, of_file in zip(files, matched, strict=True)
+    }
+    return tuple(sorted(files, key=places.__getitem__))
 
 
 def _stages(run: Run, place: Path, minhash: Any, config: Any) -> Iterator[Stage]:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from megaconv.megatron.arguments.mamba import mixer_epsilon
 from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.mixers.convolution import Convolution
 from megatron_lite.models.mixers.heads_over_context import (
@@ -28,12 +29,6 @@ from megatron_lite.models.state_space.mamba2 import ssd, ssd_step
 from megatron_lite.parallel.context import tokens_for_heads
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import NormColumnLinear, RowLinear
-
-EPSILON = 1e-5
-"""The epsilon of the norm after the gate in Megatron core's hybrids, whose layers are a mixer alone.
-
-Layers that also have an MLP use the model's epsilon.
-"""
 
 
 class GatedGroupNorm(nn.Module):
@@ -81,9 +76,7 @@ class MambaMixer(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.empty(heads))
-        alone = plan.kind(layer).mlp == "none"
-        epsilon = EPSILON if alone else config.norm.epsilon
-        self.norm = GatedGroupNorm(groups, inner, epsilon)
+        self.norm = GatedGroupNorm(groups, inner, mixer_epsilon(config))
         self.out_proj = RowLinear(inner, config.hidden, plan.ranks, bias=False)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:

@@ -83,6 +83,18 @@ def test_copies_are_removed_and_the_first_of_them_stays(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_the_copy_in_a_preferred_file_stays(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    original = text()
+    files = [write(tmp_path / f"{name}.jsonl", [original]) for name in ("a", "b", "good")]
+    words = ("dedup", "--input", *files, "--output", tmp_path / "out", "--prefer")
+    assert run(*map(str, words), "*/good.jsonl", "*/b.jsonl") == 0
+    assert [len(read(tmp_path / "out" / file.name)) for file in files] == [0, 0, 1]
+    assert run(*map(str, words), "better.jsonl", "--overwrite") == 2
+    assert "--prefer better.jsonl: matches no file" in capfd.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_the_number_of_processes_changes_nothing(tmp_path: Path) -> None:
     files, _, _ = corpus(tmp_path)

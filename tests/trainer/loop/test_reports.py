@@ -90,3 +90,18 @@ def test_a_meter_divides_by_time_and_devices() -> None:
     assert figures["seconds_left"] == pytest.approx(200, rel=1e-3)
     assert duration(3723.4) == "1:02:03"
     assert math.isfinite(meter.read(20)["step_seconds"] or 0.0)
+
+
+def test_a_step_of_gpt3_has_the_operations_that_nvidia_publishes() -> None:
+    """The README of Megatron-LM: 32 seconds a step on 1024 GPUs are 138 teraFLOP/s. This counts recomputation."""
+    gpt3 = from_fields(
+        "gpt2",
+        {
+            "layers.count": 96, "hidden": 12288, "attention.heads": 96, "attention.kv_heads": 96, "attention.head_dim": 128,
+            "mlp.ffn": 4 * 12288, "mlp.gated": False, "mlp.activation": "gelu", "vocab": 51200, "max_positions": 2048,
+            "positions.kind": "learned", "tie_embeddings": True,
+        },
+    )  # fmt: skip
+    with_recomputation = flops_per_token(gpt3, 2048) * 4 / 3
+    per_gpu = with_recomputation * 1536 * 2048 / (1024 * 32)
+    assert per_gpu / 1e12 == pytest.approx(138, rel=0.03)
