@@ -189,7 +189,7 @@ def mixed_layers(draw: Draw, config: ModelConfig, tp: int, ep: int, etp: int) ->
     groups = tp * draw(st.integers(1, 2))
     mamba = {
         "mamba.heads": 2 * groups,
-        "mamba.head_dim": 3,
+        "mamba.head_dim": config.hidden,  # config.json has the width as a multiple of the hidden size
         "mamba.groups": groups,
         "mamba.state": 5,
     }

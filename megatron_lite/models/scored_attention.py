@@ -205,18 +205,24 @@ def _weighted_sum(
 
     The mask is made here, so that it is made again in the backward pass and not kept.
     """
-    scores = _scores(q, k, scale)
-    cap = scope.rules.cap
+    scores = _changed(_scores(q, k, scale), scope, part)
+    shown = scores.masked_fill(scope.hidden(part), -torch.inf)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    weights = shown.softmax(-1, wide).to(q.dtype)
+    values = v.permute(1, 2, 0, 3).unsqueeze(2)
+    mixed = F.dropout(weights, dropout) @ values
+    return mixed.permute(3, 0, 1, 2, 4).flatten(2, 3)
+
+
+def _changed(scores: Tensor, scope: Scope, part: slice) -> Tensor:
+    """Cap the scores, and lower them by the distance of query and key, where the rules say so."""
+    cap, slopes = scope.rules.cap, scope.rules.slopes
     if cap is not None:
         scores = torch.tanh(scores / cap) * cap
-    if scope.rules.slopes is not None:
-        slopes = scores.new_tensor(scope.rules.slopes).view(*scores.shape[1:3], 1, 1)
-        scores = scores - slopes * scope.distances(part)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    shown = scores.masked_fill(scope.hidden(part), -torch.inf)
-    weights = shown.softmax(-1, wide).to(q.dtype)
-    mixed = F.dropout(weights, dropout) @ v.permute(1, 2, 0, 3).unsqueeze(2)
-    return mixed.permute(3, 0, 1, 2, 4).flatten(2, 3)
+    if slopes is not None:
+        slope_of_heads = scores.new_tensor(slopes).view(*scores.shape[1:3], 1, 1)
+        scores = scores - slope_of_heads * scope.distances(part)
+    return scores
 
 
 @torch.no_grad()
