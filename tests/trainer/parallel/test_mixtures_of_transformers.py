@@ -198,7 +198,7 @@ def test_and_such_a_family_at_other_layouts(
                     "xglm",
                     "ctrl",
                 ),
-                "gpt_neox_japanese",
+                *("gpt_neox_japanese", "bitnet"),
             )
         ),
         pytest.param(
