@@ -9,5 +9,5 @@
 set -eu
 bucket=${1:?"usage: tests/stores/real.sh s3://BUCKET|gs://BUCKET|az://CONTAINER [PREFIX]"}
 prefix=${2:-megaconv-tests}
-MEGACONV_TEST_BUCKET=$bucket MEGACONV_TEST_PREFIX=$prefix exec "${PYTHON:-python}" -m pytest -q -p no:cacheprovider \
+MEGACONV_TEST_BUCKET=$bucket MEGACONV_TEST_PREFIX=$prefix exec "${PYTHON:-python}" -m pytest -p no:cacheprovider \
   tests/stores/test_real.py
