@@ -80,7 +80,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     if archives is not None and options.optimizer:
         parameters = Parameters.of(family, config, (naming,) if naming == _TITAN else _TRANSFORMERS)
         with well_formed(str(path)):
-            run = open_run(archives, found, parameters, _Names(found, plain, prefix).of_parameter)
+            name_of = _Names(found, plain, prefix).of_parameter
+            run = open_run(archives, found, parameters, name_of, config.sizes()["kv_heads"])
     slots = {} if run is None else run.slots
     config, tensors = whole_model(family, config, naming, found, str(path), slots)
     manifest = describe(tensors)

@@ -14,15 +14,18 @@ from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.ir import Header, Key
-from megaconv.model.naming import HF, HF_STACKED, META_ROWS, Naming
-from megaconv.model.natives import unsharded_tensors
+from megaconv.model.naming import HF, HF_STACKED, META_FUSED, META_ROWS, Naming
+from megaconv.model.natives import NativeTensor, unsharded_tensors
 from megaconv.model.table import expressible
 from megaconv.options import SaveOptions
 from megaconv.pytorch import groups, titan_names
 from megaconv.pytorch.dcp_output import CONTAINERS, output_optimizer
 from megaconv.saver import Saver
 
-_TITANS = "torchtitan", "torchtitan-0.3"
+_TITANS = "torchtitan", "torchtitan-0.3", "torchtitan-0.3-separate"
+_SINCE_03 = _TITANS[1:]
+_FUSES = "torchtitan-0.3"
+"""The names of a model with `fuse_qkv`, whose optimizer has q, k and v in one parameter. The weights are apart."""
 NAMES = ("transformers", "transformers-stacked", *_TITANS)
 
 
@@ -40,21 +43,30 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     files |= copies(header.files)
     stored = DistcpFiles(options.files or 1)
     placements: dict[Key, list[Placement]] = {}
-    renamed: Callable[[str], str] = titan_names.since_03 if names == "torchtitan-0.3" else str
-    natives = {
-        renamed(native.name): native
-        for native in unsharded_tensors(table.rows, config, naming)
-        if native.copy is None
-    }
+    natives = _natives(header, naming, names)
     for name, native in natives.items():
         dtype = native_dtype(header, native)
         start = (0,) * len(native.shape)
         file, record = stored.add_chunk(name, native.shape, dtype, start, native.shape)
         add_placements(placements, header, native, file, record)
     optimizer = output_optimizer(header, is_titans=names in _TITANS)
-    notices = () if optimizer is None else optimizer.add(stored, natives, placements)
+    notices: tuple[str, ...] = ()
+    if optimizer is not None:
+        trained = _natives(header, META_FUSED, names) if names == _FUSES else natives
+        notices = optimizer.add(stored, trained, placements)
     layouts = stored.layouts(nested_keys=True, containers=CONTAINERS)
     return OutputPlan(files | layouts, placements, notices=notices)
+
+
+def _natives(header: Header, naming: Naming, names: str) -> dict[str, NativeTensor]:
+    """The model's tensors, by the names of --option names."""
+    renamed: Callable[[str], str] = titan_names.since_03 if names in _SINCE_03 else str
+    rows = family(header.config.family).rows
+    return {
+        renamed(native.name): native
+        for native in unsharded_tensors(rows, header.config, naming)
+        if native.copy is None
+    }
 
 
 def _naming(table: Family, names: str) -> Naming:
@@ -79,7 +91,8 @@ SAVER = Saver(
     plan=plan,
     options={
         "names": "the names of tensors: `transformers` (the default); `transformers-stacked`, the names in memory since transformers 5, "
-        "where one tensor holds all experts of a layer; `torchtitan` and, for its releases since 0.3, `torchtitan-0.3` (for Llama)"
+        "where one tensor holds all experts of a layer; `torchtitan` and, for its releases since 0.3, `torchtitan-0.3` (for Llama), "
+        "or `torchtitan-0.3-separate` for optimizer state of a model without `fuse_qkv`"
     },
     uses=uses,
     holds_optimizer=True,

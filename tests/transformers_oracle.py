@@ -642,6 +642,35 @@ BEYOND_MEGATRON = {
         "persimmon", {"layer_norm_eps": 1e-3}, {"epsilon": {"layer_norm_eps": 1e-5}, "whole heads": rope(5000.0, partial_rotary_factor=1.0)}
     ),
     "persimmon, no norms of q and k": Variant("persimmon", {"layer_norm_eps": 1e-3, "qk_layernorm": False}),
+    "flint": Variant(
+        "flint",
+        {**EXPERTS, "num_experts": 4, "head_dim": 12, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1],
+         "sliding_window": WINDOW, **every_other_window()},
+        {"one less": {"sliding_window": WINDOW - 1}, "weights left as they are": {"norm_topk_prob": False}},
+    ),
+    "aria_text": Variant("aria_text", {"moe_num_experts": 4, "intermediate_size": 40}, {"one expert": {"moe_topk": 1}}),
+    "minicpm3": Variant(
+        "minicpm3", {**LATENT_ALONE, "pad_token_id": None, "scale_emb": 3, "scale_depth": 0.7, "dim_model_base": 16},
+        {"embedding": {"scale_emb": 2}, "residual": {"scale_depth": 1.1}, "logits": {"dim_model_base": 32}},
+    ),
+    "xglm": Variant(
+        "xglm", {"d_model": 64, "num_layers": LAYERS, "attention_heads": 8, "ffn_dim": 80, "pad_token_id": 1},
+        {"unscaled": {"scale_embedding": False}, "activation": {"activation_function": "gelu_new"}},
+    ),
+    "ctrl": Variant("ctrl", {"n_embd": 64, "n_layer": LAYERS, "n_head": 8, "dff": 80, "layer_norm_epsilon": 1e-6}),
+    "cohere2_moe": Variant(
+        "cohere2_moe",
+        {"layer_norm_eps": 1e-3, "num_experts": 4, "head_dim": 12, "sliding_window": WINDOW, "first_k_dense_replace": 1,
+         "prefix_dense_intermediate_size": 56, "num_shared_experts": 1, "shared_expert_combination_strategy": "sum"},
+        {"one expert": {"num_experts_per_tok": 1}, "scores": {"expert_selection_fn": "sigmoid"}},
+    ),
+    "cohere2_moe, sigmoid": Variant(
+        "cohere2_moe", {"rms_norm_eps": 1e-3, "num_experts": 4, "head_dim": 12, "expert_selection_fn": "sigmoid", "norm_topk_prob": False},
+    ),
+    "gpt_neox_japanese": Variant(
+        "gpt_neox_japanese", {"layer_norm_eps": 1e-3, "num_key_value_heads": 8, **rope(5000.0, partial_rotary_factor=0.5)},
+        {"epsilon": {"layer_norm_eps": 1e-5}},
+    ),
     "bamba, epsilon": Variant(
         "bamba", {**MIXED, "attn_layer_indices": [1]}, {"epsilon": {"rms_norm_eps": 1e-2}}
     ),

@@ -47,7 +47,7 @@ class Fingerprint:
 def combine(tensors: Mapping[Key, str]) -> Fingerprint:
     def over(keys: list[Key]) -> str:
         lines = [f"{key.name}\0{key.slot}\0{tensors[key]}\n" for key in sorted(keys)]
-        return str(blake3("".join(lines).encode()).hexdigest())
+        return str(blake3("".join(lines).encode("utf-8", "surrogatepass")).hexdigest())
 
     weights = [key for key in tensors if key.slot == WEIGHT]
     slots = [key for key in tensors if key.slot != WEIGHT]

@@ -33,7 +33,7 @@ _NAMES: dict[str, dict[str, Spelling]] = {
     "head.weight": {"hf": "embed_out.weight"},
 }  # fmt: skip
 _BASE, _SHARE = "rotary_emb_base", "rotary_pct"
-_ROPE, _PART = rope(10000.0), partial_rotation(0.25)
+_ROPE = rope(10000.0)
 
 
 def _in_usual_words(raw: Raw) -> Raw:
@@ -52,16 +52,17 @@ def _write_rope(config: ModelConfig) -> Raw:
     return {_BASE: found.pop("rope_theta"), **found}
 
 
-def _read_share(raw: Raw) -> Fields:
-    return _PART.read(_in_usual_words(raw))
+def own_share(default: float) -> Keys:
+    """The rotating share of each head. default: the share if the key is missing."""
+    part = partial_rotation(default)
+    return Keys(
+        (_SHARE,),
+        lambda raw: part.read(_in_usual_words(raw)),
+        lambda config: {_SHARE: config.positions.rotary_percent},
+    )
 
 
-def _write_share(config: ModelConfig) -> Raw:
-    return {_SHARE: config.positions.rotary_percent}
-
-
-_OWN_ROPE = Keys((_BASE, *_ROPE.names[1:]), _read_rope, _write_rope)
-_OWN_SHARE = Keys((_SHARE,), _read_share, _write_share)
+OWN_ROPE = Keys((_BASE, *_ROPE.names[1:]), _read_rope, _write_rope)
 _OF_CLASS = Keys(("is_decoder",), lambda raw: {}, lambda config: {})
 """A key that says which class of transformers it is for, and changes no logits."""
 _ACTIVATIONS = {
@@ -72,7 +73,7 @@ _ACTIVATIONS = {
 }
 _KEYS = (
     *body_keys(
-        positions=2048, epsilon=1e-5, epsilon_key="layer_norm_eps", rotation=_OWN_ROPE, partial=_OWN_SHARE, tokens=(0, 2, None)
+        positions=2048, epsilon=1e-5, epsilon_key="layer_norm_eps", rotation=OWN_ROPE, partial=own_share(0.25), tokens=(0, 2, None)
     ),
     multi_head("num_attention_heads", "hidden_size"),
     choice("hidden_act", "mlp.activation", _ACTIVATIONS, "gelu"),

@@ -373,6 +373,10 @@ FEATURES: Mapping[str, Holds] = {
     ),
     "retrieves": lambda config, kind, layer: layer in config.retrieving,
     "window": lambda config, kind, layer: kind.window is not None,
+    "o_bias_here": lambda config, kind, layer: (
+        config.attention.o_bias
+        and (not config.attention.o_bias_last or layer == config.layer_count - 1)
+    ),
     "first_layer": lambda config, kind, layer: layer == 0,
     "later_layer": lambda config, kind, layer: layer > 0,
 }

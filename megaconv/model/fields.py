@@ -82,6 +82,7 @@ STRUCTURE = (
         "attention.qk_norm",
         "attention.qk_norm_width",
         "attention.qk_norm_bias",
+        "attention.o_bias_last",
         "attention.sinks",
         "attention.output_gate",
         "experts.count",
@@ -228,14 +229,17 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
     yield "latent.norm_epsilon"
     yield "mamba.least_time_step"
     if not config.has("rope"):
-        yield from _OF_ROPE
+        kept = ("positions.theta",) if positions.kind == "sinusoidal" else ()
+        yield from (name for name in _OF_ROPE if name not in kept)
     if not config.attention.qk_norm:
         yield from (f"attention.qk_norm_{name}" for name in ("width", "bias", "rotated"))
     if config.norm.kind != "LayerNorm" or not config.norm.weight:
         yield "norm.bias"
     if not config.parallel_residual:
         yield "norm.shared"
-    if positions.kind != "learned":
+    if not config.attention.o_bias:
+        yield "attention.o_bias_last"
+    if positions.kind not in ("learned", "sinusoidal"):
         yield "positions.offset"
     has_one_theta = positions.local_theta == positions.theta and not positions.scaling
     if config.window is None or has_one_theta:

@@ -12,7 +12,8 @@ core      Megatron core with Transformer Engine's layers; each expert is a separ
           all experts of a rank. `rope_last`: indexers as in core 0.16 to 0.18 (families/parts/indexer.py).
 legacy    Megatron's models before core. Their nested dictionaries are flattened to names with dots.
 meta      Meta's and Mistral's own files. Llama 1 and 2 shard the embedding and the head along different axes.
-          `rows`: Llama 3, which shards both by rows.
+          `rows`: Llama 3, which shards both by rows. `fused`: q, k and v in one tensor, as torchtitan's optimizer
+          has them.
 gguf      llama.cpp's names, listed once for all families in gguf/names.py.
 trtllm    TensorRT-LLM's names, listed once for all families in trtllm/names.py.
 """
@@ -29,7 +30,7 @@ KEYS = (
         "core_legacy_grouped",
         "core_rope_last",
     ),
-    *("legacy", "meta", "meta_rows", "gguf", "trtllm"),
+    *("legacy", "meta", "meta_rows", "meta_fused", "gguf", "trtllm"),
 )
 """Keys under which a row may spell its tensors. A new naming scheme is a new key here."""
 
@@ -71,6 +72,7 @@ CORE_ROPE_LAST = Naming("core", ("rope_last",))
 LEGACY = Naming("legacy")
 META = Naming("meta")
 META_ROWS = Naming("meta", ("rows",))
+META_FUSED = Naming("meta", ("fused", "rows"))
 GGUF = Naming("gguf")
 TRTLLM = Naming("trtllm")
 
@@ -84,7 +86,7 @@ NAMINGS = (
         CORE_LOCAL_LEGACY_GROUPED,
         CORE_ROPE_LAST,
     ),
-    *(LEGACY, META, META_ROWS),
+    *(LEGACY, META, META_ROWS, META_FUSED),
 )
 """All naming schemes that are in use."""
 

@@ -32,6 +32,8 @@ class Attention:
     head_dim: int
     qkv_bias: bool = False
     o_bias: bool = False
+    o_bias_last: bool = False
+    """True if only the last layer has o_bias."""
     qk_norm: bool = False
     """True if q and k are normalized before rope rotates them."""
     qk_norm_width: str = "head"
@@ -117,6 +119,8 @@ class LatentAttention:
     """Rotating elements of head_dim: its last elements, in pairs. All heads share the rotating part of the keys."""
     v_dim: int = 0
     """Elements of one head's values."""
+    halves: bool = False
+    """True if a rotating element rotates with the one half of the rotating part further on, not with its neighbour."""
     norm_epsilon: float | None = field(default=None, compare=False)
     """Epsilon of the norms of latent vectors; None for the epsilon of all other norms.
 
@@ -146,8 +150,8 @@ class Positions:
     """The encoding of token positions."""
 
     kind: str = "rope"
-    """`rope`, `learned` (a table with a row for each position), `relative` (trained biases on attention scores), `alibi`
-    (biases that grow with the distance) or `none`."""
+    """`rope`, `learned` (a table with a row for each position), `sinusoidal` (the same table, computed), `relative`
+    (trained biases on attention scores), `alibi` (biases that grow with the distance) or `none`."""
     theta: float = 10000.0
     local_theta: float | None = None
     """Rope base of the layers with a window, if they have their own. `scaling` then applies only to the other layers.
@@ -161,7 +165,7 @@ class Positions:
     backwards: bool = False
     """True if rope rotates in the other direction."""
     offset: int = 0
-    """Rows of the table of learned positions before the row of the first position."""
+    """Rows of the table of learned or computed positions before the row of the first position."""
     buckets: int = 0
     """Number of distances that relative positions distinguish. The largest of them is max_distance."""
     max_distance: int = 0

@@ -23,7 +23,7 @@ from megaconv.model.spellings.halves import Halves
 from megaconv.model.spellings.other_axis import OtherAxis
 from megaconv.model.spellings.per_head import PerHead
 from megaconv.model.spellings.rope_last import RopeLast
-from megaconv.model.spellings.rotary_pairs import RotaryPairs
+from megaconv.model.spellings.rotary_pairs import FusedPairs, RotaryPairs
 from megaconv.model.spellings.second_half_first import SecondHalfFirst
 from megaconv.model.spellings.separate import Separate
 from megaconv.model.spellings.shifted import Shifted
@@ -33,6 +33,7 @@ from megaconv.model.spellings.transposed import StackedTransposed, Transposed
 __all__ = [
     "Copied",
     "Fused",
+    "FusedPairs",
     "Halves",
     "OtherAxis",
     "PerHead",

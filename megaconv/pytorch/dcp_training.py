@@ -12,7 +12,7 @@ from megaconv.errors import UsageError
 from megaconv.megatron.arguments.zero_groups import megatron_groups, torch_groups
 from megaconv.model.check import listing
 from megaconv.model.training import OptimizerState, TrainingState
-from megaconv.pytorch import stored_optimizer
+from megaconv.pytorch import stored_optimizer, titan_fused
 from megaconv.pytorch.progress import ENTRY, with_entry, with_samples
 from megaconv.pytorch.stored_optimizer import StoredOptimizer
 from megaconv.pytorch.training_state import Parameters, with_masters
@@ -87,6 +87,7 @@ def open_run(
     weights: Mapping[str, LazyTensor],
     parameters: Parameters,
     name_of: Callable[[str], str],
+    kv_heads: int,
 ) -> DcpRun | None:
     """The run behind a checkpoint; None if it has no complete state of Adam for all trainable weights.
 
@@ -95,6 +96,7 @@ def open_run(
     stored = stored_optimizer.read(archives, name_of)
     if stored is None:
         return None
+    stored = titan_fused.separated(stored, weights, kv_heads)
     unknown = sorted(stored.group_of.keys() - weights.keys())
     frozen = parameters.frozen(weights, stored.group_of)
     if unknown or frozen:

@@ -1,14 +1,17 @@
 """torchtitan's tensor names for Llama. Release 0.3 changed two names of the earlier releases.
 
-Source: models/llama3/state_dict_adapter.py of torchtitan 0.2.2 and 0.3.0.
+Since release 0.3, q, k and v of its Llama are one parameter (`fuse_qkv`). A checkpoint has three weights all the same, and
+the state of the optimizer for the one parameter: [kv_heads, q's heads of a group + 2, head_dim, hidden].
+
+Source: models/llama3/state_dict_adapter.py of torchtitan 0.2.2 and 0.3.0; FusedQKVLinear in models/common/attention.py.
 """
 
 import re
 from collections.abc import Collection
 
 _HEAD, _HEAD_03 = "output.weight", "lm_head.weight"
-_ATTENTION = re.compile(r"(layers\.\d+\.attention)\.(w[qkv]\.weight)")
-_ATTENTION_03 = re.compile(r"(.*\blayers\.\d+\.attention)\.qkv_linear\.(w[qkv]\.weight.*)")
+_ATTENTION = re.compile(r"(layers\.\d+\.attention)\.(w(?:q|k|v|qkv)\.weight)")
+_ATTENTION_03 = re.compile(r"(.*\blayers\.\d+\.attention)\.qkv_linear\.(w(?:q|k|v|qkv)\.weight.*)")
 _EMBEDDING = "tok_embeddings.weight"
 
 

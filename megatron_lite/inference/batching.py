@@ -9,12 +9,12 @@ continue.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 
 from torch import Tensor
 
 from megaconv.errors import UsageError
 from megatron_lite.inference.beams import Beam, BeamRules, Search, merged
+from megatron_lite.inference.free_slots import FreeSlots, Held
 from megatron_lite.inference.grammar import Grammar, Matcher
 from megatron_lite.inference.sampling import PLAIN, Likelihood, Sampling, choose, likelihood
 from megatron_lite.inference.slots import Feed, LanguageModel, sound
@@ -78,6 +78,13 @@ class _Row:
         """Number of tokens of the prompt that still have to be read."""
         return len(self.tokens) - self.done
 
+    @property
+    def held(self) -> Held:
+        """The tokens in its slot. The rows of a beam search are not reused."""
+        if self.search is not None:
+            return Held()
+        return Held(self.tokens[: self.done], self.request.adapter)
+
     def part(self, count: int) -> Feed:
         """Return a feed with the next tokens of the prompt."""
         tokens = tuple(self.tokens[self.done : self.done + count])
@@ -100,16 +107,17 @@ class RunningBatch:
     prompt_tokens: int = PROMPT_TOKENS
     paused: bool = False
     """True while no waiting request may get a slot."""
+    reuse_rows: bool = False
+    """True if a prompt continues the row of an earlier request that begins with the same tokens."""
+    free: FreeSlots = field(init=False)
     _waiting: deque[_Row] = field(default_factory=deque)
     _reading: list[_Row] = field(default_factory=list)
     _going: list[_Row] = field(default_factory=list)
-    _free: list[int] = field(default_factory=list)
-    """A heap with the lowest slot first: rows stay adjacent, and data-parallel ranks have equal numbers of rows."""
     _numbers: int = 0
     _read_last: bool = False
 
     def __post_init__(self) -> None:
-        self._free = list(range(self.model.slots))
+        self.free = FreeSlots(self.model, reuse=self.reuse_rows)
 
     def add(self, request: Request) -> int:
         """Add a request and return its number. Raises UsageError if no slot has room for it."""
@@ -148,27 +156,30 @@ class RunningBatch:
 
     def turn(self) -> list[Step]:
         """Run one turn. Returns [] if only a part of a prompt was read, or if there is nothing to do."""
-        while self._waiting and not self.paused and (slots := self._slots_for(self._waiting[0])):
-            row = self._waiting.popleft()
-            row.slots = slots
-            self._reading.append(row)
+        while self._waiting and not self.paused and self._give_slots(self._waiting[0]):
+            self._reading.append(self._waiting.popleft())
         if self._reading and not (self._read_last and self._going):
             self._read_last = True
             return self._read()
         self._read_last = False
         return self._advance(self._going) if self._going else []
 
-    def _slots_for(self, row: _Row) -> tuple[int, ...]:
-        """Return slots for the row; () if too few are free. Later requests then wait too, or this one would wait forever."""
-        if row.search is None:
-            return (heappop(self._free),) if self._free else ()
-        free = [slot for slot in sorted(self._free) if slot in self.model.copied][
-            : row.request.rows
-        ]
-        if len(free) < row.request.rows:
-            return ()
-        self._free = sorted(set(self._free) - set(free))  # a sorted list is a valid heap
-        return tuple(free)
+    def forget_rows(self) -> None:
+        """Begin every later request with an empty slot, because something else has used the model's slots."""
+        self.free.forget()
+
+    def _give_slots(self, row: _Row) -> bool:
+        """Give the row its slots. False if too few are free. Later requests then wait too, or this one would wait forever."""
+        if row.search is not None:
+            row.slots = self.free.take_several(row.request.rows)
+            return bool(row.slots)
+        running = {other.slots[0]: other.held for other in [*self._reading, *self._going]}
+        taken = self.free.take(row.request.prompt, row.request.adapter, running)
+        if taken is None:
+            return False
+        slot, row.done = taken
+        row.slots = (slot,)
+        return True
 
     def _read(self) -> list[Step]:
         """Read as many whole prompts as fit into a turn, or a part of the oldest prompt."""
@@ -210,6 +221,7 @@ class RunningBatch:
             if not all(good[own]):
                 # NaN in the cache would get into the sums of the next row.
                 self.model.forget(row.slots)
+                row.done = 0
                 self._leave(row)
                 steps.append(Step(row.number, NO_TOKEN, None, "error"))
             elif row.waits_for > 0:
@@ -259,7 +271,7 @@ class RunningBatch:
     def _leave(self, row: _Row) -> None:
         (self._going if row in self._going else self._reading).remove(row)
         for slot in row.slots:
-            heappush(self._free, slot)
+            self.free.give_back(slot, row.held)
 
 
 def check(request: Request, length: int) -> None:

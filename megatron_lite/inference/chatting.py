@@ -29,26 +29,25 @@ def main(given: argparse.Namespace) -> None:
 def _use(opened: Opened, given: argparse.Namespace) -> None:
     if sys.stdin.isatty():
         print(RAW_HELP if given.raw else HELP, file=sys.stderr)
+    # Each turn computes only the tokens that are new in the conversation.
+    batch = RunningBatch(opened.model, reuse_rows=True)
     if given.raw:
-        _continue_texts(opened, given)
+        _continue_texts(opened, batch, given)
     else:
-        _talk(opened, given)
+        _talk(opened, batch, given)
 
 
-def _continue_texts(opened: Opened, given: argparse.Namespace) -> None:
+def _continue_texts(opened: Opened, batch: RunningBatch, given: argparse.Namespace) -> None:
     """Continue each line. An empty line is a text without a prompt."""
     for line in _lines(opened):
         try:
-            _answer(
-                opened,
-                given,
-                encode(opened.tokenizer, line) if line else start_of(opened.tokenizer),
-            )
+            prompt = encode(opened.tokenizer, line) if line else start_of(opened.tokenizer)
+            _answer(opened, batch, given, prompt)
         except (UsageError, NotFinite) as error:
             print(error, file=sys.stderr)
 
 
-def _talk(opened: Opened, given: argparse.Namespace) -> None:
+def _talk(opened: Opened, batch: RunningBatch, given: argparse.Namespace) -> None:
     begin = [{"role": "system", "content": given.system}] if given.system else []
     encode_chat(
         opened.tokenizer, [*begin, {"role": "user", "content": "?"}]
@@ -62,7 +61,7 @@ def _talk(opened: Opened, given: argparse.Namespace) -> None:
             continue
         messages.append({"role": "user", "content": line})
         try:
-            said = _answer(opened, given, encode_chat(opened.tokenizer, messages))
+            said = _answer(opened, batch, given, encode_chat(opened.tokenizer, messages))
         except (UsageError, NotFinite) as error:
             print(f"{error}; /new begins another conversation", file=sys.stderr)
             messages.pop()
@@ -90,7 +89,9 @@ def _lines(opened: Opened) -> Iterator[str]:
         yield line
 
 
-def _answer(opened: Opened, given: argparse.Namespace, prompt: tuple[int, ...]) -> str:
+def _answer(
+    opened: Opened, batch: RunningBatch, given: argparse.Namespace, prompt: tuple[int, ...]
+) -> str:
     """Print what the model makes of the prompt's tokens, and return it. Raises UsageError, NotFinite."""
     if not prompt:
         raise UsageError("the tokenizer has no token to begin a text with; write its first word")
@@ -100,11 +101,7 @@ def _answer(opened: Opened, given: argparse.Namespace, prompt: tuple[int, ...]) 
             f"the conversation has {len(prompt)} tokens; there is room for {opened.model.length}"
         )
     stops = frozenset() if given.ignore_eos else opened.stop_ids
-    batch, text, said = (
-        RunningBatch(opened.model),
-        TextStream(opened.tokenizer.detokenize, given.stop),
-        "",
-    )
+    text, said = TextStream(opened.tokenizer.detokenize, given.stop), ""
     number = batch.add(Request(prompt, min(given.max_new_tokens, room), sampling_of(given), stops))
     with _interruptible(opened) as interrupted:
         for step in steps(batch):

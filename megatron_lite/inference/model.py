@@ -70,7 +70,7 @@ class EngineModel:
         parts = [
             part for layer in range(engine.config.layer_count) for part in engine.cache_of(layer)
         ]
-        self._recurrent = any(isinstance(part, PerRow) for part in parts)
+        self.recurrent = any(isinstance(part, PerRow) for part in parts)
         """True if any stage keeps states, which every token changes, also a token of padding."""
         with torch.inference_mode():
             self.cache = self._make_cache(slots + self._joint)
@@ -99,7 +99,7 @@ class EngineModel:
         for feed in feeds:
             require_known(feed.tokens, self.vocab)
             continues = feed.start in (0, self._used[feed.slot])
-            assert continues or not self._recurrent, "a state can't drop its last tokens"
+            assert continues or not self.recurrent, "a state can't drop its last tokens"
         self._adapt(wanted[0])
         words = [Turn.EXTEND, len(feeds)]
         for feed in feeds:
@@ -267,7 +267,7 @@ class EngineModel:
         ]
         groups = [
             list(
-                _fitting([feeds[number] for number in share], self.length, pads=not self._recurrent)
+                _fitting([feeds[number] for number in share], self.length, pads=not self.recurrent)
             )
             for share in shares
         ]

@@ -89,6 +89,11 @@ class LanguageModel(Protocol):
         ...
 
     @property
+    def recurrent(self) -> bool:
+        """True if a row has a state, so that a feed can't drop the slot's last tokens."""
+        ...
+
+    @property
     def copied(self) -> Sequence[int]:
         """The slots among which rows can be copied."""
         ...
@@ -118,6 +123,7 @@ class Recomputed:
     def __init__(self, logits: AllLogits, slots: int, length: int) -> None:
         self.slots, self.length, self._logits = slots, length, logits
         self.copied = range(slots)
+        self.recurrent = False
         self._rows: list[list[int]] = [[] for _ in range(slots)]
 
     def extend(self, feeds: Sequence[Feed]) -> Tensor:

@@ -22,6 +22,13 @@ class Positions(nn.Embedding):
     kinds: ClassVar = {"weight": Kind.OF_TOKENS}
 
 
+def waves(positions: Tensor, width: int, base: float) -> Tensor:
+    """Return float32 [..., width]: sines, then cosines, of positions at falling frequencies (arXiv 1706.03762)."""
+    pairs = torch.arange(width // 2, device=positions.device, dtype=torch.float32)
+    angles = positions[..., None].float() * base ** (-pairs / (width // 2))
+    return torch.cat((angles.sin(), angles.cos()), -1)
+
+
 class Embedding(nn.Module):
     """The embedding of tokens, plus learned positions and token types if the model has them."""
 
@@ -45,6 +52,7 @@ class Embedding(nn.Module):
             Positions(config.sizes()["position_rows"], config.hidden) if learned else None
         )
         self.first_position = config.positions.offset
+        self.wave_base = config.positions.theta if config.positions.kind == "sinusoidal" else None
         self.tokentype_embeddings = (
             Positions(config.token_types, config.hidden) if config.token_types else None
         )
@@ -60,6 +68,9 @@ class Embedding(nn.Module):
         if self.position_embeddings is not None:
             rows = run.positions + self.first_position
             x = x + self.position_embeddings(self.ranks.own_part(rows))
+        if self.wave_base is not None:
+            rows = self.ranks.own_part(run.positions + self.first_position)
+            x = x + waves(rows, x.shape[-1], self.wave_base).to(x.dtype)
         if self.tokentype_embeddings is not None:
             assert run.types is not None
             x = x + self.tokentype_embeddings(self.ranks.own_part(run.types.t()))

@@ -70,7 +70,7 @@ class Layer(Residual):
         self.pre_mlp_layernorm, self.mlp = None, None
         self.has_experts = kind == "experts"
         if kind == "experts":
-            if plan.config.norm.place != "after":
+            if plan.config.norm.place != "after" and not self.shares_norm:
                 self.pre_mlp_layernorm = Norm(plan.config.hidden, plan.norm)
             self.mlp = Mixture(plan, self.layer)
         elif kind == "dense":

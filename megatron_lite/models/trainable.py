@@ -15,16 +15,17 @@ from megatron_lite.settings.architecture import OF_THEIR_OWN
 from megatron_lite.settings.options import ModelOptions
 
 TRAINED = (
-    "arcee", "bailing_moe2", "bamba", "biogpt", "bloom", "codegen", "cohere", "cohere2", "cwm", "deepseek_v2",
-    "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "flex_olmo",
-    "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode",
-    "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_moe", "granite_moe_hybrid", "granite_moe_shared",
-    "granite_moe_swa", "granite_swa", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
-    "internlm2", "internlm3", "iquestcoder", "jais2", "llama", "llama4", "mamba2", "mellum", "mimo", "minimax_m2",
-    "ministral", "ministral3", "mistral", "mixtral", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2",
-    "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "qwen", "qwen2", "qwen2_moe", "qwen3", "qwen3_5",
-    "qwen3_5_moe", "qwen3_moe", "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open",
-    "stablelm", "starcoder2", "vaultgemma", "youtu",
+    "arcee", "aria_text", "bailing_moe2", "bamba", "biogpt", "bloom", "codegen", "cohere", "cohere2", "cohere2_moe",
+    "ctrl", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "exaone_moe", "falcon", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe",
+    "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss",
+    "gptj", "granite", "granite_moe", "granite_moe_hybrid", "granite_moe_shared", "granite_moe_swa", "granite_swa",
+    "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder",
+    "jais2", "llama", "llama4", "mamba2", "mellum", "mimo", "minicpm3", "minimax_m2", "ministral", "ministral3",
+    "mistral", "mixtral", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt",
+    "persimmon", "phi", "phi3", "qwen", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe",
+    "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+    "vaultgemma", "xglm", "youtu",
 )  # fmt: skip
 """Families that the decoder supports by configuration."""
 RETRO = "retro"

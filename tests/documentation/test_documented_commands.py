@@ -30,6 +30,7 @@ NOT_RUN = {
     "installs from the network": (r"pip install ", r"^git clone ", r"-m venv ", r"^npm install "),
     "uploads to the Hub": (r"megaconv push .* --private$",),
     "reads a model from the Hub": (r"hf://", r"\borg/(name|base)\b", r"fingerprint my-org/"),
+    "uses a bucket; tests/stores runs such commands": (r"^megaconv (delta|apply) s3://",),
     "reads packages from the network": (r"tests/megatron_fields\.py",),
     "serves without end; a how-to page starts and ends a server": (
         r"(megatron-lite|-m megatron_lite) serve ",

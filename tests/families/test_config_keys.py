@@ -25,7 +25,7 @@ SILENT = {
     ("cohere2", "head_dim"),
     ("glm4_moe_lite", "head_dim"), ("glm4_moe_lite", "qk_head_dim"), ("glm4_moe_lite", "num_key_value_heads"),
     *((name, key) for name in ("deepseek_v32", "glm_moe_dsa") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
-    *(("youtu", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
+    *((name, key) for name in ("youtu", "minicpm3") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
     *(("sarvam_mla", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads", "q_head_dim")),
     # what another key says layer by layer
     ("deepseek_v32", "first_k_dense_replace"), ("glm_moe_dsa", "first_k_dense_replace"),
@@ -36,13 +36,16 @@ SILENT = {
     ("gpt_bigcode", "num_key_value_heads"), ("gpt_neo", "attention_layers"),
     # which the class has and doesn't read
     ("biogpt", "layer_norm_eps"),
+    # without effect without shared experts, or with a softmax
+    ("cohere2_moe", "shared_expert_combination_strategy"), ("cohere2_moe", "norm_topk_prob"),
     # of generation alone
-    ("gpt_neox", "is_decoder"),
+    ("gpt_neox", "is_decoder"), ("gpt_neox_japanese", "is_decoder"), ("xglm", "decoder_start_token_id"),
     ("t5", "decoder_start_token_id"),
     # of a scaling of rope, which none of these has
     *((name, "original_max_position_embeddings") for name in FAMILIES),
     # another name for num_experts, which wins where both are there
-    ("qwen2_moe", "num_local_experts"), ("qwen3_moe", "num_local_experts"), ("qwen3_next", "num_local_experts"),
+    ("qwen2_moe", "num_local_experts"), ("qwen3_moe", "num_local_experts"), ("flint", "num_local_experts"),
+    ("qwen3_next", "num_local_experts"),
     # without groups, as topk_method greedy has none
     ("deepseek_v2", "n_group"), ("deepseek_v2", "topk_group"),
     # another name for sliding_window_pattern, which counts where there are no layer_types

@@ -52,7 +52,7 @@ PARTNERS: dict[str, dict[str, Any]] = {
 FOLLOWS = {
     "experts.ffn": ("experts.shared_ffn",),
     "experts.count": ("experts.shared_ffn",),
-    "hidden": ("embedding_scale", "attention.head_dim", "mlp.ffn"),
+    "hidden": ("embedding_scale", "attention.head_dim", "mlp.ffn", "head.divisor"),
     "mamba.heads": ("attention.heads",),
     "positions.scaling": ("temperature.scale", "temperature.interval"),
     "mamba.head_dim": ("attention.head_dim",),

@@ -28,6 +28,7 @@ from megaconv.model.spellings.rotary_pairs import AsPairs
 from megaconv.model.spellings.transposed import AS_COLUMNS
 from megaconv.model.table import (
     Fused,
+    FusedPairs,
     Halves,
     OtherAxis,
     PerHead,
@@ -238,6 +239,7 @@ WAYS: Mapping[str, Way] = {
     "fused in part": Way((Fused("q_k", groups="kv_heads", members=(0, 1)), "v")),
     "transposed": Way(Transposed("qkv")),
     "rotary pairs": Way(RotaryPairs("{q|k|v}", rotating=(0, 1))),
+    "fused rotary pairs": Way(FusedPairs("qkv", groups="kv_heads", rotating=(0, 1)), ranks=(1, 2)),
     "halves": Way(Halves("{q|k|v}")),
     "halves of experts": Way(Halves("{e}.{gate|up}"), **EXPERTS),
     "second half first": Way(SecondHalfFirst("join"), "join", ("hidden 2*hidden",)),

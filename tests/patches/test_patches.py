@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import megaconv
 from megaconv.patches import patch as patches
 from tests.conftest import FIXTURES
+from tests.memory import growth
 from tests.models import write_llama
 from tests.runs import assert_refused, run, snapshot, unchanged
 
@@ -246,6 +247,27 @@ def test_a_failed_run_leaves_nothing_and_keeps_what_was_there(old: Path, tmp_pat
     before = snapshot(target)
     make(old, new, target, "--overwrite")
     assert snapshot(target) == before
+
+
+def test_a_gigantic_shape_is_refused_at_once(old: Path, tmp_path: Path) -> None:
+    make(old, trained(old, tmp_path / "new"), tmp_path / "patch")
+    index = json.loads((tmp_path / "patch" / "delta.json").read_text())
+    index["tensors"][3][3] = [1 << 40, 1 << 40]
+    (tmp_path / "patch" / "delta.json").write_text(json.dumps(index))
+    outcome = run("apply", old, tmp_path / "patch", "--save-dir", tmp_path / "made")
+    assert_refused(outcome, 3, "1 blocks, expected more")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [2, 12])
+def test_the_memory_does_not_grow_with_the_model(tmp_path: Path, layers: int) -> None:
+    sizes = {"layers": layers, "hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 2048}
+    old, new = (write_llama(tmp_path / str(n), seed=n, **sizes) for n in (0, 1))
+    with growth() as of_delta:
+        make(old, new, tmp_path / "patch")
+    with growth() as of_apply:
+        applied(old, tmp_path / "patch", target=tmp_path / "made")
+    assert max(of_delta.most, of_apply.most) < 64 << 20, (of_delta, of_apply)
 
 
 def test_overwrite_replaces_neither_an_input_nor_other_files(old: Path, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
-"""PyTorch's FSDP2 and DeepSpeed go on from what megaconv makes of their checkpoints, as runs that were never interrupted.
+"""PyTorch's FSDP2, torchtitan and DeepSpeed go on from what megaconv makes of their checkpoints, as runs that were never
+interrupted.
 
-DeepSpeed needs an environment of its own (docs/optimizer.md has the commands), whose Python DEEPSPEED_PYTHON names.
+DeepSpeed and torchtitan need environments of their own (docs/optimizer.md has the commands), whose Python DEEPSPEED_PYTHON and
+TORCHTITAN_PYTHON name.
 """
 
 import os
@@ -31,6 +33,13 @@ megaconv.convert(root / "checkpoint", root / "core", saver="core", config=model,
 megaconv.convert(root / "core", root / "dcp", saver="dcp", optimizer=True)
 megaconv.convert(root / "dcp", root / "made", saver="deepspeed", dtype="bf16", optimizer=True)
 """
+TITAN = os.environ.get("TORCHTITAN_PYTHON", "")
+THROUGH_CORE = """\
+options = {{"global_batch_size": "4"}}
+megaconv.convert(root / "checkpoint/step-3", root / "core", saver="core", config=model, options=options, optimizer=True, tp=2)
+names = {{"names": {names!r}}}
+megaconv.convert(root / "core", root / "made/step-3", saver="dcp", options=names, optimizer=True)
+"""
 
 
 def prepared(path: Path, steps: str) -> tuple[Path, Path]:
@@ -59,3 +68,16 @@ def test_deepspeed_goes_on_at_every_stage_after_megatron_and_fsdp2_as_if_uninter
     torch_runs.launch(PYTHON, "tests.deepspeed_oracle", model, runs, "1", "2", "3")
     for stage in ("1", "2", "3"):
         assert torch_runs.same(runs / stage / "continued", runs / stage / "uninterrupted"), stage
+
+
+@pytest.mark.torchtitan
+@pytest.mark.skipif(not TITAN, reason="TORCHTITAN_PYTHON names no Python with torchtitan 0.3.0")
+@pytest.mark.parametrize(
+    ("qkv", "names"), [("fused", "torchtitan-0.3"), ("separate", "torchtitan-0.3-separate")]
+)
+def test_torchtitans_own_checkpointer_goes_on_after_megatron_as_if_uninterrupted(
+    tmp_path: Path, qkv: str, names: str
+) -> None:
+    model, runs = prepared(tmp_path, THROUGH_CORE.format(names=names))
+    torch_runs.launch(TITAN, "tests.titan_oracle", model, runs, qkv)
+    assert torch_runs.same(runs / "continued", runs / "uninterrupted")

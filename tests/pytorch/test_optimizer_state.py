@@ -252,16 +252,20 @@ def test_the_state_of_sgd_is_left_out_by_name(saver: str, tmp_path: Path) -> Non
 def test_torchtitans_newer_names_are_written_and_read(
     megatron: Path, stored: Path, tmp_path: Path
 ) -> None:
-    megaconv.convert(megatron, tmp_path / "titan", saver="dcp", options={"names": "torchtitan-0.3"})
-    keys = dcp.FileSystemReader(tmp_path / "titan").read_metadata().state_dict_metadata.keys()
-    assert {
-        "layers.0.attention.qkv_linear.wq.weight",
-        "optimizer.state.layers.0.attention.qkv_linear.wq.weight.exp_avg",
-        "optimizer.param_groups.lm_head.weight.fused",
-        "lr_scheduler.last_epoch",
-        "train_state.ntokens_seen",
-    } <= keys
-    assert megaconv.fingerprint(tmp_path / "titan") == megaconv.fingerprint(stored)
+    """By default its Llama has one parameter for q, k and v, and three weights in its checkpoints."""
+    for names, trained in (("torchtitan-0.3", "wqkv"), ("torchtitan-0.3-separate", "wq")):
+        target = tmp_path / names
+        megaconv.convert(megatron, target, saver="dcp", options={"names": names})
+        keys = dcp.FileSystemReader(target).read_metadata().state_dict_metadata.keys()
+        assert {
+            "layers.0.attention.qkv_linear.wq.weight",
+            f"optimizer.state.layers.0.attention.qkv_linear.{trained}.weight.exp_avg",
+            f"optimizer.param_groups.layers.0.attention.qkv_linear.{trained}.weight.lr",
+            "optimizer.param_groups.lm_head.weight.fused",
+            "lr_scheduler.last_epoch",
+            "train_state.ntokens_seen",
+        } <= keys
+        assert megaconv.fingerprint(target) == megaconv.fingerprint(stored)
 
 
 def test_megatrons_numbers_count_only_at_the_iteration_that_they_are_of() -> None:

@@ -8,7 +8,9 @@ from tests.trust import (
     fuzz,
     hostile_archives,
     hostile_files,
+    hostile_patches,
     hostile_pickles,
+    hostile_requests,
     kills,
     moving_sources,
     mutations,
@@ -32,18 +34,22 @@ class Attack(NamedTuple):
 
 
 ATTACKS = {
-    "kills": Attack(kills.attack, "conversions that are killed or interrupted, and repeated"),
+    "kills": Attack(
+        kills.attack, "conversions, deltas and applies that are killed or interrupted, and repeated"
+    ),
     "faults": Attack(faults.attack, "system calls that fail"),
     "mutations": Attack(mutations.attack, "damaged checkpoints and remains"),
     "foreign": Attack(
         mutations.attack_foreign, "damaged files of GGUF, NeMo, Orbax and Megatron-Bridge"
     ),
     "seals": Attack(seals.attack, "damaged sealed checkpoints and hostile signatures"),
+    "patches": Attack(hostile_patches.attack, "damaged and hostile patches"),
     "pickles": Attack(hostile_pickles.attack, "hostile pickles"),
     "archives": Attack(hostile_archives.attack, "hostile archives"),
     "files": Attack(
         hostile_files.attack, "special files, gigantic numbers, hostile names, precious targets"
     ),
+    "requests": Attack(hostile_requests.attack, "hostile requests to serve-hf"),
     "moving": Attack(moving_sources.attack, "sources that change while they are read"),
     "fuzz": Attack(fuzz.attack, "inputs of parsers", fuzz.BATCH),
     "ranks": Attack(rank_kills.attack, "conversions by several processes of which some are killed"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.trust import server
-from tests.trust.checkpoints import SAVERS, Checkpoint
+from tests.trust.checkpoints import PATCHES, SAVERS, SOURCES, Checkpoint
 from tests.trust.judging import state
 
 
@@ -44,14 +44,32 @@ class Bench:
         """A checkpoint that the case may damage."""
         return Path(shutil.copytree(self.checkpoints[name].path, self.folder / into))
 
+    def source(self, kind: str) -> Path:
+        """The checkpoint of which a kind of output is made."""
+        return self.checkpoints[SOURCES.get(kind, "hf")].path
+
+    def words(
+        self, kind: str, target: Path, options: str = "", *, source: str = "hf"
+    ) -> list[object]:
+        """The command that makes a kind of output, one of SAVERS and PATCHES.
+
+        source: `other` for an output that the kind's own output replaces.
+        """
+        if kind not in PATCHES:
+            place = self.source(kind) if source == "hf" else self.checkpoints[source].path
+            return command(place, target, SAVERS[kind], options)
+        old, new = self.checkpoints["hf"].path, self.checkpoints["other"].path
+        if source == "other":
+            old, new = new, old
+        second = new if kind == "delta" else self.output(source, "delta").path
+        return [kind, old, second, "--save-dir", target, "--workers", 1, *options.split()]
+
     @cache  # noqa: B019  (a bench lives as long as its process)
-    def output(self, source: str, saver: str) -> "Output":
-        """What a conversion that nobody disturbs makes."""
-        place = self.root / f"outputs-{self.worker}" / f"{source}-to-{saver}"
+    def output(self, source: str, kind: str) -> "Output":
+        """What a command that nobody disturbs makes."""
+        place = self.root / f"outputs-{self.worker}" / f"{source}-to-{kind}"
         place.parent.mkdir(exist_ok=True)
-        done = server.run(
-            *command(self.checkpoints[source].path, place, SAVERS[saver]), folder=self.root
-        )
+        done = server.run(*self.words(kind, place, source=source), folder=self.root)
         assert done.status == 0, done.err
         return Output(place, state(place))
 

@@ -38,8 +38,16 @@ SAVERS = {
     "hf": "--saver hf --max-shard-size 6KB",
     "meta": "--saver llama_mistral --tp 2",
     "trtllm": "--saver trtllm --tp 2 --pp 2",
+    "for-deepspeed": "--saver deepspeed",
+    "dcp-optimizer": "--saver dcp --dist-files 2",
+    "for-deepspeed-optimizer": "--saver deepspeed",
 }
 """Options of every kind of output."""
+
+SOURCES = {"dcp-optimizer": "core-optimizer", "for-deepspeed-optimizer": "core-optimizer"}
+"""Kinds of output that are made of another source than `hf`."""
+PATCHES = ("delta", "apply")
+"""Further outputs: the patch that makes `other` of `hf`, and what it makes."""
 
 OPTIMIZERS = {
     "core-optimizer": ("core-te-llama-optim-tp2pp1", "--saver core --tp 1"),
@@ -136,12 +144,13 @@ def make(root: Path, kept: Path | None = None) -> dict[str, Checkpoint]:
 def _make(sources: Path) -> None:
     command = [sys.executable, "-m", "tests.trust.checkpoints", str(sources)]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
-    for name, options in SAVERS.items():
-        _convert(sources / "hf", sources / ("hf-written" if name == "hf" else name), options)
-    for name, options in DERIVED.items():
-        _convert(sources / "hf", sources / name, options)
     for name, (fixture, options) in OPTIMIZERS.items():
         _convert(_FIXTURES / fixture / "checkpoint", sources / name, options)
+    for name, options in SAVERS.items():
+        source = sources / SOURCES.get(name, "hf")
+        _convert(source, sources / ("hf-written" if name == "hf" else name), options)
+    for name, options in DERIVED.items():
+        _convert(sources / "hf", sources / name, options)
     _convert(sources / "hf", sources / "gguf", "--saver gguf --option tokenizer=none")
     _convert(_QWEN, sources / "gguf-words", "--saver gguf --option gguf_type=q8_0")
     for name in ("gguf", "gguf-words"):

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.trust import server
-from tests.trust.bench import Bench, command
-from tests.trust.checkpoints import SAVERS
+from tests.trust.bench import Bench
+from tests.trust.checkpoints import PATCHES, SAVERS
 from tests.trust.judging import ABSENT, Failure, check_conduct, check_nothing_left, check_one_of
 from tests.trust.kills import journal_every_tensor
 
@@ -112,8 +112,7 @@ def attack(bench: Bench, number: int) -> None:
         shutil.copytree(old.path, target)
         before = old.files
     new = bench.output("hf", fault.saver).files
-    source = bench.checkpoints["hf"].path
-    arguments = command(source, target, SAVERS[fault.saver], options)
+    arguments = bench.words(fault.saver, target, options)
     outcome = server.run(*arguments, folder=folder, prepare=lambda: _arm(bench, fault))
     what = f"{fault} (exit {outcome.status}: {outcome.err.strip()[-300:]})"
     check_conduct(outcome, str(fault))
@@ -178,8 +177,10 @@ def _library() -> ctypes.CDLL:
 def _plan(bench: Bench) -> list[Fault]:
     """Every fault of every call that undisturbed runs make, in this seed's order."""
     plan = []
-    for saver in SAVERS:
+    for saver in (*SAVERS, *PATCHES):
         for way in WAYS:
+            if saver == "delta" and "--verify" in WAYS[way]:
+                continue  # it has no such option
             for kind, count in zip(KINDS, _counts(bench, saver, way), strict=True):
                 calls = range(1, count + 1)
                 plan += [
@@ -215,7 +216,7 @@ def _counts(bench: Bench, saver: str, way: str) -> list[int]:
 
         server.call_main = main
 
-    arguments = command(bench.checkpoints["hf"].path, folder / "out", SAVERS[saver], WAYS[way])
+    arguments = bench.words(saver, folder / "out", WAYS[way])
     outcome = server.run(*arguments, folder=folder, prepare=report)
     counts = [int(word) for word in os.pread(reported, 4096, 0).split()]
     os.close(reported)

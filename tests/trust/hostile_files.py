@@ -12,7 +12,7 @@ from random import Random
 from tests.runs import snapshot
 from tests.trust import server
 from tests.trust.bench import Bench, command
-from tests.trust.checkpoints import SAVERS
+from tests.trust.checkpoints import SAVERS, SOURCES
 from tests.trust.hostile import judge
 from tests.trust.judging import Failure, check_conduct
 from tests.trust.strange_values import HUGE, mutate_json
@@ -295,7 +295,7 @@ def _attack_target(bench: Bench, random: Random) -> None:
     (folder / "precious").mkdir()
     (folder / "precious" / "thesis.tex").write_text("years of work")
     (folder / "link").symlink_to("precious")
-    saver = random.choice(list(SAVERS))
+    saver = random.choice([saver for saver in SAVERS if saver not in SOURCES])
     target, staging = random.choice(_TARGETS)
     if staging is not None:
         staging(folder)

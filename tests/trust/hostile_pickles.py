@@ -23,7 +23,7 @@ def attack(bench: Bench, case: int) -> None:
     container = CONTAINERS[case % len(CONTAINERS)]
     bench.fresh_folder()
     source = bench.copy(container.checkpoint)
-    maker, text = random.choice(_MAKERS)
+    maker, text = random.choice(MAKERS)
     reported: list[str] = []
 
     def change(old: bytes) -> bytes:
@@ -129,7 +129,7 @@ def _places(pickle: bytes, names: tuple[str, ...]) -> list[tuple[int, int, objec
     ]
 
 
-_MAKERS: list[tuple[Callable[[bytes, Random], tuple[bytes, str]], str]] = [
+MAKERS: list[tuple[Callable[[bytes, Random], tuple[bytes, str]], str]] = [
     (_alone(gadget), "alone:"),
     (_alone(monster), "alone:"),
     (_alone(soup), "alone:"),

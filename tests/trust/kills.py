@@ -19,9 +19,10 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from megaconv.engine import transfer
+from megaconv.patches import blocks_file
 from tests.trust import server
-from tests.trust.bench import Bench, command
-from tests.trust.checkpoints import SAVERS
+from tests.trust.bench import Bench
+from tests.trust.checkpoints import PATCHES, SAVERS
 from tests.trust.judging import (
     ABSENT,
     Failure,
@@ -68,7 +69,12 @@ class Scenario(NamedTuple):
         return f"{self.saver}, {self.way}"
 
 
-SCENARIOS = [Scenario(saver, way) for way in WAYS for saver in SAVERS]
+SCENARIOS = [
+    Scenario(saver, way)
+    for way in WAYS
+    for saver in (*SAVERS, *PATCHES)
+    if (saver, way) != ("delta", "verify")  # it has no such option
+]
 
 
 class Steps:
@@ -120,6 +126,7 @@ def journal_every_tensor() -> None:
         return move(self, *arguments)
 
     transfer.Transfer._move = recorded  # type: ignore[method-assign]
+    blocks_file.JOURNAL_SECONDS = 0
 
 
 def _unsupported(*arguments: Any) -> int:
@@ -159,8 +166,7 @@ def attack(bench: Bench, number: int) -> None:
 
 
 def _command(bench: Bench, scenario: Scenario, target: Path) -> list[object]:
-    source = bench.checkpoints["hf"].path
-    return command(source, target, SAVERS[scenario.saver], scenario.options)
+    return bench.words(scenario.saver, target, scenario.options)
 
 
 def _preparation(

@@ -323,9 +323,7 @@ def _attack_remains(bench: Bench, random: Random) -> None:
     else:
         damage = damage_a_file(staging, random)
     what = f"{saver}, resumed after {damage}"
-    arguments = command(
-        bench.checkpoints["hf"].path, folder / "out", SAVERS[saver], "--resume --verify"
-    )
+    arguments = bench.words(saver, folder / "out", "--resume --verify")
     outcome = server.run(*arguments, folder=folder)
     check_conduct(outcome, what)
     new = bench.output("hf", saver).files
@@ -334,7 +332,7 @@ def _attack_remains(bench: Bench, random: Random) -> None:
         return
     if damage.file.startswith("data/") and state(folder / "out") != new:
         # Gaps between records: nobody writes them a second time, and nobody reads them.
-        again = server.run("diff", folder / "out", bench.checkpoints["hf"].path, folder=folder)
+        again = server.run("diff", folder / "out", bench.source(saver), folder=folder)
         if again.status:
             raise Failure("wrong", f"{what}: the output isn't the source: {again.out}{again.err}")
     else:
@@ -358,7 +356,7 @@ def _remains(bench: Bench, saver: str) -> Path:
     """The staging directory of a run that was killed when half of its tensors were in the journal."""
     kept = bench.root / f"remains-{bench.worker}-{saver}"
     folder = bench.fresh_folder()
-    arguments = command(bench.checkpoints["hf"].path, folder / "out", SAVERS[saver], "--resume")
+    arguments = bench.words(saver, folder / "out", "--resume")
     server.run(*arguments, folder=folder, prepare=partial(_die_while_journaling, 12))
     staging = folder / STAGING
     assert (staging / "journal.jsonl").read_bytes().count(b"\n") > 10

@@ -67,6 +67,14 @@ def test_hostile_checkpoints_run_nothing_and_are_refused_in_one_line(
     attack(pickles=12, archives=6, files=12)
 
 
+def test_damaged_and_hostile_patches_make_nothing_wrong(attack: Callable[..., str]) -> None:
+    attack(patches=30)
+
+
+def test_hostile_requests_are_refused_and_the_server_goes_on(attack: Callable[..., str]) -> None:
+    attack(requests=60)
+
+
 def test_a_source_that_changes_while_it_is_read_gives_no_mixture(
     attack: Callable[..., str],
 ) -> None:

@@ -8,7 +8,7 @@
 Nearly all families take these rows, and change or replace some of them.
 """
 
-from megaconv.model.table import Copied, Fused, OtherAxis, RotaryPairs, Row
+from megaconv.model.table import Copied, Fused, FusedPairs, OtherAxis, RotaryPairs, Row
 
 _HF = "model.layers.{l}."
 _CORE = "decoder.layers.{l}."
@@ -37,7 +37,8 @@ ATTENTION = (
         hf=_HF + "self_attn.{q|k|v}_proj.weight",
         core=Fused(_CORE + "self_attention.linear_qkv.weight", groups="kv_heads"),
         legacy=Fused(_LEGACY + "self_attention.query_key_value.weight", groups="kv_heads"),
-        meta=RotaryPairs(_META + "attention.{wq|wk|wv}.weight", rotating=(0, 1))),
+        meta=RotaryPairs(_META + "attention.{wq|wk|wv}.weight", rotating=(0, 1)),
+        meta_fused=FusedPairs(_META + "attention.wqkv.weight", groups="kv_heads", rotating=(0, 1))),
     Row("layers.{l}.attn.{q|k|v}.bias", ("heads*head_dim", "kv_heads*head_dim", "kv_heads*head_dim"), tp=0, when="qkv_bias",
         hf=_HF + "self_attn.{q|k|v}_proj.bias",
         core=Fused(_CORE + "self_attention.linear_qkv.bias", groups="kv_heads"),

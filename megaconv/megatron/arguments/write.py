@@ -150,8 +150,8 @@ def _refusals(config: ModelConfig, *, legacy: bool) -> Iterator[tuple[bool, str]
         "the model divides q and k by their L2 norm, which Megatron core has for attention with heads of keys alone",
     )
     yield (
-        config.positions.kind == "alibi",
-        "the model encodes positions by ALiBi (biases that grow with the distance), which Megatron doesn't have",
+        config.positions.kind in ("alibi", "sinusoidal"),
+        "the model encodes positions by ALiBi (biases that grow with the distance) or by sines, which Megatron doesn't have",
     )
     yield (
         legacy and (config.has("interleaved") or config.has("skips_rope")),

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 
 from formats.lazy_numpy import np
 from formats.tensor import Box, Bytes, LazyTensor
+from megaconv.errors import NotExpressible
+from megaconv.model.pieces import Pieces, Template
 from megaconv.model.rank import Rank
 from megaconv.model.regions import NativeOutput, NativeTensor, Order, Region
+from megaconv.model.spellings.fused import Fused
 from megaconv.model.spellings.separate import Separate
 
 
@@ -87,3 +90,24 @@ class RotaryPairs(Separate):
         if member not in self.rotating:
             return native
         return native.in_order(AsPairs(rank.sizes["head_dim"]))
+
+
+@dataclass(frozen=True)
+class FusedPairs(Fused):
+    """Canonical tensors joined along the rows, group by group, of which some are in Meta's rotary order."""
+
+    rotating: tuple[int, ...] = ()
+    """Numbers of the row's tensors that are stored in this order."""
+
+    def natives(self, pieces: Pieces) -> Iterator[Template]:
+        order = AsPairs(pieces.rank.sizes["head_dim"])
+        for template in super().natives(pieces):
+            parts = dict(template.native.parts)
+            for name in [list(parts)[member] for member in self.rotating]:
+                parts[name] = tuple(region._replace(order=order) for region in parts[name])
+            yield template._replace(native=template.native._replace(parts=parts))
+
+    def _share(self, pieces: Pieces, groups: int) -> NativeTensor:
+        raise NotExpressible(
+            f"{self.name}: {pieces.rank.layout.tp} ranks can't share {groups} groups of rotary pairs"
+        )

@@ -315,6 +315,7 @@ class Server:
             lines.append(f"megatron_lite_requests_total{{{labels}}} {count}")
         counters = {
             "prompt_tokens_total": worker.prompt_tokens,
+            "prompt_tokens_reused_total": worker.reused_tokens,
             "generated_tokens_total": worker.tokens,
             "requests_without_answer_total": worker.without_answer,
         }

@@ -42,7 +42,7 @@ class Worker:
         """
         self.model = model
         self._failed = failed
-        self._batch = RunningBatch(model)
+        self._batch = RunningBatch(model, reuse_rows=True)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._alone: deque[Callable[[], None]] = deque()
         """Functions that need all slots, and wait until they are free."""
@@ -59,6 +59,11 @@ class Worker:
         """Number of requests that ended because logits were NaN or infinite."""
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
+
+    @property
+    def reused_tokens(self) -> int:
+        """Number of prompt tokens that were not computed again."""
+        return self._batch.free.reused_tokens
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -163,6 +168,7 @@ class Worker:
                 self._batch.paused = bool(self._alone)
                 if self._alone and not self._batch.counts[0]:
                     self._alone.popleft()()
+                    self._batch.forget_rows()
                     continue
                 for step in self._batch.turn():
                     self._deliver(step)
@@ -235,7 +241,8 @@ class _WhileWanted:
 
     def __init__(self, model: LanguageModel, wanted: Callable[[], bool]) -> None:
         self._model, self._wanted = model, wanted
-        self.slots, self.length, self.copied = model.slots, model.length, model.copied
+        self.slots, self.length = model.slots, model.length
+        self.copied, self.recurrent = model.copied, model.recurrent
 
     def _checked(self) -> LanguageModel:
         if not self._wanted():

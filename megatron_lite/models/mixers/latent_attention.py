@@ -128,7 +128,8 @@ class LatentAttention(nn.Module):
     def _rotated(self, x: Tensor, run: Pass) -> Tensor:
         if run.rotary is None:
             return x
-        return rotate(neighbours_apart(x, self.latent.rope_dim), *run.rotary)
+        halves = x if self.latent.halves else neighbours_apart(x, self.latent.rope_dim)
+        return rotate(halves, *run.rotary)
 
     def _projected_queries(self, x: Tensor) -> Tensor:
         if self.linear_q_proj is not None:

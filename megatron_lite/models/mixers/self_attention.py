@@ -76,7 +76,7 @@ class SelfAttention(nn.Module):
             heads * self.head_dim,
             hidden,
             plan.ranks,
-            bias=attention.o_bias,
+            bias=plan.config.has("o_bias_here", self.layer),
             norm_after=plan.norm_after,
         )
 

@@ -156,7 +156,7 @@ def test_an_interrupted_answer_ends_and_the_conversation_goes_on(
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n/new\nhi\n"))
     asked = []
 
-    def choose(*given: Any) -> int:
+    def choose(*given: Any, **more: Any) -> int:
         asked.append(1)
         if len(asked) == 3:
             signal.raise_signal(signal.SIGINT)

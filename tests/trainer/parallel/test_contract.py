@@ -28,7 +28,7 @@ from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.settings.architecture import OF_THEIR_OWN
 from megatron_lite.settings.options import LoRA, ModelOptions
 from megatron_lite.settings.sizes import check_sizes
-from tests.strategies import OTHER_LAYERS, has_experts, own_fields
+from tests.strategies import OTHER_LAYERS, has_experts, has_latent_attention, own_fields
 from tests.trainer.parallel.small import MODELS
 from tests.transformers_oracle import (
     BEYOND_MEGATRON,
@@ -46,6 +46,9 @@ LATENT = {
     "attention.qk_norm": False, "attention.kv_heads": 4, "latent.kv_rank": 10, "latent.q_rank": 6, "latent.rope_dim": 4, "latent.v_dim": 6,
     "experts.shared_ffn": 24, "layers.mlp": ("dense", "experts", "experts", "experts"),
 }  # fmt: skip
+LATENT_SIZES = {
+    name: value for name, value in LATENT.items() if name.startswith(("attention", "latent"))
+}
 MIXED = {
     "attention.qk_norm": False, "layers.mixer": ("mamba", "attention", "mamba", "attention"), "mamba.heads": 4, "mamba.head_dim": 6,
     "mamba.groups": 2, "mamba.state": 5,
@@ -181,7 +184,12 @@ FEATURES = {
     **{
         name: changed(
             replace(MODELS["qwen3"], family=name),
-            {"attention.qk_norm": False, **(EXPERTS if has_experts(name) else {}), **own_fields(name)},
+            {
+                "attention.qk_norm": False,
+                **(EXPERTS if has_experts(name) else {}),
+                **(LATENT_SIZES if has_latent_attention(name) else {}),
+                **own_fields(name),
+            },
         )
         for name in OTHER_LAYERS
     },
