@@ -27,7 +27,7 @@ from tests.neighbours import write_bridge, write_nemo
 from tests.runs import run
 
 NOT_RUN = {
-    "installs from the network": (r"pip install ", r"^git clone ", r"-m venv "),
+    "installs from the network": (r"pip install ", r"^git clone ", r"-m venv ", r"^npm install "),
     "uploads to the Hub": (r"megaconv push .* --private$",),
     "reads a model from the Hub": (r"hf://", r"\borg/(name|base)\b", r"fingerprint my-org/"),
     "uses a bucket; tests/stores runs such commands": (r"^megaconv (delta|apply) s3://",),
