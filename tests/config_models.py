@@ -172,8 +172,9 @@ OWN_KEYS: dict[str, Raw] = {
         name: {"multi_query": False, "hidden_act": "gelu", "scale_embedding": False}
         for name in ("biogpt", "gpt_bigcode")
     },
-    "nanochat": {"hidden_act": "relu2"},
+    **{name: {"hidden_act": "relu2"} for name in ("nanochat", "bitnet")},
     "aria_text": {"moe_num_experts": 6, "moe_topk": 3},
+    "axk1": {**LATENT_KEYS, **MLP_KINDS, "n_group": 3, "topk_group": 2},
     "cohere2_moe": {
         "layer_norm_eps": 1e-5,
         "num_experts": 6,

@@ -165,12 +165,20 @@ MIXED_LAYERS = ("bamba", "granite_moe_hybrid")
 """Families with layers of a Mamba 2 or attention, and an MLP. Megatron has words for them as two layers each."""
 ONE_NORM = ("codegen", "cohere", "cohere2", "cohere2_moe", "falcon", "gptj", "phi")
 """Families whose attention and MLP read the output of one norm."""
-OTHER_NORMS = ("flex_olmo", "hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat", "olmo", "persimmon")
+OTHER_NORMS = (
+    "bitnet",
+    "flex_olmo",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "nanochat",
+    "olmo",
+    "persimmon",
+)
 """Families whose norms have no weights, or follow rope or experts, or have biases on q and k."""
 OTHER_POSITIONS = ("biogpt", "bloom", "ctrl", "gpt_neo", "mpt", "opt", "xglm")
 """Families with ALiBi, or with learned positions beside windows or after unused rows."""
 OF_GRANITE = ("granite_moe", "granite_moe_shared", "granite_moe_swa", "granite_swa")
-OTHERS = ("aria_text", "flint", "gpt_bigcode", "gpt_neox_japanese", "minicpm3")
+OTHERS = ("aria_text", "axk1", "flint", "gpt_bigcode", "gpt_neox_japanese", "minicpm3")
 OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
 BEYOND_MEGATRON = ("granite_moe_hybrid", *OTHER_LAYERS)
 """Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""

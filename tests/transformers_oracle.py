@@ -671,6 +671,8 @@ BEYOND_MEGATRON = {
         "gpt_neox_japanese", {"layer_norm_eps": 1e-3, "num_key_value_heads": 8, **rope(5000.0, partial_rotary_factor=0.5)},
         {"epsilon": {"layer_norm_eps": 1e-5}},
     ),
+    "bitnet": Variant("bitnet", {}, {"epsilon": {"rms_norm_eps": 1e-5}}),
+    "axk1": Variant("axk1", {**LATENT, "mlp_layer_types": ["dense", "sparse"] * 2}, {"one group": {"n_group": 1, "topk_group": 1}}),
     "bamba, epsilon": Variant(
         "bamba", {**MIXED, "attn_layer_indices": [1]}, {"epsilon": {"rms_norm_eps": 1e-2}}
     ),

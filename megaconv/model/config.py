@@ -268,6 +268,7 @@ FEATURES: Mapping[str, Holds] = {
     ),
     "norm_weight": lambda config, kind, layer: config.norm.weight,
     "shared_norm": lambda config, kind, layer: config.norm.shared and config.parallel_residual,
+    "inner_norm": lambda config, kind, layer: config.norm.inner,
     "expert_output_norm": lambda config, kind, layer: config.norm.after_experts,
     "embedding_norm": lambda config, kind, layer: config.norm.embedding,
     "parallel": lambda config, kind, layer: config.parallel_residual,

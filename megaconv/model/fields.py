@@ -99,6 +99,7 @@ STRUCTURE = (
         "norm.shared",
         "norm.embedding",
         "norm.after_experts",
+        "norm.inner",
         "head.binary",
         "head.classes",
         "head.choices",

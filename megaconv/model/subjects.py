@@ -191,6 +191,8 @@ class Norm:
     """True if attention and the MLP of a layer have one norm before both. Only in models with parallel residuals."""
     embedding: bool = False
     """True if a norm follows the embedding."""
+    inner: bool = False
+    """True if a norm is before the last matrix of attention and of the MLP, over all heads and over the whole width."""
     after_experts: bool = False
     """True if a norm follows the experts of a layer, although `place` has none after other sublayers."""
 

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from megatron_lite.models.activation import activate
 from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.input_matrix import input_matrix
+from megatron_lite.models.mixers.wide_norm import WideNorm
 from megatron_lite.parallel.tensor import ColumnLinear, Keep, RowLinear
 
 
@@ -25,6 +26,7 @@ class MLP(nn.Module):
             if has_norm
             else ColumnLinear(config.hidden, rows, plan.ranks, bias=bias)
         )
+        self.inner_norm = WideNorm(ffn, plan.norm, plan.ranks) if config.norm.inner else None
         self.linear_fc2 = RowLinear(
             ffn, config.hidden, plan.ranks, bias=bias, norm_after=plan.norm_after
         )
@@ -33,4 +35,5 @@ class MLP(nn.Module):
         return self.keep(self._activate, self.linear_fc1(x), self.linear_fc2)
 
     def _activate(self, x: Tensor) -> Tensor:
-        return activate(x, self.shape)
+        activated = activate(x, self.shape)
+        return activated if self.inner_norm is None else self.inner_norm(activated)

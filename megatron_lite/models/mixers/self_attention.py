@@ -72,6 +72,9 @@ class SelfAttention(nn.Module):
         self.q_layernorm = self._norm(plan, heads) if attention.qk_norm else None
         self.k_layernorm = self._norm(plan, self.kv_heads) if attention.qk_norm else None
         self.core_attention = Sinks(heads) if attention.sinks else None
+        width = heads * self.head_dim
+        has_norm = plan.config.norm.inner
+        self.inner_norm = WideNorm(width, plan.norm, plan.ranks) if has_norm else None
         self.linear_proj = RowLinear(
             heads * self.head_dim,
             hidden,
@@ -117,6 +120,7 @@ class SelfAttention(nn.Module):
             rules=self._rules(k, run),
         )
         mixed = mixed if gate is None else mixed * gate.sigmoid()
+        mixed = mixed if self.inner_norm is None else self.inner_norm(mixed)
         projected: Tensor = self.linear_proj(mixed.flatten(2))
         return projected
 

@@ -159,6 +159,48 @@ def test_and_such_a_family_at_other_layouts(
                 *("deepseek_v32, yarn", "glm_moe_dsa", "llama4, short chunks"),
             )
         ),
+        *(
+            pytest.param(name, Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), marks=pytest.mark.slow)
+            for name in (
+                "flex_olmo",
+                "hunyuan_v1_moe",
+                "granite_moe_swa",
+                "flint",
+                "aria_text",
+                "cohere2_moe",
+            )
+        ),
+        *(
+            pytest.param(name, Layout(2, 1, stage_layers=(LAYERS,)), marks=pytest.mark.slow)
+            for name in (
+                *(
+                    "phi",
+                    "falcon, two norms",
+                    "cohere, norms of q and k",
+                    "cohere2",
+                    "gptj",
+                    "codegen",
+                ),
+                *(
+                    "olmo, limits",
+                    "nanochat",
+                    "hunyuan_v1_dense",
+                    "granite_swa",
+                    "persimmon",
+                    "minicpm3",
+                ),
+                *(
+                    "bloom",
+                    "mpt",
+                    "opt",
+                    "gpt_neo",
+                    "gpt_bigcode, as many kv heads as heads",
+                    "xglm",
+                    "ctrl",
+                ),
+                *("gpt_neox_japanese", "bitnet"),
+            )
+        ),
         pytest.param(
             "deepseek_v2", Layout(2, 2, 1, 2, stage_layers=(1, 3)), marks=pytest.mark.slow
         ),
