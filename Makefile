@@ -29,7 +29,7 @@ test: $(VENV)/.tested
 	$(MAKE) --no-print-directory --jobs 2 check test-fast
 
 test-fast: $(VENV)/.tested
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 3 -m "not slow and not gpu"
 
 test-slow: $(VENV)/.tested
 	$(BIN)/python -m pytest -n 2 -m slow

@@ -12,6 +12,7 @@ from formats.torch_zip import NumberedLayout, TorchZipLayout
 from megaconv.errors import CorruptCheckpoint, LayoutError, TensorMismatch
 from megaconv.families import families
 from megaconv.model.check import same_names
+from megaconv.model.fields import changed
 from megaconv.model.ir import Header, Key, TensorInfo
 from megaconv.model.layout import Layout
 from megaconv.model.naming import CORE, CORE_GROUPED, CORE_LEGACY_GROUPED, Naming
@@ -27,7 +28,9 @@ FAMILY = "qwen3_moe"
 
 def header_of(dtypes: dict[str, str]) -> Header:
     """A model with four experts in its second layer. dtypes: of tensors that aren't bfloat16."""
-    config = replace(everything(FAMILY), family=FAMILY)
+    config = changed(
+        replace(everything(FAMILY), family=FAMILY), {"attention.qk_norm_bias": False}
+    )  # which Megatron has no argument for
     shapes = canonical_shapes(families()[FAMILY].rows, config)
     return Header(
         config,

@@ -74,6 +74,7 @@ def train(directory: Path, size: int, flags: str) -> None:
 @pytest.mark.parametrize(
     ("size", "flags"), [(2, "--use-distributed-optimizer"), (1, "--ckpt-format torch")]
 )
+@pytest.mark.slow
 def test_a_further_optimizer_trains_saves_and_goes_on_to_the_same_bits(
     size: int, flags: str, tmp_path: Path
 ) -> None:

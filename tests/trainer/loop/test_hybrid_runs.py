@@ -98,6 +98,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits_and_both_formats_hold_the_same(
     assert prints[0].weights == prints[1].weights
 
 
+@pytest.mark.slow
 def test_megatrons_script_for_a_mamba_runs_with_small_sizes(tmp_path: Path) -> None:
     train(tmp_path, 4, f"pretrain {MAMBA_SCRIPT}")
     assert list(metrics(tmp_path)) == [1, 2]

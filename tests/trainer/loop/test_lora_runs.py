@@ -74,6 +74,7 @@ def test_an_adapter_of_peft_is_trained_on_with_a_shared_optimizer(tmp_path: Path
     assert all(not torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_on_in_the_precision_of_their_run(tmp_path: Path) -> None:
     """Their base may be in another."""
     command = f"{FRESH} --train-iters 4 --exit-interval 2 --save ckpt".replace("--fp32 ", "")

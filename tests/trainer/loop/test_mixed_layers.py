@@ -73,6 +73,7 @@ def mixed(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_with_dense_layers_and_experts_goes_on_at_another_layout_and_is_exported(
     mixed: Path,
 ) -> None:

@@ -40,6 +40,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
     assert "momentum_buffer" in outcome.out
 
 
+@pytest.mark.slow
 def test_what_a_distributed_optimizer_saved_goes_on_alone_and_is_converted(tmp_path: Path) -> None:
     """Weights and state are those of one process, whose own losses follow."""
     train(tmp_path, 2, f"{MUON} {ZERO} --save ckpt --exit-interval 2")

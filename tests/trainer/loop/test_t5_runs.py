@@ -57,6 +57,7 @@ def figures(directory: Path) -> list[list[float]]:
     return [[line["loss"], line["grad_norm"]] for line in metrics(directory)]
 
 
+@pytest.mark.slow
 def test_a_t5_with_stages_goes_on_to_the_same_bits(place: Path) -> None:
     """With dropout."""
     train(place, 2, f"pretrain {T5} {STAGES} --train-iters 4 --save straight")

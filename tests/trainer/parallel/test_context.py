@@ -364,6 +364,7 @@ def test_a_rank_keeps_its_share_of_the_activations(word: str, world: World) -> N
         assert 0.4 * alone < shared < 0.52 * alone
 
 
+@pytest.mark.slow
 def test_heads_for_tokens_drop_what_tensor_ranks_with_these_heads_do(world: World) -> None:
     """Whoever has the second half of the heads draws the same for them."""
     dropout, a2a = ("attention_dropout", 0.3), ("context", "a2a")
