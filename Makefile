@@ -28,6 +28,7 @@ speedrun: $(VENV)/.tested
 test: $(VENV)/.tested
 	$(MAKE) --no-print-directory --jobs 2 check test-fast
 
+# Many tests wait for processes that they start: three at a time keep two cores busy.
 test-fast: $(VENV)/.tested
 	$(BIN)/python -m pytest -n 3 -m "not slow and not gpu"
 
