@@ -22,7 +22,7 @@ from megaconv import registry
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.engine.tied_head import is_tied
 from megaconv.errors import TensorMismatch, UsageError
-from megaconv.families import family, read_config
+from megaconv.families import family, fitting_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.meta_params import (
     KINDS,
@@ -36,7 +36,6 @@ from megaconv.loader import Loader
 from megaconv.model.assembled import Placed, assemble
 from megaconv.model.check import same_names
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import require_same_structure
 from megaconv.model.ir import Header, Key, OpenedSource, Source, describe, main_dtype
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import META, META_ROWS
@@ -154,10 +153,7 @@ def _configure(
     _check_count(path, shards, config)
     if options.config is None:
         return config
-    described = options.config / CONFIG_NAME
-    _, stated = read_config(described)
-    require_same_structure(stated, config, str(described), str(path))
-    return stated
+    return fitting_config(options.config / CONFIG_NAME, config, str(path))
 
 
 def _found(

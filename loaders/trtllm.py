@@ -13,13 +13,13 @@ from formats.tensor import LazyTensor
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.engine.tied_head import HEAD, is_tied
 from megaconv.errors import LayoutError, UnsupportedInput, UsageError
-from megaconv.families import read_config
+from megaconv.families import fitting_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.loader import Loader
 from megaconv.model.assembled import Placed, assemble
 from megaconv.model.check import same_names
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import changed, require_same_structure
+from megaconv.model.fields import changed
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.layout import padded_vocab
 from megaconv.model.naming import TRTLLM
@@ -70,10 +70,7 @@ def _configure(path: Path, found: ModelConfig, options: LoadOptions) -> ModelCon
         )
     if options.config is None:
         return found
-    file = options.config / CONFIG_NAME
-    _, stated = read_config(file)
-    require_same_structure(stated, found, str(file), str(path))
-    return stated
+    return fitting_config(options.config / CONFIG_NAME, found, str(path))
 
 
 def _place(path: Path, described: Description, dtype: str) -> Iterator[Placed]:

@@ -21,7 +21,12 @@ from megaconv.model.beside import Whole
 from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import NOT_COMPUTED, changed, require_kept
+from megaconv.model.fields import (
+    NOT_COMPUTED,
+    changed,
+    require_kept,
+    require_same_structure,
+)
 from megaconv.model.table import Row
 
 SHOWN_BY_TENSORS = ("tie_embeddings", "mtp_layers")
@@ -267,6 +272,16 @@ def _text_only(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
             f"{source}: the language model in {named} is {inside['model_type']}, which is not supported"
         )
     return inside | {"architectures": [family.architectures[0]]}
+
+
+def fitting_config(path: Path, found: ModelConfig, where: str) -> ModelConfig:
+    """The model of a config.json that --config gives. Raises TensorMismatch if the checkpoint has another structure.
+
+    found: the model of the checkpoint `where`.
+    """
+    _, stated = read_config(path)
+    require_same_structure(stated, found, str(path), where)
+    return stated
 
 
 def read_config(

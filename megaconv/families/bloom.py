@@ -19,11 +19,12 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.table import Fused
 
 _QKV = "transformer.h.{l}.self_attention.query_key_value."
-_FUSED = {
+FUSED = {
     f"layers.{{l}}.attn.{{q|k|v}}.{kind}": {"hf": Fused(_QKV + kind, groups="kv_heads")}
     for kind in ("weight", "bias")
 }
-_MODULES = {
+"""Hugging Face's names of q, k and v."""
+MODULES = {
     "model.embed_tokens": "transformer.word_embeddings",
     "model.layers.{l}": "transformer.h.{l}",
     "self_attn.": "self_attention.",
@@ -32,7 +33,8 @@ _MODULES = {
     "mlp.down_proj": "mlp.dense_4h_to_h",
     "model.norm": "transformer.ln_f",
 }
-_LAYERS = with_modules(respelled(with_norm_biases(without_gate(LLAMA_ROWS)), _FUSED), _MODULES)
+"""Hugging Face's names of modules. Falcon's are the same."""
+_LAYERS = with_modules(respelled(with_norm_biases(without_gate(LLAMA_ROWS)), FUSED), MODULES)
 ROWS = in_core(with_embedding_norm(_LAYERS, "transformer.word_embeddings_layernorm"))
 
 

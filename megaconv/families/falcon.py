@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families import Family
+from megaconv.families.bloom import FUSED, MODULES
 from megaconv.families.parts.decoder_keys import GELUS, LAYER_NORM, model_keys
 from megaconv.families.parts.decoder_rows import LLAMA_ROWS
 from megaconv.families.parts.keys import (
@@ -32,22 +33,8 @@ from megaconv.families.parts.row_changes import (
     without_gate,
 )
 from megaconv.model.config import ModelConfig
-from megaconv.model.table import Fused, Row
+from megaconv.model.table import Row
 
-_QKV = "transformer.h.{l}.self_attention.query_key_value."
-_FUSED = {
-    f"layers.{{l}}.attn.{{q|k|v}}.{kind}": {"hf": Fused(_QKV + kind, groups="kv_heads")}
-    for kind in ("weight", "bias")
-}
-_MODULES = {
-    "model.embed_tokens": "transformer.word_embeddings",
-    "model.layers.{l}": "transformer.h.{l}",
-    "self_attn.": "self_attention.",
-    "o_proj": "dense",
-    "mlp.up_proj": "mlp.dense_h_to_4h",
-    "mlp.down_proj": "mlp.dense_4h_to_h",
-    "model.norm": "transformer.ln_f",
-}
 _OWN_NORMS = {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
 """Names of two norms before parallel sublayers."""
 
@@ -61,7 +48,7 @@ def _norms(rows: tuple[Row, ...], features: str) -> tuple[Row, ...]:
     return tuple(replace(row, when=f"{features} {row.when or ''}".strip()) for row in found)
 
 
-_ALL = with_modules(respelled(with_norm_biases(without_gate(LLAMA_ROWS)), _FUSED), _MODULES)
+_ALL = with_modules(respelled(with_norm_biases(without_gate(LLAMA_ROWS)), FUSED), MODULES)
 ROWS = in_core((
     *(row for row in _ALL if not row.canonical.startswith(_PLACES)),
     *_norms(_ALL, "!parallel"),

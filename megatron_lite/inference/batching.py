@@ -173,13 +173,16 @@ class RunningBatch:
         if row.search is not None:
             row.slots = self.free.take_several(row.request.rows)
             return bool(row.slots)
-        running = {other.slots[0]: other.held for other in [*self._reading, *self._going]}
-        taken = self.free.take(row.request.prompt, row.request.adapter, running)
+        taken = self.free.take(row.request.prompt, row.request.adapter, self._running)
         if taken is None:
             return False
         slot, row.done = taken
         row.slots = (slot,)
         return True
+
+    def _running(self) -> dict[int, Held]:
+        """Return the rows of slots that are not free."""
+        return {row.slots[0]: row.held for row in [*self._reading, *self._going]}
 
     def _read(self) -> list[Step]:
         """Read as many whole prompts as fit into a turn, or a part of the oldest prompt."""

@@ -4,7 +4,7 @@ A slot keeps its row after the request has ended. A request whose prompt begins 
 turn of a conversation or another question after the same system prompt, continues that row or a copy of it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,15 +42,18 @@ class FreeSlots:
         """Number of tokens of prompts that were not computed again."""
 
     def take(
-        self, prompt: Sequence[int], adapter: int | None, running: Mapping[int, Held]
+        self,
+        prompt: Sequence[int],
+        adapter: int | None,
+        running: Callable[[], Mapping[int, Held]],
     ) -> tuple[int, int] | None:
         """Return (slot, number of the prompt's tokens in it), or None if no slot is free.
 
-        running: rows of slots that are not free.
+        running: returns the rows of slots that are not free. Most calls, which find no free slot, don't need them.
         """
         if not self._free:
             return None
-        found = self._best(prompt, adapter, {**running, **self._free}) if self._reuse else None
+        found = self._best(prompt, adapter, {**running(), **self._free}) if self._reuse else None
         slot = None if found is None else self._slot_for(found)
         if found is None or slot is None:
             slot = self._next()

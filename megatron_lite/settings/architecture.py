@@ -20,6 +20,16 @@ from megatron_lite.settings.retro import OF_MODEL
 
 FREE = ("init_method_std", "make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout")
 """Model settings that a checkpoint does not fix, or that may differ from the checkpoint."""
+OF_ATTENTION = (
+    "num_attention_heads",
+    "group_query_attention",
+    "num_query_groups",
+    "kv_channels",
+    "add_qkv_bias",
+    "qk_layernorm",
+)
+OF_MLP = ("ffn_hidden_size", "swiglu", "squared_relu", "no_bias_gelu_fusion")
+"""Settings of parts that a model may lack. A checkpoint without the part doesn't keep them."""
 
 
 OF_THEIR_OWN = ("bert", "biencoder", "t5")
@@ -227,9 +237,10 @@ def check_against(
     if "linear_attention_freq" in stated:
         stated["linear_attention_freq"] = [kind.mixer == "linear" for kind in config.layers]
     has_no_vocabulary = settings.data.tokenizer_type == "NullTokenizer"
+    without_effect = _settings_of_lacking_parts(config)
     for name in sorted(settings.given):
         subject, _ = flags()[name]
-        is_free = name in FREE and name not in dropouts
+        is_free = (name in FREE and name not in dropouts) or name in without_effect
         if subject != "model" or is_free or name not in stated:
             continue
         if name == "vocab_size" and has_no_vocabulary:
@@ -247,6 +258,12 @@ def check_against(
             raise UsageError(
                 f"--{flag} {asked} contradicts the checkpoint {source}, which has {held}; leave the flag out"
             )
+
+
+def _settings_of_lacking_parts(config: ModelConfig) -> tuple[str, ...]:
+    has_attention = any(kind.mixer not in ("mamba", "none") for kind in config.layers)
+    has_mlp = any(kind.mlp != "none" for kind in config.layers)
+    return (() if has_attention else OF_ATTENTION) + (() if has_mlp else OF_MLP)
 
 
 def _stated(config: ModelConfig) -> dict[str, Any]:

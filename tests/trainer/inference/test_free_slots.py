@@ -71,13 +71,13 @@ def test_rows_are_forgotten_where_something_else_used_the_slots() -> None:
 def test_the_row_that_was_used_least_recently_makes_room() -> None:
     free = FreeSlots(EngineModel(make_engine(Case("qwen3")), SLOTS, LENGTH), reuse=True)
     for slot in range(SLOTS):
-        assert free.take(FIRST, None, {}) == (slot, 0)
+        assert free.take(FIRST, None, dict) == (slot, 0)
     for slot in (1, 0, 2):
         free.give_back(slot, Held((slot,) * 20))
-    assert free.take((5,) * 20, None, {}) == (1, 0)
-    assert free.take((2,) * 40, None, {}) == (2, 20)
-    assert free.take((0,) * 40, 1, {}) == (0, 0), "the row is of another adapter"
-    assert free.take(FIRST, None, {}) is None
+    assert free.take((5,) * 20, None, dict) == (1, 0)
+    assert free.take((2,) * 40, None, dict) == (2, 20)
+    assert free.take((0,) * 40, 1, dict) == (0, 0), "the row is of another adapter"
+    assert free.take(FIRST, None, dict) is None
 
 
 def test_common_tokens_are_counted() -> None:

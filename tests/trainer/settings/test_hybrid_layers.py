@@ -7,8 +7,9 @@ import pytest
 
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.pattern import pattern_of
-from megatron_lite.settings.architecture import model_from_flags
+from megatron_lite.settings.architecture import check_against, model_from_flags
 from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.hybrid_layers import allocated
 
@@ -23,6 +24,19 @@ DELTA_NETS = (
 def model(words: str) -> ModelConfig:
     settings, _ = parse("pretrain", words.split())
     return model_from_flags(settings, 64)
+
+
+def test_flags_of_parts_that_a_model_lacks_contradict_nothing() -> None:
+    """A checkpoint of Mamba layers alone keeps no sizes of attention and of MLPs. Its run goes on with the same flags."""
+    lacking = "--group-query-attention --num-query-groups 2 --ffn-hidden-size 48 --squared-relu"
+    words = f"{HYBRID} --num-layers 2 --hybrid-override-pattern MM {lacking}"
+    settings, _ = parse("pretrain", words.split())
+    pure = changed(model(words), {"attention.heads": 8, "attention.kv_heads": 8, "mlp.ffn": 128})
+    check_against(settings, pure, {}, "ckpt")
+    with_attention = words.replace("MM", "M*")
+    other, _ = parse("pretrain", with_attention.replace("query-groups 2", "query-groups 4").split())
+    with pytest.raises(UsageError, match="num-query-groups 4 contradicts"):
+        check_against(other, model(with_attention), {}, "ckpt")
 
 
 def test_ratios_give_the_patterns_of_megatron_core() -> None:
