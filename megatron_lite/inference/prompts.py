@@ -52,8 +52,9 @@ def encode_chat(
     tools: descriptions of the tools that the model may call, in OpenAI's form. template: in place of the tokenizer's.
     Raises UsageError if there is no template, or if it refuses the conversation.
     """
-    known = isinstance(tokenizer, HuggingFaceTokenizer)
-    if not known or not (template or tokenizer.inner.chat_template):
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or not (
+        template or tokenizer.inner.chat_template
+    ):
         raise UsageError(
             "the tokenizer has no chat template: the model was not made to chat; take `generate`"
         )

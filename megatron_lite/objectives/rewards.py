@@ -15,9 +15,8 @@ from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from megaconv.errors import UsageError
@@ -27,6 +26,8 @@ from megatron_lite.settings.grpo import Grpo
 FORM = "give FILE.py:FUNCTION"
 SMALLEST_STD = 1e-4
 """Added to a standard deviation before the division by it, as in TRL."""
+SAME_STD = 1e-8
+"""Rewards with a smaller standard deviation are the same."""
 
 
 @dataclass(frozen=True)
@@ -124,26 +125,21 @@ def _module(file: str) -> ModuleType:
     return module
 
 
-@dataclass(frozen=True)
-class Judged:
-    """Rewards of completions. Tensors are float64 [completions], group after group."""
+class Judged(NamedTuple):
+    """Rewards compared with those of their group: float64 [completions], group after group."""
 
-    rewards: Tensor
-    """The weighted sum of all functions' rewards."""
     advantages: Tensor
-    """The rewards compared with those of the same group."""
-    deviations: Tensor
-    """The standard deviation of the rewards by which they are divided: of the group, or of the batch."""
+    silent: Tensor
+    """1 if all completions of the group have the same reward, so that none has an advantage; else 0."""
 
 
 def judge(rewards: Tensor, generations: int, scale: str) -> Judged:
     """Compare the completions of each group, as TRL does. rewards: float64 [completions]. scale: --scale-rewards."""
     grouped = rewards.view(-1, generations)
-    means = grouped.mean(1, keepdim=True)
-    deviations = grouped.std(1, keepdim=True)
-    if scale == "batch":
-        deviations = rewards.std().expand_as(means)
-    advantages = grouped - means
+    own = grouped.std(1, keepdim=True)
+    silent = (own < SAME_STD).expand_as(grouped)
+    advantages = grouped - grouped.mean(1, keepdim=True)
     if scale != "none":
-        advantages = advantages / (deviations + SMALLEST_STD)
-    return Judged(rewards, advantages.flatten(), deviations.expand_as(grouped).flatten())
+        deviation = rewards.std() if scale == "batch" else own
+        advantages = advantages / (deviation + SMALLEST_STD)
+    return Judged(advantages.flatten(), silent.flatten().double())

@@ -39,7 +39,7 @@ class Rollouts(Feeder):
         arrays = self._arrays(asked, completions)
         rows = batch["number"].shape[1] * self.sampler.grpo.num_generations
         own = {
-            name: array.unflatten(0, (-1, rows))[self.dp_rank :: self.dp]
+            name: array.view(-1, rows, *array.shape[1:])[self.dp_rank :: self.dp]
             for name, array in arrays.items()
         }
         microbatches = self._with_log_probs(self.microbatches(own))
@@ -65,9 +65,9 @@ class Rollouts(Feeder):
         stopped = [ids[-1] in self.sampler.stop_ids for ids in completions.ids]
         figures = {
             ADVANTAGES: judged.advantages,
-            "reward": judged.rewards,
-            "reward_std": judged.deviations,
-            "frac_reward_zero_std": (judged.deviations == 0),
+            "reward": total,
+            "reward_std": total.std().expand_as(total),
+            "frac_reward_zero_std": judged.silent,
             "completion_length": torch.tensor(lengths),
             "truncated": ~torch.tensor(stopped),
         }

@@ -97,7 +97,7 @@ def without_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
         if isinstance(getattr(module, "adapter", None), Adapter)
     ]
     for module, _ in adapters:
-        module.adapter = None
+        module.adapter = None  # type: ignore[assignment]  # as before an adapter is attached
     try:
         yield
     finally:
