@@ -22,6 +22,7 @@ OWN = (
     "epsilon_high",
     "temperature",
     "scale_rewards",
+    "use_bias_correction_kl",
 )
 """Settings of a case that have TRL's names."""
 
@@ -83,6 +84,7 @@ def run(case: dict[str, Any], output: Path) -> None:
         learning_rate=case["lr"],
         weight_decay=0.0,
         max_grad_norm=0.0,
+        adam_epsilon=case["eps"],
         adam_beta1=case["betas"][0],
         adam_beta2=case["betas"][1],
         **{name: case[name] for name in OWN},

@@ -75,6 +75,7 @@ class Completed(Objective):
             epsilon=grpo.epsilon,
             epsilon_high=high,
             beta=grpo.beta,
+            corrects_divergence=grpo.use_bias_correction_kl,
             figures=_figures(grpo),
         )
         return PolicyLoss(policy)

@@ -39,6 +39,8 @@ class Policy:
     epsilon: float = 0.2
     epsilon_high: float = 0.2
     beta: float = 0.0
+    corrects_divergence: bool = True
+    """True if the divergence of a label is multiplied by its ratio."""
     figures: tuple[str, ...] = ()
     """Names of extras, float32 [rows], whose means are reported."""
 
@@ -112,6 +114,8 @@ def judge_labels(
         divergence = None
         if options.beta:
             divergence = _divergence((extras[REFERENCE] - own) * counting)
+            if options.corrects_divergence:
+                divergence = divergence * ratios
             each = each + options.beta * divergence
         shares = _shares(counting, options)
         (slopes,) = torch.autograd.grad((each * shares).sum(), own)

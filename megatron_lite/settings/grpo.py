@@ -32,6 +32,9 @@ class Grpo:
     beta: float = flag(
         0.0, "weight of the divergence (KL) from the reference model, which is --load", samples=True
     )
+    use_bias_correction_kl: bool = flag(
+        True, "multiply the divergence of a token by its probability ratio", samples=True
+    )
     epsilon: float = flag(0.2, "probability ratios are clipped to 1 - epsilon", samples=True)
     epsilon_high: float | None = flag(
         None, "probability ratios are clipped to 1 + this (default: --epsilon)", samples=True
