@@ -27,6 +27,7 @@ from formats.stores.windows import CONNECTIONS
 _TIMEOUT_SECONDS = 20
 """For a connection, for the first byte of an answer, and between two bytes."""
 _PIECE_BYTES = 256 << 10
+_CHECKSUM = "x-amz-checksum-crc32"
 _log = logging.getLogger("megaconv")
 
 
@@ -232,6 +233,19 @@ def _client() -> tuple[bool, Any]:
             if not signed:
                 _log.warning("s3: no credentials were found; requests are not signed")
                 settings["signature_version"] = UNSIGNED
-            return signed, session.create_client("s3", config=Config(**settings))
+            client = session.create_client("s3", config=Config(**settings))
+            client.meta.events.register("before-sign.s3.UploadPart", _rely_on_tls)
+            return signed, client
     except (BotoCoreError, ValueError) as error:
         raise s3_errors.of_configuration(error) from error
+
+
+def _rely_on_tls(request: Any, **_: Any) -> None:
+    """Tell botocore that a part has a checksum.
+
+    Through TLS, botocore then signs no SHA-256 of the part. It knows that by itself only of checksums that it computes.
+    """
+    if _CHECKSUM in request.headers:
+        known = request.context.get("checksum", {})
+        given = {"in": "header", "name": _CHECKSUM}
+        request.context["checksum"] = {**known, "request_algorithm": given}

@@ -21,13 +21,13 @@ from formats.stores.announced import Announced
 
 PAGE = 1 << 20
 WINDOW = 8 << 20
-BUDGET = 160 << 20
+BUDGET = 176 << 20
 """Most bytes of windows in memory. Each thread that waits for its own window may exceed it by this window."""
 AHEAD = 4
 """Most windows that are fetched ahead of one reader."""
 CONNECTIONS = 16
 """Threads that fetch ahead."""
-KEPT_FREE = 3 * WINDOW
+KEPT_FREE = WINDOW
 """The part of the budget that tensors which come next leave to readers that wait."""
 
 Fill = Callable[[int, memoryview], None]
