@@ -6,7 +6,6 @@ The page holds everything that it shows. It has no script and sends no request.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from shlex import join
 
 from megaconv.commands.best_layouts import BestLayouts, Placed
@@ -14,12 +13,12 @@ from megaconv.commands.layouts import Layouts, Possible
 from megaconv.commands.served_layouts import PlacedServer, ServedLayouts
 from megaconv.commands.units import readable
 from megaconv.commands.views.bars import Bar, Limit, bars, legend, schedule
+from megaconv.commands.views.look import still_page
 from megaconv.planning.bubble import timeline
 from megaconv.planning.estimate import Estimator
 from megaconv.planning.flags import megatron_lite_flags, megatron_lm_flags
 from megaconv.planning.run import Run
 
-TEMPLATE = Path(__file__).with_name("plan.html")
 PROGRAMS = {"megatron_lm": "Megatron-LM", "megatron_lite": "megatron-lite", "vllm": "vLLM"}
 MOST_PASSES = 6000
 """Passes that a page draws at most."""
@@ -40,9 +39,7 @@ class Row:
 
 def plan_page(name: str, found: "BestLayouts | ServedLayouts | Layouts") -> str:
     """Return the page. name: of the model, as the user gave it."""
-    body = "\n".join(_body(found))
-    page = TEMPLATE.read_text(encoding="utf-8")
-    return page.replace("__TITLE__", escape(f"Plan of {name}")).replace("__BODY__", body)
+    return still_page(f"Plan of {name}", "\n".join(_body(found)))
 
 
 def _body(found: "BestLayouts | ServedLayouts | Layouts") -> Iterator[str]:
@@ -86,7 +83,8 @@ def _table_and_bars(rows: Sequence[Row], memory: int | None, what: str) -> Itera
 
 def _drawn(stacked: Sequence[Bar], limit: Limit | None) -> str:
     parts = list(stacked[0].parts)
-    return legend(parts) + bars(stacked, {part: part for part in parts}, limit)
+    drawn = bars(stacked, {part: part for part in parts}, limit)
+    return f'{legend(parts)}<figure class="drawing" tabindex="0">{drawn}</figure>'
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -174,12 +172,26 @@ def _pipeline(found: BestLayouts) -> Iterator[str]:
     which = f"all {drawn:,} microbatches"
     if drawn < run.microbatches:
         which = f"the first {drawn:,} of {run.microbatches:,} microbatches, as if they were the whole step"
+    order = (
+        "1F1B" if run.layout.vpp == 1 else f"Interleaved 1F1B with {run.layout.vpp} virtual stages"
+    )
     yield (
-        f'<p class="soft">The first layout with {which}. A backward pass takes twice the time of a forward pass. Numbers are those of '
-        "microbatches. Paler passes belong to every second virtual stage.</p>"
+        f'<p class="soft">{order}: the first layout with {which}. A backward pass takes twice the time of a forward pass. '
+        "Numbers are those of microbatches. Paler passes belong to every second virtual stage.</p>"
     )
     yield SCHEDULE_LEGEND
-    yield schedule(passes, run.layout.pp)
+    kind = "1F1B" if run.layout.vpp == 1 else "interleaved 1F1B"
+    drawing = schedule(passes, run.layout.pp, kind)
+    yield f'<figure class="drawing" tabindex="0">{drawing}</figure>'
+    yield f'<p class="soft">{escape(_stages_in_words(run))}</p>'
+
+
+def _stages_in_words(run: Run) -> str:
+    """Return the layers of each stage, in the order of the model."""
+    layers = [str(chunk.layers) for chunk in run.layout.chunks()]
+    if len(set(layers)) == 1:
+        return f"Each of {len(layers)} stages has {layers[0]} layers."
+    return f"Layers of the stages, in the order of the model: {', '.join(layers)}."
 
 
 SCHEDULE_LEGEND = legend(["forward pass", "backward pass"])
