@@ -8,12 +8,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from formats.entry_check import Entry
 from formats.opened import OpenedFiles
 from formats.stores.addresses import is_store
-from formats.stores.target import StoreTarget
 from formats.target import Target
 from megaconv import registry
 from megaconv._version import __version__
@@ -46,6 +45,9 @@ from megaconv.model.beside import BESIDE
 from megaconv.model.ir import Header, Key, Source
 from megaconv.options import ConvertOptions, LoadOptions
 from megaconv.saver import Saver
+
+if TYPE_CHECKING:
+    from formats.stores.target import StoreTarget
 
 
 def convert(
@@ -147,9 +149,9 @@ def _convert(
     identity = _identity(saver.name, options, opened, _revision(place, source.header, options))
     shares = share_out(report.plan, source.header.manifest, ranks.size)
     parts: PartPlan | None = None
-    if isinstance(staging, StoreTarget):
+    if is_store(str(save_dir)):
         parts, waiting = parts_of(shares[ranks.rank].plan, options, workers_of(options))
-        staging.expect(waiting)
+        cast("StoreTarget", staging).expect(waiting)
         report = replace(report, waiting=waiting)
     if not options.resume and not ranks.rank:
         staging.require_space(report.nbytes)
