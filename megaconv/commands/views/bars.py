@@ -103,9 +103,13 @@ def schedule(passes: Sequence[Timed], ranks: int, kind: str) -> str:
         )
         anchor = ("start", "middle", "middle", "middle", "end")[share]
         place = f'class="soft" text-anchor="{anchor}"'
-        lines.append(_text(x, bottom + 18, f"{end * share / 4:.3g} s", place))
+        lines.append(_text(x, bottom + 18, _seconds(end * share / 4), place))
     lines.append(_text(0, bottom + 18, "time", 'class="soft"'))
     return "\n".join([*lines, "</svg>"])
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 or not value else f"{value * 1000:.3g} ms"
 
 
 def _pass(each: Timed, scale: float) -> list[str]:

@@ -80,9 +80,12 @@ const showButtons = () => {
 const ENDS = { length: "ended at the longest answer", stopped: "stopped" };
 const finish = (turn, end, usage, seconds) => {
   turn.element.classList.remove("running");
-  const footer = make("footer", turn.element), copy = make("button", footer, "Copy");
-  copy.type = "button";
-  copy.onclick = () => navigator.clipboard.writeText(turn.text);
+  const footer = make("footer", turn.element);
+  if (navigator.clipboard) {  // browsers have it for https and for this machine
+    const copy = make("button", footer, "Copy");
+    copy.type = "button";
+    copy.onclick = () => navigator.clipboard.writeText(turn.text);
+  }
   const words = [];
   if (usage) words.push(`${usage.completion_tokens} tokens, ${(usage.completion_tokens / seconds).toFixed(1)} tokens/s`);
   if (ENDS[end]) words.push(ENDS[end]);
