@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.cli import main
 from megatron_lite.inference.batching import Request, generate
 from megatron_lite.inference.opening import Opened, open_model
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import Scored
+from megatron_lite.models.ends import Head
 from megatron_lite.processes import launch
 from megatron_lite.products.int8 import has_int8_products
 from megatron_lite.settings.parallel import Parallel
-from megatron_lite.cli import main
-from megatron_lite.models.ends import Head
 from tests.memory import growth
 from tests.trainer.inference.conversations import save
 from tests.trainer.inference.test_adapters import write_adapter
@@ -166,7 +166,11 @@ def test_other_commands_and_streamed_weights_refuse_the_flag(
     asked = ("--load", tied, "--quantize", "q8_0")
     assert run("generate", *asked, "--stream-weights", "go")
     assert "leave --quantize out" in capfd.readouterr().err
-    for words in (("calibrate", *asked, "--data", "x", "--output", "y"), ("pretrain", *asked), ("finetune", *asked)):
+    for words in (
+        ("calibrate", *asked, "--data", "x", "--output", "y"),
+        ("pretrain", *asked),
+        ("finetune", *asked),
+    ):
         assert run(*words)
         assert "--quantize" in capfd.readouterr().err
     assert run("generate", "--load", tied, "--quantize", "q5_0", "go")
