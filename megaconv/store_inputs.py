@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.stores.addresses import AZURE, GOOGLE, S3, Address, is_store, parse
-from formats.stores.directory import open_directory
-from formats.stores.leftovers import require_complete
 from megaconv.errors import UsageError
 from megaconv.extras import install
 
@@ -37,6 +35,9 @@ def stand_in(place: str) -> Path:
     Raises UsageError for a URI at which nothing is, and without boto3; CheckpointError for a store that can't be asked, and
     for an output that isn't complete.
     """
+    from formats.stores.directory import open_directory
+    from formats.stores.leftovers import require_complete
+
     address, bucket = parsed(place), writable_store(place)
     path = open_directory(bucket, address.prefix, _BESIDE, partial(require_complete, bucket))
     if path is None:

@@ -1,5 +1,6 @@
 """A real browser without a window, where there is one: which it is, and one page driven over the pipe of its DevTools protocol."""
 
+import base64
 import fcntl
 import json
 import os
@@ -29,24 +30,50 @@ def browser() -> str:
     return found
 
 
+PHONE = (390, 844)
+"""Width and height of a phone's window, in CSS pixels."""
+
+
 class Page:
-    """A tab: `run` is JavaScript in it, `asked` are all addresses that it asked for."""
+    """A tab: `run` is JavaScript in it, `asked` are all addresses that it asked for, `complaints` the console's errors and warnings."""
 
     def __init__(self, commands: Any, answers: Any) -> None:
         """Two ends of pipes, binary."""
         self._commands, self._answers, self._number = commands, answers, 0
         self._session: str | None = None
         self.asked: list[str] = []
+        self.complaints: list[str] = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)[
             "sessionId"
         ]
         self._call("Network.enable")
         self._call("Page.enable")
+        self._call("Runtime.enable")
+        self._call("Log.enable")
 
     def open(self, address: str) -> None:
         self._call("Page.navigate", url=address)
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def resize(self, width: int, height: int, scale: float = 1.0) -> None:
+        """Give the window this size in CSS pixels. scale: pixels of a screenshot for each of them."""
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=width <= PHONE[0],
+        )
+
+    def prefer(self, scheme: str) -> None:
+        """Let the system ask for `light` or `dark` pages."""
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        self._call("Emulation.setEmulatedMedia", features=[feature])
+
+    def picture(self) -> bytes:
+        """The window as a PNG file."""
+        return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
 
     def type(self, text: str) -> None:
         """Into what has the focus, as a keyboard does."""
@@ -73,10 +100,20 @@ class Page:
         self._commands.write(json.dumps(message).encode() + b"\0")
         self._commands.flush()
         while (found := self._read()).get("id") != self._number:
-            if found.get("method") == "Network.requestWillBeSent":
-                self.asked.append(found["params"]["request"]["url"])
+            self._note(found.get("method"), found.get("params"))
         assert "error" not in found, found
         return found["result"]
+
+    def _note(self, event: str | None, about: Any) -> None:
+        """Keep what the tab asked for, and what its console complained about."""
+        if event == "Network.requestWillBeSent":
+            self.asked.append(about["request"]["url"])
+        elif event == "Runtime.exceptionThrown":
+            self.complaints.append(json.dumps(about["exceptionDetails"]))
+        elif event == "Log.entryAdded" and about["entry"]["level"] in ("error", "warning"):
+            self.complaints.append(about["entry"]["text"])
+        elif event == "Runtime.consoleAPICalled" and about["type"] in ("error", "warning"):
+            self.complaints.append(json.dumps(about["args"]))
 
     def _read(self) -> dict[str, Any]:
         found = bytearray()

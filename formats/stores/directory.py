@@ -43,8 +43,10 @@ def open_directory(
     Raises UnsafeContent for names that can't be paths.
     """
     prefix = prefix.strip("/")
-    inside = _files(store.listing(f"{prefix}/" if prefix else "").objects)
-    neighbours = _files(_beside(store, prefix, beside))
+    with ThreadPoolExecutor(1) as pool:
+        level = pool.submit(_beside, store, prefix, beside)
+        inside = _files(store.listing(f"{prefix}/" if prefix else "").objects)
+        neighbours = _files(level.result())
     is_object = any(each.key == prefix for each in neighbours)
     if not inside and not is_object:
         return None

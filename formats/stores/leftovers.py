@@ -1,7 +1,7 @@
 """Finds and removes the remains of a killed run at a prefix of a store: its claim, its journal, uploads, and objects of a commit
 that it had begun."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -70,38 +70,41 @@ def find(store: WritableStore, prefix: str) -> Leftovers:
     """Look at a prefix. Three requests, and some more if there is a claim."""
     listed = store.listing(f"{prefix}/").objects
     keys = {each.key for each in listed}
-    there = store.get(f"{prefix}/{CLAIM}") if f"{prefix}/{CLAIM}" in keys else None
-    holder = parsed(there.content) if there is not None else None
     journal = tuple(key for key in sorted(keys) if key.startswith(f"{prefix}/{JOURNAL}/"))
     objects = {
         each.key.removeprefix(f"{prefix}/"): each
         for each in listed
         if not is_part_of_claim(each.key) and not each.key.endswith("/")
     }
-    names = frozenset(names_in(store, prefix, journal))
-    begun = () if holder is None or not names else tuple(_uploads(store, prefix, holder, names))
+    with ThreadPoolExecutor(2) as pool:
+        claim = f"{prefix}/{CLAIM}"
+        asked = pool.submit(store.get, claim) if claim in keys else None
+        begun = pool.submit(store.uploads, f"{prefix}/") if asked and journal else None
+        names = frozenset(names_in(store, prefix, journal))
+        there = asked.result() if asked is not None else None
+        uploads = begun.result() if begun is not None else ()
+    holder = parsed(there.content) if there is not None else None
+    own = () if holder is None else _own(uploads, prefix, holder, names)
     return Leftovers(
         prefix,
         holder,
         there.tag if there is not None else "",
         there.age if there is not None else 0.0,
         journal,
-        begun,
+        tuple(own),
         objects,
         names,
     )
 
 
-def _uploads(
-    store: WritableStore, prefix: str, holder: Holder, names: Iterable[str]
-) -> list[Upload]:
+def _own(
+    uploads: Iterable[Upload], prefix: str, holder: Holder, names: Iterable[str]
+) -> Iterator[Upload]:
     """The uploads of a run: those of its files that were not there before its claim."""
     keys = {f"{prefix}/{name}" for name in names}
-    return [
-        each
-        for each in store.uploads(f"{prefix}/")
-        if each.key in keys and each.identity not in holder.foreign
-    ]
+    for each in uploads:
+        if each.key in keys and each.identity not in holder.foreign:
+            yield each
 
 
 def require_complete(store: WritableStore, prefix: str) -> None:

@@ -1,6 +1,7 @@
 """Begins an output at a prefix of a store: looks at what is there, claims the prefix, and finds the parts of an earlier run."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from formats.errors import TargetExists
@@ -26,8 +27,11 @@ class Opening:
 
     def look(self) -> None:
         """Raise TargetExists if the prefix isn't free. Removes what is left of a run that was complete."""
-        found = leftovers.find(self._store, self._prefix)
-        if not found.objects and self._store.head(self._prefix) is not None:
+        with ThreadPoolExecutor(1) as pool:
+            same_key = pool.submit(self._store.head, self._prefix)
+            found = leftovers.find(self._store, self._prefix)
+            is_object = same_key.result() is not None
+        if not found.objects and is_object:
             raise TargetExists(f"{self._target}: is an object; choose another place")
         holder = found.holder
         if holder is not None and found.was_published and is_gone(holder, found.age):
@@ -51,9 +55,12 @@ class Opening:
 
     def claimed(self) -> Leftovers:
         """Hold the claim. Returns what another run has left."""
-        found = self.found()
+        with ThreadPoolExecutor(1) as pool:
+            begun = pool.submit(self._store.uploads, f"{self._prefix}/")
+            found = self.found()
+            uploads = begun.result()
         if found.holder is None:
-            foreign = tuple(each.identity for each in self._store.uploads(f"{self._prefix}/"))
+            foreign = tuple(each.identity for each in uploads)
             self.claim.take(replaces=bool(found.objects), foreign=foreign)
         else:
             take = self._terms.take_over

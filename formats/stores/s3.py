@@ -11,6 +11,7 @@ identity, instance metadata. Requests are repeated by `patience.py` and not by b
 import logging
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
+from http.client import HTTPResponse
 from threading import Lock
 from typing import Any
 
@@ -26,6 +27,7 @@ from formats.stores.windows import CONNECTIONS
 _TIMEOUT_SECONDS = 20
 """For a connection, for the first byte of an answer, and between two bytes."""
 _PIECE_BYTES = 256 << 10
+_CHECKSUM = "x-amz-checksum-crc32"
 _log = logging.getLogger("megaconv")
 
 
@@ -147,16 +149,28 @@ def _require_range(answer: Any, state: RemoteState, start: int, count: int) -> N
 def _pieces(body: Any, out: memoryview) -> Iterator[int]:
     """Fill a buffer from a body. Yields the sizes of the pieces. Raises Transient if it breaks off."""
     done = 0
+    below = _answer_below(body)
+    read = body.readinto if below is None else below.readinto
     while done < len(out):
         try:
-            content = body.read(min(_PIECE_BYTES, len(out) - done))
-        except Exception as error:  # urllib3's and botocore's errors have no common class
+            count = read(out[done : done + _PIECE_BYTES])
+        except Exception as error:  # urllib3's, http.client's and botocore's errors differ
             raise Transient(f"a broken body: {type(error).__name__}") from error
-        if not content:
+        if not count:
             raise Transient(f"a body that ended after {done} of {len(out)} bytes")
-        out[done : done + len(content)] = content
-        done += len(content)
-        yield len(content)
+        done += count
+        yield count
+    if below is not None and below.isclosed():
+        body._raw_stream.release_conn()
+
+
+def _answer_below(body: Any) -> Any:
+    """http.client's answer below a body of botocore, which reads into a buffer; None for a body of another library.
+
+    urllib3 would first read into memory of its own.
+    """
+    answer = getattr(getattr(body, "_raw_stream", None), "_fp", None)
+    return answer if isinstance(answer, HTTPResponse) else None
 
 
 _making = Lock()
@@ -219,6 +233,19 @@ def _client() -> tuple[bool, Any]:
             if not signed:
                 _log.warning("s3: no credentials were found; requests are not signed")
                 settings["signature_version"] = UNSIGNED
-            return signed, session.create_client("s3", config=Config(**settings))
+            client = session.create_client("s3", config=Config(**settings))
+            client.meta.events.register("before-sign.s3.UploadPart", _rely_on_tls)
+            return signed, client
     except (BotoCoreError, ValueError) as error:
         raise s3_errors.of_configuration(error) from error
+
+
+def _rely_on_tls(request: Any, **_: Any) -> None:
+    """Tell botocore that a part has a checksum.
+
+    Through TLS, botocore then signs no SHA-256 of the part. It knows that by itself only of checksums that it computes.
+    """
+    if _CHECKSUM in request.headers:
+        known = request.context.get("checksum", {})
+        given = {"in": "header", "name": _CHECKSUM}
+        request.context["checksum"] = {**known, "request_algorithm": given}

@@ -15,6 +15,8 @@ from typing import Protocol
 from formats import allocation
 from formats.errors import CheckpointError, NotEnoughSpace
 from formats.full_writes import write_at
+from formats.lazy_numpy import np
+from formats.stores import buffers
 
 STUCK_SECONDS = 330.0
 """Longest time in which no part is sent while writers wait. A store that fails ends the run earlier by itself."""
@@ -83,7 +85,8 @@ class _Buffer:
     """A place in memory."""
 
     def __init__(self, slots: Slots, size: int) -> None:
-        self._slots, self._bytes = slots, bytearray(size)
+        self._slots, self._bytes = slots, buffers.take(size)
+        np.frombuffer(self._bytes, np.uint8).fill(0)  # does not stop other threads
 
     def put(self, at: int, data: memoryview) -> None:
         self._bytes[at : at + len(data)] = data
@@ -92,8 +95,9 @@ class _Buffer:
         return self._bytes
 
     def free(self) -> None:
-        size, self._bytes = len(self._bytes), bytearray()
-        self._slots.give_back(size)
+        content, self._bytes = self._bytes, bytearray()
+        buffers.give_back(content)
+        self._slots.give_back(len(content))
 
 
 class Spool(Slots):

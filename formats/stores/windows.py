@@ -16,17 +16,18 @@ from functools import partial
 from queue import SimpleQueue
 
 from formats.partial_files import Span
+from formats.stores import buffers
 from formats.stores.announced import Announced
 
 PAGE = 1 << 20
 WINDOW = 8 << 20
-BUDGET = 160 << 20
+BUDGET = 176 << 20
 """Most bytes of windows in memory. Each thread that waits for its own window may exceed it by this window."""
 AHEAD = 4
 """Most windows that are fetched ahead of one reader."""
 CONNECTIONS = 16
 """Threads that fetch ahead."""
-KEPT_FREE = 3 * WINDOW
+KEPT_FREE = WINDOW
 """The part of the budget that tensors which come next leave to readers that wait."""
 
 Fill = Callable[[int, memoryview], None]
@@ -38,11 +39,15 @@ class _Window:
 
     def __init__(self, start: int, end: int) -> None:
         self.start, self.end = start, end
-        self.content = bytearray(end - start)
+        self.content = buffers.take(end - start)
         self.ready = threading.Event()
         self.error: BaseException | None = None
         self.unread = end - start
         """Bytes that nobody has read yet, if no byte is read twice."""
+
+    def __del__(self) -> None:
+        # Not when the register drops the window: readers may still copy from it.
+        buffers.give_back(self.content)
 
 
 class _Reader:

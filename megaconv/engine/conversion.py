@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from formats.entry_check import Entry
 from formats.opened import OpenedFiles
 from formats.stores.addresses import is_store
-from formats.stores.target import StoreTarget
 from formats.target import Target
+from formats.tensor import announce
 from megaconv import registry
 from megaconv._version import __version__
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
@@ -28,7 +28,7 @@ from megaconv.engine.reading_back import as_streamed
 from megaconv.engine.record import RECORD_NAME, record_json
 from megaconv.engine.report import Report
 from megaconv.engine.shares import Share, share_out
-from megaconv.engine.stream import Stream
+from megaconv.engine.stream import MAX_WAITING, Stream
 from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.engine.transfer import Transfer
 from megaconv.errors import (
@@ -46,6 +46,9 @@ from megaconv.model.beside import BESIDE
 from megaconv.model.ir import Header, Key, Source
 from megaconv.options import ConvertOptions, LoadOptions
 from megaconv.saver import Saver
+
+if TYPE_CHECKING:
+    from formats.stores.target import StoreTarget
 
 
 def convert(
@@ -147,9 +150,9 @@ def _convert(
     identity = _identity(saver.name, options, opened, _revision(place, source.header, options))
     shares = share_out(report.plan, source.header.manifest, ranks.size)
     parts: PartPlan | None = None
-    if isinstance(staging, StoreTarget):
+    if is_store(str(save_dir)):
         parts, waiting = parts_of(shares[ranks.rank].plan, options, workers_of(options))
-        staging.expect(waiting)
+        cast("StoreTarget", staging).expect(waiting)
         report = replace(report, waiting=waiting)
     if not options.resume and not ranks.rank:
         staging.require_space(report.nbytes)
@@ -225,18 +228,27 @@ def _transfer(
 ) -> dict[Key, str]:
     """Write one share. parts: its plan in parts, for a store. Returns the fingerprints of the tensors that this share hashes."""
     workers = workers_of(options)
-    with ranks.first_goes_first():
-        transfer = Transfer(
-            share, staging, source=identity, resume=options.resume,
-            block_bytes=block_bytes(options.max_memory, workers), advance=advance, parts=parts,
-        )  # fmt: skip
     stream = Stream(options.max_memory // 2, None if parts is None else ahead(workers))
     order = None if parts is None else parts.order
+    # With --resume, the journal decides which tensors are read.
+    early = () if parts is None or options.resume else share.hashed
     # Run in a copy of the context, so that files which the source opens only now are recorded too.
     sender = threading.Thread(
-        target=copy_context().run, args=(_send, source, stream, order), name="loader", daemon=True
-    )
-    sender.start()
+        target=copy_context().run, args=(_send, source, stream, order, frozenset(early)), name="loader", daemon=True
+    )  # fmt: skip
+    if early:
+        sender.start()
+    try:
+        with ranks.first_goes_first():
+            transfer = Transfer(
+                share, staging, source=identity, resume=options.resume,
+                block_bytes=block_bytes(options.max_memory, workers), advance=advance, parts=parts,
+            )  # fmt: skip
+    except BaseException as error:
+        stream.fail(error)
+        raise
+    if not early:
+        sender.start()
     digests = transfer.run(stream, workers)
     sender.join()
     return digests
@@ -281,15 +293,20 @@ def _gather(ranks: Ranks, shares: Sequence[Share], digests: Mapping[Key, str]) -
     }
 
 
-def _send(source: Source, stream: Stream, order: Mapping[Key, int] | None) -> None:
+def _send(
+    source: Source, stream: Stream, order: Mapping[Key, int] | None, early: frozenset[Key]
+) -> None:
     """The loader's side of the stream: sends the header, all tensors, and the end marker.
 
-    order: the places of tensors in the order of sending; None: the source's order.
+    order: the places of tensors in the order of sending; None: the source's order. early: tensors that are fetched ahead
+    while the output begins, if they are among the first.
     """
     try:
         stream.put_header(source.header)
         count = 0
         for key, tensor in source.tensors() if order is None else in_order(source, order):
+            if count < MAX_WAITING and key in early:
+                announce(tensor)
             stream.put(key, tensor)
             count += 1
         stream.end(count)

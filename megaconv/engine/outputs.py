@@ -4,7 +4,6 @@ from pathlib import Path
 
 from formats.staging import Staging
 from formats.stores.addresses import is_store
-from formats.stores.target import StoreTarget
 from formats.stores.waiting import MEMORY_BYTES, Terms, Waiting
 from formats.target import Target
 from megaconv._version import __version__
@@ -35,6 +34,8 @@ def output_at(save_dir: str | Path, options: ConvertOptions, ranks: Ranks = ALON
     terms = Terms(
         __version__, options.overwrite, options.take_over, options.spool, options.max_spool
     )
+    from formats.stores.target import StoreTarget
+
     store = writable_store(str(save_dir))
     return StoreTarget(
         store, address.prefix, terms, member=ranks.rank, members=ranks.size, record=RECORD_NAME

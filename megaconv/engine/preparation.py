@@ -43,10 +43,10 @@ from megaconv.options import (
 from megaconv.saver import Saver
 from megaconv.values.cast import CastSource, dtype_name
 from megaconv.values.shifted import PlainSource
-from megaconv.values.stored_forms import StoredSource
 
 if TYPE_CHECKING:
     from megaconv.adapters.merging import MergedSource
+    from megaconv.values.stored_forms import StoredSource
 
 
 def open_source(found: Input, options: LoadOptions | None = None) -> Source:
@@ -224,7 +224,7 @@ class _Streamed(NamedTuple):
     source: Source
     parameters: int
     merged: "MergedSource | None"
-    stored: StoredSource | None
+    stored: "StoredSource | None"
 
     @property
     def is_quantized(self) -> bool:
@@ -354,7 +354,7 @@ def _changed(source: Source, options: ConvertOptions) -> tuple[Source, "MergedSo
 
 def _stored(
     source: Source, saver: Saver, options: ConvertOptions, save: SaveOptions, processes: int
-) -> tuple[Source, StoredSource | None]:
+) -> "tuple[Source, StoredSource | None]":
     """(the source as the output stores it, the StoredSource among its parts or None). The saver's `forms` decides."""
     if saver.forms is None:
         return source, None
@@ -370,6 +370,8 @@ def _stored(
     forms = saver.forms(source.header, save)
     if not forms:
         return source, None
+    from megaconv.values.stored_forms import StoredSource
+
     stored = StoredSource(source, forms, overflow="overflow" in save.allow_lossy)
     return stored, stored
 

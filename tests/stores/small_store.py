@@ -17,6 +17,7 @@ from datetime import UTC, datetime, timedelta
 from email.utils import formatdate
 from hashlib import md5
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -449,6 +450,8 @@ def _certificate(directory: Path) -> Path:
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
     builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    address = x509.IPAddress(IPv4Address("127.0.0.1"))
+    builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)
     builder = builder.not_valid_before(now - timedelta(days=1))
     certificate = builder.not_valid_after(now + timedelta(days=1)).sign(key, hashes.SHA256())
     pem = serialization.Encoding.PEM

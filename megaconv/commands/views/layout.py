@@ -80,7 +80,7 @@ class LayoutView:
         ranks = "rank holds" if self.ranks == 1 else "ranks hold"
         yield f"{self.layout}: {self.ranks} {ranks} the model once"
         yield from self._stages(glyphs)
-        kinds = {self._kind(layer) for layer in range(self.config.layer_count)}
+        kinds = set(self.kinds())
         legend = ["E embedding", "H head"]
         for kind, name in _KIND_NAMES.items():
             if kind in kinds:
@@ -116,6 +116,10 @@ class LayoutView:
             if chunk.is_last:
                 cells[-1] = "H"
         return "".join(cells)
+
+    def kinds(self) -> list[str]:
+        """Return the kind of each layer: `dense`, `experts` or `linear`."""
+        return [self._kind(layer) for layer in range(self.config.layer_count)]
 
     def _kind(self, layer: int) -> str:
         if self.config.has("moe", layer):

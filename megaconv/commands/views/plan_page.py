@@ -6,7 +6,6 @@ The page holds everything that it shows. It has no script and sends no request.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from shlex import join
 
 from megaconv.commands.best_layouts import BestLayouts, Placed
@@ -14,12 +13,12 @@ from megaconv.commands.layouts import Layouts, Possible
 from megaconv.commands.served_layouts import PlacedServer, ServedLayouts
 from megaconv.commands.units import readable
 from megaconv.commands.views.bars import Bar, Limit, bars, legend, schedule
+from megaconv.commands.views.look import still_page
 from megaconv.planning.bubble import timeline
 from megaconv.planning.estimate import Estimator
 from megaconv.planning.flags import megatron_lite_flags, megatron_lm_flags
 from megaconv.planning.run import Run
 
-TEMPLATE = Path(__file__).with_name("plan.html")
 PROGRAMS = {"megatron_lm": "Megatron-LM", "megatron_lite": "megatron-lite", "vllm": "vLLM"}
 MOST_PASSES = 6000
 """Passes that a page draws at most."""
@@ -40,9 +39,7 @@ class Row:
 
 def plan_page(name: str, found: "BestLayouts | ServedLayouts | Layouts") -> str:
     """Return the page. name: of the model, as the user gave it."""
-    body = "\n".join(_body(found))
-    page = TEMPLATE.read_text(encoding="utf-8")
-    return page.replace("__TITLE__", escape(f"Plan of {name}")).replace("__BODY__", body)
+    return still_page(f"Plan of {name}", "\n".join(_body(found)))
 
 
 def _body(found: "BestLayouts | ServedLayouts | Layouts") -> Iterator[str]:

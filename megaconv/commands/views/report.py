@@ -1,9 +1,7 @@
 """`inspect --html` and `diff --html`: a report in one file. The page sends no requests."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megaconv.commands.comparison import Diff
@@ -11,12 +9,17 @@ from megaconv.commands.inspection import Inspection
 from megaconv.commands.movement import Movement
 from megaconv.commands.survey import Survey
 from megaconv.commands.views import layout
+from megaconv.commands.views.look import data_of, filled, part
+from megaconv.commands.views.moved_modules import maps, modules
 from megaconv.commands.views.tree import tree
 from megaconv.engine.statistics import Statistics
 from megaconv.errors import LayoutError
 from megaconv.model.ir import WEIGHT, Header, Key, TensorInfo
 
-TEMPLATE = Path(__file__).with_name("report.html")
+SCRIPTS = (
+    "elements.js", "treemap.js", "ranks.js", "layers.js", "histograms.js", "heat.js", "tensors.js", "report.js",
+)  # fmt: skip
+"""The page's script, in the order in which its parts use each other."""
 
 
 def report(found: Inspection | Survey, stats: Mapping[str, Statistics]) -> str:
@@ -35,6 +38,8 @@ def movement_report(a: str, b: str, left: Header, found: Diff, moved: Movement) 
     layers = [{"name": layer.name, "stats": layer.to_json()} for layer in moved.layers()]
     different = f"{len(found.differences)} of {found.tensors} differ"
     facts = [("A", a), ("B", b), ("tensors", different)]
+    if len(found.slots) > 1:
+        facts.append(("compared", ", ".join(found.slots)))
     for name, ours, theirs in found.config:
         facts.append(("configuration", f"{name} is {ours!r} in A, {theirs!r} in B"))
     return _page(
@@ -43,6 +48,8 @@ def movement_report(a: str, b: str, left: Header, found: Diff, moved: Movement) 
         rows,
         MOVEMENT,
         layers=layers,
+        modules=modules((row["name"] for row in described), found, moved),
+        maps=maps(moved),
     )
 
 
@@ -64,9 +71,9 @@ STATISTICS = Numbers(
 MOVEMENT = Numbers(
     "How far it has moved, by layer",
     {
-        "relative": "norm of the difference over that of A",
+        "relative": "norm of B − A over the norm of A",
         "max_abs": "largest difference",
-        "changed": "elements changed",
+        "changed": "share of elements changed",
     },
     ("relative", "max_abs", "changed"),
 )
@@ -79,8 +86,10 @@ def _page(
     numbers: Numbers,
     layout: dict[str, Any] | None = None,
     layers: Sequence[dict[str, Any]] = (),
+    modules: Sequence[dict[str, Any]] = (),
+    maps: Sequence[dict[str, Any]] = (),
 ) -> str:
-    """The HTML page. layers: numbers of whole layers with their names, if there are any."""
+    """The HTML page. layers: numbers of whole layers with their names. modules, maps: as in moved_modules."""
     document = {
         "path": title,
         "facts": [list(line) for line in facts],
@@ -88,20 +97,22 @@ def _page(
         "layout": layout,
         "tensors": rows,
         "layers": list(layers),
+        "modules": list(modules),
+        "maps": list(maps),
         **numbers._asdict(),
     }
-    # A name may contain anything, even the end of a script tag. As an escape, `<` is the same JSON.
-    data = json.dumps(document).replace("<", "\\u003c")
-    return TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", data)
+    script = "".join(part(name) for name in SCRIPTS)
+    return filled("report.html", {"SCRIPT": script, "DATA": data_of(document)})
 
 
 def _layout(found: Inspection | Survey) -> dict[str, Any] | None:
     if isinstance(found, Survey):
         return None
     try:
-        return layout.layout_view(found.header).to_json()
+        view = layout.layout_view(found.header)
     except LayoutError:  # a run whose ranks share tensors that this calculation divides
         return None
+    return {**view.to_json(), "kinds": view.kinds()}
 
 
 def _rows(found: Inspection | Survey, stats: Mapping[str, Statistics]) -> list[dict[str, Any]]:
