@@ -81,7 +81,7 @@ class Int8Product(Product):
         rows = x.reshape(-1, self.shape[1])
         if not len(rows):
             return x.new_empty(*x.shape[:-1], self.shape[0])
-        parts = [self._product(part).to(x.dtype) for part in rows.split(_ROWS)]
+        parts = [self._product(part).to(x.dtype) for part in torch.split(rows, _ROWS)]
         made = parts[0] if len(parts) == 1 else torch.cat(parts)
         made = made.view(*x.shape[:-1], self.shape[0])
         return made if bias is None else made + bias
@@ -99,10 +99,10 @@ class Int8Product(Product):
         fine = scaled.sub_(coarse).mul_(_FINER)
         both = torch.cat((coarse, fine))
         # The kernel rounds the fine part to integers.
-        made = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+        made: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
             both, 1.0, _ZERO, self._packed
         )
-        found, rest = made.split(len(x))
+        found, rest = torch.split(made, len(x))
         return found.add_(rest, alpha=1 / _FINER).mul_(scale)
 
 
