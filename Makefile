@@ -45,7 +45,7 @@ trust: $(VENV)/.tested
 	$(BIN)/python -m tests.trust --seed $(TRUST_SEED) --jobs $(TRUST_JOBS) --report trust.json \
 	  --kills 2000 --faults 10000 --mutations 20000 --foreign 2000 --seals 4000 --patches 4000 --requests 5000 --pickles 2500 --archives 1500 --files 1500 --moving 500 \
 	  --fuzz 1000000 --ranks 100 --trainer 50
-	$(BIN)/python -m tests.stores.attacks --seed $(TRUST_SEED) --kills 500 --faults 5000
+	$(BIN)/python -m tests.stores.attacks --seed $(TRUST_SEED) --kills 500 --faults 5000 --races 200
 
 check: $(VENV)/.tested
 	$(BIN)/ruff check .

@@ -33,6 +33,7 @@ def collect(target: Path) -> None:
     for source in [*sorted(DOCS.rglob("*.md")), *(ROOT / name for name in FROM_ROOT)]:
         page = _place(source)
         _write(target / page, _on_site(source, page))
+    shutil.copytree(DOCS / "images", target / "images")
     for name, text in build_reference.pages().items():
         _write(target / name, text)
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         merge,
         open,  # noqa: A004
         plan,
+        plan_serving,
+        plan_training,
         push,
         scan,
         seal,
@@ -51,6 +53,8 @@ __all__ = [
     "merge",
     "open",
     "plan",
+    "plan_serving",
+    "plan_training",
     "push",
     "scan",
     "seal",

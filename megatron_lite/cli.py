@@ -34,6 +34,7 @@ commands:
   retrieve     Find passages for questions, and count those with an answer.
   models       List the families of models, and which of them can be trained.
   recipes      List settings for common models, for finetune --recipe.
+  plot         Draw the curves of runs side by side, in the terminal or as a page.
   completion   Print a script that completes commands and flags in bash, zsh or fish.
 
 `megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:

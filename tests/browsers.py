@@ -150,3 +150,31 @@ def page(directory: Path) -> Iterator[Page]:
         hangs.cancel()
         process.kill()
         process.wait()
+
+
+@contextmanager
+def opened(path: Path, tab: Page) -> Iterator[Page]:
+    """The page after its scripts have run. At the end it has asked for nothing else, and its console has no complaint."""
+    tab.asked.clear()
+    tab.complaints.clear()
+    tab.resize(1100, 900)
+    tab.prefer("light")
+    tab.open(path.as_uri())
+    yield tab
+    assert tab.asked == [path.as_uri()]
+    assert tab.complaints == []
+
+
+def shown(tab: Page, selector: str) -> bool:
+    """Whether the first such element has an area within the width of the window."""
+    return bool(
+        tab.run(
+            f"(() => {{ const box = document.querySelector({selector!r}).getBoundingClientRect(); "
+            "return box.width > 0 && box.height > 0 && box.left >= 0 && box.right <= innerWidth + 1 })()"
+        )
+    )
+
+
+def fits(tab: Page) -> bool:
+    """Whether the page can be read without scrolling sideways."""
+    return bool(tab.run("document.documentElement.scrollWidth <= innerWidth"))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.browsers import Page, page
 from tests.grids import GRIDS
 from tests.megatron_oracle import Megatron
 
@@ -25,6 +26,13 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
         signal.signal(number, usual)
 
 FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """One browser for all pages of a file: it takes seconds to start."""
+    with page(tmp_path_factory.mktemp("browser")) as tab:
+        yield tab
 
 
 @pytest.fixture(autouse=True)

@@ -4,13 +4,13 @@ The options are defined in `megaconv.options`. A function passes all of its argu
 nothing but its signature repeats them. Tests compare the signatures with the options, and docs/api.md with both.
 """
 
+from megaconv.api.planning import plan, plan_serving, plan_training
 from megaconv.api.reading import (
     diff,
     fingerprint,
     inspect,
     load_transformers,
     open,  # noqa: A004
-    plan,
     scan,
     state_dict,
     verify,
@@ -29,6 +29,8 @@ __all__ = [
     "merge",
     "open",
     "plan",
+    "plan_serving",
+    "plan_training",
     "push",
     "scan",
     "seal",

@@ -7,10 +7,9 @@ from typing import Any
 
 from megaconv.called import checked
 from megaconv.checkpoint import Checkpoint, open_checkpoint
-from megaconv.commands import comparison, inspection, layouts, scanning, verification
+from megaconv.commands import comparison, inspection, scanning, verification
 from megaconv.commands.comparison import Diff
 from megaconv.commands.inspection import Inspection
-from megaconv.commands.layouts import Layouts
 from megaconv.commands.scanning import Scan
 from megaconv.commands.verification import Verification
 from megaconv.engine import conversion
@@ -22,7 +21,6 @@ from megaconv.extras import require_torch
 from megaconv.input import find_input
 from megaconv.options import ConvertOptions, LoadOptions, SealOptions, require_workers
 from megaconv.options.option import built
-from megaconv.options.values import byte_size
 from megaconv.serving import state_dict as native_state
 from megaconv.serving.state_dict import StateDict
 
@@ -125,35 +123,6 @@ def inspect(
     """
     read = built(LoadOptions, "inspect", locals())
     return inspection.inspect(path, read, loader, check_source=check_source)
-
-
-@checked
-def plan(
-    path: str | Path,
-    *,
-    gpus: int | None = None,
-    gpu_memory: int | str | None = None,
-    loader: str | None = None,
-    config: str | Path | None = None,
-    true_vocab_size: int | None = None,
-    num_attention_heads: int | None = None,
-    text_only: bool = False,
-    drop_retrieval: bool = False,
-    options: Mapping[str, str] | None = None,
-) -> Layouts:
-    """The parallel layouts that a model can have, the share of each rank, and the memory that training takes.
-
-    gpus: the number of GPUs of the run; None: as few as can hold the model once.
-    gpu_memory: the memory of one GPU in bytes, or text with a unit.
-    Raises megaconv.errors.CheckpointError.
-    """
-    read = replace(built(LoadOptions, "plan", locals()), optimizer=False)
-    if gpus is not None and gpus < 1:
-        raise UsageError(f"gpus={gpus}: expected 1 or more")
-    header = inspection.inspect(path, read, loader, check_source=False).header
-    return layouts.layouts(
-        header, gpus, None if gpu_memory is None else byte_size(gpu_memory, "gpu_memory=")
-    )
 
 
 @checked

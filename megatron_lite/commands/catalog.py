@@ -6,6 +6,7 @@ OTHERS = {
     "data": "megatron_lite.data.recipes.command",
     "models": "megatron_lite.commands.models",
     "recipes": "megatron_lite.commands.recipes",
+    "plot": "megatron_lite.commands.plot",
     "completion": "megatron_lite.commands.completion",
     "generate": "megatron_lite.inference.commands.generate",
     "chat": "megatron_lite.inference.commands.chat",

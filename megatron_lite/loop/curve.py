@@ -10,13 +10,13 @@ def draw(points: Sequence[tuple[int, float]], width: int = 60, height: int = 8) 
     """Return the lines of a plot of (step, value). Each column shows the mean of its steps. At least one point is needed."""
     columns = _columns([value for _, value in points], width)
     low, high = min(columns), max(columns)
-    rows = [_row(value, low, high, height) for value in columns]
+    rows = [row_of(value, low, high, height) for value in columns]
     labels = {0: f"{high:9.4f}", height - 1: f"{low:9.4f}"}
     lines = []
     for row in range(height):
         label = labels.get(row, "")
         lines.append(f"{label:>9} │{_dots(rows, row)}")
-    return [*lines, *_axis(points[0][0], points[-1][0], len(columns))]
+    return [*lines, *axis(points[0][0], points[-1][0], len(columns))]
 
 
 def _dots(rows: Sequence[int], row: int) -> str:
@@ -25,11 +25,11 @@ def _dots(rows: Sequence[int], row: int) -> str:
     return "".join(dots).rstrip()
 
 
-def _axis(first: int, last: int, width: int) -> list[str]:
-    """Return the lines below the plot, with the first and the last step."""
-    line = "─" * width
+def axis(first: int, last: int, width: int, *, margin: int = 9, blocks: bool = True) -> list[str]:
+    """Return the lines below the plot, with the first and the last step. margin: width of the labels at its side."""
+    corner, dash = ("└", "─") if blocks else ("+", "-")
     gap = " " * max(1, width - len(f"{first}{last}"))
-    return [f"{'':9} └{line}", f"{'':9}  {first}{gap}{last}  step"]
+    return [f"{'':{margin}} {corner}{dash * width}", f"{'':{margin}}  {first}{gap}{last}  step"]
 
 
 def _columns(values: Sequence[float], width: int) -> list[float]:
@@ -43,7 +43,7 @@ def _columns(values: Sequence[float], width: int) -> list[float]:
     return found
 
 
-def _row(value: float, low: float, high: float, height: int) -> int:
+def row_of(value: float, low: float, high: float, height: int) -> int:
     """Return the row of a value; row 0 is the highest."""
     if high == low:
         return height // 2

@@ -3,15 +3,13 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.browsers import PHONE, Page, page
+from tests.browsers import PHONE, Page, fits, opened, shown
 from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.runs import assert_refused, run
@@ -23,41 +21,6 @@ def written(path: Path, target: Path, *options: str) -> str:
     outcome = run("inspect", path, "--html", target, *options)
     assert (outcome.status, outcome.err) == (0, "")
     return target.read_text()
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """One browser for all pages: it takes seconds to start."""
-    with page(tmp_path_factory.mktemp("browser")) as tab:
-        yield tab
-
-
-@contextmanager
-def opened(path: Path, tab: Page) -> Iterator[Page]:
-    """The page after its scripts have run. At the end it has asked for nothing else, and its console has no complaint."""
-    tab.asked.clear()
-    tab.complaints.clear()
-    tab.resize(1100, 900)
-    tab.prefer("light")
-    tab.open(path.as_uri())
-    yield tab
-    assert tab.asked == [path.as_uri()]
-    assert tab.complaints == []
-
-
-def shown(tab: Page, selector: str) -> bool:
-    """Whether the first such element has an area within the width of the window."""
-    return bool(
-        tab.run(
-            f"(() => {{ const box = document.querySelector({selector!r}).getBoundingClientRect(); "
-            "return box.width > 0 && box.height > 0 && box.left >= 0 && box.right <= innerWidth + 1 })()"
-        )
-    )
-
-
-def fits(tab: Page) -> bool:
-    """Whether the page can be read without scrolling sideways."""
-    return bool(tab.run("document.documentElement.scrollWidth <= innerWidth"))
 
 
 def test_a_report_holds_everything_and_names_no_other_address(tmp_path: Path) -> None:

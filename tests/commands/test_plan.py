@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import megaconv
 from megaconv.errors import UsageError
 from megaconv.model.memory import bytes_per_parameter
 from tests.conftest import FIXTURES
@@ -261,3 +262,36 @@ def test_flags_that_no_server_has_are_refused(
 
 def test_a_cache_needs_a_server(llama: Path) -> None:
     assert_refused(run("plan", llama, "--kv-cache-dtype", "fp8"), 2, "needs --for infer")
+
+
+def test_python_plans_what_the_command_plans(llama: Path) -> None:
+    trained = megaconv.plan_training(
+        llama, gpus=64, gpu="h800", seq_length=2048, global_batch_size=128, lora=True, tp=4, top=3
+    )
+    options = ("--gpus", 64, "--gpu", "h800", "--seq-length", 2048, "--global-batch-size", 128)
+    assert trained.to_json()["layouts"] == planned(
+        llama, *options, "--for", "lora", "--tp", 4, "--top", 3
+    )
+    served = megaconv.plan_serving(
+        llama, gpus=4, gpu_memory="60GiB", sequences=8, kv_cache_dtype="fp8", top=2
+    )
+    options = ("--gpus", 4, "--gpu-memory", "60GiB", "--global-batch-size", 8)
+    assert served.to_json()["layouts"] == planned(
+        llama, *options, "--for", "infer", "--kv-cache-dtype", "fp8", "--top", 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gpus": 0}, "gpus=0: expected 1 or more"),
+        ({"gpus": 2, "micro_batch_size": 0}, "micro_batch_size=0: expected 1 or more"),
+        ({"gpus": 2, "moe_token_dispatcher_type": "ring"}, "expected alltoall or flex"),
+        ({"gpus": 2, "gpu": "abacus"}, "abacus is unknown"),
+    ],
+)
+def test_python_refuses_what_can_not_be_planned(
+    llama: Path, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        megaconv.plan_training(llama, **arguments)

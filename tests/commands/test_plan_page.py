@@ -12,6 +12,7 @@ import pytest
 
 from megaconv.commands.views.bars import LABEL
 from megaconv.planning.bubble import bubble, timeline
+from tests.browsers import PHONE, Page, fits, opened, shown
 from tests.commands.test_plan import LLAMA_8B
 from tests.runs import assert_refused, run
 
@@ -116,6 +117,40 @@ def test_the_schedule_shows_each_pass_once_and_no_two_at_a_time(llama: Path) -> 
     for passes in by_rank.values():
         ordered = sorted(passes)
         assert all(a[1] <= b[0] * 1.001 + 1e-9 for a, b in pairwise(ordered))
+
+
+def test_the_schedule_shows_uneven_stages_by_their_length(llama: Path) -> None:
+    # With a small vocabulary, the head takes much less time than a layer.
+    config = LLAMA_8B | {"num_hidden_layers": 30, "vocab_size": 4096}
+    (llama / "config.json").write_text(json.dumps(config))
+    text = page(llama, *SEARCH, "--pp", 4, "--vpp", 2)
+    drawn = drawings(text)[-1]
+    assert "interleaved 1F1B schedule" in drawn.attrib["aria-label"]
+    layers = [int(each) for each in re.findall(r"in the order of the model: ([\d, ]+)\.", text)[0].split(", ")]  # fmt: skip
+    assert sum(layers) == 30
+    widths_of_stages: dict[int, float] = {}
+    for box in drawn.iter("rect"):
+        found = re.match(r"pp (\d+), chunk (\d+): forward", box[0].text or "")
+        if found:
+            stage = int(found[2]) * 4 + int(found[1])
+            widths_of_stages[stage] = float(box.attrib["width"]) + 0.5
+    for stage, width in widths_of_stages.items():
+        assert width / widths_of_stages[1] == pytest.approx(layers[stage] / layers[1], rel=0.06)
+
+
+def test_a_browser_shows_a_plan_on_a_phone_and_in_the_dark(llama: Path, browser: Page) -> None:
+    page(llama, *SEARCH, "--pp", 4)
+    with opened(llama.parent / "plan.html", browser) as tab:
+        for drawing in ("figure:nth-of-type(1) svg", "figure:nth-of-type(3) svg", "table", "pre"):
+            assert shown(tab, drawing), drawing
+        tab.resize(*PHONE)
+        tab.prefer("dark")
+        assert fits(tab)
+        assert shown(tab, "figure.drawing")
+        assert tab.run("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
+        # Drawings scroll inside of their frame, with letters that can still be read.
+        assert tab.run("document.querySelector('figure svg').getBoundingClientRect().width") >= 760
+        assert "a <b>model" in tab.run("document.querySelector('h1').textContent")
 
 
 def test_the_timeline_ends_where_the_bubble_says() -> None:

@@ -213,6 +213,9 @@ def write_adapter(target: Path) -> None:
     (target / "adapter_config.json").write_text(json.dumps(config))
 
 
+METRICS = lines({"iteration": 1, "loss": 2.5}, {"iteration": 2, "loss": 2.25})
+
+
 def usual(llama: Path) -> dict[str, Make]:
     """The files and directories that commands of any page name -> how to make a small one."""
     llamas = (
@@ -237,6 +240,7 @@ def usual(llama: Path) -> dict[str, Make]:
         "pairs.jsonl": lines(*[PAIR] * 8),
         "corpus.jsonl": lines(*[{"text": "A checkpoint is a model at rest."}] * 20),
         "rows.jsonl": lines({"text": "A checkpoint"}),
+        **dict.fromkeys(("metrics.jsonl", "run-a/metrics.jsonl", "run-b/metrics.jsonl"), METRICS),
         "lambada_test.jsonl": lines({"text": "A checkpoint is a model at rest"}),
         "Qwen2.5-VL-7B": fixture("whole-qwen2_5_vl"),
         "gemma-3-4b-it": fixture("whole-qwen2_5_vl"),

@@ -133,6 +133,7 @@ def test_the_order_is_pointed_out(hf: Path, tmp_path: Path) -> None:
     assert any("--option indexer_for=0.16" in notice for notice in notices)
 
 
+@pytest.mark.slow
 def test_the_optimizer_goes_along_in_either_order(hf: Path, tmp_path: Path) -> None:
     source = write_trained(hf, tmp_path / "trained")
     before = megaconv.fingerprint(source)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
@@ -22,12 +23,16 @@ from formats import partial_files
 from formats.stores import selectors, windows
 from formats.stores.claim import CLAIM
 from megaconv.engine import transfer
+from megaconv.errors import CODES
 from megaconv.patches import blocks_file
 from tests.runs import Outcome, run
 from tests.stores.small_store import Asked, Fault, SmallStore
 
 PATIENCE = 60.0
 """Seconds after which a run counts as hung. A busy machine needs more."""
+_TERMINATED = 143
+_SPREAD = 0.05
+"""Seconds within which the two runs of a race begin."""
 FAULTS = {
     "503": Fault("status", 503, "SlowDown"),
     "500": Fault("status", 500, "InternalError"),
@@ -58,6 +63,14 @@ class Broken(AssertionError):
     """The promise was broken."""
 
 
+def _ran(*words: object) -> Outcome:
+    """Run a command. If a signal ended it, end this process too: the command took the signal as its own."""
+    outcome = run(*words)
+    if outcome.status == CODES["interrupted"].exit_status:
+        sys.exit(_TERMINATED)
+    return outcome
+
+
 def _start_afresh(store: SmallStore) -> None:
     """Empty the store, and free the clients of earlier runs. A process keeps them for tensors that somebody may hold."""
     store.clear()
@@ -69,7 +82,7 @@ def _start_afresh(store: SmallStore) -> None:
 def undisturbed(store: SmallStore, words: tuple[object, ...]) -> tuple[Scenario, int]:
     """(the scenario, the number of its requests)."""
     _start_afresh(store)
-    outcome = run(*words)
+    outcome = _ran(*words)
     assert outcome.status == 0, outcome.err
     return Scenario(words, store.below("out/")), len(store.asked)
 
@@ -92,7 +105,7 @@ def kill(store: SmallStore, scenario: Scenario, number: int, *, after: bool, res
     status = _in_a_child(words, process.append)
     store.restart()
     state = _state(store, scenario, what)
-    again = run(*words)
+    again = _ran(*words)
     _judge_repetition(store, scenario, again, f"{what}, then {state}", was=state)
     if status >= 0 and state != "complete":
         raise Broken(f"{what}: ended with {status} before the kill, {state}")
@@ -116,7 +129,7 @@ def fault(
         return FAULTS[kind]._replace(after=True) if is_deleted else FAULTS[kind]
 
     store.hook = fail
-    outcome = run(*scenario.words)
+    outcome = _ran(*scenario.words)
     store.restart()
     first = f" ({hit[0].action} {hit[0].key})" if hit else ""
     what = f"{kind} at request {number}{first}{' and later' if lasting else ''}"
@@ -125,38 +138,69 @@ def fault(
         raise Broken(f"{what}: ended with 0, and the output is {state}")
     if outcome.status and outcome.err.count("\n") > 2:
         raise Broken(f"{what}: {outcome.err}")
-    again = run(*scenario.words)
+    again = _ran(*scenario.words)
     _judge_repetition(store, scenario, again, what, was=state)
     return outcome
+
+
+def race(store: SmallStore, scenario: Scenario, pauses: tuple[float, float]) -> None:
+    """Let two processes write to one target, which begin after these seconds. Raises Broken unless exactly one wins."""
+    _start_afresh(store)
+    pids = [_forked(scenario.words, partial(time.sleep, pause)) for pause in pauses]
+    statuses = sorted([_status_of(pid, scenario.words) for pid in pids])
+    what = f"two runs after {pauses} seconds"
+    if statuses != [0, 2]:
+        raise Broken(f"{what}: ended with {statuses}")
+    if not _same(store.below("out/"), scenario.expected) or store.unfinished:
+        raise Broken(f"{what}: {store.all_keys()}, uploads {store.unfinished}")
 
 
 def _in_a_child(words: tuple[object, ...], started: Callable[[int], None]) -> int:
     """Run a command in a forked process. Returns its status, negative for a signal."""
     reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
+
+    def wait() -> None:
+        """Wait until the parent knows this process."""
         os.close(writing)
-        os.read(reading, 1)  # wait until the parent knows this process
-        transfer.JOURNAL_SECONDS = blocks_file.JOURNAL_SECONDS = 0
-        faulthandler.dump_traceback_later(PATIENCE - 5)
-        status = 99
-        try:
-            with redirect_stderr(StringIO()):
-                status = run(*words).status
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
+        os.read(reading, 1)
+
+    pid = _forked(words, wait)
     os.close(reading)
     started(pid)
     os.close(writing)
-    until = time.monotonic() + PATIENCE
-    while time.monotonic() < until:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    return _status_of(pid, words)
+
+
+def _forked(words: tuple[object, ...], before: Callable[[], None]) -> int:
+    """Begin a command in a forked process. before: called there first. Returns its number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 99
+    try:
+        before()
+        transfer.JOURNAL_SECONDS = blocks_file.JOURNAL_SECONDS = 0
+        faulthandler.dump_traceback_later(PATIENCE - 5)
+        with redirect_stderr(StringIO()):
+            status = run(*words).status
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _status_of(pid: int, words: tuple[object, ...]) -> int:
+    """The exit status of a process, negative for a signal. Raises Broken for one that hangs."""
+    until, done = time.monotonic() + PATIENCE, 0
+    try:
+        while time.monotonic() < until:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.002)
+    finally:
+        if not done:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     raise Broken(f"hung for {PATIENCE:.0f} seconds: {words}")
 
 
@@ -207,7 +251,7 @@ def _tell(count: int, counts: dict[str, int]) -> None:
 
 
 def main() -> int:
-    """`python -m tests.stores.attacks --kills 500 --faults 5000 [--seconds 600]`: the full numbers."""
+    """`python -m tests.stores.attacks --kills 500 --faults 5000 --races 200 [--seconds 600]`: the full numbers."""
     import argparse
     import tempfile
 
@@ -218,12 +262,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--faults", type=int, default=0)
+    parser.add_argument("--races", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after this time")
     parser.add_argument(
         "--patience", type=float, default=60.0, help="seconds until a run counts as hung"
     )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     dice, until = random.Random(options.seed), time.monotonic() + options.seconds
     part_sizes.PART_BYTES = 16 << 10
     patience._FIRST_PAUSE, patience._LONGEST_PAUSE = 0.001, 0.01
@@ -263,6 +309,12 @@ def main() -> int:
             counts[f"fault: exit {outcome.status}"] = (
                 counts.get(f"fault: exit {outcome.status}", 0) + 1
             )
+            _tell(count, counts)
+        for count in range(options.races):
+            if time.monotonic() > until:
+                break
+            race(store, scenarios[1][0], (dice.random() * _SPREAD, dice.random() * _SPREAD))
+            counts["races"] = counts.get("races", 0) + 1
             _tell(count, counts)
     print(json.dumps(counts))
     return 0

@@ -114,3 +114,28 @@ def test_a_rank_that_is_killed_ends_the_run_and_the_next_run_goes_on(
     done = together(3, "convert", LLAMA, target, *words, "--resume")
     assert [each.returncode for each in done] == [0, 0, 0], [each.stderr for each in done]
     assert_only(writable, writable.below("alone/"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", ["hf --max-shard-size 20KB", "core --tp 2 --pp 2", "core --ckpt-format torch_dist"]
+)
+def test_three_ranks_convert_from_store_to_store(writable: SmallStore, words: str) -> None:
+    """Under torchrun: its ranks find each other by torchrun's own store."""
+    for file in LLAMA.iterdir():
+        writable.put(f"model/{file.name}", file.read_bytes())
+    source = f"s3://{BUCKET}/model"
+    # Three ranks write a distributed checkpoint as three files.
+    files = ("--dist-files", 3) if "torch_dist" in words else ()
+    given = ("--saver", *words.split(), *files)
+    alone = run("convert", source, f"s3://{BUCKET}/alone", *given)
+    assert alone.status == 0, alone.err
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", "3", "--no-python", sys.executable, "-c", _MAIN]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [*command, "convert", source, f"s3://{BUCKET}/out", *map(str, given)],
+        env=environment, capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert_only(writable, writable.below("alone/"))

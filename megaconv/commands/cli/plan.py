@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from megaconv.commands.best_layouts import BestLayouts
     from megaconv.commands.layouts import Layouts
     from megaconv.commands.served_layouts import ServedLayouts
-    from megaconv.model.ir import Header
 
 Dispatcher = Literal["alltoall", "flex"]
 Purpose = Literal["train", "finetune", "lora", "infer"]
@@ -121,7 +120,10 @@ def plan(
     PATH may also be a config.json, or a directory with nothing but one.
     """
     from megaconv.commands.inspection import inspect
+    from megaconv.commands.layouts import layouts
+    from megaconv.commands.searched_layouts import layouts_for_serving, layouts_for_training
     from megaconv.commands.views.plan_page import plan_page
+    from megaconv.options.values import byte_size
 
     fixed = {
         "tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "cp": cp, "micro_batch": micro_batch_size,
@@ -136,20 +138,22 @@ def plan(
         raise UsageError("--gpus is missing: a search needs the number of GPUs")
     if html is not None:
         require_place("--html", html)
+    memory = None if gpu_memory is None else byte_size(gpu_memory, "--gpu-memory ")
     header = inspect(path, replace(load, optimizer=False), loader, check_source=False).header
     found: Layouts | BestLayouts | ServedLayouts
     if purpose == "infer":
-        found = _served(
-            header, gpus, gpu or DEFAULT_GPU, gpu_memory, seq_length, global_batch_size, given, top,
-            fp8=fp8, cache=cache,
+        found = layouts_for_serving(
+            header, gpus=gpus, gpu=gpu or DEFAULT_GPU, gpu_memory=memory, seq_length=seq_length,
+            sequences=global_batch_size, fixed=given, top=top, fp8=fp8, cache=cache,
         )  # fmt: skip
     elif searches and gpus is not None:
-        found = _searched(
-            header, gpus, gpu or DEFAULT_GPU, gpu_memory, seq_length, global_batch_size, given, top,
-            fp8=fp8, adapters=purpose == "lora", overlap_experts=overlap_experts, dispatcher=dispatcher,
+        found = layouts_for_training(
+            header, gpus=gpus, gpu=gpu or DEFAULT_GPU, gpu_memory=memory, seq_length=seq_length,
+            global_batch_size=global_batch_size, fixed=given, top=top, fp8=fp8, adapters=purpose == "lora",
+            overlap_experts=overlap_experts, dispatcher=dispatcher,
         )  # fmt: skip
     else:
-        found = _listed(header, gpus, gpu_memory)
+        found = layouts(header, gpus, memory)
     if html is not None:
         html.write_text(plan_page(path, found), encoding="utf-8")
     if as_json:
@@ -159,50 +163,6 @@ def plan(
         show(line)
     if html is not None:
         show(f"{html}: {readable(html.stat().st_size)}")
-
-
-def _listed(header: "Header", gpus: int | None, gpu_memory: str | None) -> "Layouts":
-    from megaconv.commands.layouts import layouts
-    from megaconv.options.values import byte_size
-
-    memory = None if gpu_memory is None else byte_size(gpu_memory, "--gpu-memory ")
-    return layouts(header, gpus, memory)
-
-
-def _searched(
-    header: "Header",
-    gpus: int,
-    name: str,
-    gpu_memory: str | None,
-    seq: int | None,
-    global_batch: int | None,
-    fixed: dict[str, int],
-    top: int,
-    *,
-    fp8: bool,
-    adapters: bool,
-    overlap_experts: bool,
-    dispatcher: Dispatcher,
-) -> "BestLayouts":
-    from megaconv.commands.best_layouts import best_layouts
-    from megaconv.options.values import byte_size
-    from megaconv.planning.gpus import gpu_named
-    from megaconv.planning.layer_costs import Machine
-    from megaconv.planning.search import Wanted
-
-    gpu = gpu_named(name)
-    machine = Machine(gpu, fp8=fp8, frozen=adapters)
-    machine.products  # noqa: B018  (refuses FP8 on a GPU without it, before the search)
-    wanted = Wanted(
-        gpus=gpus,
-        seq=seq or min(header.config.max_positions, 4096),
-        global_batch=global_batch or gpus,
-        memory=gpu.memory if gpu_memory is None else byte_size(gpu_memory, "--gpu-memory "),
-        dispatcher=dispatcher,
-        overlaps_experts=overlap_experts,
-        fixed=fixed,
-    )
-    return best_layouts(header, wanted, machine, top)
 
 
 def _refuse_training_flags(
@@ -216,38 +176,3 @@ def _refuse_training_flags(
         wrong.append("--moe-token-dispatcher-type")
     if wrong:
         raise UsageError(f"{wrong[0]} is for training; leave it out with --for infer")
-
-
-def _served(
-    header: "Header",
-    gpus: int | None,
-    name: str,
-    gpu_memory: str | None,
-    seq: int | None,
-    sequences: int | None,
-    fixed: dict[str, int],
-    top: int,
-    *,
-    fp8: bool,
-    cache: CacheDtype,
-) -> "ServedLayouts":
-    from formats.tensor import ITEMSIZE
-    from megaconv.commands.served_layouts import served_layouts
-    from megaconv.options.values import byte_size
-    from megaconv.planning.gpus import gpu_named
-    from megaconv.planning.layer_costs import Machine
-    from megaconv.planning.serving_search import WantedServer
-
-    gpu = gpu_named(name)
-    machine = Machine(gpu, fp8=fp8)
-    machine.products  # noqa: B018  (refuses FP8 on a GPU without it, before the search)
-    wanted = WantedServer(
-        gpus=gpus,
-        seq=seq or min(header.config.max_positions, 4096),
-        sequences=sequences,
-        memory=gpu.memory if gpu_memory is None else byte_size(gpu_memory, "--gpu-memory "),
-        fp8=fp8,
-        cached=1 if cache == "fp8" else max(2, ITEMSIZE[header.config.dtype]),
-        fixed=fixed,
-    )
-    return served_layouts(header, wanted, machine, top)

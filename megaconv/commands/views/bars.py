@@ -41,7 +41,8 @@ def bars(stacked: Sequence[Bar], shown: Mapping[str, str], limit: Limit | None =
     scale = room / max(largest, limit.value if limit else 0.0, 1e-12)
     top = 18 if limit else 4
     height = top + ROW * len(stacked)
-    lines = [_open(height, "stacked bars")]
+    spoken = "; ".join(f"{bar.label}: {bar.text}" for bar in stacked)
+    lines = [_open(height, f"stacked bars. {spoken}")]
     for number, bar in enumerate(stacked):
         lines += _bar(bar, shown, top + ROW * number, scale)
     if limit is not None:
@@ -73,26 +74,42 @@ def _line(limit: Limit, x: float, height: float) -> list[str]:
 
 def legend(parts: Sequence[str]) -> str:
     """Return the names of the parts with their colours."""
-    items = (
-        f'<li><svg class="key" viewBox="0 0 10 10"><rect class="p{number}" width="10" height="10"/></svg>{escape(part)}</li>'
-        for number, part in enumerate(parts)
-    )
+    items = []
+    for number, part in enumerate(parts):
+        box = f'<rect class="p{number}" width="12" height="12"/>'
+        key = f'<svg class="key" viewBox="0 0 12 12" aria-hidden="true">{box}</svg>'
+        items.append(f"<li>{key}{escape(part)}</li>")
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def schedule(passes: Sequence[Timed], ranks: int) -> str:
-    """Return the passes of each pipeline rank along the time. Times are in seconds."""
+def schedule(passes: Sequence[Timed], ranks: int, kind: str) -> str:
+    """Return the passes of each pipeline rank along the time. Times are in seconds. kind: of the schedule."""
     end = max(each.end for each in passes)
     scale = (WIDTH - 60) / end
-    lines = [_open(RANK_ROW * ranks + 22, "schedule of the pipeline")]
+    busy = [
+        sum(each.end - each.start for each in passes if each.rank == rank) for rank in range(ranks)
+    ]
+    idle = ", ".join(f"pp {rank} {1 - time / end:.0%}" for rank, time in enumerate(busy))
+    lines = [_open(RANK_ROW * ranks + 34, f"{kind} schedule of {end:.3g} s. Idle time: {idle}")]
     for rank in range(ranks):
         lines.append(_text(0, RANK_ROW * rank + 13, f"pp {rank}"))
     for each in passes:
         lines += _pass(each, scale)
-    bottom = RANK_ROW * ranks + 16
-    lines.append(_text(60, bottom, "0 s"))
-    lines.append(_text(WIDTH, bottom, f"{end:.3g} s", 'text-anchor="end"'))
+    bottom = RANK_ROW * ranks
+    for share in range(5):
+        x = 60 + (WIDTH - 60) * share / 4
+        lines.append(
+            f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>'
+        )
+        anchor = ("start", "middle", "middle", "middle", "end")[share]
+        place = f'class="soft" text-anchor="{anchor}"'
+        lines.append(_text(x, bottom + 18, _seconds(end * share / 4), place))
+    lines.append(_text(0, bottom + 18, "time", 'class="soft"'))
     return "\n".join([*lines, "</svg>"])
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 or not value else f"{value * 1000:.3g} ms"
 
 
 def _pass(each: Timed, scale: float) -> list[str]:
@@ -107,7 +124,7 @@ def _pass(each: Timed, scale: float) -> list[str]:
     tip = f"pp {each.rank}, chunk {action.chunk}: {pass_name}, {when}"
     lines = [_box(x, y, max(width - 0.5, 0.2), PASS, kind, tip)]
     if width >= LEAST_FOR_NUMBER:
-        style = 'class="on" text-anchor="middle"'
+        style = 'class="on small" text-anchor="middle"'
         lines.append(_text(x + width / 2, y + 11, str(action.microbatch), style))
     return lines
 
@@ -122,4 +139,4 @@ def _box(x: float, y: float, width: float, height: float, kind: str, tip: str) -
 
 
 def _open(height: float, what: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{what}">'
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(what)}">'

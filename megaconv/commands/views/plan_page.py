@@ -83,7 +83,8 @@ def _table_and_bars(rows: Sequence[Row], memory: int | None, what: str) -> Itera
 
 def _drawn(stacked: Sequence[Bar], limit: Limit | None) -> str:
     parts = list(stacked[0].parts)
-    return legend(parts) + bars(stacked, {part: part for part in parts}, limit)
+    drawn = bars(stacked, {part: part for part in parts}, limit)
+    return f'{legend(parts)}<figure class="drawing" tabindex="0">{drawn}</figure>'
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -171,12 +172,26 @@ def _pipeline(found: BestLayouts) -> Iterator[str]:
     which = f"all {drawn:,} microbatches"
     if drawn < run.microbatches:
         which = f"the first {drawn:,} of {run.microbatches:,} microbatches, as if they were the whole step"
+    order = (
+        "1F1B" if run.layout.vpp == 1 else f"Interleaved 1F1B with {run.layout.vpp} virtual stages"
+    )
     yield (
-        f'<p class="soft">The first layout with {which}. A backward pass takes twice the time of a forward pass. Numbers are those of '
-        "microbatches. Paler passes belong to every second virtual stage.</p>"
+        f'<p class="soft">{order}: the first layout with {which}. A backward pass takes twice the time of a forward pass. '
+        "Numbers are those of microbatches. Paler passes belong to every second virtual stage.</p>"
     )
     yield SCHEDULE_LEGEND
-    yield schedule(passes, run.layout.pp)
+    kind = "1F1B" if run.layout.vpp == 1 else "interleaved 1F1B"
+    drawing = schedule(passes, run.layout.pp, kind)
+    yield f'<figure class="drawing" tabindex="0">{drawing}</figure>'
+    yield f'<p class="soft">{escape(_stages_in_words(run))}</p>'
+
+
+def _stages_in_words(run: Run) -> str:
+    """Return the layers of each stage, in the order of the model."""
+    layers = [str(chunk.layers) for chunk in run.layout.chunks()]
+    if len(set(layers)) == 1:
+        return f"Each of {len(layers)} stages has {layers[0]} layers."
+    return f"Layers of the stages, in the order of the model: {', '.join(layers)}."
 
 
 SCHEDULE_LEGEND = legend(["forward pass", "backward pass"])

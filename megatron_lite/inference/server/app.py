@@ -30,9 +30,10 @@ from megatron_lite.inference.server.errors import (
 )
 from megatron_lite.inference.server.fields import Fields
 from megatron_lite.inference.server.local_only import LocalOnly
+from megatron_lite.inference.server.model_card import model_card
 from megatron_lite.inference.server.openai_answers import Choice, Form, Piece, of_prompt
 from megatron_lite.inference.server.openai_requests import Wanted, chat, completion
-from megatron_lite.inference.server.page import PAGE, POLICY
+from megatron_lite.inference.server.page import POLICY, page
 from megatron_lite.inference.server.responses import (
     AsciiJSONResponse,
     Deadline,
@@ -285,6 +286,7 @@ class Server:
             "created": self.started,
             "owned_by": "megatron-lite",
             "max_model_len": self.opened.model.length,
+            "meta": model_card(self.opened),
         }
         listed = [{"id": self.name, **model}]
         for name in self.opened.adapters:
@@ -301,8 +303,8 @@ class Server:
         )
 
     async def page(self, request: Request) -> Response:
-        """Answer / with the page to try the model."""
-        return HTMLResponse(PAGE, headers={"Content-Security-Policy": POLICY})
+        """Answer / with the chat."""
+        return HTMLResponse(page(), headers={"Content-Security-Policy": POLICY})
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics in Prometheus' format."""

@@ -163,6 +163,7 @@ def test_a_corpus_without_tokens_to_predict_is_refused(tmp_path: Path) -> None:
         measured(model, [str(tmp_path / "bad.jsonl")], 9)
 
 
+@pytest.mark.slow
 @pytest.mark.oracle
 def test_two_data_parallel_ranks_measure_what_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,7 @@ def losses(directory: Path) -> list[list[float]]:
     return [[line["loss"], line["sop_loss"]] for line in metrics(directory)]
 
 
+@pytest.mark.slow
 def test_a_bert_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     """With dropout, at tensor and sequence parallelism."""
     layout = "--tp 2 --sequence-parallel --use-distributed-optimizer"

@@ -66,6 +66,7 @@ def count_openings(rank: int) -> None:
     restore.open_source = counting
 
 
+@pytest.mark.slow
 def test_a_run_of_several_processes_opens_its_checkpoint_once(tmp_path: Path) -> None:
     command = f"pretrain {LLAMA} --train-iters 3 --save ckpt --resume"
     train(tmp_path, 1, f"{command} --exit-interval 1")

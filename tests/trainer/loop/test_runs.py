@@ -27,6 +27,7 @@ def files(checkpoint: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_and_an_asynchronous_one_write_the_same_bytes(tmp_path: Path) -> None:
     command = f"pretrain {LLAMA} --train-iters 4 --save ckpt --save-interval 2 --tensor-model-parallel-size 2 --use-distributed-optimizer"
     for name, words in (("once", ""), ("twice", ""), ("async", "--async-save")):
@@ -81,6 +82,7 @@ def test_a_run_may_be_killed_at_any_moment(
     assert files(tmp_path / "ckpt") == files(whole / "ckpt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

@@ -23,7 +23,8 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("form", ["torch_dist", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
 def test_a_run_goes_on_and_trains_everything_but_the_indexer(form: str, tmp_path: Path) -> None:
     create(MIXTURES["deepseek_v32"], tmp_path / "hf")
     run = f"finetune --load hf --train-iters 4 --ckpt-format {form} {FINETUNE}"

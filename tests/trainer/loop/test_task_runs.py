@@ -133,6 +133,7 @@ def test_race_is_learned_alike_at_two_layouts_and_computed_alike_by_transformers
     assert answered(tmp_path / "hf", RACE, tmp_path / "RACE" / "dev") == accuracies(again)[-1][2]
 
 
+@pytest.mark.slow
 def test_a_run_on_a_task_goes_on_to_the_same_bits(tmp_path: Path, pretrained: Pretrained) -> None:
     """With dropout, from the middle of an epoch, and on two pipeline stages with data-parallel ranks' optimizer shared."""
     pretrained(tmp_path, "")

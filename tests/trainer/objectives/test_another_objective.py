@@ -82,6 +82,7 @@ def test_the_loss_is_that_of_sequences_read_from_their_end(
     }
 
 
+@pytest.mark.slow
 def test_it_is_trained_evaluated_saved_and_resumed_at_any_layout(
     package: Path, tmp_path: Path
 ) -> None:

@@ -71,9 +71,10 @@ def test_no_later_step_compiles_and_like_layers_share_their_graphs(
         assert [each.loss for each in found] == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [Case("gpt2"), pytest.param(CASES["tensor parallel"][0], marks=pytest.mark.slow)],
+    [Case("gpt2"), CASES["tensor parallel"][0]],
     ids=["biases", "tensor parallel"],
 )
 def test_compiled_layers_add_as_many_products_to_sums_of_gradients(

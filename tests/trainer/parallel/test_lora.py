@@ -226,6 +226,7 @@ def test_what_is_saved_is_merged_and_read_back(model: str, lora: LoRA, tmp_path:
     assert_saved_and_merged(Case(model, lora=lora), lora, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.oracle
 def test_latent_attention_and_shared_experts_have_adapters_too(
     world: World, tmp_path: Path

@@ -286,6 +286,7 @@ def test_layers_are_traced_whole_and_only_once(monkeypatch: pytest.MonkeyPatch) 
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_a_compiled_mixture_is_traced_once_and_left_for_its_experts_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -305,6 +306,7 @@ def test_a_compiled_mixture_is_traced_once_and_left_for_its_experts_alone(
     assert found[0] == found[-1] <= 3, "before the mixture, its activation, and behind it"
 
 
+@pytest.mark.slow
 def test_with_dropout_all_layers_share_what_was_traced_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,0 +1,180 @@
+"use strict";
+// A conversation with the server's model. It lives in this page alone: nothing is stored, and requests go to this server only.
+const at = id => document.getElementById(id);
+const make = (name, parent, text, kind) => {
+  const element = document.createElement(name);
+  if (text !== undefined) element.textContent = text;
+  if (kind) element.className = kind;
+  parent.append(element);
+  return element;
+};
+const NUMBERS = ["temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "seed"];
+const SHORT = 64;
+let turns = [];      // {role, text, element}
+let running = null;  // the request whose answer is arriving
+
+const headers = () => {
+  const found = { "Content-Type": "application/json" };
+  if (at("key").value) found.Authorization = "Bearer " + at("key").value;
+  return found;
+};
+const complain = text => { at("error").textContent = text; at("error").hidden = !text; };
+
+// The models and the card of the first one.
+let models = [];
+const loadModels = async () => {
+  try {
+    const response = await fetch("v1/models", { headers: headers() }), found = await response.json();
+    if (!response.ok) throw new Error(found.error.message);
+    models = found.data;
+    at("model").replaceChildren();
+    for (const each of models) make("option", at("model"), each.id).value = each.id;
+    showModel();
+    complain("");
+  } catch (error) {
+    at("settings").open = true;
+    complain(error.message);
+  }
+};
+const showModel = () => {
+  const model = models.find(each => each.id === at("model").value) ?? models[0], { chat, ...facts } = model.meta;
+  at("title").textContent = document.title = model.id;
+  at("facts").replaceChildren();
+  const rows = { ...facts, "longest row, tokens": model.max_model_len.toLocaleString("en"), "chat template": chat ? "yes" : "none" };
+  if (model.parent) rows["adapter of"] = model.parent;
+  for (const [name, value] of Object.entries(rows)) { make("dt", at("facts"), name); make("dd", at("facts"), value); }
+  at("max_tokens").max = model.max_model_len;
+  if (!chat) at("mode").value = "text";
+  at("mode").options[0].disabled = !chat;
+  showMode();
+};
+const showMode = () => {
+  const chat = at("mode").value === "chat";
+  at("system-label").hidden = !chat;
+  at("prompt").placeholder = chat ? "Message" : "A text that the model continues";
+};
+
+// What is on the screen.
+const NAMES = { user: "You", assistant: "Model" };
+const show = (role, text) => {
+  at("hint").hidden = true;
+  const element = make("article", at("log"), undefined, role);
+  make("h2", element, NAMES[role]);
+  make("p", element, text);
+  const turn = { role, text, element };
+  turns.push(turn);
+  return turn;
+};
+const add = (turn, text) => {
+  const log = at("log"), follows = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
+  turn.text += text;
+  turn.element.querySelector("p").textContent = turn.text;
+  if (follows) log.scrollTop = log.scrollHeight;
+};
+const drop = turn => { turn.element.remove(); turns = turns.filter(each => each !== turn); };
+const showButtons = () => {
+  at("send").hidden = running !== null;
+  at("stop").hidden = running === null;
+  at("again").hidden = running !== null || turns.length === 0;
+};
+const ENDS = { length: "ended at the longest answer", stopped: "stopped" };
+const finish = (turn, end, usage, seconds) => {
+  turn.element.classList.remove("running");
+  const footer = make("footer", turn.element);
+  if (navigator.clipboard) {  // browsers have it for https and for this machine
+    const copy = make("button", footer, "Copy");
+    copy.type = "button";
+    copy.onclick = () => navigator.clipboard.writeText(turn.text);
+  }
+  const words = [];
+  if (usage) words.push(`${usage.completion_tokens} tokens, ${(usage.completion_tokens / seconds).toFixed(1)} tokens/s`);
+  if (ENDS[end]) words.push(ENDS[end]);
+  footer.append(words.join(" · "));
+};
+
+const request = () => {
+  const body = { model: at("model").value || undefined, stream: true, stream_options: { include_usage: true } };
+  for (const name of NUMBERS) if (at(name).value !== "") body[name] = Number(at(name).value);
+  const asked = turns.filter(turn => turn.text);
+  // Without a number, a chat's answer may fill the slot; a continued text ends soon.
+  if (at("mode").value === "text") return ["v1/completions", { max_tokens: SHORT, ...body, prompt: asked.map(turn => turn.text).join("") }];
+  const messages = asked.map(turn => ({ role: turn.role, content: turn.text }));
+  if (at("system").value.trim()) messages.unshift({ role: "system", content: at("system").value });
+  return ["v1/chat/completions", { ...body, messages }];
+};
+// Yields the events of a stream until it ends.
+async function* events(response) {
+  let rest = "";
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) if (part !== "data: [DONE]") yield JSON.parse(part.slice(6));
+  }
+}
+const answer = async () => {
+  const mine = running = new AbortController(), [route, body] = request(), turn = show("assistant", "");
+  turn.element.classList.add("running");
+  complain("");
+  showButtons();
+  const start = performance.now();
+  let end = null, usage = null;
+  try {
+    const response = await fetch(route, { method: "POST", headers: headers(), body: JSON.stringify(body), signal: mine.signal });
+    if (!response.ok) throw new Error((await response.json()).error.message);
+    for await (const event of events(response)) {
+      if (event.error) throw new Error(event.error.message);
+      usage = event.usage ?? usage;
+      for (const choice of event.choices) {
+        add(turn, choice.text ?? choice.delta.content ?? "");
+        end = choice.finish_reason ?? end;
+      }
+    }
+  } catch (error) {
+    if (error.name === "AbortError") end = "stopped"; else complain(error.message);
+  }
+  if (running === mine) running = null;
+  if (turns.includes(turn)) {
+    if (turn.text || end) finish(turn, end, usage, (performance.now() - start) / 1000); else drop(turn);
+  }
+  showButtons();
+};
+
+at("form").onsubmit = event => {
+  event.preventDefault();
+  if (running || !at("prompt").value) return;
+  show("user", at("prompt").value);
+  at("prompt").value = "";
+  at("log").scrollTop = at("log").scrollHeight;
+  answer();
+};
+at("prompt").onkeydown = event => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  at("form").requestSubmit();
+};
+at("stop").onclick = () => running?.abort();
+at("again").onclick = () => {
+  if (turns.at(-1)?.role === "assistant") drop(turns.at(-1));
+  if (turns.length) answer();
+};
+at("new").onclick = () => {
+  running?.abort();
+  for (const turn of [...turns]) drop(turn);
+  at("hint").hidden = false;
+  complain("");
+  showButtons();
+  at("prompt").focus();
+};
+at("theme").onclick = () => {
+  const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = (root.dataset.theme || (dark ? "dark" : "light")) === "dark" ? "light" : "dark";
+};
+at("settings-form").onsubmit = event => event.preventDefault();
+at("key").onchange = loadModels;
+at("model").onchange = showModel;
+at("mode").onchange = showMode;
+if (innerWidth > 760) at("settings").open = at("card").open = true;
+loadModels();
