@@ -14,7 +14,7 @@ from typing import Any
 from formats.tensor import Shape
 from megaconv.errors import UnknownFamily, UsageError
 from megaconv.extras import install
-from megaconv.families.parts.keys import CONFIG_NAME, HARMLESS
+from megaconv.families.parts.keys import HARMLESS
 
 COMMAND = "megaconv new-family"
 
@@ -44,16 +44,16 @@ class Reference:
         return set(self.defaults) - HARMLESS
 
 
-def reference_of(directory: Path) -> Reference:
+def reference_of(path: Path) -> Reference:
     """transformers' class for a config.json.
 
-    directory: holds the config.json. Raises UsageError without transformers or torch, and UnknownFamily if transformers
+    path: the config.json. Raises UsageError without transformers or torch, and UnknownFamily if transformers
     has no class for the model.
     """
     transformers = _require_transformers()
-    config = _config(transformers, directory)
-    kind = _class_of(transformers, config, directory)
-    model = _on_meta_device(kind, config)
+    config = _config(transformers, path)
+    kind = _class_of(transformers, config, path)
+    model = _on_meta_device(kind, config, path)
     defaults = type(config)()
     bare = set(transformers.PreTrainedConfig().to_dict())
     stated = _complete(defaults)
@@ -81,33 +81,41 @@ def _require_transformers() -> Any:
     return transformers
 
 
-def _config(transformers: Any, directory: Path) -> Any:
+def _config(transformers: Any, path: Path) -> Any:
     try:
-        return transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # configurations check their values with errors of many kinds
         reason = str(error).strip().partition("\n")[0]
         raise UnknownFamily(
-            f"{directory / CONFIG_NAME}: transformers {transformers.__version__} can't read it: {reason:.120}; "
+            f"{path}: transformers {transformers.__version__} can't read it: {reason:.120}; "
             "install the release that has the architecture"
         ) from error
 
 
-def _class_of(transformers: Any, config: Any, directory: Path) -> Any:
+def _class_of(transformers: Any, config: Any, path: Path) -> Any:
     mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in mapping:
         raise UnknownFamily(
-            f"{directory / CONFIG_NAME}: transformers {transformers.__version__} has no causal language model of the type "
+            f"{path}: transformers {transformers.__version__} has no causal language model of the type "
             f"{config.model_type}; a draft needs such a class"
         )
     found = mapping[type(config)]
     return found[0] if isinstance(found, tuple) else found
 
 
-def _on_meta_device(kind: Any, config: Any) -> Any:
+def _on_meta_device(kind: Any, config: Any, path: Path) -> Any:
     import torch
 
-    with torch.device("meta"):
-        return kind(config)
+    try:
+        with torch.device("meta"):
+            return kind(config)
+    except (
+        Exception
+    ) as error:  # some classes fail with any error for values that they don't support
+        raise UnknownFamily(
+            f"{path}: transformers' {kind.__name__} can't be built from it: "
+            f"{type(error).__name__}: {error!s:.120}; check its values"
+        ) from error
 
 
 def _complete(config: Any) -> dict[str, Any]:

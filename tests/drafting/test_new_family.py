@@ -125,5 +125,20 @@ def test_a_place_without_a_config_json_is_refused(tmp_path: Path) -> None:
 
 def test_an_architecture_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nobodys", "hidden_size": 8}')
-    with pytest.raises(UnknownFamily, match="transformers"):
+    with pytest.raises(UnknownFamily, match=r"/config.json: transformers"):
+        new_family(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"hidden_size": 8}, "can't read it: Class validation error"),
+        ({"hidden_act": "nobodys"}, "LlamaForCausalLM can't be built from it: KeyError"),
+    ],
+)
+def test_a_configuration_that_transformers_refuses_is_refused(
+    changed: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **changed}))
+    with pytest.raises(UnknownFamily, match=message):
         new_family(tmp_path)

@@ -164,7 +164,10 @@ def test_and_such_a_family_at_other_layouts(
             for name in (
                 "flex_olmo",
                 "hunyuan_v1_moe",
+                "granite_moe",
+                "granite_moe_shared",
                 "granite_moe_swa",
+                "axk1",
                 "flint",
                 "aria_text",
                 "cohere2_moe",
@@ -198,7 +201,7 @@ def test_and_such_a_family_at_other_layouts(
                     "xglm",
                     "ctrl",
                 ),
-                *("gpt_neox_japanese", "bitnet"),
+                *("gpt_neox_japanese", "bitnet", "biogpt"),
             )
         ),
         pytest.param(
