@@ -15,6 +15,7 @@ from typing import Any
 
 from formats.lazy_numpy import np
 from megaconv.errors import UnsupportedInput, UsageError
+from megaconv.gguf.architectures import BY_NAME, described, needed
 from megaconv.gguf.names import DIVISORS, SHARED_HEADS, full_every
 
 _LLAMA_LIKE = {
@@ -99,15 +100,23 @@ def config_of(
     Raises UnsupportedInput for another architecture, and UsageError for a file that lacks a value.
     """
     architecture = str(keys.get("general.architecture"))
-    if architecture not in _CLASSES:
+    if architecture not in _CLASSES and architecture not in BY_NAME:
+        supported = ", ".join((*_CLASSES, *BY_NAME))
         raise UnsupportedInput(
-            f"{where}: is of llama.cpp's architecture {architecture!r:.40}; supported are {', '.join(_CLASSES)}"
+            f"{where}: is of llama.cpp's architecture {architecture!r:.40}; supported are {supported}"
         )
 
     def said(name: str) -> Any:
         value = keys.get(f"{architecture}.{name}")
         return shortest(value) if isinstance(value, float) else value
 
+    if architecture in BY_NAME:
+        missing = needed(architecture, said)
+        if missing is not None:
+            raise _config_needed(where, f"doesn't say {architecture}.{missing}")
+        _require_told(architecture, said, (), tensors, where)
+        tokens = {key: keys.get(name) for key, name in _TOKEN_IDS.items()}
+        return described(architecture, said, tensors, vocab, tokens)
     names = _GPT2 if architecture == "gpt2" else {**_LLAMA_LIKE, **_FURTHER.get(architecture, {})}
     _require_told(architecture, said, names.values(), tensors, where)
     is_mixtral = architecture == "llama" and said("expert_count")

@@ -15,6 +15,7 @@ from formats.gguf import Value
 from formats.lazy_numpy import Floats, np
 from megaconv.errors import NotExpressible
 from megaconv.families.parts.latent_attention import LATENT_EPSILON
+from megaconv.gguf.architectures import BY_FAMILY, numbers_of
 from megaconv.gguf.names import ARCHITECTURES, SHARED_HEADS, full_every
 from megaconv.model.config import ModelConfig
 
@@ -37,6 +38,8 @@ def metadata(config: ModelConfig, file_type: int) -> Metadata:
     sizes = _sizes(config, architecture) | _experts(config, architecture) | _scaling(config)
     own = _OWN.get(architecture)
     sizes |= own(config) if own else {}
+    if config.family in BY_FAMILY:
+        sizes |= {name: _valued(value) for name, value in numbers_of(config).items()}
     general = {
         "general.architecture": Value("string", architecture),
         "general.type": Value("string", "model"),
@@ -44,6 +47,12 @@ def metadata(config: ModelConfig, file_type: int) -> Metadata:
         "general.quantization_version": Value("u32", 2),
     }
     return general | {f"{architecture}.{name}": value for name, value in sizes.items()}
+
+
+def _valued(value: float) -> Value:
+    if isinstance(value, bool):
+        return Value("bool", value)
+    return Value("f32", value) if isinstance(value, float) else Value("u32", value)
 
 
 def notices(config: ModelConfig) -> tuple[str, ...]:

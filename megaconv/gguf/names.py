@@ -7,6 +7,7 @@ the matrix that makes keys from latent vectors, so this matrix is stored transpo
 """
 
 from megaconv.families import Family
+from megaconv.gguf.architectures import BY_FAMILY
 from megaconv.model.table import Fused, PerHead, RotaryPairs, Row, Spelling, Stacked
 
 ARCHITECTURES = {
@@ -14,6 +15,7 @@ ARCHITECTURES = {
     "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
     "qwen2_moe": "qwen2moe", "phi3": "phi3", "gemma2": "gemma2", "gemma3_text": "gemma3", "olmo2": "olmo2",
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+    **{family: architecture.name for family, architecture in BY_FAMILY.items()},
 }  # fmt: skip
 """Family -> llama.cpp's architecture. Only these are supported: they are tested against llama.cpp's own converter, and
 DeepSeek's against its rules."""
@@ -68,6 +70,7 @@ _NAMES: dict[str, Spelling] = {
     "final_norm.weight": "output_norm.weight",
     "final_norm.{weight|bias}": "output_norm.{weight|bias}",
     "head.weight": "output.weight",
+    "head.bias": "output.bias",
 }  # fmt: skip
 _PAIRED: dict[str, Spelling] = {
     f"layers.{{l}}.attn.{{q|k|v}}.{what}": RotaryPairs(_L + "attn_{q|k|v}." + what, rotating=(0, 1))
@@ -91,7 +94,8 @@ def full_every(family: str) -> int:
 
 def gguf_rows(family: Family) -> tuple[Row, ...]:
     """A family's table with GGUF's names. Rows without such a name stay unchanged."""
-    names = {**_NAMES, **_OWN.get(ARCHITECTURES[family.name], {})}
+    own = BY_FAMILY[family.name].names if family.name in BY_FAMILY else {}
+    names = {**_NAMES, **_OWN.get(ARCHITECTURES[family.name], {}), **own}
     return tuple(
         row.renamed(gguf=names[row.canonical]) if row.canonical in names else row
         for row in family.rows

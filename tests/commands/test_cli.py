@@ -34,6 +34,7 @@ COMMANDS = (
     "clean",
     "serve-hf",
     "formats",
+    "new-family",
     "demo",
 )
 TP2PP2 = FIXTURES / "core-llama-tp2pp2" / "checkpoint"

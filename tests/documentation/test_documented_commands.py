@@ -43,6 +43,7 @@ NOT_RUN = {
         r"^llama-",
         r"^model_signing ",
     ),
+    "builds a class of transformers; tests/drafting/ drafts families": (r"^megaconv new-family ",),
     "trains for days": (r"--train-iters 1000000",),
     "leaves flags out": (r" \.\.\.( |$)",),
     "is a variable of the command after it": (r"^export MEGATRON_LITE_API_KEY",),

@@ -41,6 +41,7 @@ ROOMS = {
         ("megaconv.huggingface",),
         ("megaconv.values",),
         ("megaconv.planning",),
+        ("megaconv.drafting",),
         ("megaconv.families",),
         ("megaconv.options",),
         ("megaconv.model",),

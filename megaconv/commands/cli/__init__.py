@@ -32,6 +32,7 @@ COMMANDS = (
     "clean",
     "serve-hf",
     "formats",
+    "new-family",
     "demo",
 )
 """The commands, in the order of --help and of the documentation. Each is a module of this package that adds itself to

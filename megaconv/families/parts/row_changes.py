@@ -7,6 +7,7 @@ respelled(rows, names)   other names for some rows
 with_modules(rows, ...)  other names of Hugging Face's modules
 with_shared_norm(rows)   one norm before attention and the MLP
 without_norms(rows)      norms without trained values
+without_rows(rows, ...)  without some rows
 with_head_bias(rows)     a bias per token of the vocabulary
 
 with_optional_norm_biases(rows), with_optional_gate(rows)   for a table of models with and without them
@@ -128,6 +129,15 @@ def with_shared_norm(rows: Rows) -> Rows:
 def without_norms(rows: Rows) -> Rows:
     """The rows without those of norms of hidden states, for norms that have no trained values."""
     return tuple(row for row in rows if not _is_norm(row))
+
+
+def without_rows(rows: Rows, *canonical: str) -> Rows:
+    """The rows without some of them. Raises KeyError for an unknown row."""
+    known = {row.canonical for row in rows}
+    for name in canonical:
+        if name not in known:
+            raise KeyError(f"no row of the table is {name}")
+    return tuple(row for row in rows if row.canonical not in canonical)
 
 
 def with_embedding_norm(rows: Rows, name: str) -> Rows:

@@ -1,0 +1,129 @@
+"""`megaconv new-family`: the draft of a family that exists is that family, or differs where a question says so."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megaconv.commands.drafting import new_family, save
+from megaconv.drafting.draft import MARKER, Draft
+from megaconv.errors import TargetExists, UnknownFamily, UsageError
+from megaconv.families import Family, families
+from megaconv.model.fields import config_differences
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.oracle
+
+ASKED: dict[str, dict[str, str]] = {
+    "mistral": {},
+    "phi3": {"positions.interleaved": "rotate_half"},
+    "olmo2": {},
+    "starcoder2": {},
+    "cohere": {
+        "norm.kind": "CohereLayerNorm.forward",
+        "norm.bias": "CohereLayerNorm.__init__",
+        "layers.{l}.attn.{q|k}_norm.weight": "CohereAttention.__init__",
+    },
+}
+"""Family -> field or row in which its draft differs from its own file -> the function that a question names."""
+QUICK = ("mistral",)
+CASES = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name) for name in ASKED
+]
+
+
+def default_config(model_type: str, place: Path) -> dict[str, Any]:
+    """The default configuration of transformers as a config.json. Returns its keys."""
+    transformers = pytest.importorskip("transformers")
+    text = transformers.AutoConfig.for_model(model_type).to_json_string(use_diff=False)
+    (place / "config.json").write_text(text)
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def module_of(draft: Draft, place: Path) -> ModuleType:
+    """The drafted file as a module."""
+    file = place / "drafted.py"
+    save(draft, file)
+    spec = importlib.util.spec_from_file_location("drafted", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows_of(family: Family) -> dict[str, Any]:
+    return {
+        row.canonical: (row.shapes, row.tp, row.when, row.names["hf"], row.names["core"])
+        for row in family.rows
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_draft_is_the_familys_own_file_but_for_what_it_asks(name: str, tmp_path: Path) -> None:
+    raw = default_config(name, tmp_path)
+    draft = new_family(tmp_path)
+    drafted: Family = module_of(draft, tmp_path).FAMILY
+    own = families()[name]
+    raw["architectures"] = [own.architectures[0]]
+    differences = config_differences(own.read_hf(raw), drafted.read_hf(raw))
+    fields = {field for field, _, _ in differences}
+    ours, theirs = rows_of(own), rows_of(drafted)
+    rows = {row for row in {*ours, *theirs} if ours.get(row) != theirs.get(row)}
+    assert fields | rows == set(ASKED[name])
+    for function in ASKED[name].values():
+        assert any(function in question for question in draft.questions)
+    assert draft.text.count(f"# {MARKER}: ") == len(draft.questions)
+    assert draft.base != name
+    assert_clean(tmp_path / "drafted.py")
+
+
+def assert_clean(file: Path) -> None:
+    """ruff finds nothing to change in a file."""
+    settings = ("--config", str(ROOT / "pyproject.toml"), str(file))
+    for command in (("check",), ("format", "--check")):
+        ruff = [sys.executable, "-m", "ruff", *command, *settings]
+        assert subprocess.run(ruff, capture_output=True, check=False).returncode == 0, command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type", ["afmoe", "jamba", "deepseek_v3", "qwen3_next", "falcon", "gpt2", "openai-gpt"]
+)
+def test_a_draft_of_any_architecture_is_a_module_that_ruff_accepts(
+    model_type: str, tmp_path: Path
+) -> None:
+    default_config(model_type, tmp_path)
+    draft = new_family(tmp_path / "config.json")
+    family: Family = module_of(draft, tmp_path).FAMILY
+    assert family.model_type == model_type
+    assert rows_of(family) == rows_of(draft.family)
+    assert dict(family.fixed) == dict(draft.family.fixed)
+    assert dict(family.only) == dict(draft.family.only)
+    assert_clean(tmp_path / "drafted.py")
+
+
+def test_a_draft_never_replaces_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("mine")
+    with pytest.raises(TargetExists, match="already exists"):
+        save(Draft(families()["llama"], "draft", "llama", ()), file)
+    assert file.read_text() == "mine"
+
+
+def test_a_place_without_a_config_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"there is no config\.json"):
+        new_family(tmp_path)
+
+
+def test_an_architecture_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nobodys", "hidden_size": 8}')
+    with pytest.raises(UnknownFamily, match="transformers"):
+        new_family(tmp_path)
