@@ -117,12 +117,15 @@ def _curve(curve: Curve, axes: Axes, names: Sequence[str]) -> list[str]:
     colour = curve.run % COLOURS
     dashed = " dashed" if curve.second else ""
     places = [(axes.x(step), axes.y(value)) for step, value in points]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    kind = f"line l{colour}{dashed}"
-    lines = [f'<polyline class="{kind}" points="{path}"><title>{name}</title></polyline>']
+    lines = [_polyline(places, f"line l{colour}{dashed}", name)]
     if len(points) <= FEW:
         lines += [_point(name, colour, *each) for each in zip(points, places, strict=True)]
     return lines
+
+
+def _polyline(places: Sequence[tuple[float, float]], kind: str, name: str) -> str:
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    return f'<polyline class="{kind}" points="{path}"><title>{name}</title></polyline>'
 
 
 def _point(name: str, colour: int, point: tuple[int, float], place: tuple[float, float]) -> str:
