@@ -57,10 +57,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"megatron-lite {__version__}")
         sys.exit(0)
     if command in OTHERS:
-        sys.exit(import_module(OTHERS[command]).main(words[1:]))
+        sys.exit(_run_other(command, words[1:]))
     if command not in DESCRIPTIONS:
         _refuse(f"unknown command {command!r}; there are {', '.join((*DESCRIPTIONS, *OTHERS))}")
     _train(command, words[1:])
+
+
+def _run_other(command: str, words: list[str]) -> int | None:
+    """Run a command that doesn't train. Returns its exit status; 1 if nobody reads its output any more."""
+    try:
+        status: int | None = import_module(OTHERS[command]).main(words)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes standard output once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
 
 
 def _train(command: str, words: list[str]) -> None:

@@ -59,15 +59,20 @@ class Axes:
 def drawing(plot: Plot, names: Sequence[str]) -> str:
     """Return the plot as SVG. names: of the runs."""
     axes = Axes(plot)
-    unit = f" ({plot.measure.unit})" if plot.measure.unit else ""
-    spoken = escape(f"{plot.measure.title}{unit} by step. {_in_words(plot, names)}")
-    lines = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{spoken}">']
-    lines += _grid(axes)
+    lines = [_open(plot, names), *_grid(axes)]
     lines.append(_text(0, 14, plot.measure.unit))
-    lines.append(_text((LEFT + WIDTH) / 2, HEIGHT - 8, "step", 'text-anchor="middle"'))
+    middle = (LEFT + WIDTH) / 2
+    lines.append(_text(middle, HEIGHT - 8, "step", 'text-anchor="middle"'))
     for curve in plot.curves:
         lines += _curve(curve, axes, names)
     return "\n".join([*lines, "</svg>"])
+
+
+def _open(plot: Plot, names: Sequence[str]) -> str:
+    unit = f" ({plot.measure.unit})" if plot.measure.unit else ""
+    words = _in_words(plot, names)
+    spoken = escape(f"{plot.measure.title}{unit} by step. {words}")
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{spoken}">'
 
 
 def _in_words(plot: Plot, names: Sequence[str]) -> str:
@@ -86,32 +91,49 @@ def _second_name(plot: Plot) -> str:
 def _grid(axes: Axes) -> list[str]:
     lines = []
     for value in ticks(axes.low, axes.high, 5):
-        y = f"{axes.y(value):.1f}"
-        lines.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-        place = 'class="soft" text-anchor="end"'
-        lines.append(_text(LEFT - 8, axes.y(value) + 4, number(value), place))
+        y = axes.y(value)
+        lines.append(_across(y))
+        lines.append(_text(LEFT - 8, y + 4, number(value), _anchored("end")))
+    below = HEIGHT - BOTTOM + 18
     for step in ticks(axes.first, axes.last, 8):
-        if step == int(step):
-            place = 'class="soft" text-anchor="middle"'
-            lines.append(_text(axes.x(step), HEIGHT - BOTTOM + 18, f"{int(step):,}", place))
+        if step.is_integer():
+            x = axes.x(step)
+            lines.append(_text(x, below, f"{step:,.0f}", _anchored("middle")))
     return lines
+
+
+def _across(y: float) -> str:
+    place = f'x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"'
+    return f'<line class="grid" {place}/>'
+
+
+def _anchored(anchor: str) -> str:
+    return f'class="soft" text-anchor="{anchor}"'
 
 
 def _curve(curve: Curve, axes: Axes, names: Sequence[str]) -> list[str]:
     points = thinned(curve.points)
+    name = escape(names[curve.run])
     colour = curve.run % COLOURS
     dashed = " dashed" if curve.second else ""
     places = [(axes.x(step), axes.y(value)) for step, value in points]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    name = escape(names[curve.run])
-    lines = [f'<polyline class="line l{colour}{dashed}" points="{path}"><title>{name}</title></polyline>']  # fmt: skip
+    lines = [_polyline(places, f"line l{colour}{dashed}", name)]
     if len(points) <= FEW:
-        for (x, y), (step, value) in zip(places, points, strict=True):
-            tip = f"<title>{name}, step {step:,}: {number(value)}</title>"
-            lines.append(
-                f'<circle class="p{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3">{tip}</circle>'
-            )
+        lines += [_point(name, colour, *each) for each in zip(points, places, strict=True)]
     return lines
+
+
+def _polyline(places: Sequence[tuple[float, float]], kind: str, name: str) -> str:
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    return f'<polyline class="{kind}" points="{path}"><title>{name}</title></polyline>'
+
+
+def _point(name: str, colour: int, point: tuple[int, float], place: tuple[float, float]) -> str:
+    """Return the circle of one step. name: escaped."""
+    step, value = point
+    x, y = place
+    tip = f"<title>{name}, step {step:,}: {number(value)}</title>"
+    return f'<circle class="p{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3">{tip}</circle>'
 
 
 def _text(x: float, y: float, words: str, place: str = "") -> str:
@@ -124,18 +146,28 @@ def characters(plot: Plot, width: int = 60, height: int = 10, *, blocks: bool = 
     blocks: True if the terminal can show more than ASCII.
     """
     first, last = plot.steps
-    curves = [curve for curve in plot.curves if not curve.second] or list(plot.curves)
     low, high = plot.range
-    cells = [[" "] * width for _ in range(height)]
-    for curve in reversed(curves):  # the first run is drawn last, on top of the others
-        mark = (MARKS if blocks else ASCII_MARKS)[curve.run % len(MARKS)]
-        for step, value in thinned(curve.points, width):
-            column = round((step - first) / (last - first or 1) * (width - 1))
-            cells[row_of(value, low, high, height)][column] = mark
     side = "│" if blocks else "|"
     labels = {0: number(high), height - 1: number(low)}
-    lines = [
-        f"{labels.get(row, ''):>10} {side}{''.join(line)}".rstrip()
-        for row, line in enumerate(cells)
-    ]
+    lines = []
+    for row, cells in enumerate(_cells(plot, width, height, blocks=blocks)):
+        label = labels.get(row, "")
+        drawn = "".join(cells).rstrip()
+        lines.append(f"{label:>10} {side}{drawn}")
     return [*lines, *axis(first, last, width, margin=10, blocks=blocks)]
+
+
+def _cells(plot: Plot, width: int, height: int, *, blocks: bool) -> list[list[str]]:
+    """Return the characters of each row; row 0 is the highest."""
+    first, last = plot.steps
+    low, high = plot.range
+    marks = MARKS if blocks else ASCII_MARKS
+    curves = [curve for curve in plot.curves if not curve.second] or list(plot.curves)
+    cells = [[" "] * width for _ in range(height)]
+    for curve in reversed(curves):  # the first run is drawn last, on top of the others
+        mark = marks[curve.run % len(marks)]
+        for step, value in thinned(curve.points, width):
+            share = (step - first) / (last - first or 1)
+            row = row_of(value, low, high, height)
+            cells[row][round(share * (width - 1))] = mark
+    return cells

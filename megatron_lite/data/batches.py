@@ -60,7 +60,7 @@ class GlobalBatches:
             stacked[name] = rows.reshape(
                 len(samples) // self.micro_batch_size, self.micro_batch_size, *rows.shape[1:]
             )
-        largest = max(int(stacked[name].max(initial=0)) for name in self.tokens)
+        largest = max((int(stacked[name].max(initial=0)) for name in self.tokens), default=0)
         if largest >= self.vocab_size:
             raise CorruptCheckpoint(
                 f"the data has token {largest}, the tokenizer {self.vocab_size:,} tokens; it was preprocessed with another one"

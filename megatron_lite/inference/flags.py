@@ -17,6 +17,7 @@ from megatron_lite.settings.earlier_flags import with_todays_flags
 from megatron_lite.settings.sizes import LONGEST_UNASKED
 
 DTYPES = ("bf16", "fp16", "fp32")
+QUANTIZED = ("q8_0",)
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,14 +28,19 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(
-    command: str, description: str, examples: str, *, needs_model: bool = True
+    command: str,
+    description: str,
+    examples: str,
+    *,
+    needs_model: bool = True,
+    quantizes: bool = True,
 ) -> Parser:
-    """Return a parser with the flags for the model and its layout."""
+    """Return a parser with the flags for the model and its layout. quantizes: whether it has --quantize."""
     parser = Parser(
         prog=f"megatron-lite {command}", description=description, epilog=f"examples:\n{examples}", allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.set_defaults(training=None, stream_weights=False)
+    parser.set_defaults(training=None, stream_weights=False, quantize=None)
     add = parser.add_argument_group("model").add_argument
     add(
         "--load",
@@ -50,6 +56,12 @@ def make_parser(
         help="LoRA adapter as peft saves it, computed without merging; may be repeated, and the first one is the default",
     )
     add("--dtype", choices=DTYPES, help="to compute in (the checkpoint's)")
+    if quantizes:
+        add(
+            "--quantize",
+            choices=QUANTIZED,
+            help="round the matrices to int8 while they are loaded, and multiply in int8, on a CPU (off)",
+        )
     add(
         "--slots",
         type=int,

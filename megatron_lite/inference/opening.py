@@ -2,6 +2,7 @@
 
 import argparse
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.options.values import byte_size
+from megaconv.terminal import show
 from megatron_lite.checkpoint.restore import Start, open_weights
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.data.tokenizer import Tokenizer
@@ -22,6 +24,7 @@ from megatron_lite.forward.opening import open_streamed
 from megatron_lite.inference.adapters import AdapterBank, joint_options, read_adapters
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.prompts import stop_ids
+from megatron_lite.inference.quantizing import check_quantize, load_quantized
 from megatron_lite.inference.slots import LanguageModel
 from megatron_lite.loop.tokenizer import make_tokenizer
 from megatron_lite.models.trainable import refuse_encoders
@@ -143,8 +146,18 @@ def open_engine(given: argparse.Namespace, parallel: Parallel, place: launch.Pla
         engine = _streamed(given, described, tensors, place, length)
         return OpenedEngine(engine, start, tokenizer, length, None)
     adapters = all_or_none(lambda: read_adapters(given.adapter, config))
-    engine = make_engine(described, parallel, place, length, joint_options(adapters))
-    load_weights(engine, tensors)
+    plain = not given.quantize
+    if not plain:
+        check_quantize(place.device)
+    engine = make_engine(
+        described, parallel, place, length, joint_options(adapters), allocates=plain
+    )
+    if plain:
+        load_weights(engine, tensors)
+    else:
+        quantized = load_quantized(engine, tensors)
+        if not place.rank:
+            show(str(quantized), sys.stderr)
     bank = AdapterBank(engine, adapters) if adapters else None
     return OpenedEngine(engine, start, tokenizer, length, bank)
 
@@ -156,7 +169,12 @@ def _streamed(
     place: launch.Place,
     length: int,
 ) -> Engine:
-    """Return an engine that reads its weights when it uses them. Raises UsageError for adapters and several processes."""
+    """Return an engine that reads its weights when it uses them.
+
+    Raises UsageError for adapters, for weights in int8, and for several processes.
+    """
+    if given.quantize:
+        raise UsageError("--stream-weights computes with plain weights; leave --quantize out")
     if given.adapter:
         raise UsageError("--stream-weights computes without adapters; leave --adapter out")
     if place.world > 1:
@@ -178,8 +196,13 @@ def make_engine(
     place: launch.Place,
     length: int,
     lora: LoRA | None = None,
+    *,
+    allocates: bool = True,
 ) -> Engine:
-    """Return an engine for inference; its weights are zero until they are loaded. length: of the longest row."""
+    """Return an engine for inference; its weights are zero until they are loaded. length: of the longest row.
+
+    allocates: False for parameters without memory.
+    """
     tp = parallel.tensor_model_parallel_size
     pp = parallel.pipeline_model_parallel_size
     ep = parallel.expert_model_parallel_size
@@ -191,7 +214,7 @@ def make_engine(
     )
     has_experts = config.experts.count > 0
     grid: Grid = make_grid(layout, dp, place.device, experts=has_experts, timeout=place.timeout)
-    return Engine(config, grid, options, None)
+    return Engine(config, grid, options, None, allocates=allocates)
 
 
 def _tokenizer(given: argparse.Namespace, start: Start) -> Tokenizer:

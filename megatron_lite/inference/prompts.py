@@ -45,13 +45,16 @@ def encode_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
+    template: str | None = None,
 ) -> tuple[int, ...]:
     """Return the tokens of a conversation by the tokenizer's template, up to the start of the assistant's answer.
 
-    tools: descriptions of the tools that the model may call, in OpenAI's form.
+    tools: descriptions of the tools that the model may call, in OpenAI's form. template: in place of the tokenizer's.
     Raises UsageError if there is no template, or if it refuses the conversation.
     """
-    if not isinstance(tokenizer, HuggingFaceTokenizer) or not tokenizer.inner.chat_template:
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or not (
+        template or tokenizer.inner.chat_template
+    ):
         raise UsageError(
             "the tokenizer has no chat template: the model was not made to chat; take `generate`"
         )
@@ -60,7 +63,7 @@ def encode_chat(
         offered = [dict(tool) for tool in tools] or None
         ids = bounded(
             lambda: tokenizer.inner.apply_chat_template(
-                said, tools=offered, add_generation_prompt=True
+                said, tools=offered, chat_template=template, add_generation_prompt=True
             )
         )
     except Exception as error:  # templates raise errors of any class

@@ -99,6 +99,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     sinks = all_or_none(lambda: _sinks(settings, place))
     engine = _engine(basis, setup, options)
     datasets = _load(basis, engine, datasets, setup)
+    feeder = basis.objective.feeder(engine, basis.start, data, setup)
     saver = _saver(basis, setup)
     run = Run(
         settings=settings,
@@ -108,6 +109,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
         place=place,
         objective=basis.objective,
         engine=engine,
+        feeder=feeder,
         datasets=datasets,
         tokenizer=setup.tokenizer,
         schedule=schedule,

@@ -34,6 +34,7 @@ class Run:
     place: Place
     objective: Objective
     engine: Engine
+    feeder: Feeder
     datasets: list[Dataset | None]
     """For training, evaluation and test."""
     tokenizer: Tokenizer
@@ -79,11 +80,6 @@ class Run:
     def vocab(self) -> int:
         """Vocabulary size of the tokenizer."""
         return self.tokenizer.vocab_size
-
-    @property
-    def feeder(self) -> Feeder:
-        grid = self.engine.grid
-        return Feeder(self.objective.microbatch, self.settings, grid.device, grid.dp, grid.dp_rank)
 
     def batches(self, dataset: Dataset) -> GlobalBatches:
         """Return this rank's batches of a dataset."""

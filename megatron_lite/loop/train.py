@@ -63,7 +63,6 @@ def _all_steps(run: Run, garbage: Garbage, profile: Profile) -> str | None:
     """Make the remaining steps. Return the reason to end before the last one, or None."""
     train_data = run.datasets[0]
     assert train_data is not None
-    feeder = run.feeder
     heartbeat = run.place.heartbeat
     started = time.monotonic()
     steps = list(_steps(run))
@@ -78,11 +77,12 @@ def _all_steps(run: Run, garbage: Garbage, profile: Profile) -> str | None:
         rates = run.schedule.at(run.scheduled)
         profile.after(run.progress.iteration)
         signals = (run.stop.terminated, run.stop.interrupted, _time_is_up(run, started))
-        microbatches = feeder.microbatches(batch)
-        report = run.engine.train_step(
-            microbatches, rates.lr, rates.weight_decay, signals, rates.decoupled_lr
-        )
-        _check(run, report)
+        for microbatches in run.feeder.updates(consumed, batch):
+            report = run.engine.train_step(
+                microbatches, rates.lr, rates.weight_decay, signals, rates.decoupled_lr
+            )
+            _check(run, report)
+            _count(run, report)
         _advance(run, report, run.sizes.batch.at(consumed))
         iteration = run.progress.iteration
         if heartbeat is not None:
@@ -148,6 +148,14 @@ def _check_replicas(run: Run) -> None:
         )
 
 
+def _count(run: Run, report: StepReport) -> None:
+    """Count an update. A step may make several."""
+    run.empty += report.empty
+    run.skipped += report.skipped and not report.empty
+    if not report.skipped:
+        run.interval.append(report)
+
+
 def _advance(run: Run, report: StepReport, size: int) -> None:
     progress = run.progress
     tokens = size * run.sizes.seq * run.objective.rows
@@ -160,14 +168,10 @@ def _advance(run: Run, report: StepReport, size: int) -> None:
         flops=progress.flops + tokens * run.meter.flops,
         engine=run.engine.state(),
     )
-    run.empty += report.empty
-    run.skipped += report.skipped and not report.empty
     run.meter.add(size, tokens)
     if not report.empty:
         point = run.progress.iteration, report.loss
         run.losses.append(point)
-    if not report.skipped:
-        run.interval.append(report)
 
 
 def _log(run: Run, report: StepReport, rates: Rates, *, last: bool) -> None:
@@ -266,10 +270,11 @@ def _write(run: Run, figures: Mapping[str, float]) -> None:
 def _totals(run: Run, dataset: Dataset, first: int, batches: int) -> dict[str, list[float]]:
     """Return [sum, number of labels that count] of each loss over the batches that begin at sample `first`."""
     size, totals = run.sizes.batch.full, dict[str, list[float]]()
-    for _, batch in prefetch(
+    for consumed, batch in prefetch(
         run.batches(dataset), ((first + number * size, size) for number in range(batches))
     ):
-        for name, (total, count) in run.engine.evaluate(run.feeder.microbatches(batch)).items():
+        microbatches = next(run.feeder.updates(consumed, batch))
+        for name, (total, count) in run.engine.evaluate(microbatches).items():
             sums = totals.setdefault(name, [0.0, 0.0])
             sums[0], sums[1] = sums[0] + total, sums[1] + count
     return totals

@@ -117,6 +117,7 @@ class Head(nn.Module):
             rows,
             plan.ranks,
             plan.config.head.logit_cap,
+            plan.options.loss_temperature,
         )
         return total, losses.view(labels.shape[1], labels.shape[0]).t()
 

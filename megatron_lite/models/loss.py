@@ -56,15 +56,27 @@ def head_loss(
     rows: int,
     ranks: TensorGroup,
     cap: float | None = None,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Return (sum of weights * losses, differentiable; the losses, float32 [tokens], not differentiable).
 
     hidden [sequence (/ tp), batch, width]. weight [padded vocabulary / tp, width], bias [padded vocabulary / tp].
     labels int64 [tokens] and weights float32 [tokens], with tokens in the order of [sequence, batch].
     vocab: number of columns without padding. rows: tokens at a time. cap: see `capped`.
+    temperature: divisor of the logits, after the cap.
     """
     made: tuple[Tensor, Tensor] = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, labels, weights, vocab, rows, ranks, cap, torch.is_grad_enabled()
+        hidden,
+        weight,
+        bias,
+        labels,
+        weights,
+        vocab,
+        rows,
+        ranks,
+        cap,
+        temperature,
+        torch.is_grad_enabled(),
     )
     return made
 
@@ -160,6 +172,7 @@ class _HeadLoss(torch.autograd.Function):
         rows: int,
         ranks: TensorGroup,
         cap: float | None,
+        temperature: float,
         backward_follows: bool,
     ) -> tuple[Tensor, Tensor]:
         whole = comm.gathered(hidden, ranks.group) if ranks.group and ranks.sequence else hidden
@@ -174,6 +187,8 @@ class _HeadLoss(torch.autograd.Function):
             part = slice(start, start + rows)
             logits = capped(F.linear(x[part], own.weight, own.bias).float(), cap)
             slope = None if gradients is None else _slope(logits, cap)
+            if temperature != 1:
+                logits.div_(temperature)
             index, held = _own_labels(labels[part], own.first, own.count)
             losses[part], scale = _losses(logits, index, held, ranks)
             if gradients is not None:
@@ -186,14 +201,16 @@ class _HeadLoss(torch.autograd.Function):
             if ranks.group:
                 of_hidden = _summed(of_hidden, ranks)
             ctx.save_for_backward(of_hidden, *_rounded(gradients, weight.dtype))
+        ctx.temperature = temperature
         ctx.mark_non_differentiable(losses)
         return torch.dot(losses, weights), losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         dx, *others = ctx.saved_tensors
+        grad = grad / ctx.temperature  # the derivative of logits / temperature
         dw, db = (None if each is None else each.mul_(grad) for each in others)
-        return dx.mul_(grad), dw, db, *[None] * 7
+        return dx.mul_(grad), dw, db, *[None] * 8
 
 
 def _rounded(gradients: _Gradients, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:

@@ -10,11 +10,13 @@ from megatron_lite.objectives.masked import MaskedSpans, MaskedWords
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.pairs import Pairs
 from megatron_lite.objectives.passages import Passages
+from megatron_lite.objectives.policy import Completed
 from megatron_lite.objectives.retro import RetroText
 from megatron_lite.settings.config import Settings
 
 OBJECTIVES: tuple[type[Objective], ...] = (
     Pairs,
+    Completed,
     Answers,
     Passages,
     RetroText,

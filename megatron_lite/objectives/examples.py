@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.state import Progress
@@ -24,19 +23,18 @@ from megatron_lite.data.finetuning.examples import (
 from megatron_lite.data.finetuning.preview import preview
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.objectives.epochs import evaluations, training_length
 from megatron_lite.objectives.training_data import Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
 from megatron_lite.settings.wording import counted
-
-MOST_EVALUATION_STEPS = 100
 
 
 def read_examples_of(settings: Settings, tokenizer: Tokenizer, *, pairs: bool) -> "ExampleData":
     """Read --finetune-data and --valid-finetune-data. Raises UsageError, CorruptCheckpoint."""
     data = settings.data
     assert data.finetune_data is not None
-    template = _template(data.chat_template)
+    template = read_template(data.chat_template)
     options = ReadingOptions(data.finetune_form, data.finetune_turns, template, pairs=pairs)
     valid = None
     if data.valid_finetune_data:
@@ -44,7 +42,8 @@ def read_examples_of(settings: Settings, tokenizer: Tokenizer, *, pairs: bool) -
     return ExampleData(read_examples(data.finetune_data, tokenizer, options), valid, pairs)
 
 
-def _template(path: str | None) -> str | None:
+def read_template(path: str | None) -> str | None:
+    """Return the text of --chat-template. Raises UsageError."""
     if path is None:
         return None
     try:
@@ -98,9 +97,19 @@ class ExampleData(TrainingData):
         train = cut(self.train, sizes.seq)
         valid = cut(self.valid, sizes.seq) if self.valid else None
         packed = Packed(train, valid)
-        length = _training_length(settings, sizes, train, progress)
-        evaluations = _evaluations(settings, sizes, packed, say)
-        training = replace(settings.training, **length, **evaluations)
+        seed, split = settings.training.seed, settings.data.split
+
+        def samples_for_training(epochs: int) -> int:
+            return samples_of(train, sizes.seq, seed, split, epochs)
+
+        def samples_for_evaluation(epochs: int) -> int:
+            assert valid is not None
+            return samples_of(valid, sizes.seq, seed, None, epochs)
+
+        length = training_length(settings, sizes, samples_for_training, progress)
+        measured = None if valid is None else samples_for_evaluation
+        chosen = evaluations(settings, sizes, samples_for_training, measured, say)
+        training = replace(settings.training, **length, **chosen)
         return replace(settings, training=training), replace(self, packed=packed)
 
     def datasets(self, setup: Setup, samples: Sequence[int]) -> list[Dataset | None]:
@@ -147,40 +156,6 @@ class ExampleData(TrainingData):
         steps = epoch / setup.sizes.batch.full
         plural = "" if steps == 1 else "s"
         return f"{number}, {tokens}, {samples}, {steps:,.4g} step{plural} an epoch"
-
-
-def _training_length(
-    settings: Settings, sizes: Sizes, pieces: Pieces, progress: Progress
-) -> dict[str, Any]:
-    """Return the setting that follows from --epochs."""
-    training = settings.training
-    if training.epochs is None:
-        return {}
-    if sizes.batch.increment:
-        raise UsageError(
-            "--epochs with --rampup-batch-size: give the length of the run with --train-samples"
-        )
-    drawn = samples_of(pieces, sizes.seq, training.seed, settings.data.split, training.epochs)
-    left = max(0, drawn - progress.consumed_samples)
-    steps = -(-left // sizes.batch.full)
-    return {"train_iters": progress.iteration + steps}
-
-
-def _evaluations(settings: Settings, sizes: Sizes, packed: Packed, say: Say) -> dict[str, Any]:
-    """Return the settings of evaluations that no flag sets. say: receives a line for each of them."""
-    training, batch = settings.training, sizes.batch.full
-    found: dict[str, Any] = {}
-    if packed.valid is None:
-        return found
-    if "eval_iters" not in settings.given:
-        drawn = samples_of(packed.valid, sizes.seq, training.seed, None, 1)
-        found["eval_iters"] = min(-(-drawn // batch), MOST_EVALUATION_STEPS)
-        say(f"--eval-iters {found['eval_iters']}: of {drawn:,} samples for evaluation")
-    if "eval_interval" not in settings.given:
-        epoch = samples_of(packed.train, sizes.seq, training.seed, settings.data.split, 1)
-        found["eval_interval"] = max(1, min(-(-epoch // batch), training.eval_interval))
-        say(f"--eval-interval {found['eval_interval']}: an evaluation each epoch, or more often")
-    return found
 
 
 def _remarks(pieces: Pieces, seq: int, noun: str, what: str) -> Iterator[str]:

@@ -23,6 +23,14 @@ class Feeder:
     dp: int
     dp_rank: int
 
+    def updates(self, consumed: int, batch: Batch) -> Iterator[list[Microbatch]]:
+        """Yield the microbatches of each update that a step makes: here one update. Collective.
+
+        A subclass may make them with the weights of the moment. consumed: number of samples before the batch.
+        """
+        del consumed
+        yield self.microbatches(batch)
+
     def microbatches(self, batch: Batch) -> list[Microbatch]:
         """Return the microbatches of a batch."""
         return list(self._microbatches(batch))

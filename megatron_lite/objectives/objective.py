@@ -16,6 +16,7 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import OWN_LOSS, Criterion
 from megatron_lite.objectives.corpus import Corpus
 from megatron_lite.objectives.examples import read_examples_of
+from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.training_data import Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.options import ModelOptions
@@ -98,6 +99,13 @@ class Objective:
         """
         load(engine, start)
         return list(datasets)
+
+    def feeder(
+        self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup
+    ) -> Feeder:
+        """Return the object that makes microbatches of batches. Collective. Raises CheckpointError."""
+        grid = engine.grid
+        return Feeder(self.microbatch, setup.settings, grid.device, grid.dp, grid.dp_rank)
 
     def microbatch(self, batch: Batch, settings: Settings) -> Microbatch:
         """Convert samples' arrays [micro_batch_size, ...] to a microbatch."""

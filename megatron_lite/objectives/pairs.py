@@ -1,7 +1,6 @@
 """DPO: learning from pairs of answers, one chosen and one rejected."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import ClassVar, Self
 
 from megatron_lite.checkpoint.restore import Start
@@ -12,6 +11,7 @@ from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
+from megatron_lite.objectives.dropout import without_dropout
 from megatron_lite.objectives.examples import read_examples_of
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.pair_loss import FIGURES, REFERENCE, PairLoss, Preference
@@ -43,12 +43,7 @@ class Pairs(Objective):
 
         Adapters keep their dropout.
         """
-        hidden, attention = options.hidden_dropout, options.attention_dropout
-        if hidden or attention:
-            say(
-                f"dropout {hidden:g} and {attention:g} of the model are left out: answers are compared with the reference's"
-            )
-        return replace(options, hidden_dropout=0.0, attention_dropout=0.0)
+        return without_dropout(options, say, "answers are compared with the reference's")
 
     def criterion(self, settings: Settings) -> Criterion:
         dpo = settings.dpo

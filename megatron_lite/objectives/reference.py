@@ -35,7 +35,7 @@ def with_reference(
     Afterwards the engine has the weights of `start`. Values from --dpo-reference-cache are not computed again. If it
     has all values, the reference is not even loaded. Raises CheckpointError.
     """
-    reference = _reference_of(start, setup)
+    reference = reference_of(start, setup)
     named = dict(zip(NAMES, datasets, strict=True))
     pairs = {name: dataset for name, dataset in named.items() if isinstance(dataset, PairDataset)}
     cache = _Cache.of(engine, setup, used=bool(pairs))
@@ -53,7 +53,7 @@ def with_reference(
     return list(named.values())
 
 
-def _reference_of(start: Start, setup: Setup) -> Start:
+def reference_of(start: Start, setup: Setup) -> Start:
     """Return the start of --load, also if the run continues from --save. Collective. Raises CheckpointError."""
     settings = setup.settings
     if start.path == settings.checkpointing.load:

@@ -83,8 +83,10 @@ def describe(world: int | None, words: list[str]) -> Described:
         settings = replace(settings, training=replace(training, train_iters=1))
     if not precision.chosen:
         settings = replace(settings, precision=replace(precision, bf16=True))
-    if settings.lora.wanted or settings.dpo.dpo:
-        raise NotExpressible("adapters and --dpo can't be planned yet; leave their flags out")
+    if settings.lora.wanted or settings.dpo.dpo or settings.grpo.grpo:
+        raise NotExpressible(
+            "adapters, --dpo and --grpo can't be planned yet; leave their flags out"
+        )
     check_objective_flags(settings)
     options = model_options(settings, NO_DROPOUT)
     config = changed(_model(settings), {"dtype": options.dtype})

@@ -3,6 +3,8 @@
 A module with a matrix has the attribute `product`. It is PLAIN unless another implementation was set (products/selection.py).
 """
 
+import platform
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,26 +20,51 @@ TURNED_ROUND = range(8, 16)
 W x' is up to 2.8 times as fast, for 15 rows and a matrix of 4096 by 4096.
 """
 
+IN_FLOAT32 = 6
+"""Fewest rows for which converting bf16 to float32 costs less than it gains, on a processor without bf16.
+
+For 64 rows and a matrix of 2816 by 1024, the product takes 8 ms instead of 39 ms (Zen 3, one thread).
+"""
+_BLOCK = 1 << 19
+"""Numbers of a matrix that exist in float32 at a time. They stay in the processor's cache."""
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in], weight [out, in], bias [out] -> [..., out]; differentiable.
 
-    The operands are swapped in inference mode only. In training, the bits must not depend on the number of rows of a
-    rank.
+    In inference mode, the operands may be swapped, and bf16 may be computed in float32. In training, neither happens: the
+    bits must not depend on the number of rows of a rank.
     """
     # Compiled code can't query inference mode, and has no fixed number of rows if shapes are dynamic.
-    if (
-        torch.compiler.is_compiling()
-        or not torch.is_inference_mode_enabled()
-        or x.is_cuda
-        or x.dtype != torch.float32
-    ):
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or x.is_cuda:
         return F.linear(x, weight, bias)
     rows = x.numel() // x.shape[-1]
-    if rows not in TURNED_ROUND:
+    flat = x.reshape(rows, x.shape[-1])
+    if x.dtype == torch.float32 and rows in TURNED_ROUND:
+        made = torch.mm(weight, flat.t()).t().contiguous()
+    elif x.dtype == torch.bfloat16 and rows >= IN_FLOAT32 and lacks_bf16(weight.device.type):
+        made = _product_in_float32(flat, weight)
+    else:
         return F.linear(x, weight, bias)
-    made = torch.mm(weight, x.reshape(rows, -1).t()).t().contiguous().view(*x.shape[:-1], -1)
+    made = made.view(*x.shape[:-1], len(weight))
     return made if bias is None else made + bias
+
+
+@cache
+def lacks_bf16(device: str) -> bool:
+    """Return whether the processor has no instructions for bf16, so that torch's product is a plain loop."""
+    on_x86 = device == "cpu" and platform.machine() in ("x86_64", "AMD64")
+    return on_x86 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, in], weight [out, in], both bf16 -> bf16 [rows, out]. It sums in float32, as torch does."""
+    made = x.new_empty(len(x), len(weight))
+    floats = x.float()
+    step = max(1, _BLOCK // weight.shape[1])
+    for block, out in zip(torch.split(weight, step), torch.split(made, step, 1), strict=True):
+        out.copy_(floats @ block.float().t())
+    return made
 
 
 class Product:

@@ -28,7 +28,7 @@ from megatron_lite.rank.arriving import arriving_tensors
 from megatron_lite.rank.chunks import dtype_of
 from megatron_lite.rank.first_pass import FirstPass
 from megatron_lite.rank.held_parameters import RankParameters
-from megatron_lite.rank.loss_sums import LossSum, RowSums
+from megatron_lite.rank.loss_sums import LabelLosses, LossSum, RowSums
 from megatron_lite.rank.totals import sum_over_world
 from megatron_lite.settings.options import ModelOptions
 
@@ -99,6 +99,18 @@ class RankComputation(RankParameters):
         comm.all_reduce(sums, grid.group("world"))
         return -sums
 
+    def label_log_probs(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
+        """Return the log-probability of each label: float32 [rows, sequence] of each microbatch. Collective.
+
+        Stages other than the last one return []. Labels without a weight have a value too.
+        """
+        layout = self.grid.layout
+        losses = LabelLosses()
+        actions = forward_order(layout.pp, layout.vpp, len(microbatches))
+        with torch.no_grad():
+            self._run(actions, microbatches, losses, criterion=OWN_LOSS)
+        return [-each for each in losses.found]
+
     def logits(self, batch: Microbatch, cache: Cache | None = None) -> Tensor | None:
         """Return float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective. cache: see last_stage."""
         with self.whole_parameters():
@@ -143,7 +155,7 @@ class RankComputation(RankParameters):
         self,
         actions: Sequence[Action],
         microbatches: Sequence[Microbatch],
-        losses: LossSum | RowSums | FirstPass,
+        losses: LossSum | RowSums | LabelLosses | FirstPass,
         before_backward: Any = lambda _: None,
         criterion: Criterion | None = None,
         *,

@@ -41,3 +41,17 @@ class RowSums:
         losses, weights = found["loss"]
         self.found.append((losses * weights).sum(1, dtype=torch.float64))
         return total
+
+
+class LabelLosses:
+    """Keeps the loss of each label of each microbatch; has LossSum's interface."""
+
+    share = 1.0
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+        """float32 [rows, sequence], in the order of microbatches; empty except on the last stage."""
+
+    def add(self, total: Tensor, found: Mapping[str, Counted]) -> Tensor:
+        self.found.append(found["loss"].losses)
+        return total

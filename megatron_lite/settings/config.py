@@ -11,6 +11,7 @@ from typing import Any
 from formats.stores.addresses import is_store
 from megaconv.local_paths import local_word
 from megatron_lite.settings.flag import flag
+from megatron_lite.settings.grpo import Grpo
 from megatron_lite.settings.learning import Data, Dpo, Lora, Masked, OtherObjective, Tasks
 from megatron_lite.settings.model import Model
 from megatron_lite.settings.optimization import Optimizer, Precision
@@ -180,6 +181,7 @@ class Settings:
     recompute: Recompute = Recompute()
     data: Data = Data()
     dpo: Dpo = Dpo()
+    grpo: Grpo = Grpo()
     masked: Masked = Masked()
     tasks: Tasks = Tasks()
     retro: Retro = Retro()

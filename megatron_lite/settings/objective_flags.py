@@ -3,8 +3,9 @@
 import os
 
 from megaconv.errors import UsageError
-from megatron_lite.settings.config import Settings
+from megatron_lite.settings.config import Checkpointing, Settings, flags
 from megatron_lite.settings.contradictions import Judged, flag_name
+from megatron_lite.settings.grpo import Grpo
 
 OTHER_DATA = (
     "data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "mock_data", "finetune_data", "valid_finetune_data",
@@ -15,7 +16,7 @@ OTHER_DATA = (
 
 def check_objective_flags(settings: Settings) -> None:
     """Raise UsageError for the first flag of an objective that is wrong, or that the run's objective does not use."""
-    for judge in (_pairs, _task, _of_package):
+    for judge in (_pairs, _policy, _task, _of_package):
         for wrong, message in judge(settings):
             if wrong:
                 raise UsageError(message)
@@ -28,11 +29,6 @@ def _pairs(settings: Settings) -> Judged:
         for name in vars(dpo):
             yield name in settings.given, f"{flag_name(name)} requires --dpo"
         return
-    same = (
-        saving.load
-        and saving.save
-        and os.path.realpath(saving.load) == os.path.realpath(saving.save)
-    )
     smoothing = dpo.dpo_label_smoothing
     yield not settings.data.finetune_data, "--dpo learns from --finetune-data, which is missing"
     yield (
@@ -40,7 +36,7 @@ def _pairs(settings: Settings) -> Judged:
         "--dpo needs --load, which is the reference model, also with --resume",
     )
     yield (
-        same,
+        _saves_over_load(saving),
         "--dpo: --load is the reference model and has to stay as it is; give another --save",
     )
     yield dpo.dpo_beta <= 0, f"--dpo-beta {dpo.dpo_beta:g} must be more than 0"
@@ -56,6 +52,79 @@ def _pairs(settings: Settings) -> Judged:
         settings.data.finetune_form is not None,
         "--finetune-form names a form of examples; pairs have their own, so leave it out",
     )
+
+
+def _saves_over_load(saving: Checkpointing) -> bool:
+    """Return whether --save is the directory of --load."""
+    if not (saving.load and saving.save):
+        return False
+    return os.path.realpath(saving.load) == os.path.realpath(saving.save)
+
+
+NOT_OF_PROMPTS = ("finetune_form", "finetune_turns", "show_sample", "split", "rampup_batch_size")
+"""Settings of examples that prompts don't have."""
+NOT_GENERATED = ("context_parallel_size", "sequence_parallel", "fp8_format")
+"""Settings with which the engine can't generate one token at a time."""
+
+
+def _policy(settings: Settings) -> Judged:
+    """Checks of GRPO."""
+    grpo, saving = settings.grpo, settings.checkpointing
+    if not grpo.grpo:
+        for name in vars(grpo):
+            yield name in settings.given, f"{flag_name(name)} requires --grpo"
+        return
+    yield settings.dpo.dpo, "--grpo and --dpo are two objectives; leave one of them out"
+    yield (
+        not settings.data.finetune_data,
+        "--grpo completes prompts of --finetune-data, which is missing",
+    )
+    yield not grpo.reward, "--grpo needs --reward FILE.py:FUNCTION, which judges completions"
+    rewards, weights = grpo.reward or (), grpo.reward_weights or ()
+    yield (
+        grpo.reward_weights is not None and len(weights) != len(rewards),
+        f"--reward-weights has {len(weights)} numbers, --reward {len(rewards)} functions; give one number for each",
+    )
+    yield from _policy_numbers(grpo)
+    yield (
+        grpo.beta and saving.load is None,
+        "--beta needs --load, which is the reference model, also with --resume",
+    )
+    yield (
+        grpo.beta and _saves_over_load(saving),
+        "--beta: --load is the reference model and has to stay as it is; give another --save",
+    )
+    for name in NOT_OF_PROMPTS:
+        yield (
+            name in settings.given,
+            f"--grpo reads prompts, without examples; leave {flag_name(name)} out",
+        )
+    for name in NOT_GENERATED:
+        subject, item = flags()[name]
+        differs = getattr(getattr(settings, subject), name) != item.default
+        yield (
+            differs,
+            f"--grpo generates one token at a time, not with {flag_name(name)}; leave it out",
+        )
+
+
+def _policy_numbers(grpo: Grpo) -> Judged:
+    """Checks of GRPO's numbers."""
+    yield (
+        grpo.num_generations < 2,
+        f"--num-generations {grpo.num_generations} must be 2 or more: completions are compared in their group",
+    )
+    for name in ("max_completion_length", "num_iterations"):
+        value = getattr(grpo, name)
+        yield value < 1, f"{flag_name(name)} {value} must be 1 or more"
+    yield (
+        not 0 < grpo.temperature < float("inf"),
+        f"--temperature {grpo.temperature:g} must be more than 0",
+    )
+    yield not grpo.beta >= 0, f"--beta {grpo.beta:g} must be 0 or more"
+    yield not 0 <= grpo.epsilon < 1, f"--epsilon {grpo.epsilon:g} has to lie between 0 and 1"
+    high = grpo.epsilon_high
+    yield high is not None and not high >= 0, f"--epsilon-high {high} must be 0 or more"
 
 
 def _task(settings: Settings) -> Judged:
@@ -98,7 +167,12 @@ def _of_package(settings: Settings) -> Judged:
     name = settings.objective.objective
     if name is None:
         return
-    for flag, asked in (("--dpo", settings.dpo.dpo), ("--task", settings.tasks.task)):
+    others = (
+        ("--dpo", settings.dpo.dpo),
+        ("--grpo", settings.grpo.grpo),
+        ("--task", settings.tasks.task),
+    )
+    for flag, asked in others:
         yield (
             bool(asked),
             f"--objective {name} and {flag} are two objectives; leave one of them out",

@@ -125,6 +125,8 @@ class ModelOptions:
     """For a2a+p2p: number of neighbouring context ranks that exchange heads for tokens."""
     loss_rows: int | None = None
     """Tokens whose logits exist at a time; None: chosen for the device (models/loss.py)."""
+    loss_temperature: float = 1.0
+    """Divisor of the logits in the labels' log-probabilities."""
     fp8: FP8 | None = None
     """FP8 products of layers; None: products in `dtype`."""
     balance: Balancing = Balancing()

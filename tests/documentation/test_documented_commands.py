@@ -264,6 +264,22 @@ def patch_of_seed(seed: int, target: Path) -> None:
         megaconv.delta(old, new, target)
 
 
+REWARDS = """
+def correct(completions, answer, **columns):
+    return [float(right in text) for text, right in zip(completions, answer)]
+
+
+def brief(completion_ids, **columns):
+    return [-len(ids) / 1000 for ids in completion_ids]
+"""
+
+
+def write_prompts(target: Path) -> None:
+    """Prompts, and reward functions beside them."""
+    lines(*[{"prompt": "What?", "answer": "model"}] * 4)(target)
+    (target.parent / "rewards.py").write_text(REWARDS)
+
+
 def special(page: str) -> Mapping[str, Make]:
     """Files that one page needs in another form than usual."""
     pages: dict[str, Mapping[str, Make]] = {
@@ -287,6 +303,7 @@ def special(page: str) -> Mapping[str, Make]:
             "DeepSeek-V3": published("deepseek-ai/DeepSeek-V3"),
             "Llama-3.1-405B": published("meta-llama/Meta-Llama-3.1-405B"),
         },
+        "docs/grpo.md": {"prompts.jsonl": write_prompts},
         "docs/data.md": {
             "lambada_test.jsonl": lines(
                 {"text": "A checkpoint is a model at rest, and a run is one in motion"}

@@ -36,9 +36,10 @@ def bars(stacked: Sequence[Bar], shown: Mapping[str, str], limit: Limit | None =
 
     shown: part -> its label in tooltips. The order of the parts is that of the first bar.
     """
-    room = WIDTH - LABEL - 110
-    largest = max(sum(bar.parts.values()) for bar in stacked)
-    scale = room / max(largest, limit.value if limit else 0.0, 1e-12)
+    totals = [sum(bar.parts.values()) for bar in stacked]
+    marked = 0.0 if limit is None else limit.value
+    largest = max(*totals, marked, 1e-12)
+    scale = (WIDTH - LABEL - 110) / largest
     top = 18 if limit else 4
     height = top + ROW * len(stacked)
     spoken = "; ".join(f"{bar.label}: {bar.text}" for bar in stacked)
@@ -86,26 +87,35 @@ def schedule(passes: Sequence[Timed], ranks: int, kind: str) -> str:
     """Return the passes of each pipeline rank along the time. Times are in seconds. kind: of the schedule."""
     end = max(each.end for each in passes)
     scale = (WIDTH - 60) / end
-    busy = [
-        sum(each.end - each.start for each in passes if each.rank == rank) for rank in range(ranks)
-    ]
-    idle = ", ".join(f"pp {rank} {1 - time / end:.0%}" for rank, time in enumerate(busy))
-    lines = [_open(RANK_ROW * ranks + 34, f"{kind} schedule of {end:.3g} s. Idle time: {idle}")]
+    bottom = RANK_ROW * ranks
+    idle = _idle(passes, ranks, end)
+    lines = [_open(bottom + 34, f"{kind} schedule of {_seconds(end)}. Idle time: {idle}")]
     for rank in range(ranks):
         lines.append(_text(0, RANK_ROW * rank + 13, f"pp {rank}"))
     for each in passes:
         lines += _pass(each, scale)
-    bottom = RANK_ROW * ranks
-    for share in range(5):
-        x = 60 + (WIDTH - 60) * share / 4
-        lines.append(
-            f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>'
-        )
-        anchor = ("start", "middle", "middle", "middle", "end")[share]
-        place = f'class="soft" text-anchor="{anchor}"'
-        lines.append(_text(x, bottom + 18, _seconds(end * share / 4), place))
-    lines.append(_text(0, bottom + 18, "time", 'class="soft"'))
+    lines += _time_axis(bottom, end)
     return "\n".join([*lines, "</svg>"])
+
+
+def _idle(passes: Sequence[Timed], ranks: int, end: float) -> str:
+    """Return the share of the time in which each rank waits."""
+    busy = [0.0] * ranks
+    for each in passes:
+        busy[each.rank] += each.end - each.start
+    return ", ".join(f"pp {rank} {1 - time / end:.0%}" for rank, time in enumerate(busy))
+
+
+def _time_axis(y: float, end: float) -> list[str]:
+    """Return marks at quarters of the time, with their seconds."""
+    lines = [_text(0, y + 18, "time", 'class="soft"')]
+    anchors = ("start", "middle", "middle", "middle", "end")
+    for quarter, anchor in enumerate(anchors):
+        x = 60 + (WIDTH - 60) * quarter / 4
+        lines.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + 4}"/>')
+        place = f'class="soft" text-anchor="{anchor}"'
+        lines.append(_text(x, y + 18, _seconds(end * quarter / 4), place))
+    return lines
 
 
 def _seconds(value: float) -> str:

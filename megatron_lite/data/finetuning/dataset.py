@@ -126,9 +126,17 @@ def pair_dataset(
     pieces: PairPieces, members: NDArray[np.int64], seq_length: int, samples: int | None, seed: int
 ) -> PairDataset:
     """Return a dataset of pairs, shuffled anew in each epoch. members, samples: see FinetuneDataset."""
+    order = shuffled_epochs(members, samples, seed)
+    return PairDataset(pieces, order, len(members), seq_length)
+
+
+def shuffled_epochs(
+    members: NDArray[np.int64], samples: int | None, seed: int
+) -> NDArray[np.int64]:
+    """Return the members of epoch after epoch, each in another order. samples: number of results; None: one epoch."""
     random, drawn = np.random.RandomState(seed), len(members) if samples is None else samples
     orders = [random.permutation(members) for _ in range(-(-drawn // len(members)))]
-    return PairDataset(pieces, np.concatenate(orders)[:drawn], len(members), seq_length)
+    return np.concatenate(orders)[:drawn]
 
 
 def _dataset(

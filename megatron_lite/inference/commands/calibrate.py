@@ -15,6 +15,7 @@ def parser() -> Parser:
         "calibrate",
         "Measure how large the inputs of each matrix are. `megaconv convert --calibration` takes its scales from the file.",
         EXAMPLES,
+        quantizes=False,
     )
     add = made.add_argument_group("calibration").add_argument
     add(

@@ -112,7 +112,8 @@ class Adapter(nn.Module):
         if self.rows == list(range(self.out)):
             return made
         if self._index is None or self._index.device != made.device:
-            self._index = torch.tensor(self.rows, device=made.device)
+            with torch.inference_mode(False):  # a training pass may use this tensor later
+                self._index = torch.tensor(self.rows, device=made.device)
         return made.new_zeros(*made.shape[:-1], self.out).index_copy(-1, self._index, made)
 
     def _dropped(self, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -84,6 +85,24 @@ def is_target(module: Module, core: str, targets: Sequence[str]) -> bool:
     return any(
         path == word or path.endswith(f".{word}") for word in targets for path in (name, core)
     )
+
+
+@contextmanager
+def without_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Let the chunks compute without their adapters in this region."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    adapters = [
+        (module, module.adapter)
+        for module in modules
+        if isinstance(getattr(module, "adapter", None), Adapter)
+    ]
+    for module, _ in adapters:
+        module.adapter = None  # type: ignore[assignment]  # as before an adapter is attached
+    try:
+        yield
+    finally:
+        for module, adapter in adapters:
+            module.adapter = adapter
 
 
 def check_targets(config: ModelConfig, targets: Sequence[str], *, found: bool) -> None:

@@ -69,7 +69,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(path: Path, *adapters: str) -> Opened:
     given = Namespace(
         load=str(path), dtype="fp32", slots=4, max_length=64, tokenizer_type=None, tokenizer_model=None, vocab_file=None,
-        merge_file=None, training=None, adapter=list(adapters), stream_weights=False,
+        merge_file=None, training=None, adapter=list(adapters), stream_weights=False, quantize=None,
     )  # fmt: skip
     return open_model(given, Parallel(), launch.start(Parallel()))
 

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_lite.inference.opening import Opened
 from tests.trainer.inference.conversations import save
+from tests.trainer.inference.crowds import Crowd, visit
 from tests.trainer.inference.serving import KEY, Serving, opened
 from tests.trainer.inference.storms import COMPLETIONS, judge, mixed, said, storm, streams
 
@@ -117,6 +118,36 @@ def test_200_streams_of_which_every_second_client_leaves_are_whole_and_free_thei
     assert found["200"] >= 100
     assert found["499"] >= 50  # the others left when their answer was done
     assert serving.ask(COMPLETIONS, {"prompt": "x", "max_tokens": 2})[0] == 200
+
+
+def threads(serving: Serving) -> int:
+    return len(list(Path(f"/proc/{serving.process.pid}/task").iterdir()))
+
+
+def test_200_clients_that_come_read_slowly_stall_and_leave_see_their_own_text_alone(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, max_position_embeddings=512)
+    serving = Serving(tmp_path, "--slots", "5", "--served-model-name", "tiny")
+    crowd = Crowd(serving, opened(tmp_path))
+    visit(crowd, 200, seed=0)  # what is made once is there now
+    serving.settle()
+    memory, files, workers = resident(serving), descriptors(serving), threads(serving)
+    reused = serving.metric("prompt_tokens_reused_total")
+    visit(crowd, 200, seed=1)
+    serving.settle()
+    assert not crowd.wrong()
+    assert {answer.behavior for answer in crowd.answers} == {"reads", "reads slowly", "stalls"}
+    assert len(crowd.answers) >= 2 * 150
+    assert all(found == expected for found, expected in crowd.statuses)
+    assert serving.metric("prompt_tokens_reused_total") > reused
+    assert resident(serving) - memory < GROWTH
+    assert settled_descriptors(serving, files) <= files
+    assert threads(serving) <= workers
+    together = [f"{number} begins" for number in range(5)]  # every slot is free again
+    answer = serving.ask(COMPLETIONS, {"prompt": together, "max_tokens": 20, "temperature": 0})[1]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(5))
+    assert serving.end() == (0, "")
 
 
 @pytest.fixture(scope="module")

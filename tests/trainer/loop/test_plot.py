@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +174,15 @@ def test_megatrons_names_in_tensorboard_are_understood(
         "learning_rate": [[1, 0.5], [2, 0.5]],
         "grad_norm": [[1, 2.0], [2, 2.0]],
     }
+
+
+def test_a_reader_that_closes_the_pipe_ends_the_command_without_a_traceback(tmp_path: Path) -> None:
+    logged(tmp_path / "run")
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run(
+        [sys.executable, "-m", "megatron_lite", "plot", str(tmp_path / "run")],
+        stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (1, "")

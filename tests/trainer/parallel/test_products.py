@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from megatron_lite.parallel.tensor import rms_normalize
-from megatron_lite.products.product import TURNED_ROUND, linear
+from megatron_lite.products import product
+from megatron_lite.products.product import IN_FLOAT32, TURNED_ROUND, lacks_bf16, linear
 
 
 def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -38,6 +39,31 @@ def test_a_product_of_few_rows_is_that_of_many(rows: int, biased: bool) -> None:
             "what training computes first it computes again with gradients"
         )
     compare(linear(*inputs), F.linear(*inputs), inputs)
+
+
+@pytest.mark.parametrize("rows", [1, IN_FLOAT32, TURNED_ROUND.start, 70])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_in_bf16_is_that_of_its_numbers_in_float64(
+    rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any processor, as on one that has no instructions for bf16; with several blocks of the matrix."""
+    monkeypatch.setattr(product, "lacks_bf16", lambda device: True)
+    monkeypatch.setattr(product, "_BLOCK", 24 * 7)
+    inputs = [leaf.detach().bfloat16() for leaf in leaves((2, rows, 24), (40, 24), (40,))]
+    inputs = inputs[: 2 + biased]
+    with torch.inference_mode():
+        made = linear(*inputs)
+    assert made.dtype == torch.bfloat16
+    assert made.shape == (2, rows, 40)
+    exact = F.linear(*(each.double() for each in inputs))
+    torch.testing.assert_close(made.double(), exact, rtol=2**-7, atol=0.05)
+    plain = linear(*inputs)
+    assert plain.equal(F.linear(*inputs)), "training computes the same bits for any number of rows"
+
+
+def test_the_processor_says_whether_it_has_bf16() -> None:
+    assert lacks_bf16("cuda") is False
+    assert isinstance(lacks_bf16("cpu"), bool)
 
 
 def test_a_norm_on_a_cpu_is_what_pytorch_makes_of_its_formula() -> None:

@@ -147,7 +147,7 @@ def test_what_pretrain_refuses_is_no_plan_either(capsys: pytest.CaptureFixture[s
     assert main(f"{GPT3} --dpo".split()) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 3
-    assert "adapters and --dpo can't be planned yet" in errors[2]
+    assert "adapters, --dpo and --grpo can't be planned yet" in errors[2]
     assert "12 processes can't be divided" in errors[1]
     with pytest.raises(UsageError, match="--vocab-size is missing"):
         describe(1, GPT3.replace("--vocab-size 50257", "").split())

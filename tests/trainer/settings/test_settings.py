@@ -79,7 +79,8 @@ def test_every_flag_is_read_with_its_own_type(name: str) -> None:
         "bool": ("", True), "int | None": ("3", 3), "int": ("3", 3), "float | None": ("0.5", 0.5), "float": ("0.5", 0.5),
         "str | None": ("word", "word"), "str": ("word", "word"), "tuple[int, ...] | None": ("1 2 3", (1, 2, 3)),
         "tuple[str, ...] | None": ("0.5 a", ("0.5", "a")), "tuple[str, ...]": ("0.5 a", ("0.5", "a")),
-        "tuple[float, ...]": ("0.5 1", (0.5, 1.0)), "tuple[int, ...]": ("1 2 3", (1, 2, 3)),
+        "tuple[float, ...]": ("0.5 1", (0.5, 1.0)), "tuple[float, ...] | None": ("0.5 1", (0.5, 1.0)),
+        "tuple[int, ...]": ("1 2 3", (1, 2, 3)),
     }  # fmt: skip
     kind = (
         item.type if isinstance(item.type, str) else getattr(item.type, "__name__", str(item.type))

@@ -1,0 +1,150 @@
+"""GRPO: a model learns from rewards of its own completions of prompts."""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from megaconv.model.ir import WEIGHT
+from megatron_lite.checkpoint.restore import Start
+from megatron_lite.checkpoint.weights import load_weights
+from megatron_lite.data.batches import Batch
+from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.engine import Engine
+from megatron_lite.inference.prompts import stop_ids
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.criterion import Criterion
+from megatron_lite.models.lora.attached import without_adapters
+from megatron_lite.objectives.dropout import without_dropout
+from megatron_lite.objectives.examples import read_template
+from megatron_lite.objectives.feeder import Feeder
+from megatron_lite.objectives.objective import Objective
+from megatron_lite.objectives.policy_loss import ADVANTAGES, Policy, PolicyLoss
+from megatron_lite.objectives.prompts import PromptData, read_prompts
+from megatron_lite.objectives.reference import reference_of
+from megatron_lite.objectives.rewards import load_rewards
+from megatron_lite.objectives.rollouts import LogProbs, Rollouts
+from megatron_lite.objectives.sampler import Sampler
+from megatron_lite.objectives.training_data import Say, Setup, TrainingData
+from megatron_lite.settings.config import Settings
+from megatron_lite.settings.grpo import Grpo
+from megatron_lite.settings.options import ModelOptions
+
+FIGURES = ("reward", "reward_std", "frac_reward_zero_std", "completion_length", "truncated")
+"""Figures of completions that a run logs: means over completions."""
+
+
+class Completed(Objective):
+    """A sample is a prompt. Its completions are rows, which are compared with each other."""
+
+    tokens: ClassVar = ()
+    perplexity: ClassVar = False
+    learning_rate: ClassVar = 1e-6
+    adapter_learning_rate: ClassVar = 1e-5
+    data_words: ClassVar = " on rewards"
+
+    def __init__(self, grpo: Grpo) -> None:
+        self.rows = grpo.num_generations
+
+    @classmethod
+    def of(cls, settings: Settings, model_type: str) -> Self | None:
+        return cls(settings.grpo) if settings.grpo.grpo else None
+
+    def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:
+        """Read the prompts and load the reward functions. Raises UsageError, CorruptCheckpoint."""
+        data, grpo = settings.data, settings.grpo
+        template = read_template(data.chat_template)
+        rewards = load_rewards(grpo)
+        train = read_prompts(data.finetune_data or (), tokenizer, template, "--finetune-data")
+        valid = []
+        if data.valid_finetune_data:
+            words = data.valid_finetune_data
+            valid = read_prompts(words, tokenizer, template, "--valid-finetune-data")
+        return PromptData(train, valid, rewards, grpo.max_completion_length)
+
+    def options(self, options: ModelOptions, say: Say) -> ModelOptions:
+        """Return the options without the model's dropout. Adapters keep theirs."""
+        return without_dropout(options, say, "probabilities are compared with those of sampling")
+
+    def criterion(self, settings: Settings) -> Criterion:
+        grpo = settings.grpo
+        high = grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high
+        policy = Policy(
+            loss_type=grpo.loss_type,
+            most_tokens=grpo.max_completion_length,
+            epsilon=grpo.epsilon,
+            epsilon_high=high,
+            beta=grpo.beta,
+            corrects_divergence=grpo.use_bias_correction_kl,
+            figures=_figures(grpo),
+        )
+        return PolicyLoss(policy)
+
+    def feeder(
+        self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup
+    ) -> Feeder:
+        """Return the object that samples completions with the engine's weights, and loads the reference model."""
+        assert isinstance(data, PromptData)
+        grid, settings = engine.grid, setup.settings
+        files = {} if start is None else start.files
+        sampler = Sampler(
+            engine,
+            setup.tokenizer,
+            stop_ids(setup.config, setup.tokenizer, files),
+            data.rewards,
+            settings.grpo,
+            settings.training.seed,
+        )
+        reference = _reference(engine, start, setup) if settings.grpo.beta else None
+        return Rollouts(
+            self.microbatch,
+            settings,
+            grid.device,
+            grid.dp,
+            grid.dp_rank,
+            data.prompts,
+            sampler,
+            reference,
+        )
+
+    def microbatch(self, batch: Batch, settings: Settings) -> Microbatch:
+        names = (ADVANTAGES, *_figures(settings.grpo))
+        extras = {name: batch[name] for name in names}
+        return Microbatch(batch["tokens"], batch["labels"], batch["loss_mask"], extras=extras)
+
+    def shown(self, figures: Mapping[str, float]) -> str:
+        reward, deviation, silent, length, truncated = (figures[name] for name in FIGURES)
+        several = "".join(
+            f", {name.removeprefix('reward_')} {value:.4f}"
+            for name, value in figures.items()
+            if name.startswith("reward_") and name not in FIGURES
+        )
+        divergence = f" | KL {figures['kl']:.5f}" if "kl" in figures else ""
+        return (
+            f" | reward {reward:.4f} +- {deviation:.4f}{several} | groups without signal {silent:.1%}"
+            f" | length {length:.1f}, truncated {truncated:.1%} | clipped {figures['clip_ratio']:.2%}{divergence}"
+        )
+
+
+def _figures(grpo: Grpo) -> tuple[str, ...]:
+    """Return FIGURES, and the reward of each function if there are several."""
+    words = grpo.reward or ()
+    several = words if len(words) > 1 else ()
+    return *FIGURES, *(f"reward_{word.rpartition(':')[2]}" for word in several)
+
+
+def _reference(engine: Engine, start: Start | None, setup: Setup) -> LogProbs:
+    """Return the log-probabilities of the reference model: the base of adapters, else a model of its own. Collective."""
+    if engine.options.lora is not None:
+
+        def of_base(microbatches: Sequence[Microbatch]) -> list[Tensor]:
+            with without_adapters(engine.chunks):
+                return engine.label_log_probs(microbatches)
+
+        return of_base
+    assert start is not None
+    found = reference_of(start, setup)
+    weights = {key.name: tensor for key, tensor in found.tensors.items() if key.slot == WEIGHT}
+    reference = Engine(setup.config, engine.grid, engine.options, None)
+    load_weights(reference, weights)
+    return reference.label_log_probs

@@ -1,0 +1,127 @@
+"""Completions of prompts, sampled with the weights of the moment by the engine of generation, and their rewards.
+
+Rank 0 chooses the tokens and calls the reward functions, and all ranks compute. Then all ranks get the results.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.engine import Engine
+from megatron_lite.inference.batching import Request, generate
+from megatron_lite.inference.model import EngineModel
+from megatron_lite.inference.sampling import Sampling
+from megatron_lite.inference.slots import NotFinite
+from megatron_lite.models.rng import mix
+from megatron_lite.objectives.prompts import Prompt
+from megatron_lite.objectives.rewards import Reward
+from megatron_lite.parallel import comm
+from megatron_lite.settings.grpo import Grpo
+
+MOST_ROWS = 64
+"""Completions that a data-parallel rank generates at the same time."""
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Completions of prompts, group after group; equal on all ranks."""
+
+    ids: list[list[int]]
+    rewards: Tensor
+    """float64 [completions, functions]."""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Samples completions. A token depends on the seed, the sample, the completion's number and the position."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    stop_ids: frozenset[int]
+    rewards: Sequence[Reward]
+    grpo: Grpo
+    seed: int
+
+    def complete(self, prompts: Sequence[Prompt], consumed: int) -> Completions:
+        """Return --num-generations completions of each prompt. Collective. consumed: number of samples before.
+
+        Raises NotFinite, and TrainingError for a reward function that fails.
+        """
+        grid = self.engine.grid
+        groups = self.grpo.num_generations
+        requests = [
+            self._request(prompt, mix(self.seed, consumed + place, generation))
+            for place, prompt in enumerate(prompts)
+            for generation in range(groups)
+        ]
+        asked = [prompt for prompt in prompts for _ in range(groups)]
+        longest = max(len(request.prompt) for request in requests)
+        rows = min(-(-len(requests) // grid.dp), MOST_ROWS)
+        found: Completions | None = None
+        with self.engine.whole_parameters():
+            model = EngineModel(self.engine, rows, longest + self.grpo.max_completion_length)
+            if grid.rank:
+                model.follow()
+            else:
+                ids = self._generated(model, requests)
+                with model.waiting():
+                    found = Completions(ids, self._judged(asked, ids))
+                model.close()
+        return self._shared(found, len(requests))
+
+    def _request(self, prompt: Prompt, seed: int) -> Request:
+        sampling = Sampling(self.grpo.temperature, seed=seed)
+        return Request(prompt.ids, self.grpo.max_completion_length, sampling, self.stop_ids)
+
+    def _generated(self, model: EngineModel, requests: Sequence[Request]) -> list[list[int]]:
+        answers = generate(model, requests)
+        if any(answer.end == "error" for answer in answers):
+            raise NotFinite
+        return [answer.tokens for answer in answers]
+
+    def _judged(self, asked: Sequence[Prompt], ids: Sequence[Sequence[int]]) -> Tensor:
+        """Return the rewards of all functions, float64 [completions, functions]."""
+        offered = self._offered(asked, ids)
+        columns = [reward(offered, len(ids)) for reward in self.rewards]
+        return torch.tensor(columns, dtype=torch.float64).t()
+
+    def _offered(
+        self, asked: Sequence[Prompt], ids: Sequence[Sequence[int]]
+    ) -> Mapping[str, list[Any]]:
+        """Return the arguments of reward functions by name."""
+        names = dict.fromkeys(name for prompt in asked for name in prompt.columns)
+        columns = {name: [prompt.columns.get(name) for prompt in asked] for name in names}
+        completions: list[Any] = []
+        for prompt, tokens in zip(asked, ids, strict=True):
+            text = self.tokenizer.detokenize(tokens)
+            is_chat = not isinstance(prompt.content, str)
+            completions.append([{"role": "assistant", "content": text}] if is_chat else text)
+        return {
+            **columns,
+            "prompts": [prompt.content for prompt in asked],
+            "completions": completions,
+            "completion_ids": [list(tokens) for tokens in ids],
+        }
+
+    def _shared(self, found: Completions | None, count: int) -> Completions:
+        """Return the completions of rank 0 on all ranks."""
+        grid = self.engine.grid
+        world = grid.group("world")
+        if found is not None and world is None:
+            return found
+        most, device = self.grpo.max_completion_length, grid.device
+        rows = torch.zeros(count, 1 + most, dtype=torch.int64)
+        rewards = torch.zeros(count, len(self.rewards), dtype=torch.float64)
+        if found is not None:
+            rewards.copy_(found.rewards)
+            for row, tokens in zip(rows, found.ids, strict=True):
+                row[: 1 + len(tokens)] = torch.tensor([len(tokens), *tokens])
+        rows, rewards = rows.to(device), rewards.to(device)
+        comm.broadcast(rows, 0, world)
+        comm.broadcast(rewards, 0, world)
+        ids = [row[1 : 1 + row[0]] for row in rows.tolist()]
+        return Completions(ids, rewards.cpu())
