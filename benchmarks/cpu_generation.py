@@ -1,8 +1,9 @@
 """Generation on a CPU beside transformers and llama.cpp: time to the first token, tokens per second, share of the bandwidth.
 
-    LLAMA_CPP_PYTHON=llama/bin/python python benchmarks/cpu_generation.py [--rounds 5] [--new-tokens 12] [--threads 1]
+    LLAMA_CPP_PYTHON=llama/bin/python python benchmarks/cpu_generation.py [--rounds 5] [--new-tokens 12] [--threads 1] [--batch 1]
 
-A Llama of 271 million parameters with random weights (16 layers of 1024, vocabulary 32,000), prompts of 64 tokens, greedy, batch 1 and 16.
+A Llama of 271 million parameters with random weights (16 layers of 1024, vocabulary 32,000), greedy: one prompt of 64 tokens, or
+sixteen of 16.
 Contenders: megatron_lite in bf16 and with --quantize q8_0, transformers in bf16 (its forward pass with a dynamic cache, without
 `generate`), and llama.cpp in bf16 and q8_0, from files of --saver gguf. llama.cpp runs in a process of its own
 (benchmarks/llama_cpp_contender.py), and is left out without LLAMA_CPP_PYTHON. Contenders take turns. Times are of the processor, so
@@ -17,7 +18,7 @@ import subprocess
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +32,9 @@ from megatron_lite.processes import launch
 from megatron_lite.settings.parallel import Parallel
 
 ROOT = Path(__file__).parents[1]
-PROMPT, VOCAB, LENGTH = 64, 32000, 256
-BATCHES = (1, 16)
+VOCAB, LENGTH = 32000, 256
+PROMPTS = {1: 64, 16: 16}
+"""Batch -> tokens of a prompt."""
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16}
 MATRIX_WEIGHTS = 16 * (4 * 1024**2 + 3 * 1024 * 2816) + VOCAB * 1024
 """Weights that a step reads: all but the embedding."""
@@ -63,7 +65,7 @@ def save(directory: Path) -> None:
 
 def megatron_lite(directory: Path, quantize: str | None) -> Run:
     flags = Namespace(
-        load=str(directory), dtype="bf16", slots=max(BATCHES), max_length=LENGTH, tokenizer_type="NullTokenizer",
+        load=str(directory), dtype="bf16", slots=max(PROMPTS), max_length=LENGTH, tokenizer_type="NullTokenizer",
         tokenizer_model=None, vocab_file=None, merge_file=None, training=None, adapter=[], stream_weights=False,
         quantize=quantize,
     )  # fmt: skip
@@ -75,7 +77,7 @@ def megatron_lite(directory: Path, quantize: str | None) -> Run:
         first = time.process_time()
         for step in range(new_tokens - 1):
             chosen = logits.argmax(-1).tolist()
-            feeds = [Feed(slot, PROMPT + step, (token,)) for slot, token in enumerate(chosen)]
+            feeds = [Feed(slot, len(rows[0]) + step, (token,)) for slot, token in enumerate(chosen)]
             logits = model.extend(feeds)
         return Times(first - begun, time.process_time() - first)
 
@@ -133,14 +135,16 @@ def bandwidth(numbers: torch.Tensor) -> float:
     return numbers.nbytes / (time.process_time() - begun)
 
 
-def measure(contenders: dict[str, Run], rounds: int, new_tokens: int) -> None:
+def measure(
+    contenders: dict[str, Run], batches: Iterable[int], rounds: int, new_tokens: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
     numbers = torch.ones(64 << 20)
-    for batch in BATCHES:
+    for batch in batches:
         found: dict[str, list[Times]] = {name: [] for name in contenders}
         speeds = []
         for number in range(-1, rounds):
-            rows = torch.randint(0, VOCAB, (batch, PROMPT), generator=generator).tolist()
+            rows = torch.randint(0, VOCAB, (batch, PROMPTS[batch]), generator=generator).tolist()
             speeds.append(bandwidth(numbers))
             for name, run in list(contenders.items())[:: 1 if number % 2 else -1]:
                 times = run(rows, new_tokens)
@@ -179,6 +183,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=12)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--batch", type=int, choices=PROMPTS, help="1 or 16 (both)")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory() as name:
@@ -192,7 +197,9 @@ def main() -> None:
         if python := os.environ.get("LLAMA_CPP_PYTHON"):
             for kind in ("bf16", "q8_0"):
                 contenders[f"llama.cpp {kind}"] = llama_cpp(python, directory, kind, given.threads)
-        measure(contenders, given.rounds, given.new_tokens)
+        measure(
+            contenders, [given.batch] if given.batch else PROMPTS, given.rounds, given.new_tokens
+        )
 
 
 if __name__ == "__main__":
