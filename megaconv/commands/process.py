@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from formats.signals import ENDING
 from megaconv.commands.endings import errors_reported, say
@@ -37,6 +37,7 @@ def run(command: Callable[[], Any]) -> None:
         gc.freeze()  # without this, the interpreter would search all objects for cycles before it ends
         gc.enable()
     status = _flush(status)
+    _flush_messages()
     if status == _INTERRUPTED and _threads_at_work():
         os._exit(status)
     sys.exit(status)
@@ -57,12 +58,23 @@ def _flush(status: Any) -> Any:
     except OSError as error:
         if not status and not isinstance(error, BrokenPipeError):
             say(f"megaconv: error: {error}")
-        with suppress(
-            OSError
-        ):  # drop the output: the interpreter would try to write it again, and fail
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop(sys.stdout)
         return status or 1
     return status
+
+
+def _flush_messages() -> None:
+    """Flush stderr. Messages that can't be written don't change the exit status."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _drop(sys.stderr)
+
+
+def _drop(stream: TextIO) -> None:
+    """Drop what a stream still holds: the interpreter would try to write it again, and fail."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _prepare() -> None:

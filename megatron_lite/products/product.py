@@ -38,16 +38,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # Compiled code can't query inference mode, and has no fixed number of rows if shapes are dynamic.
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or x.is_cuda:
         return F.linear(x, weight, bias)
-    rows = x.numel() // x.shape[-1]
-    flat = x.reshape(rows, x.shape[-1])
-    if x.dtype == torch.float32 and rows in TURNED_ROUND:
-        made = torch.mm(weight, flat.t()).t().contiguous()
-    elif x.dtype == torch.bfloat16 and rows >= IN_FLOAT32 and lacks_bf16(weight.device.type):
-        made = _product_in_float32(flat, weight)
+    rows = x.reshape(-1, x.shape[-1])
+    if x.dtype == torch.float32 and len(rows) in TURNED_ROUND:
+        made = torch.mm(weight, rows.t()).t().contiguous()
+    elif _gains_by_float32(rows):
+        made = _product_in_float32(rows, weight)
     else:
         return F.linear(x, weight, bias)
     made = made.view(*x.shape[:-1], len(weight))
     return made if bias is None else made + bias
+
+
+def _gains_by_float32(rows: Tensor) -> bool:
+    is_enough = rows.dtype == torch.bfloat16 and len(rows) >= IN_FLOAT32
+    return is_enough and lacks_bf16(rows.device.type)
 
 
 @cache
