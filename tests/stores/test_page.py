@@ -1,4 +1,4 @@
-"""The commands of docs/how-to/object-stores.md, against moto."""
+"""The converter's commands of docs/how-to/object-stores.md, against moto. test_trainer.py trains with a store."""
 
 from pathlib import Path
 
@@ -21,5 +21,6 @@ def test_the_commands_of_the_page_run(store: Proxy, tmp_path: Path) -> None:
     put(store, tmp_path / "run", "run")
     (tmp_path / "programs").mkdir()
     environment = shell_environment(tmp_path / "programs")
-    printed = [in_bash(each.text, tmp_path, environment, 120) for each in commands_of(PAGE)]
+    commands = [each.text for each in commands_of(PAGE) if not each.text.startswith("torchrun")]
+    printed = [in_bash(text, tmp_path, environment, 120) for text in commands]
     assert printed[-1] == printed[-2], "the fingerprints differ"
