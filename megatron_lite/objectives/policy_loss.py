@@ -92,7 +92,7 @@ class JudgedLabels(NamedTuple):
     weights: Tensor
     """The weight of each label's cross entropy. With these weights, the gradient is that of the sum of `loss`."""
     loss: Counted
-    """The sum of the losses, and the number of tokens (`dapo`) or of rows (other kinds) that it is divided by."""
+    """Losses of tokens (`dapo`), otherwise of rows, with their counts."""
     clipped: Tensor
     """1 where the clip removes the gradient."""
     divergence: Tensor | None
