@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from html import escape
 from math import ceil, floor, log10
 
-from megatron_lite.commands.curves import Curve, Plot, thinned
-from megatron_lite.loop.curve import axis, row_of
+from megatron_lite.commands.curves import MOST_POINTS, Curve, Plot
+from megatron_lite.loop.curve import axis, row_of, thinned
 
 WIDTH, HEIGHT = 1000, 300
 LEFT, RIGHT, TOP, BOTTOM = 76, 30, 30, 50
@@ -112,7 +112,7 @@ def _anchored(anchor: str) -> str:
 
 
 def _curve(curve: Curve, axes: Axes, names: Sequence[str]) -> list[str]:
-    points = thinned(curve.points)
+    points = thinned(curve.points, MOST_POINTS)
     name = escape(names[curve.run])
     colour = curve.run % COLOURS
     dashed = " dashed" if curve.second else ""
