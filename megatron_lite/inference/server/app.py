@@ -80,6 +80,8 @@ class Server:
 
     def __post_init__(self) -> None:
         self._reader = ThreadPoolExecutor(1, "reader")
+        # Once: counting the tensors of a model with many experts takes tens of milliseconds.
+        self._card = model_card(self.opened)
 
     def app(self) -> ASGIApp:
         """Return the ASGI app."""
@@ -286,7 +288,7 @@ class Server:
             "created": self.started,
             "owned_by": "megatron-lite",
             "max_model_len": self.opened.model.length,
-            "meta": model_card(self.opened),
+            "meta": self._card,
         }
         listed = [{"id": self.name, **model}]
         for name in self.opened.adapters:

@@ -1,5 +1,6 @@
 """The page of the server: a chat with the model. Its files lie in `chat/`; it asks this server alone, and stores nothing."""
 
+from functools import cache
 from pathlib import Path
 
 POLICY = (
@@ -11,6 +12,7 @@ POLICY = (
 FILES = Path(__file__).with_name("chat")
 
 
+@cache
 def page() -> str:
     """Return the page. Style and script are part of it, so that it is one request."""
     text = _file("page.html")
