@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import cached_property
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -80,8 +81,6 @@ class Server:
 
     def __post_init__(self) -> None:
         self._reader = ThreadPoolExecutor(1, "reader")
-        # Once: counting the tensors of a model with many experts takes tens of milliseconds.
-        self._card = model_card(self.opened)
 
     def app(self) -> ASGIApp:
         """Return the ASGI app."""
@@ -280,6 +279,11 @@ class Server:
             found = await unless_gone(request, beams(self.worker, run.request, deadline))
             return JSONResponse(run.answer(found))
         return JSONResponse(await unless_gone(request, deadline.of(self.worker.alone(run))))
+
+    @cached_property
+    def _card(self) -> dict[str, Any]:
+        """The model's facts. Counting the tensors of a model with many experts takes tens of milliseconds."""
+        return model_card(self.opened)
 
     async def models(self, request: Request) -> Response:
         """Answer /v1/models."""
