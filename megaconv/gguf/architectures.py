@@ -53,10 +53,25 @@ class Number:
             return None
         return 1 / value if self.inverse else value
 
-    def stored(self, value: float | None) -> float:
+    def stored(self, value: float | None) -> float | None:
+        """The value of the key; None if the file doesn't need it, because llama.cpp takes a missing key for 0."""
         if value is None:
-            return self.neutral
-        return 1 / value if self.inverse else value
+            return self.neutral or None
+        return float(1 / value if self.inverse else value)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A field that is true or false, with a key of its own."""
+
+    field: str
+    key: str
+
+    def read(self, told: Told) -> bool:
+        return bool(told(self.key))
+
+    def stored(self, value: bool) -> bool:
+        return value
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,8 @@ class Architecture:
     family: str
     name: str
     """llama.cpp's name."""
-    numbers: tuple[Number, ...] = ()
+    own: tuple[Number | Flag, ...] = ()
+    """Fields with keys that other architectures lack."""
     names: Mapping[str, Spelling] = field(default_factory=dict)
     """Names of rows that differ from the usual ones (names.py)."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -104,7 +120,10 @@ _FURTHER = (
         names={"layers.{l}.mlp_norm.weight": _L + "post_attention_norm.weight"},
     ),
     Architecture("phi", "phi2", fixed={"mlp.activation": "gelu_tanh"}),
-    Architecture("gpt_neox", "gptneox", names=JOINED, fixed={"mlp.activation": "gelu_tanh"}),
+    Architecture(
+        "gpt_neox", "gptneox", (Flag("parallel_residual", "use_parallel_residual"),), JOINED,
+        fixed={"mlp.activation": "gelu_tanh"},
+    ),
     Architecture(
         "bloom", "bloom",
         names={**JOINED, "embed_norm.{weight|bias}": "token_embd_norm.{weight|bias}"},
@@ -162,11 +181,9 @@ def described(
         if name not in its_family.fixed
     }
     fields["norm.epsilon"] = next(told(key) for key in _EPSILONS if told(key) is not None)
-    fields |= {number.field: number.read(told) for number in record.numbers}
+    fields |= {each.field: each.read(told) for each in record.own}
     fields |= record.layers(fields["layers.count"], told)
     fields |= {"vocab": vocab, "tie_embeddings": "output.weight" not in tensors, **tokens}
-    if architecture == "gptneox":
-        fields["parallel_residual"] = bool(told("use_parallel_residual"))
     config = from_fields(record.family, {**its_family.fixed, **record.fixed, **fields})
     return its_family.write_hf(config)
 
@@ -188,15 +205,13 @@ def numbers_of(config: ModelConfig) -> dict[str, float | int | bool]:
     """The metadata of a model's own keys, without the architecture's prefix."""
     record = BY_FAMILY[config.family]
     found: dict[str, float | int | bool] = {}
-    for number in record.numbers:
-        value = value_of(config, number.field)
-        if value is not None or number.neutral:
-            found[number.key] = float(number.stored(value))
+    for each in record.own:
+        stored = each.stored(value_of(config, each.field))
+        if stored is not None:
+            found[each.key] = stored
     if config.has("rope"):
         head_dim = config.attention.head_dim
         found["rope.dimension_count"] = int(head_dim * config.positions.rotary_percent)
-    if record.name == "gptneox":
-        found["use_parallel_residual"] = config.parallel_residual
     if config.window is not None and record.family == "cohere2":
         found["attention.sliding_window"] = config.window
     return found
