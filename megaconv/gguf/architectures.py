@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaconv.families import family
+from megaconv.model.ceilings import require_possible
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import from_fields
 from megaconv.model.table import Fused, RotaryPairs, Spelling
 
 _L = "blk.{l}."
 _QKV = {what: f"layers.{{l}}.attn.{{q|k|v}}.{what}" for what in ("weight", "bias")}
-HALVES: Mapping[str, Spelling] = {}
-"""Rows of q and k as in Hugging Face's files."""
 PAIRS: Mapping[str, Spelling] = {
     canonical: RotaryPairs(f"{_L}attn_{{q|k|v}}.{what}", rotating=(0, 1))
     for what, canonical in _QKV.items()
@@ -137,11 +136,11 @@ _BY_TENSOR = {
 """Field -> names of tensors of which a file has one if the field is true."""
 
 
-def needed(architecture: str, told: Told) -> str | None:
+def needed(told: Told) -> str | None:
     """A key that the file lacks; None if it has all."""
-    epsilon = next((key for key in _EPSILONS if told(key) is not None), None)
-    missing = [key for key in _SIZES.values() if told(key) is None]
-    return _EPSILONS[0] if epsilon is None else next(iter(missing), None)
+    if all(told(key) is None for key in _EPSILONS):
+        return _EPSILONS[0]
+    return next((key for key in _SIZES.values() if told(key) is None), None)
 
 
 def described(
@@ -155,6 +154,7 @@ def described(
     record = BY_NAME[architecture]
     its_family = family(record.family)
     fields: Fields = {name: told(key) for name, key in _SIZES.items()}
+    require_possible(fields)  # before anything is listed for each layer
     fields |= _heads(fields, told)
     fields |= {
         name: any(each in tensors for each in names)

@@ -29,7 +29,7 @@ class ServingMemory:
     weights: float
     cache: float
     activations: float
-    """What a layer needs for the tokens of prompts that are computed at one time."""
+    """The bytes that a layer needs for the tokens of prompts that are computed at one time."""
     logits: float
     buffers: float
     """Memory of CUDA and NCCL."""

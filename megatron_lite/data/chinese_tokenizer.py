@@ -94,7 +94,7 @@ class ChineseTokenizer:
         return number == self._space and self._joins(before) and self._joins(after)
 
     def _joins(self, number: int) -> bool:
-        """Whether a piece is separated by an implied space from another such piece."""
+        """True if a piece is separated by an implied space from another such piece."""
         return number != self._space and not _is_chinese(self._piece(number))
 
     def _piece(self, number: int) -> str:
@@ -114,7 +114,7 @@ class ChineseTokenizer:
 
 
 def _is_chinese(text: str) -> bool:
-    """Whether a text has a Chinese character."""
+    """True if a text has a Chinese character."""
     return any("\u4e00" <= letter <= "\u9fff" for letter in text)
 
 

@@ -1,7 +1,7 @@
 """Sets up a run: checkpoint or initial weights, model, data, schedules. All checks that can refuse a run are here."""
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from megatron_lite.parallel.grid import make_grid
 from megatron_lite.processes.failure import all_or_none
 from megatron_lite.processes.launch import Place
 from megatron_lite.processes.node import once_a_node
+from megatron_lite.products.product import lacks_bf16
 from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
 from megatron_lite.settings.config import Settings, subjects
 from megatron_lite.settings.contradictions import check_flags, check_steps
@@ -149,7 +150,7 @@ def _setup(
 ) -> tuple[Setup, ModelOptions, TrainingData]:
     """Choose the settings that no flag sets, and compute all sizes."""
     say = place.say
-    settings = _with_precision(settings, basis.former_dtype, say)
+    settings = _with_precision(settings, basis.former_dtype, place)
     settings = with_defaults(
         settings,
         basis.config,
@@ -242,14 +243,15 @@ def _model(
     return config, dropouts
 
 
-def _with_precision(
-    settings: Settings, former_dtype: str | None, say: Callable[[str], None]
-) -> Settings:
+def _with_precision(settings: Settings, former_dtype: str | None, place: Place) -> Settings:
     """Set the checkpoint's precision if no flag sets one."""
     if settings.precision.chosen or former_dtype not in ("bfloat16", "float16"):
         return settings
     name = PRECISION_FLAGS[former_dtype]
-    say(f"--{name}: the checkpoint's precision (--fp32 takes more)")
+    hint = "--fp32 takes more memory"
+    if name == "bf16" and lacks_bf16(place.device.type):
+        hint += ", but is many times as fast: this processor has no instructions for bf16"
+    place.say(f"--{name}: the checkpoint's precision ({hint})")
     chosen: dict[str, Any] = {name: True}
     return replace(settings, precision=replace(settings.precision, **chosen))
 

@@ -140,7 +140,7 @@ class Pass:
     in_order: bool = False
     """True if each row has the positions 0, 1, 2 … Otherwise they may have any order."""
     visibility: dict[int, Any] = field(default_factory=dict)
-    """What decides which keys a query attends to, for all layers, by the number of keys; see scored_attention.py."""
+    """The data that select the keys of a query, for all layers, by the number of keys; see scored_attention.py."""
     _seen: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
 
     def label_weights(self) -> Tensor:

@@ -96,7 +96,7 @@ class JudgedLabels(NamedTuple):
     weights: Tensor
     """The weight of each label's cross entropy. With these weights, the gradient is that of the sum of `loss`."""
     loss: Counted
-    """Of tokens (`dapo`), else of rows."""
+    """The sum of the losses, and the number of tokens (`dapo`) or of rows (other kinds) that it is divided by."""
     clipped: Tensor
     """1 where the clip removes the gradient."""
     divergence: Tensor | None

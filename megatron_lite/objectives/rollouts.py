@@ -29,7 +29,7 @@ class Rollouts(Feeder):
     """By number."""
     sampler: Sampler
     reference: LogProbs | None
-    """Of the reference model; None without one."""
+    """Log-probabilities of the reference model; None without one."""
 
     def updates(self, consumed: int, batch: Batch) -> Iterator[list[Microbatch]]:
         """See Feeder.updates. All updates have the same completions."""

@@ -1,10 +1,8 @@
 """The facts about a model that `GET /v1/models` tells, and that the page of the server shows."""
 
-from math import prod
 from typing import Any
 
-from megaconv.families import family
-from megaconv.model.table import canonical_shapes
+from megaconv.planning.model_size import parameter_count
 from megatron_lite.data.tokenizer import has_chat_template
 from megatron_lite.inference.opening import Opened
 
@@ -12,10 +10,9 @@ from megatron_lite.inference.opening import Opened
 def model_card(opened: Opened) -> dict[str, Any]:
     """Return the facts. `chat`: the tokenizer has a chat template. Numbers are texts for people."""
     config = opened.config
-    shapes = canonical_shapes(family(config.family).rows, config)
     facts = {
         "family": config.family,
-        "parameters": f"{sum(map(prod, shapes.values())):,}",
+        "parameters": f"{parameter_count(config):,}",
         "layers": str(config.layer_count),
         "hidden size": f"{config.hidden:,}",
         "vocabulary": f"{config.vocab:,}",

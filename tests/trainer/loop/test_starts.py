@@ -4,10 +4,15 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 import megaconv
+from megatron_lite.loop import prepare
+from megatron_lite.settings.arguments import parse
 from tests.models import write_llama
 from tests.trainer.loop.launches import LLAMA, launch, train
 
@@ -141,3 +146,16 @@ def test_a_run_that_goes_on_without_fp8_says_so(tmp_path: Path) -> None:
     assert "changed since the checkpoint: fp8_format hybrid -> None" in train(
         tmp_path, 1, f"{command} 3"
     ).log(0)
+
+
+@pytest.mark.parametrize("slowly", [True, False])
+def test_bf16_on_a_processor_without_it_is_pointed_out(
+    monkeypatch: pytest.MonkeyPatch, slowly: bool
+) -> None:
+    monkeypatch.setattr(prepare, "lacks_bf16", lambda device: slowly)
+    said: list[str] = []
+    place: Any = SimpleNamespace(device=torch.device("cpu"), say=said.append)
+    settings, _ = parse("finetune", ["--load", "base", "--finetune-data", "chats.json"])
+    chosen = prepare._with_precision(settings, "bfloat16", place)
+    assert chosen.precision.bf16
+    assert ("no instructions for bf16" in said[0]) == slowly
