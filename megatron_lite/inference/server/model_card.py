@@ -3,7 +3,7 @@
 from typing import Any
 
 from megaconv.planning.model_size import parameter_count
-from megatron_lite.data.tokenizer import HuggingFaceTokenizer
+from megatron_lite.data.tokenizer import has_chat_template
 from megatron_lite.inference.opening import Opened
 
 
@@ -19,9 +19,4 @@ def model_card(opened: Opened) -> dict[str, Any]:
     }
     if config.experts.count:
         facts["experts"] = f"{config.experts.per_token} of {config.experts.count} for each token"
-    return {**facts, "chat": has_template(opened)}
-
-
-def has_template(opened: Opened) -> bool:
-    tokenizer = opened.tokenizer
-    return isinstance(tokenizer, HuggingFaceTokenizer) and bool(tokenizer.inner.chat_template)
+    return {**facts, "chat": has_chat_template(opened.tokenizer)}
