@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 import megaconv
+from megatron_lite.inference.commands.generate import parser
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.opening import open_model
 from megatron_lite.inference.slots import Feed
@@ -64,11 +64,10 @@ def save(directory: Path) -> None:
 
 
 def megatron_lite(directory: Path, quantize: str | None) -> Run:
-    flags = Namespace(
-        load=str(directory), dtype="bf16", slots=max(PROMPTS), max_length=LENGTH, tokenizer_type="NullTokenizer",
-        tokenizer_model=None, vocab_file=None, merge_file=None, training=None, adapter=[], stream_weights=False,
-        quantize=quantize,
-    )  # fmt: skip
+    words = ["--load", str(directory), "--dtype", "bf16", "--tokenizer-type", "NullTokenizer"]
+    words += ["--slots", str(max(PROMPTS)), "--max-length", str(LENGTH)]
+    words += ["--quantize", quantize] if quantize else []
+    flags = parser().parse_args(words)
     model: EngineModel = open_model(flags, Parallel(), launch.start(Parallel())).model
 
     def run(rows: Rows, new_tokens: int) -> Times:
@@ -177,14 +176,14 @@ def _row(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    flags = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--new-tokens", type=int, default=12)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--batch", type=int, choices=PROMPTS, help="1 or 16 (both)")
-    given = parser.parse_args()
+    flags.add_argument("--rounds", type=int, default=5)
+    flags.add_argument("--new-tokens", type=int, default=12)
+    flags.add_argument("--threads", type=int, default=1)
+    flags.add_argument("--batch", type=int, choices=PROMPTS, help="1 or 16 (both)")
+    given = flags.parse_args()
     torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "model"

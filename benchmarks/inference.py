@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 
 from megatron_lite.inference.batching import Request, generate
+from megatron_lite.inference.commands.generate import parser
 from megatron_lite.inference.opening import open_model
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.processes import launch
@@ -60,10 +60,15 @@ def prompts(count: int, seed: int) -> Rows:
 
 def generators(directory: Path, new_tokens: int) -> dict[str, Callable[[Rows], Rows]]:
     theirs = save(directory)
-    flags = Namespace(
-        load=str(directory), dtype=None, slots=max(BATCHES), max_length=None, tokenizer_type="NullTokenizer",
-        tokenizer_model=None, vocab_file=None, merge_file=None,
-    )  # fmt: skip
+    words = (
+        "--load",
+        str(directory),
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--slots",
+        str(max(BATCHES)),
+    )
+    flags = parser().parse_args(words)
     ours = open_model(flags, Parallel(), launch.start(Parallel())).model
 
     def megatron_lite(rows: Rows) -> Rows:
@@ -162,14 +167,14 @@ async def _client(port: int, row: list[int], new_tokens: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    flags = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("generate", "serve"))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    flags.add_argument("what", choices=("generate", "serve"))
+    flags.add_argument("--rounds", type=int, default=7)
+    flags.add_argument("--new-tokens", type=int, default=32)
+    flags.add_argument("--json", action="store_true")
+    given = flags.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         found = (compare if given.what == "generate" else serve)(

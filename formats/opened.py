@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from formats.entry_check import Entry, EntryCheck, Readable
 from formats.errors import CorruptCheckpoint
-from formats.partial_files import Origin, RemoteState
+from formats.partial_files import Origin, PartialFile, RemoteState
 from formats.partial_files import find as find_partial
 
 
@@ -51,8 +51,8 @@ class OpenedFiles:
 
     def __init__(self) -> None:
         self._states: dict[str, FileState] = {}
-        self._remote: dict[str, tuple[RemoteState, Origin]] = {}
-        """URI of each object of a store, instead of the path of its stand-in."""
+        self._remote: dict[str, PartialFile] = {}
+        """URI of each object of a store -> its stand-in."""
         self._tokens: list[Token[OpenedFiles | None]] = []
         self._checked: list[Checked] = []
 
@@ -72,7 +72,7 @@ class OpenedFiles:
         """Record a file's state. Only the first state of each file counts."""
         partial = find_partial(path)
         if partial is not None:
-            self._remote.setdefault(partial.state.uri, (partial.state, partial.origin))
+            self._remote.setdefault(partial.state.uri, partial)
             return
         self._states.setdefault(os.path.abspath(path), FileState.of(status))  # noqa: PTH100 (resolves no links)
 
@@ -82,7 +82,7 @@ class OpenedFiles:
         local: list[tuple[str, int, int | str]] = [
             (path, state.size, state.mtime_ns) for path, state in sorted(self._states.items())
         ]
-        remote = [state for _, (state, _) in sorted(self._remote.items())]
+        remote = [partial.state for _, partial in sorted(self._remote.items())]
         return local + [(state.uri, state.size, state.tag) for state in remote]
 
     def inode_changes(self) -> list[int]:
@@ -115,6 +115,11 @@ class OpenedFiles:
                     check.finish(file)
         self.require_unchanged()
 
+    def abandon(self) -> None:
+        """Give up what stores' objects have fetched ahead: the run has ended, and reads nothing more."""
+        for partial in list(self._remote.values()):  # a loader may still be at work
+            partial.abandon()
+
     def require_unchanged(self) -> None:
         """Raise CorruptCheckpoint, with the file's name, if a file has changed."""
         for path, state in self._states.items():
@@ -134,8 +139,9 @@ class OpenedFiles:
                     f"{path}: was {_change(state, now)} while it was read; {_AGAIN}"
                 )
         by_origin: dict[int, tuple[Origin, list[RemoteState]]] = {}
-        for state_of_object, origin in self._remote.values():
-            by_origin.setdefault(id(origin), (origin, []))[1].append(state_of_object)
+        for partial in self._remote.values():
+            origin = partial.origin
+            by_origin.setdefault(id(origin), (origin, []))[1].append(partial.state)
         for origin, states in by_origin.values():
             origin.require_unchanged(states)
 

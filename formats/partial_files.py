@@ -54,6 +54,10 @@ class PartialFile(Protocol):
         """Fetch the range of a tensor ahead, as far as memory allows: somebody will read all of it soon."""
         ...
 
+    def abandon(self) -> None:
+        """Give up what is fetched ahead: the run that announced it has ended."""
+        ...
+
     def read(self, offset: int, count: int) -> bytes:
         """A small range that is not part of a tensor: of a header, a directory, a pickle."""
         ...

@@ -1,6 +1,10 @@
 """Optional packages: the extras of pyproject.toml, and the message for a missing one."""
 
+from typing import Any
+
 from megaconv.errors import UsageError
+
+LEAST_TRANSFORMERS = 5
 
 
 def install(extras: str) -> str:
@@ -17,3 +21,19 @@ def require_torch(what: str, extras: str = "torch") -> None:
         import torch  # noqa: F401
     except ImportError as error:
         raise UsageError(f"{what} needs torch ({error}); {install(extras)}") from error
+
+
+def require_transformers(what: str) -> Any:
+    """The module transformers. Raises UsageError without torch or transformers 5. what: the feature that needs them."""
+    require_torch(what)
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(f"{what} needs transformers ({error}); {install('data')}") from error
+    version = transformers.__version__
+    if int(version.partition(".")[0]) < LEAST_TRANSFORMERS:
+        raise UsageError(
+            f"{what} needs transformers {LEAST_TRANSFORMERS} or newer, and {version} is installed; "
+            "pip install --upgrade transformers"
+        )
+    return transformers

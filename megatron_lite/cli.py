@@ -64,14 +64,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run_other(command: str, words: list[str]) -> int | None:
-    """Run a command that doesn't train. Returns its exit status; 1 if nobody reads its output any more."""
+    """Run a command that doesn't train. Returns its exit status; 1 if its output can't be written."""
     try:
         status: int | None = import_module(OTHERS[command]).main(words)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        if error.filename is not None:  # not an error of a stream
+            raise
         # Python flushes standard output once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        is_unread = isinstance(error, BrokenPipeError)
+        return 1 if is_unread else refuse(str(error), 1)
     return status
 
 

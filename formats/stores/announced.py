@@ -38,6 +38,11 @@ class Announced:
         else:
             del self._reached[owner, span]
 
+    def forget(self, owner: Owner) -> None:
+        """Forget the ranges of an object."""
+        for each in [each for each in self._reached if each[0] is owner]:
+            del self._reached[each]
+
     def fetch(self) -> None:
         """Have windows fetched until memory has no more room."""
         while self._reached:

@@ -54,6 +54,9 @@ class StandIn:
     def announce(self, tensor: Span) -> None:
         self._windows.announce(tensor)
 
+    def abandon(self) -> None:
+        self._windows.abandon()
+
     def read(self, offset: int, count: int) -> bytes:
         if not count:
             return b""

@@ -104,6 +104,11 @@ class Windows:
             _SHARED.announced.add(self, tensor)
             _SHARED.announced.fetch()
 
+    def abandon(self) -> None:
+        """Give up what is fetched ahead: it would take the memory of other objects, and nobody reads it."""
+        with _LOCK:
+            _SHARED.abandon(self)
+
     def fetch_from(self, position: int) -> int | None:
         """See `Owner`. The caller has locked the register."""
         window = self._pages.get(position // PAGE)
@@ -217,6 +222,12 @@ class _Shared:
         if found is not None:
             self._nbytes -= len(window.content)
             found[0].forget(window)
+
+    def abandon(self, owner: Windows) -> None:
+        self.announced.forget(owner)
+        for of_object, window in list(self._windows.values()):
+            if of_object is owner:
+                self.remove(window)
 
     def make_room(self, nbytes: int) -> None:
         """Drop windows for a reader that waits: those that were read first, then others that have arrived."""

@@ -1,5 +1,7 @@
 """Python source as ruff formats it: calls, dictionaries and imports of a drafted file."""
 
+import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from textwrap import wrap
@@ -42,8 +44,9 @@ def dictionary(values: Mapping[str, Node], *, first: str = "") -> Call:
 def literal(value: Any) -> str:
     """The source of a value of JSON. Strings have double quotes."""
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
     if isinstance(value, Mapping):
         inside = ", ".join(f"{literal(key)}: {literal(each)}" for key, each in value.items())
         return f"{{{inside}}}"

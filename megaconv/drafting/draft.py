@@ -23,6 +23,8 @@ from megaconv.drafting.reference import Reference
 from megaconv.drafting.rows import DraftedRows, drafted_rows, spelling_source
 from megaconv.errors import CheckpointError
 from megaconv.families import Family
+from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.model.check import well_formed
 from megaconv.model.table import Fused, Transposed
 
 MARKER = "DECIDE"
@@ -92,8 +94,9 @@ def name_of(reference: Reference) -> str:
 def _rows(reference: Reference, base: Known, family: Family) -> DraftedRows:
     source = f"{base.constant}.rows"
     try:
-        return drafted_rows(reference, family, source)
-    except (CheckpointError, TypeError, ValueError, KeyError) as error:
+        with well_formed(CONFIG_NAME):
+            return drafted_rows(reference, family, source)
+    except CheckpointError as error:
         question = (
             f"the draft can't read the config.json, so that no tensor names were compared: {error}"
         )

@@ -14,7 +14,8 @@ from megaconv.drafting.reference import Reference
 from megaconv.errors import CheckpointError
 from megaconv.families import Family
 from megaconv.families.parts.key_changes import Declared, with_defaults, with_keys, without_keys
-from megaconv.families.parts.keys import Fields, Keys, Raw
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw
+from megaconv.model.check import well_formed
 from megaconv.model.fields import STRUCTURE
 
 _MODULE = "megaconv.families.parts.key_changes"
@@ -148,8 +149,9 @@ def _fitting(draft: DraftedKeys, reference: Reference, known: list[Known]) -> Dr
 def _read(declared: Keys, raw: Raw) -> Fields:
     """The fields that a declaration gives; none if it can't read the configuration."""
     try:
-        return declared.read(raw)
-    except (CheckpointError, TypeError, KeyError, AttributeError, ValueError):
+        with well_formed(CONFIG_NAME):
+            return declared.read(raw)
+    except CheckpointError:
         return {}
 
 

@@ -17,7 +17,8 @@ def by_nearness(
     reference: Reference, functions: Mapping[str, Function], known: Sequence[Known]
 ) -> tuple[Known, ...]:
     """The families, the nearest first. functions: those of the architecture's file."""
-    likeness = {each.family.name: _likeness_of_names(reference, each) for each in known}
+    tensors = frozenset(template(name) for name in reference.tensors)
+    likeness = {each.family.name: _likeness_of_names(reference, tensors, each) for each in known}
 
     def farness(each: Known) -> float:
         return -likeness[each.family.name]
@@ -33,8 +34,8 @@ def template(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "{n}", name)
 
 
-def _likeness_of_names(reference: Reference, known: Known) -> float:
-    tensors = {template(name) for name in reference.tensors}
+def _likeness_of_names(reference: Reference, tensors: Collection[str], known: Known) -> float:
+    """tensors: templates of the class's tensors."""
     names = {
         re.sub(r"\{[a-z]\S{0,2}\}", "{n}", name)
         for row in known.family.rows

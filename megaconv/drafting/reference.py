@@ -1,20 +1,25 @@
 """An architecture as the installed transformers has it: keys with defaults, names and shapes of tensors, source file.
 
 The class is built on torch's meta device, which has no memory. Code from a checkpoint never runs: only classes of the
-installed package are used.
+installed package are used, and keys that name code are left out.
 """
 
 import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from formats.tensor import Shape
-from megaconv.errors import UnknownFamily, UsageError
-from megaconv.extras import install
-from megaconv.families.parts.keys import HARMLESS
+from megaconv.errors import CorruptCheckpoint, UnknownFamily
+from megaconv.extras import require_transformers
+from megaconv.families.parts.hf_config import load_config
+from megaconv.families.parts.keys import CONFIG_NAME, HARMLESS
+from megaconv.model.ceilings import require_countable, require_possible
 
 COMMAND = "megaconv new-family"
 
@@ -47,16 +52,19 @@ class Reference:
 def reference_of(path: Path) -> Reference:
     """transformers' class for a config.json.
 
-    path: the config.json. Raises UsageError without transformers or torch, and UnknownFamily if transformers
-    has no class for the model.
+    path: the config.json. Raises UsageError without torch or transformers 5, CorruptCheckpoint for a file with
+    impossible values, and UnknownFamily if transformers has no class for the model or can't build it.
     """
-    transformers = _require_transformers()
-    config = _config(transformers, path)
+    raw = _without_code(load_config(path))
+    require_countable(raw, str(path))
+    transformers = require_transformers(COMMAND)
+    _require_known_type(transformers, raw, path)
+    config = _config(transformers, raw, path)
+    _require_few_experts(raw, config, path)
     kind = _class_of(transformers, config, path)
     model = _on_meta_device(kind, config, path)
-    defaults = type(config)()
+    stated = _default_keys(type(config), path)
     bare = set(transformers.PreTrainedConfig().to_dict())
-    stated = _complete(defaults)
     return Reference(
         architecture=kind.__name__,
         model_type=config.model_type,
@@ -69,27 +77,75 @@ def reference_of(path: Path) -> Reference:
     )
 
 
-def _require_transformers() -> Any:
-    try:
-        import torch  # noqa: F401
-        import transformers
-    except ImportError as error:
-        raise UsageError(
-            f"{COMMAND} reads the model's class in transformers, and needs it and torch ({error}); "
-            f"{install('data,torch')}"
-        ) from error
-    return transformers
+_NAMES_CODE = re.compile(r"_?(attn|experts)_implementation(_internal)?|auto_map|attribute_map")
+"""Keys that name code, such as a kernel of the Hub which transformers would fetch and run, or that rename attributes."""
 
 
-def _config(transformers: Any, path: Path) -> Any:
-    try:
-        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # configurations check their values with errors of many kinds
-        reason = str(error).strip().partition("\n")[0]
+def _without_code(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without the keys that name code, also in the parts of a multimodal model."""
+    return {
+        key: _without_code(value) if isinstance(value, Mapping) else value
+        for key, value in raw.items()
+        if not _NAMES_CODE.fullmatch(key)
+    }
+
+
+def _require_known_type(transformers: Any, raw: Mapping[str, Any], path: Path) -> None:
+    """Raise UnknownFamily for another model_type than those of the installed transformers."""
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise UnknownFamily(f"{path}: model_type should be a word, found {model_type!r:.40}")
+    if model_type not in transformers.CONFIG_MAPPING:
         raise UnknownFamily(
-            f"{path}: transformers {transformers.__version__} can't read it: {reason:.120}; "
-            "install the release that has the architecture"
-        ) from error
+            f"{path}: transformers {transformers.__version__} has no model_type {model_type!r:.40}; install the release "
+            "that has it. A draft never runs code from a checkpoint"
+        )
+
+
+def _config(transformers: Any, raw: Mapping[str, Any], path: Path) -> Any:
+    """The configuration of transformers, from a copy in a directory without other files."""
+    with TemporaryDirectory() as directory, _refusing(path, "transformers can't read it"):
+        Path(directory, CONFIG_NAME).write_text(json.dumps(raw), encoding="utf-8")
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        _complete(config)  # fails if a key has replaced a method
+        return config
+
+
+def _require_few_experts(raw: Mapping[str, Any], config: Any, path: Path) -> None:
+    """Raise CorruptCheckpoint before a class is built with more layers or experts than any model has."""
+    sizes = {
+        "layers.count": getattr(config, "num_hidden_layers", None),
+        "experts.count": max(_experts(raw), default=0),
+    }
+    try:
+        require_possible(sizes)
+    except CorruptCheckpoint as error:
+        raise CorruptCheckpoint(f"{path}: {error}") from None
+
+
+def _experts(raw: Mapping[str, Any]) -> Iterator[int]:
+    """Yield each number of experts: num_local_experts, n_routed_experts."""
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            yield from _experts(value)
+        elif key.endswith("experts") and type(value) is int:
+            yield value
+
+
+def _default_keys(kind: Any, path: Path) -> dict[str, Any]:
+    """Every key of a configuration class with its default."""
+    with _refusing(path, f"transformers' {kind.__name__} has no defaults"):
+        return _complete(kind())
+
+
+@contextmanager
+def _refusing(path: Path, failure: str) -> Iterator[None]:
+    """Turn any error into UnknownFamily. Configurations and models check their values with errors of many kinds."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnknownFamily(f"{path}: {failure}: {reason:.160}; check its values") from error
 
 
 def _class_of(transformers: Any, config: Any, path: Path) -> Any:
@@ -106,16 +162,11 @@ def _class_of(transformers: Any, config: Any, path: Path) -> Any:
 def _on_meta_device(kind: Any, config: Any, path: Path) -> Any:
     import torch
 
-    try:
-        with torch.device("meta"):
-            return kind(config)
-    except (
-        Exception
-    ) as error:  # some classes fail with any error for values that they don't support
-        raise UnknownFamily(
-            f"{path}: transformers' {kind.__name__} can't be built from it: "
-            f"{type(error).__name__}: {error!s:.120}; check its values"
-        ) from error
+    with (
+        _refusing(path, f"transformers' {kind.__name__} can't be built from it"),
+        torch.device("meta"),
+    ):
+        return kind(config)
 
 
 def _complete(config: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
+from functools import cached_property
 from typing import Any
 
 from formats.tensor import Shape
@@ -17,6 +18,8 @@ from megaconv.errors import CheckpointError
 from megaconv.families import Family
 from megaconv.families.parts import norm_places, row_changes
 from megaconv.families.parts.decoder_keys import PARALLEL
+from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.model.check import well_formed
 from megaconv.model.naming import Naming
 from megaconv.model.natives import unsharded_tensors
 from megaconv.model.table import Fused, Row, Separate, Spelling, Transposed, expand
@@ -113,6 +116,12 @@ class _Drafting:
     reference: Reference
     family: Family
 
+    @cached_property
+    def namings(self) -> tuple[Naming, ...]:
+        """The forms of experts that the class may have. Stacked forms are only tried if no expert has its own tensors."""
+        is_alone = any(re.search(r"\.experts\.\d+\.", name) for name in self.reference.tensors)
+        return _NAMINGS[:1] if is_alone else _NAMINGS
+
     def changed(self, draft: DraftedRows) -> DraftedRows:
         """Apply the change that leaves the fewest differences, as long as there is one."""
         left = self._count(draft)
@@ -130,7 +139,7 @@ class _Drafting:
         fixed = {**self.family.fixed, **draft.fixed}
         config = replace(self.family, fixed=fixed).read_hf(self.reference.raw)
         found = []
-        for naming in _NAMINGS:
+        for naming in self.namings:
             natives = unsharded_tensors(draft.rows, config, naming)
             found.append({each.name: each.shape for each in natives if each.copy is None})
         return min(found, key=self._difference)
@@ -141,8 +150,9 @@ class _Drafting:
     def _count(self, draft: DraftedRows) -> int:
         """The number of tensors that the draft or the class has alone."""
         try:
-            return self._difference(self.tensors(draft))
-        except (CheckpointError, TypeError, ValueError, KeyError):
+            with well_formed(CONFIG_NAME):
+                return self._difference(self.tensors(draft))
+        except CheckpointError:
             return 10**9
 
     def missing(self, draft: DraftedRows) -> dict[str, Shape]:

@@ -203,6 +203,7 @@ def _convert(
     except BaseException as error:
         # Keep an interrupted run only for a user who passed --resume.
         interrupted = ranks.fail(error)
+        opened.abandon()
         if options.resume and interrupted:
             staging.keep()
         else:

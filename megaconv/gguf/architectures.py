@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaconv.families import family
+from megaconv.model.ceilings import require_possible
 from megaconv.model.config import ModelConfig, value_of
 from megaconv.model.fields import from_fields
 from megaconv.model.table import Fused, RotaryPairs, Spelling
 
 _L = "blk.{l}."
 _QKV = {what: f"layers.{{l}}.attn.{{q|k|v}}.{what}" for what in ("weight", "bias")}
-HALVES: Mapping[str, Spelling] = {}
-"""Rows of q and k as in Hugging Face's files."""
 PAIRS: Mapping[str, Spelling] = {
     canonical: RotaryPairs(f"{_L}attn_{{q|k|v}}.{what}", rotating=(0, 1))
     for what, canonical in _QKV.items()
@@ -54,10 +53,25 @@ class Number:
             return None
         return 1 / value if self.inverse else value
 
-    def stored(self, value: float | None) -> float:
+    def stored(self, value: float | None) -> float | None:
+        """The value of the key; None if the file doesn't need it, because llama.cpp takes a missing key for 0."""
         if value is None:
-            return self.neutral
-        return 1 / value if self.inverse else value
+            return self.neutral or None
+        return float(1 / value if self.inverse else value)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A field that is true or false, with a key of its own."""
+
+    field: str
+    key: str
+
+    def read(self, told: Told) -> bool:
+        return bool(told(self.key))
+
+    def stored(self, value: bool) -> bool:
+        return value
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,8 @@ class Architecture:
     family: str
     name: str
     """llama.cpp's name."""
-    numbers: tuple[Number, ...] = ()
+    own: tuple[Number | Flag, ...] = ()
+    """Fields with keys that other architectures lack."""
     names: Mapping[str, Spelling] = field(default_factory=dict)
     """Names of rows that differ from the usual ones (names.py)."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -105,7 +120,10 @@ _FURTHER = (
         names={"layers.{l}.mlp_norm.weight": _L + "post_attention_norm.weight"},
     ),
     Architecture("phi", "phi2", fixed={"mlp.activation": "gelu_tanh"}),
-    Architecture("gpt_neox", "gptneox", names=JOINED, fixed={"mlp.activation": "gelu_tanh"}),
+    Architecture(
+        "gpt_neox", "gptneox", (Flag("parallel_residual", "use_parallel_residual"),), JOINED,
+        fixed={"mlp.activation": "gelu_tanh"},
+    ),
     Architecture(
         "bloom", "bloom",
         names={**JOINED, "embed_norm.{weight|bias}": "token_embd_norm.{weight|bias}"},
@@ -137,11 +155,11 @@ _BY_TENSOR = {
 """Field -> names of tensors of which a file has one if the field is true."""
 
 
-def needed(architecture: str, told: Told) -> str | None:
+def needed(told: Told) -> str | None:
     """A key that the file lacks; None if it has all."""
-    epsilon = next((key for key in _EPSILONS if told(key) is not None), None)
-    missing = [key for key in _SIZES.values() if told(key) is None]
-    return _EPSILONS[0] if epsilon is None else next(iter(missing), None)
+    if all(told(key) is None for key in _EPSILONS):
+        return _EPSILONS[0]
+    return next((key for key in _SIZES.values() if told(key) is None), None)
 
 
 def described(
@@ -155,6 +173,7 @@ def described(
     record = BY_NAME[architecture]
     its_family = family(record.family)
     fields: Fields = {name: told(key) for name, key in _SIZES.items()}
+    require_possible(fields)  # before anything is listed for each layer
     fields |= _heads(fields, told)
     fields |= {
         name: any(each in tensors for each in names)
@@ -162,11 +181,9 @@ def described(
         if name not in its_family.fixed
     }
     fields["norm.epsilon"] = next(told(key) for key in _EPSILONS if told(key) is not None)
-    fields |= {number.field: number.read(told) for number in record.numbers}
+    fields |= {each.field: each.read(told) for each in record.own}
     fields |= record.layers(fields["layers.count"], told)
     fields |= {"vocab": vocab, "tie_embeddings": "output.weight" not in tensors, **tokens}
-    if architecture == "gptneox":
-        fields["parallel_residual"] = bool(told("use_parallel_residual"))
     config = from_fields(record.family, {**its_family.fixed, **record.fixed, **fields})
     return its_family.write_hf(config)
 
@@ -188,15 +205,13 @@ def numbers_of(config: ModelConfig) -> dict[str, float | int | bool]:
     """The metadata of a model's own keys, without the architecture's prefix."""
     record = BY_FAMILY[config.family]
     found: dict[str, float | int | bool] = {}
-    for number in record.numbers:
-        value = value_of(config, number.field)
-        if value is not None or number.neutral:
-            found[number.key] = float(number.stored(value))
+    for each in record.own:
+        stored = each.stored(value_of(config, each.field))
+        if stored is not None:
+            found[each.key] = stored
     if config.has("rope"):
         head_dim = config.attention.head_dim
         found["rope.dimension_count"] = int(head_dim * config.positions.rotary_percent)
-    if record.name == "gptneox":
-        found["use_parallel_residual"] = config.parallel_residual
     if config.window is not None and record.family == "cohere2":
         found["attention.sliding_window"] = config.window
     return found

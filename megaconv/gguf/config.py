@@ -111,7 +111,7 @@ def config_of(
         return shortest(value) if isinstance(value, float) else value
 
     if architecture in BY_NAME:
-        missing = needed(architecture, said)
+        missing = needed(said)
         if missing is not None:
             raise _config_needed(where, f"doesn't say {architecture}.{missing}")
         _require_told(architecture, said, (), tensors, where)

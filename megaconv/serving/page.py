@@ -8,25 +8,17 @@ from megaconv.commands.comparison import diff_sources
 from megaconv.commands.inspection import Inspection
 from megaconv.commands.movement import movement
 from megaconv.commands.units import readable
+from megaconv.commands.views.look import still_page
 from megaconv.commands.views.report import movement_report
 from megaconv.engine.plan import default_workers
 from megaconv.serving.repository import MAIN, Repository, Revision
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color-scheme: light dark }
-table { border-collapse: collapse } th, td { text-align: left; padding: .1rem 1rem .1rem 0; vertical-align: top }
-th { font-weight: 500; white-space: nowrap } td.size { text-align: right }
-"""
 
 
 def page(repositories: Mapping[str, Repository]) -> str:
     """The page, as HTML."""
     body = "".join(part for each in repositories.values() for part in _model(each))
     body += "".join(_comparison(repositories))
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>megaconv</title><style>{_STYLE}</style><h1>Models</h1>{body}</html>"
-    )
+    return still_page("Models", body)
 
 
 def _model(repository: Repository) -> Iterator[str]:
@@ -38,7 +30,7 @@ def _model(repository: Repository) -> Iterator[str]:
     yield "<h3>Files</h3>"
     yield _table(
         f'<td><a href="/{quote(repository.name)}/resolve/{MAIN}/{quote(name)}">{escape(name)}</a></td>'
-        f'<td class="size">{readable(file.size)}</td>'
+        f'<td class="n">{readable(file.size)}</td>'
         for name, file in revision.files.items()
     )
     if repository.iterations:
@@ -46,7 +38,8 @@ def _model(repository: Repository) -> Iterator[str]:
 
 
 def _table(rows: Iterator[str]) -> str:
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+    lines = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<div class="scroll"><table>{lines}</table></div>'
 
 
 def _comparison(repositories: Mapping[str, Repository]) -> Iterator[str]:
@@ -59,7 +52,7 @@ def _comparison(repositories: Mapping[str, Repository]) -> Iterator[str]:
     if len(places) < 2:
         return
     options = "".join(f"<option>{escape(place)}</option>" for place in places)
-    yield "<h2>Compare</h2><form action=/diff>"
+    yield "<h2>Compare</h2><form class=controls action=/diff>"
     yield "".join(
         f'<label>{side.upper()} <select name="{side}">{options}</select></label> ' for side in "ab"
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from megaconv.errors import NotExpressible, UsageError
-from megaconv.extras import install, require_torch
+from megaconv.errors import NotExpressible
+from megaconv.extras import require_transformers
 from megaconv.options import ConvertOptions
 from megaconv.serving.repository import Revision, open_revision
 from megaconv.serving.state_dict import state_dict
@@ -18,7 +18,6 @@ from megaconv.serving.state_dict import state_dict
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LEAST_VERSION = 5
 _GENERATION = "generation_config.json"
 _WEIGHTS = ".safetensors"
 _log = logging.getLogger("megaconv")
@@ -33,25 +32,11 @@ def load_transformers(
     Raises UsageError without torch or transformers 5, and NotExpressible if transformers has no class for the model or
     its class has other tensors.
     """
-    _require_transformers()
+    require_transformers("megaconv.load_transformers")
     revision = open_revision(str(path), options)
     with TemporaryDirectory() as directory:
         _write_small_files(revision, Path(directory))
         return _load(revision, directory, device_map)
-
-
-def _require_transformers() -> None:
-    what = "megaconv.load_transformers"
-    require_torch(what)
-    try:
-        from transformers import __version__
-    except ImportError as error:
-        raise UsageError(f"{what} needs transformers ({error}); {install('data')}") from error
-    if int(__version__.partition(".")[0]) < LEAST_VERSION:
-        raise UsageError(
-            f"{what} needs transformers {LEAST_VERSION} or newer, and {__version__} is installed; "
-            f"pip install --upgrade transformers"
-        )
 
 
 def _write_small_files(revision: Revision, directory: Path) -> None:

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from html import escape
 from math import ceil, floor, log10
 
-from megatron_lite.commands.curves import Curve, Plot, thinned
-from megatron_lite.loop.curve import axis, row_of
+from megaconv.commands.views.svg import WIDTH, drawn, text
+from megatron_lite.commands.curves import MOST_POINTS, Curve, Plot
+from megatron_lite.loop.curve import axis, row_of, thinned
 
-WIDTH, HEIGHT = 1000, 300
+HEIGHT = 300
 LEFT, RIGHT, TOP, BOTTOM = 76, 30, 30, 50
 """Room around the curves, for the labels."""
 COLOURS = 6
@@ -59,29 +60,23 @@ class Axes:
 def drawing(plot: Plot, names: Sequence[str]) -> str:
     """Return the plot as SVG. names: of the runs."""
     axes = Axes(plot)
-    lines = [_open(plot, names), *_grid(axes)]
-    lines.append(_text(0, 14, plot.measure.unit))
+    lines = [*_grid(axes), text(0, 14, plot.measure.unit)]
     middle = (LEFT + WIDTH) / 2
-    lines.append(_text(middle, HEIGHT - 8, "step", 'text-anchor="middle"'))
+    lines.append(text(middle, HEIGHT - 8, "step", 'text-anchor="middle"'))
     for curve in plot.curves:
         lines += _curve(curve, axes, names)
-    return "\n".join([*lines, "</svg>"])
-
-
-def _open(plot: Plot, names: Sequence[str]) -> str:
-    unit = f" ({plot.measure.unit})" if plot.measure.unit else ""
-    words = _in_words(plot, names)
-    spoken = escape(f"{plot.measure.title}{unit} by step. {words}")
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{spoken}">'
+    return drawn(HEIGHT, _in_words(plot, names), lines)
 
 
 def _in_words(plot: Plot, names: Sequence[str]) -> str:
+    """Return the plot's description for screen readers."""
+    unit = f" ({plot.measure.unit})" if plot.measure.unit else ""
     found = []
     for curve in plot.curves:
         (_, start), (_, end) = curve.points[0], curve.points[-1]
         what = f"{names[curve.run]}, {_second_name(plot)}" if curve.second else names[curve.run]
         found.append(f"{what}: from {number(start)} to {number(end)}")
-    return "; ".join(found)
+    return f"{plot.measure.title}{unit} by step. {'; '.join(found)}"
 
 
 def _second_name(plot: Plot) -> str:
@@ -93,12 +88,12 @@ def _grid(axes: Axes) -> list[str]:
     for value in ticks(axes.low, axes.high, 5):
         y = axes.y(value)
         lines.append(_across(y))
-        lines.append(_text(LEFT - 8, y + 4, number(value), _anchored("end")))
+        lines.append(text(LEFT - 8, y + 4, number(value), _anchored("end")))
     below = HEIGHT - BOTTOM + 18
     for step in ticks(axes.first, axes.last, 8):
         if step.is_integer():
             x = axes.x(step)
-            lines.append(_text(x, below, f"{step:,.0f}", _anchored("middle")))
+            lines.append(text(x, below, f"{step:,.0f}", _anchored("middle")))
     return lines
 
 
@@ -112,7 +107,7 @@ def _anchored(anchor: str) -> str:
 
 
 def _curve(curve: Curve, axes: Axes, names: Sequence[str]) -> list[str]:
-    points = thinned(curve.points)
+    points = thinned(curve.points, MOST_POINTS)
     name = escape(names[curve.run])
     colour = curve.run % COLOURS
     dashed = " dashed" if curve.second else ""
@@ -134,10 +129,6 @@ def _point(name: str, colour: int, point: tuple[int, float], place: tuple[float,
     x, y = place
     tip = f"<title>{name}, step {step:,}: {number(value)}</title>"
     return f'<circle class="p{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3">{tip}</circle>'
-
-
-def _text(x: float, y: float, words: str, place: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {place}>{escape(words)}</text>'
 
 
 def characters(plot: Plot, width: int = 60, height: int = 10, *, blocks: bool = True) -> list[str]:

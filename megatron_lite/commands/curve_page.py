@@ -6,6 +6,7 @@ from math import isfinite
 from statistics import median
 
 from megaconv.commands.views.look import still_page
+from megaconv.commands.views.svg import key, legend
 from megatron_lite.commands.curve_drawing import COLOURS, drawing, number
 from megatron_lite.commands.curves import MOST_POINTS, Plot
 from megatron_lite.commands.run_logs import RunLog
@@ -37,18 +38,8 @@ def _body(runs: Sequence[RunLog], found: Sequence[Plot]) -> Iterator[str]:
         yield f"<h2>{escape(plot.measure.title.capitalize())}</h2>"
         yield f'<figure class="drawing" tabindex="0">{drawing(plot, names)}</figure>'
         if len(runs) > 1:
-            yield legend(names, {curve.run for curve in plot.curves})
-
-
-def legend(names: Sequence[str], shown: set[int]) -> str:
-    """Return the names of the shown runs with their colours."""
-    items = [f"<li>{_key(run)}{escape(names[run])}</li>" for run in sorted(shown)]
-    return f'<ul class="legend">{"".join(items)}</ul>'
-
-
-def _key(run: int) -> str:
-    box = f'<rect class="p{run % COLOURS}" width="12" height="12"/>'
-    return f'<svg class="key" viewBox="0 0 12 12" aria-hidden="true">{box}</svg>'
+            shown = sorted({curve.run for curve in plot.curves})
+            yield legend((run % COLOURS, names[run]) for run in shown)
 
 
 def _table(runs: Sequence[RunLog]) -> str:
@@ -57,7 +48,9 @@ def _table(runs: Sequence[RunLog]) -> str:
     rows = []
     for index, run in enumerate(runs):
         cells = "".join(f"<td{_right(True)}>{each}</td>" for each in _numbers(run))
-        rows.append(f'<tr><th scope="row">{_key(index)}{escape(run.name)}</th>{cells}</tr>')
+        rows.append(
+            f'<tr><th scope="row">{key(index % COLOURS)}{escape(run.name)}</th>{cells}</tr>'
+        )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import isfinite
-from statistics import fmean
 
 from megaconv.errors import UsageError
-from megatron_lite.commands.run_logs import Points, RunLog
+from megatron_lite.commands.run_logs import RunLog
+from megatron_lite.loop.curve import Points
 
 MOST_POINTS = 800
 """Points of a curve on a page. Each point of a longer curve is the mean of some steps."""
@@ -81,15 +81,4 @@ def _curves(runs: Sequence[RunLog], measure: Measure) -> list[Curve]:
             points = [(step, value) for step, value in run.values.get(name, ()) if isfinite(value)]
             if points:
                 found.append(Curve(number, points, second=which > 0))
-    return found
-
-
-def thinned(points: Points, most: int = MOST_POINTS) -> Points:
-    """Return at most so many points. Each of them is the mean of some steps, and stands at the last of them."""
-    if len(points) <= most:
-        return points
-    found = []
-    for number in range(most):
-        part = points[number * len(points) // most : (number + 1) * len(points) // most]
-        found.append((part[-1][0], fmean(value for _, value in part)))
     return found

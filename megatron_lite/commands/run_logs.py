@@ -14,6 +14,7 @@ from typing import Any
 
 from megaconv.errors import UsageError
 from megaconv.local_paths import local_path
+from megatron_lite.loop.curve import Points
 
 STEP = "iteration"
 _MEGATRON = {
@@ -23,8 +24,6 @@ _MEGATRON = {
     "grad-norm": "grad_norm",
 }
 """Megatron-LM's names in TensorBoard -> names in a metrics file. Source: megatron/training/training.py."""
-
-Points = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)

@@ -227,6 +227,11 @@ class HuggingFaceTokenizer:
         return text
 
 
+def has_chat_template(tokenizer: Tokenizer) -> bool:
+    """Return whether a tokenizer has a chat template of its own."""
+    return isinstance(tokenizer, HuggingFaceTokenizer) and bool(tokenizer.inner.chat_template)
+
+
 class RustTokenizer:
     """A tokenizer of the `tokenizers` package, built from a vocabulary."""
 

@@ -6,9 +6,13 @@ from statistics import fmean
 BLANK, POINT = " ", "•"
 
 
-def draw(points: Sequence[tuple[int, float]], width: int = 60, height: int = 8) -> list[str]:
-    """Return the lines of a plot of (step, value). Each column shows the mean of its steps. At least one point is needed."""
-    columns = _columns([value for _, value in points], width)
+Points = Sequence[tuple[int, float]]
+"""(step, value) in the order of steps."""
+
+
+def draw(points: Points, width: int = 60, height: int = 8) -> list[str]:
+    """Return the lines of a plot. Each column shows the mean of its steps. At least one point is needed."""
+    columns = [value for _, value in thinned(points, width)]
     low, high = min(columns), max(columns)
     rows = [row_of(value, low, high, height) for value in columns]
     labels = {0: f"{high:9.4f}", height - 1: f"{low:9.4f}"}
@@ -32,14 +36,14 @@ def axis(first: int, last: int, width: int, *, margin: int = 9, blocks: bool = T
     return [f"{'':{margin}} {corner}{dash * width}", f"{'':{margin}}  {first}{gap}{last}  step"]
 
 
-def _columns(values: Sequence[float], width: int) -> list[float]:
-    """Return the mean of each of at most `width` equal parts."""
-    count = min(width, len(values))
+def thinned(points: Points, most: int) -> Points:
+    """Return at most so many points. Each of them is the mean of some steps, and stands at the last of them."""
+    if len(points) <= most:
+        return points
     found = []
-    for column in range(count):
-        first = column * len(values) // count
-        last = (column + 1) * len(values) // count
-        found.append(fmean(values[first:last]))
+    for number in range(most):
+        part = points[number * len(points) // most : (number + 1) * len(points) // most]
+        found.append((part[-1][0], fmean(value for _, value in part)))
     return found
 
 

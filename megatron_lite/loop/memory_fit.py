@@ -25,8 +25,11 @@ SHARDING, STRATEGY = "--data-parallel-sharding-strategy", "optim_grads_params"
 MOST_RANKS = 1024
 
 
-def check_fits(setup: Setup, options: ModelOptions) -> None:
-    """Raise UsageError if this rank's memory is too small, with commands that fit. Adapters are not checked."""
+def check_fits(setup: Setup, options: ModelOptions, rows: int) -> None:
+    """Raise UsageError if this rank's memory is too small, with commands that fit. Adapters are not checked.
+
+    rows: sequences of a sample.
+    """
     settings = setup.settings
     if not settings.logging.guide or settings.lora.wanted or setup.config.encoder.layers:
         return
@@ -34,17 +37,26 @@ def check_fits(setup: Setup, options: ModelOptions) -> None:
     if free is None:
         return
     try:
-        needed = _needed(setup.config, settings, options, setup.sizes)
+        needed = _needed(setup.config, settings, options, setup.sizes, rows)
     except CheckpointError:
         return  # the planner doesn't know the layers; the run will show
     if needed > free:
-        raise UsageError(_too_large(setup, options, needed, free))
+        raise UsageError(_too_large(setup, options, rows, needed, free))
 
 
-def _needed(config: ModelConfig, settings: Settings, options: ModelOptions, sizes: Sizes) -> int:
+def _needed(
+    config: ModelConfig, settings: Settings, options: ModelOptions, sizes: Sizes, rows: int
+) -> int:
     """Return the bytes of the rank that needs most. Raises CheckpointError for layers that the planner doesn't know."""
     described = Described(config, sizes, options, optimizer_options(settings))
-    return max(memory.total for memory in stage_memory(described))
+    # GRPO's reference model has plain weights, also if data-parallel ranks shard the trained ones.
+    of_reference = ITEMSIZE[options.dtype] if settings.grpo.beta else 0
+    needed = []
+    for memory in stage_memory(described):
+        of_samples = memory.activations * rows
+        reference = memory.parameters * of_reference
+        needed.append(memory.kept + of_samples + memory.passing + reference)
+    return max(needed)
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -63,7 +75,7 @@ def free_bytes(device: torch.device) -> int | None:
     return None
 
 
-def _too_large(setup: Setup, options: ModelOptions, needed: int, free: int) -> str:
+def _too_large(setup: Setup, options: ModelOptions, rows: int, needed: int, free: int) -> str:
     settings = setup.settings
     data = (settings.data.finetune_data or settings.data.data_path or ("DATA",))[0]
     save = settings.checkpointing.save
@@ -72,7 +84,7 @@ def _too_large(setup: Setup, options: ModelOptions, needed: int, free: int) -> s
     choices = []
     if _weights(setup, options) < free:
         choices.append(f"train adapters: `megatron-lite {short} --lora-rank {RANK}`")
-    ranks = _ranks_that_fit(setup, options, free)
+    ranks = _ranks_that_fit(setup, options, rows, free)
     if ranks is not None:
         launch = f"torchrun --nproc-per-node {ranks} -m megatron_lite"
         command = f"{launch} {short} {SHARDING} {STRATEGY}"
@@ -91,7 +103,7 @@ def _weights(setup: Setup, options: ModelOptions) -> int:
     return parameters * ITEMSIZE[options.dtype]
 
 
-def _ranks_that_fit(setup: Setup, options: ModelOptions, free: int) -> int | None:
+def _ranks_that_fit(setup: Setup, options: ModelOptions, rows: int, free: int) -> int | None:
     """Return a number of ranks on which the run fits, each with as much free memory as this one.
 
     Returns None if there is none up to MOST_RANKS.
@@ -104,7 +116,7 @@ def _ranks_that_fit(setup: Setup, options: ModelOptions, free: int) -> int | Non
     while ranks <= MOST_RANKS:
         try:
             sizes = work_out(sharded, setup.config, options, ranks)
-            needed = _needed(setup.config, sharded, options, sizes)
+            needed = _needed(setup.config, sharded, options, sizes, rows)
         except CheckpointError:
             return None
         if needed <= free:

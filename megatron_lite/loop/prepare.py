@@ -93,7 +93,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     setup, options, data = _setup(basis, settings, place, finetune=finetune)
     settings, sizes = setup.settings, setup.sizes
     check_savable(settings, setup.config, sizes.layout)
-    all_or_none(lambda: check_fits(setup, options))
+    all_or_none(lambda: check_fits(setup, options, basis.objective.rows))
     samples = total_samples(settings, sizes)
     schedule = make_schedule(settings.optimizer, settings.training, sizes.batch.full, samples)
     datasets = all_or_none(lambda: _datasets(basis, data, setup))

@@ -69,7 +69,7 @@ def _with_learning_rate(
     if settings.lora.wanted:
         rate, trained = objective.adapter_learning_rate, f"for adapters{objective.data_words}"
     else:
-        rate, trained = objective.learning_rate, f"to train all weights with{objective.data_words}"
+        rate, trained = objective.learning_rate, f"to train all weights{objective.data_words}"
     if settings.logging.guide:
         rate *= _factor(config)
     say(f"--lr {rate:g}: a usual learning rate {trained}")

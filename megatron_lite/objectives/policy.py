@@ -1,6 +1,7 @@
 """GRPO: a model learns from rewards of its own completions of prompts."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar, Self
 
 from torch import Tensor
@@ -44,7 +45,7 @@ class Completed(Objective):
     data_words: ClassVar = " on rewards"
 
     def __init__(self, grpo: Grpo) -> None:
-        self.rows = grpo.num_generations
+        self.grpo, self.rows = grpo, grpo.num_generations
 
     @classmethod
     def of(cls, settings: Settings, model_type: str) -> Self | None:
@@ -63,8 +64,9 @@ class Completed(Objective):
         return PromptData(train, valid, rewards, grpo.max_completion_length)
 
     def options(self, options: ModelOptions, say: Say) -> ModelOptions:
-        """Return the options without the model's dropout. Adapters keep theirs."""
-        return without_dropout(options, say, "probabilities are compared with those of sampling")
+        """Return the options without the model's dropout, and with the temperature. Adapters keep their dropout."""
+        steady = without_dropout(options, say, "probabilities are compared with those of sampling")
+        return replace(steady, loss_temperature=self.grpo.temperature)
 
     def criterion(self, settings: Settings) -> Criterion:
         grpo = settings.grpo

@@ -70,12 +70,16 @@ class PolicyLoss(Criterion):
     ) -> tuple[Tensor, Mapping[str, Counted]]:
         """See Criterion.loss.
 
-        The head is computed twice, because the weight of a label's loss depends on the label's log-probability.
+        The head is computed twice if the weight of a label's loss depends on the label's log-probability.
         """
         counting = run.label_weights()
-        with torch.no_grad():
-            _, losses = stage.label_losses(given, run.labels, counting)
-        judged = judge_labels(-losses, counting, run.extras, self.options)
+        log_probs = torch.zeros_like(counting)
+        # While ratios are 1 and there is no divergence, the log-probabilities have no effect.
+        if OLD in run.extras or self.options.beta:
+            with torch.no_grad():
+                _, losses = stage.label_losses(given, run.labels, counting)
+            log_probs = -losses
+        judged = judge_labels(log_probs, counting, run.extras, self.options)
         total, _ = stage.label_losses(given, run.labels, judged.weights * run.share)
         found = {"loss": judged.loss, "clip_ratio": Counted(judged.clipped, counting)}
         if judged.divergence is not None:

@@ -18,7 +18,7 @@ from megatron_lite.data.finetuning.dataset import shuffled_epochs
 from megatron_lite.data.finetuning.forms import Message, listed, read_turns
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
 from megatron_lite.data.samples import Dataset
-from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.data.tokenizer import Tokenizer, has_chat_template
 from megatron_lite.inference.prompts import encode, encode_chat
 from megatron_lite.objectives.epochs import evaluations, training_length
 from megatron_lite.objectives.rewards import Reward
@@ -71,10 +71,16 @@ def _read_prompt(record: Record, tokenizer: Tokenizer, template: str | None) -> 
         content, ids = asked, encode(tokenizer, asked)
     elif isinstance(asked, list):
         content = read_turns(fields, "prompt")
+        if template is None and not has_chat_template(tokenizer):
+            raise BadRecord(
+                "has messages, and the tokenizer has no chat template; give --chat-template"
+            )
         ids = encode_chat(tokenizer, content, template=template)
     else:
         there = listed([name for name, value in fields.items() if value is not None])
         raise BadRecord(f'has {there or "no fields"}; its "prompt" should be a text or messages')
+    if not ids:
+        raise BadRecord('has no tokens in its "prompt"')
     columns = {name: value for name, value in fields.items() if name not in NOT_COLUMNS}
     return Prompt(record.where, content, ids, columns)
 

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from megaconv.commands.drafting import new_family, save
+from megaconv.drafting.code import literal
 from megaconv.drafting.draft import MARKER, Draft
-from megaconv.errors import TargetExists, UnknownFamily, UsageError
+from megaconv.drafting.reference import reference_of
+from megaconv.errors import CorruptCheckpoint, TargetExists, UnknownFamily, UsageError
 from megaconv.families import Family, families
 from megaconv.model.fields import config_differences
 
@@ -132,7 +134,7 @@ def test_an_architecture_that_transformers_lacks_is_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"hidden_size": 8}, "can't read it: Class validation error"),
+        ({"hidden_size": 8}, "can't read it: .*Class validation error"),
         ({"hidden_act": "nobodys"}, "LlamaForCausalLM can't be built from it: KeyError"),
     ],
 )
@@ -142,3 +144,77 @@ def test_a_configuration_that_transformers_refuses_is_refused(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **changed}))
     with pytest.raises(UnknownFamily, match=message):
         new_family(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ([1], "expected a JSON object, found list"),
+        (
+            {"model_type": "llama", "num_hidden_layers": 10**9},
+            "num_hidden_layers should be at most",
+        ),
+        ({"model_type": "mixtral", "num_local_experts": 10**9}, "experts.count should be at most"),
+        ({"model_type": "mixtral", "num_local_experts": 60_000}, "32 layers of 60,000 experts"),
+    ],
+)
+def test_an_impossible_configuration_is_refused_before_a_class_is_built(
+    raw: object, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(raw))
+    with pytest.raises(CorruptCheckpoint, match=message) as caught:
+        new_family(file)
+    assert str(caught.value).startswith(f"{file}: ")
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({}, "model_type should be a word, found None"),
+        ({"model_type": ["llama"]}, "model_type should be a word"),
+        ({"model_type": "a-class\n"}, r"has no model_type 'a-class\\n'"),
+        ({"model_type": "llama", "to_json_string": 1}, "can't read it: TypeError"),
+        ({"model_type": "llama", "num_attention_heads": 0}, "can't read it: ZeroDivisionError"),
+    ],
+)
+def test_an_odd_configuration_is_refused_in_one_line(
+    raw: object, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnknownFamily, match=message) as caught:
+        new_family(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_that_names_code_runs_none(tmp_path: Path) -> None:
+    plain = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    expected = reference_of(tmp_path / "config.json")
+    code = {
+        "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
+        "_attn_implementation": "nobody/kernel",
+        "attn_implementation": "nobody/kernel",
+        "attribute_map": {"mine": "hidden_size"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(plain | code))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    found = reference_of(tmp_path / "config.json")
+    assert (found.aliases, found.tensors) == (expected.aliases, expected.tensors)
+    assert not code.keys() & found.raw.keys()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_transformers_4_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UsageError, match=r"needs transformers 5 or newer, and 4\.57\.1"):
+        new_family(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "value", [float("inf"), -float("inf"), "a\r\t\x00'\u00e9", [None, True, (1,)]]
+)
+def test_the_source_of_a_value_is_read_as_the_value(value: object) -> None:
+    assert eval(literal(value)) == value

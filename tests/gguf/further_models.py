@@ -7,10 +7,11 @@ from tests.transformers_oracle import LAYERS, WINDOW, Variant, rope
 _HALF = rope(5000.0, partial_rotary_factor=0.5)
 _WHOLE = {"whole heads": rope(5000.0, partial_rotary_factor=1.0)}
 _NEOX = {"hidden_act": "gelu_new", "num_key_value_heads": 8, "layer_norm_eps": 1e-3}
+_STARCODER = {"norm_epsilon": 1e-3, "sliding_window": None}
 _COMMAND = {"layer_norm_eps": 1e-3, "logit_scale": 0.3, "tie_word_embeddings": True}
 FURTHER: Mapping[str, Variant] = {
-    "starcoder2": Variant("starcoder2", {"norm_epsilon": 1e-3, "sliding_window": None}, {"epsilon": {"norm_epsilon": 1e-1}}),
-    "starcoder2, tied": Variant("starcoder2", {"norm_epsilon": 1e-3, "sliding_window": None, "tie_word_embeddings": True}),
+    "starcoder2": Variant("starcoder2", {**_STARCODER, "tie_word_embeddings": False}, {"epsilon": {"norm_epsilon": 1e-1}}),
+    "starcoder2, tied": Variant("starcoder2", {**_STARCODER, "tie_word_embeddings": True}),
     "stablelm": Variant("stablelm", {"layer_norm_eps": 1e-3, "use_qkv_bias": True, **_HALF}, _WHOLE),
     "nemotron": Variant("nemotron", {"norm_eps": 1e-3, **_HALF}, _WHOLE),
     "arcee": Variant("arcee", {}, {"rotary base": rope(100.0)}),

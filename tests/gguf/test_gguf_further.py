@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import megaconv
-from megaconv.errors import NotExpressible
+from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families import read_config
-from megaconv.gguf.architectures import BY_FAMILY
+from megaconv.gguf.architectures import BY_FAMILY, described
 from megaconv.model.fields import NOT_COMPUTED, lost_fields
 from tests.gguf.further_models import FURTHER
 from tests.transformers_oracle import Variant, create, family_of, rope
@@ -44,6 +44,15 @@ def test_a_file_says_the_whole_model(name: str, tmp_path: Path) -> None:
 
 def test_every_further_family_is_tried() -> None:
     assert {family_of(variant) for variant in FURTHER.values()} == set(BY_FAMILY)
+
+
+def test_a_file_with_too_many_layers_is_refused_before_they_are_listed() -> None:
+    sizes = dict.fromkeys(
+        ("embedding_length", "feed_forward_length", "attention.head_count", "context_length"), 8
+    )
+    keys = {**sizes, "block_count": 2**32 - 1, "attention.layer_norm_epsilon": 1e-5}
+    with pytest.raises(CorruptCheckpoint, match=r"layers\.count should be at most"):
+        described("cohere2", keys.get, (), 16, {})
 
 
 @pytest.mark.slow

@@ -147,6 +147,7 @@ def test_iterations_of_a_run_are_revisions_and_can_be_compared(tmp_path: Path) -
         assert weights[0] == weights[2] != weights[1]
         page = ask(server, "/").body.decode()
         assert "org/run@iter_0000001" in page
+        assert "default-src 'none'" in page
         report = ask(server, "/diff?a=org/run@iter_0000001&b=org/run@main")
         assert report.status == 200
         assert "attn" in report.body.decode()

@@ -36,3 +36,25 @@ def test_announced_windows_are_fetched_while_memory_has_room(fetched: list[int])
         found.read_into(number * WINDOW, out, (number * WINDOW, (number + 1) * WINDOW))
         assert out[0] == number
     assert sorted(fetched) == [number * WINDOW for number in range(8)]
+
+
+def test_an_abandoned_object_leaves_the_memory_to_others(fetched: list[int]) -> None:
+    arrived = threading.Semaphore(0)
+
+    def fill(start: int, out: memoryview) -> None:
+        fetched.append(start)
+        arrived.release()
+
+    def announce_all(found: Windows) -> None:
+        for number in range(8):
+            found.announce((number * WINDOW, (number + 1) * WINDOW))
+        for _ in range(4):
+            assert arrived.acquire(timeout=30)
+
+    abandoned = Windows(8 * WINDOW, fill)
+    announce_all(abandoned)
+    abandoned.abandon()
+    fetched.clear()
+    announce_all(Windows(8 * WINDOW, fill))
+    assert sorted(fetched) == [number * WINDOW for number in range(4)]
+    abandoned.read_into(0, memoryview(bytearray(1)), None)

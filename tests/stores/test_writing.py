@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from formats.stores import claim, slots, waiting
+from formats.partial_files import Span
+from formats.stores import claim, slots, waiting, windows
 from formats.stores.part_file import PartFile
 from formats.stores.part_sizes import gaps, part_bytes, part_count
+from formats.stores.windows import Windows
 from megaconv.engine.conversion import fingerprint
 from tests.conftest import FIXTURES
 from tests.models import write_llama
@@ -284,6 +286,31 @@ def test_a_claim_of_another_host_is_taken_over_when_it_is_old_or_on_demand(
     writable.objects[name].written -= claim.STALE_SECONDS + 5
     assert run("convert", LLAMA, OUT, "--saver", "hf").status == 0
     assert name not in writable.objects
+
+
+def test_a_refused_claim_leaves_nothing_that_was_fetched_beside_it(
+    writable: SmallStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "_SHARED", windows._Shared())
+    for file in LLAMA.iterdir():
+        writable.put(f"model/{file.name}", file.read_bytes())
+    writable.put(f"out/{claim.CLAIM}", holder())
+    begun: list[Windows] = []
+    announce = Windows.announce
+
+    def noted(found: Windows, tensor: Span) -> None:
+        begun.append(found)
+        announce(found, tensor)
+
+    monkeypatch.setattr(Windows, "announce", noted)
+    before = set(writable.objects)
+    outcome = run("convert", f"s3://{BUCKET}/model", OUT, "--saver", "hf")
+    assert_refused(outcome, 2, "on elsewhere is writing there")
+    assert begun
+    assert not windows._SHARED._windows
+    assert not windows._SHARED.announced._reached
+    assert set(writable.objects) == before
+    assert not writable.uploads
 
 
 def test_a_claim_of_a_process_that_is_gone_is_taken_over_at_once(writable: SmallStore) -> None:

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
+from megaconv.commands.views.svg import WIDTH, drawn, text
 from megaconv.planning.bubble import Timed
 
-WIDTH = 1000
 LABEL, ROW, BAR = 230, 26, 18
 """Width of the labels, height of a row and of its bar."""
 RANK_ROW, PASS = 18, 15
@@ -31,11 +31,8 @@ class Limit(NamedTuple):
     text: str
 
 
-def bars(stacked: Sequence[Bar], shown: Mapping[str, str], limit: Limit | None = None) -> str:
-    """Return the bars below each other, to one scale.
-
-    shown: part -> its label in tooltips. The order of the parts is that of the first bar.
-    """
+def bars(stacked: Sequence[Bar], limit: Limit | None = None) -> str:
+    """Return the bars below each other, to one scale. All have the same parts in the same order."""
     totals = [sum(bar.parts.values()) for bar in stacked]
     marked = 0.0 if limit is None else limit.value
     largest = max(*totals, marked, 1e-12)
@@ -43,44 +40,33 @@ def bars(stacked: Sequence[Bar], shown: Mapping[str, str], limit: Limit | None =
     top = 18 if limit else 4
     height = top + ROW * len(stacked)
     spoken = "; ".join(f"{bar.label}: {bar.text}" for bar in stacked)
-    lines = [_open(height, f"stacked bars. {spoken}")]
+    lines = []
     for number, bar in enumerate(stacked):
-        lines += _bar(bar, shown, top + ROW * number, scale)
+        lines += _bar(bar, top + ROW * number, scale)
     if limit is not None:
         lines += _line(limit, LABEL + limit.value * scale, height)
-    return "\n".join([*lines, "</svg>"])
+    return drawn(height, f"stacked bars. {spoken}", lines)
 
 
-def _bar(bar: Bar, shown: Mapping[str, str], y: float, scale: float) -> list[str]:
+def _bar(bar: Bar, y: float, scale: float) -> list[str]:
     baseline = y + 13
-    lines = [_text(0, baseline, bar.label)]
+    lines = [text(0, baseline, bar.label)]
     x = float(LABEL)
     for number, (part, value) in enumerate(bar.parts.items()):
         width = value * scale
-        label = shown[part]
-        tip = f"{bar.label}: {label} {value:.4g}"
+        tip = f"{bar.label}: {part} {value:.4g}"
         if width > 0:
             lines.append(_box(x, y, width, BAR, f"p{number}", tip))
         x += width
-    lines.append(_text(x + 6, baseline, bar.text))
+    lines.append(text(x + 6, baseline, bar.text))
     return lines
 
 
 def _line(limit: Limit, x: float, height: float) -> list[str]:
     return [
         f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="14" y2="{height}"/>',
-        _text(x, 11, limit.text, 'text-anchor="middle"'),
+        text(x, 11, limit.text, 'text-anchor="middle"'),
     ]
-
-
-def legend(parts: Sequence[str]) -> str:
-    """Return the names of the parts with their colours."""
-    items = []
-    for number, part in enumerate(parts):
-        box = f'<rect class="p{number}" width="12" height="12"/>'
-        key = f'<svg class="key" viewBox="0 0 12 12" aria-hidden="true">{box}</svg>'
-        items.append(f"<li>{key}{escape(part)}</li>")
-    return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def schedule(passes: Sequence[Timed], ranks: int, kind: str) -> str:
@@ -89,13 +75,12 @@ def schedule(passes: Sequence[Timed], ranks: int, kind: str) -> str:
     scale = (WIDTH - 60) / end
     bottom = RANK_ROW * ranks
     idle = _idle(passes, ranks, end)
-    lines = [_open(bottom + 34, f"{kind} schedule of {_seconds(end)}. Idle time: {idle}")]
-    for rank in range(ranks):
-        lines.append(_text(0, RANK_ROW * rank + 13, f"pp {rank}"))
+    lines = [text(0, RANK_ROW * rank + 13, f"pp {rank}") for rank in range(ranks)]
     for each in passes:
         lines += _pass(each, scale)
     lines += _time_axis(bottom, end)
-    return "\n".join([*lines, "</svg>"])
+    spoken = f"{kind} schedule of {_seconds(end)}. Idle time: {idle}"
+    return drawn(bottom + 34, spoken, lines)
 
 
 def _idle(passes: Sequence[Timed], ranks: int, end: float) -> str:
@@ -108,13 +93,13 @@ def _idle(passes: Sequence[Timed], ranks: int, end: float) -> str:
 
 def _time_axis(y: float, end: float) -> list[str]:
     """Return marks at quarters of the time, with their seconds."""
-    lines = [_text(0, y + 18, "time", 'class="soft"')]
+    lines = [text(0, y + 18, "time", 'class="soft"')]
     anchors = ("start", "middle", "middle", "middle", "end")
     for quarter, anchor in enumerate(anchors):
         x = 60 + (WIDTH - 60) * quarter / 4
         lines.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + 4}"/>')
         place = f'class="soft" text-anchor="{anchor}"'
-        lines.append(_text(x, y + 18, _seconds(end * quarter / 4), place))
+        lines.append(text(x, y + 18, _seconds(end * quarter / 4), place))
     return lines
 
 
@@ -135,18 +120,10 @@ def _pass(each: Timed, scale: float) -> list[str]:
     lines = [_box(x, y, max(width - 0.5, 0.2), PASS, kind, tip)]
     if width >= LEAST_FOR_NUMBER:
         style = 'class="on small" text-anchor="middle"'
-        lines.append(_text(x + width / 2, y + 11, str(action.microbatch), style))
+        lines.append(text(x + width / 2, y + 11, str(action.microbatch), style))
     return lines
-
-
-def _text(x: float, y: float, words: str, style: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:g}" {style}>{escape(words)}</text>'
 
 
 def _box(x: float, y: float, width: float, height: float, kind: str, tip: str) -> str:
     place = f'x="{x:.1f}" y="{y}" width="{width:.2f}" height="{height}"'
     return f'<rect class="{kind}" {place}><title>{escape(tip)}</title></rect>'
-
-
-def _open(height: float, what: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(what)}">'

@@ -124,15 +124,16 @@ def maps(moved: Movement) -> list[dict[str, Any]]:
 
 def _map(stack: str, cells: dict[Place, Moved]) -> dict[str, Any]:
     layers = sorted({place.layer for place in cells})
-    kinds = dict.fromkeys((place.module, place.kind) for place in cells)
-    by_module = sorted(kinds, key=lambda each: _first(kinds, each[0]))
-    rows = [_row(stack, module, kind, layers, cells) for module, kind in by_module]
+    # Modules stay together, in the order of the model.
+    kinds_of: dict[str, dict[str, None]] = {}
+    for place in cells:
+        kinds_of.setdefault(place.module, {})[place.kind] = None
+    rows = [
+        _row(stack, module, kind, layers, cells)
+        for module, kinds in kinds_of.items()
+        for kind in kinds
+    ]
     return {"name": stack, "layers": layers, "rows": rows}
-
-
-def _first(kinds: Iterable[tuple[str, str]], module: str) -> int:
-    """Return the place of a module among the rows: modules stay together, in the order of the model."""
-    return [each for each, _ in kinds].index(module)
 
 
 def _row(

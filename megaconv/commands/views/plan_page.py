@@ -12,8 +12,9 @@ from megaconv.commands.best_layouts import BestLayouts, Placed
 from megaconv.commands.layouts import Layouts, Possible
 from megaconv.commands.served_layouts import PlacedServer, ServedLayouts
 from megaconv.commands.units import readable
-from megaconv.commands.views.bars import Bar, Limit, bars, legend, schedule
+from megaconv.commands.views.bars import Bar, Limit, bars, schedule
 from megaconv.commands.views.look import still_page
+from megaconv.commands.views.svg import legend
 from megaconv.planning.bubble import timeline
 from megaconv.planning.estimate import Estimator
 from megaconv.planning.flags import megatron_lite_flags, megatron_lm_flags
@@ -82,9 +83,8 @@ def _table_and_bars(rows: Sequence[Row], memory: int | None, what: str) -> Itera
 
 
 def _drawn(stacked: Sequence[Bar], limit: Limit | None) -> str:
-    parts = list(stacked[0].parts)
-    drawn = bars(stacked, {part: part for part in parts}, limit)
-    return f'{legend(parts)}<figure class="drawing" tabindex="0">{drawn}</figure>'
+    names = legend(enumerate(stacked[0].parts))
+    return f'{names}<figure class="drawing" tabindex="0">{bars(stacked, limit)}</figure>'
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -172,15 +172,15 @@ def _pipeline(found: BestLayouts) -> Iterator[str]:
     which = f"all {drawn:,} microbatches"
     if drawn < run.microbatches:
         which = f"the first {drawn:,} of {run.microbatches:,} microbatches, as if they were the whole step"
-    order = (
-        "1F1B" if run.layout.vpp == 1 else f"Interleaved 1F1B with {run.layout.vpp} virtual stages"
-    )
+    kind, virtual = "1F1B", ""
+    if run.layout.vpp > 1:
+        kind, virtual = "interleaved 1F1B", f" with {run.layout.vpp} virtual stages"
     yield (
-        f'<p class="soft">{order}: the first layout with {which}. A backward pass takes twice the time of a forward pass. '
-        "Numbers are those of microbatches. Paler passes belong to every second virtual stage.</p>"
+        f'<p class="soft">The first layout with {which}. The order of passes is {kind}{virtual}. '
+        "A backward pass takes twice the time of a forward pass. Numbers are those of microbatches. "
+        "Paler passes belong to every second virtual stage.</p>"
     )
-    yield SCHEDULE_LEGEND
-    kind = "1F1B" if run.layout.vpp == 1 else "interleaved 1F1B"
+    yield legend(enumerate(["forward pass", "backward pass"]))
     drawing = schedule(passes, run.layout.pp, kind)
     yield f'<figure class="drawing" tabindex="0">{drawing}</figure>'
     yield f'<p class="soft">{escape(_stages_in_words(run))}</p>'
@@ -192,9 +192,6 @@ def _stages_in_words(run: Run) -> str:
     if len(set(layers)) == 1:
         return f"Each of {len(layers)} stages has {layers[0]} layers."
     return f"Layers of the stages, in the order of the model: {', '.join(layers)}."
-
-
-SCHEDULE_LEGEND = legend(["forward pass", "backward pass"])
 
 
 def _drawn_microbatches(run: Run) -> int:

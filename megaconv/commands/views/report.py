@@ -17,7 +17,7 @@ from megaconv.errors import LayoutError
 from megaconv.model.ir import WEIGHT, Header, Key, TensorInfo
 
 SCRIPTS = (
-    "elements.js", "treemap.js", "ranks.js", "layers.js", "histograms.js", "heat.js", "tensors.js", "report.js",
+    "basics.js", "elements.js", "treemap.js", "ranks.js", "layers.js", "histograms.js", "heat.js", "tensors.js", "report.js",
 )  # fmt: skip
 """The page's script, in the order in which its parts use each other."""
 

@@ -15,7 +15,7 @@ from megatron_lite.data.finetuning.chat import ChatTemplate, Encoded
 from megatron_lite.data.finetuning.forms import Chat, Plain, read_record
 from megatron_lite.data.finetuning.pairs import read_pair
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
-from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, has_chat_template
 
 
 @dataclass(frozen=True)
@@ -201,11 +201,7 @@ class _Encoder:
         return self._chat(example)
 
     def _has_template(self) -> bool:
-        own = (
-            isinstance(self._tokenizer, HuggingFaceTokenizer)
-            and self._tokenizer.inner.chat_template
-        )
-        return bool(own or self._options.chat_template)
+        return bool(self._options.chat_template) or has_chat_template(self._tokenizer)
 
     def _chat(self, chat: Chat) -> Encoded:
         if self._template is None:

@@ -1,6 +1,12 @@
-"""The page of the server: a chat with the model. Its files lie in `chat/`; it asks this server alone, and stores nothing."""
+"""The page of the server: a chat with the model. Its files lie in `chat/`; it asks this server alone, and stores nothing.
 
+`basics.js` is that of megaconv's pages.
+"""
+
+from functools import cache
 from pathlib import Path
+
+from megaconv.commands.views.look import part
 
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -11,12 +17,12 @@ POLICY = (
 FILES = Path(__file__).with_name("chat")
 
 
+@cache
 def page() -> str:
     """Return the page. Style and script are part of it, so that it is one request."""
-    text = _file("page.html")
-    for place, name in (("__STYLE__", "page.css"), ("__SCRIPT__", "chat.js")):
-        text = text.replace(place, _file(name))
-    return text
+    script = part("basics.js") + _file("chat.js")
+    text = _file("page.html").replace("__STYLE__", _file("page.css"))
+    return text.replace("__SCRIPT__", script)
 
 
 def _file(name: str) -> str:

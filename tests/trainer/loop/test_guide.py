@@ -12,9 +12,12 @@ from megaconv.errors import UsageError
 from megatron_lite.data.tokenizer import NullTokenizer
 from megatron_lite.loop import curve, memory_fit
 from megatron_lite.objectives.training_data import Setup
+from megatron_lite.planning.memory import stage_memory
+from megatron_lite.planning.stages import Described
 from megatron_lite.settings.architecture import model_from_flags
 from megatron_lite.settings.arguments import parse
-from megatron_lite.settings.run_options import model_options
+from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.run_options import model_options, optimizer_options
 from megatron_lite.settings.sizes import work_out
 from tests.trainer.data.chat_templates import MARKED, save_tokenizer
 from tests.trainer.loop.launches import LLAMA, train
@@ -45,10 +48,9 @@ def test_the_short_form_trains_and_shows_what_comes_next(tmp_path: Path) -> None
     assert "megaconv push tuned USER/NAME" in log
 
 
-def test_a_model_that_does_not_fit_is_refused_with_two_commands(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    words = f"{LLAMA} --guide --load base --save tuned --train-iters 2 --no-check-for-nan-in-loss-and-grad"
+def plain_setup(flags: str) -> tuple[Setup, ModelOptions]:
+    """A run on one process."""
+    words = f"{flags} --guide --load base --save tuned --train-iters 2 --no-check-for-nan-in-loss-and-grad"
     settings, _ = parse("finetune", words.split())
     config = model_from_flags(settings, 60)
     options = model_options(settings, {"hidden_dropout": 0.0, "attention_dropout": 0.0})
@@ -56,17 +58,45 @@ def test_a_model_that_does_not_fit_is_refused_with_two_commands(
     setup = Setup(
         settings, config, NullTokenizer(59), work_out(settings, config, options, 1), place
     )
-    memory_fit.check_fits(setup, options)
+    return setup, options
+
+
+def described(setup: Setup, options: ModelOptions) -> Described:
+    return Described(setup.config, setup.sizes, options, optimizer_options(setup.settings))
+
+
+def test_a_model_that_does_not_fit_is_refused_with_two_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup, options = plain_setup(LLAMA)
+    memory_fit.check_fits(setup, options, rows=1)
     monkeypatch.setattr(memory_fit, "free_bytes", lambda device: 550_000)
     with pytest.raises(UsageError) as refusal:
-        memory_fit.check_fits(setup, options)
+        memory_fit.check_fits(setup, options, rows=1)
     said = str(refusal.value)
     assert "`megatron-lite finetune base DATA --save tuned --lora-rank 16`" in said
     assert "or use 8 ranks with as much memory each: `torchrun --nproc-per-node 8 " in said
     assert "--data-parallel-sharding-strategy optim_grads_params`" in said
     monkeypatch.setattr(memory_fit, "free_bytes", lambda device: 1000)
     with pytest.raises(UsageError, match="take a smaller model, or devices with more memory"):
-        memory_fit.check_fits(setup, options)
+        memory_fit.check_fits(setup, options, rows=1)
+
+
+def test_completions_and_the_reference_model_count_as_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup, options = plain_setup(LLAMA)
+    [alone] = stage_memory(described(setup, options))
+    monkeypatch.setattr(memory_fit, "free_bytes", lambda device: alone.total)
+    memory_fit.check_fits(setup, options, rows=1)
+    with pytest.raises(UsageError):
+        memory_fit.check_fits(setup, options, rows=8)
+    diverging, _ = plain_setup(f"{LLAMA} --grpo --beta 0.1")
+    with pytest.raises(UsageError):
+        memory_fit.check_fits(diverging, options, rows=1)
+    room = alone.kept + 8 * alone.activations + 4 * alone.parameters
+    monkeypatch.setattr(memory_fit, "free_bytes", lambda device: room)
+    memory_fit.check_fits(diverging, options, rows=8)
 
 
 def test_the_curve_falls_from_left_to_right() -> None:

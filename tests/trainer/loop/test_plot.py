@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.commands import plot
-from megatron_lite.commands.curves import thinned
+from megatron_lite.loop.curve import thinned
 from tests.browsers import PHONE, Page, fits, opened, shown
 from tests.trainer.loop.launches import LLAMA, train
 

@@ -36,9 +36,7 @@ PYTHON = os.environ.get("TRL_PYTHON", "")
 ROOT = Path(__file__).parents[3]
 BASE = ROOT / "tests" / "fixtures" / "peft-llama-all-linear" / "base"
 PROMPTS, GROUP, MOST, EOS = 4, 4, 8, 98
-LR, BETAS = 5e-3, (0.9, 0.95)
-EPS = 1e-3
-"""Large, because Adam would make a gradient that is nothing but rounding as large as any."""
+LR, BETAS, EPS = 5e-3, (0.9, 0.95), 1e-8
 
 CASES = {
     "dapo": Grpo(loss_type="dapo", num_iterations=2),
@@ -127,9 +125,10 @@ def make(grpo: Grpo) -> Engine:
     source = open_checkpoint(BASE)
     layout = Layout(stage_layers=(source.config.layer_count,))
     grid = make_grid(layout, 1, torch.device("cpu"))
-    options = ModelOptions("float32", vocab_divisor=1, loss_temperature=grpo.temperature)
+    objective = Completed(grpo)
+    options = objective.options(ModelOptions("float32", vocab_divisor=1), print)
     optimizer = OptimizerOptions(betas=BETAS, eps=EPS, clip_grad=0)
-    criterion = Completed(grpo).criterion(Settings(grpo=grpo))
+    criterion = objective.criterion(Settings(grpo=grpo))
     engine = Engine(source.config, grid, options, optimizer, criterion)
     load_weights(engine, source.tensors)
     return engine

@@ -1,15 +1,26 @@
 """GRPO: advantages and losses computed by hand, and reward functions that fail."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megaconv.errors import CheckpointError, UsageError
-from megatron_lite.objectives.policy_loss import ADVANTAGES, OLD, REFERENCE, Policy, judge_labels
+from megatron_lite.objectives.policy import Completed
+from megatron_lite.objectives.policy_loss import (
+    ADVANTAGES,
+    OLD,
+    REFERENCE,
+    Policy,
+    PolicyLoss,
+    judge_labels,
+)
 from megatron_lite.objectives.rewards import Reward, judge, load_rewards
 from megatron_lite.objectives.rollouts import padded_rows
 from megatron_lite.settings.grpo import Grpo
+from megatron_lite.settings.options import ModelOptions
 
 
 def test_advantages_compare_the_completions_of_a_group() -> None:
@@ -79,6 +90,56 @@ def test_the_first_update_has_ratios_of_one() -> None:
     found = judge_labels(RATIOS.log(), COUNTING, extras, Policy())
     assert found.loss.losses.tolist() == [[-2, -2], [1, 1]]
     assert found.weights.tolist() == [[2, 2], [-1, 0]]
+
+
+class OneLayer:
+    """A last stage that computes logits from its matrix, and counts how often."""
+
+    def __init__(self) -> None:
+        self.matrix = torch.randn(5, 3, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        self.computed = 0
+
+    def label_losses(
+        self, given: tuple[torch.Tensor], labels: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.computed += 1
+        log_probs = (given[0] @ self.matrix.t()).log_softmax(-1)
+        losses = -log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        return (losses * weights).sum(), losses.detach()
+
+
+@pytest.mark.parametrize(("beta", "computed"), [(0.0, 1), (0.5, 2)])
+def test_the_head_is_computed_once_if_no_log_probability_has_an_effect(
+    beta: float, computed: int
+) -> None:
+    """The gradient is the same as with ratios of 1 that are computed."""
+    hidden = (torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(2)),)
+    labels = torch.tensor([[1, 2], [3, 4]])
+    loss = PolicyLoss(Policy(beta=beta))
+    gradients = []
+    for of_sampling in (True, False):
+        stage: Any = OneLayer()
+        extras = {ADVANTAGES: EXTRAS[ADVANTAGES], REFERENCE: torch.full((2, 2), -1.5)}
+        if of_sampling:
+            extras[OLD] = -stage.label_losses(hidden, labels, COUNTING)[1]
+            stage.computed = 0
+        run: Any = SimpleNamespace(
+            labels=labels, extras=extras, share=0.25, label_weights=lambda: COUNTING
+        )
+        total, found = loss.loss(stage, hidden, run)
+        total.backward()
+        assert stage.computed == (2 if of_sampling else computed)
+        assert found["loss"].losses.shape == (2, 2)
+        gradients.append(stage.matrix.grad)
+    assert gradients[0].abs().max() > 0.01
+    torch.testing.assert_close(*gradients)
+
+
+def test_the_loss_divides_logits_by_the_temperature_of_sampling() -> None:
+    objective = Completed(Grpo(temperature=0.7))
+    said: list[str] = []
+    options = objective.options(ModelOptions("float32", hidden_dropout=0.1), said.append)
+    assert (options.loss_temperature, options.hidden_dropout, len(said)) == (0.7, 0.0, 1)
 
 
 @pytest.mark.parametrize(

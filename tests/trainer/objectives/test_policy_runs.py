@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import megaconv
+from tests.trainer.inference.conversations import save
 from tests.trainer.loop.launches import launch, train
 from tests.trainer.loop.test_manners import metrics, refused
 
@@ -92,10 +93,63 @@ def test_the_reward_rises_from_chance_to_nearly_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_reward_that_returns_too_few_numbers_ends_the_run_with_one_line(tmp_path: Path) -> None:
     write_task(tmp_path)
-    running = launch(tmp_path, 1, f"{WORDS.replace(':sevens', ':wrong')} --train-iters 1")
-    assert running.wait() == [1]
+    running = launch(tmp_path, 2, f"{WORDS.replace(':sevens', ':wrong')} --train-iters 1")
+    assert running.wait() == [1, 1]
     assert "--reward rewards.py:wrong: returned 0 rewards for 32 completions" in running.log(0)
-    assert "Traceback" not in running.log(0)
+    assert running.logs().count("error:") == 1
+    assert "Traceback" not in running.logs()
+
+
+CHATS = [
+    {"prompt": "What is 3?", "answer": "3"},
+    {"prompt": [{"role": "user", "content": "Say 4"}], "answer": "4"},
+]
+JUDGES = '''
+def vowels(prompts, completions, answer):
+    """Vowels of completions, which have the form of their prompts."""
+    assert all(isinstance(p, str) == isinstance(c, str) for p, c in zip(prompts, completions))
+    texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+    assert not any("<|end|>" in text for text in texts)
+    return [sum(letter in "aeiou" for letter in text) for text in texts]
+
+
+def brief(completion_ids):
+    return [-len(ids) / 10 for ids in completion_ids]
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+@pytest.mark.parametrize("layout", ["--ep 2", "--pp 2"])
+def test_a_mixture_answers_chats_that_several_functions_judge(layout: str, tmp_path: Path) -> None:
+    """With evaluations, and fewer prompts than a batch has."""
+    save(tmp_path / "mixture", "mixtral", num_local_experts=4, num_experts_per_tok=2)
+    lines = "\n".join(map(json.dumps, CHATS))
+    command = (
+        "finetune --load ../mixture --finetune-data prompts.jsonl --valid-finetune-data prompts.jsonl --grpo --lr 1e-3 --fp32 "
+        "--reward judges.py:vowels judges.py:brief --reward-weights 1 0.5 --num-generations 4 --max-completion-length 8 "
+        "--beta 0.1 --temperature 0.9 --global-batch-size 4 --train-iters 2 --eval-interval 1 --log-interval 1 "
+        "--metrics-file metrics.jsonl --distributed-timeout-minutes 1"
+    )
+    found = []
+    for size, flags in ((1, ""), (2, layout)):
+        directory = tmp_path / str(size)
+        directory.mkdir()
+        (directory / "judges.py").write_text(JUDGES)
+        (directory / "prompts.jsonl").write_text(lines)
+        train(directory, size, f"{command} {flags}")
+        found.append([json.loads(line) for line in (directory / "metrics.jsonl").open()])
+    names = {"loss", "reward", "reward_vowels", "reward_brief", "kl", "grad_norm"}
+    names |= {"validation_loss", "validation_reward_vowels", "validation_kl"}
+    seen: set[str] = set()
+    for alone, several in zip(*found, strict=True):
+        for name in names & alone.keys():
+            assert several[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-5), name
+        seen |= alone.keys()
+        if "reward" in alone:
+            weighted = alone["reward_vowels"] + 0.5 * alone["reward_brief"]
+            assert alone["reward"] == pytest.approx(weighted)
+    assert names <= seen
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 
 from megaconv.errors import CheckpointError, LayoutError, UnknownFamily, UsageError
 from megaconv.model.config import ModelConfig
+from megatron_lite import cli
 from megatron_lite.processes.launch import start
 from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
 from megatron_lite.settings.arguments import (
@@ -718,3 +719,14 @@ def test_a_strategy_that_contradicts_other_flags_is_refused(flags_given: str, me
     given = settings(f"--data-parallel-sharding-strategy {flags_given}")
     with pytest.raises(UsageError, match=message):
         check_flags(given)
+
+
+def test_output_that_can_not_be_written_is_an_error_of_one_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["recipes"])
+    assert ended.value.code == 1
+    assert capfd.readouterr().err == "megatron_lite: error: [Errno 28] No space left on device\n"

@@ -1,14 +1,5 @@
-"use strict";
-// Elements, numbers and axes that all parts of the report use. Every text of the data is set as text, never as HTML.
+// Elements, numbers and axes that all parts of the report use. basics.js comes before this file.
 const data = JSON.parse(document.getElementById("data").textContent);
-const at = id => document.getElementById(id);
-const make = (name, parent, text, kind) => {
-  const element = document.createElement(name);
-  if (text !== undefined) element.textContent = text;
-  if (kind) element.className = kind;
-  parent.append(element);
-  return element;
-};
 const draw = (name, parent, attributes, text) => {
   const element = document.createElementNS("http://www.w3.org/2000/svg", name);
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);

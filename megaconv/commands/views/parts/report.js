@@ -1,8 +1,4 @@
 // The page: what it shows, and when it draws again.
-at("theme").onclick = () => {
-  const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  root.dataset.theme = (root.dataset.theme || (dark ? "dark" : "light")) === "dark" ? "light" : "dark";
-};
 at("title").textContent = document.title = data.path;
 for (const [label, text] of data.facts) { make("dt", at("facts"), label); make("dd", at("facts"), text); }
 const drawChosen = () => { drawPlot(); drawHistograms(); };

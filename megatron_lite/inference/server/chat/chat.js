@@ -1,13 +1,4 @@
-"use strict";
 // A conversation with the server's model. It lives in this page alone: nothing is stored, and requests go to this server only.
-const at = id => document.getElementById(id);
-const make = (name, parent, text, kind) => {
-  const element = document.createElement(name);
-  if (text !== undefined) element.textContent = text;
-  if (kind) element.className = kind;
-  parent.append(element);
-  return element;
-};
 const NUMBERS = ["temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "seed"];
 const SHORT = 64;
 let turns = [];      // {role, text, element}
@@ -167,10 +158,6 @@ at("new").onclick = () => {
   complain("");
   showButtons();
   at("prompt").focus();
-};
-at("theme").onclick = () => {
-  const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  root.dataset.theme = (root.dataset.theme || (dark ? "dark" : "light")) === "dark" ? "light" : "dark";
 };
 at("settings-form").onsubmit = event => event.preventDefault();
 at("key").onchange = loadModels;
