@@ -20,6 +20,7 @@ from formats.tensor import InputFile
 from megaconv.engine.sidecars import leads_out
 from megaconv.errors import UsageError
 from megaconv.hub import nothing_at, resolve
+from megaconv.huggingface.code_keys import kernels_of_hub
 
 SAFE_STATUS, FAULTY_STATUS, UNSAFE_STATUS = 0, 3, 6
 _TARS = (".nemo", ".tar")
@@ -216,7 +217,14 @@ def _ranges(file: Path) -> list[tuple[int, int]] | None:
 
 def _look_into_json(file: Path, name: str, found: Scan) -> None:
     value = read_json(file, RECORD_BYTES)  # the largest size of any JSON file in a checkpoint
-    named = value.get("auto_map") if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return
+    named = value.get("auto_map")
     if named:
         what = f"its auto_map has transformers run {json.dumps(named)[:300]} where trust_remote_code is given"
+        found.code.append(Finding(name, what))
+    for key, kernel in kernels_of_hub(value):
+        what = (
+            f"its {key} has transformers fetch the kernel {kernel!r:.300} from the Hub and run it"
+        )
         found.code.append(Finding(name, what))

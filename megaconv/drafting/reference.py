@@ -6,7 +6,6 @@ installed package are used, and keys that name code are left out.
 
 import inspect
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from megaconv.errors import CorruptCheckpoint, UnknownFamily
 from megaconv.extras import require_transformers
 from megaconv.families.parts.hf_config import load_config
 from megaconv.families.parts.keys import CONFIG_NAME, HARMLESS
+from megaconv.huggingface.code_keys import without_code
 from megaconv.model.ceilings import require_countable, require_possible
 
 COMMAND = "megaconv new-family"
@@ -55,7 +55,7 @@ def reference_of(path: Path) -> Reference:
     path: the config.json. Raises UsageError without torch or transformers 5, CorruptCheckpoint for a file with
     impossible values, and UnknownFamily if transformers has no class for the model or can't build it.
     """
-    raw = _without_code(load_config(path))
+    raw = without_code(load_config(path))
     require_countable(raw, str(path))
     transformers = require_transformers(COMMAND)
     _require_known_type(transformers, raw, path)
@@ -75,19 +75,6 @@ def reference_of(path: Path) -> Reference:
         tensors=dict(_tensors(model)),
         source=Path(inspect.getfile(kind)),
     )
-
-
-_NAMES_CODE = re.compile(r"_?(attn|experts)_implementation(_internal)?|auto_map|attribute_map")
-"""Keys that name code, such as a kernel of the Hub which transformers would fetch and run, or that rename attributes."""
-
-
-def _without_code(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json without the keys that name code, also in the parts of a multimodal model."""
-    return {
-        key: _without_code(value) if isinstance(value, Mapping) else value
-        for key, value in raw.items()
-        if not _NAMES_CODE.fullmatch(key)
-    }
 
 
 def _require_known_type(transformers: Any, raw: Mapping[str, Any], path: Path) -> None:

@@ -4,6 +4,7 @@ transformers 5 reads a tensor when it needs it, as `tensor[...]`. So it gets ten
 holds the model once.
 """
 
+import json
 import logging
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaconv.errors import NotExpressible
 from megaconv.extras import require_transformers
+from megaconv.huggingface.code_keys import without_code
 from megaconv.options import ConvertOptions
 from megaconv.serving.repository import Revision, open_revision
 from megaconv.serving.state_dict import state_dict
@@ -40,17 +42,18 @@ def load_transformers(
 
 
 def _write_small_files(revision: Revision, directory: Path) -> None:
-    """Write the configuration files of a model. Tokenizers are left out."""
+    """Write the configuration files of a model, without keys that name code. Tokenizers are left out."""
     for name, file in revision.files.items():
         if "/" not in name and name.endswith("config.json"):
-            (directory / name).write_bytes(file.read(0, file.size))
+            raw = json.loads(file.read(0, file.size))
+            (directory / name).write_text(json.dumps(without_code(raw)), encoding="utf-8")
 
 
 def _load(revision: Revision, directory: str, device_map: Any) -> "PreTrainedModel":
     import torch
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(directory)
+    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     (name,) = config.architectures or ("AutoModelForCausalLM",)
     kind = getattr(transformers, name, None)
     if kind is None:

@@ -220,6 +220,18 @@ def test_code_that_a_configuration_names_is_unsafe_and_other_code_is_a_remark(
     assert "config.json: its auto_map has transformers run" in outcome.out
 
 
+def test_a_kernel_of_the_hub_in_a_configuration_is_unsafe(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"_attn_implementation": "sdpa"}))
+    assert run("scan", model).status == 0
+    inner = {"text_config": {"_attn_implementation": "somebody/kernel"}}
+    (model / "config.json").write_text(json.dumps(config | inner))
+    outcome = run("scan", model)
+    assert outcome.status == 6
+    assert "fetch the kernel 'somebody/kernel' from the Hub" in outcome.out
+
+
 def test_all_faults_are_listed_in_one_go(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "model", shards=3)
     shards = sorted(model.glob("model-*.safetensors"))

@@ -333,7 +333,7 @@ RUN_PAGES = list(dict.fromkeys(command.page for command in RUN))
 
 def names_in(command: Command) -> set[str]:
     """The words of a command that may name files."""
-    return set(re.findall(r"[^\s'\"]+", command.plain))
+    return set(re.findall(r"[^\s'\"=]+", command.plain))
 
 
 def outputs(command: Command) -> set[str]:

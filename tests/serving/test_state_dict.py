@@ -1,5 +1,6 @@
 """State dicts and models of transformers, from checkpoints that never were converted."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,16 @@ def test_a_checkpoint_of_megatron_is_a_model_of_transformers(name: str, tmp_path
     ):
         assert key == other
         assert torch.equal(ours, theirs), key
+
+
+@pytest.mark.oracle
+def test_no_kernel_of_the_hub_is_fetched_for_a_model(tmp_path: Path) -> None:
+    """transformers would fetch and run the kernel that a config.json names."""
+    source = write_llama(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    named = json.dumps(config | {"_attn_implementation": "somebody/kernel"})
+    (source / "config.json").write_text(named)
+    assert "/" not in megaconv.load_transformers(source).config._attn_implementation
 
 
 def test_a_model_can_be_cast(tmp_path: Path) -> None:
