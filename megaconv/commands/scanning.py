@@ -19,8 +19,8 @@ from formats.regular_files import read_json, regular_size
 from formats.tensor import InputFile
 from megaconv.engine.sidecars import leads_out
 from megaconv.errors import UsageError
+from megaconv.families.parts.code_keys import kernels_of_hub
 from megaconv.hub import nothing_at, resolve
-from megaconv.huggingface.code_keys import kernels_of_hub
 
 SAFE_STATUS, FAULTY_STATUS, UNSAFE_STATUS = 0, 3, 6
 _TARS = (".nemo", ".tar")

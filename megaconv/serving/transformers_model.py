@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaconv.errors import NotExpressible
 from megaconv.extras import require_transformers
-from megaconv.huggingface.code_keys import without_code
+from megaconv.families.parts.code_keys import without_code
 from megaconv.options import ConvertOptions
 from megaconv.serving.repository import Revision, open_revision
 from megaconv.serving.state_dict import state_dict
