@@ -55,6 +55,19 @@ def _after(name: str, word: str, module: str) -> Row:
     )  # fmt: skip
 
 
+def output_norms_by_mlp(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows, for models with dense layers and layers with experts: the norm after experts has a name of its own in
+    Megatron core's scheme."""
+    found: list[Row] = []
+    for row in rows:
+        if row.canonical != "layers.{l}.mlp_output_norm.weight":
+            found.append(row)
+            continue
+        of_experts = row.renamed(core=f"{_CORE}mlp.post_layernorm.weight")
+        found += [replace(row, when="dense"), replace(of_experts, when="moe")]
+    return tuple(found)
+
+
 QK_NORM_BIASES = Row(
     "layers.{l}.attn.{q|k}_norm.bias", ("head_dim", "head_dim"), when="qk_norm_bias",
     hf=f"{_HF}self_attn.{{q|k}}_norm.bias",
