@@ -17,7 +17,11 @@ from megaconv.families.parts.deepseek_experts import (
 )
 from megaconv.families.parts.delta_net import GATED_ATTENTION
 from megaconv.families.parts.keys import Fields, Keys, Raw, need_size, number
-from megaconv.families.parts.norm_places import norms_at, output_norms_by_mlp
+from megaconv.families.parts.norm_places import (
+    no_norm_after_experts,
+    norms_at,
+    output_norms_by_mlp,
+)
 from megaconv.families.parts.row_changes import in_core, respelled
 from megaconv.families.parts.windows import rotating_windows, windows_by_layer
 from megaconv.model.config import ModelConfig
@@ -81,5 +85,5 @@ _FIXED = {
 
 FAMILY = Family(
     "afmoe", ("AfmoeForCausalLM",), "afmoe", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY, ignored=ROPE_FREQUENCIES,
-    features=("qk_norm", "output_gate"), recognized=None, proven="names",
+    features=("qk_norm", "output_gate"), recognized=None, proven="names", notices=no_norm_after_experts,
 )  # fmt: skip
