@@ -179,7 +179,12 @@ OTHER_POSITIONS = ("biogpt", "bloom", "ctrl", "gpt_neo", "mpt", "opt", "xglm")
 """Families with ALiBi, or with learned positions beside windows or after unused rows."""
 OF_GRANITE = ("granite_moe", "granite_moe_shared", "granite_moe_swa", "granite_swa")
 OTHERS = ("aria_text", "axk1", "flint", "gpt_bigcode", "gpt_neox_japanese", "minicpm3")
-OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
+SIZES_BY_LAYER = ("gemma4_text",)
+"""Families whose layers have sizes of their own, or share keys and values."""
+OTHER_LAYERS = (
+    *(*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS),
+    *SIZES_BY_LAYER,
+)
 BEYOND_MEGATRON = ("granite_moe_hybrid", *OTHER_LAYERS)
 """Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""
 

@@ -23,6 +23,18 @@ class LayerKind:
     """True if rope rotates q and k of this layer. Without rope in the model it has no effect."""
     chunk: int | None = None
     """Positions of a chunk: a token attends only to tokens of its own chunk. None: the sequence has no chunks."""
+    heads: int | None = None
+    """Attention heads of this layer; None for attention.heads. The next three fields are None for the model's size as
+    well."""
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn: int | None = None
+    """Width of this layer's MLP."""
+    shares_kv: bool = False
+    """True if attention uses the keys and values of the last layer before it that has its own, and has a window exactly
+    if this layer has one."""
+    keys_as_values: bool = False
+    """True if the projection of keys also gives the values."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,8 @@ class Attention:
     """True if the sigmoid of another projection, as wide as q, scales the output of attention."""
     clip: float | None = None
     """The limit of the elements of q, k and v in both directions, before norms and rope; None: no limit."""
+    v_norm: bool = False
+    """True if values are normalized like q and k, with a norm without weights."""
 
 
 @dataclass(frozen=True)
@@ -253,6 +267,21 @@ class Experts:
     work on the hidden states."""
     probs_on_input: bool = False
     """True if the weights scale the experts' inputs instead of their outputs."""
+    own_norms: bool = False
+    """True if the router, the routed experts and the shared expert have norms of their own (Gemma 4): the router's input
+    has one with a weight, both kinds of experts have one after them, and the routed experts have one before them. A
+    stored number scales the weight of each expert."""
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """A second embedding of the tokens, with a part for each layer, which the layer adds after its MLP (Gemma 3n). All
+    sizes are 0 in models without it."""
+
+    width: int = 0
+    """Elements of one layer's part."""
+    vocab: int = 0
+    """Tokens that have such an embedding."""
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its layers have two attentions, two MLPs and experts without computation, and Megatron core has no such layer": (
         "LongcatFlashForCausalLM",
     ),
-    "its layers with full attention have another head size than those with a window, use keys as values, and scale their output": (
-        "Gemma4ForCausalLM",
-        "Gemma4ForConditionalGeneration",
-    ),
     "it has several residual streams, which are mixed (hyper-connections), and attention to compressed tokens": (
         "DeepseekV4ForCausalLM",
     ),
