@@ -199,12 +199,15 @@ OWN_KEYS: dict[str, Raw] = {
         "num_experts": 6,
         "top_k_experts": 2,
         "moe_intermediate_size": 24,
-        "enable_moe_block": False,
-        "use_double_wide_mlp": True,
+        "enable_moe_block": True,
         "hidden_size_per_layer_input": 5,
         "vocab_size_per_layer_input": 120,
         "rope_parameters": {
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 5e5},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 5e5,
+            },
             "sliding_attention": {"rope_type": "default", "rope_theta": 7e3},
         },
     },

@@ -62,6 +62,10 @@ def has_mamba(family: str) -> bool:
     return any("mamba" in (row.when or "").split() for row in families()[family].rows)
 
 
+def has_layer_inputs(family: str) -> bool:
+    return any("layer_inputs" in (row.when or "").split() for row in families()[family].rows)
+
+
 def norms_all_heads(family: str) -> bool:
     """Whether q and k are normed over all heads, so that ranks can't share one."""
     return any(
@@ -191,7 +195,8 @@ BEYOND_MEGATRON = ("granite_moe_hybrid", *OTHER_LAYERS)
 
 def own_fields(family: str) -> dict[str, Any]:
     """What all models of a family have that Megatron's arguments can't describe."""
-    return dict(families()[family].fixed) if family in BEYOND_MEGATRON else {}
+    inputs = {"layer_inputs.width": 3, "layer_inputs.vocab": 5} if has_layer_inputs(family) else {}
+    return {**families()[family].fixed, **inputs} if family in BEYOND_MEGATRON else {}
 
 
 @st.composite

@@ -11,7 +11,7 @@ therefore converted between Hugging Face's files only.
 
 from typing import Any
 
-from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, decoder_keys
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP, ROPE_FREQUENCIES
@@ -30,7 +30,7 @@ from megaconv.families.parts.keys import (
 )
 from megaconv.families.parts.layer_inputs import LAYER_INPUT_KEYS, LAYER_INPUTS
 from megaconv.families.parts.norm_places import norms_at
-from megaconv.families.parts.row_changes import in_all_forms
+from megaconv.families.parts.row_changes import hf_only, in_all_forms, without_biases
 from megaconv.families.parts.shared_kv import (
     SHARED_LAYERS,
     count_sharing,
@@ -50,11 +50,14 @@ from megaconv.model.table import Row, Stacked
 
 _HF = "model.layers.{l}."
 _SANDWICHED = norms_at(
-    ATTENTION, MLP,
+    without_biases(ATTENTION), without_biases(MLP),
     before=("input_layernorm", "pre_feedforward_layernorm"), after=("post_attention_layernorm", "post_feedforward_layernorm"),
 )  # fmt: skip
 _NORM_OF_EXPERTS = Row(
-    "layers.{l}.mlp_norm.weight", ("hidden",), when="moe", hf=_HF + "pre_feedforward_layernorm.weight"
+    "layers.{l}.mlp_norm.weight",
+    ("hidden",),
+    when="moe",
+    hf=_HF + "pre_feedforward_layernorm.weight",
 )
 _OWN_NORMS = (
     Row("layers.{l}.mlp.router.norm.weight", ("hidden",), when="moe", hf=_HF + "router.scale"),
@@ -78,7 +81,7 @@ _SCALE = Row("layers.{l}.scale", ("1",), when="layer_scale", hf=_HF + "layer_sca
 _ALL = (
     EMBEDDING, *with_shared_kv(_SANDWICHED), _NORM_OF_EXPERTS, *_EXPERTS, *_OWN_NORMS, *LAYER_INPUTS, _SCALE, *HEAD,
 )  # fmt: skip
-ROWS = tuple(row.without("core", "legacy", "meta") for row in _ALL)
+ROWS = hf_only(_ALL)
 
 _KINDS = ("full_attention", "sliding_attention")
 _ROPES = {
@@ -102,7 +105,7 @@ def _read_ropes(raw: Raw) -> Fields:
     full, windowed = (said[kind] for kind in _KINDS)
     kind = full.get("rope_type", "default")
     if kind not in ("default", "proportional") or windowed.get("rope_type", "default") != "default":
-        raise NotExpressible(
+        raise UnknownFamily(
             f"{CONFIG_NAME}: rope_parameters has rope of types {kind!r} and {windowed.get('rope_type')!r}; supported are "
             "'proportional' or 'default' without a window, and 'default' with one"
         )
@@ -200,7 +203,10 @@ def _read_widths(raw: Raw) -> Fields:
         return {"mlp.ffn": width}
     if raw.get(_DOUBLE) and raw.get(SHARED_LAYERS):
         raise NotExpressible(f"{CONFIG_NAME}: {_DOUBLE} is not supported with {_MOE[0]}")
-    counts = {"experts.count": need_size(raw, _MOE[1]), "experts.per_token": need_size(raw, _MOE[2])}
+    counts = {
+        "experts.count": need_size(raw, _MOE[1]),
+        "experts.per_token": need_size(raw, _MOE[2]),
+    }
     widths = {"experts.ffn": need_size(raw, _MOE[3]), "experts.shared_ffn": width, "mlp.ffn": width}
     return {**counts, **widths, "layers.mlp": "experts", "experts.own_norms": True}
 

@@ -175,9 +175,7 @@ def whole_model(
     return config, in_order
 
 
-def _without(
-    found: Mapping[str, LazyTensor], patterns: tuple[str, ...]
-) -> dict[str, LazyTensor]:
+def _without(found: Mapping[str, LazyTensor], patterns: tuple[str, ...]) -> dict[str, LazyTensor]:
     """The tensors whose names match none of these regular expressions."""
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)")
     return {name: tensor for name, tensor in found.items() if not ignored.fullmatch(name)}

@@ -11,7 +11,6 @@ from megaconv.model.rank import RANKS
 from megaconv.model.sharding import rank_sizes
 from megaconv.model.table import Row, layers_of, with_beside
 
-
 OwnSizes = tuple[tuple[str, int], ...]
 """(name, size) for the sizes that a layer has of its own; empty for most layers."""
 RowOfLayers = tuple[Row, OwnSizes]
@@ -67,7 +66,9 @@ def _own(config: ModelConfig, layer: int) -> OwnSizes:
     return tuple(config.own_sizes(layer).items())
 
 
-def chunk_share(elements: Mapping[RowOfLayers, int], config: ModelConfig, chunk: Chunk) -> RankShare:
+def chunk_share(
+    elements: Mapping[RowOfLayers, int], config: ModelConfig, chunk: Chunk
+) -> RankShare:
     """The parameters of one chunk. elements: row_elements of the layout."""
     dense = experts = 0
     for (row, own), each in elements.items():

@@ -9,7 +9,6 @@ from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout, padded_vocab
 from megaconv.model.rank_share import RankShare, RowOfLayers, chunk_share, row_elements
-from megaconv.model.table import Row
 
 
 @dataclass(frozen=True)

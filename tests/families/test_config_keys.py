@@ -39,8 +39,6 @@ SILENT = {
     ("biogpt", "layer_norm_eps"),
     # without effect without shared experts, or with a softmax
     ("cohere2_moe", "shared_expert_combination_strategy"), ("cohere2_moe", "norm_topk_prob"),
-    # without effect without experts, which enable_moe_block switches on
-    *(("gemma4_text", key) for key in ("num_experts", "top_k_experts", "moe_intermediate_size")),
     # of generation alone
     ("gpt_neox", "is_decoder"), ("gpt_neox_japanese", "is_decoder"), ("xglm", "decoder_start_token_id"),
     ("t5", "decoder_start_token_id"),

@@ -63,6 +63,7 @@ FOLLOWS = {
     "head.activation": ("hidden_act",),
     "layers.rotates": ("layers.chunk",),
     "mlp.ffn": ("layers.ffn",),
+    "layers.ffn": ("use_double_wide_mlp",),
     "layers.keys_as_values": ("layers.kv_heads",),
     "layers.window": ("layers.rotates", "layers.head_dim", "earlier layer has a window"),
     "layers.shares_kv": ("layers.ffn", "earlier layer has a window"),

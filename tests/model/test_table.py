@@ -50,6 +50,7 @@ from megaconv.model.table import (
 from tests.strategies import (
     FEATURES,
     MIXED_LAYERS,
+    SIZES_BY_LAYER,
     SPELLED,
     has_experts,
     has_indexer,
@@ -333,6 +334,7 @@ def test_every_family_can_be_said_in_hugging_faces_words_and_in_cores() -> None:
     namings = (HF, CORE, CORE_LOCAL)
     without_class = {(name, HF) for name, table in families().items() if table.no_class}
     assert without_class == {("retro", HF)}
+    without_class |= set(product(SIZES_BY_LAYER, (CORE, CORE_LOCAL)))
     spelled = {pair for pair in SPELLED if pair[1] in namings}
     assert spelled == set(product(families(), namings)) - without_class
     assert ("llama", META) in SPELLED
