@@ -183,19 +183,17 @@ OTHER_POSITIONS = ("biogpt", "bloom", "ctrl", "gpt_neo", "mpt", "opt", "xglm")
 """Families with ALiBi, or with learned positions beside windows or after unused rows."""
 OF_GRANITE = ("granite_moe", "granite_moe_shared", "granite_moe_swa", "granite_swa")
 OTHERS = ("aria_text", "axk1", "flint", "gpt_bigcode", "gpt_neox_japanese", "minicpm3")
-SIZES_BY_LAYER = ("gemma4_text",)
-"""Families whose layers have sizes of their own, or share keys and values."""
-OTHER_LAYERS = (
-    *(*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS),
-    *SIZES_BY_LAYER,
-)
-BEYOND_MEGATRON = ("granite_moe_hybrid", *OTHER_LAYERS)
+OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
+BETWEEN_FILES = ("gemma3n_text", "gemma4_text", "nemotron_nas")
+"""Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
+BEYOND_MEGATRON = ("granite_moe_hybrid", *OTHER_LAYERS, *BETWEEN_FILES)
 """Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""
 
 
 def own_fields(family: str) -> dict[str, Any]:
     """What all models of a family have that Megatron's arguments can't describe."""
-    inputs = {"layer_inputs.width": 3, "layer_inputs.vocab": 5} if has_layer_inputs(family) else {}
+    inputs = {"layer_inputs.width": 3, "layer_inputs.vocab": 5, "streams.laurel_rank": 2}
+    inputs = inputs if has_layer_inputs(family) else {}
     return {**families()[family].fixed, **inputs} if family in BEYOND_MEGATRON else {}
 
 

@@ -710,6 +710,15 @@ GEMMA_4_EXPERTS = {
     "moe_intermediate_size": 24,
 }
 CONVERTED = {
+    "gemma3n_text": Variant(
+        "gemma3n_text",
+        {"head_dim": 12, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2,
+         "rope_parameters": None, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2,
+         "intermediate_size": [88, 88, 64, 88], "activation_sparsity_pattern": [0.6, 0.3, 0.0, 0.0], "laurel_rank": 5},
+        {"one less": {"sliding_window": WINDOW - 1}, "capped logits": {"final_logit_softcapping": 2.0},
+         "sparsity": {"activation_sparsity_pattern": [0.6, 0.0, 0.0, 0.0]}, "active stream": {"altup_active_idx": 1},
+         "unscaled stream": {"altup_correct_scale": False}},
+    ),
     "gemma4_text, layer inputs": Variant(
         "gemma4_text",
         {**GEMMA_4, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2,

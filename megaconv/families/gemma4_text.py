@@ -49,10 +49,11 @@ from megaconv.model.fields import one_or_each, per_layer
 from megaconv.model.table import Row, Stacked
 
 _HF = "model.layers.{l}."
-_SANDWICHED = norms_at(
+SANDWICHED = norms_at(
     without_biases(ATTENTION), without_biases(MLP),
     before=("input_layernorm", "pre_feedforward_layernorm"), after=("post_attention_layernorm", "post_feedforward_layernorm"),
 )  # fmt: skip
+"""Attention and MLP with norms before and after them, and without biases."""
 _NORM_OF_EXPERTS = Row(
     "layers.{l}.mlp_norm.weight",
     ("hidden",),
@@ -79,7 +80,7 @@ _EXPERTS = in_all_forms(
 )
 _SCALE = Row("layers.{l}.scale", ("1",), when="layer_scale", hf=_HF + "layer_scalar")
 _ALL = (
-    EMBEDDING, *with_shared_kv(_SANDWICHED), _NORM_OF_EXPERTS, *_EXPERTS, *_OWN_NORMS, *LAYER_INPUTS, _SCALE, *HEAD,
+    EMBEDDING, *with_shared_kv(SANDWICHED), _NORM_OF_EXPERTS, *_EXPERTS, *_OWN_NORMS, *LAYER_INPUTS, _SCALE, *HEAD,
 )  # fmt: skip
 ROWS = hf_only(_ALL)
 
@@ -229,6 +230,15 @@ def _causal(raw: Raw) -> Fields:
     return {}
 
 
+EMBEDDING_AND_ACTIVATION = (
+    choice(
+        "hidden_activation",
+        "mlp.activation",
+        {"gelu_pytorch_tanh": "gelu_tanh"},
+        "gelu_pytorch_tanh",
+    ),
+    follows("embedding_scale", lambda raw: raw["hidden_size"] ** 0.5),
+)
 _BODY = decoder_keys(
     positions=131072, kv_heads=4, head_dim=256, rotation=Keys(("rope_parameters",), _read_ropes, _write_ropes),
     tokens=(2, 1, 0), tied=True,
@@ -238,22 +248,22 @@ _KEYS = (
     Keys((_WIDTH, *_MOE), _read_widths, _write_widths),
     Keys((_TYPES, _WINDOW, _HEAD_DIM, _KV_HEADS, _EACH, _TIED, SHARED_LAYERS, _DOUBLE), _read_layers, _write_layers),
     LAYER_INPUT_KEYS,
-    choice("hidden_activation", "mlp.activation", {"gelu_pytorch_tanh": "gelu_tanh"}, "gelu_pytorch_tanh"),
+    *EMBEDDING_AND_ACTIVATION,
     maybe_number("final_logit_softcapping", "head.logit_cap", None),
     Keys(("use_bidirectional_attention",), _causal, lambda config: {}),
-    follows("embedding_scale", lambda raw: raw["hidden_size"] ** 0.5),
 )  # fmt: skip
-_FIXED = {
+NORMED_VALUES = {
     **LLAMA_LIKE,
     "mlp.activation": "gelu_tanh",
     "norm.place": "both",
     "attention.qk_norm": True,
     "attention.v_norm": True,
     "attention.scale": 1.0,
-    "layer_scale": True,
 }
+"""Fields that Gemma 3n has as well."""
 
 FAMILY = Family(
-    "gemma4_text", ("Gemma4ForCausalLM",), "gemma4_text", ROWS, keys=_KEYS, fixed=_FIXED, only={"attention_bias": False},
-    ignored=ROPE_FREQUENCIES, unused=unused_keys_and_values, features=("qk_norm",), recognized=None, proven="names",
+    "gemma4_text", ("Gemma4ForCausalLM",), "gemma4_text", ROWS, keys=_KEYS, fixed={**NORMED_VALUES, "layer_scale": True},
+    only={"attention_bias": False}, ignored=ROPE_FREQUENCIES, unused=unused_keys_and_values, features=("qk_norm",),
+    recognized=None, proven="names",
 )  # fmt: skip

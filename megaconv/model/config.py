@@ -29,6 +29,7 @@ from megaconv.model.subjects import (
     Positions,
     Retrieval,
     Retriever,
+    Streams,
     Temperature,
     retrieving_layers,
 )
@@ -55,6 +56,7 @@ class ModelConfig:
     mamba: Mamba = field(default_factory=Mamba)
     experts: Experts = field(default_factory=Experts)
     layer_inputs: LayerInputs = field(default_factory=LayerInputs)
+    streams: Streams = field(default_factory=Streams)
     encoder: Encoder = field(default_factory=Encoder)
     retrieval: Retrieval = field(default_factory=Retrieval)
     head: Head = field(default_factory=Head)
@@ -258,6 +260,8 @@ SIZES: Mapping[str, Size] = {
     "mamba_state": Size("mamba.state"),
     "layer_input_width": Size("layer_inputs.width"),
     "layer_input_vocab": Size("layer_inputs.vocab"),
+    "streams": Size("streams.count"),
+    "laurel_rank": Size("streams.laurel_rank"),
 }
 """Name of a size in shapes -> the size."""
 
@@ -350,6 +354,8 @@ FEATURES: Mapping[str, Holds] = {
     "router_bias": lambda config, kind, layer: config.experts.router_bias,
     "expert_norms": lambda config, kind, layer: config.experts.own_norms,
     "layer_inputs": lambda config, kind, layer: config.layer_inputs.width > 0,
+    "streams": lambda config, kind, layer: config.streams.count > 0,
+    "sparse_mlp": lambda config, kind, layer: any(each.sparsity for each in config.layers),
     "layer_scale": lambda config, kind, layer: config.layer_scale,
     "layers_differ": lambda config, kind, layer: any(
         config.own_sizes(each) for each in range(config.layer_count)

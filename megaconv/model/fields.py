@@ -24,6 +24,7 @@ from megaconv.model.subjects import (
     Positions,
     Retrieval,
     Retriever,
+    Streams,
     Temperature,
 )
 
@@ -39,6 +40,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "mamba": Mamba,
     "experts": Experts,
     "layer_inputs": LayerInputs,
+    "streams": Streams,
     "encoder": Encoder,
     "retrieval": Retrieval,
     "head": Head,
@@ -115,7 +117,7 @@ STRUCTURE = (
     *("retriever.towers", "retriever.projection", "retriever.pooler"),
     *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),
     *("indexer.heads", "indexer.head_dim", "experts.own_norms"),
-    *("layer_inputs.width", "layer_inputs.vocab"),
+    *("layer_inputs.width", "layer_inputs.vocab", "streams.count", "streams.laurel_rank"),
     *(
         "linear.key_heads",
         "linear.value_heads",
@@ -228,10 +230,15 @@ def meaning_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def _own(config: ModelConfig, size: str) -> Any:
-    """The field of layers with the sizes of their own. A layer that repeats the model's size has none."""
+    """The field of layers with the sizes of their own. A layer that repeats the model's size has none, and a layer
+    without the part that has this size has none either."""
     usual = SIZES[size].of(config)
-    found = (getattr(kind, size) for kind in config.layers)
-    return one_or_each(tuple(None if own == usual else own for own in found))
+    found = []
+    for kind in config.layers:
+        has_part = kind.mlp != "none" if size == "ffn" else kind.mixer == "attention"
+        own = getattr(kind, size) if has_part else None
+        found.append(None if own == usual else own)
+    return one_or_each(tuple(found))
 
 
 _NONE_IF_ONE = frozenset({"experts.groups", "experts.group_topk", "experts.scale"})
@@ -266,6 +273,8 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield from _fields_below("mamba.")
     if not config.layer_inputs.width:
         yield "layer_inputs.vocab"
+    if not config.streams.count:
+        yield from (name for name in _fields_below("streams.") if name != "streams.count")
     if not config.retrieval.layers:
         yield from (name for name in _fields_below("retrieval.") if name != "retrieval.layers")
     if not config.indexer.heads:

@@ -35,6 +35,9 @@ class LayerKind:
     if this layer has one."""
     keys_as_values: bool = False
     """True if the projection of keys also gives the values."""
+    sparsity: float = 0.0
+    """The share of the elements of an MLP's first projection that become 0: those below a limit, which follows from
+    their mean and deviation. 0 in a usual MLP."""
 
 
 @dataclass(frozen=True)
@@ -282,6 +285,20 @@ class LayerInputs:
     """Elements of one layer's part."""
     vocab: int = 0
     """Tokens that have such an embedding."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Several residual streams (AltUp, arXiv 2301.13310, as in Gemma 3n). A layer works on one of them, and predicts and
+    corrects all others. All sizes are 0 in models with one stream."""
+
+    count: int = 0
+    active: int = 0
+    """Number of the stream that layers work on."""
+    scaled: bool = False
+    """True if a vector scales this stream before a layer's part of the second embedding is multiplied with it."""
+    laurel_rank: int = 0
+    """Rank of a product of two matrices that is added beside attention (LAuReL, arXiv 2411.07501)."""
 
 
 @dataclass(frozen=True)

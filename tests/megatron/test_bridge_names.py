@@ -352,7 +352,6 @@ WHOLES = {
 """...ForConditionalGeneration -> model_type, of models that see or hear. Of Mistral 3 those with a `mistral` inside, not a `ministral3`."""
 OTHERS = (
     *(
-        "DeciLMForCausalLM",
         "DeepseekV4ForCausalLM",
         "FalconH1ForCausalLM",
         "MiMoV2FlashForCausalLM",
@@ -381,6 +380,7 @@ OTHERS = (
 
 
 BETWEEN_FILES = {
+    "DeciLMForCausalLM": "nemotron_nas",
     "Gemma4ForCausalLM": "gemma4_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
 }

@@ -4,10 +4,6 @@ Architectures that are neither here nor in a family are unknown. Both are refuse
 """
 
 _REASONS: dict[str, tuple[str, ...]] = {
-    "of Gemma 3, only models like Gemma3ForCausalLM are supported, and not Gemma 3n": (
-        "Gemma3nForCausalLM",
-        "Gemma3nForConditionalGeneration",
-    ),
     "its language model attends to a prompt in both directions, and Megatron core attends to earlier tokens only": (
         "PaliGemmaForConditionalGeneration",
     ),
@@ -33,9 +29,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     ),
     "its layers apply attention and Mamba 2 in parallel to the same input": (
         "FalconH1ForCausalLM",
-    ),
-    "its layers differ in the widths of their MLPs, and some have no attention": (
-        "DeciLMForCausalLM",
     ),
     "most of its layers have Kimi Delta Attention, which has other projections than a gated delta net": (
         "KimiLinearForCausalLM",
