@@ -40,7 +40,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     family, config = read_config(
         directory / CONFIG_NAME,
         text_only=options.text_only,
-        whole=True,
+        whole=options.whole,
         own_names=options.own_names,
     )
     if options.true_vocab_size not in (None, config.vocab):

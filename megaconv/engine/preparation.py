@@ -225,7 +225,7 @@ def _refuse_own_names(header: Header, options: ConvertOptions) -> None:
     if unknown is None:
         return
     given = {"--quantize": options.save.quantize, "--base": options.save.base}
-    for option, value in (given | {"--adapter": options.adapters}).items():
+    for option, value in given.items():
         if value:
             raise UnknownFamily(f"{option}: needs a supported model; {unknown.reason}")
 
@@ -423,7 +423,13 @@ def load_options(saver: Saver, options: ConvertOptions) -> LoadOptions:
     dtype = None if options.dtype is None else dtype_name(options.dtype)
     if dtype == "float16":
         dtype = "float32"  # Cast quantized weights via float32, so that a value too large for float16 is detected.
-    return replace(options.load, optimizer=is_wanted, dtype=dtype, own_names=saver.keeps_names)
+    return replace(
+        options.load,
+        optimizer=is_wanted,
+        dtype=dtype,
+        own_names=saver.keeps_names,
+        whole=saver.holds_whole or not saver.keeps_names,
+    )
 
 
 def workers_of(options: ConvertOptions) -> int:
