@@ -153,6 +153,7 @@ def whole_model(
     left_out = {**family.left_out, **family.unused(config)}
     _warn_of_left_out(left_out, found, where)
     kept = _without(found, (*family.ignored, *left_out))
+    config = _with_own_names(config, kept, where)
     config = family.complete(config, kept)
     spellings = hf_namings(kept) if naming == HF else (naming,)
     if spellings == (HF,):
@@ -173,6 +174,16 @@ def whole_model(
     order = (Key(name, slot) for name in shapes for slot in (WEIGHT, *slots))
     in_order = {key: tensors[key] for key in order if key in tensors}
     return config, in_order
+
+
+def _with_own_names(
+    config: ModelConfig, found: Mapping[str, LazyTensor], where: str
+) -> ModelConfig:
+    """The configuration; if no family describes the model, with the names and shapes of its tensors."""
+    if config.own_names is None:
+        return config
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    return replace(config, own_names=config.own_names.with_tensors(shapes, where))
 
 
 def _without(found: Mapping[str, LazyTensor], patterns: tuple[str, ...]) -> dict[str, LazyTensor]:

@@ -569,39 +569,6 @@ CASES = [
         "only decoders are supported",
     ),
     Refused(
-        "gemma4_text",
-        {"use_bidirectional_attention": "all"},
-        {},
-        NotExpressible,
-        "use_bidirectional_attention 'all' is not supported",
-    ),
-    Refused(
-        "gemma4_text",
-        {"num_kv_shared_layers": 3},
-        {},
-        CorruptCheckpoint,
-        "num_kv_shared_layers should be a number below 3, found 3",
-    ),
-    Refused(
-        "gemma3n_text",
-        {"altup_num_inputs": 2, "num_kv_shared_layers": 0},
-        {},
-        UnknownFamily,
-        "altup_num_inputs 2 is not supported",
-    ),
-    Refused(
-        "nemotron_nas",
-        {
-            "block_configs": [{"attention": {"replace_with_linear": True}, "ffn": {"no_op": True}}]
-            * 3,
-            "intermediate_size": None,
-            "num_key_value_heads": None,
-        },
-        {},
-        NotExpressible,
-        "attention.replace_with_linear True in layer 0, which is not supported",
-    ),
-    Refused(
         "llama4",
         {"num_experts_per_tok": 2},
         {},

@@ -75,18 +75,14 @@ def shared_experts(*, count: int, width: int, key: str = "n_shared_experts") -> 
     )
 
 
-def first_dense(layers: int) -> Keys:
-    """first_k_dense_replace: the number of dense first layers. All other layers have experts."""
+def first_dense(layers: int, key: str = "first_k_dense_replace") -> Keys:
+    """The key that counts the dense first layers. All other layers have experts."""
 
     def read(raw: Raw) -> Fields:
-        first, count = raw.get("first_k_dense_replace", layers), need_size(raw, "num_hidden_layers")
+        first, count = raw.get(key, layers), need_size(raw, "num_hidden_layers")
         return {"layers.mlp": per_layer(range(first, count), count, "experts", "dense")}
 
-    return Keys(
-        ("first_k_dense_replace",),
-        read,
-        lambda config: {"first_k_dense_replace": _first_with_experts(config)},
-    )
+    return Keys((key,), read, lambda config: {key: _first_with_experts(config)})
 
 
 def _first_with_experts(config: ModelConfig) -> int:
