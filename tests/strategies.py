@@ -182,7 +182,16 @@ OTHER_NORMS = (
 OTHER_POSITIONS = ("biogpt", "bloom", "ctrl", "gpt_neo", "mpt", "opt", "xglm")
 """Families with ALiBi, or with learned positions beside windows or after unused rows."""
 OF_GRANITE = ("granite_moe", "granite_moe_shared", "granite_moe_swa", "granite_swa")
-OTHERS = ("afmoe", "aria_text", "axk1", "flint", "gpt_bigcode", "gpt_neox_japanese", "minicpm3")
+OTHERS = (
+    "afmoe",
+    "aria_text",
+    "axk1",
+    "flint",
+    "gpt_bigcode",
+    "gpt_neox_japanese",
+    "minicpm3",
+    "mistral4",
+)
 OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
 BETWEEN_FILES = ("gemma3n_text", "gemma4_text", "nemotron_nas")
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
