@@ -127,6 +127,51 @@ def test_a_cast_changes_floating_point_tensors_alone(model: Path, tmp_path: Path
     assert (raw.get("dtype") or raw["torch_dtype"]) == "bfloat16"
 
 
+def test_weights_of_a_quantization_that_is_not_read_are_copied(hf: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(hf, source)
+    raw = json.loads((source / "config.json").read_text())
+    quantized = raw | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (source / "config.json").write_text(json.dumps(quantized))
+    packed = weights(hf) | {
+        "model.layers.0.mlp.up_proj.qweight": torch.arange(6, dtype=torch.int32)
+    }
+    save_file(packed, source / "model.safetensors")
+    megaconv.convert(source, tmp_path / "out", saver="hf", verify=True)
+    assert_equal(weights(tmp_path / "out"), packed)
+    assert json.loads((tmp_path / "out/config.json").read_text()) == quantized
+    for words in (("hf", "--dtype", "fp32"), ("core",)):
+        outcome = run("convert", source, tmp_path / "other", "--saver", *words)
+        assert_refused(outcome, 3, "quantized (gptq)")
+
+
+def test_a_multimodal_model_becomes_a_distributed_checkpoint(tmp_path: Path) -> None:
+    source = FIXTURES / "whole-qwen2_5_vl"
+    megaconv.convert(source, tmp_path / "dcp", saver="dcp")
+    megaconv.convert(tmp_path / "dcp", tmp_path / "back", saver="hf")
+    assert_equal(weights(tmp_path / "back"), weights(source))
+
+
+def test_an_adapter_is_merged_by_the_names_of_its_modules(hf: Path, tmp_path: Path) -> None:
+    source, adapter = unlisted(hf, tmp_path / "source"), tmp_path / "adapter"
+    name = "model.layers.1.mlp.down_proj"
+    held = weights(source)
+    rows, columns = held[f"{name}.weight"].shape
+    a, b = torch.randn(4, columns), torch.randn(rows, 4)
+    adapter.mkdir()
+    sides = {"A": a, "B": b}
+    stored = {f"base_model.model.{name}.lora_{side}.weight": sides[side] for side in "AB"}
+    save_file(stored, adapter / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["down_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(described))
+    outcome = run("merge", source, adapter, "--save-dir", tmp_path / "out")
+    assert outcome.status == 0, outcome.err
+    found = weights(tmp_path / "out")
+    merged = (held[f"{name}.weight"].float() + 8 / 4 * b @ a).bfloat16()
+    assert torch.equal(found.pop(f"{name}.weight"), merged)
+    assert_equal(found, {key: tensor for key, tensor in held.items() if key in found})
+
+
 @pytest.mark.parametrize(
     "fixture",
     [
