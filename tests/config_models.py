@@ -29,7 +29,7 @@ FAMILIES = sorted(
 LLAMA_LIKE = [name for name in FAMILIES if name not in ("gpt2", "mamba2", "nemotron_h", "qwen")]
 """Families whose config.json has Llama's words."""
 WITHOUT_CLASS = (
-    *("bailing_moe2", "internlm2", "mimo", "nemotron_nas", "qwen"),
+    *("baichuan", "bailing_moe2", "internlm2", "mimo", "nemotron_nas", "qwen"),
     *("sarvam_mla", "sarvam_moe"),
 )
 """Families that no release of transformers has."""
@@ -231,6 +231,7 @@ OWN_KEYS: dict[str, Raw] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 7e3},
         },
     },
+    "baichuan": {"head_dim": 4, "num_key_value_heads": 8},
     "gemma3n_text": {
         "hidden_act": "gelu_pytorch_tanh",
         "layer_types": ["sliding_attention", "full_attention"] * 2,

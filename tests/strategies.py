@@ -195,7 +195,7 @@ OTHERS = (
 OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
 BETWEEN_FILES = ("gemma3n_text", "gemma4_text", "nemotron_nas")
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
-BEYOND_MEGATRON = ("granite_moe_hybrid", *OTHER_LAYERS, *BETWEEN_FILES)
+BEYOND_MEGATRON = ("baichuan", "granite_moe_hybrid", *OTHER_LAYERS, *BETWEEN_FILES)
 """Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""
 
 

@@ -318,6 +318,7 @@ FEATURES: Mapping[str, Holds] = {
     ),
     "scaled_scores": lambda config, kind, layer: config.attention.scale is not None,
     "capped_scores": lambda config, kind, layer: config.attention.score_cap is not None,
+    "normalized_head": lambda config, kind, layer: config.head.normalized,
     "capped_logits": lambda config, kind, layer: config.head.logit_cap is not None,
     "scaled_embedding": lambda config, kind, layer: config.embedding_scale is not None,
     "tempered": lambda config, kind, layer: config.temperature.scale != 0,

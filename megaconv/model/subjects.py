@@ -353,6 +353,8 @@ class Head:
     """A tanh limits logits to the range between minus and plus this value; None: no limit."""
     divisor: float | None = None
     """A number that logits are divided by; None for 1."""
+    normalized: bool = False
+    """True if each row of the head's matrix is divided by its length before it is multiplied with the hidden states."""
 
 
 @dataclass(frozen=True)

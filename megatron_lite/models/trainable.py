@@ -29,6 +29,7 @@ TRAINED = (
 )  # fmt: skip
 """Families that the decoder supports by configuration."""
 CONVERTED_ONLY = {
+    "baichuan": "a head whose rows are divided by their lengths, and ALiBi beside gated MLPs",
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
     "gemma4_text": "layers that share keys and values or have sizes of their own, and experts with norms of their own",
     "nemotron_nas": "layers with sizes of their own, some of them without attention or without an MLP",
@@ -48,6 +49,7 @@ NOT_COMPUTED = {
     "v_norm": "norms of values",
     "expert_norms": "norms of the router's and the experts' own",
     "layer_inputs": "a second embedding, with a part for each layer",
+    "normalized_head": "a head whose rows are divided by their lengths",
     "streams": "several residual streams",
     "sparse_mlp": "MLPs that set most of their elements to 0",
     "layer_scale": "a number that scales each layer's output",
