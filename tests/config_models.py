@@ -232,6 +232,26 @@ OWN_KEYS: dict[str, Raw] = {
         },
     },
     "baichuan": {"head_dim": 4, "num_key_value_heads": 8},
+    "step3p5": {
+        **SHARED_KEYS,
+        "n_routed_experts": 6,
+        "share_expert_dim": 40,
+        "sliding_window": 16,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "num_sliding_attention_heads": 16,
+        "swiglu_limits": [0.0, 7.0, 0.0, 0.0],
+        "swiglu_limits_shared": [0.0, 16.0, 9.0, 0.0],
+        "moe_router_scaling_factor": 3.0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default",
+                "partial_rotary_factor": 0.5,
+                "rope_theta": 5e5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 7e3},
+        },
+    },
     "gemma3n_text": {
         "hidden_act": "gelu_pytorch_tanh",
         "layer_types": ["sliding_attention", "full_attention"] * 2,

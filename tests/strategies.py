@@ -193,7 +193,7 @@ OTHERS = (
     "mistral4",
 )
 OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
-BETWEEN_FILES = ("gemma3n_text", "gemma4_text", "nemotron_nas")
+BETWEEN_FILES = ("gemma3n_text", "gemma4_text", "nemotron_nas", "step3p5")
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
 BEYOND_MEGATRON = ("baichuan", "granite_moe_hybrid", *OTHER_LAYERS, *BETWEEN_FILES)
 """Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""

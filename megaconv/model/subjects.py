@@ -35,6 +35,11 @@ class LayerKind:
     if this layer has one."""
     keys_as_values: bool = False
     """True if the projection of keys also gives the values."""
+    limit: float | None = None
+    """Upper limit of the activation's output, and limit of the second projection in both directions, in routed experts;
+    None: no limits."""
+    shared_limit: float | None = None
+    """The same in the MLP and in the shared expert."""
     sparsity: float = 0.0
     """The share of the elements of an MLP's first projection that become 0: those below a limit, which follows from
     their mean and deviation. 0 in a usual MLP."""
@@ -69,6 +74,8 @@ class Attention:
     """A tanh limits scores to the range between minus and plus this value; None: no limit."""
     output_gate: bool = False
     """True if the sigmoid of another projection, as wide as q, scales the output of attention."""
+    head_gate: bool = False
+    """True if the sigmoid of another projection, with one element for each head, scales the output of attention."""
     clip: float | None = None
     """The limit of the elements of q, k and v in both directions, before norms and rope; None: no limit."""
     v_norm: bool = False
@@ -177,6 +184,8 @@ class Positions:
     """Rope scaling in Hugging Face's form, with `rope_type`; None if positions are not scaled."""
     rotary_percent: float = 1.0
     """The share of a head's elements that rotates, from the first element on."""
+    local_rotary_percent: float | None = None
+    """The same in the layers with a window, if they have their own share."""
     interleaved: bool = False
     """True if an element rotates with its neighbour. False if it rotates with the element half a head further on."""
     backwards: bool = False

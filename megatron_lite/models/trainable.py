@@ -32,6 +32,7 @@ CONVERTED_ONLY = {
     "baichuan": "a head whose rows are divided by their lengths, and ALiBi beside gated MLPs",
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
     "gemma4_text": "layers that share keys and values or have sizes of their own, and experts with norms of their own",
+    "step3p5": "layers with numbers of heads of their own, and gates of whole heads",
     "nemotron_nas": "layers with sizes of their own, some of them without attention or without an MLP",
 }
 """Families that the decoder doesn't support -> the parts of their models that it lacks."""
@@ -50,6 +51,9 @@ NOT_COMPUTED = {
     "expert_norms": "norms of the router's and the experts' own",
     "layer_inputs": "a second embedding, with a part for each layer",
     "normalized_head": "a head whose rows are divided by their lengths",
+    "head_gate": "gates of whole heads",
+    "limits": "limits of activations in some layers",
+    "two_rotations": "layers that rotate another share of their heads than the others",
     "streams": "several residual streams",
     "sparse_mlp": "MLPs that set most of their elements to 0",
     "layer_scale": "a number that scales each layer's output",
