@@ -191,6 +191,13 @@ OWN_KEYS: dict[str, Raw] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "axk1": {**LATENT_KEYS, **MLP_KINDS, "n_group": 3, "topk_group": 2},
+    "kolibri1": {
+        **SHARED_KEYS,
+        "num_local_experts": 6,
+        "shared_expert_intermediate_size": 40,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "mistral4": {**LATENT_KEYS, "head_dim": 10, "rope_scaling": MISTRAL_YARN},
     "cohere2_moe": {
         "layer_norm_eps": 1e-5,

@@ -185,6 +185,7 @@ OTHERS = (
     "flint",
     "gpt_bigcode",
     "gpt_neox_japanese",
+    "kolibri1",
     "minicpm3",
     "mistral4",
 )

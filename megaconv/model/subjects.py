@@ -248,6 +248,8 @@ class Experts:
     RANKED_BY experts. None if there are no groups."""
     router_bias: bool = False
     """True if a bias per expert, in fp32, affects the selection (but not the weights)."""
+    bias_on_logits: bool = False
+    """True if that bias is added to the router's logits, not to the scores that a sigmoid makes of them."""
     latent: int = 0
     """Width of the routed experts' input and output, if projections connect them to the hidden states; 0 if experts
     work on the hidden states."""

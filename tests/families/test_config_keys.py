@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible
+from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, UnknownFamily
 from megaconv.families import Family, families
 from megaconv.families.parts.keys import HARMLESS, OFF
 from megaconv.model.fields import fields_of
@@ -242,3 +242,8 @@ def test_keys_of_mistral_4_that_follow_from_others_have_to_agree(
 ) -> None:
     with pytest.raises(CorruptCheckpoint, match=message):
         families()["mistral4"].read_hf(raw_config("mistral4", **keys))
+
+
+def test_a_kolibri_without_a_window_is_refused_by_name() -> None:
+    with pytest.raises(UnknownFamily, match="sliding_window None is not supported"):
+        families()["kolibri1"].read_hf(raw_config("kolibri1", sliding_window=None))
