@@ -62,6 +62,10 @@ def has_mamba(family: str) -> bool:
     return any("mamba" in (row.when or "").split() for row in families()[family].rows)
 
 
+def has_convolutions(family: str) -> bool:
+    return any("convolution" in (row.when or "").split() for row in families()[family].rows)
+
+
 def norms_all_heads(family: str) -> bool:
     """Whether q and k are normed over all heads, so that ranks can't share one."""
     return any(
@@ -126,6 +130,18 @@ def with_linear_attention(draw: Draw, config: ModelConfig, tp: int = 1) -> Model
     )
 
 
+@st.composite
+def with_convolutions(draw: Draw, config: ModelConfig, tp: int = 1) -> ModelConfig:
+    """The model with a short convolution in some layers. Its channels are as many as the hidden states are wide."""
+    layers = draw(st.sets(st.integers(0, config.layer_count - 1), min_size=1))
+    mixers = per_layer(layers, config.layer_count, "convolution", "attention")
+    width = draw(st.integers(1, 4))
+    hidden = config.hidden * tp
+    return changed(
+        config, {"layers.mixer": mixers, "convolution.width": width, "hidden": hidden}
+    )
+
+
 def hybrid_fields(
     pattern: str, groups: int = 2, experts: int = 4, width: int = 4, latent: int = 0
 ) -> dict[str, Any]:
@@ -180,7 +196,9 @@ OTHER_POSITIONS = ("biogpt", "bloom", "ctrl", "gpt_neo", "mpt", "opt", "xglm")
 OF_GRANITE = ("granite_moe", "granite_moe_shared", "granite_moe_swa", "granite_swa")
 OTHERS = ("aria_text", "axk1", "flint", "gpt_bigcode", "gpt_neox_japanese", "minicpm3")
 OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
-BEYOND_MEGATRON = ("granite_moe_hybrid", *OTHER_LAYERS)
+OTHER_MIXERS = ("lfm2",)
+"""Families with mixers that Megatron core lacks, or that it has only with other norms."""
+BEYOND_MEGATRON = ("granite_moe_hybrid", *OTHER_MIXERS, *OTHER_LAYERS)
 """Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""
 
 
@@ -343,6 +361,8 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
             config,
             {"positions.kind": draw(st.sampled_from(kinds)), "norm.kind": norm, **flags, **sizes},
         )
+    if has_convolutions(family):
+        config = draw(with_convolutions(config, tp))
     if has_linear_attention(family):
         config = draw(with_linear_attention(config, tp))
     if has_mamba(family):

@@ -540,6 +540,12 @@ GRANITE = {
 MIXED_LAYERS = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 }
+LFM2: dict[str, Any] = {
+    "conv_L_cache": 4,
+    "norm_eps": 1e-3,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "tie_word_embeddings": False,
+}
 FALCON: dict[str, Any] = {"layer_norm_epsilon": 1e-3, **rope(5000.0)}
 BEYOND_MEGATRON = {
     "granite": Variant(
@@ -684,6 +690,10 @@ BEYOND_MEGATRON = {
         "granitemoehybrid",
         {**MIXED, **MIXED_LAYERS, **GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
         {"one expert": {"num_experts_per_tok": 1}, "rope": {"position_embedding_type": "rope"}},
+    ),
+    "lfm2": Variant(
+        "lfm2", {**LFM2, "intermediate_size": 99, "block_multiple_of": 8},
+        {"epsilon": {"norm_eps": 1e-2}},
     ),
     "ministral3, long": Variant(
         "ministral3", {"head_dim": 12, **rope(5000.0, **YARN, llama_4_scaling_beta=0.3) },

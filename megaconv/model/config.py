@@ -28,6 +28,7 @@ from megaconv.model.subjects import (
     Positions,
     Retrieval,
     Retriever,
+    ShortConvolution,
     Temperature,
     retrieving_layers,
 )
@@ -52,6 +53,7 @@ class ModelConfig:
     indexer: Indexer = field(default_factory=Indexer)
     linear: LinearAttention = field(default_factory=LinearAttention)
     mamba: Mamba = field(default_factory=Mamba)
+    convolution: ShortConvolution = field(default_factory=ShortConvolution)
     experts: Experts = field(default_factory=Experts)
     encoder: Encoder = field(default_factory=Encoder)
     retrieval: Retrieval = field(default_factory=Retrieval)
@@ -115,6 +117,7 @@ class ModelConfig:
             )
         self._check_linear()
         self._check_mamba()
+        self._check_convolution()
         self._check_retrieval()
 
     def _check_linear(self) -> None:
@@ -142,6 +145,12 @@ class ModelConfig:
         ):
             what = f"{mamba.heads} heads of {mamba.head_dim} in {mamba.groups} groups, and a state of {mamba.state}"
             raise CorruptCheckpoint(f"the model's Mamba layers can't have {what}")
+
+    def _check_convolution(self) -> None:
+        if any(kind.mixer == "convolution" for kind in self.layers) and not self.convolution.width:
+            raise CorruptCheckpoint(
+                "the model's short convolutions should be over a positive number of positions, found 0"
+            )
 
     def _check_retrieval(self) -> None:
         found = self.retrieval
@@ -195,6 +204,7 @@ class ModelConfig:
             "kv_and_rope": self.latent.kv_rank + rope_dim,
             "expert_hidden": self.experts.latent or self.hidden,
             "position_rows": self.max_positions + self.positions.offset,
+            "conv_channels": self.hidden,
         }
         tower = {} if self.whole is None else self.whole.sizes
         return {name: size.of(self) for name, size in SIZES.items()} | derived | dict(tower)
@@ -243,6 +253,7 @@ SIZES: Mapping[str, Size] = {
     "mamba_head_dim": Size("mamba.head_dim"),
     "mamba_groups": Size("mamba.groups"),
     "mamba_state": Size("mamba.state"),
+    "conv_width": Size("convolution.width"),
 }
 """Name of a size in shapes -> the size."""
 
@@ -309,6 +320,9 @@ FEATURES: Mapping[str, Holds] = {
     "mamba_layers": lambda config, kind, layer: any(
         each.mixer == "mamba" for each in config.layers
     ),
+    "convolution_layers": lambda config, kind, layer: any(
+        each.mixer == "convolution" for each in config.layers
+    ),
     "hybrid_stack": lambda config, kind, layer: any(
         each.mixer in ("mamba", "none") or each.mlp == "none" for each in config.layers
     ),
@@ -368,6 +382,7 @@ FEATURES: Mapping[str, Holds] = {
     "attention": lambda config, kind, layer: kind.mixer == "attention",
     "linear": lambda config, kind, layer: kind.mixer == "linear",
     "mamba": lambda config, kind, layer: kind.mixer == "mamba",
+    "convolution": lambda config, kind, layer: kind.mixer == "convolution",
     "moe": lambda config, kind, layer: config.experts.count > 0 and kind.mlp == "experts",
     "dense": lambda config, kind, layer: (
         kind.mlp != "none" and not (config.experts.count and kind.mlp == "experts")

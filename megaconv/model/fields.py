@@ -23,6 +23,7 @@ from megaconv.model.subjects import (
     Positions,
     Retrieval,
     Retriever,
+    ShortConvolution,
     Temperature,
 )
 
@@ -36,6 +37,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "indexer": Indexer,
     "linear": LinearAttention,
     "mamba": Mamba,
+    "convolution": ShortConvolution,
     "experts": Experts,
     "encoder": Encoder,
     "retrieval": Retrieval,
@@ -117,6 +119,7 @@ STRUCTURE = (
         "linear.conv",
     ),
     *("mamba.heads", "mamba.head_dim", "mamba.groups", "mamba.state"),
+    "convolution.width",
 )
 """Fields that decide the names and shapes of tensors. Two descriptions of one checkpoint have to agree on these."""
 
@@ -249,6 +252,8 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield from _fields_below("linear.")
     if not config.has("mamba_layers"):
         yield from _fields_below("mamba.")
+    if not config.has("convolution_layers"):
+        yield "convolution.width"
     if not config.retrieval.layers:
         yield from (name for name in _fields_below("retrieval.") if name != "retrieval.layers")
     if not config.indexer.heads:
