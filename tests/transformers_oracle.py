@@ -695,6 +695,10 @@ BEYOND_MEGATRON = {
         "lfm2", {**LFM2, "intermediate_size": 99, "block_multiple_of": 8},
         {"epsilon": {"norm_eps": 1e-2}},
     ),
+    "lfm2_moe": Variant(
+        "lfm2_moe", {**LFM2, **EXPERTS, "num_experts": 4, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+        {"weights left as they are": {"norm_topk_prob": False}, "no bias": {"use_expert_bias": False}},
+    ),
     "ministral3, long": Variant(
         "ministral3", {"head_dim": 12, **rope(5000.0, **YARN, llama_4_scaling_beta=0.3) },
         {"no temperature": rope(5000.0, **YARN)},
@@ -758,7 +762,7 @@ def create(variant: Variant, directory: Path) -> None:
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.2)
     model.save_pretrained(directory)
     _name_own_class(family_of(variant), directory / "config.json")

@@ -21,7 +21,7 @@ TRAINED = (
     "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss",
     "gptj", "granite", "granite_moe", "granite_moe_hybrid", "granite_moe_shared", "granite_moe_swa", "granite_swa",
     "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder",
-    "jais2", "lfm2", "llama", "llama4", "mamba2", "mellum", "mimo", "minicpm3", "minimax_m2", "ministral", "ministral3",
+    "jais2", "lfm2", "lfm2_moe", "llama", "llama4", "mamba2", "mellum", "mimo", "minicpm3", "minimax_m2", "ministral", "ministral3",
     "mistral", "mixtral", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt",
     "persimmon", "phi", "phi3", "qwen", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe",
     "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",

@@ -152,6 +152,7 @@ READ_UNDER_BOTH = {("qwen3_moe", "num_experts"), ("nemotron_h", "layer_types")}
 """(family, name): what the family's keys read themselves, since config.json files have it under either name."""
 READ_BY_THE_CLASS = {
     "lfm2": {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+    "lfm2_moe": {"tie_embedding": "tie_word_embeddings"},
 }
 """Family -> further names that transformers' class reads itself, beside its attribute_map."""
 

@@ -75,18 +75,19 @@ def shared_experts(*, count: int, width: int, key: str = "n_shared_experts") -> 
     )
 
 
-def first_dense(layers: int) -> Keys:
-    """first_k_dense_replace: the number of dense first layers. All other layers have experts."""
+def first_dense(
+    dense: int, *, key: str = "first_k_dense_replace", layers: int | None = None
+) -> Keys:
+    """The number of dense first layers. All other layers have experts.
+
+    layers: the number of layers if config.json has none; None if it must have one.
+    """
 
     def read(raw: Raw) -> Fields:
-        first, count = raw.get("first_k_dense_replace", layers), need_size(raw, "num_hidden_layers")
+        first, count = raw.get(key, dense), need_size(raw, "num_hidden_layers", layers)
         return {"layers.mlp": per_layer(range(first, count), count, "experts", "dense")}
 
-    return Keys(
-        ("first_k_dense_replace",),
-        read,
-        lambda config: {"first_k_dense_replace": _first_with_experts(config)},
-    )
+    return Keys((key,), read, lambda config: {key: _first_with_experts(config)})
 
 
 def _first_with_experts(config: ModelConfig) -> int:

@@ -27,6 +27,7 @@ HYBRIDS = {
     "granite_moe_hybrid": OF_MAMBA,
     "granite_moe_hybrid, experts": OF_MAMBA,
     "lfm2": OF_CONVOLUTIONS,
+    "lfm2_moe": OF_CONVOLUTIONS,
     "qwen3_5": OF_DELTA_NETS,
     "qwen3_next": OF_DELTA_NETS,
     "qwen3_5_moe": OF_DELTA_NETS,
@@ -58,6 +59,9 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(
         ("bamba", Layout(2, stage_layers=(BAMBA,)), False),
         ("qwen3_5", Layout(2, stage_layers=(LAYERS,)), False),
         pytest.param("lfm2", UNEVEN, True, marks=pytest.mark.slow),
+        pytest.param(
+            "lfm2_moe", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True, marks=pytest.mark.slow
+        ),
         ("nemotron_h, experts", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True),
         ("qwen3_next", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True),
         pytest.param("mamba2", UNEVEN, True, marks=pytest.mark.slow),
