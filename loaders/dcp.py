@@ -60,7 +60,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             f"{path}: a distributed checkpoint doesn't describe its model; give --config with the model's Hugging Face directory",
             code="config-needed",
         )
-    family, config = read_config(directory / CONFIG_NAME)
+    family, config = read_config(directory / CONFIG_NAME, own_names=options.own_names)
     if options.true_vocab_size not in (None, config.vocab):
         raise UsageError(
             f"{path}: its vocabulary of {config.vocab} has no padding; leave --true-vocab-size out"
@@ -69,7 +69,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     opened = sharded_safetensors.read(path) if archives is None else archives.tensors()
     plain = {_plain(name): tensor for name, tensor in opened.items() if not _NOT_MODEL.match(name)}
     stored = {titan_names.before_03(name, plain.keys()): each for name, each in plain.items()}
-    naming, prefix = _spelling(path, family, stored)
+    naming, prefix = (HF, "") if config.own_names else _spelling(path, family, stored)
     found = {
         name.removeprefix(prefix): tensor
         for name, tensor in stored.items()
@@ -77,7 +77,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     }
     takes = takes_megatrons(options.extra)
     run = None
-    if archives is not None and options.optimizer:
+    if archives is not None and options.optimizer and not config.own_names:
         parameters = Parameters.of(family, config, (naming,) if naming == _TITAN else _TRANSFORMERS)
         with well_formed(str(path)):
             name_of = _Names(found, plain, prefix).of_parameter
@@ -154,6 +154,7 @@ LOADER = Loader(
     description="PyTorch distributed checkpoints (DCP) with transformers' or torchtitan's names; needs --config",
     detect=detect,
     open=open,
+    keeps_names=True,
     options={
         **GROUP_OPTIONS,
         GLOBAL_BATCH_SIZE: "the samples of a step of the run, from which Megatron's count follows",

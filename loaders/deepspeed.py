@@ -73,7 +73,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             f"{path}: a DeepSpeed checkpoint doesn't describe its model; give --config with the model's Hugging Face directory",
             code="config-needed",
         )
-    family, config = read_config(directory / CONFIG_NAME)
+    family, config = read_config(directory / CONFIG_NAME, own_names=options.own_names)
+    if config.own_names is not None:
+        return _under_own_names(step, directory, (family, config), options)
     asked = takes_megatrons(options.extra)
     found = zero_partitions.open_step(step)
     of_optimizer = _of_optimizer(found)
@@ -107,10 +109,34 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         manifest,
         training=training,
         files=find_sidecars(directory),
-        source=f"deepspeed, {'universal, of ' if found.universal else ''}ZeRO {_stage(found)} of {found.ranks} ranks",
+        source=_kind(found),
         has_optimizer=bool(found.slots),
     )
     return OpenedSource(header, tensors)
+
+
+def _under_own_names(
+    step: Path, directory: Path, model: tuple[Family, ModelConfig], options: LoadOptions
+) -> OpenedSource:
+    """Open the weights of a model that no family describes. directory: the place of its config.json."""
+    found = zero_partitions.open_step(step)
+    masters = _of_optimizer(found).get(MASTER, {})
+    weights = _weights(found, masters, in_fp32=options.dtype == "float32")
+    config, tensors = whole_model(*model, HF, weights, str(step))
+    manifest = describe(tensors)
+    header = Header(
+        replace(config, dtype=main_dtype(manifest)),
+        manifest,
+        files=find_sidecars(directory),
+        source=_kind(found),
+        has_optimizer=bool(found.slots),
+    )
+    return OpenedSource(header, tensors)
+
+
+def _kind(found: ZeroCheckpoint) -> str:
+    universal = "universal, of " if found.universal else ""
+    return f"deepspeed, {universal}ZeRO {_stage(found)} of {found.ranks} ranks"
 
 
 def _stage(found: ZeroCheckpoint) -> str:
@@ -201,6 +227,7 @@ LOADER = Loader(
     "layer files of pipelines",
     detect=detect,
     open=open,
+    keeps_names=True,
     options=GROUP_OPTIONS,
     reads_files=False,
 )

@@ -33,7 +33,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             f"{path}: has no huggingface/{CONFIG_NAME}; give --config with the Hugging Face directory of the model",
             code="config-needed",
         )
-    family, config = read_config(directory / CONFIG_NAME)
+    family, config = read_config(directory / CONFIG_NAME, own_names=options.own_names)
     if options.true_vocab_size not in (None, config.vocab):
         raise UsageError(
             f"{path}: its vocabulary of {config.vocab} has no padding; leave --true-vocab-size out"
@@ -57,5 +57,6 @@ LOADER = Loader(
     description="FSDP of verl: model_world_size_N_rank_R.pt of every rank, with huggingface/ beside",
     detect=detect,
     open=open,
+    keeps_names=True,
     reads_files=False,
 )

@@ -37,7 +37,12 @@ def detect(path: Path) -> bool:
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     """Open a directory. Raises CheckpointError unless it is a complete model of a known family."""
     directory = options.config or path
-    family, config = read_config(directory / CONFIG_NAME, text_only=options.text_only, whole=True)
+    family, config = read_config(
+        directory / CONFIG_NAME,
+        text_only=options.text_only,
+        whole=options.whole,
+        own_names=options.own_names,
+    )
     if options.true_vocab_size not in (None, config.vocab):
         raise UsageError(
             f"{path}: its vocabulary of {config.vocab} has no padding; --true-vocab-size is for Megatron checkpoints"
@@ -110,6 +115,7 @@ LOADER = Loader(
     description="Hugging Face transformers: config.json with *.safetensors or *.bin",
     detect=detect,
     open=open,
+    keeps_names=True,
     reads_files=False,
     has_text_only=True,
 )

@@ -33,5 +33,7 @@ class Loader:
     """Schemes such as `store`: `detect` and `open` also get URIs such as store://bucket/model, as a str."""
     reads_files: bool = True
     """False if every checkpoint is a directory. A file is then refused, with advice, before `open`."""
+    keeps_names: bool = False
+    """True if the loader also reads models that no family describes (`LoadOptions.own_names`)."""
     has_text_only: bool = False
     """True if the loader reads the language model of a multimodal model alone (`--text-only`)."""

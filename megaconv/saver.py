@@ -63,6 +63,8 @@ class Saver:
     """True if the saver gets adapters (`Header.adapter`). Other savers get whole models only."""
     holds_whole: bool = False
     """True if the saver gets all parts of a multimodal model."""
+    keeps_names: bool = False
+    """True if the saver gets models that no family describes, with tensors under their own names."""
     holds_shifted: bool = False
     """True if the saver gets tensors as their source stores them (`values/shifted.py`), with the added constants in
     Header.shifts.

@@ -96,6 +96,7 @@ SAVER = Saver(
     },
     uses=uses,
     holds_optimizer=True,
+    keeps_names=True,
     trains_weights=True,
     unfit=groups.unfit,
 )

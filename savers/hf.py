@@ -189,6 +189,7 @@ SAVER = Saver(
     plan=plan,
     uses=uses,
     holds_whole=True,
+    keeps_names=True,
     forms=forms,
     reads_back=True,
 )

@@ -181,6 +181,16 @@ OWN_KEYS: dict[str, Raw] = {
     },
     **{name: {"hidden_act": "relu2"} for name in ("nanochat", "bitnet")},
     "aria_text": {"moe_num_experts": 6, "moe_topk": 3},
+    "afmoe": {
+        **SHARED_KEYS,
+        "num_experts": 6,
+        "num_shared_experts": 2,
+        "num_dense_layers": 2,
+        "mup_enabled": True,
+        "route_scale": 2.5,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "axk1": {**LATENT_KEYS, **MLP_KINDS, "n_group": 3, "topk_group": 2},
     "cohere2_moe": {
         "layer_norm_eps": 1e-5,

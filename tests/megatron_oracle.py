@@ -3,8 +3,8 @@
     with Megatron(directory) as megatron:
         logits = megatron.logits(checkpoint, tokens)
 
-The parent imports neither Megatron nor its patches; a rank is `python -m tests.megatron_oracle RANK`. It reads one JSON job
-a line (checkpoint, file of tokens, file for logits) and answers each with one line.
+The parent imports neither Megatron nor its patches: `python -m tests.megatron_oracle` does so once, and forks the ranks. A rank
+reads one JSON job a line (checkpoint, file of tokens, file for logits) and answers each with one line.
 
 A model is built from nothing but the `args` of the checkpoint, in the way that Megatron-LM's own training scripts do it:
 core_transformer_config_from_args (megatron/training/arguments.py) and the GPT builder (gpt_builders.py), core 0.16.1.
@@ -12,8 +12,10 @@ core_transformer_config_from_args (megatron/training/arguments.py) and the GPT b
 
 import argparse
 import contextlib
+import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -22,7 +24,7 @@ from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 from tests import custom_layers, delta_net_oracle, encoder_oracle, mamba_oracle, sparse_oracle
 from tests.custom_layers import CORES_OWN, Needs
@@ -43,12 +45,20 @@ class OracleFailed(Exception):
     """Megatron would not load or run a checkpoint; says what every rank said."""
 
 
+class Rank(NamedTuple):
+    """The parent's ends of two pipes."""
+
+    jobs: IO[str]
+    replies: IO[str]
+
+
 class Megatron:
     """The parent's side. Ranks start with the first question, and again after a failed one."""
 
     def __init__(self, directory: Path) -> None:
         """directory: an existing one of our own, for what passes between the processes."""
-        self._directory, self._ranks, self._count = directory, list[subprocess.Popen[str]](), 0
+        self._directory, self._ranks, self._count = directory, list[Rank](), 0
+        self._forks: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Megatron":
         return self
@@ -78,8 +88,8 @@ class Megatron:
         )
         torch.save(tokens, asked)
         for rank in self._ranks:
-            _write_line(rank.stdin, json.dumps([str(checkpoint), str(asked), str(answer)]))
-        replies = [_read_reply(rank.stdout) for rank in self._ranks]
+            _write_line(rank.jobs, json.dumps([str(checkpoint), str(asked), str(answer)]))
+        replies = [_read_reply(rank.replies) for rank in self._ranks]
         if any(reply != "done" for reply in replies):
             self._stop()
             raise OracleFailed(
@@ -98,23 +108,35 @@ class Megatron:
                 "TORCHDYNAMO_DISABLE": "1",  # compiling Megatron's activations takes seconds in each rank
             }
         )
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        for rank in range(WORLD):
-            command = [sys.executable, "-m", "tests.megatron_oracle", str(rank)]
-            with (self._directory / f"rank-{rank}.log").open("w") as log:
-                process = subprocess.Popen(
-                    command, cwd=REPOSITORY, env=environment, stderr=log, **pipes
-                )
-            self._ranks.append(process)
+        jobs, replies = ([os.pipe() for _ in range(WORLD)] for _ in range(2))
+        theirs = [(job[0], reply[1]) for job, reply in zip(jobs, replies, strict=True)]
+        command = [sys.executable, "-m", "tests.megatron_oracle"]
+        with (self._directory / "rank-forks.log").open("w") as log:
+            self._forks = subprocess.Popen(
+                [*command, json.dumps(theirs), str(self._directory)],
+                cwd=REPOSITORY,
+                env=environment,
+                stderr=log,
+                pass_fds=[end for ends in theirs for end in ends],
+                start_new_session=True,  # ranks that wait for each other end with the group
+            )
+        for end in (end for ends in theirs for end in ends):
+            os.close(end)
+        self._ranks = [
+            Rank(os.fdopen(job[1], "w"), os.fdopen(reply[0]))
+            for job, reply in zip(jobs, replies, strict=True)
+        ]
 
     def _stop(self) -> None:
+        if self._forks is None:
+            return
+        os.killpg(self._forks.pid, signal.SIGKILL)
+        self._forks.wait()
         for rank in self._ranks:
+            rank.replies.close()
             with contextlib.suppress(OSError):
-                cast(IO[str], rank.stdin).close()
-            rank.kill()
-            rank.wait()
-            cast(IO[str], rank.stdout).close()
-        self._ranks = []
+                rank.jobs.close()
+        self._ranks, self._forks = [], None
 
     def _errors(self) -> str:
         """The end of what each rank wrote to its standard error."""
@@ -124,13 +146,13 @@ class Megatron:
         )
 
 
-def _write_line(stream: IO[str] | None, line: str) -> None:
+def _write_line(stream: IO[str], line: str) -> None:
     with contextlib.suppress(BrokenPipeError):  # a rank that died is noticed by its missing reply
         print(line, file=stream, flush=True)
 
 
-def _read_reply(stream: IO[str] | None) -> str:
-    for line in cast(IO[str], stream):
+def _read_reply(stream: IO[str]) -> str:
+    for line in stream:
         if line.startswith(REPLY):
             return str(json.loads(line.removeprefix(REPLY)))
     return "ended without a reply"
@@ -504,17 +526,39 @@ def answer(rank: int, checkpoint: Path, asked: Path, answered: Path) -> None:
 
 def serve(rank: int) -> None:
     """Answer jobs from standard input until it ends or one fails."""
+    for line in sys.stdin:
+        try:
+            answer(rank, *map(Path, json.loads(line)))
+            reply = "done"
+        except Exception as error:
+            reply = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            print(REPLY + json.dumps(reply), flush=True)
+
+
+def fork_ranks(pipes: list[tuple[int, int]], directory: Path) -> None:
+    """Fork a rank for each pair of pipes (its jobs, its replies), and end with the last one."""
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: F401  (the slow part of an answer)
+
     with run_on_cpu():
-        for line in sys.stdin:
-            try:
-                answer(rank, *map(Path, json.loads(line)))
-                reply = "done"
-            except Exception as error:
-                reply = f"{type(error).__name__}: {error}"
-                raise
-            finally:
-                print(REPLY + json.dumps(reply), flush=True)
+        gc.collect()
+        gc.freeze()
+        for rank, (jobs, replies) in enumerate(pipes):
+            if os.fork():
+                continue
+            log = os.open(directory / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for number, end in enumerate((jobs, replies, log)):
+                os.dup2(end, number)
+            for end in (end for ends in pipes for end in ends):
+                os.close(end)
+            serve(rank)
+            return
+    for end in (end for ends in pipes for end in ends):
+        os.close(end)
+    for _ in pipes:
+        os.wait()
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    fork_ranks(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -677,6 +677,13 @@ BEYOND_MEGATRON = {
         "gpt_neox_japanese", {"layer_norm_eps": 1e-3, "num_key_value_heads": 8, **rope(5000.0, partial_rotary_factor=0.5)},
         {"epsilon": {"layer_norm_eps": 1e-5}},
     ),
+    "afmoe": Variant(
+        "afmoe",
+        {**EXPERTS, "num_experts": 4, "num_shared_experts": 2, "num_dense_layers": 1, "head_dim": 12, "mup_enabled": True,
+         "route_scale": 1.7, "sliding_window": WINDOW, **every_other_window()},
+        {"one less": {"sliding_window": WINDOW - 1}, "unscaled embedding": {"mup_enabled": False}, "scale": {"route_scale": 1.0},
+         "more dense layers": {"num_dense_layers": 2}},
+    ),
     "bitnet": Variant("bitnet", {}, {"epsilon": {"rms_norm_eps": 1e-5}}),
     "axk1": Variant("axk1", {**LATENT, "mlp_layer_types": ["dense", "sparse"] * 2}, {"one group": {"n_group": 1, "topk_group": 1}}),
     "bamba, epsilon": Variant(

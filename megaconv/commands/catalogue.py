@@ -38,6 +38,8 @@ class Catalogue:
     """The families whose Hugging Face directories are written, but not read."""
     proven: Mapping[str, str]
     """Family -> its proof, one of PROOFS; "-" for families of other packages, which megaconv hasn't tried."""
+    keeping_names: Mapping[str, list[str]]
+    """The loaders and the savers of models that no family describes."""
 
     def to_json(self) -> dict[str, Any]:
         kinds = {"loaders": self.loaders, "savers": self.savers}
@@ -56,6 +58,7 @@ class Catalogue:
             "matrix": dict(self.matrix),
             "proven": dict(self.proven),
             "whole": list(NAMED_AS_IN_BRIDGE),
+            "other_models": dict(self.keeping_names),
         }
 
     def lines(self) -> Iterator[str]:
@@ -71,6 +74,9 @@ class Catalogue:
         yield f"    {', '.join(NAMED_AS_IN_BRIDGE)}"
         yield f"    of these with a vision encoder of Megatron's own layers, which megatron-core computes: {', '.join(TOWERS)}"
         yield "  and all others whose text_config is of one of these families, by their files' names"
+        yield "all other models, whose tensors keep their names"
+        for kind, names in self.keeping_names.items():
+            yield f"  {kind:<13} {', '.join(names)}"
         yield "proven by"
         for word, meaning in PROOFS.items():
             yield f"  {word:<13} {meaning}"
@@ -101,10 +107,15 @@ def catalogue() -> Catalogue:
             naming: expressible(family.rows, Naming(naming), family.features) for naming in NAMINGS
         }
         proven[name] = family.proven if name in ours else "-"
-    loaders = {name: _entry(found) for name, found in registry.all_loaders().items()}
-    savers = {name: _entry(found) for name, found in registry.all_savers().items()}
+    read, written = registry.all_loaders(), registry.all_savers()
+    loaders = {name: _entry(found) for name, found in read.items()}
+    savers = {name: _entry(found) for name, found in written.items()}
+    keeping = {
+        "loaders": [name for name, found in read.items() if found.keeps_names],
+        "savers": [name for name, found in written.items() if found.keeps_names],
+    }
     written_only = [name for name, family in all_families().items() if not family.reads_hf]
-    return Catalogue(loaders, savers, architectures, namings, written_only, proven)
+    return Catalogue(loaders, savers, architectures, namings, written_only, proven, keeping)
 
 
 def _entry(found: Loader | Saver) -> Entry:

@@ -155,6 +155,7 @@ def open_both(inputs: tuple[Input, Input], options: LoadOptions) -> tuple[Source
     With --text-only, one of them may be a language model. Raises UsageError if both are.
     """
     left, right = inputs
+    options = replace(options, own_names=True)
     takers = {
         f"loader {left.loader.name} of A": left.loader,
         f"loader {right.loader.name} of B": right.loader,

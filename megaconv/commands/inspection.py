@@ -341,7 +341,17 @@ def look(
         surveyed = survey(place, error)
         if surveyed is None:
             raise
-        return replace(surveyed, path=str(path))
+        keeps_names = _opens_by_own_names(path, place, options)
+        return replace(surveyed, path=str(path), keeps_names=keeps_names)
+
+
+def _opens_by_own_names(path: str | Path, place: Place, options: LoadOptions) -> bool:
+    """True if a loader reads the model without a family, with its tensors under their own names."""
+    looked = replace(options, metadata_only=True, optimizer=False, own_names=True)
+    try:
+        return open_source(input_at(path, place, None, looked), looked).header.has_weights
+    except CheckpointError:
+        return False
 
 
 def _inspect(found: Input, options: LoadOptions, *, check_source: bool) -> Inspection:

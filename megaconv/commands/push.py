@@ -192,7 +192,8 @@ def _push_files(
     if kind != "peft":
         found = Input(str(path), path, registry.loader(kind))
         source = open_source(
-            found, LoadOptions(options.config, metadata_only=True, optimizer=False)
+            found,
+            LoadOptions(options.config, metadata_only=True, optimizer=False, own_names=True),
         )
         check_source(path, source)
         if options.card and CARD not in files and not is_signed:

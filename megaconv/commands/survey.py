@@ -41,6 +41,8 @@ class Survey:
     facts: Mapping[str, str]
     reason: str
     """The reason why it can't be converted, and what the user can do."""
+    keeps_names: bool = False
+    """True if it can be converted to formats that keep the names of its tensors."""
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +66,7 @@ class Survey:
             "family": None,
             "convertible": False,
             "reason": self.reason,
+            "keeps_names": self.keeps_names,
             "parameters": self.elements,
             "bytes": self.nbytes,
             "dtypes": self.dtypes(),
@@ -79,7 +82,8 @@ class Survey:
         yield "elements", f"{self.elements:,} in {len(self.tensors)} tensors, {files}"
         yield "size", ", ".join(self._sizes())
         yield from self.facts.items()
-        yield "convertible", f"no: {self.reason}"
+        possible = "only by its own names, to hf and dcp" if self.keeps_names else "no"
+        yield "convertible", f"{possible}: {self.reason}"
 
     def _sizes(self) -> Iterator[str]:
         """The size of all tensors, then the share of each dtype."""

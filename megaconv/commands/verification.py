@@ -132,7 +132,7 @@ def verify(
 
 
 def _source(path: str | Path, place: Place, loader: str | None, options: LoadOptions) -> Source:
-    return open_source(input_at(path, place, loader, options), options)
+    return open_source(input_at(path, place, loader, options), replace(options, own_names=True))
 
 
 def _need_record(place: Place) -> Record:

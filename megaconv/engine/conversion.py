@@ -338,7 +338,8 @@ def verify_fingerprint(
     else:
         is_alone = not any(key.name.startswith(BESIDE) for key in expected.tensors)
         is_inside_original = completed and is_alone and is_multimodal(path)
-        source = open_source(find_input(path), LoadOptions(text_only=is_inside_original))
+        read = LoadOptions(text_only=is_inside_original, own_names=True)
+        source = open_source(find_input(path), read)
     held = source.header.manifest.keys()
     if held != expected.tensors.keys() and not (completed and held >= expected.tensors.keys()):
         raise ModelsDiffer(f"{path}: reads back with other tensors than were written")
@@ -421,7 +422,8 @@ def fingerprint(
     """
     opened = OpenedFiles()
     with opened:
-        source = open_source(find_input(path, loader, options), options)
+        read = replace(options or LoadOptions(), own_names=True)
+        source = open_source(find_input(path, loader, read), read)
         expect(source.header.nbytes)
         found = fingerprint_source(source, workers or default_workers(writing=False), advance)
     opened.require_as_stored()

@@ -25,7 +25,7 @@ from megaconv.engine.sidecars import SIDECAR_DIRECTORY, code_left_out
 from megaconv.engine.source_check import SourceCheck, check_source
 from megaconv.engine.stream import as_lazy
 from megaconv.engine.without_retrieval import without_retrieval
-from megaconv.errors import NotExpressible, UsageError
+from megaconv.errors import NotExpressible, UnknownFamily, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.whole_model import named
 from megaconv.hub import nothing_at
@@ -144,8 +144,8 @@ def prepare(
     header = streamed.source.header
     check = _checked(found, opened, header, streamed.altered, options)
     plan = saver.plan(header, save)
-    if reason is not None:
-        plan = replace(plan, notices=(f"optimizer state: {reason}", *plan.notices))
+    told = tuple(_told(header, reason))
+    plan = replace(plan, notices=(*told, *plan.notices))
     require_complete(plan, header.manifest)
     report = _report(
         found,
@@ -175,6 +175,7 @@ def _refuse_source(header: Header, found: Input, saver: Saver, options: ConvertO
     if header.adapter is not None:
         _refuse_as_adapter(found, saver, options)
     _refuse_whole(header, saver, options)
+    _refuse_own_names(header, options)
     if header.carries_optimizer:
         return
     if options.optimizer:
@@ -216,6 +217,27 @@ def _refuse_whole(header: Header, saver: Saver, options: ConvertOptions) -> None
     for option, given in (("--adapter", options.adapters), ("--quantize", options.save.quantize)):
         if given:
             raise UsageError(f"{option}: is not supported for the multimodal model {name}{alone}")
+
+
+def _refuse_own_names(header: Header, options: ConvertOptions) -> None:
+    """Raises UnknownFamily for options that change tensors by their meaning, if nothing is known of them."""
+    unknown = header.config.own_names
+    if unknown is None:
+        return
+    given = {"--quantize": options.save.quantize, "--base": options.save.base}
+    for option, value in given.items():
+        if value:
+            raise UnknownFamily(f"{option}: needs a supported model; {unknown.reason}")
+
+
+def _told(header: Header, reason: str | None) -> Iterator[str]:
+    """Notices for the user. reason: the reason why optimizer state is left out, if it is."""
+    unknown = header.config.own_names
+    if unknown is not None:
+        why = unknown.reason.partition("; ")[0]
+        yield f"tensors keep their names and shapes, because no family describes the model: {why}"
+    if reason is not None:
+        yield f"optimizer state: {reason}"
 
 
 class _Streamed(NamedTuple):
@@ -401,7 +423,13 @@ def load_options(saver: Saver, options: ConvertOptions) -> LoadOptions:
     dtype = None if options.dtype is None else dtype_name(options.dtype)
     if dtype == "float16":
         dtype = "float32"  # Cast quantized weights via float32, so that a value too large for float16 is detected.
-    return replace(options.load, optimizer=is_wanted, dtype=dtype)
+    return replace(
+        options.load,
+        optimizer=is_wanted,
+        dtype=dtype,
+        own_names=saver.keeps_names,
+        whole=saver.holds_whole or not saver.keeps_names,
+    )
 
 
 def workers_of(options: ConvertOptions) -> int:

@@ -15,6 +15,7 @@ from megaconv.errors import CheckpointError, NotExpressible, UnknownFamily, Usag
 from megaconv.families.parts.hf_config import as_file, load_config, quant_method, updated
 from megaconv.families.parts.keys import CONFIG_NAME, Keys, by_own_names, read_keys, write_keys
 from megaconv.families.parts.language_model import inner_config
+from megaconv.families.parts.own_names import OWN_NAMES, without_family
 from megaconv.families.parts.unsupported import UNSUPPORTED
 from megaconv.families.parts.whole_model import named, whole_config_json
 from megaconv.model.beside import Whole
@@ -111,6 +112,8 @@ class Family:
     def config_json(self, config: ModelConfig) -> bytes:
         """The config.json of the output: the model's own if it is known, with the necessary changes. Raises
         NotExpressible like write_hf."""
+        if config.own_names is not None:
+            return whole_config_json(config.own_names.config, config.dtype)
         if config.whole is not None:
             return self._whole_config_json(config)
         now = self.write_hf(config)
@@ -133,6 +136,10 @@ class Family:
             but=(*NOT_COMPUTED, *SHOWN_BY_TENSORS),
         )
         return whole_config_json(raw, config.dtype)
+
+
+_WITHOUT_FAMILY = Family(OWN_NAMES, (), "", rows=(), keys=(), proven="names")
+"""Takes the place of the family of a model that no family describes. Its rows are in the model's configuration."""
 
 
 @cache
@@ -285,13 +292,23 @@ def fitting_config(path: Path, found: ModelConfig, where: str) -> ModelConfig:
 
 
 def read_config(
-    path: Path, *, text_only: bool = False, whole: bool = False
+    path: Path, *, text_only: bool = False, whole: bool = False, own_names: bool = False
 ) -> tuple[Family, ModelConfig]:
     """The family and the model of a config.json. Raises CorruptCheckpoint for impossible values, and UnknownFamily.
 
     text_only: take the language model inside a multimodal model. Raises UsageError if there is none.
     whole: take it as a part of the multimodal model, which is refused otherwise.
+    own_names: take a model that no family describes too, unless it is the language model inside another.
     """
+    try:
+        return _described(path, text_only=text_only, whole=whole)
+    except (UnknownFamily, NotExpressible) as error:
+        if text_only or not own_names:
+            raise
+        return _WITHOUT_FAMILY, without_family(load_config(path), str(error))
+
+
+def _described(path: Path, *, text_only: bool, whole: bool) -> tuple[Family, ModelConfig]:
     raw = load_config(path)
     require_countable(raw, str(path))
     with naming_file(path), well_formed(str(path)):
@@ -314,6 +331,8 @@ def naming_file(path: Path) -> Iterator[None]:
 
 def family(name: str) -> Family:
     """A family of this package or of another package. Raises UnknownFamily."""
+    if name == OWN_NAMES:
+        return _WITHOUT_FAMILY
     found = _own(name) or all_families().get(name)
     if found is None:
         raise UnknownFamily(

@@ -11,10 +11,13 @@ from megaconv.families.parts.decoder_keys import ATTENTION_BIASES, SILU, decoder
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD
 from megaconv.families.parts.experts import EXPERTS_WIDTH, QWEN_EXPERTS
 from megaconv.families.parts.keys import flags, size
-from megaconv.families.parts.norm_places import normed_over_all_heads, norms_at
+from megaconv.families.parts.norm_places import (
+    no_norm_after_experts,
+    normed_over_all_heads,
+    norms_at,
+)
 from megaconv.families.parts.rope import rope
 from megaconv.families.parts.row_changes import in_core
-from megaconv.model.config import ModelConfig
 
 _LAYER = norms_at(
     normed_over_all_heads(ATTENTION),
@@ -33,14 +36,8 @@ _KEYS = (
 )
 
 
-def _notices(config: ModelConfig) -> tuple[str, ...]:
-    return (
-        "Megatron core has no norm after experts; only megatron_lite reads it (mlp.post_layernorm)",
-    )
-
-
 FAMILY = replace(
     OLMOE, name="flex_olmo", architectures=("FlexOlmoForCausalLM",), model_type="flex_olmo",
     rows=in_core((EMBEDDING, *_LAYER, *HEAD)), keys=_KEYS, fixed={**OLMO_2, "layers.mlp": "experts"}, only=SILU,
-    recognized=None, proven="names", notices=_notices,
+    recognized=None, proven="names", notices=no_norm_after_experts,
 )  # fmt: skip

@@ -152,6 +152,7 @@ def whole_model(
     """
     _warn_of_left_out(family, found, where)
     kept = _without_ignored(family, found)
+    config = _with_own_names(config, kept, where)
     config = family.complete(config, kept)
     spellings = hf_namings(kept) if naming == HF else (naming,)
     if spellings == (HF,):
@@ -172,6 +173,16 @@ def whole_model(
     order = (Key(name, slot) for name in shapes for slot in (WEIGHT, *slots))
     in_order = {key: tensors[key] for key in order if key in tensors}
     return config, in_order
+
+
+def _with_own_names(
+    config: ModelConfig, found: Mapping[str, LazyTensor], where: str
+) -> ModelConfig:
+    """The configuration; if no family describes the model, with the names and shapes of its tensors."""
+    if config.own_names is None:
+        return config
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    return replace(config, own_names=config.own_names.with_tensors(shapes, where))
 
 
 def _without_ignored(family: Family, found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from megaconv.errors import CorruptCheckpoint
 from megaconv.model.beside import Whole
+from megaconv.model.own_names import OwnNames
 from megaconv.model.subjects import (
     MLP,
     Attention,
@@ -80,6 +81,8 @@ class ModelConfig:
     """The model's own config.json, unchanged; None if it is not known."""
     whole: Whole | None = field(default=None, compare=False, repr=False)
     """The multimodal model that contains this model and is converted with it; None for a plain language model."""
+    own_names: OwnNames | None = field(default=None, compare=False, repr=False)
+    """The tensors of a model that no family describes. All sizes above then have no meaning."""
     _features: dict[int, frozenset[str]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )

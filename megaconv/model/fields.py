@@ -1,7 +1,7 @@
 """A model's configuration by dotted field: splits, rebuilds and compares configurations."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible, TensorMismatch
@@ -44,7 +44,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "head": Head,
     "retriever": Retriever,
 }
-_NESTED = ("family", "hf", "whole", "_features", "layers", *_SUBJECTS)
+_NESTED = ("family", "hf", "whole", "own_names", "_features", "layers", *_SUBJECTS)
 _OF_LAYERS = tuple(item.name for item in fields(LayerKind))
 
 
@@ -59,6 +59,8 @@ def _dotted() -> Iterator[str]:
 FIELDS = tuple(_dotted())
 """The dotted names of everything that describes a model, except its family."""
 
+_OF_FILES = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
+"""Keys of a config.json about its files instead of its model."""
 NOT_COMPUTED = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 """Fields that don't change the model's computation."""
 
@@ -187,7 +189,8 @@ def _layers(values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
 
 def changed(config: ModelConfig, values: Mapping[str, Any]) -> ModelConfig:
     """The same model with other values of some fields, by dotted name."""
-    return from_fields(config.family, fields_of(config) | dict(values), config.hf, config.whole)
+    new = from_fields(config.family, fields_of(config) | dict(values), config.hf, config.whole)
+    return replace(new, own_names=config.own_names)
 
 
 def per_layer(layers: Iterable[int], count: int, inside: Any, outside: Any) -> Any:
@@ -301,8 +304,8 @@ def _full_scaling(config: ModelConfig) -> dict[str, Any] | None:
 def config_differences(left: ModelConfig, right: ModelConfig) -> list[tuple[str, Any, Any]]:
     """(field, left value, right value) for each field that differs in meaning. None: the model has no such field."""
     ours, theirs = (
-        {"family": left.family} | meaning_of(left),
-        {"family": right.family} | meaning_of(right),
+        {"family": left.family} | _described(left),
+        {"family": right.family} | _described(right),
     )
     names = dict.fromkeys((*ours, *theirs))
     return [
@@ -310,6 +313,14 @@ def config_differences(left: ModelConfig, right: ModelConfig) -> list[tuple[str,
         for name in names
         if ours.get(name) != theirs.get(name)
     ]
+
+
+def _described(config: ModelConfig) -> dict[str, Any]:
+    """The meaning of a model, or the keys of its config.json if no family describes it."""
+    if config.own_names is None:
+        return meaning_of(config)
+    stated = config.own_names.config.items()
+    return {"dtype": config.dtype} | {key: value for key, value in stated if key not in _OF_FILES}
 
 
 def lost_fields(

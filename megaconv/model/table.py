@@ -76,12 +76,13 @@ def second_names(rows: tuple[Row, ...], naming: Naming) -> dict[str, str]:
 
 
 def with_beside(rows: tuple[Row, ...], config: ModelConfig) -> tuple[Row, ...]:
-    """A family's rows, plus the rows of the multimodal parts outside the language model."""
-    return (
-        rows
-        if config.whole is None
-        else (*rows, *config.whole.tower, *map(_beside, config.whole.tensors))
-    )
+    """A family's rows, plus the rows of tensors that no family lists: the multimodal parts outside the language model,
+    or all tensors of a model without a family."""
+    if config.own_names is not None:
+        return (*rows, *config.own_names.rows)
+    if config.whole is None:
+        return rows
+    return (*rows, *config.whole.tower, *map(_beside, config.whole.tensors))
 
 
 def _beside(tensor: Beside) -> Row:

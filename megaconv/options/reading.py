@@ -81,6 +81,10 @@ class LoadOptions:
     """The dtype that quantized weights are dequantized to (`float32`); None: bfloat16."""
     metadata_only: bool = False
     """Read only the header. Files that merely repeat the names and shapes of other files need not be read."""
+    own_names: bool = False
+    """True to read a model that no family describes, with its tensors under their own names."""
+    whole: bool = True
+    """False to read a multimodal model as one that no family describes, if own_names allows it."""
     needs_weights: bool = True
     """True if the source must have weights. If False, names and shapes may come from a config.json alone."""
 

@@ -26,7 +26,7 @@ from megaconv.engine.fingerprints import Fingerprint, combine, tensor_hasher
 from megaconv.engine.lineage import Lineage
 from megaconv.engine.plan import BLOCK_BYTES, OutputPlan
 from megaconv.engine.record import RECORD_NAME, record_json
-from megaconv.errors import NotExpressible, is_interruption
+from megaconv.errors import NotExpressible, UnknownFamily, is_interruption
 from megaconv.megatron.optimizer.training_output import written_rng
 from megaconv.model.ir import Header, Key, Source, TensorInfo
 from megaconv.options import LoadOptions
@@ -160,7 +160,13 @@ def _identity(
 
 
 def _require_models(old: Header, new: Header) -> None:
-    """Raises NotExpressible for adapters, and for an encoder that OLD doesn't have in the same form."""
+    """Raises NotExpressible for adapters, and for an encoder that OLD doesn't have in the same form.
+
+    Raises UnknownFamily for a model that no family describes.
+    """
+    unknown = new.config.own_names or old.config.own_names
+    if unknown is not None:
+        raise UnknownFamily(f"a patch needs a supported model; {unknown.reason}")
     if new.adapter is not None:
         raise NotExpressible("a patch of an adapter isn't supported; adapters are small: copy it")
     ours, theirs = new.config.whole, old.config.whole

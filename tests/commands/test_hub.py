@@ -131,7 +131,7 @@ def hub(models: dict[str, Path]) -> Iterator[Hub]:
         for commit, model in models.items()
     }
     with Hub(commits) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         yield server
         server.shutdown()

@@ -137,7 +137,9 @@ def test_an_adapter_says_what_it_adapts() -> None:
     assert_tensors(found, load_file(ADAPTER / "adapter_model.safetensors"))
 
 
-def test_a_model_of_an_unknown_architecture_is_listed_and_not_converted(tmp_path: Path) -> None:
+def test_a_model_of_an_unknown_architecture_is_listed_and_converted_by_its_own_names_alone(
+    tmp_path: Path,
+) -> None:
     model = write_llama(tmp_path / "model", layers=1, shards=2)
     write_config(
         model, {"architectures": ["ZebraForCausalLM"], "model_type": "zebra", "hidden_size": 32}
@@ -149,7 +151,7 @@ def test_a_model_of_an_unknown_architecture_is_listed_and_not_converted(tmp_path
     shown = run("inspect", model).out
     lines = shown.splitlines()
     assert lines[-1].startswith("convertible  ")
-    assert lines[-1].split(maxsplit=1)[1].startswith("no: ")
+    assert lines[-1].split(maxsplit=1)[1].startswith("only by its own names, to hf and dcp: ")
     values = [gap.end() for line in lines if (gap := re.search(r"\S  +", line))]
     assert values == [values[0]] * len(lines), "values stand below each other"
     assert_refused(

@@ -280,6 +280,11 @@ def write_prompts(target: Path) -> None:
     (target.parent / "rewards.py").write_text(REWARDS)
 
 
+def write_whisper(target: Path) -> None:
+    """A model of an architecture that no family has."""
+    write_llama(target, extra_config={"architectures": ["WhisperForConditionalGeneration"]})
+
+
 def special(page: str) -> Mapping[str, Make]:
     """Files that one page needs in another form than usual."""
     pages: dict[str, Mapping[str, Make]] = {
@@ -303,6 +308,7 @@ def special(page: str) -> Mapping[str, Make]:
             "DeepSeek-V3": published("deepseek-ai/DeepSeek-V3"),
             "Llama-3.1-405B": published("meta-llama/Meta-Llama-3.1-405B"),
         },
+        "docs/families.md": {"whisper-large": write_whisper},
         "docs/grpo.md": {"prompts.jsonl": write_prompts},
         "docs/data.md": {
             "lambada_test.jsonl": lines(

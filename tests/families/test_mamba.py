@@ -354,12 +354,12 @@ def test_older_and_newer_words_of_config_json_mean_the_same(
     ],
 )
 def test_what_megatron_has_no_place_for_is_refused_by_name(
-    key: str, value: Any, error: type[Exception], hf: Path
+    key: str, value: Any, error: type[Exception], hf: Path, tmp_path: Path
 ) -> None:
     raw = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps(raw | {key: value}))
     with pytest.raises(error, match=key):
-        megaconv.fingerprint(hf)
+        megaconv.convert(hf, tmp_path / "core", saver="core")
 
 
 def test_inspect_shows_the_pattern_and_what_it_consists_of(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_a_language_model_alone_is_not_taken_for_the_whole(qwen: Path, tmp_path:
             ["--saver", "gguf"],
             "--saver gguf: can't store the multimodal model Qwen2_5_VLForConditionalGeneration",
         ),
-        (["--saver", "dcp"], "--text-only"),
+        (["--saver", "deepspeed"], "--text-only"),
         (["--saver", "hf", "--quantize", "fp8"], "--quantize"),
     ],
 )

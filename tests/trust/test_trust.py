@@ -1,99 +1,120 @@
 """The attacks of this directory, a few seconds of each: the same code that `make trust` runs for an hour."""
 
-import re
+import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SEED = 1
 
+SAMPLE = {
+    "kills": 8, "faults": 20, "mutations": 20, "foreign": 16, "seals": 15, "pickles": 12, "archives": 6, "files": 12,
+    "patches": 30, "requests": 60, "moving": 16, "fuzz": 1000,
+}  # fmt: skip
+"""Cases of each attack."""
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """What came of some attacks: the report of `python -m tests.trust`, and what it said."""
+
+    report: Mapping[str, Any]
+    said: str
+
+    def assert_held(self, *attacks: str) -> None:
+        """All cases of these attacks ran, and no promise was broken. Says how to repeat what failed."""
+        failed = {failure["attack"] for failure in self.report["failures"]}
+        assert not failed & set(attacks), self.said
+        for attack in attacks:
+            assert self.report["cases"].get(attack, 0) >= SAMPLE.get(attack, 1), self.said
+
+
+def attacked(directory: Path, counts: Mapping[str, int]) -> Attacked:
+    words = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
+    report = directory / "report.json"
+    options = ["--seed", str(SEED), "--jobs", "1", "--report", str(report)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.trust", *words, *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    said = done.stderr + done.stdout
+    assert report.is_file(), said
+    found = json.loads(report.read_text())
+    assert done.returncode == bool(found["failures"]), said
+    return Attacked(found, said)
+
 
 @pytest.fixture(scope="module")
-def attack(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Run so many cases of each attack. Fails with all that failed, and how to repeat it; returns the table."""
-    sources = tmp_path_factory.mktemp("sources")
-
-    def run(**counts: int) -> str:
-        words = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
-        options = ["--seed", str(SEED), "--jobs", "1", "--sources", str(sources)]
-        command = [sys.executable, "-m", "tests.trust", *words, *options]
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr + done.stdout
-        return done.stdout
-
-    return run
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Attacked:
+    """One run of all attacks: each start imports everything, and makes the checkpoints that are attacked."""
+    return attacked(tmp_path_factory.mktemp("trust"), SAMPLE)
 
 
 def test_conversions_that_are_killed_leave_the_old_output_or_the_new_one_and_can_be_repeated(
-    attack: Callable[..., str],
+    sample: Attacked,
 ) -> None:
-    attack(kills=8)
+    sample.assert_held("kills")
 
 
 def test_conversions_in_which_a_system_call_fails_leave_the_old_output_or_the_new_one(
-    attack: Callable[..., str],
+    sample: Attacked,
 ) -> None:
-    found = re.search(r"faults \| skipped: (.*) \|", table := attack(faults=20))
-    if found:
-        pytest.skip(found[1])
-    assert "| faults | 20 |" in table
+    if "faults" in sample.report["skipped"]:
+        pytest.skip(sample.report["skipped"]["faults"])
+    sample.assert_held("faults")
 
 
-def test_damage_to_a_checkpoint_is_noticed_or_harmless(attack: Callable[..., str]) -> None:
-    attack(mutations=20)
+def test_damage_to_a_checkpoint_is_noticed_or_harmless(sample: Attacked) -> None:
+    sample.assert_held("mutations")
 
 
-def test_damage_to_a_file_of_other_software_is_noticed_or_harmless(
-    attack: Callable[..., str],
-) -> None:
-    attack(foreign=16)
+def test_damage_to_a_file_of_other_software_is_noticed_or_harmless(sample: Attacked) -> None:
+    sample.assert_held("foreign")
 
 
 def test_damage_to_a_sealed_checkpoint_and_hostile_signatures_are_noticed(
-    attack: Callable[..., str],
+    sample: Attacked,
 ) -> None:
-    attack(seals=15)
+    sample.assert_held("seals")
 
 
-def test_hostile_checkpoints_run_nothing_and_are_refused_in_one_line(
-    attack: Callable[..., str],
-) -> None:
-    attack(pickles=12, archives=6, files=12)
+def test_hostile_checkpoints_run_nothing_and_are_refused_in_one_line(sample: Attacked) -> None:
+    sample.assert_held("pickles", "archives", "files")
 
 
-def test_damaged_and_hostile_patches_make_nothing_wrong(attack: Callable[..., str]) -> None:
-    attack(patches=30)
+def test_damaged_and_hostile_patches_make_nothing_wrong(sample: Attacked) -> None:
+    sample.assert_held("patches")
 
 
-def test_hostile_requests_are_refused_and_the_server_goes_on(attack: Callable[..., str]) -> None:
-    attack(requests=60)
+def test_hostile_requests_are_refused_and_the_server_goes_on(sample: Attacked) -> None:
+    sample.assert_held("requests")
 
 
-def test_a_source_that_changes_while_it_is_read_gives_no_mixture(
-    attack: Callable[..., str],
-) -> None:
-    attack(moving=16)
+def test_a_source_that_changes_while_it_is_read_gives_no_mixture(sample: Attacked) -> None:
+    sample.assert_held("moving")
 
 
-def test_parsers_raise_nothing_but_their_own_errors(attack: Callable[..., str]) -> None:
-    attack(fuzz=1000)
+def test_parsers_raise_nothing_but_their_own_errors(sample: Attacked) -> None:
+    sample.assert_held("fuzz")
 
 
 @pytest.mark.slow
-def test_ranks_of_which_some_are_killed_end_and_can_be_started_again(
-    attack: Callable[..., str],
-) -> None:
-    attack(ranks=8)
+def test_ranks_of_which_some_are_killed_end_and_can_be_started_again(tmp_path: Path) -> None:
+    attacked(tmp_path, {"ranks": 8}).assert_held("ranks")
 
 
 @pytest.mark.slow
 def test_training_runs_that_are_killed_while_they_save_end_with_the_same_bits(
-    attack: Callable[..., str],
+    tmp_path: Path,
 ) -> None:
-    attack(trainer=6)
+    attacked(tmp_path, {"trainer": 6}).assert_held("trainer")

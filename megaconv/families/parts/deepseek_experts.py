@@ -76,11 +76,11 @@ def shared_experts(*, count: int, width: int, key: str = "n_shared_experts") -> 
 
 
 def first_dense(
-    dense: int, *, key: str = "first_k_dense_replace", layers: int | None = None
+    dense: int, key: str = "first_k_dense_replace", *, layers: int | None = None
 ) -> Keys:
-    """The number of dense first layers. All other layers have experts.
+    """The key that counts the dense first layers. All other layers have experts.
 
-    layers: the number of layers if config.json has none; None if it must have one.
+    dense: their number if the key is missing. layers: the number of layers if config.json has none; None if it must have one.
     """
 
     def read(raw: Raw) -> Fields:

@@ -12,6 +12,7 @@ over tensor-parallel ranks (FullDimQNorm).
 
 from dataclasses import replace
 
+from megaconv.model.config import ModelConfig
 from megaconv.model.table import Row
 
 _HF = "model.layers.{l}."
@@ -53,6 +54,26 @@ def _after(name: str, word: str, module: str) -> Row:
         hf=f"{_HF}{word}.weight",
         core=f"{_CORE}{module}.post_layernorm.weight",
     )  # fmt: skip
+
+
+def output_norms_by_mlp(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows, for models with dense layers and layers with experts: the norm after experts has a name of its own in
+    Megatron core's scheme."""
+    found: list[Row] = []
+    for row in rows:
+        if row.canonical != "layers.{l}.mlp_output_norm.weight":
+            found.append(row)
+            continue
+        of_experts = row.renamed(core=f"{_CORE}mlp.post_layernorm.weight")
+        found += [replace(row, when="dense"), replace(of_experts, when="moe")]
+    return tuple(found)
+
+
+def no_norm_after_experts(config: ModelConfig) -> tuple[str, ...]:
+    """The notice for a model with norms after its experts."""
+    return (
+        "Megatron core has no norm after experts; only megatron_lite reads it (mlp.post_layernorm)",
+    )
 
 
 QK_NORM_BIASES = Row(

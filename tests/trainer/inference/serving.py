@@ -5,34 +5,64 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_lite.inference.opening import Opened, open_model
 from megatron_lite.processes import launch
 from megatron_lite.settings.parallel import Parallel
+from tests.trainer.forks import FORKS
 
 KEY = "a key"
 
 
+class Fork:
+    """A command of the trainer in a process of its own, without the seconds that a start of Python and torch takes."""
+
+    def __init__(self, words: list[str]) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
+        self._process = FORKS.Process(target=_run, args=(words, self._out, self._err))
+        self._process.start()
+
+    def line(self) -> str:
+        """The first line of its output; what there is of it if the process ends before."""
+        while not (text := _text(self._out)).endswith("\n") and self._process.is_alive():
+            time.sleep(0.02)
+        return text.partition("\n")[0]
+
+    def end(self) -> tuple[int, str]:
+        """Status and errors after SIGTERM."""
+        self._process.terminate()
+        self._process.join(60)
+        self._process.kill()
+        status, errors = self._process.exitcode, _text(self._err)
+        self._folder.cleanup()
+        return status, errors
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
+
+
+def _run(words: list[str], out: Path, err: Path) -> None:
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    from megatron_lite.cli import main
+
+    main(words)
+
+
 class Serving:
+    """A server started by a user, or by torchrun for several ranks."""
+
     def __init__(self, directory: Path, *flags: str, world: int = 1) -> None:
-        words = [
-            "-m",
-            "megatron_lite",
-            "serve",
-            "--load",
-            str(directory),
-            "--port",
-            "0",
-            "--api-key",
-            KEY,
-            *flags,
-        ]
         environment = os.environ | {
             "PYTHONPATH": str(Path(__file__).parents[3]),
             "OMP_NUM_THREADS": "1",
@@ -41,7 +71,7 @@ class Serving:
             ["-m", "torch.distributed.run", "--nproc-per-node", str(world)] if world > 1 else []
         )
         self.process = subprocess.Popen(
-            [sys.executable, *starts, *words],
+            [sys.executable, *starts, "-m", "megatron_lite", *_command(directory, flags)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -50,7 +80,7 @@ class Serving:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert "serving" in line, self.process.communicate()
-        self.url = line.split()[3].rstrip(",")
+        self.url = _address(line)
 
     def ask(
         self, route: str, body: Any = None, *, method: str | None = None, key: str = KEY
@@ -90,6 +120,28 @@ class Serving:
         while self.metric("requests_running") + self.metric("requests_waiting"):
             assert time.monotonic() < end, "a request that nobody waits for keeps its slot"
             time.sleep(0.2)
+
+
+class ForkedServing(Serving):
+    """The same server in a fork (tests/trainer/forks.py), for tests that are not about its start."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        self._fork = Fork(_command(directory, flags))
+        line = self._fork.line()
+        assert "serving" in line, self._fork.end()
+        self.url = _address(line)
+
+    def end(self) -> tuple[int, str]:
+        return self._fork.end()
+
+
+def _command(directory: Path, flags: Sequence[str]) -> list[str]:
+    return ["serve", "--load", str(directory), "--port", "0", "--api-key", KEY, *flags]
+
+
+def _address(line: str) -> str:
+    """Of the line in which a server says that it has started."""
+    return line.split()[3].rstrip(",")
 
 
 def parsed(body: bytes) -> Any:

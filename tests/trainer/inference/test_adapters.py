@@ -18,7 +18,7 @@ from megatron_lite.inference.opening import Opened, open_model
 from megatron_lite.processes import launch
 from megatron_lite.settings.parallel import Parallel
 from tests.trainer.inference.conversations import save
-from tests.trainer.inference.serving import Serving
+from tests.trainer.inference.serving import ForkedServing
 from tests.trainer.loop.launches import train
 
 pytestmark = pytest.mark.oracle
@@ -131,7 +131,7 @@ def test_two_ranks_generate_with_the_adapter(layout: str, models: Path, tmp_path
 
 
 def test_a_request_chooses_its_adapter_by_name(models: Path) -> None:
-    server = Serving(
+    server = ForkedServing(
         models / "base",
         "--dtype",
         "fp32",

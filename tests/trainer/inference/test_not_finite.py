@@ -16,7 +16,7 @@ from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.processes import launch
 from tests.trainer.inference.conversations import save
-from tests.trainer.inference.serving import Serving, opened
+from tests.trainer.inference.serving import ForkedServing, Serving, opened
 
 pytestmark = pytest.mark.oracle
 
@@ -128,7 +128,7 @@ def test_score_and_evaluate_say_it(
 
 @pytest.fixture(scope="module")
 def serving(directory: Path) -> Iterator[Serving]:
-    found = Serving(directory)
+    found = ForkedServing(directory)
     yield found
     assert found.end()[0] == 0
 

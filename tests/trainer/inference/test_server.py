@@ -16,7 +16,7 @@ import torch
 from megatron_lite.inference.commands import serve
 from tests.trainer.inference.conversations import decoded, save
 from tests.trainer.inference.models import slots_of
-from tests.trainer.inference.serving import KEY, Serving, opened, parsed, ranks
+from tests.trainer.inference.serving import KEY, ForkedServing, Serving, opened, parsed, ranks
 from tests.trainer.inference.storms import judge, mixed, storm
 
 for package in ("starlette", "uvicorn"):
@@ -326,7 +326,7 @@ def test_a_token_of_the_tokenizer_that_the_model_lacks_is_refused(
     larger = AutoTokenizer.from_pretrained(model[0])
     larger.add_tokens(["<image>"])
     larger.save_pretrained(tmp_path)
-    running = Serving(model[0], "--tokenizer-model", str(tmp_path), "--access-log")
+    running = ForkedServing(model[0], "--tokenizer-model", str(tmp_path), "--access-log")
     messages = [{"role": "user", "content": "<image>"}]
     for route, body in (
         ("/v1/completions", {"prompt": "<image>"}),

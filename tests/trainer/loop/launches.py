@@ -10,10 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from tests.trainer.forks import FORKS
 
 PATIENCE_S = 90.0
 
@@ -53,11 +54,6 @@ BERT = (
     f"--model-type bert --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --no-bias-gelu-fusion --split 80,15,5 "
     f"--data-path {MASKED}/corpus_text_sentence --vocab-file {MASKED}/vocab.txt --global-batch-size 4 --lr 1e-3 --log-interval 1 "
     "--eval-iters 0 --metrics-file metrics.jsonl --distributed-timeout-minutes 1"
-)
-
-_context: Any = get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch.distributed.checkpoint", "megatron_lite.loop.session", "megatron_lite.cli"]
 )
 
 
@@ -106,7 +102,7 @@ def launch(
     directory.mkdir(parents=True, exist_ok=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
-        _context.Process(
+        FORKS.Process(
             target=_rank, args=(rank, size, store.port, str(directory), command.split(), sabotage)
         )
         for rank in range(size)

@@ -8,10 +8,11 @@ import gc
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from tests.trainer.forks import FORKS
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -22,6 +23,9 @@ class RankFailed(Exception):
 
 class World:
     """The parent's side. Processes start when they are first needed, and anew after one has failed."""
+
+    context: ClassVar[Any] = FORKS
+    """Of multiprocessing: how processes start."""
 
     def __init__(self, directory: Path) -> None:
         """directory: an empty one, where processes find each other."""
@@ -64,9 +68,8 @@ class World:
         return [value for _, value in replies]
 
     def _start(self) -> Connection:
-        context = get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(len(self._ranks), theirs), daemon=True)
+        ours, theirs = self.context.Pipe()
+        process = self.context.Process(target=serve, args=(len(self._ranks), theirs), daemon=True)
         process.start()
         theirs.close()
         self._ranks.append((process, ours))

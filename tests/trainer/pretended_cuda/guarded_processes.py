@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import patch
@@ -37,6 +38,8 @@ def compile_guard(directory: Path) -> Path:
 
 class PretendedWorld(World):
     """Processes that load the library before torch."""
+
+    context = get_context("spawn")
 
     def __init__(self, directory: Path, library: Path) -> None:
         super().__init__(directory)

@@ -1,0 +1,235 @@
+"""Models that no family describes: their tensors keep their names, in every format that can hold such names."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+import megaconv
+from megaconv.errors import UnknownFamily, UnsupportedInput
+from tests.conftest import FIXTURES
+from tests.models import write_llama
+from tests.runs import assert_refused, run
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOWER = SIZES | {"intermediate_size": 64}
+MODELS: dict[str, dict[str, Any]] = {
+    # tensors without an axis, and with four
+    "clip": {
+        "text_config": TOWER | {"vocab_size": 64},
+        "vision_config": TOWER | {"image_size": 32, "patch_size": 16},
+    },
+    # tensors of integers
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+    # an encoder and a decoder, tensors with three axes
+    "whisper": {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "vocab_size": 100,
+        "max_source_positions": 20,
+        "max_target_positions": 20,
+        "pad_token_id": 0,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of transformers."""
+    from transformers import AutoConfig, AutoModel
+
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(request.param, **MODELS[request.param])
+    path = tmp_path_factory.mktemp(request.param) / "model"
+    AutoModel.from_config(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama."""
+    return write_llama(tmp_path_factory.mktemp("models") / "hf")
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name].shape, ours[name].dtype) == (tensor.shape, tensor.dtype), name
+        assert torch.equal(ours[name], tensor), name
+
+
+def unlisted(source: Path, target: Path) -> Path:
+    """A copy whose architecture no family has."""
+    shutil.copytree(source, target)
+    for file in target.rglob("config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["Nova"]}))
+    return target
+
+
+@pytest.mark.oracle
+def test_transformers_loads_the_same_model_from_other_files(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    out = tmp_path / "out"
+    outcome = run(
+        *("convert", "--load-dir", model, "--saver", "hf", "--save-dir", out),
+        *("--max-shard-size", "5KB", "--verify"),
+    )
+    assert outcome.status == 0, outcome.err
+    assert "no family describes the model" in outcome.err
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    assert_equal(weights(out), weights(model))
+    ours, theirs = (AutoModel.from_pretrained(path).state_dict() for path in (out, model))
+    assert_equal(ours, theirs)
+    assert run("verify", out).status == 0
+    assert run("diff", model, out).out == f"the same: {len(weights(model))} tensors are equal\n"
+    shas = {run("fingerprint", path).out for path in (model, out)}
+    assert len(shas) == 1
+
+
+def test_torch_loads_a_distributed_checkpoint_of_it_which_is_read_back(
+    model: Path, tmp_path: Path
+) -> None:
+    megaconv.convert(model, tmp_path / "dcp", saver="dcp", verify=True)
+    expected = weights(model)
+    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(found, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert_equal(found, expected)
+    megaconv.convert(tmp_path / "dcp", tmp_path / "back", saver="hf")
+    assert_equal(weights(tmp_path / "back"), expected)
+
+
+def test_a_cast_changes_floating_point_tensors_alone(model: Path, tmp_path: Path) -> None:
+    megaconv.convert(model, tmp_path / "out", saver="hf", dtype="bf16")
+    found = weights(tmp_path / "out")
+    for name, tensor in weights(model).items():
+        cast = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert found[name].dtype == cast.dtype, name
+        assert torch.equal(found[name], cast), name
+    raw = json.loads((tmp_path / "out/config.json").read_text())
+    assert (raw.get("dtype") or raw["torch_dtype"]) == "bfloat16"
+
+
+def test_a_multimodal_model_becomes_a_distributed_checkpoint(tmp_path: Path) -> None:
+    source = FIXTURES / "whole-qwen2_5_vl"
+    megaconv.convert(source, tmp_path / "dcp", saver="dcp")
+    megaconv.convert(tmp_path / "dcp", tmp_path / "back", saver="hf")
+    assert_equal(weights(tmp_path / "back"), weights(source))
+
+
+def test_an_adapter_is_merged_by_the_names_of_its_modules(hf: Path, tmp_path: Path) -> None:
+    source, adapter = unlisted(hf, tmp_path / "source"), tmp_path / "adapter"
+    name = "model.layers.1.mlp.down_proj"
+    held = weights(source)
+    rows, columns = held[f"{name}.weight"].shape
+    a, b = torch.randn(4, columns), torch.randn(rows, 4)
+    adapter.mkdir()
+    sides = {"A": a, "B": b}
+    stored = {f"base_model.model.{name}.lora_{side}.weight": sides[side] for side in "AB"}
+    save_file(stored, adapter / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["down_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(described))
+    outcome = run("merge", source, adapter, "--save-dir", tmp_path / "out")
+    assert outcome.status == 0, outcome.err
+    found = weights(tmp_path / "out")
+    merged = (held[f"{name}.weight"].float() + 8 / 4 * b @ a).bfloat16()
+    assert torch.equal(found.pop(f"{name}.weight"), merged)
+    assert_equal(found, {key: tensor for key, tensor in held.items() if key in found})
+
+
+@pytest.mark.parametrize(
+    "fixture",
+    [
+        "fsdp-verl-dp3",
+        "deepspeed-zero3-llama-dp2/checkpoint",
+        "deepspeed-zero1-llama-dp2/checkpoint",
+    ],
+)
+def test_a_sharded_run_becomes_one_model(fixture: str, tmp_path: Path) -> None:
+    run_directory = unlisted(FIXTURES / fixture, tmp_path / "run")
+    megaconv.convert(FIXTURES / fixture, tmp_path / "known", saver="hf")
+    outcome = run("convert", run_directory, tmp_path / "out", "--saver", "hf")
+    assert outcome.status == 0, outcome.err
+    assert_equal(weights(tmp_path / "out"), weights(tmp_path / "known"))
+
+
+def test_weights_of_torch_become_safetensors(hf: Path, tmp_path: Path) -> None:
+    source = unlisted(hf, tmp_path / "source")
+    held = weights(source)
+    for file in source.glob("*.safetensors*"):
+        file.unlink()
+    torch.save(held, source / "pytorch_model.bin")
+    megaconv.convert(source, tmp_path / "out", saver="hf")
+    assert_equal(weights(tmp_path / "out"), held)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("convert", "{hf}", "{out}", "--saver", "core"),
+        ("convert", "{hf}", "{out}", "--saver", "gguf"),
+        ("convert", "{hf}", "{out}", "--saver", "hf", "--quantize", "fp8"),
+        ("convert", "{hf}", "{out}", "--saver", "hf", "--base", "{hf}"),
+        ("plan", "{hf}", "--gpus", "8"),
+        ("delta", "{hf}", "{hf}", "--save-dir", "{out}"),
+    ],
+    ids=" ".join,
+)
+def test_all_that_needs_the_meaning_of_tensors_is_refused(
+    arguments: tuple[str, ...], hf: Path, tmp_path: Path
+) -> None:
+    source, out = unlisted(hf, tmp_path / "source"), tmp_path / "out"
+    outcome = run(*(word.format(hf=source, out=out) for word in arguments))
+    assert_refused(outcome, 3, "Nova")
+    assert not out.exists()
+
+
+def test_an_unsupported_setting_of_a_known_class_is_no_obstacle(hf: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(hf, source)
+    raw = json.loads((source / "config.json").read_text()) | {"hidden_act": "quick_silu"}
+    (source / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UnknownFamily, match="hidden_act"):
+        megaconv.convert(source, tmp_path / "core", saver="core")
+    megaconv.convert(source, tmp_path / "out", saver="hf")
+    assert_equal(weights(tmp_path / "out"), weights(hf))
+    assert json.loads((tmp_path / "out/config.json").read_text())["hidden_act"] == "quick_silu"
+
+
+def test_differing_keys_of_the_configuration_are_named(hf: Path, tmp_path: Path) -> None:
+    ours, theirs = (unlisted(hf, tmp_path / name) for name in "ab")
+    raw = json.loads((theirs / "config.json").read_text()) | {"novelty": 7}
+    (theirs / "config.json").write_text(json.dumps(raw))
+    assert "configuration: novelty is None in A, 7 in B" in run("diff", ours, theirs).out
+
+
+def test_inspect_says_where_such_a_model_can_go(hf: Path, tmp_path: Path) -> None:
+    source = unlisted(hf, tmp_path / "source")
+    assert "only by its own names, to hf and dcp: " in run("inspect", source).out
+    found = json.loads(run("inspect", source, "--json").out)
+    assert (found["convertible"], found["keeps_names"]) == (False, True)
+
+
+def test_a_name_that_means_something_in_tables_is_refused(hf: Path, tmp_path: Path) -> None:
+    source = unlisted(hf, tmp_path / "source")
+    save_file({"layers.{l}.weight": torch.ones(2)}, source / "model.safetensors")
+    with pytest.raises(UnsupportedInput, match=r"layers\.\{l\}\.weight"):
+        megaconv.convert(source, tmp_path / "out", saver="hf")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,20 @@
+"""What processes of the trainer's tests have in memory before they are forked: slow to import, and the same for all.
+
+Every process of a training run asks for all families and shuffles the samples of the mock dataset. Megatron's mock dataset
+has 200 million tokens, of which the tests train on a few hundred: theirs has fewer documents.
+"""
+
+import gc
+
+import torch.distributed.checkpoint  # noqa: F401
+
+import megatron_lite.cli
+import megatron_lite.engine
+import megatron_lite.loop.session  # noqa: F401
+from megaconv.families import families
+from megatron_lite.data import mock
+
+mock.DOCUMENTS = 1000
+families()
+gc.collect()
+gc.freeze()  # a forked process does not copy what the collector would look at
