@@ -137,9 +137,7 @@ def with_convolutions(draw: Draw, config: ModelConfig, tp: int = 1) -> ModelConf
     mixers = per_layer(layers, config.layer_count, "convolution", "attention")
     width = draw(st.integers(1, 4))
     hidden = config.hidden * tp
-    return changed(
-        config, {"layers.mixer": mixers, "convolution.width": width, "hidden": hidden}
-    )
+    return changed(config, {"layers.mixer": mixers, "convolution.width": width, "hidden": hidden})
 
 
 def hybrid_fields(
