@@ -11,11 +11,11 @@ from megaconv.families.parts.experts import MOE_NORM, expert_rows
 from megaconv.families.parts.keys import CONFIG_NAME, Raw, factor, flags, size
 from megaconv.families.parts.layer_mixers import layer_mixers
 from megaconv.families.parts.row_changes import in_core, respelled
-from megaconv.model.table import Stacked
+from megaconv.model.table import Spelling, Stacked
 
 _EXPERT = "feed_forward.experts.{e}."
 _STACKED = "model.layers.{l}.feed_forward.experts."
-_OF_TRANSFORMERS = {
+_OF_TRANSFORMERS: dict[str, dict[str, Spelling]] = {
     "layers.{l}.mlp.router.weight": {"hf_stacked": "model.layers.{l}.feed_forward.gate.weight"},
     "layers.{l}.mlp.experts.{e}.{gate|up}.weight": {"hf_stacked": Stacked(_STACKED + "gate_up_proj")},
     "layers.{l}.mlp.experts.{e}.down.weight": {"hf_stacked": Stacked(_STACKED + "down_proj")},
