@@ -49,7 +49,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         )
     weights, found = read_directory(path)
     beside_weights = path if (path / CONFIG_NAME).is_file() else directory
-    quantized = with_modelopt_file(load_config(beside_weights / CONFIG_NAME), path)
+    described = load_config(beside_weights / CONFIG_NAME)
+    stays = config.own_names is not None and config.own_names.stays_quantized
+    quantized = {} if stays else with_modelopt_file(described, path)
     found = dequantize(found, quantized, options.dtype, weights.name)
     left_out, carried = dict[str, int](), dict[str, LazyTensor]()
     if options.text_only:

@@ -133,6 +133,12 @@ EXPERT_KEYS: dict[str, Raw] = {
         "partial_rotary_factor": 0.25,
     },
 }  # fmt: skip
+MISTRAL_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.2,
+}
 MIXED: Raw = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 5}
 OWN_KEYS: dict[str, Raw] = {
     **{
@@ -192,6 +198,7 @@ OWN_KEYS: dict[str, Raw] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "axk1": {**LATENT_KEYS, **MLP_KINDS, "n_group": 3, "topk_group": 2},
+    "mistral4": {**LATENT_KEYS, "head_dim": 10, "rope_scaling": MISTRAL_YARN},
     "cohere2_moe": {
         "layer_norm_eps": 1e-5,
         "num_experts": 6,

@@ -192,7 +192,16 @@ OTHER_NORMS = (
 OTHER_POSITIONS = ("biogpt", "bloom", "ctrl", "gpt_neo", "mpt", "opt", "xglm")
 """Families with ALiBi, or with learned positions beside windows or after unused rows."""
 OF_GRANITE = ("granite_moe", "granite_moe_shared", "granite_moe_swa", "granite_swa")
-OTHERS = ("afmoe", "aria_text", "axk1", "flint", "gpt_bigcode", "gpt_neox_japanese", "minicpm3")
+OTHERS = (
+    "afmoe",
+    "aria_text",
+    "axk1",
+    "flint",
+    "gpt_bigcode",
+    "gpt_neox_japanese",
+    "minicpm3",
+    "mistral4",
+)
 OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
 OTHER_MIXERS = ("lfm2", "lfm2_moe")
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""

@@ -81,6 +81,8 @@ class Variant:
 QUICK, QUICK_WITH_EXPERTS = ("tp2 pp2",), ("tp2 pp1 ep2",)
 FEW = ("tp2 pp2, layers 1+3", "tp4 pp1, release")
 MANY_RANKS = ("tp4 pp1, release", "tp2 pp2")
+ALL_SLOW = ("",)
+"""No layout is quick."""
 ONE_WITH_EXPERTS = ("tp2 pp1 ep2",)
 
 
@@ -365,6 +367,7 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 6,
     "rms_norm_eps": 1e-6,
 }
+MISTRAL4 = {**LATENT, "n_group": 1, "topk_group": 1}
 INDEXER = {"index_n_heads": 3, "index_head_dim": 10, "index_topk": 8}
 FOR_0_16 = {"indexer_for": "0.16"}
 LLAMA4: dict[str, Any] = {
@@ -446,6 +449,11 @@ MIXTURES = {
     ),
     "deepseek_v2": Variant(
         "deepseek_v2", {**LATENT, "q_lora_rank": None, "n_group": None, "topk_group": None}, {}, ONE_WITH_EXPERTS
+    ),
+    "mistral4": Variant(
+        "mistral4",
+        {**MISTRAL4, **rope(5000.0, **{**YARN, "original_max_position_embeddings": 64}, llama_4_scaling_beta=0.1)},
+        {"scale": {"routed_scaling_factor": 1.0}}, ONE_WITH_EXPERTS, ALL_SLOW,
     ),
     "llama4": Variant(
         "llama4_text", LLAMA4,
@@ -684,6 +692,11 @@ BEYOND_MEGATRON = {
         {"one less": {"sliding_window": WINDOW - 1}, "unscaled embedding": {"mup_enabled": False}, "scale": {"route_scale": 1.0},
          "more dense layers": {"num_dense_layers": 2}},
     ),
+    "mistral4, long": Variant(
+        "mistral4", {**MISTRAL4, **rope(5000.0, **YARN, llama_4_scaling_beta=0.3)},
+        {"no temperature": rope(5000.0, **YARN, llama_4_scaling_beta=0.0), "weights left as they are": {"norm_topk_prob": False},
+         "more dense layers": {"first_k_dense_replace": 2}},
+    ),
     "bitnet": Variant("bitnet", {}, {"epsilon": {"rms_norm_eps": 1e-5}}),
     "axk1": Variant("axk1", {**LATENT, "mlp_layer_types": ["dense", "sparse"] * 2}, {"one group": {"n_group": 1, "topk_group": 1}}),
     "bamba, epsilon": Variant(
@@ -748,7 +761,7 @@ def family_of(variant: Variant) -> str:
 def create(variant: Variant, directory: Path) -> None:
     """Save a model of this kind; the same one every time."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     torch.manual_seed(20)
     sizes = (
@@ -764,7 +777,8 @@ def create(variant: Variant, directory: Path) -> None:
     ):  # whose epsilon is Megatron's own, and which knows no positions
         del sizes["rms_norm_eps"], sizes["rope_parameters"]
     config = AutoConfig.for_model(variant.model_type, **{**sizes, **variant.settings})
-    model = AutoModelForCausalLM.from_config(config)
+    found = model_class(config)
+    model = found(config) if config.model_type == "mistral4" else found.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
@@ -783,16 +797,24 @@ def _name_own_class(name: str, config: Path) -> None:
         config.write_text(json.dumps(raw | {"architectures": [ours[0]]}, indent=2))
 
 
+def model_class(config: "PretrainedConfig") -> Any:
+    """The class of a model. transformers 5.23 has one for Mistral 4 that its AutoModelForCausalLM doesn't list."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.mistral4 import Mistral4ForCausalLM
+
+    return Mistral4ForCausalLM if config.model_type == "mistral4" else AutoModelForCausalLM
+
+
 def load(directory: Path, **settings: Any) -> "PreTrainedModel":
     """As a user does, in float32 with the plainest attention; settings replace those of config.json."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory, **settings)
     options: Any = {"dtype": torch.float32, "attn_implementation": "eager"}
     return cast(
         "PreTrainedModel",
-        AutoModelForCausalLM.from_pretrained(directory, config=config, **options).eval(),
+        model_class(config).from_pretrained(directory, config=config, **options).eval(),
     )
 
 

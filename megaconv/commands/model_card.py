@@ -39,12 +39,14 @@ def describe(
     metadata |= _ancestry(source, kept, adapters)
     is_hf = header.layout is None
     metadata |= {"library_name": "transformers"} if is_hf else {}
-    metadata.setdefault("pipeline_tag", "text-generation")
+    is_known = header.config.own_names is None
+    if is_known:
+        metadata.setdefault("pipeline_tag", "text-generation")
     metadata["tags"] = sorted(
         {*_words(metadata.get("tags")), "megaconv", *([] if is_hf else ["megatron-core"])}
     )
     facts = {
-        "family": header.config.family,
+        "family": header.config.family if is_known else "",
         "parameters": f"{header.parameters:,}",
         "dtype": main_dtype(header.manifest),
         "weights": readable(header.nbytes),

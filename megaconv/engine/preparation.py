@@ -25,7 +25,7 @@ from megaconv.engine.sidecars import SIDECAR_DIRECTORY, code_left_out
 from megaconv.engine.source_check import SourceCheck, check_source
 from megaconv.engine.stream import as_lazy
 from megaconv.engine.without_retrieval import without_retrieval
-from megaconv.errors import NotExpressible, UnknownFamily, UsageError
+from megaconv.errors import NotExpressible, UnknownFamily, UnsupportedInput, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.whole_model import named
 from megaconv.hub import nothing_at
@@ -224,10 +224,14 @@ def _refuse_own_names(header: Header, options: ConvertOptions) -> None:
     unknown = header.config.own_names
     if unknown is None:
         return
-    given = {"--quantize": options.save.quantize, "--base": options.save.base}
-    for option, value in given.items():
+    meaning = {"--quantize": options.save.quantize, "--base": options.save.base}
+    for option, value in meaning.items():
         if value:
             raise UnknownFamily(f"{option}: needs a supported model; {unknown.reason}")
+    values = {"--dtype": bool(options.dtype), "--adapter": bool(options.adapters)}
+    for option, is_given in values.items():
+        if is_given and unknown.stays_quantized:
+            raise UnsupportedInput(f"{option}: needs plain weights; {unknown.reason}")
 
 
 def _told(header: Header, reason: str | None) -> Iterator[str]:

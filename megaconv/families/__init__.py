@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from megaconv import plugins
-from megaconv.errors import CheckpointError, NotExpressible, UnknownFamily, UsageError
+from megaconv.errors import (
+    CheckpointError,
+    NotExpressible,
+    UnknownFamily,
+    UnsupportedInput,
+    UsageError,
+)
 from megaconv.families.parts.hf_config import as_file, load_config, quant_method, updated
 from megaconv.families.parts.keys import CONFIG_NAME, Keys, by_own_names, read_keys, write_keys
 from megaconv.families.parts.language_model import inner_config
-from megaconv.families.parts.own_names import OWN_NAMES, without_family
+from megaconv.families.parts.own_names import OWN_NAMES, config_of_own_names, without_family
 from megaconv.families.parts.unsupported import UNSUPPORTED
 from megaconv.families.parts.whole_model import named, whole_config_json
 from megaconv.model.beside import Whole
@@ -113,7 +119,7 @@ class Family:
         """The config.json of the output: the model's own if it is known, with the necessary changes. Raises
         NotExpressible like write_hf."""
         if config.own_names is not None:
-            return whole_config_json(config.own_names.config, config.dtype)
+            return config_of_own_names(config.own_names, config.dtype)
         if config.whole is not None:
             return self._whole_config_json(config)
         now = self.write_hf(config)
@@ -302,7 +308,7 @@ def read_config(
     """
     try:
         return _described(path, text_only=text_only, whole=whole)
-    except (UnknownFamily, NotExpressible) as error:
+    except (UnknownFamily, NotExpressible, UnsupportedInput) as error:
         if text_only or not own_names:
             raise
         return _WITHOUT_FAMILY, without_family(load_config(path), str(error))

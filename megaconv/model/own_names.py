@@ -23,6 +23,8 @@ class OwnNames:
     """Its config.json, unchanged."""
     reason: str
     """The reason why no family describes it, for messages."""
+    stays_quantized: bool = False
+    """True if the weights are quantized by a method that megaconv doesn't read: their bytes are copied."""
     rows: tuple[Row, ...] = ()
     """One row for each tensor, in the order of the files."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megaconv.errors import CheckpointError, CorruptCheckpoint
+from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible
 from megaconv.families import Family, families
 from megaconv.families.parts.keys import HARMLESS, OFF
 from megaconv.model.fields import fields_of
@@ -25,7 +25,7 @@ SILENT = {
     ("cohere2", "head_dim"),
     ("glm4_moe_lite", "head_dim"), ("glm4_moe_lite", "qk_head_dim"), ("glm4_moe_lite", "num_key_value_heads"),
     *((name, key) for name in ("deepseek_v32", "glm_moe_dsa") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
-    *((name, key) for name in ("youtu", "minicpm3", "axk1") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
+    *((name, key) for name in ("youtu", "minicpm3", "axk1", "mistral4") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
     *(("sarvam_mla", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads", "q_head_dim")),
     # what another key says layer by layer
     ("deepseek_v32", "first_k_dense_replace"), ("glm_moe_dsa", "first_k_dense_replace"),
@@ -224,3 +224,26 @@ def test_transformers_reads_further_names_as_we_do() -> None:
         99,
     )
     assert (theirs.n_embd, theirs.n_head, theirs.n_layer, theirs.n_positions) == (64, 4, 3, 99)
+
+
+@pytest.mark.parametrize("name", ["ministral3", "mistral4"])
+def test_a_factor_on_queries_without_rope_scaling_is_refused_by_name(name: str) -> None:
+    plain = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}
+    raw = {**raw_config(name), "rope_scaling": plain}
+    with pytest.raises(NotExpressible, match=r"llama_4_scaling_beta 0\.1 is not supported"):
+        families()[name].read_hf(raw)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"head_dim": 4}, "head_dim is 4, but heads have 10"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, but 4 of 10"),
+    ],
+    ids=str,
+)
+def test_keys_of_mistral_4_that_follow_from_others_have_to_agree(
+    keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CorruptCheckpoint, match=message):
+        families()["mistral4"].read_hf(raw_config("mistral4", **keys))

@@ -127,6 +127,24 @@ def test_a_cast_changes_floating_point_tensors_alone(model: Path, tmp_path: Path
     assert (raw.get("dtype") or raw["torch_dtype"]) == "bfloat16"
 
 
+def test_weights_of_a_quantization_that_is_not_read_are_copied(hf: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(hf, source)
+    raw = json.loads((source / "config.json").read_text())
+    quantized = raw | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (source / "config.json").write_text(json.dumps(quantized))
+    packed = weights(hf) | {
+        "model.layers.0.mlp.up_proj.qweight": torch.arange(6, dtype=torch.int32)
+    }
+    save_file(packed, source / "model.safetensors")
+    megaconv.convert(source, tmp_path / "out", saver="hf", verify=True)
+    assert_equal(weights(tmp_path / "out"), packed)
+    assert json.loads((tmp_path / "out/config.json").read_text()) == quantized
+    for words in (("hf", "--dtype", "fp32"), ("core",)):
+        outcome = run("convert", source, tmp_path / "other", "--saver", *words)
+        assert_refused(outcome, 3, "quantized (gptq)")
+
+
 def test_a_multimodal_model_becomes_a_distributed_checkpoint(tmp_path: Path) -> None:
     source = FIXTURES / "whole-qwen2_5_vl"
     megaconv.convert(source, tmp_path / "dcp", saver="dcp")

@@ -3,6 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megaconv.errors import UnsupportedInput
+from megaconv.families.parts.hf_config import as_file, quant_method
+from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.families.parts.whole_model import whole_config_json
 from megaconv.model.config import ModelConfig
 from megaconv.model.own_names import OwnNames
 from megaconv.model.subjects import MLP, Attention, LayerKind
@@ -21,5 +25,21 @@ def without_family(raw: Mapping[str, Any], reason: str) -> ModelConfig:
         max_positions=1,
         attention=Attention(heads=1, kv_heads=1, head_dim=1),
         mlp=MLP(ffn=1),
-        own_names=OwnNames(raw, reason),
+        own_names=OwnNames(raw, reason, stays_quantized=not _is_read(raw)),
     )
+
+
+def _is_read(raw: Mapping[str, Any]) -> bool:
+    """True if the weights are plain, or quantized by a method that megaconv reads."""
+    try:
+        quant_method(raw, CONFIG_NAME)
+    except UnsupportedInput:
+        return False
+    return True
+
+
+def config_of_own_names(model: OwnNames, dtype: str) -> bytes:
+    """The config.json of such a model. dtype: the dtype of most of its tensors."""
+    if model.stays_quantized:
+        return as_file(model.config)
+    return whole_config_json(model.config, dtype)

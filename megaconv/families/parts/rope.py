@@ -78,7 +78,7 @@ def rotating_layers(raw: Raw) -> Sequence[Any]:
     return raw.get("no_rope_layers") or usual
 
 
-def _rope_object(raw: Raw) -> dict[str, Any]:
+def rope_object(raw: Raw) -> dict[str, Any]:
     """The rope object of either version of transformers. If there is a rope_scaling, no version of transformers reads
     rope_parameters."""
     for key in ("rope_parameters", "rope_scaling"):
@@ -90,14 +90,14 @@ def _rope_object(raw: Raw) -> dict[str, Any]:
 def rotary_percent(raw: Raw, default: float) -> float:
     """The rotating share of each head, by the keys of either version of transformers. null means all of it, whatever
     the default."""
-    found = {_PERCENT: raw.get(_PERCENT, default), **_rope_object(raw)}[_PERCENT]
+    found = {_PERCENT: raw.get(_PERCENT, default), **rope_object(raw)}[_PERCENT]
     return 1.0 if found is None else float(found)
 
 
 def read_rope(raw: Raw, default_theta: float) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling or None), by the keys of either version of transformers. Values inside the object take
     precedence."""
-    scaling = _rope_object(raw)
+    scaling = rope_object(raw)
     merged = {**raw, **scaling}
     theta = need_number(merged, "rope_theta", default_theta)
     older_kind = scaling.pop("type", None)

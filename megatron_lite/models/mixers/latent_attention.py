@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megaconv.model.config import ModelConfig
 from megatron_lite.models import rng
 from megatron_lite.models.build_plan import Plan
-from megatron_lite.models.mixers.self_attention import attended
+from megatron_lite.models.mixers.self_attention import attended, tempered
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.rotary import neighbours_apart, rotate, sharper
 from megatron_lite.parallel import comm
@@ -55,6 +55,7 @@ class LatentAttention(nn.Module):
         self.nope = config.attention.head_dim - latent.rope_dim
         self.window = plan.kind(layer).window
         self.scale = scale_of_scores(config)
+        self.temperature = config.temperature if config.temperature.scale else None
         self._add_queries(plan)
         self.linear_kv_down_proj = WholeLinear(config.hidden, latent.kv_rank + latent.rope_dim)
         self.linear_kv_up_proj = self._up(
@@ -83,6 +84,8 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """x [sequence (/ tp), batch, hidden] -> the same shape."""
         q = self._queries(x, run)
+        if self.temperature is not None:
+            q = tempered(q, self.temperature, run.positions)
         k, v = self._keys_and_values(x, run)
         if run.cache is not None:
             k, v = run.cache.append(self.layer, k, v)
