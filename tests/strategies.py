@@ -66,6 +66,10 @@ def has_convolutions(family: str) -> bool:
     return any("convolution" in (row.when or "").split() for row in families()[family].rows)
 
 
+def has_layer_inputs(family: str) -> bool:
+    return any("layer_inputs" in (row.when or "").split() for row in families()[family].rows)
+
+
 def norms_all_heads(family: str) -> bool:
     """Whether q and k are normed over all heads, so that ranks can't share one."""
     return any(
@@ -205,13 +209,17 @@ OTHERS = (
 OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
 OTHER_MIXERS = ("lfm2", "lfm2_moe")
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
-BEYOND_MEGATRON = ("granite_moe_hybrid", *OTHER_MIXERS, *OTHER_LAYERS)
+BETWEEN_FILES = ("gemma3n_text", "gemma4_text", "nemotron_nas")
+"""Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
+BEYOND_MEGATRON = ("granite_moe_hybrid", *OTHER_MIXERS, *OTHER_LAYERS, *BETWEEN_FILES)
 """Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""
 
 
 def own_fields(family: str) -> dict[str, Any]:
     """What all models of a family have that Megatron's arguments can't describe."""
-    return dict(families()[family].fixed) if family in BEYOND_MEGATRON else {}
+    inputs = {"layer_inputs.width": 3, "layer_inputs.vocab": 5, "streams.laurel_rank": 2}
+    inputs = inputs if has_layer_inputs(family) else {}
+    return {**families()[family].fixed, **inputs} if family in BEYOND_MEGATRON else {}
 
 
 @st.composite
