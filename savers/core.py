@@ -11,6 +11,7 @@ from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.megatron.arguments.notices import core_notices, embedding_notices, script_notices
 from megaconv.megatron.arguments.sparse import INDEXER_FOR, writes_rope_last
+from megaconv.megatron.arguments.write import require_names
 from megaconv.megatron.distributed.bridge_files import (
     ADAPTER_KIND,
     BRIDGE,
@@ -133,6 +134,7 @@ def refuse(config: ModelConfig, options: SaveOptions, *, has_layout: bool) -> No
 
 
 def _check(config: ModelConfig, options: SaveOptions) -> None:
+    require_names(config)
     if options.grouped_experts and not config.experts.count:
         raise UsageError(
             "--moe-grouped-gemm: has no effect, because the model has no experts; leave it out"

@@ -28,7 +28,10 @@ FAMILIES = sorted(
 """Decoders that Megatron's arguments can describe as well; those with an encoder are in test_encoder_config.py."""
 LLAMA_LIKE = [name for name in FAMILIES if name not in ("gpt2", "mamba2", "nemotron_h", "qwen")]
 """Families whose config.json has Llama's words."""
-WITHOUT_CLASS = ("bailing_moe2", "internlm2", "mimo", "qwen", "sarvam_mla", "sarvam_moe")
+WITHOUT_CLASS = (
+    *("bailing_moe2", "internlm2", "mimo", "nemotron_nas", "qwen"),
+    *("sarvam_mla", "sarvam_moe"),
+)
 """Families that no release of transformers has."""
 IN_TRANSFORMERS = [name for name in LLAMA_LIKE if name not in WITHOUT_CLASS]
 SCALED = [
@@ -206,6 +209,61 @@ OWN_KEYS: dict[str, Raw] = {
         "mlp_only_layers": [0, 2],
     },
     "gpt_neox_japanese": {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "rotary_pct": 0.5},
+    "gemma4_text": {
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 10,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 1,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 5,
+        "vocab_size_per_layer_input": 120,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 5e5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 7e3},
+        },
+    },
+    "gemma3n_text": {
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": [56, 56, 48, 56],
+        "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0],
+        "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 5,
+        "vocab_size_per_layer_input": 120,
+        "laurel_rank": 3,
+    },
+    "nemotron_nas": {
+        "intermediate_size": None,
+        "num_key_value_heads": None,
+        "head_dim": 4,
+        "block_configs": [
+            {
+                "attention": {"n_heads_in_group": 2, "no_op": False},
+                "ffn": {"ffn_mult": 12.0, "no_op": False},
+            },
+            {
+                "attention": {"n_heads_in_group": None, "no_op": True},
+                "ffn": {"ffn_mult": 24.0, "no_op": False},
+            },
+            {
+                "attention": {"n_heads_in_group": 4, "no_op": False},
+                "ffn": {"ffn_mult": None, "no_op": True},
+            },
+            {
+                "attention": {"n_heads_in_group": 2, "no_op": False},
+                "ffn": {"ffn_mult": 11.9, "no_op": False},
+            },
+        ],
+    },
     "minicpm3": {
         **LATENT_SIZES,
         "head_dim": LATENT_SIZES["qk_rope_head_dim"],

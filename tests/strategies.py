@@ -62,6 +62,10 @@ def has_mamba(family: str) -> bool:
     return any("mamba" in (row.when or "").split() for row in families()[family].rows)
 
 
+def has_layer_inputs(family: str) -> bool:
+    return any("layer_inputs" in (row.when or "").split() for row in families()[family].rows)
+
+
 def norms_all_heads(family: str) -> bool:
     """Whether q and k are normed over all heads, so that ranks can't share one."""
     return any(
@@ -189,13 +193,17 @@ OTHERS = (
     "mistral4",
 )
 OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
-BEYOND_MEGATRON = ("granite_moe_hybrid", *OTHER_LAYERS)
+BETWEEN_FILES = ("gemma3n_text", "gemma4_text", "nemotron_nas")
+"""Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
+BEYOND_MEGATRON = ("granite_moe_hybrid", *OTHER_LAYERS, *BETWEEN_FILES)
 """Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""
 
 
 def own_fields(family: str) -> dict[str, Any]:
     """What all models of a family have that Megatron's arguments can't describe."""
-    return dict(families()[family].fixed) if family in BEYOND_MEGATRON else {}
+    inputs = {"layer_inputs.width": 3, "layer_inputs.vocab": 5, "streams.laurel_rank": 2}
+    inputs = inputs if has_layer_inputs(family) else {}
+    return {**families()[family].fixed, **inputs} if family in BEYOND_MEGATRON else {}
 
 
 @st.composite

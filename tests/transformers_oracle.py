@@ -716,6 +716,45 @@ BEYOND_MEGATRON = {
     ),
 }  # fmt: skip
 """Models that Megatron has no arguments for: they are converted between Hugging Face's files, and trained."""
+GEMMA_4: dict[str, Any] = {
+    "head_dim": 12, "global_head_dim": 16, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+    },
+}  # fmt: skip
+GEMMA_4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
+CONVERTED = {
+    "gemma3n_text": Variant(
+        "gemma3n_text",
+        {"head_dim": 12, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2,
+         "rope_parameters": None, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2,
+         "intermediate_size": [88, 88, 64, 88], "activation_sparsity_pattern": [0.6, 0.3, 0.0, 0.0], "laurel_rank": 5},
+        {"one less": {"sliding_window": WINDOW - 1}, "capped logits": {"final_logit_softcapping": 2.0},
+         "sparsity": {"activation_sparsity_pattern": [0.6, 0.0, 0.0, 0.0]}, "active stream": {"altup_active_idx": 1},
+         "unscaled stream": {"altup_correct_scale": False}},
+    ),
+    "gemma4_text, layer inputs": Variant(
+        "gemma4_text",
+        {**GEMMA_4, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2,
+         "use_double_wide_mlp": True},
+        {"one less": {"sliding_window": WINDOW - 1}, "capped logits": {"final_logit_softcapping": 2.0}},
+    ),
+    "gemma4_text, keys as values": Variant(
+        "gemma4_text",
+        {**GEMMA_4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
+        {"epsilon": {"rms_norm_eps": 1e-5}},
+    ),
+    "gemma4_text, experts": Variant(
+        "gemma4_text", {**GEMMA_4, **GEMMA_4_EXPERTS, "hidden_size_per_layer_input": 0}, {"one expert": {"top_k_experts": 1}}
+    ),
+}  # fmt: skip
+"""Models that are converted between Hugging Face's files, and not trained."""
 RELATIVES = {
     "bailing_moe2": Variant(
         "glm4_moe",
@@ -771,6 +810,8 @@ def create(variant: Variant, directory: Path) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)
+            if name.endswith("layer_scalar"):
+                buffer.normal_(1.0, 0.2)
     model.save_pretrained(directory)
     _name_own_class(family_of(variant), directory / "config.json")
 

@@ -68,6 +68,8 @@ class Family:
     """Regular expressions of native names that hold no part of the model."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Regular expressions of native names that belong to the model but aren't converted -> their description."""
+    unused: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
+    """A function that returns further patterns of the same kind: tensors that the class never computes with."""
     features: tuple[str, ...] = ()
     """Optional features that every model of the family has, such as `qk_norm`."""
     prefix: str = ""

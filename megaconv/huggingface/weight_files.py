@@ -150,8 +150,9 @@ def whole_model(
     where: for messages. slots: the optimizer's tensors by slot and native name, for the parameters that have any; each
     comes after its weight. Raises TensorMismatch for tensors that are missing, unknown or of the wrong shape.
     """
-    _warn_of_left_out(family, found, where)
-    kept = _without_ignored(family, found)
+    left_out = {**family.left_out, **family.unused(config)}
+    _warn_of_left_out(left_out, found, where)
+    kept = _without(found, (*family.ignored, *left_out))
     config = _with_own_names(config, kept, where)
     config = family.complete(config, kept)
     spellings = hf_namings(kept) if naming == HF else (naming,)
@@ -185,10 +186,9 @@ def _with_own_names(
     return replace(config, own_names=config.own_names.with_tensors(shapes, where))
 
 
-def _without_ignored(family: Family, found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The tensors whose names match no pattern of the family's ignored ones."""
-    patterns = [f"(?:{pattern})" for pattern in (*family.ignored, *family.left_out)]
-    ignored = re.compile("|".join(patterns) or "(?!)")
+def _without(found: Mapping[str, LazyTensor], patterns: tuple[str, ...]) -> dict[str, LazyTensor]:
+    """The tensors whose names match none of these regular expressions."""
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)")
     return {name: tensor for name, tensor in found.items() if not ignored.fullmatch(name)}
 
 
@@ -219,8 +219,8 @@ def hf_namings(names: Collection[str]) -> tuple[Naming, ...]:
     )
 
 
-def _warn_of_left_out(family: Family, found: Collection[str], where: str) -> None:
-    for pattern, what in family.left_out.items():
+def _warn_of_left_out(left_out: Mapping[str, str], found: Collection[str], where: str) -> None:
+    for pattern, what in left_out.items():
         names = [name for name in found if re.fullmatch(pattern, name)]
         if names:
             _log.warning(

@@ -40,6 +40,8 @@ _FIELDS = {
     "linear.value_dim": WIDTH, "linear.conv": WIDTH, "mamba.heads": WIDTH, "mamba.head_dim": WIDTH,
     "mamba.groups": WIDTH, "mamba.state": WIDTH, "token_types": WIDTH, "vocab": VOCABULARY, "max_positions": POSITIONS,
     "positions.buckets": WIDTH, "head.classes": WIDTH, "positions.max_distance": POSITIONS, "layers.window": POSITIONS,
+    "layer_inputs.width": WIDTH, "layer_inputs.vocab": VOCABULARY,
+    "streams.count": WIDTH, "streams.laurel_rank": WIDTH,
 }  # fmt: skip
 """Dotted name of a configuration's field -> its limit."""
 

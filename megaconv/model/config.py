@@ -22,6 +22,7 @@ from megaconv.model.subjects import (
     Head,
     Indexer,
     LatentAttention,
+    LayerInputs,
     LayerKind,
     LinearAttention,
     Mamba,
@@ -29,6 +30,7 @@ from megaconv.model.subjects import (
     Positions,
     Retrieval,
     Retriever,
+    Streams,
     Temperature,
     retrieving_layers,
 )
@@ -54,6 +56,8 @@ class ModelConfig:
     linear: LinearAttention = field(default_factory=LinearAttention)
     mamba: Mamba = field(default_factory=Mamba)
     experts: Experts = field(default_factory=Experts)
+    layer_inputs: LayerInputs = field(default_factory=LayerInputs)
+    streams: Streams = field(default_factory=Streams)
     encoder: Encoder = field(default_factory=Encoder)
     retrieval: Retrieval = field(default_factory=Retrieval)
     head: Head = field(default_factory=Head)
@@ -62,6 +66,8 @@ class ModelConfig:
     """A factor on the embedding's output."""
     residual_scale: float | None = None
     """A factor on the output of each attention and each MLP, before it is added; None for 1."""
+    layer_scale: bool = False
+    """True if each layer has a stored number that scales its output."""
     parallel_residual: bool = False
     """True if attention and the MLP of a layer work on the same input, each after its own norm or both after one
     (norm.shared), and both are added to it."""
@@ -191,7 +197,7 @@ class ModelConfig:
         return wanted <= found and unwanted.isdisjoint(found)
 
     def sizes(self) -> dict[str, int]:
-        """The sizes that shapes are written in, by name."""
+        """The sizes that shapes are written in, by name. Layers may have their own of some (own_sizes)."""
         rope_dim = self.latent.rope_dim
         derived = {
             "nope_dim": self.attention.head_dim - rope_dim,
@@ -201,6 +207,12 @@ class ModelConfig:
         }
         tower = {} if self.whole is None else self.whole.sizes
         return {name: size.of(self) for name, size in SIZES.items()} | derived | dict(tower)
+
+    def own_sizes(self, layer: int) -> dict[str, int]:
+        """The sizes that one layer has instead of the model's; empty in most models."""
+        kind = self.layers[layer]
+        own = {name: getattr(kind, name) for name in OF_ONE_LAYER}
+        return {name: size for name, size in own.items() if size is not None}
 
 
 class Size(NamedTuple):
@@ -213,7 +225,10 @@ class Size(NamedTuple):
         return value_of(config, self.field)
 
 
+OF_ONE_LAYER = ("heads", "kv_heads", "head_dim", "ffn")
+"""The sizes that a layer may have of its own."""
 SIZES: Mapping[str, Size] = {
+    "layers": Size("layers.count", 1),
     "hidden": Size("hidden", 1),
     "heads": Size("attention.heads", 1),
     "kv_heads": Size("attention.kv_heads", 1),
@@ -246,6 +261,10 @@ SIZES: Mapping[str, Size] = {
     "mamba_head_dim": Size("mamba.head_dim"),
     "mamba_groups": Size("mamba.groups"),
     "mamba_state": Size("mamba.state"),
+    "layer_input_width": Size("layer_inputs.width"),
+    "layer_input_vocab": Size("layer_inputs.vocab"),
+    "streams": Size("streams.count"),
+    "laurel_rank": Size("streams.laurel_rank"),
 }
 """Name of a size in shapes -> the size."""
 
@@ -336,6 +355,19 @@ FEATURES: Mapping[str, Holds] = {
     "shared_ffn": lambda config, kind, layer: config.experts.shared_ffn > 0,
     "shared_gate": lambda config, kind, layer: config.experts.shared_gate,
     "router_bias": lambda config, kind, layer: config.experts.router_bias,
+    "expert_norms": lambda config, kind, layer: config.experts.own_norms,
+    "layer_inputs": lambda config, kind, layer: config.layer_inputs.width > 0,
+    "streams": lambda config, kind, layer: config.streams.count > 0,
+    "sparse_mlp": lambda config, kind, layer: any(each.sparsity for each in config.layers),
+    "layer_scale": lambda config, kind, layer: config.layer_scale,
+    "layers_differ": lambda config, kind, layer: any(
+        config.own_sizes(each) for each in range(config.layer_count)
+    ),
+    "shared_kv": lambda config, kind, layer: any(each.shares_kv for each in config.layers),
+    "keys_as_values": lambda config, kind, layer: any(
+        each.keys_as_values for each in config.layers
+    ),
+    "v_norm": lambda config, kind, layer: config.attention.v_norm,
     "probs_on_input": lambda config, kind, layer: config.experts.probs_on_input,
     "expert_latent": lambda config, kind, layer: config.experts.latent > 0,
     "encoder": lambda config, kind, layer: config.encoder.layers > 0,
@@ -375,6 +407,8 @@ FEATURES: Mapping[str, Holds] = {
     "dense": lambda config, kind, layer: (
         kind.mlp != "none" and not (config.experts.count and kind.mlp == "experts")
     ),
+    "own_kv": lambda config, kind, layer: not kind.shares_kv,
+    "own_values": lambda config, kind, layer: not kind.shares_kv and not kind.keys_as_values,
     "retrieves": lambda config, kind, layer: layer in config.retrieving,
     "window": lambda config, kind, layer: kind.window is not None,
     "o_bias_here": lambda config, kind, layer: (

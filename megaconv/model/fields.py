@@ -7,7 +7,7 @@ from typing import Any
 from megaconv.errors import CorruptCheckpoint, NotExpressible, TensorMismatch
 from megaconv.model.beside import Whole
 from megaconv.model.ceilings import require_possible
-from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.config import OF_ONE_LAYER, SIZES, ModelConfig, value_of
 from megaconv.model.subjects import (
     MLP,
     Attention,
@@ -16,6 +16,7 @@ from megaconv.model.subjects import (
     Head,
     Indexer,
     LatentAttention,
+    LayerInputs,
     LayerKind,
     LinearAttention,
     Mamba,
@@ -23,6 +24,7 @@ from megaconv.model.subjects import (
     Positions,
     Retrieval,
     Retriever,
+    Streams,
     Temperature,
 )
 
@@ -37,6 +39,8 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "linear": LinearAttention,
     "mamba": Mamba,
     "experts": Experts,
+    "layer_inputs": LayerInputs,
+    "streams": Streams,
     "encoder": Encoder,
     "retrieval": Retrieval,
     "head": Head,
@@ -67,6 +71,10 @@ STRUCTURE = (
         "layers.count",
         "layers.mixer",
         "layers.mlp",
+        *(f"layers.{name}" for name in OF_ONE_LAYER),
+        "layers.shares_kv",
+        "layers.keys_as_values",
+        "layer_scale",
         "hidden",
         "mlp.ffn",
         "mlp.bias",
@@ -110,7 +118,8 @@ STRUCTURE = (
     ),
     *("retriever.towers", "retriever.projection", "retriever.pooler"),
     *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),
-    *("indexer.heads", "indexer.head_dim"),
+    *("indexer.heads", "indexer.head_dim", "experts.own_norms"),
+    *("layer_inputs.width", "layer_inputs.vocab", "streams.count", "streams.laurel_rank"),
     *(
         "linear.key_heads",
         "linear.value_heads",
@@ -209,6 +218,7 @@ def meaning_of(config: ModelConfig) -> dict[str, Any]:
     """
     values = fields_of(config)
     values["positions.scaling"] = _full_scaling(config)
+    values |= {f"layers.{name}": _own(config, name) for name in OF_ONE_LAYER}
     if not config.experts.count:
         values["layers.mlp"] = one_or_each(
             tuple("none" if kind.mlp == "none" else "dense" for kind in config.layers)
@@ -220,6 +230,18 @@ def meaning_of(config: ModelConfig) -> dict[str, Any]:
     return {
         name: value for name, value in values.items() if name not in without_effect - _NONE_IF_ONE
     }
+
+
+def _own(config: ModelConfig, size: str) -> Any:
+    """The field of layers with the sizes of their own. A layer that repeats the model's size has none, and a layer
+    without the part that has this size has none either."""
+    usual = SIZES[size].of(config)
+    found = []
+    for kind in config.layers:
+        has_part = kind.mlp != "none" if size == "ffn" else kind.mixer == "attention"
+        own = getattr(kind, size) if has_part else None
+        found.append(None if own == usual else own)
+    return one_or_each(tuple(found))
 
 
 _NONE_IF_ONE = frozenset({"experts.groups", "experts.group_topk", "experts.scale"})
@@ -252,6 +274,10 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield from _fields_below("linear.")
     if not config.has("mamba_layers"):
         yield from _fields_below("mamba.")
+    if not config.layer_inputs.width:
+        yield "layer_inputs.vocab"
+    if not config.streams.count:
+        yield from (name for name in _fields_below("streams.") if name != "streams.count")
     if not config.retrieval.layers:
         yield from (name for name in _fields_below("retrieval.") if name != "retrieval.layers")
     if not config.indexer.heads:

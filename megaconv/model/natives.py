@@ -15,10 +15,14 @@ from megaconv.model.naming import Naming
 from megaconv.model.pieces import Template, of_expert
 from megaconv.model.rank import RANKS, Rank
 from megaconv.model.regions import Copy, NativeTensor, Region
-from megaconv.model.sharding import rank_sizes
+from megaconv.model.sharding import own_shares, rank_sizes
 from megaconv.model.table import Row, Separate, layers_of, with_beside
 
 __all__ = ["Copy", "NativeTensor", "RankTensors", "Region", "native_tensors"]
+
+
+_Evaluated = tuple[Row, tuple[tuple[str, int], ...], int, int, int]
+"""A row, the sizes of its layer's own, and the numbers of a rank: what templates depend on."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class RankTensors:
     layout: Layout
     vocab_rows: int
     """Embedding rows of the whole vocabulary, including padding."""
-    _templates: dict[tuple[Row, int, int, int], tuple[Template, ...]] = field(default_factory=dict)
+    _templates: dict[_Evaluated, tuple[Template, ...]] = field(default_factory=dict)
 
     def of(
         self, tp_rank: int, chunk: Chunk, ep_rank: int = 0, etp_rank: int | None = None
@@ -62,8 +66,9 @@ class RankTensors:
         sizes = rank_sizes(self.config, self.layout, shares_heads=self.naming.scheme == "core")
         return whole | {"vocab": self.vocab_rows}, sizes
 
-    def templates(self, row: Row, rank: Rank) -> tuple[Template, ...]:
-        """The templates of a row on a rank. Raises NotExpressible if the naming scheme has no name for the row."""
+    def templates(self, row: Row, rank: Rank, layer: int) -> tuple[Template, ...]:
+        """The templates of a row on a rank, in a layer. Raises NotExpressible if the naming scheme has no name for the
+        row."""
         spelled = row.spelling(self.naming)
         if not spelled:
             what = row.when or "this tensor"
@@ -72,8 +77,11 @@ class RankTensors:
             )
         # Expert ranks differ only in names, unless one tensor holds all experts of a rank.
         stacked = any(spelling.holds_all_experts for spelling in spelled)
-        key = row, rank.tp_rank, rank.ep_rank if stacked else 0, rank.etp_rank
+        own = self.config.own_sizes(layer) if row.stage == "layer" else {}
+        ranks = rank.tp_rank, rank.ep_rank if stacked else 0, rank.etp_rank
+        key = row, tuple(own.items()), *ranks
         if key not in self._templates:
+            rank = rank.of_layer(own, own_shares(own, self.layout)) if own else rank
             self._templates[key] = tuple(row.templates(spelled, rank))
         return self._templates[key]
 
@@ -136,7 +144,7 @@ class _ChunkTensors:
 
     def _natives(self, row: Row, local_layer: int, layer: int) -> Iterator[NativeTensor]:
         """Yield the native tensors of one layer of a row."""
-        found = self.shared.templates(row, self.rank)
+        found = self.shared.templates(row, self.rank, layer)
         natives = [template.of(local_layer, layer) for template in found]
         if found[0].each_expert:
             for local, expert in enumerate(self.rank.experts):

@@ -1,7 +1,7 @@
 """The rank whose native tensors are computed."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megaconv.model.layout import Layout
 
@@ -31,3 +31,7 @@ class Rank:
         """The global numbers of this rank's experts."""
         count = self.sizes["local_experts"]
         return range(self.ep_rank * count, (self.ep_rank + 1) * count)
+
+    def of_layer(self, own: Mapping[str, int], shares: Mapping[str, int]) -> "Rank":
+        """The same rank, for a layer with sizes of its own. shares: the rank's shares of these sizes."""
+        return replace(self, whole={**self.whole, **own}, sizes={**self.sizes, **shares})

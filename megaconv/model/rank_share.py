@@ -11,6 +11,11 @@ from megaconv.model.rank import RANKS
 from megaconv.model.sharding import rank_sizes
 from megaconv.model.table import Row, layers_of, with_beside
 
+OwnSizes = tuple[tuple[str, int], ...]
+"""(name, size) for the sizes that a layer has of its own; empty for most layers."""
+RowOfLayers = tuple[Row, OwnSizes]
+"""A row, in the layers with these sizes of their own."""
+
 
 class RankShare(NamedTuple):
     """Parameters of one pipeline rank. All tensor and expert ranks of a stage hold the same number."""
@@ -41,22 +46,33 @@ def rank_shares(
 
 def row_elements(
     rows: tuple[Row, ...], config: ModelConfig, layout: Layout, vocab_rows: int
-) -> dict[Row, int]:
-    """The elements of one layer's tensors on one rank, by row. They don't depend on the pipeline.
+) -> dict[RowOfLayers, int]:
+    """The elements of one layer's tensors on one rank, by row and kind of layer. They don't depend on the pipeline.
 
     Raises LayoutError if the layout can't shard the model.
     """
     rank_sizes(config, layout, shares_heads=True)
     divide(vocab_rows, layout.tp, "padded vocabulary", RANKS["tp"])
     sizes = config.sizes() | {"vocab": vocab_rows}
-    return {row: _elements(row, sizes, layout) for row in with_beside(rows, config)}
+    kinds = dict.fromkeys(_own(config, layer) for layer in range(config.layer_count))
+    found: dict[RowOfLayers, int] = {}
+    for row in with_beside(rows, config):
+        for own in kinds if row.stage == "layer" else ((),):
+            found[row, own] = _elements(row, sizes | dict(own), layout)
+    return found
 
 
-def chunk_share(elements: Mapping[Row, int], config: ModelConfig, chunk: Chunk) -> RankShare:
+def _own(config: ModelConfig, layer: int) -> OwnSizes:
+    return tuple(config.own_sizes(layer).items())
+
+
+def chunk_share(
+    elements: Mapping[RowOfLayers, int], config: ModelConfig, chunk: Chunk
+) -> RankShare:
     """The parameters of one chunk. elements: row_elements of the layout."""
     dense = experts = 0
-    for row, each in elements.items():
-        count = each * _times(row, config, chunk)
+    for (row, own), each in elements.items():
+        count = each * _times(row, own, config, chunk)
         if row.of_experts:
             experts += count
         else:
@@ -74,12 +90,14 @@ def _elements(row: Row, sizes: dict[str, int], layout: Layout) -> int:
     return whole // (layout.etp if row.of_experts else layout.tp)
 
 
-def _times(row: Row, config: ModelConfig, chunk: Chunk) -> int:
-    """The number of a row's tensors in a chunk: one per layer, plus Megatron core's second copies of an embedding."""
+def _times(row: Row, own: OwnSizes, config: ModelConfig, chunk: Chunk) -> int:
+    """The number of a row's tensors in a chunk: one per layer with these sizes of its own, plus Megatron core's second
+    copies of an embedding."""
     beyond = config.layer_count - 1
     found = sum(
         row.exists(config, beyond if row.stage == "mtp" else layer)
         for _, layer in layers_of(row.stage, config, chunk)
+        if row.stage != "layer" or _own(config, layer) == own
     )
     if not row.copies or not row.exists(config, 0):
         return found

@@ -1,5 +1,6 @@
 """The sizes of a model that parallelism shards, and each rank's share of them."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from megaconv.errors import LayoutError
@@ -60,6 +61,18 @@ def rank_sizes(
             else:
                 sizes[share or size] = divide(whole[size], parallel[over], size, RANKS[over])
     return sizes
+
+
+def own_shares(own: Mapping[str, int], layout: Layout) -> dict[str, int]:
+    """One rank's share of the sizes that a layer has of its own. Raises LayoutError if a size can't be sharded."""
+    over = {size: kind for size, kind, _, _ in SHARDED}
+    parallel = layout.sizes()
+    return {
+        size: divide(whole, parallel[over[size]], size, RANKS[over[size]])
+        if size in over
+        else whole
+        for size, whole in own.items()
+    }
 
 
 def _shared_head(kv_heads: int, tp: int, *, allowed: bool, gated: bool) -> int:

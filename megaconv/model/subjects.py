@@ -23,6 +23,21 @@ class LayerKind:
     """True if rope rotates q and k of this layer. Without rope in the model it has no effect."""
     chunk: int | None = None
     """Positions of a chunk: a token attends only to tokens of its own chunk. None: the sequence has no chunks."""
+    heads: int | None = None
+    """Attention heads of this layer; None for attention.heads. The next three fields are None for the model's size as
+    well."""
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn: int | None = None
+    """Width of this layer's MLP."""
+    shares_kv: bool = False
+    """True if attention uses the keys and values of the last layer before it that has its own, and has a window exactly
+    if this layer has one."""
+    keys_as_values: bool = False
+    """True if the projection of keys also gives the values."""
+    sparsity: float = 0.0
+    """The share of the elements of an MLP's first projection that become 0: those below a limit, which follows from
+    their mean and deviation. 0 in a usual MLP."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,8 @@ class Attention:
     """True if the sigmoid of another projection, as wide as q, scales the output of attention."""
     clip: float | None = None
     """The limit of the elements of q, k and v in both directions, before norms and rope; None: no limit."""
+    v_norm: bool = False
+    """True if values are normalized like q and k, with a norm without weights."""
 
 
 @dataclass(frozen=True)
@@ -253,6 +270,35 @@ class Experts:
     work on the hidden states."""
     probs_on_input: bool = False
     """True if the weights scale the experts' inputs instead of their outputs."""
+    own_norms: bool = False
+    """True if the router, the routed experts and the shared expert have norms of their own (Gemma 4): the router's input
+    has one with a weight, both kinds of experts have one after them, and the routed experts have one before them. A
+    stored number scales the weight of each expert."""
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """A second embedding of the tokens, with a part for each layer, which the layer adds after its MLP (Gemma 3n). All
+    sizes are 0 in models without it."""
+
+    width: int = 0
+    """Elements of one layer's part."""
+    vocab: int = 0
+    """Tokens that have such an embedding."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Several residual streams (AltUp, arXiv 2301.13310, as in Gemma 3n). A layer works on one of them, and predicts and
+    corrects all others. All sizes are 0 in models with one stream."""
+
+    count: int = 0
+    active: int = 0
+    """Number of the stream that layers work on."""
+    scaled: bool = False
+    """True if a vector scales this stream before a layer's part of the second embedding is multiplied with it."""
+    laurel_rank: int = 0
+    """Rank of a product of two matrices that is added beside attention (LAuReL, arXiv 2411.07501)."""
 
 
 @dataclass(frozen=True)

@@ -98,13 +98,15 @@ def _beside(tensor: Beside) -> Row:
 def canonical_shapes(rows: tuple[Row, ...], config: ModelConfig) -> dict[str, Shape]:
     """The shape of every canonical tensor of a model, in model order."""
     sizes, shapes = config.sizes(), dict[str, Shape]()
-    shaped: dict[Row, list[tuple[str, Shape]]] = {}
+    shaped: dict[tuple[Row, tuple[tuple[str, int], ...]], list[tuple[str, Shape]]] = {}
     experts = [str(expert) for expert in range(sizes["experts"])]
     for row, layer in _model_order(with_beside(rows, config), config):
-        if row not in shaped:
-            evaluated = (evaluate(shape, sizes) for shape in row.shapes)
-            shaped[row] = list(zip(expand(row.canonical), evaluated, strict=True))
-        named = [(of_layer(name, layer), shape) for name, shape in shaped[row]]
+        own = config.own_sizes(layer) if row.stage == "layer" else {}
+        key = row, tuple(own.items())
+        if key not in shaped:
+            evaluated = (evaluate(shape, sizes | own) for shape in row.shapes)
+            shaped[key] = list(zip(expand(row.canonical), evaluated, strict=True))
+        named = [(of_layer(name, layer), shape) for name, shape in shaped[key]]
         if not row.of_experts:
             shapes.update(named)
             continue

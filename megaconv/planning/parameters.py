@@ -8,8 +8,7 @@ from itertools import accumulate
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout, padded_vocab
-from megaconv.model.rank_share import RankShare, chunk_share, row_elements
-from megaconv.model.table import Row
+from megaconv.model.rank_share import RankShare, RowOfLayers, chunk_share, row_elements
 
 
 @dataclass(frozen=True)
@@ -17,8 +16,8 @@ class Parameters:
     """The parameters of the chunks of one rank, for one tensor-parallel and one expert-parallel size."""
 
     config: ModelConfig
-    elements: Mapping[Row, int]
-    """Elements of one layer's tensors on the rank, by row."""
+    elements: Mapping[RowOfLayers, int]
+    """Elements of one layer's tensors on the rank, by row and kind of layer."""
 
     @classmethod
     def of(

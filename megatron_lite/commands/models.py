@@ -5,7 +5,13 @@ from collections.abc import Sequence
 
 from megaconv.families import families
 from megaconv.families.parts.unsupported import UNSUPPORTED
-from megatron_lite.models.trainable import NOT_COMPUTED, RETRO, ROPE_SCALINGS, TRAINED
+from megatron_lite.models.trainable import (
+    CONVERTED_ONLY,
+    NOT_COMPUTED,
+    RETRO,
+    ROPE_SCALINGS,
+    TRAINED,
+)
 from megatron_lite.settings.architecture import OF_THEIR_OWN
 
 
@@ -19,10 +25,13 @@ def table() -> str:
 
 
 def reasons() -> str:
-    """Return two lists: the parts of models that can't be trained, and the architectures that are refused, by reason."""
+    """Return three lists: the parts of models that can't be trained, the families that are only converted, and the
+    architectures that are refused, by reason."""
     lines = ["Not trained, whatever the family:", ""]
     lines += [f"- a model with {part}" for part in NOT_COMPUTED.values()]
     lines.append(f"- rope scaling of another kind than {', '.join(ROPE_SCALINGS)}")
+    lines += ["", "Families that are converted, and not trained:", ""]
+    lines += [f"- {name}: {parts}" for name, parts in CONVERTED_ONLY.items()]
     lines += ["", "Architectures that are refused:", ""]
     by_reason: dict[str, list[str]] = {}
     for architecture, reason in UNSUPPORTED.items():

@@ -28,6 +28,12 @@ TRAINED = (
     "vaultgemma", "xglm", "youtu",
 )  # fmt: skip
 """Families that the decoder supports by configuration."""
+CONVERTED_ONLY = {
+    "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
+    "gemma4_text": "layers that share keys and values or have sizes of their own, and experts with norms of their own",
+    "nemotron_nas": "layers with sizes of their own, some of them without attention or without an MLP",
+}
+"""Families that the decoder doesn't support -> the parts of their models that it lacks."""
 RETRO = "retro"
 """The family whose layers attend to retrieved text: a decoder with a network of its own."""
 NOT_COMPUTED = {
@@ -36,6 +42,15 @@ NOT_COMPUTED = {
     "capped_scores mla": "capped scores of latent attention",
     "capped_scores sinks": "capped scores beside attention sinks",
     "qk_l2_norm mla": "norms without weights in latent attention",
+    "layers_differ": "layers with sizes of their own",
+    "shared_kv": "layers that share keys and values",
+    "keys_as_values": "keys that are the values as well",
+    "v_norm": "norms of values",
+    "expert_norms": "norms of the router's and the experts' own",
+    "layer_inputs": "a second embedding, with a part for each layer",
+    "streams": "several residual streams",
+    "sparse_mlp": "MLPs that set most of their elements to 0",
+    "layer_scale": "a number that scales each layer's output",
     "expert_latent": "experts that work on a projection of the hidden states",
 }
 """Features that the decoder does not support, whatever the family."""
@@ -70,6 +85,10 @@ def _check_family(family: str) -> None:
     """Raise NotExpressible for a family of another package, whose layers the decoder may not have."""
     if family in (*TRAINED, *OF_THEIR_OWN, RETRO):
         return
+    if family in CONVERTED_ONLY:
+        raise NotExpressible(
+            f"a {family} is converted, but can't be trained yet: its models have {CONVERTED_ONLY[family]}"
+        )
     raise NotExpressible(
         f"a {family} can't be trained; `megatron-lite models` lists the families that can"
     )

@@ -569,13 +569,6 @@ CASES = [
         "only decoders are supported",
     ),
     Refused(
-        "gemma",
-        {"architectures": ["Gemma3nForCausalLM"]},
-        {},
-        UnknownFamily,
-        "can't be converted: of Gemma 3, only",
-    ),
-    Refused(
         "llama4",
         {"num_experts_per_tok": 2},
         {},
@@ -902,7 +895,6 @@ ON_THE_HUB = (
         "MPTForCausalLM",
         "PhiMoEForCausalLM",
         "Step3p5ForCausalLM",
-        "DeciLMForCausalLM",
         "KimiK3ForConditionalGeneration",
     ),
     *(

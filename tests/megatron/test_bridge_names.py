@@ -352,16 +352,13 @@ WHOLES = {
 """...ForConditionalGeneration -> model_type, of models that see or hear. Of Mistral 3 those with a `mistral` inside, not a `ministral3`."""
 OTHERS = (
     *(
-        "DeciLMForCausalLM",
         "DeepseekV4ForCausalLM",
         "FalconH1ForCausalLM",
-        "Gemma4ForCausalLM",
         "MiMoV2FlashForCausalLM",
     ),
     *(
         "Step3p5ForCausalLM",
         "Step3p7ForConditionalGeneration",
-        "Gemma4ForConditionalGeneration",
         "KimiK3ForConditionalGeneration",
     ),
     *(
@@ -382,6 +379,14 @@ OTHERS = (
 )
 
 
+BETWEEN_FILES = {
+    "DeciLMForCausalLM": "nemotron_nas",
+    "Gemma4ForCausalLM": "gemma4_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
+}
+"""Architectures that are converted between Hugging Face's files only -> the family of their language model."""
+
+
 def test_every_architecture_that_megatron_bridge_registers_is_converted_or_refused_with_its_reason() -> (
     None
 ):
@@ -389,7 +394,9 @@ def test_every_architecture_that_megatron_bridge_registers_is_converted_or_refus
     assert {f"{name}ForCausalLM" for name in LANGUAGE_MODELS} <= ours_by_class
     assert set(WHOLES.values()) == set(NAMED_AS_IN_BRIDGE)
     assert set(OTHERS) <= UNSUPPORTED.keys()
-    assert len(LANGUAGE_MODELS) + len(WHOLES) + len(OTHERS) == 59
+    assert len(LANGUAGE_MODELS) + len(WHOLES) + len(OTHERS) + len(BETWEEN_FILES) == 59
+    assert not set(BETWEEN_FILES) & UNSUPPORTED.keys()
+    assert set(BETWEEN_FILES.values()) <= families().keys()
 
 
 def test_names_of_all_its_language_models_but_two_are_compared() -> None:

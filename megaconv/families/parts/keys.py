@@ -85,6 +85,7 @@ HARMLESS = frozenset(
         # for generation: which logits are computed
         "num_logits_to_keep",
         # for training only
+        "altup_coef_clip",
         *(
             "initializer_range",
             "initializer_factor",

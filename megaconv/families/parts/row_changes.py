@@ -1,6 +1,7 @@
 """Tables made from Llama's rows, for models that differ only in the norms' biases, a gate or some names.
 
 in_core(rows)            without names in Megatron's legacy models and Meta's files
+hf_only(rows)            with Hugging Face's names alone
 with_norm_biases(rows)   LayerNorm: model.norm.{weight|bias}, decoder.final_layernorm.{weight|bias}
 without_gate(rows)       mlp.up_proj, mlp.down_proj; linear_fc1 holds only the first
 respelled(rows, names)   other names for some rows
@@ -8,6 +9,7 @@ with_modules(rows, ...)  other names of Hugging Face's modules
 with_shared_norm(rows)   one norm before attention and the MLP
 without_norms(rows)      norms without trained values
 without_rows(rows, ...)  without some rows
+without_biases(rows)     without biases of matrices
 with_head_bias(rows)     a bias per token of the vocabulary
 
 with_optional_norm_biases(rows), with_optional_gate(rows)   for a table of models with and without them
@@ -26,6 +28,11 @@ def in_core(rows: Rows) -> Rows:
     """The rows with only the names of Hugging Face and Megatron core. Any other naming scheme is then refused for lack
     of names."""
     return tuple(row.without("legacy", "meta") for row in rows)
+
+
+def hf_only(rows: Rows) -> Rows:
+    """The rows with only Hugging Face's names, for models whose layers Megatron core lacks."""
+    return tuple(row.without("core", "legacy", "meta") for row in rows)
 
 
 def with_norm_biases(rows: Rows) -> Rows:
@@ -138,6 +145,11 @@ def without_rows(rows: Rows, *canonical: str) -> Rows:
         if name not in known:
             raise KeyError(f"no row of the table is {name}")
     return tuple(row for row in rows if row.canonical not in canonical)
+
+
+def without_biases(rows: Rows) -> Rows:
+    """The rows without those of biases, for architectures whose matrices never have any."""
+    return tuple(row for row in rows if not row.canonical.endswith(".bias"))
 
 
 def with_embedding_norm(rows: Rows, name: str) -> Rows:

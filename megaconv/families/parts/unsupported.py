@@ -4,10 +4,6 @@ Architectures that are neither here nor in a family are unknown. Both are refuse
 """
 
 _REASONS: dict[str, tuple[str, ...]] = {
-    "of Gemma 3, only models like Gemma3ForCausalLM are supported, and not Gemma 3n": (
-        "Gemma3nForCausalLM",
-        "Gemma3nForConditionalGeneration",
-    ),
     "its language model attends to a prompt in both directions, and Megatron core attends to earlier tokens only": (
         "PaliGemmaForConditionalGeneration",
     ),
@@ -21,10 +17,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its layers have two attentions, two MLPs and experts without computation, and Megatron core has no such layer": (
         "LongcatFlashForCausalLM",
     ),
-    "its layers with full attention have another head size than those with a window, use keys as values, and scale their output": (
-        "Gemma4ForCausalLM",
-        "Gemma4ForConditionalGeneration",
-    ),
     "it has several residual streams, which are mixed (hyper-connections), and attention to compressed tokens": (
         "DeepseekV4ForCausalLM",
     ),
@@ -37,9 +29,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     ),
     "its layers apply attention and Mamba 2 in parallel to the same input": (
         "FalconH1ForCausalLM",
-    ),
-    "its layers differ in the widths of their MLPs, and some have no attention": (
-        "DeciLMForCausalLM",
     ),
     "most of its layers have Kimi Delta Attention, which has other projections than a gated delta net": (
         "KimiLinearForCausalLM",

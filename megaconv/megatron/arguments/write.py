@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megaconv.errors import CheckpointError, NotExpressible
+from megaconv.families import family
 from megaconv.megatron.arguments.beyond_core import beyond_core_arguments
 from megaconv.megatron.arguments.encoder import encoder_arguments, split_rank_arguments
 from megaconv.megatron.arguments.latent import latent_arguments
@@ -23,6 +24,7 @@ from megaconv.megatron.arguments.sparse import sparse_arguments
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import FIELDS, NOT_COMPUTED, lost_fields, require_kept
 from megaconv.model.layout import Layout, split_arguments
+from megaconv.model.naming import CORE
 from megaconv.model.subjects import RANKED_BY
 from megaconv.model.training import TrainingState
 
@@ -54,6 +56,7 @@ def to_arguments(
     The arguments of the run that saved the source (training.arguments) stay unchanged, unless the output decides them
     (`run_arguments.py`). Raises NotExpressible for a model that Megatron doesn't support.
     """
+    require_names(config)
     for refused, reason in _refusals(config, legacy=legacy):
         if refused:
             raise NotExpressible(reason)
@@ -132,6 +135,15 @@ def _describes(
         return False
     lost = lost_fields(config, back)
     return not set(lost).difference(NOT_COMPUTED, left_out)
+
+
+def require_names(config: ModelConfig) -> None:
+    """Raise NotExpressible for a model of a family without names in Megatron core."""
+    found = family(config.family)
+    if not found.rows[0].spelling(CORE):
+        raise NotExpressible(
+            f"{found.architectures[0]} has no names in Megatron's formats (see docs/families.md); choose --saver hf, dcp or deepspeed"
+        )
 
 
 def _refusals(config: ModelConfig, *, legacy: bool) -> Iterator[tuple[bool, str]]:
