@@ -548,6 +548,12 @@ GRANITE = {
 MIXED_LAYERS = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 }
+LFM2: dict[str, Any] = {
+    "conv_L_cache": 4,
+    "norm_eps": 1e-3,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "tie_word_embeddings": False,
+}
 FALCON: dict[str, Any] = {"layer_norm_epsilon": 1e-3, **rope(5000.0)}
 BEYOND_MEGATRON = {
     "granite": Variant(
@@ -705,6 +711,14 @@ BEYOND_MEGATRON = {
         {**MIXED, **MIXED_LAYERS, **GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
         {"one expert": {"num_experts_per_tok": 1}, "rope": {"position_embedding_type": "rope"}},
     ),
+    "lfm2": Variant(
+        "lfm2", {**LFM2, "intermediate_size": 99, "block_multiple_of": 8},
+        {"epsilon": {"norm_eps": 1e-2}},
+    ),
+    "lfm2_moe": Variant(
+        "lfm2_moe", {**LFM2, **EXPERTS, "num_experts": 4, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+        {"weights left as they are": {"norm_topk_prob": False}, "no bias": {"use_expert_bias": False}},
+    ),
     "ministral3, long": Variant(
         "ministral3", {"head_dim": 12, **rope(5000.0, **YARN, llama_4_scaling_beta=0.3) },
         {"no temperature": rope(5000.0, **YARN)},
@@ -808,7 +822,7 @@ def create(variant: Variant, directory: Path) -> None:
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.2)
             if name.endswith("layer_scalar"):
                 buffer.normal_(1.0, 0.2)

@@ -13,8 +13,8 @@ class LayerKind:
     """The parts of one layer of the decoder, or of the only stack."""
 
     mixer: str = "attention"
-    """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), or `none` in a layer
-    that is only an MLP."""
+    """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), `convolution` (a gated
+    short convolution), or `none` in a layer that is only an MLP."""
     mlp: str = "dense"
     """`dense`, `experts`, or `none` in a layer that is only a mixer."""
     window: int | None = None
@@ -122,6 +122,15 @@ class Mamba:
     Configurations are compared without it, since each library uses its own value. transformers has the limit
     LEAST_TIME_STEP, Megatron has none. The families' notices report the difference.
     """
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """The layers with mixer `convolution` (LFM 2): each channel is a weighted sum of its last few tokens, with a gate
+    before the sum and another after it. The channels are as many as the hidden states are wide."""
+
+    width: int = 0
+    """Width of the convolution in positions, including the token's own; 0 in models without such layers."""
 
 
 @dataclass(frozen=True)
