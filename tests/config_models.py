@@ -170,6 +170,13 @@ OWN_KEYS: dict[str, Raw] = {
     "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
     "glm": {"partial_rotary_factor": 0.5},
     "bamba": {**MIXED, "attn_layer_indices": [1, 2]},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "norm_eps": 1e-5},
+    "lfm2_moe": {
+        **SHARED_KEYS,
+        "layer_types": ["conv", "full_attention"] * 2,
+        "norm_eps": 1e-5,
+        "num_experts": 6,
+    },
     "granite_moe_hybrid": {
         **MIXED,
         "num_local_experts": 6,
@@ -194,6 +201,13 @@ OWN_KEYS: dict[str, Raw] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "axk1": {**LATENT_KEYS, **MLP_KINDS, "n_group": 3, "topk_group": 2},
+    "kolibri1": {
+        **SHARED_KEYS,
+        "num_local_experts": 6,
+        "shared_expert_intermediate_size": 40,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "mistral4": {**LATENT_KEYS, "head_dim": 10, "rope_scaling": MISTRAL_YARN},
     "cohere2_moe": {
         "layer_norm_eps": 1e-5,
@@ -431,6 +445,7 @@ def found_in_tensors(config: ModelConfig, *more: str) -> dict[str, Any]:
     """What a loader reads off the tensors."""
     placed = () if config.norm.place == "before" else ("norm.place",)
     mixers = ("mamba.heads", "mamba.head_dim") if config.has("mamba_layers") else ()
+    mixers += ("convolution.width",) if config.has("convolution_layers") else ()
     return {name: value_of(config, name) for name in (*IN_TENSORS, *placed, *mixers, *more)}
 
 

@@ -35,6 +35,7 @@ class Size:
 
 
 SIZES = {
+    "a quarter of Llama 3": Size(32_000, 70_000, 256),
     "Llama 3": Size(128_000, 280_147, 256),
     "Llama 3, merges as texts": Size(128_000, 280_147, 256, merges_as_lists=False),
     "Qwen 3.5": Size(248_044, 247_587, 33),

@@ -12,7 +12,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 from unittest.mock import patch
 
 from megaconv.commands.cli import main
@@ -56,7 +56,16 @@ def start(*arguments: object, before: str = "") -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], seconds: float = 30) -> Outcome:
+class Started(Protocol):
+    """A Popen, or a fork of tests/forks.py."""
+
+    @property
+    def returncode(self) -> Any: ...
+    def communicate(self, *, timeout: float | None = None) -> tuple[str, str]: ...
+    def kill(self) -> None: ...
+
+
+def finish(process: Started, seconds: float = 30) -> Outcome:
     """Kills the process when it takes longer, and raises TimeoutExpired."""
     try:
         out, err = process.communicate(timeout=seconds)

@@ -24,6 +24,7 @@ from megaconv.model.subjects import (
     Positions,
     Retrieval,
     Retriever,
+    ShortConvolution,
     Streams,
     Temperature,
 )
@@ -38,6 +39,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "indexer": Indexer,
     "linear": LinearAttention,
     "mamba": Mamba,
+    "convolution": ShortConvolution,
     "experts": Experts,
     "layer_inputs": LayerInputs,
     "streams": Streams,
@@ -129,6 +131,7 @@ STRUCTURE = (
         "linear.conv",
     ),
     *("mamba.heads", "mamba.head_dim", "mamba.groups", "mamba.state"),
+    "convolution.width",
 )
 """Fields that decide the names and shapes of tensors. Two descriptions of one checkpoint have to agree on these."""
 
@@ -277,6 +280,8 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield from _fields_below("linear.")
     if not config.has("mamba_layers"):
         yield from _fields_below("mamba.")
+    if not config.has("convolution_layers"):
+        yield "convolution.width"
     if not config.layer_inputs.width:
         yield "layer_inputs.vocab"
     if not config.streams.count:

@@ -13,8 +13,8 @@ class LayerKind:
     """The parts of one layer of the decoder, or of the only stack."""
 
     mixer: str = "attention"
-    """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), or `none` in a layer
-    that is only an MLP."""
+    """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), `convolution` (a gated
+    short convolution), or `none` in a layer that is only an MLP."""
     mlp: str = "dense"
     """`dense`, `experts`, or `none` in a layer that is only a mixer."""
     window: int | None = None
@@ -129,6 +129,15 @@ class Mamba:
     Configurations are compared without it, since each library uses its own value. transformers has the limit
     LEAST_TIME_STEP, Megatron has none. The families' notices report the difference.
     """
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """The layers with mixer `convolution` (LFM 2): each channel is a weighted sum of its last few tokens, with a gate
+    before the sum and another after it. The channels are as many as the hidden states are wide."""
+
+    width: int = 0
+    """Width of the convolution in positions, including the token's own; 0 in models without such layers."""
 
 
 @dataclass(frozen=True)
@@ -274,6 +283,8 @@ class Experts:
     RANKED_BY experts. None if there are no groups."""
     router_bias: bool = False
     """True if a bias per expert, in fp32, affects the selection (but not the weights)."""
+    bias_on_logits: bool = False
+    """True if that bias is added to the router's logits, not to the scores that a sigmoid makes of them."""
     latent: int = 0
     """Width of the routed experts' input and output, if projections connect them to the hidden states; 0 if experts
     work on the hidden states."""

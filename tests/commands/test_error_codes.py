@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,25 +25,34 @@ def classes(kind: type[CheckpointError]) -> Iterator[type[CheckpointError]]:
             yield from classes(inner)
 
 
-def raised() -> Iterator[tuple[str, type[CheckpointError], str]]:
+@cache
+def raised() -> tuple[tuple[str, type[CheckpointError], str], ...]:
     """(FILE:LINE, class, code) of everything in the converter that makes one of our errors with a code of its own."""
+    return tuple(place for path in files_with("code=") for place in raised_in(path))
+
+
+def files_with(words: str) -> Iterator[Path]:
+    """Files of the converter in which these words stand: the others need not be parsed."""
     for _, path in modules(*CONVERTER):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                kind = getattr(errors, node.func.id, None)
-                if not isinstance(kind, type) or not issubclass(kind, CheckpointError):
-                    continue
-                for code in (word.value for word in node.keywords if word.arg == "code"):
-                    for either in (
-                        (code.body, code.orelse) if isinstance(code, ast.IfExp) else (code,)
-                    ):
-                        if (
-                            ast.unparse(either) != "error.code"
-                        ):  # of one that is raised again with more words
-                            assert isinstance(either, ast.Constant), (
-                                f"{path}:{node.lineno}: the code has to be a literal"
-                            )
-                            yield f"{path}:{node.lineno}", kind, str(either.value)
+        if words in path.read_text(encoding="utf-8"):
+            yield path
+
+
+def raised_in(path: Path) -> Iterator[tuple[str, type[CheckpointError], str]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            kind = getattr(errors, node.func.id, None)
+            if not isinstance(kind, type) or not issubclass(kind, CheckpointError):
+                continue
+            for code in (word.value for word in node.keywords if word.arg == "code"):
+                for either in (code.body, code.orelse) if isinstance(code, ast.IfExp) else (code,):
+                    if (
+                        ast.unparse(either) != "error.code"
+                    ):  # of one that is raised again with more words
+                        assert isinstance(either, ast.Constant), (
+                            f"{path}:{node.lineno}: the code has to be a literal"
+                        )
+                        yield f"{path}:{node.lineno}", kind, str(either.value)
 
 
 def test_every_class_has_a_code_of_the_table_that_ends_with_its_exit_status() -> None:
@@ -92,7 +102,7 @@ def test_errors_that_are_raised_again_keep_their_code() -> None:
     fail_at(
         [
             f"{path}:{node.lineno}: loses the code of the error"
-            for _, path in modules(*CONVERTER)
+            for path in files_with("type(")
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
             if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("type(")
             if not any(word.arg == "code" for word in node.keywords)

@@ -14,8 +14,9 @@ import pytest
 from megaconv.engine.conversion import fingerprint
 from megaconv.errors import UsageError
 from megaconv.input import find_input
+from tests.forks import start
 from tests.models import write_llama
-from tests.runs import Outcome, assert_refused, finish, on_a_terminal, run, start
+from tests.runs import Outcome, assert_refused, finish, on_a_terminal, run
 
 Files = dict[str, bytes]
 
@@ -167,7 +168,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, address: str, home: Path) -> None:
 
 
 def megaconv(*arguments: object, seconds: float = 60) -> Outcome:
-    """In a process of its own, since huggingface_hub reads its environment when it is imported."""
+    """In a fork of its own, since huggingface_hub reads its environment when it is imported."""
     return finish(start(*arguments), seconds)
 
 

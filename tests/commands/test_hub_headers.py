@@ -13,9 +13,10 @@ from formats import safetensors
 from formats.tensor import read_tensor
 from megaconv.engine.conversion import fingerprint
 from tests import hub_server
+from tests.forks import start
 from tests.hub_server import File, Hub
 from tests.models import write_llama
-from tests.runs import Outcome, assert_refused, finish, run, start
+from tests.runs import Outcome, assert_refused, finish, run
 
 NAME = "org/name"
 FIRST_BYTES = 16 << 10
@@ -58,7 +59,7 @@ def put(hub: Hub, model: Path, branch: str = "main") -> str:
 
 
 def megaconv(*arguments: object) -> Outcome:
-    """In a process of its own, since huggingface_hub reads its environment when it is imported."""
+    """In a fork of its own, since huggingface_hub reads its environment when it is imported."""
     return finish(start(*arguments), 60)
 
 

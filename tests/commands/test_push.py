@@ -11,9 +11,10 @@ import yaml
 
 import megaconv
 from tests import hub_server
+from tests.forks import start
 from tests.hub_server import Hub
 from tests.models import write_llama
-from tests.runs import Outcome, assert_refused, finish, run, start
+from tests.runs import Outcome, assert_refused, finish, run
 from tests.signatures.made import write_keys
 
 NAME = "org/tuned"
@@ -44,7 +45,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 
 def push(*arguments: object) -> Outcome:
-    """In a process of its own, since huggingface_hub reads its environment when it is imported."""
+    """In a fork of its own, since huggingface_hub reads its environment when it is imported."""
     return finish(start("push", *arguments), 60)
 
 

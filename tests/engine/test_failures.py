@@ -259,7 +259,7 @@ def test_a_configuration_with_values_of_a_wrong_kind_never_ends_in_a_traceback(
         assert_refused(outcome, outcome.status)
 
 
-@pytest.mark.parametrize("layers", [3, 2_000])
+@pytest.mark.parametrize("layers", [3, 500, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_a_configuration_with_more_layers_than_there_are_tensors_for_is_refused_at_once(
     tmp_path: Path, layers: int
 ) -> None:

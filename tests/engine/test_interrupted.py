@@ -1,7 +1,6 @@
 """Runs that are stopped: by Ctrl-C, by SIGTERM, by SIGKILL at any moment, and by another run on the same target."""
 
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import megaconv
 from megaconv.commands import cli
 from megaconv.errors import Interrupted
+from tests.forks import Fork, start
 from tests.models import write_large_llama, write_llama
 from tests.runs import (
     Outcome,
@@ -21,7 +21,6 @@ from tests.runs import (
     finish,
     run,
     snapshot,
-    start,
     unchanged,
     write_old_output,
 )
@@ -111,7 +110,7 @@ def wait_for_lines(model: Path, lines: int) -> str:
 
 
 @contextmanager
-def under_way(model: Path, *options: object, before: str = "") -> Iterator[subprocess.Popen[str]]:
+def under_way(model: Path, *options: object, before: str = "") -> Iterator[Fork]:
     """A conversion that has begun to write."""
     process = start(*conversion(model, *options), before=before)
 

@@ -18,8 +18,9 @@ from megaconv.errors import CorruptCheckpoint
 from megaconv.options import ConvertOptions, LoadOptions, SaveOptions
 from tests.conftest import FIXTURES
 from tests.engine.test_interrupted import KILL
+from tests.forks import start
 from tests.models import write_llama
-from tests.runs import finish, run, start
+from tests.runs import finish, run
 
 READS = 20
 """The source changes before this read of a tensor."""

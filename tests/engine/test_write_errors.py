@@ -18,8 +18,9 @@ from formats import allocation, renames
 from megaconv.engine.conversion import convert, fingerprint
 from megaconv.errors import CheckpointError, NotEnoughSpace
 from megaconv.options import ConvertOptions, SaveOptions
+from tests.forks import start
 from tests.models import write_llama
-from tests.runs import assert_refused, finish, run, snapshot, start, unchanged, write_old_output
+from tests.runs import assert_refused, finish, run, snapshot, unchanged, write_old_output
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ PARTNERS: dict[str, dict[str, Any]] = {
         "mamba.head_dim": 3,
         "mamba.groups": 2,
         "mamba.state": 7,
+        "convolution.width": 3,
     },
     "head.classes": {"head.activation": "", "head.binary": False, "tie_embeddings": False},
     "head.choices": {"head.activation": "", "head.binary": False, "tie_embeddings": False},
@@ -79,7 +80,7 @@ FOLLOWS = {
 OTHER: dict[str, tuple[Any, ...]] = {
     "attention.heads": (16,),
     "attention.kv_heads": (2, 8),
-    "layers.mixer": ("mamba", "linear", "attention", ("linear", "linear", "attention", "linear")),
+    "layers.mixer": ("mamba", "linear", "attention", "convolution", ("linear", "linear", "attention", "linear")),
     "layers.mlp": ("experts", "dense", "none", ("dense", "experts", "experts", "dense")),
     "layers.window": (7, (None, 7, None, 7), (7, 9, 7, 9), (None, None, 7, 7)),
     "layers.rotates": (False, (True, True, True, False)),

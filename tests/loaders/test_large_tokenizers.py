@@ -13,8 +13,11 @@ from tests.large_tokenizers import SIZES, Size, write_byte_level, write_with_sen
 from tests.models import write_llama
 
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
-# Seconds each, most of them to make the tokenizer.
-BYTE_LEVEL = ["Llama 3", *map(SLOW, ("Llama 3, merges as texts", "Qwen 3.5"))]
+# Of the largest sizes seconds each, most of them to make the tokenizer.
+BYTE_LEVEL = [
+    "a quarter of Llama 3",
+    *map(SLOW, ("Llama 3", "Llama 3, merges as texts", "Qwen 3.5")),
+]
 
 
 def model(directory: Path, size: Size) -> Path:

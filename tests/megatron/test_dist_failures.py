@@ -16,8 +16,9 @@ from formats.pickle_records import Opaque
 from formats.pickle_writer import dumps
 from tests.conftest import FIXTURES
 from tests.engine.test_interrupted import KILL
+from tests.forks import start
 from tests.models import write_llama
-from tests.runs import assert_refused, finish, run, start, unchanged
+from tests.runs import assert_refused, finish, run, unchanged
 
 KEY = "decoder.layers.mlp.linear_fc2.weight"
 State = dict[str, Any]

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from megaconv.patches import making
+from tests.forks import start
 from tests.models import write_llama
 from tests.patches.test_patches import applied, make, require_equal, trained
-from tests.runs import assert_refused, finish, run, snapshot, start
+from tests.runs import assert_refused, finish, run, snapshot
 
 DIES_IN_DELTA = """
 import os

@@ -296,7 +296,7 @@ EVERY += [
 @pytest.mark.parametrize("case", COVERING, ids=str)
 def test_a_layout_trains_as_one_process_does(case: Case, world: World) -> None:
     """With packed documents, and labels that don't count."""
-    compare(replace(case, steps=4), world)
+    compare(replace(case, steps=3), world)
 
 
 @pytest.mark.slow

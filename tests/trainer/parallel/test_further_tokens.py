@@ -42,8 +42,8 @@ def test_a_step_is_that_of_megatron_core(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(MODEL, pp=2, steps=5),
-        Case("mimo", tp=2, pp=2, steps=5),
+        Case(MODEL, pp=2, steps=3),
+        Case("mimo", tp=2, pp=2, steps=3),
         *(
             pytest.param(case, marks=pytest.mark.slow)
             for case in (

@@ -56,7 +56,7 @@ def losses(found: Any) -> list[list[float]]:
 )
 def test_dropout_and_recomputation_give_the_losses_of_one_process(case: Case, world: World) -> None:
     """Without recomputation in the one process. Dropout's choice depends on the token, not on the rank."""
-    case = replace(case, options=DROPOUT, steps=4)
+    case = replace(case, options=DROPOUT, steps=3)
     (expected,) = world.run(1, train, case.alone())
     for found in world.run(case.world, train, case):
         for one, other in zip(losses(found), losses(expected), strict=True):

@@ -65,7 +65,7 @@ def compare(case: Case, world: World, tolerance: float = TOLERANCE) -> None:
 
 @pytest.mark.parametrize("case", COVERING, ids=str)
 def test_a_layout_trains_as_one_process_does(case: Case, world: World) -> None:
-    compare(replace(case, steps=6), world)
+    compare(replace(case, steps=3), world)
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ PIPELINES = [
 @pytest.mark.parametrize("case", PIPELINES, ids=str)
 def test_a_pipeline_computes_the_bits_of_one_process(case: Case, world: World) -> None:
     """Losses and weights, where nothing is summed in another order: untied, and without clipping by the norm."""
-    case = replace(case, clip=0.0, steps=6)
+    case = replace(case, clip=0.0, steps=3)
     expected = alone(case.alone(), world)
     weights: dict[str, torch.Tensor] = {}
     for found in world.run(case.world, train, case):
@@ -126,7 +126,7 @@ def test_bf16_layouts_agree_as_far_as_bf16_does(world: World) -> None:
         sequence_parallel=True,
         distributed=True,
         options=(("dtype", "bfloat16"),),
-        steps=6,
+        steps=3,
     )
     expected = alone(replace(case.alone(), options=()), world)
     for found in world.run(case.world, train, case):

@@ -26,7 +26,7 @@ SLOW = [
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_a_layout_trains_as_one_process_does(case: Case, world: World) -> None:
     """Some sequences consist of documents."""
-    compare(replace(case, steps=4), world)
+    compare(replace(case, steps=3), world)
 
 
 @pytest.mark.slow
