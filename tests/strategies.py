@@ -62,6 +62,10 @@ def has_mamba(family: str) -> bool:
     return any("mamba" in (row.when or "").split() for row in families()[family].rows)
 
 
+def has_convolutions(family: str) -> bool:
+    return any("convolution" in (row.when or "").split() for row in families()[family].rows)
+
+
 def has_layer_inputs(family: str) -> bool:
     return any("layer_inputs" in (row.when or "").split() for row in families()[family].rows)
 
@@ -130,6 +134,16 @@ def with_linear_attention(draw: Draw, config: ModelConfig, tp: int = 1) -> Model
     )
 
 
+@st.composite
+def with_convolutions(draw: Draw, config: ModelConfig, tp: int = 1) -> ModelConfig:
+    """The model with a short convolution in some layers. Its channels are as many as the hidden states are wide."""
+    layers = draw(st.sets(st.integers(0, config.layer_count - 1), min_size=1))
+    mixers = per_layer(layers, config.layer_count, "convolution", "attention")
+    width = draw(st.integers(1, 4))
+    hidden = config.hidden * tp
+    return changed(config, {"layers.mixer": mixers, "convolution.width": width, "hidden": hidden})
+
+
 def hybrid_fields(
     pattern: str, groups: int = 2, experts: int = 4, width: int = 4, latent: int = 0
 ) -> dict[str, Any]:
@@ -189,13 +203,16 @@ OTHERS = (
     "flint",
     "gpt_bigcode",
     "gpt_neox_japanese",
+    "kolibri1",
     "minicpm3",
     "mistral4",
 )
 OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
-BETWEEN_FILES = ("gemma3n_text", "gemma4_text", "nemotron_nas")
+OTHER_MIXERS = ("lfm2", "lfm2_moe")
+"""Families with mixers that Megatron core lacks, or that it has only with other norms."""
+BETWEEN_FILES = ("gemma3n_text", "gemma4_text", "nemotron_nas", "step3p5")
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
-BEYOND_MEGATRON = ("granite_moe_hybrid", *OTHER_LAYERS, *BETWEEN_FILES)
+BEYOND_MEGATRON = ("baichuan", "granite_moe_hybrid", *OTHER_MIXERS, *OTHER_LAYERS, *BETWEEN_FILES)
 """Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""
 
 
@@ -360,6 +377,8 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
             config,
             {"positions.kind": draw(st.sampled_from(kinds)), "norm.kind": norm, **flags, **sizes},
         )
+    if has_convolutions(family):
+        config = draw(with_convolutions(config, tp))
     if has_linear_attention(family):
         config = draw(with_linear_attention(config, tp))
     if has_mamba(family):

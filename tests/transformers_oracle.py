@@ -548,6 +548,12 @@ GRANITE = {
 MIXED_LAYERS = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 }
+LFM2: dict[str, Any] = {
+    "conv_L_cache": 4,
+    "norm_eps": 1e-3,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "tie_word_embeddings": False,
+}
 FALCON: dict[str, Any] = {"layer_norm_epsilon": 1e-3, **rope(5000.0)}
 BEYOND_MEGATRON = {
     "granite": Variant(
@@ -686,6 +692,12 @@ BEYOND_MEGATRON = {
         {"one less": {"sliding_window": WINDOW - 1}, "unscaled embedding": {"mup_enabled": False}, "scale": {"route_scale": 1.0},
          "more dense layers": {"num_dense_layers": 2}},
     ),
+    "kolibri1": Variant(
+        "kolibri1",
+        {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32, "head_dim": 12, "sliding_window": WINDOW,
+         **every_other_window()},
+        {"one less": {"sliding_window": WINDOW - 1}, "weights made to sum up to 1": {"norm_topk_prob": True}},
+    ),
     "mistral4, long": Variant(
         "mistral4", {**MISTRAL4, **rope(5000.0, **YARN, llama_4_scaling_beta=0.3)},
         {"no temperature": rope(5000.0, **YARN, llama_4_scaling_beta=0.0), "weights left as they are": {"norm_topk_prob": False},
@@ -704,6 +716,14 @@ BEYOND_MEGATRON = {
         "granitemoehybrid",
         {**MIXED, **MIXED_LAYERS, **GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
         {"one expert": {"num_experts_per_tok": 1}, "rope": {"position_embedding_type": "rope"}},
+    ),
+    "lfm2": Variant(
+        "lfm2", {**LFM2, "intermediate_size": 99, "block_multiple_of": 8},
+        {"epsilon": {"norm_eps": 1e-2}},
+    ),
+    "lfm2_moe": Variant(
+        "lfm2_moe", {**LFM2, **EXPERTS, "num_experts": 4, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+        {"weights left as they are": {"norm_topk_prob": False}, "no bias": {"use_expert_bias": False}},
     ),
     "ministral3, long": Variant(
         "ministral3", {"head_dim": 12, **rope(5000.0, **YARN, llama_4_scaling_beta=0.3) },
@@ -808,7 +828,7 @@ def create(variant: Variant, directory: Path) -> None:
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.2)
             if name.endswith("layer_scalar"):
                 buffer.normal_(1.0, 0.2)

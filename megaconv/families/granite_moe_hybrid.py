@@ -4,7 +4,6 @@ Megatron core has no such layers and no such factors, so these models are conver
 trained.
 """
 
-from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import (
     ATTENTION_BIASES,
@@ -22,39 +21,19 @@ from megaconv.families.parts.keys import (
     choice,
     need_size,
     number,
-    require_each_layer,
     size,
 )
+from megaconv.families.parts.layer_mixers import layer_mixers
 from megaconv.families.parts.mamba_and_mlp import MAMBA_ONLY, MAMBA_SIZES, MIXERS, ends
 from megaconv.families.parts.rope import FULL_ROTATION, rope
 from megaconv.families.parts.row_changes import in_all_forms, in_core
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import one_or_each
 
 _DENSE = in_all_forms(tuple(row for row in MLP if not row.canonical.endswith("bias")), SHARED_NAMES)
 ROWS = in_core((EMBEDDING, *MIXERS, MOE_NORM, *_DENSE, *EXPERTS, *ends("model.norm.weight")))
 
 _WORDS = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention", "full_attention": "attention"}  # fmt: skip
 """Word for a layer -> mixer. Files on the Hub have the first of two words, transformers 5.23 the second."""
-
-
-def _read_layers(raw: Raw) -> Fields:
-    layers = need_size(raw, "num_hidden_layers", 32)
-    words = raw.get("layer_types") or ["mamba"] * layers
-    require_each_layer("layer_types", words, layers)
-    mixers = choice("layer_types", "layers.mixer", _WORDS, "mamba")
-    read = [mixers.read({"layer_types": word})["layers.mixer"] for word in words]
-    return {"layers.mixer": one_or_each(tuple(read))}
-
-
-def _write_layers(config: ModelConfig) -> Raw:
-    mixers = [kind.mixer for kind in config.layers]
-    others = [mixer for mixer in mixers if mixer not in _WORDS]
-    if others:
-        raise NotExpressible(
-            f"the model's layers.mixer has {others[0]!r}, which layer_types can't represent"
-        )
-    return {"layer_types": mixers}
 
 
 def _read_widths(raw: Raw) -> Fields:
@@ -93,7 +72,7 @@ _KEYS = (
     rope(10000.0),
     FULL_ROTATION,
     choice("position_embedding_type", "positions.kind", {"nope": "none", None: "none", "rope": "rope"}, None),
-    Keys(("layer_types",), _read_layers, _write_layers),
+    layer_mixers(_WORDS, lambda raw, layers: ["mamba"] * layers, layers=32),
     Keys(_WIDTHS, _read_widths, _write_widths),
     *MAMBA_SIZES,
     ATTENTION_BIASES,

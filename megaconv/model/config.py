@@ -30,6 +30,7 @@ from megaconv.model.subjects import (
     Positions,
     Retrieval,
     Retriever,
+    ShortConvolution,
     Streams,
     Temperature,
     retrieving_layers,
@@ -55,6 +56,7 @@ class ModelConfig:
     indexer: Indexer = field(default_factory=Indexer)
     linear: LinearAttention = field(default_factory=LinearAttention)
     mamba: Mamba = field(default_factory=Mamba)
+    convolution: ShortConvolution = field(default_factory=ShortConvolution)
     experts: Experts = field(default_factory=Experts)
     layer_inputs: LayerInputs = field(default_factory=LayerInputs)
     streams: Streams = field(default_factory=Streams)
@@ -124,6 +126,7 @@ class ModelConfig:
             )
         self._check_linear()
         self._check_mamba()
+        self._check_convolution()
         self._check_retrieval()
 
     def _check_linear(self) -> None:
@@ -151,6 +154,12 @@ class ModelConfig:
         ):
             what = f"{mamba.heads} heads of {mamba.head_dim} in {mamba.groups} groups, and a state of {mamba.state}"
             raise CorruptCheckpoint(f"the model's Mamba layers can't have {what}")
+
+    def _check_convolution(self) -> None:
+        if any(kind.mixer == "convolution" for kind in self.layers) and not self.convolution.width:
+            raise CorruptCheckpoint(
+                "the model's short convolutions should be over a positive number of positions, found 0"
+            )
 
     def _check_retrieval(self) -> None:
         found = self.retrieval
@@ -204,6 +213,7 @@ class ModelConfig:
             "kv_and_rope": self.latent.kv_rank + rope_dim,
             "expert_hidden": self.experts.latent or self.hidden,
             "position_rows": self.max_positions + self.positions.offset,
+            "conv_channels": self.hidden,
         }
         tower = {} if self.whole is None else self.whole.sizes
         return {name: size.of(self) for name, size in SIZES.items()} | derived | dict(tower)
@@ -261,6 +271,7 @@ SIZES: Mapping[str, Size] = {
     "mamba_head_dim": Size("mamba.head_dim"),
     "mamba_groups": Size("mamba.groups"),
     "mamba_state": Size("mamba.state"),
+    "conv_width": Size("convolution.width"),
     "layer_input_width": Size("layer_inputs.width"),
     "layer_input_vocab": Size("layer_inputs.vocab"),
     "streams": Size("streams.count"),
@@ -318,6 +329,12 @@ FEATURES: Mapping[str, Holds] = {
     ),
     "scaled_scores": lambda config, kind, layer: config.attention.scale is not None,
     "capped_scores": lambda config, kind, layer: config.attention.score_cap is not None,
+    "head_gate": lambda config, kind, layer: config.attention.head_gate,
+    "limits": lambda config, kind, layer: any(
+        each.limit is not None or each.shared_limit is not None for each in config.layers
+    ),
+    "two_rotations": lambda config, kind, layer: config.positions.local_rotary_percent is not None,
+    "normalized_head": lambda config, kind, layer: config.head.normalized,
     "capped_logits": lambda config, kind, layer: config.head.logit_cap is not None,
     "scaled_embedding": lambda config, kind, layer: config.embedding_scale is not None,
     "tempered": lambda config, kind, layer: config.temperature.scale != 0,
@@ -330,6 +347,9 @@ FEATURES: Mapping[str, Holds] = {
     ),
     "mamba_layers": lambda config, kind, layer: any(
         each.mixer == "mamba" for each in config.layers
+    ),
+    "convolution_layers": lambda config, kind, layer: any(
+        each.mixer == "convolution" for each in config.layers
     ),
     "hybrid_stack": lambda config, kind, layer: any(
         each.mixer in ("mamba", "none") or each.mlp == "none" for each in config.layers
@@ -403,6 +423,7 @@ FEATURES: Mapping[str, Holds] = {
     "attention": lambda config, kind, layer: kind.mixer == "attention",
     "linear": lambda config, kind, layer: kind.mixer == "linear",
     "mamba": lambda config, kind, layer: kind.mixer == "mamba",
+    "convolution": lambda config, kind, layer: kind.mixer == "convolution",
     "moe": lambda config, kind, layer: config.experts.count > 0 and kind.mlp == "experts",
     "dense": lambda config, kind, layer: (
         kind.mlp != "none" and not (config.experts.count and kind.mlp == "experts")

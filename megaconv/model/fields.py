@@ -24,6 +24,7 @@ from megaconv.model.subjects import (
     Positions,
     Retrieval,
     Retriever,
+    ShortConvolution,
     Streams,
     Temperature,
 )
@@ -38,6 +39,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "indexer": Indexer,
     "linear": LinearAttention,
     "mamba": Mamba,
+    "convolution": ShortConvolution,
     "experts": Experts,
     "layer_inputs": LayerInputs,
     "streams": Streams,
@@ -95,6 +97,7 @@ STRUCTURE = (
         "attention.o_bias_last",
         "attention.sinks",
         "attention.output_gate",
+        "attention.head_gate",
         "experts.count",
         "experts.shared_gate",
         "experts.router_bias",
@@ -128,6 +131,7 @@ STRUCTURE = (
         "linear.conv",
     ),
     *("mamba.heads", "mamba.head_dim", "mamba.groups", "mamba.state"),
+    "convolution.width",
 )
 """Fields that decide the names and shapes of tensors. Two descriptions of one checkpoint have to agree on these."""
 
@@ -270,10 +274,14 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
     has_one_theta = positions.local_theta == positions.theta and not positions.scaling
     if config.window is None or has_one_theta:
         yield "positions.local_theta"
+    if config.window is None:
+        yield "positions.local_rotary_percent"
     if not config.has("linear_layers"):
         yield from _fields_below("linear.")
     if not config.has("mamba_layers"):
         yield from _fields_below("mamba.")
+    if not config.has("convolution_layers"):
+        yield "convolution.width"
     if not config.layer_inputs.width:
         yield "layer_inputs.vocab"
     if not config.streams.count:
@@ -294,7 +302,7 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
 
 _OF_ROPE = (
     "positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent", "positions.interleaved",
-    "positions.backwards", "layers.rotates",
+    "positions.backwards", "positions.local_rotary_percent", "layers.rotates",
 )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ SHARDED = (
     Sharded("linear_value_heads", "tp", when="linear"),
     Sharded("mamba_heads", "tp", when="mamba"),
     Sharded("mamba_groups", "tp", when="mamba"),
+    Sharded("conv_channels", "tp", when="convolution"),
     Sharded("tower_heads", "tp", when="tower"),
     Sharded("tower_kv_heads", "tp", when="tower"),
     Sharded("tower_ffn", "tp", when="tower"),

@@ -13,8 +13,8 @@ class LayerKind:
     """The parts of one layer of the decoder, or of the only stack."""
 
     mixer: str = "attention"
-    """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), or `none` in a layer
-    that is only an MLP."""
+    """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), `convolution` (a gated
+    short convolution), or `none` in a layer that is only an MLP."""
     mlp: str = "dense"
     """`dense`, `experts`, or `none` in a layer that is only a mixer."""
     window: int | None = None
@@ -35,6 +35,11 @@ class LayerKind:
     if this layer has one."""
     keys_as_values: bool = False
     """True if the projection of keys also gives the values."""
+    limit: float | None = None
+    """Upper limit of the activation's output, and limit of the second projection in both directions, in routed experts;
+    None: no limits."""
+    shared_limit: float | None = None
+    """The same in the MLP and in the shared expert."""
     sparsity: float = 0.0
     """The share of the elements of an MLP's first projection that become 0: those below a limit, which follows from
     their mean and deviation. 0 in a usual MLP."""
@@ -69,6 +74,8 @@ class Attention:
     """A tanh limits scores to the range between minus and plus this value; None: no limit."""
     output_gate: bool = False
     """True if the sigmoid of another projection, as wide as q, scales the output of attention."""
+    head_gate: bool = False
+    """True if the sigmoid of another projection, with one element for each head, scales the output of attention."""
     clip: float | None = None
     """The limit of the elements of q, k and v in both directions, before norms and rope; None: no limit."""
     v_norm: bool = False
@@ -125,6 +132,15 @@ class Mamba:
 
 
 @dataclass(frozen=True)
+class ShortConvolution:
+    """The layers with mixer `convolution` (LFM 2): each channel is a weighted sum of its last few tokens, with a gate
+    before the sum and another after it. The channels are as many as the hidden states are wide."""
+
+    width: int = 0
+    """Width of the convolution in positions, including the token's own; 0 in models without such layers."""
+
+
+@dataclass(frozen=True)
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). All sizes are 0 in models without it."""
 
@@ -177,6 +193,8 @@ class Positions:
     """Rope scaling in Hugging Face's form, with `rope_type`; None if positions are not scaled."""
     rotary_percent: float = 1.0
     """The share of a head's elements that rotates, from the first element on."""
+    local_rotary_percent: float | None = None
+    """The same in the layers with a window, if they have their own share."""
     interleaved: bool = False
     """True if an element rotates with its neighbour. False if it rotates with the element half a head further on."""
     backwards: bool = False
@@ -265,6 +283,8 @@ class Experts:
     RANKED_BY experts. None if there are no groups."""
     router_bias: bool = False
     """True if a bias per expert, in fp32, affects the selection (but not the weights)."""
+    bias_on_logits: bool = False
+    """True if that bias is added to the router's logits, not to the scores that a sigmoid makes of them."""
     latent: int = 0
     """Width of the routed experts' input and output, if projections connect them to the hidden states; 0 if experts
     work on the hidden states."""
@@ -353,6 +373,8 @@ class Head:
     """A tanh limits logits to the range between minus and plus this value; None: no limit."""
     divisor: float | None = None
     """A number that logits are divided by; None for 1."""
+    normalized: bool = False
+    """True if each row of the head's matrix is divided by its length before it is multiplied with the hidden states."""
 
 
 @dataclass(frozen=True)

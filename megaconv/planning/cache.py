@@ -5,6 +5,7 @@
     sparse      the same, and the indexer's key
     linear      the last inputs of the convolution, and the state in float32
     mamba       the same
+    convolution the last inputs of the convolution
 
 Inference engines such as vLLM, SGLang and TensorRT-LLM keep these. megatron-lite keeps all heads of latent attention,
 and all tokens of layers with a window.
@@ -66,8 +67,14 @@ def _of_mamba(config: ModelConfig) -> tuple[float, float]:
     return channels * (MAMBA_CONVOLUTION - 1), inner * mamba.state
 
 
+def _of_convolution(config: ModelConfig) -> tuple[float, float]:
+    """Return the elements of the convolution's inputs. There is no other state."""
+    return config.hidden * (config.convolution.width - 1), 0
+
+
 _STATES: dict[str, Callable[[ModelConfig], tuple[float, float]]] = {
     "linear": _of_delta_net,
     "mamba": _of_mamba,
+    "convolution": _of_convolution,
 }
 """Mixers whose cache does not grow with the sequence."""

@@ -123,12 +123,26 @@ def _mamba_operations(config: ModelConfig, _: int) -> float:
 
 MAMBA = MixerCost(elements=_mamba_elements, operations=_mamba_operations, input_width=_hidden)
 
+
+def _convolution_operations(config: ModelConfig, _: int) -> float:
+    """Return the operations of the two gates, and of a product and a sum for each position of the convolution."""
+    return 3 * config.hidden * (2.0 + 2 * config.convolution.width)
+
+
+CONVOLUTION = MixerCost(
+    elements=lambda config, _: 5 * config.hidden,
+    operations=_convolution_operations,
+    input_width=_hidden,
+)
+"""It keeps its three projections, and the input and the output of the convolution."""
+
 COSTS: dict[str, MixerCost | None] = {
     "attention": ATTENTION,
     "latent": LATENT,
     "sparse": SPARSE,
     "linear": DELTA_NET,
     "mamba": MAMBA,
+    "convolution": CONVOLUTION,
     "none": None,
 }
 """Words of LayerKind.mixer, `latent` for attention with latent vectors, and `sparse` if it also has an indexer -> its cost.

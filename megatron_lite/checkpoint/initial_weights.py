@@ -34,7 +34,7 @@ Draw = Callable[[Tensor, torch.Generator], Tensor]
 """(empty float32 [rows, cols], generator) -> the tensor with random numbers."""
 
 _CONVOLUTION_BIAS = re.compile(r"\.mamba\.conv\.\w+\.bias$")
-_CONVOLUTION = re.compile(r"\.(mamba|linear)\.conv\.\w+\.weight$")
+_CONVOLUTION = re.compile(r"\.(mamba|linear)\.conv\.\w+\.weight$|\.short_conv\.conv\.weight$")
 _ONTO_RESIDUAL = re.compile(r"\.(o|down|out)\.weight$")
 _TIME_STEPS = 0.001, 0.1
 _LEAST_TIME_STEP = 1e-4

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible
+from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, UnknownFamily
 from megaconv.families import Family, families
 from megaconv.families.parts.keys import HARMLESS, OFF
 from megaconv.model.fields import fields_of
@@ -29,7 +29,7 @@ SILENT = {
     *(("sarvam_mla", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads", "q_head_dim")),
     # what another key says layer by layer
     ("deepseek_v32", "first_k_dense_replace"), ("glm_moe_dsa", "first_k_dense_replace"),
-    ("axk1", "first_k_dense_replace"),
+    ("axk1", "first_k_dense_replace"), ("lfm2", "full_attn_idxs"),
     ("exaone_moe", "sliding_window_pattern"), ("exaone_moe", "first_k_dense_replace"),
     # without effect in the older architecture, which multi_query describes
     ("falcon", "num_kv_heads"),
@@ -39,6 +39,12 @@ SILENT = {
     ("biogpt", "layer_norm_eps"),
     # without effect without shared experts, or with a softmax
     ("cohere2_moe", "shared_expert_combination_strategy"), ("cohere2_moe", "norm_topk_prob"),
+    # of layers for multi-token prediction, which are left out
+    *(("step3p5", key) for key in ("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")),
+    # older forms of rope_parameters and mlp_layer_types, which win
+    *(("step3p5", key) for key in ("rope_theta", "rope_scaling", "partial_rotary_factors", "moe_layers_enum", "attention_other_setting")),
+    # the same number as max_position_embeddings
+    ("baichuan", "model_max_length"),
     # of generation alone
     ("gpt_neox", "is_decoder"), ("gpt_neox_japanese", "is_decoder"), ("xglm", "decoder_start_token_id"),
     ("t5", "decoder_start_token_id"),
@@ -150,6 +156,11 @@ def test_every_declared_key_changes_what_is_read_or_is_refused(family: str) -> N
 
 READ_UNDER_BOTH = {("qwen3_moe", "num_experts"), ("nemotron_h", "layer_types")}
 """(family, name): what the family's keys read themselves, since config.json files have it under either name."""
+READ_BY_THE_CLASS = {
+    "lfm2": {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+    "lfm2_moe": {"tie_embedding": "tie_word_embeddings"},
+}
+"""Family -> further names that transformers' class reads itself, beside its attribute_map."""
 
 
 @pytest.mark.oracle
@@ -164,7 +175,7 @@ def test_every_further_name_that_transformers_reads_is_read_as_the_key(
         for name, key in mapping[model_type].attribute_map.items()
         if (family, name) not in READ_UNDER_BOTH
     }
-    assert families()[family].aliases == theirs
+    assert families()[family].aliases == theirs | READ_BY_THE_CLASS.get(family, {})
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if families()[name].aliases])
@@ -242,3 +253,8 @@ def test_keys_of_mistral_4_that_follow_from_others_have_to_agree(
 ) -> None:
     with pytest.raises(CorruptCheckpoint, match=message):
         families()["mistral4"].read_hf(raw_config("mistral4", **keys))
+
+
+def test_a_kolibri_without_a_window_is_refused_by_name() -> None:
+    with pytest.raises(UnknownFamily, match="sliding_window None is not supported"):
+        families()["kolibri1"].read_hf(raw_config("kolibri1", sliding_window=None))

@@ -188,6 +188,9 @@ def every_kind(family: str) -> list[ModelConfig]:
         return [config, changed(config, {"layers.mixer": "attention", "layers.mlp": "dense"})]
     if family == "hyperclovax":
         return [config, changed(config, {"norm.place": "both"})]
+    if family in ("lfm2", "lfm2_moe"):
+        mixers = {"layers.mixer": ("convolution", "attention"), "convolution.width": 3}
+        return [config, changed(config, mixers)]
     if family == "falcon":
         shared = {"parallel_residual": True, "norm.shared": True}
         orders = shared, {**shared, "norm.shared": False}

@@ -75,11 +75,16 @@ def shared_experts(*, count: int, width: int, key: str = "n_shared_experts") -> 
     )
 
 
-def first_dense(layers: int, key: str = "first_k_dense_replace") -> Keys:
-    """The key that counts the dense first layers. All other layers have experts."""
+def first_dense(
+    dense: int, key: str = "first_k_dense_replace", *, layers: int | None = None
+) -> Keys:
+    """The key that counts the dense first layers. All other layers have experts.
+
+    dense: their number if the key is missing. layers: the number of layers if config.json has none; None if it must have one.
+    """
 
     def read(raw: Raw) -> Fields:
-        first, count = raw.get(key, layers), need_size(raw, "num_hidden_layers")
+        first, count = raw.get(key, dense), need_size(raw, "num_hidden_layers", layers)
         return {"layers.mlp": per_layer(range(first, count), count, "experts", "dense")}
 
     return Keys((key,), read, lambda config: {key: _first_with_experts(config)})

@@ -12,21 +12,11 @@ modeling_qwen3_next.py and modeling_qwen3_5.py of transformers 5; gated_delta_ne
 
 from typing import Any
 
-from megaconv.errors import NotExpressible
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, decoder_keys
 from megaconv.families.parts.decoder_rows import ATTENTION
-from megaconv.families.parts.keys import (
-    CONFIG_NAME,
-    Fields,
-    Keys,
-    Raw,
-    need_size,
-    require_each_layer,
-    size,
-)
+from megaconv.families.parts.keys import Keys, Raw, need_size, size
+from megaconv.families.parts.layer_mixers import layer_mixers
 from megaconv.families.parts.rope import partial_rotation
-from megaconv.model.config import ModelConfig
-from megaconv.model.fields import per_layer
 from megaconv.model.table import Fused, Row, Separate, Shifted, Spelling
 
 _HF = "model.layers.{l}."
@@ -98,35 +88,15 @@ PROJECTIONS: Spelling = (
 )
 """Qwen 3.5's projections."""
 
-_KINDS = {"linear_attention": "linear", "full_attention": "attention"}
+WORDS = {"linear_attention": "linear", "full_attention": "attention"}
+"""Word for a layer -> mixer."""
 
 
-def _read_mixers(raw: Raw) -> Fields:
-    layers = need_size(raw, "num_hidden_layers")
+def _every_fourth(raw: Raw, layers: int) -> list[str]:
+    """The words of a model in which every full_attention_interval-th layer has attention."""
     interval = need_size(raw, "full_attention_interval", 4)
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        full = [layer for layer in range(layers) if (layer + 1) % interval == 0]
-        return {"layers.mixer": per_layer(full, layers, "attention", "linear")}
-    mixers = []
-    for kind in kinds:
-        if kind not in _KINDS:
-            raise NotExpressible(
-                f"{CONFIG_NAME}: layer_types has {kind!r}, which this architecture doesn't support"
-            )
-        mixers.append(_KINDS[kind])
-    require_each_layer("layer_types", kinds, layers)
-    return {"layers.mixer": tuple(mixers)}
-
-
-def _write_mixers(config: ModelConfig) -> Raw:
-    words = {mixer: kind for kind, mixer in _KINDS.items()}
-    others = [kind.mixer for kind in config.layers if kind.mixer not in words]
-    if others:
-        raise NotExpressible(
-            f"the model's layers.mixer has {others[0]!r}, which layer_types can't represent"
-        )
-    return {"layer_types": [words[kind.mixer] for kind in config.layers]}
+    linear, full = WORDS
+    return [linear if (layer + 1) % interval else full for layer in range(layers)]
 
 
 def hybrid_keys(*, kv_heads: int) -> tuple[Keys, ...]:
@@ -135,7 +105,7 @@ def hybrid_keys(*, kv_heads: int) -> tuple[Keys, ...]:
         *decoder_keys(
             positions=32768, kv_heads=kv_heads, head_dim=256, partial=partial_rotation(0.25)
         ),
-        Keys(("layer_types", "full_attention_interval"), _read_mixers, _write_mixers),
+        layer_mixers(WORDS, _every_fourth, "full_attention_interval"),
         size("linear_num_key_heads", "linear.key_heads", 16),
         size("linear_num_value_heads", "linear.value_heads", 32),
         size("linear_key_head_dim", "linear.key_dim", 128),

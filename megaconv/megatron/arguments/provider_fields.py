@@ -140,6 +140,7 @@ _NOT_BUILT = {
     "post_norm": "norms after sublayers",
     "encoder": "an encoder",
     "mamba_layers": "Mamba layers",
+    "convolution_layers": "short convolutions",
     "linear_layers": "linear attention",
     "indexer": "sparse attention",
     "scaled_embedding": "a scaled embedding",

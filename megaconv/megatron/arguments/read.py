@@ -99,6 +99,8 @@ def tensor_fields(config: ModelConfig) -> dict[str, Any]:
         given["norm.place"] = config.norm.place
     if config.has("mamba_layers"):
         given |= {"mamba.heads": config.mamba.heads, "mamba.head_dim": config.mamba.head_dim}
+    if config.has("convolution_layers"):
+        given["convolution.width"] = config.convolution.width
     return given | ({"head.activation": "gelu"} if config.head.activation else {})
 
 

@@ -33,6 +33,8 @@ class SizeTensors:
     """The input projection of a gated delta net."""
     mamba: str = "mixer."
     """The prefix of a Mamba 2's tensors."""
+    convolution: str = "short_conv."
+    """The prefix of a short convolution's tensors. Only the trainer writes them."""
     transform: str = "lm_head.dense.weight"
     """The transform before BERT's head."""
     pooler: str = "pooler.dense.weight"

@@ -161,6 +161,7 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
         # Latent attention has only q's norm.
         found["attention.qk_norm"] = "self_attention.k_layernorm.weight" in attention
     found |= _find_mlp(layers, layout, args, names) | _find_mamba(layers, layout, names)
+    found |= _find_convolution(layers, names)
     if names.positions in first:
         found |= {"positions.kind": "learned", "max_positions": first[names.positions].shape[0]}
     if any(
@@ -224,6 +225,8 @@ def _mixers(layers: Mapping[int, Weights], names: SizeTensors, *, hybrid: bool) 
             return "linear"
         if any(name.startswith(names.mamba) for name in layer):
             return "mamba"
+        if any(name.startswith(names.convolution) for name in layer):
+            return "convolution"
         if any(name.startswith("self_attention.") for name in layer):
             return "attention"
         return "none" if hybrid else "attention"
@@ -248,6 +251,15 @@ def _find_mamba(
         if dt_bias in layer and norm in layer:
             heads, width = layer[dt_bias].shape[0], layer[norm].shape[0]
             return {"mamba.heads": layout.tp * heads, "mamba.head_dim": width // max(1, heads)}
+    return {}
+
+
+def _find_convolution(layers: Mapping[int, Weights], names: SizeTensors) -> dict[str, Any]:
+    """The width of short convolutions; empty for models without them."""
+    weight = names.convolution + "conv1d.weight"
+    for layer in layers.values():
+        if weight in layer:
+            return {"convolution.width": layer[weight].shape[-1]}
     return {}
 
 

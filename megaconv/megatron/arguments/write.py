@@ -57,7 +57,7 @@ def to_arguments(
     (`run_arguments.py`). Raises NotExpressible for a model that Megatron doesn't support.
     """
     require_names(config)
-    for refused, reason in _refusals(config, legacy=legacy):
+    for refused, reason in _refusals(config, legacy=legacy, beside_config=beside_config):
         if refused:
             raise NotExpressible(reason)
     settings = _settings(config, training)
@@ -146,8 +146,13 @@ def require_names(config: ModelConfig) -> None:
         )
 
 
-def _refusals(config: ModelConfig, *, legacy: bool) -> Iterator[tuple[bool, str]]:
-    """(whether a problem applies, why Megatron can't have this model) for each possible problem."""
+def _refusals(
+    config: ModelConfig, *, legacy: bool, beside_config: bool
+) -> Iterator[tuple[bool, str]]:
+    """(whether a problem applies, why Megatron can't have this model) for each possible problem.
+
+    beside_config: see to_arguments.
+    """
     attention, mlp = config.attention, config.mlp
     yield (
         attention.o_bias != mlp.bias or (attention.o_bias and not attention.qkv_bias),
@@ -164,6 +169,10 @@ def _refusals(config: ModelConfig, *, legacy: bool) -> Iterator[tuple[bool, str]
     yield (
         config.positions.kind in ("alibi", "sinusoidal"),
         "the model encodes positions by ALiBi (biases that grow with the distance) or by sines, which Megatron doesn't have",
+    )
+    yield (
+        config.has("convolution_layers") and not beside_config,
+        "the model has short convolutions, which Megatron core doesn't have; it is converted between Hugging Face's files",
     )
     yield (
         legacy and (config.has("interleaved") or config.has("skips_rope")),

@@ -42,6 +42,7 @@ _PREFIX = re.compile(r"((?:(?:module|model|language_model)\.)*)embedding\.word_e
 _PIECES = {
     "self_attention.in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"),
     "self_attention.conv1d.weight": ("query", "key", "value"),
+    "short_conv.in_proj.weight": ("B", "C", "x"),
     "mixer.in_proj.weight": ("z", "x", "B", "C", "dt"),
     "mixer.conv1d.weight": ("x", "B", "C"),
     "mixer.conv1d.bias": ("x", "B", "C"),
@@ -166,7 +167,8 @@ def stacks_layers(config: ModelConfig) -> bool:
     """True if one key holds all layers. Core gives each layer its own keys if the layers differ."""
     alike = not (config.experts.count and config.layers_with("dense"))
     alike = alike and not config.has("retrieval")
-    return alike and not config.has("linear_layers") and not config.has("hybrid_stack")
+    mixed = ("linear_layers", "convolution_layers", "hybrid_stack")
+    return alike and not any(config.has(feature) for feature in mixed)
 
 
 def stack(name: str, *, layers: bool, local: bool = False) -> tuple[str, Shape]:

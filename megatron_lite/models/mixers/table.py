@@ -8,6 +8,7 @@ from megatron_lite.models.mixers.declaration import Mixer
 from megatron_lite.models.mixers.delta_net import DELTA_NET
 from megatron_lite.models.mixers.latent import LATENT
 from megatron_lite.models.mixers.mamba import MAMBA
+from megatron_lite.models.mixers.short_conv import SHORT_CONVOLUTION
 from megatron_lite.models.mixers.sparse import SPARSE
 
 MIXERS: dict[str, Mixer | None] = {
@@ -16,6 +17,7 @@ MIXERS: dict[str, Mixer | None] = {
     "sparse": SPARSE,
     "linear": DELTA_NET,
     "mamba": MAMBA,
+    "convolution": SHORT_CONVOLUTION,
     "none": None,
 }
 """Words of LayerKind.mixer, `latent` for attention with latent vectors, and `sparse` if it also has an indexer -> the mixer.

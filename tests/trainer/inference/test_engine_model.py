@@ -177,6 +177,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 24,
         },
     ),
+    "lfm2": (
+        "lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "conv_L_cache": 4,
+            "block_multiple_of": 8,
+        },
+    ),
     "mamba2": (
         "mamba2",
         {

@@ -200,6 +200,13 @@ FEATURES = {
     "granite_moe_hybrid": changed(
         replace(MODELS["qwen3"], family="granite_moe_hybrid"), {**MIXED, **EXPERTS, "experts.shared_ffn": 24}
     ),
+    "lfm2": changed(
+        replace(MODELS["qwen3"], family="lfm2"), {"convolution.width": 3, "layers.mixer": ("convolution", "attention") * 2}
+    ),
+    "lfm2_moe": changed(
+        replace(MODELS["qwen3"], family="lfm2_moe"),
+        {**EXPERTS, "convolution.width": 3, "layers.mixer": ("convolution", "attention") * 2, "layers.mlp": ("dense",) + ("experts",) * 3},
+    ),
     "mamba2": MODELS["mamba"],
     "nemotron_h": MODELS["hybrid"],
     "qwen3_5": MODELS["delta nets"],

@@ -17,6 +17,7 @@ OF_PURE_MAMBA = 5e-4
 """The same for layers of Mamba 2 alone, each of which magnifies the rounding of the others. 3.6e-4 is the most that is found."""
 OF_DELTA_NETS = 5e-4
 """The same: triangular systems magnify rounding more. 2e-4 is the most that is found."""
+OF_CONVOLUTIONS = 2e-5
 HYBRIDS = {
     "mamba2": OF_PURE_MAMBA,
     "nemotron_h": OF_MAMBA,
@@ -25,6 +26,8 @@ HYBRIDS = {
     "bamba, epsilon": OF_PURE_MAMBA,
     "granite_moe_hybrid": OF_MAMBA,
     "granite_moe_hybrid, experts": OF_MAMBA,
+    "lfm2": OF_CONVOLUTIONS,
+    "lfm2_moe": OF_CONVOLUTIONS,
     "qwen3_5": OF_DELTA_NETS,
     "qwen3_next": OF_DELTA_NETS,
     "qwen3_5_moe": OF_DELTA_NETS,
@@ -55,6 +58,10 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(
         ("nemotron_h", Layout(2, stage_layers=(LAYERS,)), False),
         ("bamba", Layout(2, stage_layers=(BAMBA,)), False),
         ("qwen3_5", Layout(2, stage_layers=(LAYERS,)), False),
+        pytest.param("lfm2", UNEVEN, True, marks=pytest.mark.slow),
+        pytest.param(
+            "lfm2_moe", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True, marks=pytest.mark.slow
+        ),
         ("nemotron_h, experts", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True),
         ("qwen3_next", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True),
         pytest.param("mamba2", UNEVEN, True, marks=pytest.mark.slow),
