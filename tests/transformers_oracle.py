@@ -703,6 +703,12 @@ BEYOND_MEGATRON = {
         {"one less": {"sliding_window": WINDOW - 1}, "unscaled embedding": {"mup_enabled": False}, "scale": {"route_scale": 1.0},
          "more dense layers": {"num_dense_layers": 2}},
     ),
+    "kolibri1": Variant(
+        "kolibri1",
+        {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32, "head_dim": 12, "sliding_window": WINDOW,
+         **every_other_window()},
+        {"one less": {"sliding_window": WINDOW - 1}, "weights made to sum up to 1": {"norm_topk_prob": True}},
+    ),
     "mistral4, long": Variant(
         "mistral4", {**MISTRAL4, **rope(5000.0, **YARN, llama_4_scaling_beta=0.3)},
         {"no temperature": rope(5000.0, **YARN, llama_4_scaling_beta=0.0), "weights left as they are": {"norm_topk_prob": False},

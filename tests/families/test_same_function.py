@@ -67,7 +67,12 @@ FOLLOWS = {
     "layers.mlp": ("mlp.ffn",),
     "layers.ffn": ("use_double_wide_mlp",),
     "layers.keys_as_values": ("layers.kv_heads",),
-    "layers.window": ("layers.rotates", "layers.head_dim", "earlier layer has a window"),
+    "layers.window": (
+        "layers.rotates",
+        "layers.head_dim",
+        "layers.heads",
+        "earlier layer has a window",
+    ),
     "layers.shares_kv": ("layers.ffn", "layers.keys_as_values", "earlier layer has a window"),
     "attention.scale": ("square root of the head size",),
 }
@@ -84,6 +89,8 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "layers.kv_heads": (2, (None, 2, None, 2), (None, 1, None, 1)),
     "layers.head_dim": (12, (None, 12, None, 12)),
     "layers.ffn": (60, (None, 60, None, 60), (None, None, None, 60)),
+    "layers.limit": (5.0, (None, None, 5.0, None)),
+    "layers.shared_limit": (5.0, (None, None, 5.0, None)),
     "layers.sparsity": (0.5, (0.9, 0.9, 0.0, 0.0)),
     "layers.shares_kv": (False, (False, False, True, True), (True, False, False, False)),
     "layers.keys_as_values": (True, False, (False, True, False, True), (True, False, False, False)),

@@ -1,5 +1,6 @@
 """`--quantize q8_0`: the logits of a model whose matrices are rounded, and where the flag is refused."""
 
+import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron_lite.settings.parallel import Parallel
 from tests.memory import growth
 from tests.trainer.inference.conversations import save
 from tests.trainer.inference.test_adapters import write_adapter
+from tests.trainer.loop.launches import launch as start
 
 pytestmark = [
     pytest.mark.oracle,
@@ -175,6 +177,28 @@ def test_other_commands_and_streamed_weights_refuse_the_flag(
         assert "--quantize" in capfd.readouterr().err
     assert run("generate", "--load", tied, "--quantize", "q5_0", "go")
     assert "q8_0" in capfd.readouterr().err
+
+
+def scored_at(layout: str, size: int, model: Path, directory: Path) -> Tensor:
+    """The log-probabilities that `megatron_lite score --quantize q8_0` writes at a layout."""
+    directory.mkdir()
+    (directory / "rows.jsonl").write_text(json.dumps({"tokens": ROW}))
+    flags = f"--load {model} --dtype fp32 --quantize q8_0 --input rows.jsonl --output out.jsonl"
+    statuses = start(directory, size, f"score {flags} {layout}").wait()
+    assert statuses == [0] * size
+    found: list[float] = json.loads((directory / "out.jsonl").read_text())["log_probs"]
+    return torch.tensor(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["--tp 2", "--pp 2"])
+def test_two_ranks_compute_what_one_does(layout: str, tied: Path, tmp_path: Path) -> None:
+    alone = scored_at("", 1, tied, tmp_path / "alone")
+    found = scored_at(layout, 2, tied, tmp_path / "two")
+    # Each tensor-parallel rank has its own largest value in the rows of matrices that are sharded by columns.
+    torch.testing.assert_close(found, alone, atol=0.03, rtol=0.01)
+    if "pp" in layout:
+        assert found.equal(alone)
 
 
 @pytest.mark.slow
