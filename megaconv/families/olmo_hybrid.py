@@ -29,12 +29,12 @@ from megaconv.families.parts.norm_places import normed_over_all_heads, norms_at
 from megaconv.families.parts.rope import rope
 from megaconv.families.parts.row_changes import in_core, respelled, without_rows
 from megaconv.model.config import ModelConfig
-from megaconv.model.table import Separate
+from megaconv.model.table import Separate, Spelling
 
 _HF = "model.layers.{l}."
 _LINEAR = _HF + "linear_attn."
 _OUT_NORM = "decoder.layers.{l}.self_attention.out_norm.weight"
-_NAMES = {
+_NAMES: dict[str, dict[str, Spelling]] = {
     "layers.{l}.input_norm.weight": {"hf": _HF + "attention_layer_norm.weight"},
     "layers.{l}.linear.conv.{q|k|v}.weight": {"hf": Separate(_LINEAR + "{q|k|v}_conv1d.weight")},
     "layers.{l}.linear.out_norm.weight": {
