@@ -171,6 +171,7 @@ OWN_KEYS: dict[str, Raw] = {
     "glm": {"partial_rotary_factor": 0.5},
     "bamba": {**MIXED, "attn_layer_indices": [1, 2]},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "norm_eps": 1e-5},
+    "olmo_hybrid": {**LINEAR_KEYS, "layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {
         **SHARED_KEYS,
         "layer_types": ["conv", "full_attention"] * 2,

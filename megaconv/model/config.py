@@ -310,6 +310,7 @@ FEATURES: Mapping[str, Holds] = {
     "post_norm": lambda config, kind, layer: config.norm.place == "after_sum",
     "output_norm": lambda config, kind, layer: config.norm.place == "after",
     "sandwich_norm": lambda config, kind, layer: config.norm.place == "both",
+    "norm_by_mixer": lambda config, kind, layer: config.norm.place == "by_mixer",
     "final_norm": lambda config, kind, layer: config.norm.final,
     "qkv_bias": lambda config, kind, layer: config.attention.qkv_bias,
     "o_bias": lambda config, kind, layer: config.attention.o_bias,

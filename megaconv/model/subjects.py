@@ -110,6 +110,10 @@ class LinearAttention:
     value_dim: int = 0
     conv: int = 0
     """Width of the convolution over q, k and v in positions, including the token's own."""
+    double_writes: bool = False
+    """True if the amount written is twice a sigmoid, so that it may replace more than the old value."""
+    out_epsilon: float | None = None
+    """Epsilon of the norm at the end of a delta net; None for the epsilon of all other norms."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +219,8 @@ class Norm:
     """True if a norm multiplies by its weight + 1."""
     place: str = "before"
     """The place of the norms. `before`: before each sublayer. `after`: on the sublayer's output, before it is added.
-    `both`: both of these. `after_sum`: on the sum of the sublayer's input and output, as in the original BERT."""
+    `both`: both of these. `after_sum`: on the sum of the sublayer's input and output, as in the original BERT. `by_mixer`: as
+    `before` in layers with a delta net, and as `after` in all other layers (OLMo Hybrid)."""
     final: bool = True
     """True if a norm follows the last layer."""
     weight: bool = True

@@ -103,7 +103,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
         {"rope_type": "longrope", "factor": 4.0},
     ),
     "norm.kind": ("RMSNorm", "LayerNorm"),
-    "norm.place": ("before", "after", "both", "after_sum"),
+    "norm.place": ("before", "after", "both", "after_sum", "by_mixer"),
     "attention.qk_norm_width": ("head", "all", "own"),
     "mlp.activation": ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"),
     "experts.score": ("softmax", "sigmoid"),
