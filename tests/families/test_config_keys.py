@@ -25,7 +25,8 @@ SILENT = {
     ("cohere2", "head_dim"),
     ("glm4_moe_lite", "head_dim"), ("glm4_moe_lite", "qk_head_dim"), ("glm4_moe_lite", "num_key_value_heads"),
     *((name, key) for name in ("deepseek_v32", "glm_moe_dsa") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
-    *((name, key) for name in ("kimi_linear", "youtu", "minicpm3", "axk1", "mistral4") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
+    *(("kimi_linear", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
+    *((name, key) for name in ("youtu", "minicpm3", "axk1", "mistral4") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
     *(("sarvam_mla", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads", "q_head_dim")),
     # what another key says layer by layer
     ("deepseek_v32", "first_k_dense_replace"), ("glm_moe_dsa", "first_k_dense_replace"),
