@@ -359,7 +359,6 @@ OTHERS = (
     *("KimiK3ForConditionalGeneration",),
     *(
         "Ernie4_5_VLMoeForConditionalGeneration",
-        "MiniMaxM3SparseForConditionalGeneration",
         "NemotronH_Nano_VL_V2",
     ),
     *(
@@ -376,6 +375,7 @@ OTHERS = (
 
 
 BETWEEN_FILES = {
+    "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl_text",
     "Step3p5ForCausalLM": "step3p5",
     "Step3p7ForConditionalGeneration": "step3p5",
     "DeciLMForCausalLM": "nemotron_nas",

@@ -30,9 +30,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "KimiLinearForCausalLM",
         "KimiK3ForConditionalGeneration",
     ),
-    "it attends to blocks of tokens that a special indexer chooses": (
-        "MiniMaxM3SparseForConditionalGeneration",
-    ),
     "its layers have separate experts for images, with another width than those for text": (
         "Ernie4_5_VLMoeForConditionalGeneration",
     ),
