@@ -96,6 +96,11 @@ def windows(first: int) -> dict[str, Any]:
     return {"layer_types": ["full_attention"] * first + ["sliding_attention"] * (LAYERS - first)}
 
 
+def rope_of_none() -> dict[str, Any]:
+    """As OLMo Hybrid says that it has no positions."""
+    return {"rope_parameters": {"rope_type": None, "rope_theta": None}}
+
+
 def rope_of(theta: float, **scaling: Any) -> dict[str, Any]:
     """Of one kind of layers."""
     return {"rope_type": "default", **scaling, "rope_theta": theta}
@@ -548,6 +553,12 @@ GRANITE = {
 MIXED_LAYERS = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 }
+# transformers saves the convolution in three parts of one size, whatever the widths of q, k and v. Here, these are equal.
+OLMO_HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_conv_kernel_dim": 3,
+}
 LFM2: dict[str, Any] = {
     "conv_L_cache": 4,
     "norm_eps": 1e-3,
@@ -721,6 +732,10 @@ BEYOND_MEGATRON = {
         "lfm2", {**LFM2, "intermediate_size": 99, "block_multiple_of": 8},
         {"epsilon": {"norm_eps": 1e-2}},
     ),
+    "olmo_hybrid": Variant(
+        "olmo_hybrid", {**OLMO_HYBRID, "linear_num_value_heads": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 3},
+        {"no positions": rope_of_none(), "small writes": {"linear_allow_neg_eigval": False}},
+    ),
     "lfm2_moe": Variant(
         "lfm2_moe", {**LFM2, **EXPERTS, "num_experts": 4, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
         {"weights left as they are": {"norm_topk_prob": False}, "no bias": {"use_expert_bias": False}},
@@ -749,6 +764,12 @@ GEMMA_4_EXPERTS = {
     "top_k_experts": 2,
     "moe_intermediate_size": 24,
 }
+KIMI: dict[str, Any] = {
+    "num_key_value_heads": 8, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 24, "num_shared_experts": 2, "routed_scaling_factor": 1.5,
+    "num_expert_group": 2, "topk_group": 1, "linear_head_dim": 6, "linear_num_heads": 4, "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"], "model_max_length": 96,
+}  # fmt: skip
 CONVERTED = {
     "minimax_m3_vl_text": Variant(
         "minimax_m3_vl_text",
@@ -759,6 +780,12 @@ CONVERTED = {
         {"limit": {"swiglu_limit": 1.0}, "one block": {"index_topk_blocks": 1}, "larger blocks": {"index_block_size": 5},
          "local blocks": {"index_local_blocks": 2}, "scale": {"routed_scaling_factor": 1.0},
          "no indexer": {"layer_types": ["full_attention"] * 4}, "whole heads": rope(5000.0)},
+    ),
+    "kimi_linear": Variant(
+        "kimi_linear", KIMI, {"weights left as they are": {"moe_renormalize": False}, "all groups": {"topk_group": 2}},
+    ),
+    "kimi_linear, queries from a latent vector": Variant(
+        "kimi_linear", {**KIMI, "q_lora_rank": 24}, {"epsilon": {"rms_norm_eps": 1e-5}},
     ),
     "gemma3n_text": Variant(
         "gemma3n_text",

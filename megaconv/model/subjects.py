@@ -14,7 +14,7 @@ class LayerKind:
 
     mixer: str = "attention"
     """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), `convolution` (a gated
-    short convolution), or `none` in a layer that is only an MLP."""
+    short convolution), `kda` (Kimi delta attention), or `none` in a layer that is only an MLP."""
     mlp: str = "dense"
     """`dense`, `experts`, or `none` in a layer that is only a mixer."""
     window: int | None = None
@@ -101,8 +101,8 @@ class Temperature:
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """The layers with mixer `linear`: gated delta nets (arXiv 2412.06464). All sizes are 0 in models without such
-    layers."""
+    """The layers with mixer `linear`: gated delta nets (arXiv 2412.06464), or with mixer `kda`: Kimi delta attention
+    (arXiv 2510.26692), which forgets each channel of a key by itself. All sizes are 0 in models without such layers."""
 
     key_heads: int = 0
     """Number of key heads, and of q heads. Each serves the same number of value heads."""
@@ -112,6 +112,10 @@ class LinearAttention:
     value_dim: int = 0
     conv: int = 0
     """Width of the convolution over q, k and v in positions, including the token's own."""
+    double_writes: bool = False
+    """True if the amount written is twice a sigmoid, so that it may replace more than the old value."""
+    out_epsilon: float | None = None
+    """Epsilon of the norm at the end of a delta net; None for the epsilon of all other norms."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +237,8 @@ class Norm:
     """True if a norm multiplies by its weight + 1."""
     place: str = "before"
     """The place of the norms. `before`: before each sublayer. `after`: on the sublayer's output, before it is added.
-    `both`: both of these. `after_sum`: on the sum of the sublayer's input and output, as in the original BERT."""
+    `both`: both of these. `after_sum`: on the sum of the sublayer's input and output, as in the original BERT. `by_mixer`: as
+    `before` in layers with a delta net, and as `after` in all other layers (OLMo Hybrid)."""
     final: bool = True
     """True if a norm follows the last layer."""
     weight: bool = True

@@ -25,6 +25,7 @@ TRAINED = (
     "lfm2", "lfm2_moe",
     "llama", "llama4", "mamba2", "mellum", "mimo", "minicpm3", "minimax_m2", "ministral", "ministral3",
     "mistral", "mistral4", "mixtral", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt",
+    "olmo_hybrid",
     "persimmon", "phi", "phi3", "qwen", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe",
     "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
     "vaultgemma", "xglm", "youtu",
@@ -32,6 +33,7 @@ TRAINED = (
 """Families that the decoder supports by configuration."""
 CONVERTED_ONLY = {
     "baichuan": "a head whose rows are divided by their lengths, and ALiBi beside gated MLPs",
+    "kimi_linear": "Kimi delta attention, whose state forgets each channel by itself",
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
     "gemma4_text": "layers that share keys and values or have sizes of their own, and experts with norms of their own",
     "minimax_m3_vl_text": "indexers that select blocks of keys",
@@ -47,6 +49,7 @@ NOT_COMPUTED = {
     "capped_scores mla": "capped scores of latent attention",
     "capped_scores sinks": "capped scores beside attention sinks",
     "qk_l2_norm mla": "norms without weights in latent attention",
+    "kda_layers": "Kimi delta attention",
     "layers_differ": "layers with sizes of their own",
     "shared_kv": "layers that share keys and values",
     "keys_as_values": "keys that are the values as well",
