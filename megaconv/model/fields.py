@@ -97,6 +97,7 @@ STRUCTURE = (
         "attention.o_bias_last",
         "attention.sinks",
         "attention.output_gate",
+        "attention.head_gate",
         "experts.count",
         "experts.shared_gate",
         "experts.router_bias",
@@ -273,6 +274,8 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
     has_one_theta = positions.local_theta == positions.theta and not positions.scaling
     if config.window is None or has_one_theta:
         yield "positions.local_theta"
+    if config.window is None:
+        yield "positions.local_rotary_percent"
     if not config.has("linear_layers"):
         yield from _fields_below("linear.")
     if not config.has("mamba_layers"):
@@ -299,7 +302,7 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
 
 _OF_ROPE = (
     "positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent", "positions.interleaved",
-    "positions.backwards", "layers.rotates",
+    "positions.backwards", "positions.local_rotary_percent", "layers.rotates",
 )  # fmt: skip
 
 

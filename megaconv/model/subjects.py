@@ -35,6 +35,11 @@ class LayerKind:
     if this layer has one."""
     keys_as_values: bool = False
     """True if the projection of keys also gives the values."""
+    limit: float | None = None
+    """Upper limit of the activation's output, and limit of the second projection in both directions, in routed experts;
+    None: no limits."""
+    shared_limit: float | None = None
+    """The same in the MLP and in the shared expert."""
     sparsity: float = 0.0
     """The share of the elements of an MLP's first projection that become 0: those below a limit, which follows from
     their mean and deviation. 0 in a usual MLP."""
@@ -69,6 +74,8 @@ class Attention:
     """A tanh limits scores to the range between minus and plus this value; None: no limit."""
     output_gate: bool = False
     """True if the sigmoid of another projection, as wide as q, scales the output of attention."""
+    head_gate: bool = False
+    """True if the sigmoid of another projection, with one element for each head, scales the output of attention."""
     clip: float | None = None
     """The limit of the elements of q, k and v in both directions, before norms and rope; None: no limit."""
     v_norm: bool = False
@@ -103,6 +110,10 @@ class LinearAttention:
     value_dim: int = 0
     conv: int = 0
     """Width of the convolution over q, k and v in positions, including the token's own."""
+    double_writes: bool = False
+    """True if the amount written is twice a sigmoid, so that it may replace more than the old value."""
+    out_epsilon: float | None = None
+    """Epsilon of the norm at the end of a delta net; None for the epsilon of all other norms."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +197,8 @@ class Positions:
     """Rope scaling in Hugging Face's form, with `rope_type`; None if positions are not scaled."""
     rotary_percent: float = 1.0
     """The share of a head's elements that rotates, from the first element on."""
+    local_rotary_percent: float | None = None
+    """The same in the layers with a window, if they have their own share."""
     interleaved: bool = False
     """True if an element rotates with its neighbour. False if it rotates with the element half a head further on."""
     backwards: bool = False
@@ -206,7 +219,8 @@ class Norm:
     """True if a norm multiplies by its weight + 1."""
     place: str = "before"
     """The place of the norms. `before`: before each sublayer. `after`: on the sublayer's output, before it is added.
-    `both`: both of these. `after_sum`: on the sum of the sublayer's input and output, as in the original BERT."""
+    `both`: both of these. `after_sum`: on the sum of the sublayer's input and output, as in the original BERT. `by_mixer`: as
+    `before` in layers with a delta net, and as `after` in all other layers (OLMo Hybrid)."""
     final: bool = True
     """True if a norm follows the last layer."""
     weight: bool = True
@@ -274,6 +288,8 @@ class Experts:
     RANKED_BY experts. None if there are no groups."""
     router_bias: bool = False
     """True if a bias per expert, in fp32, affects the selection (but not the weights)."""
+    bias_on_logits: bool = False
+    """True if that bias is added to the router's logits, not to the scores that a sigmoid makes of them."""
     latent: int = 0
     """Width of the routed experts' input and output, if projections connect them to the hidden states; 0 if experts
     work on the hidden states."""
@@ -362,6 +378,8 @@ class Head:
     """A tanh limits logits to the range between minus and plus this value; None: no limit."""
     divisor: float | None = None
     """A number that logits are divided by; None for 1."""
+    normalized: bool = False
+    """True if each row of the head's matrix is divided by its length before it is multiplied with the hidden states."""
 
 
 @dataclass(frozen=True)

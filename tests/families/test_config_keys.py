@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible
+from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, UnknownFamily
 from megaconv.families import Family, families
 from megaconv.families.parts.keys import HARMLESS, OFF
 from megaconv.model.fields import fields_of
@@ -39,6 +39,12 @@ SILENT = {
     ("biogpt", "layer_norm_eps"),
     # without effect without shared experts, or with a softmax
     ("cohere2_moe", "shared_expert_combination_strategy"), ("cohere2_moe", "norm_topk_prob"),
+    # of layers for multi-token prediction, which are left out
+    *(("step3p5", key) for key in ("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")),
+    # older forms of rope_parameters and mlp_layer_types, which win
+    *(("step3p5", key) for key in ("rope_theta", "rope_scaling", "partial_rotary_factors", "moe_layers_enum", "attention_other_setting")),
+    # the same number as max_position_embeddings
+    ("baichuan", "model_max_length"),
     # of generation alone
     ("gpt_neox", "is_decoder"), ("gpt_neox_japanese", "is_decoder"), ("xglm", "decoder_start_token_id"),
     ("t5", "decoder_start_token_id"),
@@ -247,3 +253,8 @@ def test_keys_of_mistral_4_that_follow_from_others_have_to_agree(
 ) -> None:
     with pytest.raises(CorruptCheckpoint, match=message):
         families()["mistral4"].read_hf(raw_config("mistral4", **keys))
+
+
+def test_a_kolibri_without_a_window_is_refused_by_name() -> None:
+    with pytest.raises(UnknownFamily, match="sliding_window None is not supported"):
+        families()["kolibri1"].read_hf(raw_config("kolibri1", sliding_window=None))

@@ -23,10 +23,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its layers with a window have other numbers of key/value heads than the other layers": (
         "MiMoV2FlashForCausalLM",
     ),
-    "its layers with a window have other numbers of heads than the other layers, and the base of rope differs by layer": (
-        "Step3p5ForCausalLM",
-        "Step3p7ForConditionalGeneration",
-    ),
     "its layers apply attention and Mamba 2 in parallel to the same input": (
         "FalconH1ForCausalLM",
     ),

@@ -5,6 +5,7 @@
 | softmax   | logits                        | softmax over the chosen, or (not renormalized) over all experts    |
 | softmax   | softmax + expert_bias         | softmax, without the bias, divided by their sum where renormalized |
 | sigmoid   | sigmoid + expert_bias         | sigmoid, without the bias, divided by their sum where renormalized |
+| sigmoid   | logits + expert_bias          | the same; of models whose `experts.bias_on_logits` is true         |
 
 With groups of experts, only experts of a token's best groups can be chosen. A group's rank is the sum of its best two
 experts, as in transformers. Megatron takes the best per_token // group_topk experts. A model for which this number is
@@ -93,9 +94,12 @@ class Router(nn.Module):
     def _chosen(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and the experts of each token."""
         if self.experts.score == "sigmoid":
-            return self._of_scores(logits.float().sigmoid())
+            wide = logits.float()
+            scores = wide.sigmoid()
+            return self._of_scores(scores, wide if self.experts.bias_on_logits else scores)
         if self.expert_bias is not None:
-            return self._of_scores(logits.softmax(-1, torch.float32))
+            scores = logits.softmax(-1, torch.float32)
+            return self._of_scores(scores, scores)
         return self._of_softmax(logits)
 
     def _of_softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,9 +110,10 @@ class Router(nn.Module):
         chosen = self._best(probabilities)
         return probabilities.gather(1, chosen), chosen
 
-    def _of_scores(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose by the scores and the bias. Weights are the scores without the bias."""
-        chosen = self._best(scores if self.expert_bias is None else scores + self.expert_bias)
+    def _of_scores(self, scores: Tensor, unbiased: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose by `unbiased` and the bias. Weights are the scores without the bias."""
+        bias = self.expert_bias
+        chosen = self._best(unbiased if bias is None else unbiased + bias)
         weights = scores.gather(1, chosen)
         return _normalized(weights) if self.experts.renormalize else weights, chosen
 

@@ -170,6 +170,7 @@ def test_and_such_a_family_at_other_layouts(
                 "afmoe",
                 "axk1",
                 "flint",
+                "kolibri1",
                 "aria_text",
                 "cohere2_moe",
             )
