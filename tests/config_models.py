@@ -171,6 +171,23 @@ OWN_KEYS: dict[str, Raw] = {
     "glm": {"partial_rotary_factor": 0.5},
     "bamba": {**MIXED, "attn_layer_indices": [1, 2]},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "norm_eps": 1e-5},
+    "kimi_linear": {
+        **LATENT_SIZES,
+        "head_dim": LATENT_SIZES["qk_rope_head_dim"],
+        "linear_attn_config": {
+            "num_heads": 4,
+            "head_dim": 5,
+            "short_conv_kernel_size": 3,
+            "kda_layers": [1, 2, 4],
+            "full_attn_layers": [3],
+        },
+        "num_experts": 6,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 2,
+        "moe_renormalize": True,
+    },
     "olmo_hybrid": {**LINEAR_KEYS, "layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {
         **SHARED_KEYS,

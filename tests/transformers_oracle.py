@@ -764,7 +764,19 @@ GEMMA_4_EXPERTS = {
     "top_k_experts": 2,
     "moe_intermediate_size": 24,
 }
+KIMI: dict[str, Any] = {
+    "num_key_value_heads": 8, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 24, "num_shared_experts": 2, "routed_scaling_factor": 1.5,
+    "num_expert_group": 2, "topk_group": 1, "linear_head_dim": 6, "linear_num_heads": 4, "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"], "model_max_length": 96,
+}  # fmt: skip
 CONVERTED = {
+    "kimi_linear": Variant(
+        "kimi_linear", KIMI, {"weights left as they are": {"moe_renormalize": False}, "all groups": {"topk_group": 2}},
+    ),
+    "kimi_linear, queries from a latent vector": Variant(
+        "kimi_linear", {**KIMI, "q_lora_rank": 24}, {"epsilon": {"rms_norm_eps": 1e-5}},
+    ),
     "gemma3n_text": Variant(
         "gemma3n_text",
         {"head_dim": 12, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2,

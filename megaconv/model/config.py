@@ -138,7 +138,7 @@ class ModelConfig:
             linear.value_dim,
             linear.conv,
         )
-        if any(kind.mixer == "linear" for kind in self.layers) and (
+        if any(kind.mixer in ("linear", "kda") for kind in self.layers) and (
             not all(sizes) or linear.value_heads % linear.key_heads
         ):
             what = f"{linear.key_heads} key heads of {linear.key_dim}, {linear.value_heads} value heads of {linear.value_dim}"
@@ -346,6 +346,7 @@ FEATURES: Mapping[str, Holds] = {
     "linear_layers": lambda config, kind, layer: any(
         each.mixer == "linear" for each in config.layers
     ),
+    "kda_layers": lambda config, kind, layer: any(each.mixer == "kda" for each in config.layers),
     "mamba_layers": lambda config, kind, layer: any(
         each.mixer == "mamba" for each in config.layers
     ),
@@ -423,6 +424,7 @@ FEATURES: Mapping[str, Holds] = {
     # Features of one layer.
     "attention": lambda config, kind, layer: kind.mixer == "attention",
     "linear": lambda config, kind, layer: kind.mixer == "linear",
+    "kda": lambda config, kind, layer: kind.mixer == "kda",
     "mamba": lambda config, kind, layer: kind.mixer == "mamba",
     "convolution": lambda config, kind, layer: kind.mixer == "convolution",
     "moe": lambda config, kind, layer: config.experts.count > 0 and kind.mlp == "experts",

@@ -276,7 +276,7 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield "positions.local_theta"
     if config.window is None:
         yield "positions.local_rotary_percent"
-    if not config.has("linear_layers"):
+    if not config.has("linear_layers") and not config.has("kda_layers"):
         yield from _fields_below("linear.")
     if not config.has("mamba_layers"):
         yield from _fields_below("mamba.")

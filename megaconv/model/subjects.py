@@ -14,7 +14,7 @@ class LayerKind:
 
     mixer: str = "attention"
     """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), `convolution` (a gated
-    short convolution), or `none` in a layer that is only an MLP."""
+    short convolution), `kda` (Kimi delta attention), or `none` in a layer that is only an MLP."""
     mlp: str = "dense"
     """`dense`, `experts`, or `none` in a layer that is only a mixer."""
     window: int | None = None
@@ -99,8 +99,8 @@ class Temperature:
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """The layers with mixer `linear`: gated delta nets (arXiv 2412.06464). All sizes are 0 in models without such
-    layers."""
+    """The layers with mixer `linear`: gated delta nets (arXiv 2412.06464), or with mixer `kda`: Kimi delta attention
+    (arXiv 2510.26692), which forgets each channel of a key by itself. All sizes are 0 in models without such layers."""
 
     key_heads: int = 0
     """Number of key heads, and of q heads. Each serves the same number of value heads."""

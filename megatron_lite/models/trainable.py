@@ -33,6 +33,7 @@ TRAINED = (
 """Families that the decoder supports by configuration."""
 CONVERTED_ONLY = {
     "baichuan": "a head whose rows are divided by their lengths, and ALiBi beside gated MLPs",
+    "kimi_linear": "Kimi delta attention, whose state forgets each channel by itself",
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
     "gemma4_text": "layers that share keys and values or have sizes of their own, and experts with norms of their own",
     "step3p5": "layers with numbers of heads of their own, and gates of whole heads",
@@ -47,6 +48,7 @@ NOT_COMPUTED = {
     "capped_scores mla": "capped scores of latent attention",
     "capped_scores sinks": "capped scores beside attention sinks",
     "qk_l2_norm mla": "norms without weights in latent attention",
+    "kda_layers": "Kimi delta attention",
     "layers_differ": "layers with sizes of their own",
     "shared_kv": "layers that share keys and values",
     "keys_as_values": "keys that are the values as well",

@@ -28,6 +28,13 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("gemma4_text", {"use_double_wide_mlp": True}, "not supported with enable_moe_block"),
     ("gemma3n_text", {"altup_num_inputs": 2}, "altup_num_inputs 2 is not supported"),
     ("gemma3n_text", {"activation_sparsity_pattern": [0.5]}, "lists 1 layers, the model has 4"),
+    ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope False is not supported"),
+    ("kimi_linear", {"linear_attn_config": {"gate_lower_bound": -5.0}}, "gate_lower_bound -5.0"),
+    (
+        "kimi_linear",
+        {"linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [4]}},
+        "should list each of 4 layers once",
+    ),
     ("step3p5", {"attention_other_setting": {"head_dim": 7}}, "head_dim 7, which is not supported"),
     ("step3p5", {"rope_parameters": None, "rope_theta": [1.0, 2.0, 3.0, 2.0]}, "differ between layers of full_attention"),
     ("step3p5", {"sliding_window": None}, "sliding_window should be a positive number"),

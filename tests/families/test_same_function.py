@@ -60,6 +60,8 @@ FOLLOWS = {
     "attention.qkv_bias": ("attention.o_bias",),
     "attention.heads": ("attention.kv_heads", "attention.head_dim"),
     "attention.head_dim": ("attention.scale",),
+    "linear.value_heads": ("linear.key_heads",),
+    "linear.value_dim": ("linear.key_dim",),
     "mlp.activation": ("hidden_act",),
     "head.activation": ("hidden_act",),
     "layers.rotates": ("layers.chunk",),
@@ -80,7 +82,7 @@ FOLLOWS = {
 OTHER: dict[str, tuple[Any, ...]] = {
     "attention.heads": (16,),
     "attention.kv_heads": (2, 8),
-    "layers.mixer": ("mamba", "linear", "attention", "convolution", ("linear", "linear", "attention", "linear")),
+    "layers.mixer": ("mamba", "linear", "attention", "convolution", "kda", ("linear", "linear", "attention", "linear")),
     "layers.mlp": ("experts", "dense", "none", ("dense", "experts", "experts", "dense")),
     "layers.window": (7, (None, 7, None, 7), (7, 9, 7, 9), (None, None, 7, 7)),
     "layers.rotates": (False, (True, True, True, False)),

@@ -26,8 +26,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its layers apply attention and Mamba 2 in parallel to the same input": (
         "FalconH1ForCausalLM",
     ),
-    "most of its layers have Kimi Delta Attention, which has other projections than a gated delta net": (
-        "KimiLinearForCausalLM",
+    "most of its layers have Kimi Delta Attention with a bounded gate, and its attention gates its output": (
         "KimiK3ForConditionalGeneration",
     ),
     "it attends to blocks of tokens that a special indexer chooses": (
