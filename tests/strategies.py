@@ -211,7 +211,14 @@ OTHERS = (
 OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
 OTHER_MIXERS = ("lfm2", "lfm2_moe", "olmo_hybrid")
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
-BETWEEN_FILES = ("kimi_linear", "gemma3n_text", "gemma4_text", "nemotron_nas", "step3p5")
+BETWEEN_FILES = (
+    "bailing_hybrid",
+    "kimi_linear",
+    "gemma3n_text",
+    "gemma4_text",
+    "nemotron_nas",
+    "step3p5",
+)
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
 BEYOND_MEGATRON = ("baichuan", "granite_moe_hybrid", *OTHER_MIXERS, *OTHER_LAYERS, *BETWEEN_FILES)
 """Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""
