@@ -213,10 +213,7 @@ OTHER_MIXERS = ("lfm2", "lfm2_moe", "olmo_hybrid")
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
 BETWEEN_FILES = (
     "bailing_hybrid",
-    "kimi_linear",
-    "gemma3n_text",
-    "gemma4_text",
-    "nemotron_nas",
+    *("kimi_linear", "gemma3n_text", "gemma4_text", "minimax_m3_vl_text", "nemotron_nas"),
     "step3p5",
 )
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
@@ -228,6 +225,14 @@ def own_fields(family: str) -> dict[str, Any]:
     """What all models of a family have that Megatron's arguments can't describe."""
     inputs = {"layer_inputs.width": 3, "layer_inputs.vocab": 5, "streams.laurel_rank": 2}
     inputs = inputs if has_layer_inputs(family) else {}
+    if family == "minimax_m3_vl_text":
+        inputs = {
+            "layers.indexed": True,
+            "block_indexer.heads": 2,
+            "block_indexer.head_dim": 3,
+            "block_indexer.block": 4,
+            "block_indexer.topk": 1,
+        }
     return {**families()[family].fixed, **inputs} if family in BEYOND_MEGATRON else {}
 
 

@@ -776,6 +776,16 @@ CONVERTED = {
         {**{name: size for name, size in KIMI.items() if not name.startswith("linear_")}, "head_dim": 6, "short_conv_kernel_size": 3},
         {"another bound": {"kda_lower_bound": -3.0}, "no bound": {"kda_safe_gate": False}, "all groups": {"topk_group": 2}},
     ),
+    "minimax_m3_vl_text": Variant(
+        "minimax_m3_vl_text",
+        {"head_dim": 16, "intermediate_size": 24, "dense_intermediate_size": 88, "shared_intermediate_size": 40, "num_local_experts": 4,
+         "num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "swiglu_limit": 0.5,
+         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 4, "index_head_dim": 16, "index_block_size": 4,
+         "index_topk_blocks": 2, **rope(5000.0, partial_rotary_factor=0.5)},
+        {"limit": {"swiglu_limit": 1.0}, "one block": {"index_topk_blocks": 1}, "larger blocks": {"index_block_size": 5},
+         "local blocks": {"index_local_blocks": 2}, "scale": {"routed_scaling_factor": 1.0},
+         "no indexer": {"layer_types": ["full_attention"] * 4}, "whole heads": rope(5000.0)},
+    ),
     "kimi_linear": Variant(
         "kimi_linear", KIMI, {"weights left as they are": {"moe_renormalize": False}, "all groups": {"topk_group": 2}},
     ),

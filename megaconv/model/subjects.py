@@ -35,6 +35,8 @@ class LayerKind:
     if this layer has one."""
     keys_as_values: bool = False
     """True if the projection of keys also gives the values."""
+    indexed: bool = False
+    """True if a block indexer selects the blocks of keys that attention reads."""
     limit: float | None = None
     """Upper limit of the activation's output, and limit of the second projection in both directions, in routed experts;
     None: no limits."""
@@ -184,6 +186,22 @@ class Indexer:
     interleaved: bool = False
     """True if an element rotates with its neighbour. False if it rotates with the element half of the rotating part
     further on."""
+
+
+@dataclass(frozen=True)
+class BlockIndexer:
+    """The indexer of layers that attend to blocks of keys (MiniMax M3). It ranks a block by the best score of its keys.
+    All sizes are 0 in models without it."""
+
+    heads: int = 0
+    head_dim: int = 0
+    """Elements of one head."""
+    block: int = 0
+    """Keys of a block."""
+    topk: int = 0
+    """Number of blocks selected for each token and head."""
+    local: int = 0
+    """Blocks up to the token's own that are always selected."""
 
 
 @dataclass(frozen=True)

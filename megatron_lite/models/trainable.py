@@ -37,6 +37,7 @@ CONVERTED_ONLY = {
     "kimi_linear": "Kimi delta attention, whose state forgets each channel by itself",
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
     "gemma4_text": "layers that share keys and values or have sizes of their own, and experts with norms of their own",
+    "minimax_m3_vl_text": "indexers that select blocks of keys",
     "step3p5": "layers with numbers of heads of their own, and gates of whole heads",
     "nemotron_nas": "layers with sizes of their own, some of them without attention or without an MLP",
 }
@@ -57,6 +58,7 @@ NOT_COMPUTED = {
     "expert_norms": "norms of the router's and the experts' own",
     "layer_inputs": "a second embedding, with a part for each layer",
     "normalized_head": "a head whose rows are divided by their lengths",
+    "block_indexer": "indexers that select blocks of keys",
     "head_gate": "gates of whole heads",
     "limits": "limits of activations in some layers",
     "two_rotations": "layers that rotate another share of their heads than the others",

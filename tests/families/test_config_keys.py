@@ -45,6 +45,8 @@ SILENT = {
     ("biogpt", "layer_norm_eps"),
     # without effect without shared experts, or with a softmax
     ("cohere2_moe", "shared_expert_combination_strategy"), ("cohere2_moe", "norm_topk_prob"),
+    # another form of mlp_layer_types, which wins
+    ("minimax_m3_vl_text", "moe_layer_freq"), ("minimax_m3_vl_text", "sparse_attention_config"),
     # of layers for multi-token prediction, which are left out
     *(("step3p5", key) for key in ("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")),
     # older forms of rope_parameters and mlp_layer_types, which win

@@ -32,6 +32,13 @@ PARTNERS: dict[str, dict[str, Any]] = {
     "experts.group_topk": {"experts.groups": 2},
     "latent.kv_rank": {"latent.rope_dim": 2, "latent.v_dim": 3},
     "experts.count": {"experts.ffn": 8, "experts.per_token": 1},
+    "layers.indexed": {
+        "block_indexer.heads": 2,
+        "block_indexer.head_dim": 6,
+        "block_indexer.block": 4,
+        "block_indexer.topk": 2,
+        "block_indexer.local": 1,
+    },
     "layers.count": {"layers.mlp": "dense", "layers.window": None, "layers.mixer": "attention"},
     "indexer.heads": {"indexer.head_dim": 8, "indexer.topk": 4},
     "layers.mixer": {
@@ -91,6 +98,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "layers.kv_heads": (2, (None, 2, None, 2), (None, 1, None, 1)),
     "layers.head_dim": (12, (None, 12, None, 12)),
     "layers.ffn": (60, (None, 60, None, 60), (None, None, None, 60)),
+    "layers.indexed": (False, True, (True, False, False, True)),
     "layers.limit": (5.0, (None, None, 5.0, None)),
     "layers.shared_limit": (5.0, (None, None, 5.0, None)),
     "layers.sparsity": (0.5, (0.9, 0.9, 0.0, 0.0)),
