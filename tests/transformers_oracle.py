@@ -772,6 +772,11 @@ KIMI: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"], "model_max_length": 96,
 }  # fmt: skip
 CONVERTED = {
+    "bailing_hybrid": Variant(
+        "bailing_hybrid",
+        {**{name: size for name, size in KIMI.items() if not name.startswith("linear_")}, "head_dim": 6, "short_conv_kernel_size": 3},
+        {"another bound": {"kda_lower_bound": -3.0}, "no bound": {"kda_safe_gate": False}, "all groups": {"topk_group": 2}},
+    ),
     "minimax_m3_vl_text": Variant(
         "minimax_m3_vl_text",
         {"head_dim": 16, "intermediate_size": 24, "dense_intermediate_size": 88, "shared_intermediate_size": 40, "num_local_experts": 4,
