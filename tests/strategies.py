@@ -210,7 +210,7 @@ OTHERS = (
 OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
 OTHER_MIXERS = ("lfm2", "lfm2_moe")
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
-BETWEEN_FILES = ("gemma3n_text", "gemma4_text", "nemotron_nas")
+BETWEEN_FILES = ("gemma3n_text", "gemma4_text", "laguna", "mimo_v2_flash", "nemotron_nas")
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
 BEYOND_MEGATRON = ("granite_moe_hybrid", *OTHER_MIXERS, *OTHER_LAYERS, *BETWEEN_FILES)
 """Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""

@@ -97,6 +97,9 @@ STRUCTURE = (
         "attention.o_bias_last",
         "attention.sinks",
         "attention.output_gate",
+        "attention.gate_per_head",
+        "attention.sinks_in_windows",
+        "attention.v_dim",
         "experts.count",
         "experts.shared_gate",
         "experts.router_bias",
@@ -268,11 +271,17 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield "norm.shared"
     if not config.attention.o_bias:
         yield "attention.o_bias_last"
+    if not config.attention.output_gate:
+        yield from ("attention.gate_activation", "attention.gate_per_head")
+    if not config.attention.sinks:
+        yield "attention.sinks_in_windows"
     if positions.kind not in ("learned", "sinusoidal"):
         yield "positions.offset"
     has_one_theta = positions.local_theta == positions.theta and not positions.scaling
     if config.window is None or has_one_theta:
         yield "positions.local_theta"
+    if config.window is None or positions.local_rotary_percent == positions.rotary_percent:
+        yield "positions.local_rotary_percent"
     if not config.has("linear_layers"):
         yield from _fields_below("linear.")
     if not config.has("mamba_layers"):
@@ -298,7 +307,8 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
 
 
 _OF_ROPE = (
-    "positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent", "positions.interleaved",
+    "positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent", "positions.local_rotary_percent",
+    "positions.interleaved",
     "positions.backwards", "layers.rotates",
 )  # fmt: skip
 

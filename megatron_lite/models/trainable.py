@@ -33,6 +33,8 @@ TRAINED = (
 CONVERTED_ONLY = {
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
     "gemma4_text": "layers that share keys and values or have sizes of their own, and experts with norms of their own",
+    "laguna": "numbers of heads by layer, and a softplus that gates attention",
+    "mimo_v2_flash": "layers with other numbers of key/value heads, sinks in some layers, and values with a width of their own",
     "nemotron_nas": "layers with sizes of their own, some of them without attention or without an MLP",
 }
 """Families that the decoder doesn't support -> the parts of their models that it lacks."""

@@ -60,6 +60,7 @@ FOLLOWS = {
     "attention.qkv_bias": ("attention.o_bias",),
     "attention.heads": ("attention.kv_heads", "attention.head_dim"),
     "attention.head_dim": ("attention.scale",),
+    "attention.kv_heads": ("layers.kv_heads",),
     "mlp.activation": ("hidden_act",),
     "head.activation": ("hidden_act",),
     "layers.rotates": ("layers.chunk",),
@@ -67,7 +68,12 @@ FOLLOWS = {
     "layers.mlp": ("mlp.ffn",),
     "layers.ffn": ("use_double_wide_mlp",),
     "layers.keys_as_values": ("layers.kv_heads",),
-    "layers.window": ("layers.rotates", "layers.head_dim", "earlier layer has a window"),
+    "layers.window": (
+        "layers.rotates",
+        "layers.head_dim",
+        "layers.kv_heads",
+        "earlier layer has a window",
+    ),
     "layers.shares_kv": ("layers.ffn", "layers.keys_as_values", "earlier layer has a window"),
     "attention.scale": ("square root of the head size",),
 }

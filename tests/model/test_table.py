@@ -186,6 +186,10 @@ def every_kind(family: str) -> list[ModelConfig]:
     config = everything(family)
     if family == "granite_moe_hybrid":
         return [config, changed(config, {"layers.mixer": "attention", "layers.mlp": "dense"})]
+    if family == "laguna":
+        return [changed(config, {"attention.gate_per_head": each}) for each in (False, True)]
+    if family == "mimo_v2_flash":
+        return [changed(config, {"layers.window": 5})]
     if family == "hyperclovax":
         return [config, changed(config, {"norm.place": "both"})]
     if family in ("lfm2", "lfm2_moe"):
