@@ -66,9 +66,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) -e .
 	touch $@
 
-$(VENV)/.tested: $(VENV)/.installed
+# Not after .installed: the package would be built and its dependencies looked up twice.
+$(VENV)/.tested: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e ".[test,oracle,data,train,zarr,serve,retrieval]"
-	touch $@
+	touch $(VENV)/.installed $@
 
 $(VENV)/.documented: $(VENV)/.installed
 	$(PIP) -e ".[docs]"

@@ -69,6 +69,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             name: name.removesuffix(old) + new if name.endswith(old) else name for name in found
         }
         found = renamed(found, names, weights.name)
+    others = family.other_names(found)
+    if others:
+        found = renamed(found, {name: others.get(name, name) for name in found}, weights.name)
     # MXFP4 stores experts as rows, while plain weights may be transposed.
     naming = HF_STACKED if quant_method(quantized, weights.name) == "mxfp4" else HF
     config, tensors = whole_model(family, config, naming, found | carried, weights.name)

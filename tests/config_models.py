@@ -29,7 +29,7 @@ FAMILIES = sorted(
 LLAMA_LIKE = [name for name in FAMILIES if name not in ("gpt2", "mamba2", "nemotron_h", "qwen")]
 """Families whose config.json has Llama's words."""
 WITHOUT_CLASS = (
-    *("bailing_moe2", "internlm2", "mimo", "nemotron_nas", "qwen"),
+    *("baichuan", "bailing_moe2", "internlm2", "mimo", "nemotron_nas", "qwen"),
     *("sarvam_mla", "sarvam_moe"),
 )
 """Families that no release of transformers has."""
@@ -175,6 +175,7 @@ OWN_KEYS: dict[str, Raw] = {
     "glm": {"partial_rotary_factor": 0.5},
     "bamba": {**MIXED, "attn_layer_indices": [1, 2]},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "norm_eps": 1e-5},
+    "olmo_hybrid": {**LINEAR_KEYS, "layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {
         **SHARED_KEYS,
         "layer_types": ["conv", "full_attention"] * 2,
@@ -264,6 +265,27 @@ OWN_KEYS: dict[str, Raw] = {
             "full_attention": {
                 "rope_type": "proportional",
                 "partial_rotary_factor": 0.25,
+                "rope_theta": 5e5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 7e3},
+        },
+    },
+    "baichuan": {"head_dim": 4, "num_key_value_heads": 8},
+    "step3p5": {
+        **SHARED_KEYS,
+        "n_routed_experts": 6,
+        "share_expert_dim": 40,
+        "sliding_window": 16,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "num_sliding_attention_heads": 16,
+        "swiglu_limits": [0.0, 7.0, 0.0, 0.0],
+        "swiglu_limits_shared": [0.0, 16.0, 9.0, 0.0],
+        "moe_router_scaling_factor": 3.0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default",
+                "partial_rotary_factor": 0.5,
                 "rope_theta": 5e5,
             },
             "sliding_attention": {"rope_type": "default", "rope_theta": 7e3},

@@ -116,6 +116,7 @@ def layouts_apart(draw: Draw, config: ModelConfig, tp: int) -> Layout:
 def with_linear_attention(draw: Draw, config: ModelConfig, tp: int = 1) -> ModelConfig:
     """The model with a gated delta net in some layers, as hybrids have it, and gated attention in the others."""
     key_heads, layers = tp * draw(st.integers(1, 2)), config.layer_count
+    gated = config.family not in OTHER_MIXERS
     return changed(
         config,
         {
@@ -127,9 +128,9 @@ def with_linear_attention(draw: Draw, config: ModelConfig, tp: int = 1) -> Model
             "linear.key_dim": draw(st.integers(1, 3)),
             "linear.value_dim": draw(st.integers(1, 3)),
             "linear.conv": draw(st.integers(1, 4)),
-            "attention.output_gate": True,
+            "attention.output_gate": gated,
             "attention.qk_norm": True,
-            "norm.zero_centered": True,
+            "norm.zero_centered": gated,
         },
     )
 
@@ -208,11 +209,14 @@ OTHERS = (
     "mistral4",
 )
 OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
-OTHER_MIXERS = ("lfm2", "lfm2_moe")
+OTHER_MIXERS = ("lfm2", "lfm2_moe", "olmo_hybrid")
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
-BETWEEN_FILES = ("gemma3n_text", "gemma4_text", "laguna", "mimo_v2_flash", "nemotron_nas")
+BETWEEN_FILES = (
+    *("gemma3n_text", "gemma4_text", "laguna", "mimo_v2_flash"),
+    *("nemotron_nas", "step3p5"),
+)
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
-BEYOND_MEGATRON = ("granite_moe_hybrid", *OTHER_MIXERS, *OTHER_LAYERS, *BETWEEN_FILES)
+BEYOND_MEGATRON = ("baichuan", "granite_moe_hybrid", *OTHER_MIXERS, *OTHER_LAYERS, *BETWEEN_FILES)
 """Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""
 
 

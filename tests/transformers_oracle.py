@@ -96,6 +96,11 @@ def windows(first: int) -> dict[str, Any]:
     return {"layer_types": ["full_attention"] * first + ["sliding_attention"] * (LAYERS - first)}
 
 
+def rope_of_none() -> dict[str, Any]:
+    """As OLMo Hybrid says that it has no positions."""
+    return {"rope_parameters": {"rope_type": None, "rope_theta": None}}
+
+
 def rope_of(theta: float, **scaling: Any) -> dict[str, Any]:
     """Of one kind of layers."""
     return {"rope_type": "default", **scaling, "rope_theta": theta}
@@ -548,6 +553,12 @@ GRANITE = {
 MIXED_LAYERS = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 }
+# transformers saves the convolution in three parts of one size, whatever the widths of q, k and v. Here, these are equal.
+OLMO_HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_conv_kernel_dim": 3,
+}
 LFM2: dict[str, Any] = {
     "conv_L_cache": 4,
     "norm_eps": 1e-3,
@@ -720,6 +731,10 @@ BEYOND_MEGATRON = {
     "lfm2": Variant(
         "lfm2", {**LFM2, "intermediate_size": 99, "block_multiple_of": 8},
         {"epsilon": {"norm_eps": 1e-2}},
+    ),
+    "olmo_hybrid": Variant(
+        "olmo_hybrid", {**OLMO_HYBRID, "linear_num_value_heads": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 3},
+        {"no positions": rope_of_none(), "small writes": {"linear_allow_neg_eigval": False}},
     ),
     "lfm2_moe": Variant(
         "lfm2_moe", {**LFM2, **EXPERTS, "num_experts": 4, "num_dense_layers": 1, "routed_scaling_factor": 1.5},

@@ -78,6 +78,8 @@ class Family:
     """Prefixes of modules in transformers' class, and so in adapters -> the prefixes of the same modules in files."""
     older: Mapping[str, str] = field(default_factory=dict)
     """Endings of Hugging Face names in older files -> the current endings."""
+    other_names: Callable[[Collection[str]], Mapping[str, str]] = lambda names: {}
+    """A function from all Hugging Face names of a checkpoint: names that some release writes -> the usual names."""
     complete: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
     """A function that adds to a configuration what only the names of its tensors show."""
     recognized: str | None = None

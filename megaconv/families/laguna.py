@@ -38,7 +38,7 @@ from megaconv.model.table import Row
 _MLP = "model.layers.{l}.mlp."
 _GATE = "model.layers.{l}.self_attn.g_proj.weight"
 _GATES = (
-    Row("layers.{l}.attn.gate.weight", ("heads*head_dim hidden",), tp=0, when="!head_gate", hf=_GATE),
+    Row("layers.{l}.attn.gate.weight", ("heads*head_dim hidden",), tp=0, when="output_gate", hf=_GATE),
     Row("layers.{l}.attn.head_gate.weight", ("heads hidden",), tp=0, when="head_gate", hf=_GATE),
 )  # fmt: skip
 _NAMES = {
@@ -83,6 +83,15 @@ def _write_heads(config: ModelConfig) -> Raw:
     return {**_USUAL_HEADS.write(config), _EACH: [kind.heads or usual for kind in config.layers]}
 
 
+_OF_HEADS = {True: True, "per-head": True, "per-element": False}
+_GATING = choice("gating", "attention.head_gate", _OF_HEADS, True)
+
+
+def _read_gate(raw: Raw) -> Fields:
+    found = _GATING.read(raw)
+    return {**found, "attention.output_gate": not found["attention.head_gate"]}
+
+
 _ROPES = partial_layer_ropes((500000.0, 0.5), (10000.0, 1.0), missing_share=1.0)
 _BODY = decoder_keys(positions=131072, ffn=8192, rotation=_ROPES)
 _KEYS = (
@@ -95,12 +104,7 @@ _KEYS = (
     size("moe_intermediate_size", "experts.ffn", 512),
     size("shared_expert_intermediate_size", "experts.shared_ffn", 512),
     number("moe_routed_scaling_factor", "experts.scale", 1.0),
-    choice(
-        "gating",
-        "attention.gate_per_head",
-        {True: True, "per-head": True, "per-element": False},
-        True,
-    ),
+    Keys(("gating",), _read_gate, _GATING.write),
 )
 _ONLY = {
     **SILU,
@@ -113,11 +117,10 @@ _FIXED = {
     **LLAMA_LIKE,
     **SIGMOID_ROUTER,
     "attention.qk_norm": True,
-    "attention.output_gate": True,
     "attention.gate_activation": "softplus",
 }
 
 FAMILY = Family(
     "laguna", ("LagunaForCausalLM",), "laguna", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY, ignored=ROPE_FREQUENCIES,
-    features=("qk_norm", "output_gate"), recognized=None, proven="names",
+    features=("qk_norm",), recognized=None, proven="names",
 )  # fmt: skip

@@ -156,7 +156,7 @@ def whole_model(
     config = _with_own_names(config, kept, where)
     config = family.complete(config, kept)
     spellings = hf_namings(kept) if naming == HF else (naming,)
-    if spellings == (HF,):
+    if spellings == (HF,) and not _holds_stacked(family):
         _require_experts(config, len(kept), where)
     spelling, natives = _best_spelling(family, config, spellings, kept)
     if config.whole is not None:
@@ -230,6 +230,12 @@ def _warn_of_left_out(left_out: Mapping[str, str], found: Collection[str], where
                 len(names),
                 listing(names),
             )
+
+
+def _holds_stacked(family: Family) -> bool:
+    """True if the family's usual files hold all experts of a layer in one tensor."""
+    spelled = (spelling for row in family.rows if row.of_experts for spelling in row.spelling(HF))
+    return any(spelling.holds_all_experts for spelling in spelled)
 
 
 def _require_experts(config: ModelConfig, held: int, where: str) -> None:

@@ -311,6 +311,7 @@ FEATURES: Mapping[str, Holds] = {
     "post_norm": lambda config, kind, layer: config.norm.place == "after_sum",
     "output_norm": lambda config, kind, layer: config.norm.place == "after",
     "sandwich_norm": lambda config, kind, layer: config.norm.place == "both",
+    "norm_by_mixer": lambda config, kind, layer: config.norm.place == "by_mixer",
     "final_norm": lambda config, kind, layer: config.norm.final,
     "qkv_bias": lambda config, kind, layer: config.attention.qkv_bias,
     "o_bias": lambda config, kind, layer: config.attention.o_bias,
@@ -330,15 +331,18 @@ FEATURES: Mapping[str, Holds] = {
     ),
     "scaled_scores": lambda config, kind, layer: config.attention.scale is not None,
     "capped_scores": lambda config, kind, layer: config.attention.score_cap is not None,
+    "head_gate": lambda config, kind, layer: config.attention.head_gate,
+    "limits": lambda config, kind, layer: any(
+        each.limit is not None or each.shared_limit is not None for each in config.layers
+    ),
+    "two_rotations": lambda config, kind, layer: config.positions.local_rotary_percent is not None,
+    "normalized_head": lambda config, kind, layer: config.head.normalized,
     "capped_logits": lambda config, kind, layer: config.head.logit_cap is not None,
     "scaled_embedding": lambda config, kind, layer: config.embedding_scale is not None,
     "tempered": lambda config, kind, layer: config.temperature.scale != 0,
     "chunks": lambda config, kind, layer: any(each.chunk is not None for each in config.layers),
     "two_ropes": lambda config, kind, layer: config.positions.local_theta is not None,
     "sinks": lambda config, kind, layer: config.attention.sinks,
-    "head_gate": lambda config, kind, layer: (
-        config.attention.output_gate and config.attention.gate_per_head
-    ),
     "output_gate": lambda config, kind, layer: config.attention.output_gate,
     "linear_layers": lambda config, kind, layer: any(
         each.mixer == "linear" for each in config.layers

@@ -97,7 +97,7 @@ STRUCTURE = (
         "attention.o_bias_last",
         "attention.sinks",
         "attention.output_gate",
-        "attention.gate_per_head",
+        "attention.head_gate",
         "attention.sinks_in_windows",
         "attention.v_dim",
         "experts.count",
@@ -271,8 +271,8 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield "norm.shared"
     if not config.attention.o_bias:
         yield "attention.o_bias_last"
-    if not config.attention.output_gate:
-        yield from ("attention.gate_activation", "attention.gate_per_head")
+    if not (config.attention.output_gate or config.attention.head_gate):
+        yield "attention.gate_activation"
     if not config.attention.sinks:
         yield "attention.sinks_in_windows"
     if positions.kind not in ("learned", "sinusoidal"):
@@ -307,9 +307,8 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
 
 
 _OF_ROPE = (
-    "positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent", "positions.local_rotary_percent",
-    "positions.interleaved",
-    "positions.backwards", "layers.rotates",
+    "positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent", "positions.interleaved",
+    "positions.backwards", "positions.local_rotary_percent", "layers.rotates",
 )  # fmt: skip
 
 

@@ -35,6 +35,11 @@ class LayerKind:
     if this layer has one."""
     keys_as_values: bool = False
     """True if the projection of keys also gives the values."""
+    limit: float | None = None
+    """Upper limit of the activation's output, and limit of the second projection in both directions, in routed experts;
+    None: no limits."""
+    shared_limit: float | None = None
+    """The same in the MLP and in the shared expert."""
     sparsity: float = 0.0
     """The share of the elements of an MLP's first projection that become 0: those below a limit, which follows from
     their mean and deviation. 0 in a usual MLP."""
@@ -71,10 +76,10 @@ class Attention:
     """A tanh limits scores to the range between minus and plus this value; None: no limit."""
     output_gate: bool = False
     """True if the sigmoid of another projection, as wide as q, scales the output of attention."""
+    head_gate: bool = False
+    """True if the sigmoid of another projection, with one element for each head, scales the output of attention."""
     gate_activation: str = "sigmoid"
-    """The function of that projection: `sigmoid` or `softplus`."""
-    gate_per_head: bool = False
-    """True if that projection has one value for each head, not for each element."""
+    """The function of such a projection: `sigmoid` or `softplus`."""
     clip: float | None = None
     """The limit of the elements of q, k and v in both directions, before norms and rope; None: no limit."""
     v_dim: int | None = None
@@ -113,6 +118,10 @@ class LinearAttention:
     value_dim: int = 0
     conv: int = 0
     """Width of the convolution over q, k and v in positions, including the token's own."""
+    double_writes: bool = False
+    """True if the amount written is twice a sigmoid, so that it may replace more than the old value."""
+    out_epsilon: float | None = None
+    """Epsilon of the norm at the end of a delta net; None for the epsilon of all other norms."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +227,8 @@ class Norm:
     """True if a norm multiplies by its weight + 1."""
     place: str = "before"
     """The place of the norms. `before`: before each sublayer. `after`: on the sublayer's output, before it is added.
-    `both`: both of these. `after_sum`: on the sum of the sublayer's input and output, as in the original BERT."""
+    `both`: both of these. `after_sum`: on the sum of the sublayer's input and output, as in the original BERT. `by_mixer`: as
+    `before` in layers with a delta net, and as `after` in all other layers (OLMo Hybrid)."""
     final: bool = True
     """True if a norm follows the last layer."""
     weight: bool = True
@@ -376,6 +386,8 @@ class Head:
     """A tanh limits logits to the range between minus and plus this value; None: no limit."""
     divisor: float | None = None
     """A number that logits are divided by; None for 1."""
+    normalized: bool = False
+    """True if each row of the head's matrix is divided by its length before it is multiplied with the hidden states."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The plan from which all parts of a model are built."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed import ProcessGroup
 
@@ -44,6 +44,14 @@ class Plan:
     def kind(self, layer: int) -> LayerKind:
         """Return the kind of a layer; see layer_kind."""
         return layer_kind(self.config, layer)
+
+    def of_layer(self, layer: int) -> "Plan":
+        """Return the plan of one layer, in which norms have one place if the model's place depends on the mixer."""
+        norm = self.config.norm
+        if norm.place != "by_mixer":
+            return self
+        place = "before" if self.kind(layer).mixer == "linear" else "after"
+        return replace(self, config=replace(self.config, norm=replace(norm, place=place)))
 
     @property
     def norm(self) -> NormOptions:

@@ -39,6 +39,7 @@ class Layer(Residual):
 
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
+        plan = plan.of_layer(layer)
         config, options = plan.config, plan.options
         self.layer = layer
         self.ranks = plan.ranks

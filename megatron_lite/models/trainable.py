@@ -25,16 +25,19 @@ TRAINED = (
     "lfm2", "lfm2_moe",
     "llama", "llama4", "mamba2", "mellum", "mimo", "minicpm3", "minimax_m2", "ministral", "ministral3",
     "mistral", "mistral4", "mixtral", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt",
+    "olmo_hybrid",
     "persimmon", "phi", "phi3", "qwen", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe",
     "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
     "vaultgemma", "xglm", "youtu",
 )  # fmt: skip
 """Families that the decoder supports by configuration."""
 CONVERTED_ONLY = {
+    "baichuan": "a head whose rows are divided by their lengths, and ALiBi beside gated MLPs",
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
     "gemma4_text": "layers that share keys and values or have sizes of their own, and experts with norms of their own",
     "laguna": "numbers of heads by layer, and a softplus that gates attention",
     "mimo_v2_flash": "layers with other numbers of key/value heads, sinks in some layers, and values with a width of their own",
+    "step3p5": "layers with numbers of heads of their own, and gates of whole heads",
     "nemotron_nas": "layers with sizes of their own, some of them without attention or without an MLP",
 }
 """Families that the decoder doesn't support -> the parts of their models that it lacks."""
@@ -52,6 +55,10 @@ NOT_COMPUTED = {
     "v_norm": "norms of values",
     "expert_norms": "norms of the router's and the experts' own",
     "layer_inputs": "a second embedding, with a part for each layer",
+    "normalized_head": "a head whose rows are divided by their lengths",
+    "head_gate": "gates of whole heads",
+    "limits": "limits of activations in some layers",
+    "two_rotations": "layers that rotate another share of their heads than the others",
     "streams": "several residual streams",
     "sparse_mlp": "MLPs that set most of their elements to 0",
     "layer_scale": "a number that scales each layer's output",

@@ -39,6 +39,12 @@ SILENT = {
     ("biogpt", "layer_norm_eps"),
     # without effect without shared experts, or with a softmax
     ("cohere2_moe", "shared_expert_combination_strategy"), ("cohere2_moe", "norm_topk_prob"),
+    # of layers for multi-token prediction, which are left out
+    *(("step3p5", key) for key in ("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")),
+    # older forms of rope_parameters and mlp_layer_types, which win
+    *(("step3p5", key) for key in ("rope_theta", "rope_scaling", "partial_rotary_factors", "moe_layers_enum", "attention_other_setting")),
+    # the same number as max_position_embeddings
+    ("baichuan", "model_max_length"),
     # of generation alone
     ("gpt_neox", "is_decoder"), ("gpt_neox_japanese", "is_decoder"), ("xglm", "decoder_start_token_id"),
     ("t5", "decoder_start_token_id"),

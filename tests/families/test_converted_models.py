@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import megaconv
 from megaconv.errors import CheckpointError, NotExpressible
 from megaconv.families import family, read_config
-from megaconv.model.fields import lost_fields
+from megaconv.model.fields import fields_of, lost_fields
 from tests.config_models import raw_config
 from tests.savers.test_savers import write_model
 from tests.transformers_oracle import CONVERTED, compute, create, family_of, load
@@ -35,6 +35,9 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("mimo_v2_flash", {"num_attention_heads": 4}, "num_attention_heads 4 is not a multiple of 8"),
     ("mimo_v2_flash", {"hybrid_layer_pattern": [0, 1, 1, 1]}, r"hybrid_layer_pattern is \[0, 1, 1, 1\], but the keys"),
     ("mimo_v2_flash", {"layernorm_epsilon": 1e-2}, "layernorm_epsilon is 0.01, but the keys"),
+    ("step3p5", {"attention_other_setting": {"head_dim": 7}}, "head_dim 7, which is not supported"),
+    ("step3p5", {"rope_parameters": None, "rope_theta": [1.0, 2.0, 3.0, 2.0]}, "differ between layers of full_attention"),
+    ("step3p5", {"sliding_window": None}, "sliding_window should be a positive number"),
     ("nemotron_nas", {"block_configs": None}, "block_configs should be a list"),
     (
         "nemotron_nas",
@@ -148,3 +151,108 @@ def test_megatrons_formats_are_refused_at_once(
         with pytest.raises(NotExpressible, match="has no names in Megatron's formats"):
             megaconv.convert(sources[name], tmp_path / "out", saver=saver)
     assert not list(tmp_path.iterdir())
+
+
+# Step 3.7, whose language model transformers computes inside the whole model only.
+
+STEP: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16,
+    "vocab_size": 131, "max_position_embeddings": 96, "rms_norm_eps": 1e-3, "sliding_window": 7, "pad_token_id": 1,
+    "layer_types": ["full_attention", "sliding_attention"] * 2, "num_sliding_attention_heads": 16,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "share_expert_dim": 40, "moe_router_scaling_factor": 3.0, "swiglu_limits": [0.0, 0.2, 0.0, 0.0],
+    "swiglu_limits_shared": [0.0, 0.3, 0.0, 0.4],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "llama3", "rope_theta": 5000.0, "partial_rotary_factor": 0.5, "factor": 2.0, "low_freq_factor": 1.0,
+                           "high_freq_factor": 32.0, "original_max_position_embeddings": 64},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 1.0},
+    },
+}  # fmt: skip
+STEP_OTHERS: tuple[dict[str, Any], ...] = (
+    {"sliding_window": 6},
+    {"swiglu_limits": None},
+    {"swiglu_limits_shared": [0.0, 0.3, 0.0, 0.3]},
+    {"query_pre_attn_scalar": 4},
+    {"moe_router_scaling_factor": 2.0},
+)
+OLDER_STEP: dict[str, Any] = {
+    "layer_types": ["full_attention", "sliding_attention"] * 3,
+    "attention_other_setting": {
+        "num_attention_heads": 16,
+        "num_attention_groups": 4,
+        "head_dim": 16,
+    },
+    "moe_layers_enum": "1,2",
+    "num_nextn_predict_layers": 2,
+    "rope_theta": [5000.0, 700.0] * 3,
+    "partial_rotary_factors": [0.5, 1.0] * 3,
+    "rope_scaling": {
+        name: value
+        for name, value in STEP["rope_parameters"]["full_attention"].items()
+        if name not in ("rope_theta", "partial_rotary_factor")
+    },
+    "swiglu_limits": [0.0, 0.2, 0.0, 0.0, 0.0, 0.0],
+}
+"""The same in the keys of published files."""
+
+
+def step(**settings: Any) -> dict[str, Any]:
+    """A config.json of a whole Step 3.7."""
+    vision = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    text = {"model_type": "step3p5", **STEP, **settings}
+    return {
+        "model_type": "step3p7",
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": 130,
+    }
+
+
+def step_logits(source: Path, raw: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
+    """Of the whole model with the weights of a directory, and this configuration."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Step3p7Config(**raw)
+    model = transformers.Step3p7ForConditionalGeneration.from_pretrained(
+        source, config=config, dtype=torch.float32
+    )
+    return compute(model.eval(), tokens)
+
+
+@pytest.mark.oracle
+def test_transformers_computes_the_same_logits_from_a_step_3_7(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(20)
+    raw, tokens = step(), torch.randint(7, 120, (2, 24))
+    model = transformers.Step3p7ForConditionalGeneration(transformers.Step3p7Config(**raw))
+    with torch.no_grad():
+        for _, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_floating_point():
+                tensor.normal_(0.0, 0.2)
+    model.save_pretrained(tmp_path / "hf")
+    expected = step_logits(tmp_path / "hf", step(), tokens)
+    whole, text = tmp_path / "whole", tmp_path / "text"
+    megaconv.convert(tmp_path / "hf", whole, saver="hf", verify=True, workers=1)
+    megaconv.convert(
+        tmp_path / "hf", text, saver="hf", workers=1, text_only=True, base=tmp_path / "hf"
+    )
+    assert torch.equal(step_logits(whole, step(), tokens), expected)
+    assert torch.equal(step_logits(text, step(), tokens), expected)
+    table = family("step3p5")
+    for settings in ({}, *STEP_OTHERS):
+        own = table.write_hf(table.read_hf(STEP | settings))
+        found = step_logits(whole, step(**own), tokens)
+        assert torch.equal(found, step_logits(whole, step(**settings), tokens)), settings
+        assert torch.equal(found, expected) is not bool(settings), settings
+
+
+def test_a_step_3_5_in_the_keys_of_published_files_is_the_same_model() -> None:
+    older = {name: value for name, value in STEP.items() if name not in (
+        "rope_parameters", "mlp_layer_types", "num_sliding_attention_heads")}  # fmt: skip
+    table = family("step3p5")
+    assert fields_of(table.read_hf(older | OLDER_STEP)) == fields_of(table.read_hf(STEP))

@@ -894,7 +894,6 @@ ON_THE_HUB = (
     *(
         "MPTForCausalLM",
         "PhiMoEForCausalLM",
-        "Step3p5ForCausalLM",
         "KimiK3ForConditionalGeneration",
     ),
     *(

@@ -549,7 +549,7 @@ VALID = pickle.dumps(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), min_size=1, max_size=4)
 )
@@ -594,7 +594,7 @@ def outcome(reader: Callable[[bytes], object], data: bytes) -> str:
         return "unsafe" if isinstance(error, UnsafeCallError) else "refused"
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from([VALID, CHUNKS]),
     st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), max_size=4),

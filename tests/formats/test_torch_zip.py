@@ -899,7 +899,7 @@ def damaged(zipped: bool, folder: Path) -> bytes:
     return path.read_bytes()
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(zipped=st.booleans(), data=st.data())
 def test_any_changed_byte_gives_a_value_or_our_error(
     folder: Path, zipped: bool, data: st.DataObject

@@ -355,11 +355,7 @@ OTHERS = (
         "DeepseekV4ForCausalLM",
         "FalconH1ForCausalLM",
     ),
-    *(
-        "Step3p5ForCausalLM",
-        "Step3p7ForConditionalGeneration",
-        "KimiK3ForConditionalGeneration",
-    ),
+    *("KimiK3ForConditionalGeneration",),
     *(
         "Ernie4_5_VLMoeForConditionalGeneration",
         "MiniMaxM3SparseForConditionalGeneration",
@@ -379,6 +375,8 @@ OTHERS = (
 
 
 BETWEEN_FILES = {
+    "Step3p5ForCausalLM": "step3p5",
+    "Step3p7ForConditionalGeneration": "step3p5",
     "DeciLMForCausalLM": "nemotron_nas",
     "Gemma4ForCausalLM": "gemma4_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2LMHeadModel
 
 import megaconv
 from megaconv.engine.conversion import convert, fingerprint
@@ -41,6 +40,8 @@ def edited(tmp_path: Path, edit: Any) -> Path:
 
 
 def test_transformers_computes_the_real_models_logits(tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
     model = GPT2LMHeadModel.from_pretrained(converted(CHECKPOINT, tmp_path / "hf", "hf"))
     expected = load_file(FIXTURE / "logits.safetensors")
     with torch.no_grad():

@@ -187,7 +187,10 @@ def every_kind(family: str) -> list[ModelConfig]:
     if family == "granite_moe_hybrid":
         return [config, changed(config, {"layers.mixer": "attention", "layers.mlp": "dense"})]
     if family == "laguna":
-        return [changed(config, {"attention.gate_per_head": each}) for each in (False, True)]
+        return [
+            config,
+            changed(config, {"attention.head_gate": True, "attention.output_gate": True}),
+        ]
     if family == "mimo_v2_flash":
         return [changed(config, {"layers.window": 5})]
     if family == "hyperclovax":

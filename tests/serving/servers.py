@@ -22,7 +22,7 @@ def serving(
     places = [str(place) for place in checkpoints.values()]
     repositories = open_repositories(places, list(checkpoints), options or ConvertOptions())
     with Server(("127.0.0.1", 0), repositories, MEMORY) as server:
-        thread = Thread(target=server.serve_forever, daemon=True)
+        thread = Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         yield server
         server.shutdown()

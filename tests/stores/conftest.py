@@ -1,5 +1,7 @@
 """moto as the store, in a process of its own, behind the proxy."""
 
+import contextlib
+import functools
 import os
 import socket
 import subprocess
@@ -28,6 +30,17 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _descriptions_of_services_are_read_once() -> Iterator[None]:
+    """Each client of boto3 reads megabytes of JSON anew, and each command makes clients."""
+    with pytest.MonkeyPatch.context() as patch:
+        with contextlib.suppress(ImportError):
+            from botocore import session
+
+            patch.setattr(session, "create_loader", functools.cache(session.create_loader))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -87,10 +100,15 @@ def point_at(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plain_client(store: Proxy) -> Any:
     """boto3's own client, for filling and looking at the bucket."""
+    return _client_at(f"http://{store.target.netloc}")
+
+
+@functools.cache
+def _client_at(address: str) -> Any:
     import boto3
 
-    address = f"http://{store.target.netloc}"
-    return boto3.Session().client("s3", endpoint_url=address)
+    session = boto3.Session(KEY, SECRET, region_name="us-east-1")
+    return session.client("s3", endpoint_url=address)
 
 
 def empty(client: Any) -> None:

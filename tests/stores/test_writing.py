@@ -217,7 +217,7 @@ def test_no_more_parts_wait_than_the_plan_says(
     """Every saver: places are few, and no writer waits for ever."""
     from megaconv.engine import conversion
 
-    source = write_llama(tmp_path / "model", layers=4, hidden=128, vocab=512)
+    source = write_llama(tmp_path / "model", layers=2, hidden=128, vocab=512)
     parts_of = conversion.parts_of
 
     def planned_with(plan: waiting.Waiting) -> waiting.Waiting:

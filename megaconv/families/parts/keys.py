@@ -81,7 +81,8 @@ HARMLESS = frozenset(
         ),
         # used only by the initialization, and a width that mamba_num_heads gives
         *("time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand"),
-        *("time_step_min", "time_step_rank"),
+        *("time_step_min", "time_step_rank", "linear_a_log_min", "linear_a_log_max"),
+        *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
         # for generation: which logits are computed
         "num_logits_to_keep",
         # for training only

@@ -20,10 +20,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "it has several residual streams, which are mixed (hyper-connections), and attention to compressed tokens": (
         "DeepseekV4ForCausalLM",
     ),
-    "its layers with a window have other numbers of heads than the other layers, and the base of rope differs by layer": (
-        "Step3p5ForCausalLM",
-        "Step3p7ForConditionalGeneration",
-    ),
     "its layers apply attention and Mamba 2 in parallel to the same input": (
         "FalconH1ForCausalLM",
     ),

@@ -95,7 +95,7 @@ IN_TENSORS = (
 def tensor_fields(config: ModelConfig) -> dict[str, Any]:
     """The fields that the tensors of a model will show."""
     given = {name: value_of(config, name) for name in IN_TENSORS}
-    if config.norm.place in ("after", "both"):
+    if config.norm.place in ("after", "both", "by_mixer"):
         given["norm.place"] = config.norm.place
     if config.has("mamba_layers"):
         given |= {"mamba.heads": config.mamba.heads, "mamba.head_dim": config.mamba.head_dim}

@@ -162,6 +162,8 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
         found["attention.qk_norm"] = "self_attention.k_layernorm.weight" in attention
     found |= _find_mlp(layers, layout, args, names) | _find_mamba(layers, layout, names)
     found |= _find_convolution(layers, names)
+    if found.get("norm.place") == "after" and "linear" in mixers:
+        found["norm.place"] = "by_mixer"
     if names.positions in first:
         found |= {"positions.kind": "learned", "max_positions": first[names.positions].shape[0]}
     if any(

@@ -171,6 +171,11 @@ def _refusals(
         "the model encodes positions by ALiBi (biases that grow with the distance) or by sines, which Megatron doesn't have",
     )
     yield (
+        config.has("norm_by_mixer") and not beside_config,
+        "the model has norms before its delta nets and after its attention, which Megatron core doesn't have; it is converted "
+        "between Hugging Face's files",
+    )
+    yield (
         config.has("convolution_layers") and not beside_config,
         "the model has short convolutions, which Megatron core doesn't have; it is converted between Hugging Face's files",
     )

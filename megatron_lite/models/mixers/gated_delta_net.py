@@ -76,8 +76,10 @@ class GatedDeltaNet(nn.Module):
         self.conv1d = Convolution(2 * keys + values, linear.conv, bias=False)
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.A_log = nn.Parameter(torch.empty(heads))
-        zero_centered = not plan.options.local_layers
-        self.out_norm = HeadNorm(linear.value_dim, plan.norm.epsilon, zero_centered=zero_centered)
+        zero_centered = plan.norm.zero_centered and not plan.options.local_layers
+        epsilon = plan.norm.epsilon if linear.out_epsilon is None else linear.out_epsilon
+        self.out_norm = HeadNorm(linear.value_dim, epsilon, zero_centered=zero_centered)
+        self.most_written = 2.0 if linear.double_writes else 1.0
         self.out_proj = RowLinear(values, config.hidden, plan.ranks, bias=False)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
@@ -99,7 +101,8 @@ class GatedDeltaNet(nn.Module):
         before, state = (None, None) if run.cache is None else run.cache.states(self.layer)
         inner, before = self.conv1d.apply_to(inner, weight, None, documents, before)
         decay = -a_log.float().exp() * F.softplus(forget.float() + dt_bias.float())
-        y, state = self._scan(inner, decay, write.float().sigmoid(), documents, state)
+        written = write.float().sigmoid() * self.most_written
+        y, state = self._scan(inner, decay, written, documents, state)
         if run.cache is not None:
             run.cache.keep(self.layer, before, state)
         y = y if context is None else tokens_for_heads(y, context)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import nltk
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -235,6 +234,8 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
 
 
 def test_sentences_are_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nltk  # slow to import
+
     data = tmp_path / "nltk_data" / "tokenizers" / "punkt_tab" / "english"
     data.mkdir(parents=True)
     for name, content in (

@@ -203,7 +203,7 @@ def service(statuses: list[int]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Stub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/analyze", received
     finally:

@@ -41,7 +41,7 @@ class Answering(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server() as made:
-        thread = Thread(target=made.serve_forever)
+        thread = Thread(target=made.serve_forever, args=(0.05,))
         thread.start()
         yield made
         made.shutdown()

@@ -203,6 +203,10 @@ FEATURES = {
     "lfm2": changed(
         replace(MODELS["qwen3"], family="lfm2"), {"convolution.width": 3, "layers.mixer": ("convolution", "attention") * 2}
     ),
+    "olmo_hybrid": changed(
+        replace(MODELS["delta nets"], family="olmo_hybrid"),
+        {**own_fields("olmo_hybrid"), "attention.output_gate": False, "norm.zero_centered": False},
+    ),
     "lfm2_moe": changed(
         replace(MODELS["qwen3"], family="lfm2_moe"),
         {**EXPERTS, "convolution.width": 3, "layers.mixer": ("convolution", "attention") * 2, "layers.mlp": ("dense",) + ("experts",) * 3},

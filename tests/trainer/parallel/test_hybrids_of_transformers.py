@@ -27,6 +27,7 @@ HYBRIDS = {
     "granite_moe_hybrid": OF_MAMBA,
     "granite_moe_hybrid, experts": OF_MAMBA,
     "lfm2": OF_CONVOLUTIONS,
+    "olmo_hybrid": OF_DELTA_NETS,
     "lfm2_moe": OF_CONVOLUTIONS,
     "qwen3_5": OF_DELTA_NETS,
     "qwen3_next": OF_DELTA_NETS,
@@ -59,6 +60,7 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(
         ("bamba", Layout(2, stage_layers=(BAMBA,)), False),
         ("qwen3_5", Layout(2, stage_layers=(LAYERS,)), False),
         pytest.param("lfm2", UNEVEN, True, marks=pytest.mark.slow),
+        pytest.param("olmo_hybrid", UNEVEN, True, marks=pytest.mark.slow),
         pytest.param(
             "lfm2_moe", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True, marks=pytest.mark.slow
         ),
