@@ -212,7 +212,14 @@ OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
 OTHER_MIXERS = ("lfm2", "lfm2_moe", "olmo_hybrid")
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
 BETWEEN_FILES = (
-    *("gemma3n_text", "gemma4_text", "laguna", "mimo_v2_flash"),
+    *(
+        "kimi_linear",
+        "gemma3n_text",
+        "gemma4_text",
+        "laguna",
+        "mimo_v2_flash",
+        "minimax_m3_vl_text",
+    ),
     *("nemotron_nas", "step3p5"),
 )
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
@@ -224,6 +231,14 @@ def own_fields(family: str) -> dict[str, Any]:
     """What all models of a family have that Megatron's arguments can't describe."""
     inputs = {"layer_inputs.width": 3, "layer_inputs.vocab": 5, "streams.laurel_rank": 2}
     inputs = inputs if has_layer_inputs(family) else {}
+    if family == "minimax_m3_vl_text":
+        inputs = {
+            "layers.indexed": True,
+            "block_indexer.heads": 2,
+            "block_indexer.head_dim": 3,
+            "block_indexer.block": 4,
+            "block_indexer.topk": 1,
+        }
     return {**families()[family].fixed, **inputs} if family in BEYOND_MEGATRON else {}
 
 

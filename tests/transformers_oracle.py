@@ -772,6 +772,12 @@ LAGUNA: dict[str, Any] = {
     **EXPERTS, **TWO_SHARES, "num_experts": 4, "shared_expert_intermediate_size": 32, "head_dim": 12, "sliding_window": WINDOW,
     "num_attention_heads_per_layer": [8, 4, 12, 4], "moe_routed_scaling_factor": 1.7, **every_other_window(),
 }  # fmt: skip
+KIMI: dict[str, Any] = {
+    "num_key_value_heads": 8, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 24, "num_shared_experts": 2, "routed_scaling_factor": 1.5,
+    "num_expert_group": 2, "topk_group": 1, "linear_head_dim": 6, "linear_num_heads": 4, "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"], "model_max_length": 96,
+}  # fmt: skip
 CONVERTED = {
     "laguna": Variant(
         "laguna", LAGUNA,
@@ -786,6 +792,22 @@ CONVERTED = {
          **two_ropes(rope_of(5000.0, partial_rotary_factor=0.334), rope_of(700.0, partial_rotary_factor=0.5))},
         {"one less": {"sliding_window": WINDOW - 1}, "unscaled values": {"attention_value_scale": None},
          "weights left as they are": {"norm_topk_prob": False}, "groups": {"n_group": 4, "topk_group": 1}},
+    ),
+    "minimax_m3_vl_text": Variant(
+        "minimax_m3_vl_text",
+        {"head_dim": 16, "intermediate_size": 24, "dense_intermediate_size": 88, "shared_intermediate_size": 40, "num_local_experts": 4,
+         "num_experts_per_tok": 2, "mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "swiglu_limit": 0.5,
+         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 4, "index_head_dim": 16, "index_block_size": 4,
+         "index_topk_blocks": 2, **rope(5000.0, partial_rotary_factor=0.5)},
+        {"limit": {"swiglu_limit": 1.0}, "one block": {"index_topk_blocks": 1}, "larger blocks": {"index_block_size": 5},
+         "local blocks": {"index_local_blocks": 2}, "scale": {"routed_scaling_factor": 1.0},
+         "no indexer": {"layer_types": ["full_attention"] * 4}, "whole heads": rope(5000.0)},
+    ),
+    "kimi_linear": Variant(
+        "kimi_linear", KIMI, {"weights left as they are": {"moe_renormalize": False}, "all groups": {"topk_group": 2}},
+    ),
+    "kimi_linear, queries from a latent vector": Variant(
+        "kimi_linear", {**KIMI, "q_lora_rank": 24}, {"epsilon": {"rms_norm_eps": 1e-5}},
     ),
     "gemma3n_text": Variant(
         "gemma3n_text",

@@ -232,11 +232,10 @@ def _described_optimizer(optimizer: Mapping[str, Any]) -> str:
 def _heads(config: ModelConfig) -> str:
     attention = config.attention
     heads = f"{attention.heads} heads of {attention.head_dim}"
-    return (
-        heads
-        if attention.kv_heads == attention.heads
-        else f"{heads}, {attention.kv_heads} key/value heads"
-    )
+    if attention.kv_heads != attention.heads:
+        heads = f"{heads}, {attention.kv_heads} key/value heads"
+    others = sum(bool(config.own_sizes(layer)) for layer in range(config.layer_count))
+    return f"{heads}; {others} layers have other sizes" if others else heads
 
 
 def _window(config: ModelConfig) -> str:

@@ -19,12 +19,21 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.layout import Chunk, Layout
-from megaconv.model.naming import HF, HF_STACKED, HF_STACKED_TRANSPOSED, Naming, with_mtp_stacked
+from megaconv.model.naming import (
+    HF,
+    HF_SEPARATE,
+    HF_STACKED,
+    HF_STACKED_TRANSPOSED,
+    Naming,
+    with_mtp_stacked,
+)
 from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.model.table import canonical_shapes
 
 _log = logging.getLogger("megaconv")
 
+_SEPARATE = ".block_sparse_moe."
+"""Part of the names of experts in files in which each expert has tensors of its own, under names of Mixtral's."""
 _STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 """Suffixes of tensors with all experts of a layer.
 
@@ -156,7 +165,7 @@ def whole_model(
     config = _with_own_names(config, kept, where)
     config = family.complete(config, kept)
     spellings = hf_namings(kept) if naming == HF else (naming,)
-    if spellings == (HF,) and not _holds_stacked(family):
+    if set(spellings) <= {HF, HF_SEPARATE} and not _holds_stacked(family):
         _require_experts(config, len(kept), where)
     spelling, natives = _best_spelling(family, config, spellings, kept)
     if config.whole is not None:
@@ -211,6 +220,8 @@ def _best_spelling(
 def hf_namings(names: Collection[str]) -> tuple[Naming, ...]:
     """The naming schemes that the tensors of a Hugging Face directory may have."""
     stacked = [name for name in names if name.endswith(_STACKED)]
+    if any(_SEPARATE in name for name in names):
+        return (HF, HF_SEPARATE)
     found = (HF, HF_STACKED, HF_STACKED_TRANSPOSED) if stacked else (HF,)
     return (
         tuple(map(with_mtp_stacked, found))

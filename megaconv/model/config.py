@@ -17,6 +17,7 @@ from megaconv.model.own_names import OwnNames
 from megaconv.model.subjects import (
     MLP,
     Attention,
+    BlockIndexer,
     Encoder,
     Experts,
     Head,
@@ -54,6 +55,7 @@ class ModelConfig:
     temperature: Temperature = field(default_factory=Temperature)
     latent: LatentAttention = field(default_factory=LatentAttention)
     indexer: Indexer = field(default_factory=Indexer)
+    block_indexer: BlockIndexer = field(default_factory=BlockIndexer)
     linear: LinearAttention = field(default_factory=LinearAttention)
     mamba: Mamba = field(default_factory=Mamba)
     convolution: ShortConvolution = field(default_factory=ShortConvolution)
@@ -138,7 +140,7 @@ class ModelConfig:
             linear.value_dim,
             linear.conv,
         )
-        if any(kind.mixer == "linear" for kind in self.layers) and (
+        if any(kind.mixer in ("linear", "kda") for kind in self.layers) and (
             not all(sizes) or linear.value_heads % linear.key_heads
         ):
             what = f"{linear.key_heads} key heads of {linear.key_dim}, {linear.value_heads} value heads of {linear.value_dim}"
@@ -275,6 +277,8 @@ SIZES: Mapping[str, Size] = {
     "conv_width": Size("convolution.width"),
     "layer_input_width": Size("layer_inputs.width"),
     "layer_input_vocab": Size("layer_inputs.vocab"),
+    "block_heads": Size("block_indexer.heads"),
+    "block_dim": Size("block_indexer.head_dim"),
     "streams": Size("streams.count"),
     "laurel_rank": Size("streams.laurel_rank"),
 }
@@ -331,6 +335,7 @@ FEATURES: Mapping[str, Holds] = {
     ),
     "scaled_scores": lambda config, kind, layer: config.attention.scale is not None,
     "capped_scores": lambda config, kind, layer: config.attention.score_cap is not None,
+    "block_indexer": lambda config, kind, layer: any(each.indexed for each in config.layers),
     "head_gate": lambda config, kind, layer: config.attention.head_gate,
     "limits": lambda config, kind, layer: any(
         each.limit is not None or each.shared_limit is not None for each in config.layers
@@ -347,6 +352,7 @@ FEATURES: Mapping[str, Holds] = {
     "linear_layers": lambda config, kind, layer: any(
         each.mixer == "linear" for each in config.layers
     ),
+    "kda_layers": lambda config, kind, layer: any(each.mixer == "kda" for each in config.layers),
     "mamba_layers": lambda config, kind, layer: any(
         each.mixer == "mamba" for each in config.layers
     ),
@@ -424,12 +430,14 @@ FEATURES: Mapping[str, Holds] = {
     # Features of one layer.
     "attention": lambda config, kind, layer: kind.mixer == "attention",
     "linear": lambda config, kind, layer: kind.mixer == "linear",
+    "kda": lambda config, kind, layer: kind.mixer == "kda",
     "mamba": lambda config, kind, layer: kind.mixer == "mamba",
     "convolution": lambda config, kind, layer: kind.mixer == "convolution",
     "moe": lambda config, kind, layer: config.experts.count > 0 and kind.mlp == "experts",
     "dense": lambda config, kind, layer: (
         kind.mlp != "none" and not (config.experts.count and kind.mlp == "experts")
     ),
+    "indexed": lambda config, kind, layer: kind.indexed,
     "own_kv": lambda config, kind, layer: not kind.shares_kv,
     "own_values": lambda config, kind, layer: not kind.shares_kv and not kind.keys_as_values,
     "retrieves": lambda config, kind, layer: layer in config.retrieving,

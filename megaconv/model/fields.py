@@ -11,6 +11,7 @@ from megaconv.model.config import OF_ONE_LAYER, SIZES, ModelConfig, value_of
 from megaconv.model.subjects import (
     MLP,
     Attention,
+    BlockIndexer,
     Encoder,
     Experts,
     Head,
@@ -37,6 +38,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "temperature": Temperature,
     "latent": LatentAttention,
     "indexer": Indexer,
+    "block_indexer": BlockIndexer,
     "linear": LinearAttention,
     "mamba": Mamba,
     "convolution": ShortConvolution,
@@ -75,6 +77,7 @@ STRUCTURE = (
         "layers.mlp",
         *(f"layers.{name}" for name in OF_ONE_LAYER),
         "layers.shares_kv",
+        "layers.indexed",
         "layers.keys_as_values",
         "layer_scale",
         "hidden",
@@ -123,6 +126,7 @@ STRUCTURE = (
     ),
     *("retriever.towers", "retriever.projection", "retriever.pooler"),
     *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),
+    *("block_indexer.heads", "block_indexer.head_dim"),
     *("indexer.heads", "indexer.head_dim", "experts.own_norms"),
     *("layer_inputs.width", "layer_inputs.vocab", "streams.count", "streams.laurel_rank"),
     *(
@@ -282,7 +286,7 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield "positions.local_theta"
     if config.window is None or positions.local_rotary_percent == positions.rotary_percent:
         yield "positions.local_rotary_percent"
-    if not config.has("linear_layers"):
+    if not config.has("linear_layers") and not config.has("kda_layers"):
         yield from _fields_below("linear.")
     if not config.has("mamba_layers"):
         yield from _fields_below("mamba.")
@@ -290,6 +294,8 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield "convolution.width"
     if not config.layer_inputs.width:
         yield "layer_inputs.vocab"
+    if not config.has("block_indexer"):
+        yield from _fields_below("block_indexer.")
     if not config.streams.count:
         yield from (name for name in _fields_below("streams.") if name != "streams.count")
     if not config.retrieval.layers:

@@ -26,6 +26,8 @@ SHARDED = (
     Sharded("kv_heads", "tp"),
     Sharded("linear_key_heads", "tp", when="linear"),
     Sharded("linear_value_heads", "tp", when="linear"),
+    Sharded("linear_key_heads", "tp", when="kda"),
+    Sharded("linear_value_heads", "tp", when="kda"),
     Sharded("mamba_heads", "tp", when="mamba"),
     Sharded("mamba_groups", "tp", when="mamba"),
     Sharded("conv_channels", "tp", when="convolution"),

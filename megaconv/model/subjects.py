@@ -14,7 +14,7 @@ class LayerKind:
 
     mixer: str = "attention"
     """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), `convolution` (a gated
-    short convolution), or `none` in a layer that is only an MLP."""
+    short convolution), `kda` (Kimi delta attention), or `none` in a layer that is only an MLP."""
     mlp: str = "dense"
     """`dense`, `experts`, or `none` in a layer that is only a mixer."""
     window: int | None = None
@@ -35,6 +35,8 @@ class LayerKind:
     if this layer has one."""
     keys_as_values: bool = False
     """True if the projection of keys also gives the values."""
+    indexed: bool = False
+    """True if a block indexer selects the blocks of keys that attention reads."""
     limit: float | None = None
     """Upper limit of the activation's output, and limit of the second projection in both directions, in routed experts;
     None: no limits."""
@@ -107,8 +109,8 @@ class Temperature:
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """The layers with mixer `linear`: gated delta nets (arXiv 2412.06464). All sizes are 0 in models without such
-    layers."""
+    """The layers with mixer `linear`: gated delta nets (arXiv 2412.06464), or with mixer `kda`: Kimi delta attention
+    (arXiv 2510.26692), which forgets each channel of a key by itself. All sizes are 0 in models without such layers."""
 
     key_heads: int = 0
     """Number of key heads, and of q heads. Each serves the same number of value heads."""
@@ -188,6 +190,22 @@ class Indexer:
     interleaved: bool = False
     """True if an element rotates with its neighbour. False if it rotates with the element half of the rotating part
     further on."""
+
+
+@dataclass(frozen=True)
+class BlockIndexer:
+    """The indexer of layers that attend to blocks of keys (MiniMax M3). It ranks a block by the best score of its keys.
+    All sizes are 0 in models without it."""
+
+    heads: int = 0
+    head_dim: int = 0
+    """Elements of one head."""
+    block: int = 0
+    """Keys of a block."""
+    topk: int = 0
+    """Number of blocks selected for each token and head."""
+    local: int = 0
+    """Blocks up to the token's own that are always selected."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     latent      the latent vector and the rotating part of the keys, for each token, on every tensor rank
     sparse      the same, and the indexer's key
     linear      the last inputs of the convolution, and the state in float32
-    mamba       the same
+    kda, mamba  the same
     convolution the last inputs of the convolution
 
 Inference engines such as vLLM, SGLang and TensorRT-LLM keep these. megatron-lite keeps all heads of latent attention,
@@ -74,6 +74,7 @@ def _of_convolution(config: ModelConfig) -> tuple[float, float]:
 
 _STATES: dict[str, Callable[[ModelConfig], tuple[float, float]]] = {
     "linear": _of_delta_net,
+    "kda": _of_delta_net,
     "mamba": _of_mamba,
     "convolution": _of_convolution,
 }

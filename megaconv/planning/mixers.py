@@ -141,6 +141,7 @@ COSTS: dict[str, MixerCost | None] = {
     "latent": LATENT,
     "sparse": SPARSE,
     "linear": DELTA_NET,
+    "kda": DELTA_NET,
     "mamba": MAMBA,
     "convolution": CONVOLUTION,
     "none": None,

@@ -33,10 +33,12 @@ TRAINED = (
 """Families that the decoder supports by configuration."""
 CONVERTED_ONLY = {
     "baichuan": "a head whose rows are divided by their lengths, and ALiBi beside gated MLPs",
+    "kimi_linear": "Kimi delta attention, whose state forgets each channel by itself",
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
     "gemma4_text": "layers that share keys and values or have sizes of their own, and experts with norms of their own",
     "laguna": "numbers of heads by layer, and a softplus that gates attention",
     "mimo_v2_flash": "layers with other numbers of key/value heads, sinks in some layers, and values with a width of their own",
+    "minimax_m3_vl_text": "indexers that select blocks of keys",
     "step3p5": "layers with numbers of heads of their own, and gates of whole heads",
     "nemotron_nas": "layers with sizes of their own, some of them without attention or without an MLP",
 }
@@ -49,6 +51,7 @@ NOT_COMPUTED = {
     "capped_scores mla": "capped scores of latent attention",
     "capped_scores sinks": "capped scores beside attention sinks",
     "qk_l2_norm mla": "norms without weights in latent attention",
+    "kda_layers": "Kimi delta attention",
     "layers_differ": "layers with sizes of their own",
     "shared_kv": "layers that share keys and values",
     "keys_as_values": "keys that are the values as well",
@@ -56,6 +59,7 @@ NOT_COMPUTED = {
     "expert_norms": "norms of the router's and the experts' own",
     "layer_inputs": "a second embedding, with a part for each layer",
     "normalized_head": "a head whose rows are divided by their lengths",
+    "block_indexer": "indexers that select blocks of keys",
     "head_gate": "gates of whole heads",
     "limits": "limits of activations in some layers",
     "two_rotations": "layers that rotate another share of their heads than the others",

@@ -25,11 +25,14 @@ SILENT = {
     ("cohere2", "head_dim"),
     ("glm4_moe_lite", "head_dim"), ("glm4_moe_lite", "qk_head_dim"), ("glm4_moe_lite", "num_key_value_heads"),
     *((name, key) for name in ("deepseek_v32", "glm_moe_dsa") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
+    *(("kimi_linear", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
     *((name, key) for name in ("youtu", "minicpm3", "axk1", "mistral4") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
     *(("sarvam_mla", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads", "q_head_dim")),
     # what another key says layer by layer
     ("deepseek_v32", "first_k_dense_replace"), ("glm_moe_dsa", "first_k_dense_replace"),
     ("axk1", "first_k_dense_replace"), ("lfm2", "full_attn_idxs"),
+    # what linear_attn_config says
+    *(("kimi_linear", f"linear_{size}") for size in ("head_dim", "num_heads", "conv_kernel_dim")),
     ("exaone_moe", "sliding_window_pattern"), ("exaone_moe", "first_k_dense_replace"),
     # without effect in the older architecture, which multi_query describes
     ("falcon", "num_kv_heads"),
@@ -39,6 +42,8 @@ SILENT = {
     ("biogpt", "layer_norm_eps"),
     # without effect without shared experts, or with a softmax
     ("cohere2_moe", "shared_expert_combination_strategy"), ("cohere2_moe", "norm_topk_prob"),
+    # another form of mlp_layer_types, which wins
+    ("minimax_m3_vl_text", "moe_layer_freq"), ("minimax_m3_vl_text", "sparse_attention_config"),
     # of layers for multi-token prediction, which are left out
     *(("step3p5", key) for key in ("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")),
     # older forms of rope_parameters and mlp_layer_types, which win

@@ -35,9 +35,19 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("mimo_v2_flash", {"num_attention_heads": 4}, "num_attention_heads 4 is not a multiple of 8"),
     ("mimo_v2_flash", {"hybrid_layer_pattern": [0, 1, 1, 1]}, r"hybrid_layer_pattern is \[0, 1, 1, 1\], but the keys"),
     ("mimo_v2_flash", {"layernorm_epsilon": 1e-2}, "layernorm_epsilon is 0.01, but the keys"),
+    ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope False is not supported"),
+    ("kimi_linear", {"linear_attn_config": {"gate_lower_bound": -5.0}}, "gate_lower_bound -5.0"),
+    (
+        "kimi_linear",
+        {"linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [4]}},
+        "should list each of 4 layers once",
+    ),
     ("step3p5", {"attention_other_setting": {"head_dim": 7}}, "head_dim 7, which is not supported"),
     ("step3p5", {"rope_parameters": None, "rope_theta": [1.0, 2.0, 3.0, 2.0]}, "differ between layers of full_attention"),
     ("step3p5", {"sliding_window": None}, "sliding_window should be a positive number"),
+    ("minimax_m3_vl_text", {"swiglu_alpha": 2.0}, "swiglu_alpha 2.0 is not supported"),
+    ("minimax_m3_vl_text", {"sparse_attention_config": {"sparse_init_block": 1}}, "sparse_init_block 1, only 0"),
+    ("minimax_m3_vl_text", {"sparse_attention_config": {"sparse_disable_index_value": [0] * 4}}, "indexers with values"),
     ("nemotron_nas", {"block_configs": None}, "block_configs should be a list"),
     (
         "nemotron_nas",
@@ -256,3 +266,66 @@ def test_a_step_3_5_in_the_keys_of_published_files_is_the_same_model() -> None:
         "rope_parameters", "mlp_layer_types", "num_sliding_attention_heads")}  # fmt: skip
     table = family("step3p5")
     assert fields_of(table.read_hf(older | OLDER_STEP)) == fields_of(table.read_hf(STEP))
+
+
+# MiniMax M3, whose published files name and hold tensors otherwise than transformers' class of the language model.
+
+
+def test_a_minimax_m3_in_the_keys_of_published_files_is_the_same_model() -> None:
+    table, raw = family("minimax_m3_vl_text"), raw_config("minimax_m3_vl_text", rope_theta=5e5)
+    sparse = [0, 1, 0, 1]
+    older = {
+        "sparse_num_index_heads": 4, "sparse_index_dim": 6, "sparse_block_size": 8, "sparse_topk_blocks": 3, "sparse_local_block": 2,
+        "sparse_attention_freq": sparse, "sparse_disable_index_value": sparse, "use_sparse_attention": True, "sparse_init_block": 0,
+        "sparse_score_type": "max",
+    }  # fmt: skip
+    published = {name: value for name, value in raw.items() if not name.startswith("index_")}
+    published = {
+        **published,
+        "layer_types": None,
+        "mlp_layer_types": None,
+        "moe_layer_freq": sparse,
+    }
+    found = table.read_hf(published | {"sparse_attention_config": older})
+    assert fields_of(found) == fields_of(table.read_hf(raw))
+
+
+@pytest.mark.oracle
+def test_transformers_computes_the_same_logits_from_a_minimax_m3(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    whole, text = (
+        transformers.MiniMaxM3SparseForConditionalGeneration,
+        transformers.MiniMaxM3VLForCausalLM,
+    )
+    torch.manual_seed(20)
+    language = {**CONVERTED["minimax_m3_vl_text"].settings, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8,
+                "num_key_value_heads": 4, "vocab_size": 131, "max_position_embeddings": 96}  # fmt: skip
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+    }
+    config = transformers.MiniMaxM3VLConfig(
+        text_config=language, vision_config={**vision, "patch_size": 14}, projector_hidden_size=32,
+        image_token_index=129, video_token_index=130,
+    )  # fmt: skip
+    model, tokens = whole(config), torch.randint(7, 120, (2, 24))
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if "inv_freq" not in name:
+                tensor.normal_(0.0, 0.2)
+    model.save_pretrained(tmp_path / "hf")
+    expected = compute(whole.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval(), tokens)
+    for words, kind in (({}, whole), ({"text_only": True}, text)):
+        output = tmp_path / kind.__name__
+        megaconv.convert(tmp_path / "hf", output, saver="hf", verify=True, workers=1, **words)
+        again = kind.from_pretrained(output, dtype=torch.float32).eval()
+        assert torch.equal(compute(again, tokens), expected)
+    before, after = (
+        {name for name in load_file(path / "model.safetensors") if "language_model" in name}
+        for path in (tmp_path / "hf", tmp_path / whole.__name__)
+    )
+    assert before == after
+    assert any(".block_sparse_moe.experts.3.w1." in name for name in after)

@@ -39,6 +39,12 @@ MROPE = {
 }
 
 
+SPEAKERS = {
+    "qwen2_5_omni": "Qwen2_5OmniForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeForConditionalGeneration",
+}
+
+
 @dataclass(frozen=True)
 class Inside:
     """A model_type with another inside."""
@@ -115,6 +121,14 @@ MODELS = {
         ),
         Inside("qwen2_audio", "qwen2", {"model_type": "qwen2", **rope(5000.0)}),
         Inside("exaone4_5", "exaone4", {"model_type": "exaone4"}),
+        Inside("qwen3_asr", "qwen3", {"model_type": "qwen3", "head_dim": 8}),
+        Inside("qwen2_5_omni", "qwen2", MROPE),
+        Inside(
+            "qwen3_omni_moe",
+            "qwen3_moe",
+            {"head_dim": 8, "num_experts": 4, **MOE, **MROPE},
+            layout={"tp": 2, "ep": 2},
+        ),
     )
 }
 
@@ -127,9 +141,11 @@ def create(model: Inside, directory: Path, vision: Mapping[str, Any] = MappingPr
     text = deepcopy(
         {**SIZES, "pad_token_id": 6, **model.text}
     )  # transformers changes what it is given
+    if "omni" in model.model_type:
+        return create_speaker(model.model_type, text, directory)
     sense = (
         {"audio_config": AUDIO}
-        if "audio" in model.model_type
+        if "audio" in model.model_type or "asr" in model.model_type
         else {"vision_config": {"hidden_act": "silu", **VISION, **vision}}
     )
     config = AutoConfig.for_model(
@@ -153,6 +169,32 @@ def create(model: Inside, directory: Path, vision: Mapping[str, Any] = MappingPr
             )
     options: Any = {"dtype": torch.float32, "attn_implementation": "eager"}
     return AutoModelForMultimodalLM.from_pretrained(directory, **options).eval()
+
+
+def create_speaker(model_type: str, text: dict[str, Any], directory: Path) -> Any:
+    """Save a small model that understands and speaks; returns its thinker, the part that understands."""
+    import transformers
+
+    audio = {**AUDIO, "output_dim": 64, "n_window": 4, "downsample_hidden_size": 16}
+    vision = {"hidden_act": "silu", **VISION}
+    config = transformers.AutoConfig.for_model(
+        f"{model_type}_thinker", text_config=text, audio_config=audio, vision_config=vision
+    )
+    speaker = SPEAKERS[model_type]
+    thinker = getattr(transformers, speaker.replace("For", "ThinkerFor"))(config).eval()
+    for tensor in thinker.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.copy_(torch.randn(tensor.shape) * 0.2)
+    thinker.save_pretrained(directory)
+    stored = load_file(directory / "model.safetensors")
+    tensors = {f"thinker.{name}": tensor for name, tensor in stored.items()}
+    save_file(
+        tensors | {"talker.code_head.weight": torch.randn(3, 5)}, directory / "model.safetensors"
+    )
+    raw = {"architectures": [speaker], "model_type": model_type, "enable_audio_output": True}
+    raw["thinker_config"] = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(raw | {"torch_dtype": "float32"}))
+    return thinker
 
 
 QUICK = ("gemma3", "qwen2_5_vl", "qwen3_vl_moe")

@@ -135,28 +135,34 @@ def _require_known(words: Sequence[Any]) -> None:
 
 
 def sigmoid_routing(
-    *, scale: float, groups: int, group_topk: int, renormalize: bool = True
+    *,
+    scale: float,
+    groups: int,
+    group_topk: int,
+    renormalize: bool = True,
+    groups_key: str = "n_group",
+    renormalize_key: str = "norm_topk_prob",
 ) -> tuple[Keys, ...]:
     """The keys of DeepSeek-V3's expert selection."""
 
     def read(raw: Raw) -> Fields:
-        given = {"n_group": groups, "topk_group": group_topk, **raw}
+        given = {groups_key: groups, "topk_group": group_topk, **raw}
         return {
-            "experts.groups": _size_or_none(given, "n_group"),
+            "experts.groups": _size_or_none(given, groups_key),
             "experts.group_topk": _size_or_none(given, "topk_group"),
             "experts.scale": raw.get("routed_scaling_factor", scale),
         }
 
     def write(config: ModelConfig) -> Raw:
         return {
-            "n_group": config.experts.groups or 1,
+            groups_key: config.experts.groups or 1,
             "topk_group": config.experts.group_topk or 1,
             "routed_scaling_factor": config.experts.scale or 1.0,
         }
 
     return (
-        Keys(("n_group", "topk_group", "routed_scaling_factor"), read, write),
-        flags("norm_topk_prob", ("experts.renormalize",), default=renormalize),
+        Keys((groups_key, "topk_group", "routed_scaling_factor"), read, write),
+        flags(renormalize_key, ("experts.renormalize",), default=renormalize),
     )
 
 

@@ -17,17 +17,22 @@ from megaconv.model.naming import HF
 from megaconv.model.table import Row
 
 TEXT = "text_config"
+THINKER = "thinker_config"
+"""The part of a model that also speaks (Qwen-Omni) which understands: it has the text_config."""
 
+OF_THINKER = ("", "thinker.")
 INSIDE = (
     ("", ""),
     ("", "language_model."),
     ("model.", "model.language_model."),
     ("model.", "model.text_model."),
+    OF_THINKER,
 )
 """(prefix of a name, the same prefix inside a multimodal model)."""
 
 SAME_AS = {
     "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2",
+    "qwen2_5_omni_text": "qwen2", "qwen3_omni_moe_text": "qwen3_moe", "qwen3_asr_text": "qwen3",
     "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe",
 }  # fmt: skip
 """model_type of a language model with its own type -> model_type of the equal text model. They are equal only for
@@ -48,6 +53,14 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {**_MHA_32, "vocab_size": 151936, "intermediate_size": 22016},
     "gemma3_text": {
         "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    },
+    "qwen2_5_omni_text": {
+        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "rope_theta": 1e6,
+    },
+    "qwen3_omni_moe_text": {
+        "vocab_size": 3584, "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "rope_theta": 1e6,
     },
     "glm4v_text": {"partial_rotary_factor": 1.0},
     "glm4v_moe_text": {"attention_bias": True},
@@ -83,10 +96,14 @@ def inner_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     if inside is None:
         return None
     kind = str(inside.get("model_type"))
-    outside = {key: raw[key] for key in _FROM_OUTSIDE if key in raw and inside.get(key) is None}
+    holder = _understanding(raw)
+    around = {**raw, **holder}
+    outside = {
+        key: around[key] for key in _FROM_OUTSIDE if key in around and inside.get(key) is None
+    }
     found = {**DEFAULTS.get(kind, {}), **inside, **outside, **_ALWAYS.get(kind, {})}
     inner_tie = inside.get("tie_word_embeddings", False)
-    found["tie_word_embeddings"] = raw.get("tie_word_embeddings", inner_tie)
+    found["tie_word_embeddings"] = holder.get("tie_word_embeddings", inner_tie)
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(found.get(key), Mapping):
             found[key] = _of_text(found[key])
@@ -94,9 +111,15 @@ def inner_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     return found
 
 
+def _understanding(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the model that understands: all of it, unless the model also speaks."""
+    thinker = raw.get(THINKER)
+    return thinker if isinstance(thinker, Mapping) else raw
+
+
 def _stated(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The part of a config.json that describes the language model inside; None if there is none."""
-    inside = raw.get(TEXT)
+    inside = _understanding(raw).get(TEXT)
     if inside is None and "vision_config" in raw and "hidden_size" in raw:
         # Qwen2-VL on the Hub has the keys of its language model beside the others.
         return {key: value for key, value in raw.items() if not _OF_IMAGES.match(key)}
@@ -134,7 +157,10 @@ def inner_names(names: Collection[str], rows: tuple[Row, ...]) -> dict[str, str]
     begin, longer = place_inside(names)
     found = {name: begin + name[len(longer) :] for name in names if name.startswith(longer)}
     spelled = (spelling.name for row in rows for spelling in row.spelling(HF))
-    words = tuple({f"{name.partition('.')[0]}." for name in spelled} - {"model."})
+    first_words = {f"{name.partition('.')[0]}." for name in spelled}
+    if longer == OF_THINKER[1]:  # the encoders of a thinker are in it too
+        return {old: new for old, new in found.items() if new.startswith(tuple(first_words))}
+    words = tuple(first_words - {"model."})
     return found | {name: name for name in names if name.startswith(words)}
 
 

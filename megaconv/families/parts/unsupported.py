@@ -23,20 +23,11 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its layers apply attention and Mamba 2 in parallel to the same input": (
         "FalconH1ForCausalLM",
     ),
-    "most of its layers have Kimi Delta Attention, which has other projections than a gated delta net": (
-        "KimiLinearForCausalLM",
+    "most of its layers have Kimi Delta Attention with a bounded gate, and its attention gates its output": (
         "KimiK3ForConditionalGeneration",
-    ),
-    "it attends to blocks of tokens that a special indexer chooses": (
-        "MiniMaxM3SparseForConditionalGeneration",
     ),
     "its layers have separate experts for images, with another width than those for text": (
         "Ernie4_5_VLMoeForConditionalGeneration",
-    ),
-    "its language model is inside a `thinker` with audio encoders, and their tensor names in Megatron are not known": (
-        "Qwen2_5OmniForConditionalGeneration",
-        "Qwen3OmniMoeForConditionalGeneration",
-        "Qwen3ASRForConditionalGeneration",
     ),
     "its vision encoder (RADIO) is in no transformers release; its language model, a Nemotron-H, has no text_config": (
         "NemotronH_Nano_VL_V2",

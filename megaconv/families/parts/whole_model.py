@@ -13,7 +13,7 @@ from typing import Any
 from formats.tensor import LazyTensor, Shape
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnsupportedInput
 from megaconv.families.parts.hf_config import QUANTIZATION, as_file
-from megaconv.families.parts.language_model import INSIDE, TEXT, inner_names, place_inside
+from megaconv.families.parts.language_model import INSIDE, TEXT, THINKER, inner_names, place_inside
 from megaconv.families.parts.towers import IN_FILES, TOWERS
 from megaconv.model.beside import BESIDE, TOWER, Beside, Whole
 from megaconv.model.check import listing
@@ -134,11 +134,7 @@ def named(config: Mapping[str, Any]) -> str:
 
 def whole_config_json(config: Mapping[str, Any], dtype: str) -> bytes:
     """A multimodal model's config.json, with the current dtype of the weights and without quantization."""
-    config = {
-        **config,
-        **({TEXT: dict(config[TEXT])} if isinstance(config.get(TEXT), Mapping) else {}),
-    }
-    parts = [part for part in (config, config.get(TEXT)) if isinstance(part, dict)]
+    config, parts = _opened(config)
     for part in parts:
         part.pop(QUANTIZATION, None)
     stated = [
@@ -150,6 +146,17 @@ def whole_config_json(config: Mapping[str, Any], dtype: str) -> bytes:
     for part, key in stated or [(config, "torch_dtype")]:
         part[key] = dtype
     return as_file(config)
+
+
+def _opened(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(a copy of a config.json, its parts that are about the language model: itself and those inside it)."""
+    copied = dict(config)
+    parts = [copied]
+    for key in (TEXT, THINKER):
+        if isinstance(config.get(key), Mapping):
+            copied[key], inner = _opened(config[key])
+            parts += inner
+    return copied, parts
 
 
 def whole_notices(whole: Whole | None) -> tuple[str, ...]:

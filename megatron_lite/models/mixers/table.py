@@ -1,5 +1,7 @@
 """All mixers by the words of the model description."""
 
+from dataclasses import replace
+
 from megaconv.model.config import ModelConfig
 from megaconv.model.subjects import LayerKind
 from megaconv.planning.mixers import mixer_word
@@ -16,6 +18,7 @@ MIXERS: dict[str, Mixer | None] = {
     "latent": LATENT,
     "sparse": SPARSE,
     "linear": DELTA_NET,
+    "kda": replace(DELTA_NET, module=None),
     "mamba": MAMBA,
     "convolution": SHORT_CONVOLUTION,
     "none": None,
