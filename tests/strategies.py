@@ -212,15 +212,10 @@ OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
 OTHER_MIXERS = ("lfm2", "lfm2_moe", "olmo_hybrid")
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
 BETWEEN_FILES = (
-    *(
-        "kimi_linear",
-        "gemma3n_text",
-        "gemma4_text",
-        "laguna",
-        "mimo_v2_flash",
-        "minimax_m3_vl_text",
-    ),
-    *("nemotron_nas", "step3p5"),
+    "bailing_hybrid",
+    *("kimi_linear", "gemma3n_text", "gemma4_text", "minimax_m3_vl_text", "nemotron_nas"),
+    "step3p5",
+    *("laguna", "mimo_v2_flash"),
 )
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
 BEYOND_MEGATRON = ("baichuan", "granite_moe_hybrid", *OTHER_MIXERS, *OTHER_LAYERS, *BETWEEN_FILES)

@@ -35,6 +35,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("mimo_v2_flash", {"num_attention_heads": 4}, "num_attention_heads 4 is not a multiple of 8"),
     ("mimo_v2_flash", {"hybrid_layer_pattern": [0, 1, 1, 1]}, r"hybrid_layer_pattern is \[0, 1, 1, 1\], but the keys"),
     ("mimo_v2_flash", {"layernorm_epsilon": 1e-2}, "layernorm_epsilon is 0.01, but the keys"),
+    ("bailing_hybrid", {"q_lora_rank": 7}, "q_lora_rank 7 is not supported"),
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope False is not supported"),
     ("kimi_linear", {"linear_attn_config": {"gate_lower_bound": -5.0}}, "gate_lower_bound -5.0"),
     (
