@@ -171,6 +171,18 @@ OWN_KEYS: dict[str, Raw] = {
     "glm": {"partial_rotary_factor": 0.5},
     "bamba": {**MIXED, "attn_layer_indices": [1, 2]},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "norm_eps": 1e-5},
+    "bailing_hybrid": {
+        **{name: size for name, size in LATENT_SIZES.items() if name != "q_lora_rank"},
+        "layer_group_size": 2,
+        "num_experts": 6,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 2,
+        "moe_renormalize": True,
+        "num_expert_group": 3,
+        "topk_group": 2,
+    },
     "kimi_linear": {
         **LATENT_SIZES,
         "head_dim": LATENT_SIZES["qk_rope_head_dim"],

@@ -212,6 +212,7 @@ OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
 OTHER_MIXERS = ("lfm2", "lfm2_moe", "olmo_hybrid")
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
 BETWEEN_FILES = (
+    "bailing_hybrid",
     *("kimi_linear", "gemma3n_text", "gemma4_text", "minimax_m3_vl_text", "nemotron_nas"),
     "step3p5",
 )

@@ -114,6 +114,10 @@ class LinearAttention:
     """Width of the convolution over q, k and v in positions, including the token's own."""
     double_writes: bool = False
     """True if the amount written is twice a sigmoid, so that it may replace more than the old value."""
+    full_rank_gates: bool = False
+    """Of Kimi delta attention: True if each of its two gates is one projection, not the product of two narrow ones."""
+    forget_bound: float | None = None
+    """Of Kimi delta attention: the least logarithm of a decay, a factor on a sigmoid. None: minus a softplus."""
     out_epsilon: float | None = None
     """Epsilon of the norm at the end of a delta net; None for the epsilon of all other norms."""
 

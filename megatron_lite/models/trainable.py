@@ -33,6 +33,7 @@ TRAINED = (
 """Families that the decoder supports by configuration."""
 CONVERTED_ONLY = {
     "baichuan": "a head whose rows are divided by their lengths, and ALiBi beside gated MLPs",
+    "bailing_hybrid": "Kimi delta attention, whose state forgets each channel by itself, and gates of whole heads",
     "kimi_linear": "Kimi delta attention, whose state forgets each channel by itself",
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
     "gemma4_text": "layers that share keys and values or have sizes of their own, and experts with norms of their own",

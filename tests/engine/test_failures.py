@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.forks import start
 from tests.models import write_llama
-from tests.runs import assert_refused, finish, run, start, unchanged
+from tests.runs import assert_refused, finish, run, unchanged
 
 Edit = Callable[[dict[str, Any]], object]
 

@@ -11,8 +11,9 @@ from megaconv.errors import CorruptCheckpoint
 from tests import hub_server
 from tests.families.test_families import CONFIG_KEYS, write_model
 from tests.families.test_language_models_inside import MODELS, create
+from tests.forks import start
 from tests.models import write_llama
-from tests.runs import assert_refused, finish, run, start, unchanged
+from tests.runs import assert_refused, finish, run, unchanged
 
 
 @pytest.fixture

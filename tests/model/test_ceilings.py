@@ -25,8 +25,9 @@ from megaconv.model.fields import changed
 from megaconv.model.layout import LayerSplit, parse_pattern, split_layers
 from tests.config_models import raw_config, read
 from tests.conftest import FIXTURES
+from tests.forks import start
 from tests.models import write_llama
-from tests.runs import Outcome, assert_refused, finish, start
+from tests.runs import Outcome, assert_refused, finish
 
 HUGE = (10**6, 10**9, 10**12, 10**18, 10**30, 10**400, -(10**9))
 

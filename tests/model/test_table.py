@@ -188,10 +188,11 @@ def every_kind(family: str) -> list[ModelConfig]:
         return [config, changed(config, {"layers.mixer": "attention", "layers.mlp": "dense"})]
     if family == "hyperclovax":
         return [config, changed(config, {"norm.place": "both"})]
-    if family == "kimi_linear":
+    if family in ("bailing_hybrid", "kimi_linear"):
         sizes = {"key_heads": 2, "value_heads": 2, "key_dim": 3, "value_dim": 3, "conv": 4}
         linear = {f"linear.{name}": size for name, size in sizes.items()}
-        return [config, changed(config, {"layers.mixer": ("kda", "attention"), **linear})]
+        gates = {"attention.head_gate": family == "bailing_hybrid"}
+        return [config, changed(config, {"layers.mixer": ("kda", "attention"), **linear, **gates})]
     if family in ("lfm2", "lfm2_moe"):
         mixers = {"layers.mixer": ("convolution", "attention"), "convolution.width": 3}
         return [config, changed(config, mixers)]

@@ -83,6 +83,7 @@ HARMLESS = frozenset(
         *("time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand"),
         *("time_step_min", "time_step_rank", "linear_a_log_min", "linear_a_log_max"),
         *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
+        "mtp_loss_scaling_factor",
         # for generation: which logits are computed
         "num_logits_to_keep",
         # for training only
