@@ -354,7 +354,6 @@ OTHERS = (
     *(
         "DeepseekV4ForCausalLM",
         "FalconH1ForCausalLM",
-        "MiMoV2FlashForCausalLM",
     ),
     *("KimiK3ForConditionalGeneration",),
     *(
@@ -382,6 +381,7 @@ BETWEEN_FILES = {
     "DeciLMForCausalLM": "nemotron_nas",
     "Gemma4ForCausalLM": "gemma4_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
+    "MiMoV2FlashForCausalLM": "mimo_v2_flash",
 }
 """Architectures that are converted between Hugging Face's files only -> the family of their language model."""
 

@@ -20,9 +20,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "it has several residual streams, which are mixed (hyper-connections), and attention to compressed tokens": (
         "DeepseekV4ForCausalLM",
     ),
-    "its layers with a window have other numbers of key/value heads than the other layers": (
-        "MiMoV2FlashForCausalLM",
-    ),
     "its layers apply attention and Mamba 2 in parallel to the same input": (
         "FalconH1ForCausalLM",
     ),
