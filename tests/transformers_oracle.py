@@ -771,6 +771,18 @@ KIMI: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"], "model_max_length": 96,
 }  # fmt: skip
 CONVERTED = {
+    "falcon_h1": Variant(
+        "falcon_h1",
+        {**MIXED, "mamba_d_ssm": 128, "key_multiplier": 0.5, "lm_head_multiplier": 0.25, "ssm_multipliers": [0.5, 0.25, 2.0, 3.0, 0.75]},
+        {"keys": {"key_multiplier": 2.0}, "attention": {"attention_in_multiplier": 0.5},
+         "attention's output": {"attention_out_multiplier": 2.0},
+         "mamba": {"ssm_in_multiplier": 2.0}, "mamba's output": {"ssm_out_multiplier": 3.0},
+         "parts": {"ssm_multipliers": [1.0, 0.25, 2.0, 3.0, 0.5]},
+         "the MLP": {"mlp_multipliers": [0.5, 2.0]}, "embedding": {"embedding_multiplier": 3.0}, "head": {"lm_head_multiplier": 2.0}},
+    ),
+    "falcon_h1, norms": Variant(
+        "falcon_h1", {**MIXED, "mamba_d_ssm": 128, "mamba_rms_norm": True}, {"order": {"mamba_norm_before_gate": False}}
+    ),
     "bailing_hybrid": Variant(
         "bailing_hybrid",
         {**{name: size for name, size in KIMI.items() if not name.startswith("linear_")}, "head_dim": 6, "short_conv_kernel_size": 3},

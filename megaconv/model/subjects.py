@@ -14,7 +14,8 @@ class LayerKind:
 
     mixer: str = "attention"
     """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), `convolution` (a gated
-    short convolution), `kda` (Kimi delta attention), or `none` in a layer that is only an MLP."""
+    short convolution), `kda` (Kimi delta attention), `side_by_side` (attention and Mamba 2 on the same input), or `none` in a layer
+    that is only an MLP."""
     mlp: str = "dense"
     """`dense`, `experts`, or `none` in a layer that is only a mixer."""
     window: int | None = None
@@ -133,6 +134,8 @@ class Mamba:
     """Number of groups of heads. Each group has one B and one C."""
     state: int = 0
     """Elements of B, and of C."""
+    norm: str = "after_gate"
+    """The place of the norm at the end of a mixer: `after_gate`, `before_gate`, or `none` without such a norm."""
     least_time_step: float | None = field(default=None, compare=False)
     """Lower limit of time steps; None: no limit.
 
@@ -354,6 +357,29 @@ class Encoder:
 
     layers: int = 0
     """Number of encoder layers; 0 if there is only one stack."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors on activations inside a layer (Falcon-H1); 1 in all other models."""
+
+    keys: float = 1.0
+    attention_in: float = 1.0
+    """On the normed input of attention."""
+    attention_out: float = 1.0
+    mamba_in: float = 1.0
+    """On the normed input of Mamba 2."""
+    mamba_out: float = 1.0
+    mamba_z: float = 1.0
+    """On a projection of Mamba 2, as the four below."""
+    mamba_x: float = 1.0
+    mamba_b: float = 1.0
+    mamba_c: float = 1.0
+    mamba_dt: float = 1.0
+    mlp_gate: float = 1.0
+    """On the input of the MLP's activation."""
+    mlp_down: float = 1.0
+    """On the MLP's output."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ SILENT = {
     ("bailing_hybrid", "layer_group_size"), ("bailing_hybrid", "first_k_dense_replace"), ("bailing_hybrid", "short_conv_kernel_size"),
     # layers for multi-token prediction, which are left out
     ("bailing_hybrid", "num_nextn_predict_layers"),
+    # a width that mamba_d_ssm gives, and the place of a norm that this model lacks
+    ("falcon_h1", "mamba_expand"), ("falcon_h1", "mamba_norm_before_gate"),
     # what linear_attn_config says
     *(("kimi_linear", f"linear_{size}") for size in ("head_dim", "num_heads", "conv_kernel_dim")),
     ("exaone_moe", "sliding_window_pattern"), ("exaone_moe", "first_k_dense_replace"),

@@ -28,6 +28,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("gemma4_text", {"use_double_wide_mlp": True}, "not supported with enable_moe_block"),
     ("gemma3n_text", {"altup_num_inputs": 2}, "altup_num_inputs 2 is not supported"),
     ("gemma3n_text", {"activation_sparsity_pattern": [0.5]}, "lists 1 layers, the model has 4"),
+    ("falcon_h1", {"projectors_bias": True}, "projectors_bias True is not supported"),
+    ("falcon_h1", {"ssm_multipliers": [1.0]}, "should be 5 numbers"),
     ("bailing_hybrid", {"q_lora_rank": 7}, "q_lora_rank 7 is not supported"),
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope False is not supported"),
     ("kimi_linear", {"linear_attn_config": {"gate_lower_bound": -5.0}}, "gate_lower_bound -5.0"),

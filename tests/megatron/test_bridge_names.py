@@ -353,7 +353,6 @@ WHOLES = {
 OTHERS = (
     *(
         "DeepseekV4ForCausalLM",
-        "FalconH1ForCausalLM",
         "MiMoV2FlashForCausalLM",
     ),
     *("KimiK3ForConditionalGeneration",),
@@ -376,6 +375,7 @@ BESIDE_BY_FILES = {
 }
 """Architectures whose tensors outside the language model have the names of their files -> the language model's family."""
 BETWEEN_FILES = {
+    "FalconH1ForCausalLM": "falcon_h1",
     "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl_text",
     "Step3p5ForCausalLM": "step3p5",
     "Step3p7ForConditionalGeneration": "step3p5",

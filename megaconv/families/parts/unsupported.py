@@ -23,9 +23,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its layers with a window have other numbers of key/value heads than the other layers": (
         "MiMoV2FlashForCausalLM",
     ),
-    "its layers apply attention and Mamba 2 in parallel to the same input": (
-        "FalconH1ForCausalLM",
-    ),
     "most of its layers have Kimi Delta Attention with a bounded gate, and its attention gates its output": (
         "KimiK3ForConditionalGeneration",
     ),
