@@ -124,7 +124,8 @@ def _server() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LONGEST)
     command = [sys.executable, "-m", "tests.forks", str(theirs.fileno())]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    single = {"OPENBLAS_NUM_THREADS": "1"}  # a process with threads is not forked safely
+    environment = os.environ | single | {"PYTHONPATH": str(ROOT)}
     server = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()])
     theirs.close()
     atexit.register(server.wait)

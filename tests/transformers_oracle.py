@@ -345,6 +345,7 @@ VARIANTS = {
         {"attention elsewhere": {"attn_layer_indices": [2]}, "whole heads": rope(5000.0, partial_rotary_factor=1.0)},
         ("tp2 pp2", "tp1 pp1", "tp4 pp1, release"), QUICK,
     ),
+    "gpt_bigcode": Variant("gpt_bigcode", GPT2_SIZES, {"epsilon": {"layer_norm_epsilon": 1e-2}}, QUICK),
 }  # fmt: skip
 GPT_OSS_YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -524,6 +525,14 @@ MIXTURES = {
         {**MAMBA, "hybrid_override_pattern": "ME*E", "n_routed_experts": 4, "moe_intermediate_size": 48, "moe_latent_size": 20,
          "moe_shared_expert_intermediate_size": 56}, {}, ONE_WITH_EXPERTS,
     ),
+    "flint": Variant(
+        "flint",
+        {**EXPERTS, "num_experts": 4, "head_dim": 12, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1],
+         "sliding_window": WINDOW, **every_other_window()},
+        {"one less": {"sliding_window": WINDOW - 1}, "weights left as they are": {"norm_topk_prob": False}},
+        QUICK_WITH_EXPERTS,
+    ),
+    "aria_text": Variant("aria_text", {"moe_num_experts": 4, "intermediate_size": 40}, {"one expert": {"moe_topk": 1}}, QUICK_WITH_EXPERTS),
 }  # fmt: skip
 """With experts, and so with expert parallelism."""
 NAMED = {
@@ -661,19 +670,11 @@ BEYOND_MEGATRON = {
          "layer_norm_epsilon": 1e-3},
         {"one less": {"window_size": WINDOW - 1}, "activation": {"activation_function": "gelu"}},
     ),
-    "gpt_bigcode": Variant("gpt_bigcode", GPT2_SIZES, {"activation": {"activation_function": "gelu"}}),
     "gpt_bigcode, as many kv heads as heads": Variant("gpt_bigcode", {**GPT2_SIZES, "multi_query": False, "tie_word_embeddings": False}),
     "persimmon": Variant(
         "persimmon", {"layer_norm_eps": 1e-3}, {"epsilon": {"layer_norm_eps": 1e-5}, "whole heads": rope(5000.0, partial_rotary_factor=1.0)}
     ),
     "persimmon, no norms of q and k": Variant("persimmon", {"layer_norm_eps": 1e-3, "qk_layernorm": False}),
-    "flint": Variant(
-        "flint",
-        {**EXPERTS, "num_experts": 4, "head_dim": 12, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1],
-         "sliding_window": WINDOW, **every_other_window()},
-        {"one less": {"sliding_window": WINDOW - 1}, "weights left as they are": {"norm_topk_prob": False}},
-    ),
-    "aria_text": Variant("aria_text", {"moe_num_experts": 4, "intermediate_size": 40}, {"one expert": {"moe_topk": 1}}),
     "minicpm3": Variant(
         "minicpm3", {**LATENT_ALONE, "pad_token_id": None, "scale_emb": 3, "scale_depth": 0.7, "dim_model_base": 16},
         {"embedding": {"scale_emb": 2}, "residual": {"scale_depth": 1.1}, "logits": {"dim_model_base": 32}},

@@ -46,5 +46,5 @@ _KEYS = (
 FAMILY = replace(
     LLAMA, name="aria_text", architectures=("AriaTextForCausalLM",), model_type="aria_text",
     rows=in_core((EMBEDDING, *ATTENTION, MOE_NORM, *_EXPERTS, *HEAD)), keys=_KEYS,
-    fixed={**LLAMA.fixed, "layers.mlp": "experts"}, only={**SILU, "mlp_bias": False}, recognized=None, proven="names",
+    fixed={**LLAMA.fixed, "layers.mlp": "experts"}, only={**SILU, "mlp_bias": False}, recognized=None,
 )  # fmt: skip

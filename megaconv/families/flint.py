@@ -75,5 +75,5 @@ _FIXED = {
 
 FAMILY = replace(
     QWEN3_MOE, name="flint", architectures=("FlintForCausalLM",), model_type="flint", rows=ROWS, keys=_KEYS, fixed=_FIXED,
-    only=SILU, recognized=None, proven="names", aliases={},
+    only=SILU, recognized=None, aliases={},
 )  # fmt: skip

@@ -71,5 +71,5 @@ _KEYS = (
 
 FAMILY = replace(
     GPT2, name="gpt_bigcode", architectures=("GPTBigCodeForCausalLM",), model_type="gpt_bigcode", rows=ROWS, keys=_KEYS,
-    fixed={**LEARNED_POSITIONS, **ALL_BIASES}, only={"scale_attn_weights": True}, recognized=None, proven="names",
+    fixed={**LEARNED_POSITIONS, **ALL_BIASES}, only={"scale_attn_weights": True}, recognized=None,
 )  # fmt: skip
