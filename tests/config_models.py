@@ -136,6 +136,10 @@ EXPERT_KEYS: dict[str, Raw] = {
         "partial_rotary_factor": 0.25,
     },
 }  # fmt: skip
+SHARES_ROTATE = {
+    "full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": 7e3},
+}
 MISTRAL_YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -254,6 +258,26 @@ OWN_KEYS: dict[str, Raw] = {
         "mlp_only_layers": [0, 2],
     },
     "gpt_neox_japanese": {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "rotary_pct": 0.5},
+    "laguna": {
+        **SHARED_KEYS,
+        **MLP_KINDS,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 40,
+        "moe_routed_scaling_factor": 2.5,
+        "num_attention_heads_per_layer": [8, 4, 8, 4],
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": SHARES_ROTATE,
+    },
+    "mimo_v2_flash": {
+        **SHARED_KEYS,
+        **MLP_KINDS,
+        "n_routed_experts": 6,
+        "v_head_dim": 5,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": SHARES_ROTATE,
+    },
     "gemma4_text": {
         "hidden_act": "gelu_pytorch_tanh",
         "layer_types": ["sliding_attention", "full_attention"] * 2,

@@ -216,6 +216,7 @@ BETWEEN_FILES = (
     "falcon_h1",
     *("kimi_linear", "gemma3n_text", "gemma4_text", "minimax_m3_vl_text", "nemotron_nas"),
     "step3p5",
+    *("laguna", "mimo_v2_flash"),
 )
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
 BEYOND_MEGATRON = ("baichuan", "granite_moe_hybrid", *OTHER_MIXERS, *OTHER_LAYERS, *BETWEEN_FILES)

@@ -765,6 +765,14 @@ GEMMA_4_EXPERTS = {
     "top_k_experts": 2,
     "moe_intermediate_size": 24,
 }
+TWO_SHARES = two_ropes(
+    rope_of(5000.0, **OLMO_YARN, partial_rotary_factor=0.5),
+    rope_of(700.0, partial_rotary_factor=1.0),
+)
+LAGUNA: dict[str, Any] = {
+    **EXPERTS, **TWO_SHARES, "num_experts": 4, "shared_expert_intermediate_size": 32, "head_dim": 12, "sliding_window": WINDOW,
+    "num_attention_heads_per_layer": [8, 4, 12, 4], "moe_routed_scaling_factor": 1.7, **every_other_window(),
+}  # fmt: skip
 KIMI: dict[str, Any] = {
     "num_key_value_heads": 8, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 6,
     "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 24, "num_shared_experts": 2, "routed_scaling_factor": 1.5,
@@ -783,6 +791,20 @@ CONVERTED = {
     ),
     "falcon_h1, norms": Variant(
         "falcon_h1", {**MIXED, "mamba_d_ssm": 128, "mamba_rms_norm": True}, {"order": {"mamba_norm_before_gate": False}}
+    ),
+    "laguna": Variant(
+        "laguna", LAGUNA,
+        {"one less": {"sliding_window": WINDOW - 1}, "scale": {"moe_routed_scaling_factor": 1.0},
+         "same share": two_ropes(rope_of(5000.0, **OLMO_YARN), rope_of(700.0))},
+    ),
+    "laguna, a gate of each element": Variant("laguna", {**LAGUNA, "gating": "per-element"}, {"epsilon": {"rms_norm_eps": 1e-5}}),
+    "mimo_v2_flash": Variant(
+        "mimo_v2_flash",
+        {**EXPERTS, "n_routed_experts": 8, "num_key_value_heads": 2, "head_dim": 12, "v_head_dim": 10, "sliding_window": WINDOW,
+         "attention_bias": True, "routed_scaling_factor": 1.5, **every_other_window(),
+         **two_ropes(rope_of(5000.0, partial_rotary_factor=0.334), rope_of(700.0, partial_rotary_factor=0.5))},
+        {"one less": {"sliding_window": WINDOW - 1}, "unscaled values": {"attention_value_scale": None},
+         "weights left as they are": {"norm_topk_prob": False}, "groups": {"n_group": 4, "topk_group": 1}},
     ),
     "bailing_hybrid": Variant(
         "bailing_hybrid",

@@ -216,6 +216,7 @@ class ModelConfig:
             "nope_dim": self.attention.head_dim - rope_dim,
             "kv_and_rope": self.latent.kv_rank + rope_dim,
             "expert_hidden": self.experts.latent or self.hidden,
+            "attn_v_dim": self.attention.v_dim or self.attention.head_dim,
             "position_rows": self.max_positions + self.positions.offset,
             "conv_channels": self.hidden,
         }
@@ -447,6 +448,10 @@ FEATURES: Mapping[str, Holds] = {
     "own_values": lambda config, kind, layer: not kind.shares_kv and not kind.keys_as_values,
     "retrieves": lambda config, kind, layer: layer in config.retrieving,
     "window": lambda config, kind, layer: kind.window is not None,
+    "sinks_here": lambda config, kind, layer: (
+        config.attention.sinks
+        and (kind.window is not None or not config.attention.sinks_in_windows)
+    ),
     "o_bias_here": lambda config, kind, layer: (
         config.attention.o_bias
         and (not config.attention.o_bias_last or layer == config.layer_count - 1)

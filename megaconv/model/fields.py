@@ -103,6 +103,8 @@ STRUCTURE = (
         "attention.sinks",
         "attention.output_gate",
         "attention.head_gate",
+        "attention.sinks_in_windows",
+        "attention.v_dim",
         "experts.count",
         "experts.shared_gate",
         "experts.router_bias",
@@ -275,12 +277,16 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield "norm.shared"
     if not config.attention.o_bias:
         yield "attention.o_bias_last"
+    if not (config.attention.output_gate or config.attention.head_gate):
+        yield "attention.gate_activation"
+    if not config.attention.sinks:
+        yield "attention.sinks_in_windows"
     if positions.kind not in ("learned", "sinusoidal"):
         yield "positions.offset"
     has_one_theta = positions.local_theta == positions.theta and not positions.scaling
     if config.window is None or has_one_theta:
         yield "positions.local_theta"
-    if config.window is None:
+    if config.window is None or positions.local_rotary_percent == positions.rotary_percent:
         yield "positions.local_rotary_percent"
     if not config.has("linear_layers") and not config.has("kda_layers"):
         yield from _fields_below("linear.")

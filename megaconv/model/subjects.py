@@ -71,6 +71,8 @@ class Attention:
     """
     sinks: bool = False
     """True if each head has an attention sink: a logit in the softmax that takes weight and adds no value."""
+    sinks_in_windows: bool = False
+    """True if only layers with a window have such sinks."""
     scale: float | None = None
     """A factor on attention scores; None for 1 / sqrt(head_dim)."""
     score_cap: float | None = None
@@ -79,8 +81,14 @@ class Attention:
     """True if the sigmoid of another projection, as wide as q, scales the output of attention."""
     head_gate: bool = False
     """True if the sigmoid of another projection, with one element for each head, scales the output of attention."""
+    gate_activation: str = "sigmoid"
+    """The function of such a projection: `sigmoid` or `softplus`."""
     clip: float | None = None
     """The limit of the elements of q, k and v in both directions, before norms and rope; None: no limit."""
+    v_dim: int | None = None
+    """Elements of one head's values; None for head_dim."""
+    value_scale: float | None = None
+    """A factor on values; None for 1."""
     v_norm: bool = False
     """True if values are normalized like q and k, with a norm without weights."""
 
@@ -223,7 +231,7 @@ class Positions:
     rotary_percent: float = 1.0
     """The share of a head's elements that rotates, from the first element on."""
     local_rotary_percent: float | None = None
-    """The same in the layers with a window, if they have their own share."""
+    """The same share in the layers with a window; None for rotary_percent."""
     interleaved: bool = False
     """True if an element rotates with its neighbour. False if it rotates with the element half a head further on."""
     backwards: bool = False

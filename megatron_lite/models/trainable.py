@@ -38,6 +38,8 @@ CONVERTED_ONLY = {
     "kimi_linear": "Kimi delta attention, whose state forgets each channel by itself",
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
     "gemma4_text": "layers that share keys and values or have sizes of their own, and experts with norms of their own",
+    "laguna": "numbers of heads by layer, and a softplus that gates attention",
+    "mimo_v2_flash": "layers with other numbers of key/value heads, sinks in some layers, and values with a width of their own",
     "minimax_m3_vl_text": "indexers that select blocks of keys",
     "step3p5": "layers with numbers of heads of their own, and gates of whole heads",
     "nemotron_nas": "layers with sizes of their own, some of them without attention or without an MLP",

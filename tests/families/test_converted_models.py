@@ -30,6 +30,13 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("gemma3n_text", {"activation_sparsity_pattern": [0.5]}, "lists 1 layers, the model has 4"),
     ("falcon_h1", {"projectors_bias": True}, "projectors_bias True is not supported"),
     ("falcon_h1", {"ssm_multipliers": [1.0]}, "should be 5 numbers"),
+    ("laguna", {"num_attention_heads_per_layer": [8, 8, 8, 6]}, "has 6; expected a multiple of num_key_value_heads 4"),
+    ("laguna", {"num_attention_heads_per_layer": [8]}, "lists 1 layers, the model has 4"),
+    ("laguna", {"gating": "per-token"}, "gating 'per-token' is not supported"),
+    ("laguna", {"moe_router_logit_softcapping": 30.0}, "moe_router_logit_softcapping 30.0 is not supported"),
+    ("mimo_v2_flash", {"num_attention_heads": 4}, "num_attention_heads 4 is not a multiple of 8"),
+    ("mimo_v2_flash", {"hybrid_layer_pattern": [0, 1, 1, 1]}, r"hybrid_layer_pattern is \[0, 1, 1, 1\], but the keys"),
+    ("mimo_v2_flash", {"layernorm_epsilon": 1e-2}, "layernorm_epsilon is 0.01, but the keys"),
     ("bailing_hybrid", {"q_lora_rank": 7}, "q_lora_rank 7 is not supported"),
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope False is not supported"),
     ("kimi_linear", {"linear_attn_config": {"gate_lower_bound": -5.0}}, "gate_lower_bound -5.0"),
@@ -65,6 +72,24 @@ def test_what_these_families_do_not_have_is_refused_by_name(
 ) -> None:
     with pytest.raises(CheckpointError, match=words):
         family(name).read_hf(raw_config(name, **keys))
+
+
+def test_keys_of_a_published_mimo_that_repeat_others_are_read() -> None:
+    """Its sliding_window_size doesn't count the token itself."""
+    repeated = {
+        "hybrid_layer_pattern": [1, 0, 1, 0],
+        "moe_layer_freq": [0, 1, 0, 1],
+        "swa_num_key_value_heads": 8,
+        "swa_v_head_dim": 5,
+        "swa_rope_theta": 7000,
+        "layernorm_epsilon": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "sliding_window_size": 15,
+        "routed_scaling_factor": None,
+        "scoring_func": "sigmoid",
+    }
+    table, raw = family("mimo_v2_flash"), raw_config("mimo_v2_flash")
+    assert not lost_fields(table.read_hf(raw), table.read_hf(raw | repeated))
 
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])

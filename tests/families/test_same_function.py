@@ -67,6 +67,8 @@ FOLLOWS = {
     "attention.qkv_bias": ("attention.o_bias",),
     "attention.heads": ("attention.kv_heads", "attention.head_dim"),
     "attention.head_dim": ("attention.scale",),
+    "attention.kv_heads": ("layers.kv_heads",),
+    "attention.head_gate": ("attention.output_gate",),
     "linear.value_heads": ("linear.key_heads",),
     "linear.value_dim": ("linear.key_dim",),
     "mlp.activation": ("hidden_act",),
@@ -79,6 +81,7 @@ FOLLOWS = {
     "layers.window": (
         "layers.rotates",
         "layers.head_dim",
+        "layers.kv_heads",
         "layers.heads",
         "earlier layer has a window",
     ),

@@ -351,10 +351,7 @@ WHOLES = {
 }  # fmt: skip
 """...ForConditionalGeneration -> model_type, of models that see or hear. Of Mistral 3 those with a `mistral` inside, not a `ministral3`."""
 OTHERS = (
-    *(
-        "DeepseekV4ForCausalLM",
-        "MiMoV2FlashForCausalLM",
-    ),
+    *("DeepseekV4ForCausalLM",),
     *("KimiK3ForConditionalGeneration",),
     *(
         "Ernie4_5_VLMoeForConditionalGeneration",
@@ -382,6 +379,7 @@ BETWEEN_FILES = {
     "DeciLMForCausalLM": "nemotron_nas",
     "Gemma4ForCausalLM": "gemma4_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
+    "MiMoV2FlashForCausalLM": "mimo_v2_flash",
 }
 """Architectures that are converted between Hugging Face's files only -> the family of their language model."""
 

@@ -186,6 +186,13 @@ def every_kind(family: str) -> list[ModelConfig]:
     config = everything(family)
     if family == "granite_moe_hybrid":
         return [config, changed(config, {"layers.mixer": "attention", "layers.mlp": "dense"})]
+    if family == "laguna":
+        return [
+            config,
+            changed(config, {"attention.head_gate": True, "attention.output_gate": True}),
+        ]
+    if family == "mimo_v2_flash":
+        return [changed(config, {"layers.window": 5})]
     if family == "hyperclovax":
         return [config, changed(config, {"norm.place": "both"})]
     if family == "falcon_h1":

@@ -14,6 +14,7 @@ from megaconv.model.config import ModelConfig
 
 _KINDS = ("full_attention", "sliding_attention")
 _LOCAL = "rope_local_base_freq"
+_PERCENT = "partial_rotary_factor"
 
 Rope = tuple[float, dict[str, Any] | None]
 """(base, scaling)."""
@@ -61,6 +62,41 @@ def layer_ropes(theta: float, local_theta: float | None = None) -> Keys:
         *([] if local_theta is None else [_LOCAL]),
     )
     return Keys(keys, read, write)
+
+
+def partial_layer_ropes(
+    full: tuple[float, float], windowed: tuple[float, float], *, missing_share: float
+) -> Keys:
+    """Rope of both kinds of layers, which rotate shares of their own, in the form of transformers 5 alone.
+
+    full, windowed: (base, share) of layers without a window and with one if rope_parameters is missing.
+    missing_share: the share if rope_parameters doesn't give it.
+    """
+    ropes = layer_ropes(full[0], windowed[0])
+    usual = {
+        kind: {"rope_theta": theta, _PERCENT: share}
+        for kind, (theta, share) in zip(_KINDS, (full, windowed), strict=True)
+    }
+
+    def read(raw: Raw) -> Fields:
+        said = raw.get("rope_parameters") or usual
+        found = ropes.read({"rope_parameters": said})
+        shares = [need_number(said.get(kind) or {}, _PERCENT, missing_share) for kind in _KINDS]
+        own = None if shares[1] == shares[0] else shares[1]
+        return {
+            **found,
+            "positions.rotary_percent": shares[0],
+            "positions.local_rotary_percent": own,
+        }
+
+    def write(config: ModelConfig) -> Raw:
+        written = ropes.write(config)["rope_parameters"]
+        share, own = config.positions.rotary_percent, config.positions.local_rotary_percent
+        shares = dict(zip(_KINDS, (share, share if own is None else own), strict=True))
+        parts = {kind: {**written[kind], _PERCENT: shares[kind]} for kind in _KINDS}
+        return {"rope_parameters": parts}
+
+    return Keys(("rope_parameters",), read, write)
 
 
 def _nested(raw: Raw, theta: float, local_theta: float | None) -> tuple[Rope, Rope] | None:

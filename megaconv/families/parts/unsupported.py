@@ -20,9 +20,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "it has several residual streams, which are mixed (hyper-connections), and attention to compressed tokens": (
         "DeepseekV4ForCausalLM",
     ),
-    "its layers with a window have other numbers of key/value heads than the other layers": (
-        "MiMoV2FlashForCausalLM",
-    ),
     "most of its layers have Kimi Delta Attention with a bounded gate, and its attention gates its output": (
         "KimiK3ForConditionalGeneration",
     ),
