@@ -32,6 +32,7 @@ UNITS = {
     "tests/families/test_hf_encoders.py": MEGATRON,
     "tests/families/test_encoders.py": MEGATRON,
     "tests/families/test_mtp.py": MEGATRON,
+    "tests/stores/test_trainer.py": RUNS,
     "tests/stores/": STORES,
 }
 """By the beginning of a path; the first that fits counts."""
