@@ -780,6 +780,11 @@ KIMI: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"], "model_max_length": 96,
 }  # fmt: skip
 CONVERTED = {
+    "axk2": Variant(
+        "axk2",
+        {**LATENT, **INDEXER, "gated_norm_rank": 3, "mlp_layer_types": ["dense", "sparse"] * 2, "rms_norm_eps": 1e-3},
+        {"epsilon": {"rms_norm_eps": 1e-5}, "fewer positions": {"index_topk": 4}, "one group": {"n_group": 1, "topk_group": 1}},
+    ),
     "laguna": Variant(
         "laguna", LAGUNA,
         {"one less": {"sliding_window": WINDOW - 1}, "scale": {"moe_routed_scaling_factor": 1.0},
