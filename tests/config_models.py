@@ -236,6 +236,14 @@ OWN_KEYS: dict[str, Raw] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "axk1": {**LATENT_KEYS, **MLP_KINDS, "n_group": 3, "topk_group": 2},
+    "axk2": {
+        **LATENT_KEYS,
+        **INDEXER_KEYS,
+        **MLP_KINDS,
+        "n_group": 3,
+        "topk_group": 2,
+        "gated_norm_rank": 3,
+    },
     "kolibri1": {
         **SHARED_KEYS,
         "num_local_experts": 6,

@@ -263,6 +263,7 @@ SIZES: Mapping[str, Size] = {
     "relative_buckets": Size("positions.buckets"),
     "kv_rank": Size("latent.kv_rank"),
     "q_rank": Size("latent.q_rank"),
+    "norm_gate": Size("norm.gate_rank"),
     "rope_dim": Size("latent.rope_dim"),
     "v_dim": Size("latent.v_dim"),
     "index_heads": Size("indexer.heads"),

@@ -120,6 +120,8 @@ STRUCTURE = (
         "norm.embedding",
         "norm.after_experts",
         "norm.inner",
+        "norm.gate_rank",
+        "latent.gated",
         "head.binary",
         "head.classes",
         "head.choices",

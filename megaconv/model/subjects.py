@@ -173,6 +173,9 @@ class LatentAttention:
     """Rotating elements of head_dim: its last elements, in pairs. All heads share the rotating part of the keys."""
     v_dim: int = 0
     """Elements of one head's values."""
+    gated: bool = False
+    """True if queries are computed from their latent vector before and after its norm, together with a gate: its sigmoid
+    scales the output of attention."""
     halves: bool = False
     """True if a rotating element rotates with the one half of the rotating part further on, not with its neighbour."""
     norm_epsilon: float | None = field(default=None, compare=False)
@@ -266,6 +269,9 @@ class Norm:
     """True if a norm follows the embedding."""
     inner: bool = False
     """True if a norm is before the last matrix of attention and of the MLP, over all heads and over the whole width."""
+    gate_rank: int = 0
+    """Width of the gate of a norm before attention or experts: the sigmoid of an MLP of two matrices, with silu between
+    them, scales the norm's output. 0 if norms have no gates."""
     after_experts: bool = False
     """True if a norm follows the experts of a layer, although `place` has none after other sublayers."""
 

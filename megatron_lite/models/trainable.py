@@ -32,6 +32,7 @@ TRAINED = (
 )  # fmt: skip
 """Families that the decoder supports by configuration."""
 CONVERTED_ONLY = {
+    "axk2": "gates on norms, and latent attention with a gate of its output",
     "baichuan": "a head whose rows are divided by their lengths, and ALiBi beside gated MLPs",
     "bailing_hybrid": "Kimi delta attention, whose state forgets each channel by itself, and gates of whole heads",
     "falcon_h1": "attention and Mamba 2 on the same input, and factors on their projections",
