@@ -175,6 +175,7 @@ OWN_KEYS: dict[str, Raw] = {
     "glm": {"partial_rotary_factor": 0.5},
     "bamba": {**MIXED, "attn_layer_indices": [1, 2]},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "norm_eps": 1e-5},
+    "falcon_h1": {**MIXED, "mamba_d_ssm": 64, "ssm_multipliers": [0.5, 0.25, 2.0, 3.0, 0.75]},
     "bailing_hybrid": {
         **{name: size for name, size in LATENT_SIZES.items() if name != "q_lora_rank"},
         "layer_group_size": 2,
@@ -235,6 +236,14 @@ OWN_KEYS: dict[str, Raw] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "axk1": {**LATENT_KEYS, **MLP_KINDS, "n_group": 3, "topk_group": 2},
+    "axk2": {
+        **LATENT_KEYS,
+        **INDEXER_KEYS,
+        **MLP_KINDS,
+        "n_group": 3,
+        "topk_group": 2,
+        "gated_norm_rank": 3,
+    },
     "kolibri1": {
         **SHARED_KEYS,
         "num_local_experts": 6,

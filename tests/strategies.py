@@ -213,9 +213,10 @@ OTHER_MIXERS = ("lfm2", "lfm2_moe", "olmo_hybrid")
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
 BETWEEN_FILES = (
     "bailing_hybrid",
+    "falcon_h1",
     *("kimi_linear", "gemma3n_text", "gemma4_text", "minimax_m3_vl_text", "nemotron_nas"),
     "step3p5",
-    *("laguna", "mimo_v2_flash"),
+    *("axk2", "laguna", "mimo_v2_flash"),
 )
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
 BEYOND_MEGATRON = ("baichuan", "granite_moe_hybrid", *OTHER_MIXERS, *OTHER_LAYERS, *BETWEEN_FILES)
@@ -234,7 +235,8 @@ def own_fields(family: str) -> dict[str, Any]:
             "block_indexer.block": 4,
             "block_indexer.topk": 1,
         }
-    return {**families()[family].fixed, **inputs} if family in BEYOND_MEGATRON else {}
+    gates = {"norm.gate_rank": 2} if family == "axk2" else {}
+    return {**families()[family].fixed, **inputs, **gates} if family in BEYOND_MEGATRON else {}
 
 
 @st.composite

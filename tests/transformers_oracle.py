@@ -780,6 +780,11 @@ KIMI: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"], "model_max_length": 96,
 }  # fmt: skip
 CONVERTED = {
+    "axk2": Variant(
+        "axk2",
+        {**LATENT, **INDEXER, "gated_norm_rank": 3, "mlp_layer_types": ["dense", "sparse"] * 2, "rms_norm_eps": 1e-3},
+        {"epsilon": {"rms_norm_eps": 1e-5}, "fewer positions": {"index_topk": 4}, "one group": {"n_group": 1, "topk_group": 1}},
+    ),
     "laguna": Variant(
         "laguna", LAGUNA,
         {"one less": {"sliding_window": WINDOW - 1}, "scale": {"moe_routed_scaling_factor": 1.0},
@@ -808,6 +813,18 @@ CONVERTED = {
         {"limit": {"swiglu_limit": 1.0}, "one block": {"index_topk_blocks": 1}, "larger blocks": {"index_block_size": 5},
          "local blocks": {"index_local_blocks": 2}, "scale": {"routed_scaling_factor": 1.0},
          "no indexer": {"layer_types": ["full_attention"] * 4}, "whole heads": rope(5000.0)},
+    ),
+    "falcon_h1": Variant(
+        "falcon_h1",
+        {**MIXED, "mamba_d_ssm": 128, "key_multiplier": 0.5, "lm_head_multiplier": 0.25, "ssm_multipliers": [0.5, 0.25, 2.0, 3.0, 0.75]},
+        {"keys": {"key_multiplier": 2.0}, "attention": {"attention_in_multiplier": 0.5},
+         "attention's output": {"attention_out_multiplier": 2.0},
+         "mamba": {"ssm_in_multiplier": 2.0}, "mamba's output": {"ssm_out_multiplier": 3.0},
+         "parts": {"ssm_multipliers": [1.0, 0.25, 2.0, 3.0, 0.5]},
+         "the MLP": {"mlp_multipliers": [0.5, 2.0]}, "embedding": {"embedding_multiplier": 3.0}, "head": {"lm_head_multiplier": 2.0}},
+    ),
+    "falcon_h1, norms": Variant(
+        "falcon_h1", {**MIXED, "mamba_d_ssm": 128, "mamba_rms_norm": True}, {"order": {"mamba_norm_before_gate": False}}
     ),
     "kimi_linear": Variant(
         "kimi_linear", KIMI, {"weights left as they are": {"moe_renormalize": False}, "all groups": {"topk_group": 2}},

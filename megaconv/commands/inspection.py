@@ -22,7 +22,7 @@ from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import fields_of
 from megaconv.model.ir import WEIGHT, Header
-from megaconv.model.pattern import SYMBOLS, pattern_of
+from megaconv.model.pattern import SYMBOLS, has_pattern, pattern_of
 from megaconv.options import LoadOptions
 
 if TYPE_CHECKING:
@@ -162,7 +162,8 @@ class Inspection:
             words = (f"{word} ({count} tensors)" for word, count in config.whole.parts().items())
             yield "beside", f"{', '.join(words)}, of {named(config.whole.config)}"
         if config.has("mamba_layers"):
-            yield "pattern", _pattern(config)
+            if has_pattern(config):
+                yield "pattern", _pattern(config)
             yield "mamba", _mamba(config)
         if config.retrieval.layers:
             yield "retrieval", _retrieval(config)

@@ -20,6 +20,7 @@ from megaconv.model.subjects import (
     BlockIndexer,
     Encoder,
     Experts,
+    Factors,
     Head,
     Indexer,
     LatentAttention,
@@ -59,6 +60,7 @@ class ModelConfig:
     linear: LinearAttention = field(default_factory=LinearAttention)
     mamba: Mamba = field(default_factory=Mamba)
     convolution: ShortConvolution = field(default_factory=ShortConvolution)
+    factors: Factors = field(default_factory=Factors)
     experts: Experts = field(default_factory=Experts)
     layer_inputs: LayerInputs = field(default_factory=LayerInputs)
     streams: Streams = field(default_factory=Streams)
@@ -151,7 +153,7 @@ class ModelConfig:
     def _check_mamba(self) -> None:
         mamba = self.mamba
         sizes = (mamba.heads, mamba.head_dim, mamba.groups, mamba.state)
-        if any(kind.mixer == "mamba" for kind in self.layers) and (
+        if any(kind.mixer in ("mamba", "side_by_side") for kind in self.layers) and (
             not all(sizes) or mamba.heads % mamba.groups
         ):
             what = f"{mamba.heads} heads of {mamba.head_dim} in {mamba.groups} groups, and a state of {mamba.state}"
@@ -261,6 +263,7 @@ SIZES: Mapping[str, Size] = {
     "relative_buckets": Size("positions.buckets"),
     "kv_rank": Size("latent.kv_rank"),
     "q_rank": Size("latent.q_rank"),
+    "norm_gate": Size("norm.gate_rank"),
     "rope_dim": Size("latent.rope_dim"),
     "v_dim": Size("latent.v_dim"),
     "index_heads": Size("indexer.heads"),
@@ -354,8 +357,12 @@ FEATURES: Mapping[str, Holds] = {
     ),
     "kda_layers": lambda config, kind, layer: any(each.mixer == "kda" for each in config.layers),
     "mamba_layers": lambda config, kind, layer: any(
-        each.mixer == "mamba" for each in config.layers
+        each.mixer in ("mamba", "side_by_side") for each in config.layers
     ),
+    "side_by_side": lambda config, kind, layer: any(
+        each.mixer == "side_by_side" for each in config.layers
+    ),
+    "mamba_norm": lambda config, kind, layer: config.mamba.norm != "none",
     "convolution_layers": lambda config, kind, layer: any(
         each.mixer == "convolution" for each in config.layers
     ),
@@ -428,10 +435,10 @@ FEATURES: Mapping[str, Holds] = {
         each.window is not None for each in config.layers
     ),
     # Features of one layer.
-    "attention": lambda config, kind, layer: kind.mixer == "attention",
+    "attention": lambda config, kind, layer: kind.mixer in ("attention", "side_by_side"),
     "linear": lambda config, kind, layer: kind.mixer == "linear",
     "kda": lambda config, kind, layer: kind.mixer == "kda",
-    "mamba": lambda config, kind, layer: kind.mixer == "mamba",
+    "mamba": lambda config, kind, layer: kind.mixer in ("mamba", "side_by_side"),
     "convolution": lambda config, kind, layer: kind.mixer == "convolution",
     "moe": lambda config, kind, layer: config.experts.count > 0 and kind.mlp == "experts",
     "dense": lambda config, kind, layer: (

@@ -14,6 +14,7 @@ from megaconv.model.subjects import (
     BlockIndexer,
     Encoder,
     Experts,
+    Factors,
     Head,
     Indexer,
     LatentAttention,
@@ -42,6 +43,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "linear": LinearAttention,
     "mamba": Mamba,
     "convolution": ShortConvolution,
+    "factors": Factors,
     "experts": Experts,
     "layer_inputs": LayerInputs,
     "streams": Streams,
@@ -118,6 +120,8 @@ STRUCTURE = (
         "norm.embedding",
         "norm.after_experts",
         "norm.inner",
+        "norm.gate_rank",
+        "latent.gated",
         "head.binary",
         "head.classes",
         "head.choices",
@@ -136,7 +140,7 @@ STRUCTURE = (
         "linear.value_dim",
         "linear.conv",
     ),
-    *("mamba.heads", "mamba.head_dim", "mamba.groups", "mamba.state"),
+    *("mamba.heads", "mamba.head_dim", "mamba.groups", "mamba.state", "mamba.norm"),
     "convolution.width",
 )
 """Fields that decide the names and shapes of tensors. Two descriptions of one checkpoint have to agree on these."""

@@ -14,7 +14,8 @@ class LayerKind:
 
     mixer: str = "attention"
     """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), `convolution` (a gated
-    short convolution), `kda` (Kimi delta attention), or `none` in a layer that is only an MLP."""
+    short convolution), `kda` (Kimi delta attention), `side_by_side` (attention and Mamba 2 on the same input), or `none` in a layer
+    that is only an MLP."""
     mlp: str = "dense"
     """`dense`, `experts`, or `none` in a layer that is only a mixer."""
     window: int | None = None
@@ -141,6 +142,8 @@ class Mamba:
     """Number of groups of heads. Each group has one B and one C."""
     state: int = 0
     """Elements of B, and of C."""
+    norm: str = "after_gate"
+    """The place of the norm at the end of a mixer: `after_gate`, `before_gate`, or `none` without such a norm."""
     least_time_step: float | None = field(default=None, compare=False)
     """Lower limit of time steps; None: no limit.
 
@@ -170,6 +173,9 @@ class LatentAttention:
     """Rotating elements of head_dim: its last elements, in pairs. All heads share the rotating part of the keys."""
     v_dim: int = 0
     """Elements of one head's values."""
+    gated: bool = False
+    """True if queries are computed from their latent vector before and after its norm, together with a gate: its sigmoid
+    scales the output of attention."""
     halves: bool = False
     """True if a rotating element rotates with the one half of the rotating part further on, not with its neighbour."""
     norm_epsilon: float | None = field(default=None, compare=False)
@@ -263,6 +269,9 @@ class Norm:
     """True if a norm follows the embedding."""
     inner: bool = False
     """True if a norm is before the last matrix of attention and of the MLP, over all heads and over the whole width."""
+    gate_rank: int = 0
+    """Width of the gate of a norm before attention or experts: the sigmoid of an MLP of two matrices, with silu between
+    them, scales the norm's output. 0 if norms have no gates."""
     after_experts: bool = False
     """True if a norm follows the experts of a layer, although `place` has none after other sublayers."""
 
@@ -362,6 +371,29 @@ class Encoder:
 
     layers: int = 0
     """Number of encoder layers; 0 if there is only one stack."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors on activations inside a layer (Falcon-H1); 1 in all other models."""
+
+    keys: float = 1.0
+    attention_in: float = 1.0
+    """On the normed input of attention."""
+    attention_out: float = 1.0
+    mamba_in: float = 1.0
+    """On the normed input of Mamba 2."""
+    mamba_out: float = 1.0
+    mamba_z: float = 1.0
+    """On a projection of Mamba 2, as the four below."""
+    mamba_x: float = 1.0
+    mamba_b: float = 1.0
+    mamba_c: float = 1.0
+    mamba_dt: float = 1.0
+    mlp_gate: float = 1.0
+    """On the input of the MLP's activation."""
+    mlp_down: float = 1.0
+    """On the MLP's output."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@
     linear      the last inputs of the convolution, and the state in float32
     kda, mamba  the same
     convolution the last inputs of the convolution
+    side by side  that of attention and that of mamba
 
 Inference engines such as vLLM, SGLang and TensorRT-LLM keep these. megatron-lite keeps all heads of latent attention,
 and all tokens of layers with a window.
@@ -37,10 +38,14 @@ def cache_bytes(
     word = mixer_word(config, kind)
     if word == "none":
         return 0.0
+    found = 0.0
     if word in _STATES:
         channels, state = _STATES[word](config)
-        return (channels * itemsize + state * FLOAT32) / tp
-    return _of_token(config, word, tp) * reach(kind, tokens) * cached
+        found = (channels * itemsize + state * FLOAT32) / tp
+        if word != "side_by_side":
+            return found
+        word = "attention"
+    return found + _of_token(config, word, tp) * reach(kind, tokens) * cached
 
 
 def _of_token(config: ModelConfig, word: str, tp: int) -> float:
@@ -77,5 +82,6 @@ _STATES: dict[str, Callable[[ModelConfig], tuple[float, float]]] = {
     "kda": _of_delta_net,
     "mamba": _of_mamba,
     "convolution": _of_convolution,
+    "side_by_side": _of_mamba,
 }
 """Mixers whose cache does not grow with the sequence."""

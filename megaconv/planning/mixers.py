@@ -136,6 +136,16 @@ CONVOLUTION = MixerCost(
 )
 """It keeps its three projections, and the input and the output of the convolution."""
 
+SIDE_BY_SIDE = MixerCost(
+    attends=True,
+    elements=lambda config, kind: _attention_elements(config, kind) + _mamba_elements(config, kind),
+    operations=lambda config, tokens: (
+        _of_scores(config, tokens) + _mamba_operations(config, tokens)
+    ),
+    input_width=lambda config: 2 * config.hidden,
+)
+"""Attention and Mamba 2 on the same input."""
+
 COSTS: dict[str, MixerCost | None] = {
     "attention": ATTENTION,
     "latent": LATENT,
@@ -144,6 +154,7 @@ COSTS: dict[str, MixerCost | None] = {
     "kda": DELTA_NET,
     "mamba": MAMBA,
     "convolution": CONVOLUTION,
+    "side_by_side": SIDE_BY_SIDE,
     "none": None,
 }
 """Words of LayerKind.mixer, `latent` for attention with latent vectors, and `sparse` if it also has an indexer -> its cost.

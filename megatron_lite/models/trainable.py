@@ -32,8 +32,10 @@ TRAINED = (
 )  # fmt: skip
 """Families that the decoder supports by configuration."""
 CONVERTED_ONLY = {
+    "axk2": "gates on norms, and latent attention with a gate of its output",
     "baichuan": "a head whose rows are divided by their lengths, and ALiBi beside gated MLPs",
     "bailing_hybrid": "Kimi delta attention, whose state forgets each channel by itself, and gates of whole heads",
+    "falcon_h1": "attention and Mamba 2 on the same input, and factors on their projections",
     "kimi_linear": "Kimi delta attention, whose state forgets each channel by itself",
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
     "gemma4_text": "layers that share keys and values or have sizes of their own, and experts with norms of their own",
@@ -52,6 +54,7 @@ NOT_COMPUTED = {
     "capped_scores mla": "capped scores of latent attention",
     "capped_scores sinks": "capped scores beside attention sinks",
     "qk_l2_norm mla": "norms without weights in latent attention",
+    "side_by_side": "attention and Mamba 2 on the same input",
     "kda_layers": "Kimi delta attention",
     "layers_differ": "layers with sizes of their own",
     "shared_kv": "layers that share keys and values",

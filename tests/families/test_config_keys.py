@@ -27,13 +27,16 @@ SILENT = {
     *((name, key) for name in ("deepseek_v32", "glm_moe_dsa") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
     *((name, key) for name in ("bailing_hybrid", "kimi_linear") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
     *((name, key) for name in ("youtu", "minicpm3", "axk1", "mistral4") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
+    *(("axk2", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
     *(("sarvam_mla", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads", "q_head_dim")),
     # what another key says layer by layer
     ("deepseek_v32", "first_k_dense_replace"), ("glm_moe_dsa", "first_k_dense_replace"),
-    ("axk1", "first_k_dense_replace"), ("lfm2", "full_attn_idxs"),
+    ("axk1", "first_k_dense_replace"), ("axk2", "first_k_dense_replace"), ("lfm2", "full_attn_idxs"),
     ("bailing_hybrid", "layer_group_size"), ("bailing_hybrid", "first_k_dense_replace"), ("bailing_hybrid", "short_conv_kernel_size"),
     # layers for multi-token prediction, which are left out
     ("bailing_hybrid", "num_nextn_predict_layers"),
+    # a width that mamba_d_ssm gives, and the place of a norm that this model lacks
+    ("falcon_h1", "mamba_expand"), ("falcon_h1", "mamba_norm_before_gate"),
     # what linear_attn_config says
     *(("kimi_linear", f"linear_{size}") for size in ("head_dim", "num_heads", "conv_kernel_dim")),
     ("exaone_moe", "sliding_window_pattern"), ("exaone_moe", "first_k_dense_replace"),

@@ -28,6 +28,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("gemma4_text", {"use_double_wide_mlp": True}, "not supported with enable_moe_block"),
     ("gemma3n_text", {"altup_num_inputs": 2}, "altup_num_inputs 2 is not supported"),
     ("gemma3n_text", {"activation_sparsity_pattern": [0.5]}, "lists 1 layers, the model has 4"),
+    ("falcon_h1", {"projectors_bias": True}, "projectors_bias True is not supported"),
+    ("falcon_h1", {"ssm_multipliers": [1.0]}, "should be 5 numbers"),
     ("laguna", {"num_attention_heads_per_layer": [8, 8, 8, 6]}, "has 6; expected a multiple of num_key_value_heads 4"),
     ("laguna", {"num_attention_heads_per_layer": [8]}, "lists 1 layers, the model has 4"),
     ("laguna", {"gating": "per-token"}, "gating 'per-token' is not supported"),

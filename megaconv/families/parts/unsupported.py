@@ -20,9 +20,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "it has several residual streams, which are mixed (hyper-connections), and attention to compressed tokens": (
         "DeepseekV4ForCausalLM",
     ),
-    "its layers apply attention and Mamba 2 in parallel to the same input": (
-        "FalconH1ForCausalLM",
-    ),
     "most of its layers have Kimi Delta Attention with a bounded gate, and its attention gates its output": (
         "KimiK3ForConditionalGeneration",
     ),

@@ -20,6 +20,7 @@ MIXERS: dict[str, Mixer | None] = {
     "linear": DELTA_NET,
     "kda": replace(DELTA_NET, module=None),
     "mamba": MAMBA,
+    "side_by_side": replace(MAMBA, module=None),
     "convolution": SHORT_CONVOLUTION,
     "none": None,
 }
