@@ -1,5 +1,6 @@
 """Google Cloud Storage and Azure: reading and writing as with S3, against servers that refuse what these stores refuse."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -174,11 +175,14 @@ def test_a_resumed_run_sends_only_what_is_missing(
     parts = store.of("part")
     total, half = sum(each.nbytes for each in parts), parts[len(parts) // 2].number
     store.clear()
-    store.hook = lambda asked: (
-        Fault("status", 403, "AccessDenied")
-        if asked.number >= half and asked.action == "part"
-        else None
-    )
+
+    def refuse_late_parts(asked: Asked) -> Fault | None:
+        if asked.number < half or asked.action != "part":
+            return None
+        time.sleep(0.3)  # meanwhile the journal is written, which happens every 0.05 s
+        return Fault("status", 403, "AccessDenied")
+
+    store.hook = refuse_late_parts
     with monkeypatch.context() as patch:
         patch.setattr(StoreTarget, "discard", StoreTarget.keep)
         assert run(*words, "--resume").status == 1
