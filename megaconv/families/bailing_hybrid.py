@@ -8,14 +8,13 @@ modeling_bailing_hybrid.py of transformers 5.23.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 
 from megaconv.errors import UnknownFamily
 from megaconv.families import Family
 from megaconv.families.kimi_linear import FAMILY as KIMI
-from megaconv.families.kimi_linear import KDA, WORDS
+from megaconv.families.kimi_linear import KDA, OWN_HEAD, WORDS
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys
-from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD, ROPE_FREQUENCIES
+from megaconv.families.parts.decoder_rows import HEAD, ROPE_FREQUENCIES
 from megaconv.families.parts.deepseek_experts import (
     DEEPSEEK_MLPS,
     ROUTER_BIAS,
@@ -43,7 +42,7 @@ from megaconv.families.parts.mtp import MTP_LEFT_OUT
 from megaconv.families.parts.rope import rope
 from megaconv.families.parts.row_changes import hf_only, with_modules, without_biases
 from megaconv.model.config import ModelConfig
-from megaconv.model.table import Copied, Row
+from megaconv.model.table import Row
 
 _HF = "model.layers.{l}.attention."
 _MODULES = {"self_attn.": "attention.", "o_proj": "dense"}
@@ -62,9 +61,7 @@ _GATES = (
 _MIXERS = with_modules((*_KDA, *rows_of("attention", _LATENT)), _MODULES)
 _BIAS = ROUTER_BIAS.renamed(hf="model.layers.{l}.mlp.gate.expert_bias")
 _MLPS = (*without_biases(DEEPSEEK_MLPS), _BIAS)
-_TIED_HEAD = Copied("head", {"hf": ("lm_head.weight",)}, untied=("hf",))
-"""transformers' class reads the head from the file although tie_word_embeddings is true."""
-_EMBEDDING = replace(EMBEDDING.renamed(hf="model.word_embeddings.weight"), copies=(_TIED_HEAD,))
+_EMBEDDING = OWN_HEAD.renamed(hf="model.word_embeddings.weight")
 ROWS = hf_only((_EMBEDDING, *_MIXERS, *_GATES, *_MLPS, *HEAD))
 
 

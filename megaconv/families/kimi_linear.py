@@ -10,6 +10,7 @@ transformers 5.23.
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
@@ -32,7 +33,7 @@ from megaconv.families.parts.layer_mixers import layer_mixers
 from megaconv.families.parts.mamba_and_mlp import rows_of
 from megaconv.families.parts.row_changes import hf_only, without_biases
 from megaconv.model.config import ModelConfig
-from megaconv.model.table import Row
+from megaconv.model.table import Copied, Row
 
 _HF = "model.layers.{l}.self_attn."
 _MOE = "block_sparse_moe."
@@ -69,8 +70,10 @@ _EXPERTS = (
         _MOE + "shared_experts.{gate_proj|up_proj}.weight", _MOE + "shared_experts.down_proj.weight"
     ),
 )  # fmt: skip
+OWN_HEAD = replace(EMBEDDING, copies=(Copied("head", {"hf": ("lm_head.weight",)}, untied=("hf",)),))
+"""The embedding's row. transformers' class reads the head from the file although tie_word_embeddings is true."""
 _MIXERS = (*KDA, *rows_of("attention", LATENT_ATTENTION))
-ROWS = hf_only((EMBEDDING, *_MIXERS, *without_biases(MLP), *_EXPERTS, *HEAD))
+ROWS = hf_only((OWN_HEAD, *_MIXERS, *without_biases(MLP), *_EXPERTS, *HEAD))
 
 _DENSE = re.compile(r"(.+)\.block_sparse_moe\.((?:gate|up|down)_proj\..+)")
 

@@ -220,7 +220,7 @@ def _best_spelling(
 def hf_namings(names: Collection[str]) -> tuple[Naming, ...]:
     """The naming schemes that the tensors of a Hugging Face directory may have."""
     stacked = [name for name in names if name.endswith(_STACKED)]
-    if any(_SEPARATE in name for name in names):
+    if not stacked and any(_SEPARATE in name for name in names):
         return (HF, HF_SEPARATE)
     found = (HF, HF_STACKED, HF_STACKED_TRANSPOSED) if stacked else (HF,)
     return (
