@@ -106,10 +106,17 @@ class Fork:
 
     def _ended(self, seconds: float | None) -> int | None:
         """The exit status; None if the process still runs after so many seconds."""
-        if self.returncode is None and select.select([self._news], [], [], seconds)[0]:
+        if self.returncode is None and self._has_news(seconds):
             self.returncode = self._number()
             os.close(self._news)
         return self.returncode
+
+    def _has_news(self, seconds: float | None) -> bool:
+        waiting = (
+            select.poll()
+        )  # select() takes no descriptor above 1023, of which a long session has many
+        waiting.register(self._news, select.POLLIN)
+        return bool(waiting.poll(None if seconds is None else seconds * 1000))
 
     def _number(self) -> int:
         found = os.read(self._news, _NUMBER.size)

@@ -83,9 +83,10 @@ class Catalogue:
 
     def _family_lines(self) -> Iterator[str]:
         namings = "".join(f"{naming:<12}" for naming in NAMINGS)
-        yield f"families        {namings}proven by"
+        width = max(map(len, self.matrix)) + 1
+        yield f"{'families':<{width + 2}}{namings}proven by"
         for name, cells in self.matrix.items():
-            line = f"  {name:<13} "
+            line = f"  {name:<{width}}"
             for naming in NAMINGS:
                 line += f"{self._ways(name, naming) if cells[naming] else '-':<12}"
             architectures = ", ".join(self.families[name]) or "-"
