@@ -34,7 +34,7 @@ from tests.transformers_oracle import (
 pytestmark = pytest.mark.oracle
 TOLERANCE = 2e-5
 VARIANTS = MIXTURES | NAMED | BEYOND_MEGATRON | RELATIVES
-HYBRID = ("bamba", "granite_moe_hybrid", "nemotron_h", "qwen3_next", "qwen3_5_moe")
+HYBRID = ("bamba", "granite_moe_hybrid", "nemotron_h", "olmo_hybrid", "qwen3_next", "qwen3_5_moe")
 """Families with states; test_hybrids_of_transformers.py has them."""
 TOKENS = torch.randint(7, VOCAB, (2, 33), generator=torch.Generator().manual_seed(4))
 
