@@ -126,10 +126,9 @@ def test_what_a_package_offers_is_listed() -> None:
     assert (listed.status, listed.err) == (0, "")
     assert "  pebble        Pebble: a model in one *.pebble file" in listed.out
     assert "                --option alignment=...: bytes" in listed.out
-    assert (
-        "  pebble        read, write read, write -           -           -              PebbleForCausalLM"
-        in listed.out
-    )
+    [line] = [line for line in listed.out.splitlines() if line.endswith(" PebbleForCausalLM")]
+    ways = ["read,", "write"]
+    assert line.split() == ["pebble", *ways, *ways, "-", "-", "-", "PebbleForCausalLM"]
     assert document["families"]["pebble"] == ["PebbleForCausalLM"]
     assert document["options"]["loaders"]["pebble"].keys() == {"store"}
 
