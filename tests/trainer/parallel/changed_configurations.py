@@ -40,10 +40,9 @@ from tests.transformers_oracle import (
 Changes = Mapping[str, Any]
 
 TOLERANCE = 1e-4
-"""Of the largest difference of logits against the largest logit; or three times what transformers' own float32 strays from its float64.
-
-How far one float32 run strays is luck: norms over two elements magnify rounding, and over seeds either of both strays further.
-"""
+"""Of the largest difference of logits against the largest logit; or twice what transformers' own float32 strays from its float64."""
+DRAWS = 3
+"""Further float32 runs of transformers where one is not enough: how far a single run strays is luck."""
 TOKENS = torch.randint(7, VOCAB, (2, 32), generator=torch.Generator().manual_seed(4))
 """More than any window."""
 
@@ -209,9 +208,15 @@ def judge(family: str, changes: Changes, directory: Path) -> Outcome:
         return Outcome("unknown")
     exact, rounded = expected
     largest = exact.abs().max()
-    strays, theirs = (float((logits - exact).abs().max() / largest) for logits in (found, rounded))
+
+    def stray(logits: torch.Tensor) -> float:
+        return float((logits - exact).abs().max() / largest)
+
+    strays, theirs = stray(found), stray(rounded)
+    if strays > max(TOLERANCE, 2 * theirs):
+        theirs = max(theirs, *map(stray, _rounded_otherwise(directory)))
     return Outcome(
-        "same" if strays <= max(TOLERANCE, 3 * theirs) else "differs",
+        "same" if strays <= max(TOLERANCE, 2 * theirs) else "differs",
         f"{strays:.1e}, transformers {theirs:.1e}",
     )
 
@@ -258,6 +263,18 @@ def _logits(directory: Path) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         rounded = model(input_ids=TOKENS).logits
         return model.double()(input_ids=TOKENS).logits, rounded
+
+
+def _rounded_otherwise(directory: Path) -> Iterator[torch.Tensor]:
+    """transformers' logits in float32, of weights that differ by less than float32 can tell: all sums round otherwise."""
+    for seed in range(DRAWS):
+        model, generator = load(directory), torch.Generator().manual_seed(seed)
+        model.config._experts_implementation = "eager"
+        with torch.no_grad():
+            for parameter in model.parameters():
+                draw = 2 * torch.rand(parameter.shape, generator=generator) - 1
+                parameter.mul_(1 + draw * 2**-24)
+            yield model(input_ids=TOKENS).logits
 
 
 def logits_of_the_trainer(directory: Path) -> torch.Tensor:
