@@ -20,25 +20,23 @@ from megaconv.engine.lineage import lineage_of, source_name
 from megaconv.engine.plan import OutputPlan, default_workers, memory_needed
 from megaconv.engine.provenance import earlier_adapters, other_bases, refuse_again
 from megaconv.engine.record import record_json
+from megaconv.engine.refusals import refuse_options, refuse_source
 from megaconv.engine.report import Report
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY, code_left_out
 from megaconv.engine.source_check import SourceCheck, check_source
 from megaconv.engine.stream import as_lazy
 from megaconv.engine.without_retrieval import without_retrieval
-from megaconv.errors import NotExpressible, UnknownFamily, UnsupportedInput, UsageError
+from megaconv.errors import UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.families.parts.whole_model import named
 from megaconv.hub import nothing_at
 from megaconv.input import Input
 from megaconv.loader import Loader
 from megaconv.model.ir import Header, Key, Source, main_dtype
 from megaconv.options import (
     DIST_FILES,
-    LOSSES,
     ConvertOptions,
     LoadOptions,
     SaveOptions,
-    refuse_unused,
 )
 from megaconv.saver import Saver
 from megaconv.values.cast import CastSource, dtype_name
@@ -130,12 +128,12 @@ def prepare(
 
     processes: the number of processes that write together, each its own files.
     """
-    _refuse_options(saver, options.save)
+    refuse_options(saver, options.save)
     opened, extra = open_input(found, saver, options)
     reason = reason_to_leave_out(opened.header, saver, options)
     if reason is not None:
         opened, extra = open_input(found, saver, replace(options, optimizer=False))
-    _refuse_source(opened.header, found, saver, options)
+    refuse_source(opened.header, found, saver, options)
     options = with_trained_weights(opened.header, saver, options)
     files = options.save.files or max(DIST_FILES, processes)
     save = replace(options.save, files=files, extra=extra)
@@ -157,81 +155,6 @@ def prepare(
         check,
     )
     return streamed.source, report
-
-
-def _refuse_options(saver: Saver, save: SaveOptions) -> None:
-    """Raises UsageError for unknown losses, and for options that the saver doesn't use."""
-    for word in save.allow_lossy:
-        if word not in LOSSES:
-            raise UsageError(
-                f"--allow-lossy {word!r} is not known; losses that can be allowed are {', '.join(LOSSES)}"
-            )
-    if saver.uses is not None:
-        refuse_unused(saver.name, saver.uses(save), save)
-
-
-def _refuse_source(header: Header, found: Input, saver: Saver, options: ConvertOptions) -> None:
-    """Raises NotExpressible or UsageError for a source that the saver or an option doesn't fit."""
-    if header.adapter is not None:
-        _refuse_as_adapter(found, saver, options)
-    _refuse_whole(header, saver, options)
-    _refuse_own_names(header, options)
-    if header.carries_optimizer:
-        return
-    if options.optimizer:
-        raise UsageError(
-            f"--optimizer: {found.given} holds no optimizer state; leave it out to convert the weights alone",
-            code="no-optimizer",
-        )
-    if options.save.distributed_optimizer is not None:
-        raise UsageError(
-            "--use-distributed-optimizer: has no effect, because no optimizer state is converted; leave it out",
-            code="no-optimizer",
-        )
-
-
-def _refuse_as_adapter(found: Input, saver: Saver, options: ConvertOptions) -> None:
-    """Raises NotExpressible if the saver writes only whole models, UsageError for options that need a whole model."""
-    if not saver.holds_adapter:
-        raise NotExpressible(
-            f"{found.given}: is an adapter, and --saver {saver.name} writes whole models; --saver peft and --saver core --ckpt-format "
-            "torch_dist translate it, and megaconv merge BASE ADAPTER merges one of peft's into its base"
-        )
-    if options.adapters:
-        raise UsageError(
-            f"--adapter: {found.given} is an adapter itself; give the base it is to be merged into as --load-dir"
-        )
-
-
-def _refuse_whole(header: Header, saver: Saver, options: ConvertOptions) -> None:
-    """Raises UsageError for a whole multimodal model if the saver or an option needs its language model alone."""
-    whole, is_hf = header.config.whole, header.layout is None
-    if whole is None:
-        return
-    name = named(whole.config)
-    alone = "; --text-only converts the language model in it" if is_hf else ""
-    if not saver.holds_whole:
-        raise UsageError(f"--saver {saver.name}: can't store the multimodal model {name}{alone}")
-    if options.save.base is not None:
-        raise UsageError(f"--base: the source holds all of {name}; leave it out")
-    for option, given in (("--adapter", options.adapters), ("--quantize", options.save.quantize)):
-        if given:
-            raise UsageError(f"{option}: is not supported for the multimodal model {name}{alone}")
-
-
-def _refuse_own_names(header: Header, options: ConvertOptions) -> None:
-    """Raises UnknownFamily for options that change tensors by their meaning, if nothing is known of them."""
-    unknown = header.config.own_names
-    if unknown is None:
-        return
-    meaning = {"--quantize": options.save.quantize, "--base": options.save.base}
-    for option, value in meaning.items():
-        if value:
-            raise UnknownFamily(f"{option}: needs a supported model; {unknown.reason}")
-    values = {"--dtype": bool(options.dtype), "--adapter": bool(options.adapters)}
-    for option, is_given in values.items():
-        if is_given and unknown.stays_quantized:
-            raise UnsupportedInput(f"{option}: needs plain weights; {unknown.reason}")
 
 
 def _told(header: Header, reason: str | None) -> Iterator[str]:

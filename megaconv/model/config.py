@@ -13,26 +13,28 @@ from typing import Any, NamedTuple
 
 from megaconv.errors import CorruptCheckpoint
 from megaconv.model.beside import Whole
+from megaconv.model.mixers import (
+    BlockIndexer,
+    Indexer,
+    LatentAttention,
+    LinearAttention,
+    Mamba,
+    ShortConvolution,
+)
 from megaconv.model.own_names import OwnNames
 from megaconv.model.subjects import (
     MLP,
     Attention,
-    BlockIndexer,
     Encoder,
     Experts,
     Factors,
     Head,
-    Indexer,
-    LatentAttention,
     LayerInputs,
     LayerKind,
-    LinearAttention,
-    Mamba,
     Norm,
     Positions,
     Retrieval,
     Retriever,
-    ShortConvolution,
     Streams,
     Temperature,
     retrieving_layers,

@@ -8,25 +8,27 @@ from megaconv.errors import CorruptCheckpoint, NotExpressible, TensorMismatch
 from megaconv.model.beside import Whole
 from megaconv.model.ceilings import require_possible
 from megaconv.model.config import OF_ONE_LAYER, SIZES, ModelConfig, value_of
+from megaconv.model.mixers import (
+    BlockIndexer,
+    Indexer,
+    LatentAttention,
+    LinearAttention,
+    Mamba,
+    ShortConvolution,
+)
 from megaconv.model.subjects import (
     MLP,
     Attention,
-    BlockIndexer,
     Encoder,
     Experts,
     Factors,
     Head,
-    Indexer,
-    LatentAttention,
     LayerInputs,
     LayerKind,
-    LinearAttention,
-    Mamba,
     Norm,
     Positions,
     Retrieval,
     Retriever,
-    ShortConvolution,
     Streams,
     Temperature,
 )

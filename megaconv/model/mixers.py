@@ -1,0 +1,116 @@
+"""The subjects of a model's description (config.py) about single kinds of mixers: the parts of a layer that mix tokens.
+
+All sizes are 0 in models without such layers. subjects.py has plain attention.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """The layers with mixer `linear`: gated delta nets (arXiv 2412.06464), or with mixer `kda`: Kimi delta attention
+    (arXiv 2510.26692), which forgets each channel of a key by itself. All sizes are 0 in models without such layers."""
+
+    key_heads: int = 0
+    """Number of key heads, and of q heads. Each serves the same number of value heads."""
+    value_heads: int = 0
+    key_dim: int = 0
+    """Elements of one key head."""
+    value_dim: int = 0
+    conv: int = 0
+    """Width of the convolution over q, k and v in positions, including the token's own."""
+    double_writes: bool = False
+    """True if the amount written is twice a sigmoid, so that it may replace more than the old value."""
+    full_rank_gates: bool = False
+    """True if each of the two gates of Kimi delta attention is one projection, not the product of two narrow ones."""
+    forget_bound: float | None = None
+    """The least logarithm of a decay of Kimi delta attention, which is a factor on a sigmoid. None: minus a softplus."""
+    out_epsilon: float | None = None
+    """Epsilon of the norm at the end of a delta net; None for the epsilon of all other norms."""
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """The layers with mixer `mamba`: Mamba 2 (arXiv 2405.21060), with a convolution over 4 positions. All sizes are 0
+    in models without such layers."""
+
+    heads: int = 0
+    head_dim: int = 0
+    groups: int = 0
+    """Number of groups of heads. Each group has one B and one C."""
+    state: int = 0
+    """Elements of B, and of C."""
+    norm: str = "after_gate"
+    """The place of the norm at the end of a mixer: `after_gate`, `before_gate`, or `none` without such a norm."""
+    least_time_step: float | None = field(default=None, compare=False)
+    """Lower limit of time steps; None: no limit.
+
+    Configurations are compared without it, since each library uses its own value. transformers has the limit
+    LEAST_TIME_STEP, Megatron has none. The families' notices report the difference.
+    """
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """The layers with mixer `convolution` (LFM 2): each channel is a weighted sum of its last few tokens, with a gate
+    before the sum and another after it. The channels are as many as the hidden states are wide."""
+
+    width: int = 0
+    """Width of the convolution in positions, including the token's own; 0 in models without such layers."""
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). All sizes are 0 in models without it."""
+
+    kv_rank: int = 0
+    """Width of the latent vector from which keys and values are computed."""
+    q_rank: int = 0
+    """Width of the latent vector from which queries are computed; 0 if queries are computed directly."""
+    rope_dim: int = 0
+    """Rotating elements of head_dim: its last elements, in pairs. All heads share the rotating part of the keys."""
+    v_dim: int = 0
+    """Elements of one head's values."""
+    gated: bool = False
+    """True if queries are computed from their latent vector before and after its norm, together with a gate: its sigmoid
+    scales the output of attention."""
+    halves: bool = False
+    """True if a rotating element rotates with the one half of the rotating part further on, not with its neighbour."""
+    norm_epsilon: float | None = field(default=None, compare=False)
+    """Epsilon of the norms of latent vectors; None for the epsilon of all other norms.
+
+    Configurations are compared without it, since each library uses its own value and ignores the configuration.
+    transformers uses LATENT_EPSILON. Megatron and llama.cpp use the epsilon of all other norms. The families' notices
+    report the difference.
+    """
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The indexer of sparse latent attention (DeepSeek V3.2): it selects the positions that a token attends to. All
+    sizes are 0 in models without it."""
+
+    heads: int = 0
+    head_dim: int = 0
+    """Elements of one head, of which `latent.rope_dim` rotate."""
+    topk: int = 0
+    """Number of positions selected for each token."""
+    interleaved: bool = False
+    """True if an element rotates with its neighbour. False if it rotates with the element half of the rotating part
+    further on."""
+
+
+@dataclass(frozen=True)
+class BlockIndexer:
+    """The indexer of layers that attend to blocks of keys (MiniMax M3). It ranks a block by the best score of its keys.
+    All sizes are 0 in models without it."""
+
+    heads: int = 0
+    head_dim: int = 0
+    """Elements of one head."""
+    block: int = 0
+    """Keys of a block."""
+    topk: int = 0
+    """Number of blocks selected for each token and head."""
+    local: int = 0
+    """Blocks up to the token's own that are always selected."""
