@@ -207,6 +207,7 @@ OTHERS = (
     "kolibri1",
     "minicpm3",
     "mistral4",
+    "molmo2_text",
 )
 OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
 OTHER_MIXERS = ("lfm2", "lfm2_moe", "olmo_hybrid")
