@@ -348,14 +348,6 @@ VARIANTS = {
         {"attention elsewhere": {"attn_layer_indices": [2]}, "whole heads": rope(5000.0, partial_rotary_factor=1.0)},
         ("tp2 pp2", "tp1 pp1", "tp4 pp1, release"), QUICK,
     ),
-    "molmo2_text": Variant(
-        "molmo2_text", {**MOLMO, "num_key_value_heads": 2}, {"scaled layers": {"rope_scaling_layers": [1, 3]}, **NORMS_OF_MOLMO}, QUICK,
-        QUICK,
-    ),
-    "molmo2_text, norms after sublayers": Variant(
-        "molmo2_text", {**MOLMO, "norm_after": True, "qk_norm_type": "olmo", "attention_bias": True}, {"epsilon": {"rms_norm_eps": 1e-5}},
-        FEW, ALL_SLOW,
-    ),
     "gpt_bigcode": Variant("gpt_bigcode", GPT2_SIZES, {"epsilon": {"layer_norm_epsilon": 1e-2}}, QUICK),
 }  # fmt: skip
 GPT_OSS_YARN: dict[str, Any] = {
@@ -790,6 +782,17 @@ KIMI: dict[str, Any] = {
     "num_expert_group": 2, "topk_group": 1, "linear_head_dim": 6, "linear_num_heads": 4, "linear_conv_kernel_dim": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"], "model_max_length": 96,
 }  # fmt: skip
+UNTRAINED = {
+    "molmo2_text": Variant(
+        "molmo2_text", {**MOLMO, "num_key_value_heads": 2}, {"scaled layers": {"rope_scaling_layers": [1, 3]}, **NORMS_OF_MOLMO}, QUICK,
+        QUICK,
+    ),
+    "molmo2_text, norms after sublayers": Variant(
+        "molmo2_text", {**MOLMO, "norm_after": True, "qk_norm_type": "olmo", "attention_bias": True}, {"epsilon": {"rms_norm_eps": 1e-5}},
+        FEW, ALL_SLOW,
+    ),
+}  # fmt: skip
+"""Models that Megatron core computes, and that the trainer doesn't train."""
 CONVERTED = {
     "axk2": Variant(
         "axk2",
@@ -827,7 +830,8 @@ CONVERTED = {
     ),
     "molmo2_text, some layers scaled": Variant(
         "molmo2_text", {**MOLMO, "rope_scaling_layers": [1, 3], "qk_norm_type": "olmo", "norm_after": True},
-        {"other layers": {"rope_scaling_layers": [0, 3]}, "all layers": {"rope_scaling_layers": [0, 1, 2, 3]}, "norms before": {"norm_after": False}},
+        {"other layers": {"rope_scaling_layers": [0, 3]}, "all layers": {"rope_scaling_layers": [0, 1, 2, 3]},
+         "norms before": {"norm_after": False}},
     ),
     "falcon_h1": Variant(
         "falcon_h1",

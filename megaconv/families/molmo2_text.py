@@ -91,7 +91,9 @@ def _read_scaled(raw: Raw) -> Fields:
     if listed is None:
         return {"layers.scales_positions": True}
     known = range(layers)
-    if not isinstance(listed, list) or not all(type(each) is int and each in known for each in listed):
+    if not isinstance(listed, list) or not all(
+        type(each) is int and each in known for each in listed
+    ):
         raise CorruptCheckpoint(
             f"{CONFIG_NAME}: {_SCALED} should list layers from 0 to {layers - 1}, found {listed!r:.80}"
         )
