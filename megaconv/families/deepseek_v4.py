@@ -89,9 +89,10 @@ def _published(saved: str) -> str:
 
 
 _MTP = "num_nextn_predict_layers"
-_BODY = body_keys(positions=1048576, rotation=compressed_ropes(), tokens=(0, 1, None))
+_BODY = body_keys(positions=1048576, tokens=(0, 1, None))
 _KEYS = (
-    *without_keys(_BODY, "intermediate_size", "partial_rotary_factor"),
+    *without_keys(_BODY, "intermediate_size", "rope_theta", "partial_rotary_factor"),
+    compressed_ropes(),
     *attention_keys(heads=64, head_dim=512, rank=1024, groups=8, group_rank=1024, window=128),
     *entry_keys(heads=64, head_dim=128, topk=512),
     *HYPER_KEYS,
