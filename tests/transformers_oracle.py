@@ -794,7 +794,8 @@ KIMI: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"], "model_max_length": 96,
 }  # fmt: skip
 DEEPSEEK_V4: dict[str, Any] = {
-    "num_key_value_heads": 1, "intermediate_size": 24, "head_dim": 16, "q_lora_rank": 24, "o_groups": 4, "o_lora_rank": 12, "sliding_window": WINDOW,
+    "num_key_value_heads": 1, "intermediate_size": 24, "head_dim": 16, "q_lora_rank": 24, "o_groups": 4, "o_lora_rank": 12,
+    "sliding_window": WINDOW,
     "moe_intermediate_size": 24,
     "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"],
     "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 5},
@@ -850,13 +851,15 @@ CONVERTED = {
         "falcon_h1", {**MIXED, "mamba_d_ssm": 128, "mamba_rms_norm": True}, {"order": {"mamba_norm_before_gate": False}}
     ),
     "deepseek_v4": Variant(
+        "deepseek_v4", DEEPSEEK_V4, {"one entry": {"index_topk": 1}, "yarn's usual factor": entry_ropes(**OLMO_YARN)},
+    ),
+    "deepseek_v4, all settings": Variant(
         "deepseek_v4", DEEPSEEK_V4,
-        {"one less": {"sliding_window": WINDOW - 1}, "one entry": {"index_topk": 1}, "scale": {"routed_scaling_factor": 1.0},
-         "limit": {"swiglu_limit": 0.5}, "one step": {"hc_sinkhorn_iters": 1}, "epsilon of streams": {"hc_eps": 0.1},
-         "score": {"scoring_func": "sigmoid"}, "epsilon": {"rms_norm_eps": 1e-5},
-         "base": entry_ropes(theta=900.0, **PLAIN_YARN), "base of entries": entry_ropes(entry_theta=900.0, **PLAIN_YARN),
-         "narrower rope": entry_ropes(share=0.25, **PLAIN_YARN), "no scaling": entry_ropes(),
-         "yarn's usual factor": entry_ropes(**OLMO_YARN), "attention's factor": entry_ropes(**OLMO_YARN, attention_factor=1.5)},
+        {"one less": {"sliding_window": WINDOW - 1}, "scale": {"routed_scaling_factor": 1.0}, "limit": {"swiglu_limit": 0.5},
+         "one step": {"hc_sinkhorn_iters": 1}, "epsilon of streams": {"hc_eps": 0.1}, "score": {"scoring_func": "sigmoid"},
+         "epsilon": {"rms_norm_eps": 1e-5}, "base": entry_ropes(theta=900.0, **PLAIN_YARN), "no scaling": entry_ropes(),
+         "base of entries": entry_ropes(entry_theta=900.0, **PLAIN_YARN), "narrower rope": entry_ropes(share=0.25, **PLAIN_YARN),
+         "attention's factor": entry_ropes(**OLMO_YARN, attention_factor=1.5)},
     ),
     "kimi_linear": Variant(
         "kimi_linear", KIMI, {"weights left as they are": {"moe_renormalize": False}, "all groups": {"topk_group": 2}},

@@ -17,9 +17,9 @@ from megaconv.families import Family
 from megaconv.families.parts.compressed_attention import (
     COMPRESSED_ATTENTION,
     attention_keys,
-    compressed_ropes,
     entry_keys,
 )
+from megaconv.families.parts.compressed_ropes import compressed_ropes
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys
 from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD
 from megaconv.families.parts.deepseek_experts import DEEPSEEK_SHARED, ROUTER_BIAS, routed_experts

@@ -144,14 +144,19 @@ class ModelConfig:
         found, heads = self.compressed, self.attention.heads
         if not any(kind.mixer == "compressed" for kind in self.layers):
             return
-        entries = {kind.entries for kind in self.layers}
-        indexer = (found.short, found.index_heads, found.index_dim, found.topk)
-        if not (found.q_rank and found.out_groups and found.out_rank) or heads % found.out_groups:
+        widths = (found.q_rank, found.out_groups, found.out_rank)
+        if not all(widths) or heads % found.out_groups:
             what = f"{heads} heads in {found.out_groups} groups of {found.out_rank}, and queries of rank {found.q_rank}"
             raise CorruptCheckpoint(f"the model's compressed attention can't have {what}")
-        if ("selected" in entries and not all(indexer)) or ("all" in entries and not found.long):
-            what = f"entries of {found.short} and {found.long} tokens, and an indexer of {found.index_heads} heads"
-            raise CorruptCheckpoint(f"the model's compressed attention can't have {what}")
+        needed = {
+            "none": (),
+            "all": (found.long,),
+            "selected": (found.short, found.index_heads, found.index_dim, found.topk),
+        }
+        for entries in {kind.entries for kind in self.layers}:
+            if not all(needed[entries]):
+                what = f"{entries} entries with {found}"
+                raise CorruptCheckpoint(f"the model's compressed attention can't have {what}")
 
     def _check_linear(self) -> None:
         linear = self.linear

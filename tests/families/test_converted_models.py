@@ -20,6 +20,8 @@ from tests.config_models import raw_config
 from tests.savers.test_savers import write_model
 from tests.transformers_oracle import CONVERTED, compute, create, family_of, load
 
+SLOW = ("deepseek_v4, all settings",)
+EACH = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CONVERTED]
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("gemma4_text", {"use_bidirectional_attention": "all"}, "'all' is not supported"),
     ("gemma4_text", {"num_kv_shared_layers": 4}, "should be a number below 4, found 4"),
@@ -139,7 +141,7 @@ def write_own_config(source: Path, output: Path, **settings: object) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", CONVERTED)
+@pytest.mark.parametrize("name", EACH)
 def test_transformers_computes_the_same_logits_from_what_is_written(
     name: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -158,7 +160,7 @@ def test_transformers_computes_the_same_logits_from_what_is_written(
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", CONVERTED)
+@pytest.mark.parametrize("name", EACH)
 def test_every_other_setting_is_another_model(name: str, sources: dict[str, Path]) -> None:
     raw = json.loads((sources[name] / "config.json").read_text())
     table = family(family_of(CONVERTED[name]))
@@ -167,7 +169,7 @@ def test_every_other_setting_is_another_model(name: str, sources: dict[str, Path
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", CONVERTED)
+@pytest.mark.parametrize("name", EACH)
 def test_megatrons_formats_are_refused_at_once(
     name: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
