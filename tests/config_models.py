@@ -327,6 +327,7 @@ OWN_KEYS: dict[str, Raw] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 7e3},
         },
     },
+    "molmo2_text": {"additional_vocab_size": 8, "rope_scaling_layers": [1, 3]},
     "baichuan": {"head_dim": 4, "num_key_value_heads": 8},
     "minimax_m3_vl_text": {
         "hidden_act": "swigluoai",

@@ -220,7 +220,10 @@ BETWEEN_FILES = (
     *("axk2", "laguna", "mimo_v2_flash"),
 )
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
-BEYOND_MEGATRON = ("baichuan", "granite_moe_hybrid", *OTHER_MIXERS, *OTHER_LAYERS, *BETWEEN_FILES)
+BEYOND_MEGATRON = (
+    *("baichuan", "granite_moe_hybrid", "molmo2_text"),
+    *(*OTHER_MIXERS, *OTHER_LAYERS, *BETWEEN_FILES),
+)
 """Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""
 
 
@@ -256,6 +259,8 @@ def own_fields(family: str) -> dict[str, Any]:
         }
     if family == "deepseek_v4":
         inputs = COMPRESSED
+    if family == "molmo2_text":
+        inputs = {"head.unpredicted": 2}
     gates = {"norm.gate_rank": 2} if family == "axk2" else {}
     return {**families()[family].fixed, **inputs, **gates} if family in BEYOND_MEGATRON else {}
 
@@ -379,7 +384,7 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
             "attention.kv_heads": kv_heads,
             "attention.head_dim": 2 * draw(st.integers(1, 2)),
             "mlp.ffn": tp * draw(st.integers(1, 4)),
-            "vocab": draw(st.integers(1, 40)),
+            "vocab": draw(st.integers(3, 40)),
             "max_positions": draw(st.integers(1, 9)),
             "norm.epsilon": 1e-5,
             "positions.theta": 10000.0,

@@ -180,6 +180,9 @@ ROTATIONS: dict[str, dict[str, Any]] = {
     "epsilon": {"rms_norm_eps": 1e-2},
 }
 
+MOLMO: dict[str, Any] = {"head_dim": 12, "additional_vocab_size": 13, **rope(5000.0, **OLMO_YARN)}
+NORMS_OF_MOLMO = {"norms after": {"norm_after": True}, "no scaling": rope(5000.0)}
+
 VARIANTS = {
     "llama": Variant("llama", others={"epsilon": {"rms_norm_eps": 1e-5}, "rotary base": rope(10000.0)}),
     "llama, as many kv heads as heads": Variant("llama", {"num_key_value_heads": 8}),
@@ -803,6 +806,17 @@ DEEPSEEK_V4: dict[str, Any] = {
     "index_n_heads": 2, "index_head_dim": 12, "index_topk": 3, "hc_mult": 3, "hc_sinkhorn_iters": 3,
     **entry_ropes(**PLAIN_YARN),
 }  # fmt: skip
+UNTRAINED = {
+    "molmo2_text": Variant(
+        "molmo2_text", {**MOLMO, "num_key_value_heads": 2}, {"scaled layers": {"rope_scaling_layers": [1, 3]}, **NORMS_OF_MOLMO}, QUICK,
+        QUICK,
+    ),
+    "molmo2_text, norms after sublayers": Variant(
+        "molmo2_text", {**MOLMO, "norm_after": True, "qk_norm_type": "olmo", "attention_bias": True}, {"epsilon": {"rms_norm_eps": 1e-5}},
+        FEW, ALL_SLOW,
+    ),
+}  # fmt: skip
+"""Models that Megatron core computes, and that the trainer doesn't train."""
 CONVERTED = {
     "axk2": Variant(
         "axk2",
@@ -837,6 +851,11 @@ CONVERTED = {
         {"limit": {"swiglu_limit": 1.0}, "one block": {"index_topk_blocks": 1}, "larger blocks": {"index_block_size": 5},
          "local blocks": {"index_local_blocks": 2}, "scale": {"routed_scaling_factor": 1.0},
          "no indexer": {"layer_types": ["full_attention"] * 4}, "whole heads": rope(5000.0)},
+    ),
+    "molmo2_text, some layers scaled": Variant(
+        "molmo2_text", {**MOLMO, "rope_scaling_layers": [1, 3], "qk_norm_type": "olmo", "norm_after": True},
+        {"other layers": {"rope_scaling_layers": [0, 3]}, "all layers": {"rope_scaling_layers": [0, 1, 2, 3]},
+         "norms before": {"norm_after": False}},
     ),
     "falcon_h1": Variant(
         "falcon_h1",
@@ -959,15 +978,21 @@ def _name_own_class(name: str, config: Path) -> None:
     """Name the family's class, as published models do. transformers computes some of them by Llama's class, and saves its name."""
     raw = json.loads(config.read_text())
     ours = families()[name].architectures
-    if raw["architectures"] == ["LlamaForCausalLM"] and name != "llama":
+    computed_by_another = ["LlamaForCausalLM"], ["Molmo2Language"]
+    if raw["architectures"] in computed_by_another and name != "llama":
         config.write_text(json.dumps(raw | {"architectures": [ours[0]]}, indent=2))
 
 
 def model_class(config: "PretrainedConfig") -> Any:
-    """The class of a model. transformers 5.23 has one for Mistral 4 that its AutoModelForCausalLM doesn't list."""
+    """The class of a model. transformers 5.23 has one for Mistral 4 that its AutoModelForCausalLM doesn't list, and none
+    for the language model of Molmo 2."""
     from transformers import AutoModelForCausalLM
     from transformers.models.mistral4 import Mistral4ForCausalLM
 
+    if config.model_type == "molmo2_text":
+        from tests.molmo2_language import Molmo2Language
+
+        return Molmo2Language
     return Mistral4ForCausalLM if config.model_type == "mistral4" else AutoModelForCausalLM
 
 

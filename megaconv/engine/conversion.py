@@ -19,7 +19,7 @@ from megaconv import registry
 from megaconv._version import __version__
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.engine.lineage import source_name
-from megaconv.engine.outputs import ahead, output_at, parts_of
+from megaconv.engine.outputs import output_at, parts_of
 from megaconv.engine.parts import PartPlan, in_order
 from megaconv.engine.plan import block_bytes, default_workers
 from megaconv.engine.preparation import open_source, prepare, workers_of
@@ -229,7 +229,7 @@ def _transfer(
 ) -> dict[Key, str]:
     """Write one share. parts: its plan in parts, for a store. Returns the fingerprints of the tensors that this share hashes."""
     workers = workers_of(options)
-    stream = Stream(options.max_memory // 2, None if parts is None else ahead(workers))
+    stream = Stream(options.max_memory // 2, None if parts is None else parts.ahead)
     order = None if parts is None else parts.order
     # With --resume, the journal decides which tensors are read.
     early = () if parts is None or options.resume else share.hashed

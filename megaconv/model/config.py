@@ -135,6 +135,10 @@ class ModelConfig:
                 f"the model's indexer can't have {what} where {latent.rope_dim} elements rotate"
             )
         self._check_compressed()
+        if self.predicted < 1:
+            raise CorruptCheckpoint(
+                f"the model can't have {self.vocab} tokens, {self.head.unpredicted} of them without a row of the head"
+            )
         self._check_linear()
         self._check_mamba()
         self._check_convolution()
@@ -212,6 +216,15 @@ class ModelConfig:
         return retrieving_layers(self.layer_count) if self.retrieval.layers else range(0)
 
     @property
+    def predicted(self) -> int:
+        """Tokens that the head has rows for."""
+        return self.vocab - self.head.unpredicted
+
+    def tokens_of(self, canonical: str) -> int:
+        """Rows of a canonical tensor that has one for each token, such as the embedding."""
+        return self.predicted if canonical.startswith("head.") else self.vocab
+
+    @property
     def window(self) -> int | None:
         """Attention window of the layers that have one; None if no layer has one."""
         return next((kind.window for kind in self.layers if kind.window is not None), None)
@@ -248,6 +261,7 @@ class ModelConfig:
             * self.attention.head_dim
             // (self.compressed.out_groups or 1),
             "hyper_weights": (2 + self.hyper.streams) * self.hyper.streams,
+            "predicted": self.predicted,
         }
         tower = {} if self.whole is None else self.whole.sizes
         return {name: size.of(self) for name, size in SIZES.items()} | derived | dict(tower)
@@ -288,6 +302,7 @@ SIZES: Mapping[str, Size] = {
     "retriever_layers": Size("retrieval.layers"),
     "token_types": Size("token_types"),
     "classes": Size("head.classes"),
+    "unpredicted": Size("head.unpredicted"),
     "projection": Size("retriever.projection"),
     "relative_buckets": Size("positions.buckets"),
     "kv_rank": Size("latent.kv_rank"),
@@ -383,6 +398,11 @@ FEATURES: Mapping[str, Holds] = {
     ),
     "two_rotations": lambda config, kind, layer: config.positions.local_rotary_percent is not None,
     "normalized_head": lambda config, kind, layer: config.head.normalized,
+    "shorter_head": lambda config, kind, layer: config.head.unpredicted > 0,
+    "partly_scaled": lambda config, kind, layer: (
+        config.positions.scaling is not None
+        and not all(each.scales_positions for each in config.layers)
+    ),
     "capped_logits": lambda config, kind, layer: config.head.logit_cap is not None,
     "scaled_embedding": lambda config, kind, layer: config.embedding_scale is not None,
     "tempered": lambda config, kind, layer: config.temperature.scale != 0,

@@ -133,6 +133,7 @@ STRUCTURE = (
         "head.binary",
         "head.classes",
         "head.choices",
+        "head.unpredicted",
         "positions.buckets",
         "positions.offset",
     ),
@@ -300,6 +301,8 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield "positions.local_theta"
     if config.window is None or positions.local_rotary_percent == positions.rotary_percent:
         yield "positions.local_rotary_percent"
+    if positions.scaling is None:
+        yield "layers.scales_positions"
     if not config.has("linear_layers") and not config.has("kda_layers"):
         yield from _fields_below("linear.")
     if not config.has("mamba_layers"):
@@ -346,7 +349,7 @@ def _of_entries_without_effect(config: ModelConfig) -> Iterator[str]:
 
 _OF_ROPE = (
     "positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent", "positions.interleaved",
-    "positions.backwards", "positions.local_rotary_percent", "layers.rotates",
+    "positions.backwards", "positions.local_rotary_percent", "layers.rotates", "layers.scales_positions",
 )  # fmt: skip
 
 

@@ -22,6 +22,8 @@ class LayerKind:
     """Number of positions that a token attends to, including itself; None for all."""
     rotates: bool = True
     """True if rope rotates q and k of this layer. Without rope in the model it has no effect."""
+    scales_positions: bool = True
+    """True if positions.scaling applies to this layer. Without rope scaling in the model it has no effect."""
     chunk: int | None = None
     """Positions of a chunk: a token attends only to tokens of its own chunk. None: the sequence has no chunks."""
     heads: int | None = None
@@ -350,6 +352,8 @@ class Head:
     """A number that logits are divided by; None for 1."""
     normalized: bool = False
     """True if each row of the head's matrix is divided by its length before it is multiplied with the hidden states."""
+    unpredicted: int = 0
+    """Tokens at the end of the vocabulary that the head has no rows for: the model reads them and never predicts them."""
 
 
 @dataclass(frozen=True)

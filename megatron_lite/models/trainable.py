@@ -44,6 +44,7 @@ CONVERTED_ONLY = {
     "mimo_v2_flash": "layers with other numbers of key/value heads, sinks in some layers, and values with a width of their own",
     "minimax_m3_vl_text": "indexers that select blocks of keys",
     "step3p5": "layers with numbers of heads of their own, and gates of whole heads",
+    "molmo2_text": "a head without rows for the last tokens of the vocabulary",
     "nemotron_nas": "layers with sizes of their own, some of them without attention or without an MLP",
 }
 """Families that the decoder doesn't support -> the parts of their models that it lacks."""
@@ -74,6 +75,8 @@ NOT_COMPUTED = {
     "streams": "several residual streams",
     "sparse_mlp": "MLPs that set most of their elements to 0",
     "layer_scale": "a number that scales each layer's output",
+    "shorter_head": "a head without rows for the last tokens of the vocabulary",
+    "partly_scaled": "rope scaling in some of its layers",
     "expert_latent": "experts that work on a projection of the hidden states",
 }
 """Features that the decoder does not support, whatever the family."""

@@ -193,6 +193,9 @@ def every_kind(family: str) -> list[ModelConfig]:
         ]
     if family == "mimo_v2_flash":
         return [changed(config, {"layers.window": 5})]
+    if family == "molmo2_text":
+        after = {"norm.place": "after", "attention.qk_norm_width": "all"}
+        return [config, changed(config, after)]
     if family == "hyperclovax":
         return [config, changed(config, {"norm.place": "both"})]
     if family == "deepseek_v4":
