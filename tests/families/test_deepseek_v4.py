@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megaconv
+from megaconv.errors import NotExpressible
 from megaconv.families import family
 from megaconv.model.fields import lost_fields
 from megaconv.model.layout import Chunk, Layout
@@ -192,3 +193,10 @@ def test_a_model_in_fp8_and_fp4_as_it_is_published_becomes_a_plain_one(
     keys = json.loads((tmp_path / "hf" / "config.json").read_text()).keys()
     assert not keys & {"expert_dtype", "quantization_config"}
     load(tmp_path / "hf")
+
+
+@pytest.mark.oracle
+def test_quantized_outputs_are_refused_by_name(forms: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(NotExpressible, match="fp8-block: is not supported for deepseek_v4"):
+        megaconv.convert(forms["published"], tmp_path / "hf", saver="hf", quantize="fp8-block")
+    assert not list(tmp_path.iterdir())
