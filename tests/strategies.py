@@ -348,7 +348,7 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
     heads = kv_heads * (1 if family in ("gpt2", "bert", "t5") else draw(st.integers(1, 3)))
     special = (
         has_latent_attention(family) or has_linear_attention(family) or norms_all_heads(family)
-    )
+    ) or bool(families()[family].fixed.get("attention.output_gate"))
     shares_heads = naming.scheme == "core" and heads > kv_heads and not special
     if shares_heads and draw(st.booleans()):
         kv_heads = draw(
