@@ -8,6 +8,8 @@
     convolution the last inputs of the convolution
     side by side  that of attention and that of mamba
 
+A layer that shares the keys and values of an earlier layer keeps nothing.
+
 Inference engines such as vLLM, SGLang and TensorRT-LLM keep these. megatron-lite keeps all heads of latent attention,
 and all tokens of layers with a window.
 """
@@ -16,7 +18,7 @@ from collections.abc import Callable
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.subjects import LayerKind
-from megaconv.planning.mixers import mixer_word
+from megaconv.planning.mixers import in_layer, mixer_word
 
 FLOAT32 = 4
 MAMBA_CONVOLUTION = 4
@@ -36,7 +38,7 @@ def cache_bytes(
     tokens: of the sequence. cached: bytes of an element of keys and values. itemsize: bytes of an activation.
     """
     word = mixer_word(config, kind)
-    if word == "none":
+    if word == "none" or kind.shares_kv:
         return 0.0
     found = 0.0
     if word in _STATES:
@@ -45,7 +47,7 @@ def cache_bytes(
         if word != "side_by_side":
             return found
         word = "attention"
-    return found + _of_token(config, word, tp) * reach(kind, tokens) * cached
+    return found + _of_token(in_layer(config, kind), word, tp) * reach(kind, tokens) * cached
 
 
 def _of_token(config: ModelConfig, word: str, tp: int) -> float:
