@@ -15,6 +15,19 @@ from tests.runs import run
 
 NOTICE = "Gemma4ForCausalLM: only Hugging Face's files hold this model; the layouts are an estimate for software that has it"
 
+SEARCH = (
+    "--gpu",
+    "h100",
+    "--seq-length",
+    "4096",
+    "--global-batch-size",
+    "8",
+    "--tp",
+    "1",
+    "--pp",
+    "1",
+)
+
 
 def published(name: str) -> dict[str, Any]:
     every = json.loads((FIXTURES / "published_models.json").read_text())
@@ -58,7 +71,7 @@ def test_attention_costs_what_the_layers_own_heads_cost(gemma: ModelConfig) -> N
     "words",
     [
         (),
-        pytest.param(("--gpu", "h100", "--seq-length", "4096", "--global-batch-size", "8", "--tp", "1", "--pp", "1"), marks=pytest.mark.slow),
+        pytest.param(SEARCH, marks=pytest.mark.slow),
         ("--gpu", "h100", "--for", "infer", "--tp", "8"),
     ],
 )  # fmt: skip
