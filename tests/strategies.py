@@ -369,7 +369,7 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
     heads = kv_heads * (1 if family in ("gpt2", "bert", "t5") else draw(st.integers(1, 3)))
     special = (
         has_latent_attention(family) or has_linear_attention(family) or norms_all_heads(family)
-    )
+    ) or bool(families()[family].fixed.get("attention.output_gate"))
     shares_heads = naming.scheme == "core" and heads > kv_heads and not special
     if shares_heads and draw(st.booleans()):
         kv_heads = draw(
@@ -384,7 +384,7 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
             "attention.kv_heads": kv_heads,
             "attention.head_dim": 2 * draw(st.integers(1, 2)),
             "mlp.ffn": tp * draw(st.integers(1, 4)),
-            "vocab": draw(st.integers(3, 40)),
+            "vocab": draw(st.integers(3 if family == "molmo2_text" else 1, 40)),
             "max_positions": draw(st.integers(1, 9)),
             "norm.epsilon": 1e-5,
             "positions.theta": 10000.0,

@@ -9,6 +9,8 @@
     convolution the last inputs of the convolution
     side by side  that of attention and that of mamba
 
+A layer that shares the keys and values of an earlier layer keeps nothing.
+
 Inference engines such as vLLM, SGLang and TensorRT-LLM keep these. megatron-lite keeps all heads of latent attention,
 and all tokens of layers with a window.
 """
@@ -17,7 +19,7 @@ from collections.abc import Callable
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.subjects import LayerKind
-from megaconv.planning.mixers import entries_of, mixer_word
+from megaconv.planning.mixers import entries_of, in_layer, mixer_word
 
 FLOAT32 = 4
 MAMBA_CONVOLUTION = 4
@@ -37,7 +39,7 @@ def cache_bytes(
     tokens: of the sequence. cached: bytes of an element of keys and values. itemsize: bytes of an activation.
     """
     word = mixer_word(config, kind)
-    if word == "none":
+    if word == "none" or kind.shares_kv:
         return 0.0
     if word == "compressed":
         return _of_compressed(config, kind, tokens) * cached
@@ -48,7 +50,7 @@ def cache_bytes(
         if word != "side_by_side":
             return found
         word = "attention"
-    return found + _of_token(config, word, tp) * reach(kind, tokens) * cached
+    return found + _of_token(in_layer(config, kind), word, tp) * reach(kind, tokens) * cached
 
 
 def _of_compressed(config: ModelConfig, kind: LayerKind, tokens: int) -> float:

@@ -1,7 +1,7 @@
 """The cost of each kind of mixer: elements that it keeps, operations, and widths that tensor ranks exchange."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.subjects import LayerKind
@@ -25,6 +25,20 @@ class MixerCost:
     """The width of activations that each rank computes from its own tokens, and that the heads of all ranks use."""
 
 
+def in_layer(config: ModelConfig, kind: LayerKind) -> ModelConfig:
+    """Return the model with the sizes of one layer, if the layer has sizes of its own."""
+    attention = {name: getattr(kind, name) for name in ("heads", "kv_heads", "head_dim")}
+    own = {name: size for name, size in attention.items() if size is not None}
+    if not own and kind.ffn is None:
+        return config
+    ffn = config.mlp.ffn if kind.ffn is None else kind.ffn
+    return replace(
+        config,
+        attention=replace(config.attention, **own),
+        mlp=replace(config.mlp, ffn=ffn),
+    )
+
+
 def _hidden(config: ModelConfig) -> int:
     return config.hidden
 
@@ -36,7 +50,7 @@ def _of_scores(config: ModelConfig, tokens: int) -> float:
 
 def _attention_elements(config: ModelConfig, kind: LayerKind) -> float:
     """Return the fused product, the inputs of attention (keys again if they rotate) and its output."""
-    attention = config.attention
+    attention = in_layer(config, kind).attention
     q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     rotated = kv if kind.rotates and config.positions.kind == "rope" else 0
     return (q + 2 * kv) + q + rotated + q
