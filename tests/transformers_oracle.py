@@ -111,6 +111,19 @@ def two_ropes(full: dict[str, Any], windowed: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
 
 
+def entry_ropes(
+    theta: float = 5000.0, entry_theta: float = 700.0, share: float = 0.5, **scaling: Any
+) -> dict[str, Any]:
+    """As transformers 5 says it for a DeepSeek V4."""
+    main = rope_of(theta, partial_rotary_factor=share)
+    return {
+        "rope_parameters": {
+            "main": main,
+            "compress": {**main, "rope_theta": entry_theta, **scaling},
+        }
+    }
+
+
 def every_other_window() -> dict[str, Any]:
     return {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 
@@ -123,6 +136,7 @@ OLMO_YARN = {
     "beta_fast": 8.0,
     "beta_slow": 0.5,
 }
+PLAIN_YARN = {**OLMO_YARN, "attention_factor": 1.0}
 GEMMA_LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 5, "sliding_window": WINDOW}
 GEMMA_OTHERS = {"scale": {"query_pre_attn_scalar": 12}, "one less": {"sliding_window": WINDOW - 1}}
@@ -782,6 +796,16 @@ KIMI: dict[str, Any] = {
     "num_expert_group": 2, "topk_group": 1, "linear_head_dim": 6, "linear_num_heads": 4, "linear_conv_kernel_dim": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"], "model_max_length": 96,
 }  # fmt: skip
+DEEPSEEK_V4: dict[str, Any] = {
+    "num_key_value_heads": 1, "intermediate_size": 24, "head_dim": 16, "q_lora_rank": 24, "o_groups": 4, "o_lora_rank": 12,
+    "sliding_window": WINDOW,
+    "moe_intermediate_size": 24,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"],
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 5},
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"], "n_routed_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.2,
+    "index_n_heads": 2, "index_head_dim": 12, "index_topk": 3, "hc_mult": 3, "hc_sinkhorn_iters": 3,
+    **entry_ropes(**PLAIN_YARN),
+}  # fmt: skip
 UNTRAINED = {
     "molmo2_text": Variant(
         "molmo2_text", {**MOLMO, "num_key_value_heads": 2}, {"scaled layers": {"rope_scaling_layers": [1, 3]}, **NORMS_OF_MOLMO}, QUICK,
@@ -844,6 +868,17 @@ CONVERTED = {
     ),
     "falcon_h1, norms": Variant(
         "falcon_h1", {**MIXED, "mamba_d_ssm": 128, "mamba_rms_norm": True}, {"order": {"mamba_norm_before_gate": False}}
+    ),
+    "deepseek_v4": Variant(
+        "deepseek_v4", DEEPSEEK_V4, {"one entry": {"index_topk": 1}, "yarn's usual factor": entry_ropes(**OLMO_YARN)},
+    ),
+    "deepseek_v4, all settings": Variant(
+        "deepseek_v4", DEEPSEEK_V4,
+        {"one less": {"sliding_window": WINDOW - 1}, "scale": {"routed_scaling_factor": 1.0}, "limit": {"swiglu_limit": 0.5},
+         "one step": {"hc_sinkhorn_iters": 1}, "epsilon of streams": {"hc_eps": 0.1}, "score": {"scoring_func": "sigmoid"},
+         "epsilon": {"rms_norm_eps": 1e-5}, "base": entry_ropes(theta=900.0, **PLAIN_YARN), "no scaling": entry_ropes(),
+         "base of entries": entry_ropes(entry_theta=900.0, **PLAIN_YARN), "narrower rope": entry_ropes(share=0.25, **PLAIN_YARN),
+         "attention's factor": entry_ropes(**OLMO_YARN, attention_factor=1.5)},
     ),
     "kimi_linear": Variant(
         "kimi_linear", KIMI, {"weights left as they are": {"moe_renormalize": False}, "all groups": {"topk_group": 2}},
@@ -931,6 +966,8 @@ def create(variant: Variant, directory: Path) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.2)
+            if name.endswith("tid2eid"):
+                buffer.random_(0, config.n_routed_experts)
             if name.endswith("layer_scalar"):
                 buffer.normal_(1.0, 0.2)
     model.save_pretrained(directory)

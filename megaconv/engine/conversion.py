@@ -338,7 +338,9 @@ def verify_fingerprint(
     else:
         is_alone = not any(key.name.startswith(BESIDE) for key in expected.tensors)
         is_inside_original = completed and is_alone and is_multimodal(path)
-        read = LoadOptions(text_only=is_inside_original, own_names=True)
+        # DCP holds a multimodal model by the names of its files, whatever family its language model has.
+        by_own_names = report.header.config.own_names is not None
+        read = LoadOptions(text_only=is_inside_original, whole=not by_own_names, own_names=True)
         source = open_source(find_input(path), read)
     held = source.header.manifest.keys()
     if held != expected.tensors.keys() and not (completed and held >= expected.tensors.keys()):

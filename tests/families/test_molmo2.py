@@ -112,7 +112,9 @@ def test_transformers_computes_the_same_logits_after_every_way(form: str, tmp_pa
     for name, options in ways.items():
         base = {"base": source} if name == "text" else {}
         megaconv.convert(source, tmp_path / name, workers=1, **options)
-        megaconv.convert(tmp_path / name, tmp_path / f"{name} hf", saver="hf", workers=1, **base)
+        megaconv.convert(
+            tmp_path / name, tmp_path / f"{name} hf", saver="hf", verify=True, workers=1, **base
+        )
     for name in ("hf", *(f"{name} hf" for name in ways)):
         assert_same_weights(tmp_path / name, source)
         assert_same_logits(tmp_path / name, expected)

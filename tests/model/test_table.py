@@ -198,6 +198,10 @@ def every_kind(family: str) -> list[ModelConfig]:
         return [config, changed(config, after)]
     if family == "hyperclovax":
         return [config, changed(config, {"norm.place": "both"})]
+    if family == "deepseek_v4":
+        kinds = {"layers.entries": ("selected", "all"), "layers.hashed": (True, False)}
+        kinds |= {"layers.mlp": "experts", "attention.kv_heads": 1}
+        return [changed(config, kinds)]
     if family == "falcon_h1":
         biases = dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias"), True)
         layers = {"layers.mixer": "side_by_side", "layers.mlp": "dense"}
