@@ -17,7 +17,7 @@ from megaconv.errors import CorruptCheckpoint
 from megaconv.families.parts.own_names import OWN_NAMES
 from megaconv.hub import Place
 from megaconv.model.check import listing
-from megaconv.model.ir import Header, Key, Source, TensorInfo
+from megaconv.model.ir import Header, Key, OpenedSource, Source, TensorInfo
 from megaconv.options import LoadOptions
 
 
@@ -31,7 +31,8 @@ def as_stored(place: Place, record: Record) -> Stored | None:
     if record.family == OWN_NAMES:
         # A multimodal model was written by its tensors' own names, and readers know its parts.
         by_own_names = LoadOptions(optimizer=False, own_names=True, whole=False)
-        return Stored(registry.loader(record.saver).open(place, by_own_names), {})
+        source = registry.loader(record.saver).open(place, by_own_names)
+        return Stored(OpenedSource(source.header, dict(source.tensors())), {})
     reader = registry.saver(record.saver).as_stored
     return None if reader is None else reader(place)
 
