@@ -301,7 +301,7 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield "positions.local_theta"
     if config.window is None or positions.local_rotary_percent == positions.rotary_percent:
         yield "positions.local_rotary_percent"
-    if positions.scaling is None:
+    if not config.has("partly_scaled"):
         yield "layers.scales_positions"
     if not config.has("linear_layers") and not config.has("kda_layers"):
         yield from _fields_below("linear.")
