@@ -36,6 +36,7 @@ CONVERTED_ONLY = {
     "baichuan": "a head whose rows are divided by their lengths, and ALiBi beside gated MLPs",
     "bailing_hybrid": "Kimi delta attention, whose state forgets each channel by itself, and gates of whole heads",
     "falcon_h1": "attention and Mamba 2 on the same input, and factors on their projections",
+    "kimi_k3": "Kimi delta attention with a bounded decay, and attention to the outputs of earlier blocks of layers",
     "kimi_linear": "Kimi delta attention, whose state forgets each channel by itself",
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
     "gemma4_text": "layers that share keys and values or have sizes of their own, and experts with norms of their own",
@@ -70,6 +71,8 @@ NOT_COMPUTED = {
     "streams": "several residual streams",
     "sparse_mlp": "MLPs that set most of their elements to 0",
     "layer_scale": "a number that scales each layer's output",
+    "attention_residuals": "attention to the outputs of earlier blocks of layers",
+    "situ": "an activation that a tanh limits",
     "expert_latent": "experts that work on a projection of the hidden states",
 }
 """Features that the decoder does not support, whatever the family."""

@@ -20,9 +20,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "it has several residual streams, which are mixed (hyper-connections), and attention to compressed tokens": (
         "DeepseekV4ForCausalLM",
     ),
-    "most of its layers have Kimi Delta Attention with a bounded gate, and its attention gates its output": (
-        "KimiK3ForConditionalGeneration",
-    ),
     "its layers have separate experts for images, with another width than those for text": (
         "Ernie4_5_VLMoeForConditionalGeneration",
     ),
