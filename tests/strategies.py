@@ -214,7 +214,14 @@ OTHER_MIXERS = ("lfm2", "lfm2_moe", "olmo_hybrid")
 BETWEEN_FILES = (
     "bailing_hybrid",
     "falcon_h1",
-    *("kimi_linear", "gemma3n_text", "gemma4_text", "minimax_m3_vl_text", "nemotron_nas"),
+    *(
+        "kimi_k3",
+        "kimi_linear",
+        "gemma3n_text",
+        "gemma4_text",
+        "minimax_m3_vl_text",
+        "nemotron_nas",
+    ),
     "step3p5",
     *("axk2", "laguna", "mimo_v2_flash"),
 )

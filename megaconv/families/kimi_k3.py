@@ -14,15 +14,17 @@ from typing import Any
 from formats.tensor import LazyTensor
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
 from megaconv.families import Family
-from megaconv.families.kimi_linear import EXPERTS, KDA
+from megaconv.families.kimi_linear import KDA
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, body_keys
 from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD, MLP
 from megaconv.families.parts.deepseek_experts import (
+    ROUTER_BIAS,
     SIGMOID_ROUTER,
     first_dense,
     shared_experts,
     sigmoid_routing,
 )
+from megaconv.families.parts.experts import MOE_NORM, shared_expert_rows
 from megaconv.families.parts.kda_config import (
     KDA_CONFIG,
     LISTS,
@@ -83,7 +85,11 @@ _RESIDUALS = (
     Row("final_residual.query.weight", ("1 hidden",), stage="last", when="attention_residuals",
         hf="model.output_attn_res_proj.weight"),
 )  # fmt: skip
-_LATENT_EXPERTS = (
+_EXPERTS = (
+    MOE_NORM,
+    Row("layers.{l}.mlp.router.weight", ("experts hidden",), when="moe",
+        hf=_MOE + "gate.weight"),
+    ROUTER_BIAS.renamed(hf=_MOE + "gate.e_score_correction_bias"),
     Row("layers.{l}.mlp.latent.down.weight", ("expert_latent hidden",), when="moe expert_latent",
         hf=_MOE + "routed_expert_down_proj.weight"),
     Row("layers.{l}.mlp.latent.norm.weight", ("expert_latent",), when="moe expert_latent_norm",
@@ -94,11 +100,12 @@ _LATENT_EXPERTS = (
         hf=_MOE + "experts.{e}.{w1|w3}.weight"),
     Row("layers.{l}.mlp.experts.{e}.down.weight", ("expert_hidden moe_ffn",), tp=1, when="moe",
         hf=_MOE + "experts.{e}.w2.weight"),
+    *shared_expert_rows(
+        "block_sparse_moe.shared_experts.{gate_proj|up_proj}.weight", "block_sparse_moe.shared_experts.down_proj.weight"
+    ),
 )  # fmt: skip
-_OTHER_EXPERTS = tuple(row for row in EXPERTS if not row.of_experts)
 _MIXERS = (*_KDA, *rows_of("attention", LATENT_ATTENTION), *_GATES)
-_MLPS = (*without_biases(MLP), *_OTHER_EXPERTS, *_LATENT_EXPERTS)
-ROWS = hf_only((EMBEDDING, *_MIXERS, *_MLPS, *_RESIDUALS, *HEAD))
+ROWS = hf_only((EMBEDDING, *_MIXERS, *without_biases(MLP), *_EXPERTS, *_RESIDUALS, *HEAD))
 
 _SIZES = ("num_heads", "head_dim", "short_conv_kernel_size")
 _FULL_RANK, _BOUND = "use_full_rank_gate", "gate_lower_bound"
@@ -155,6 +162,7 @@ def _with_stored_decays(config: ModelConfig, tensors: Mapping[str, LazyTensor]) 
 
 
 _LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+_HEAD_KEYS = ("num_attention_heads", "num_key_value_heads", "q_lora_rank", *_LATENT_SIZES)
 _HEADS = latent_heads(kv_rank=512, q_rank=0, rope=64, nope=128, v=128)
 
 
@@ -167,6 +175,12 @@ def _read_heads(raw: Raw) -> Fields:
             f"{CONFIG_NAME}: num_key_value_heads {groups!r} is not supported in this architecture, only num_attention_heads {heads!r} is"
         )
     return _HEADS.read(raw)
+
+
+def _write_heads(config: ModelConfig) -> Raw:
+    """Without head_dim, which the class doesn't compute with."""
+    written = _HEADS.write(config)
+    return {key: value for key, value in written.items() if key in _HEAD_KEYS}
 
 
 _BETA, _LINEAR_BETA = "activation_situ_beta", "activation_situ_linear_beta"
@@ -214,9 +228,10 @@ def _read_block(raw: Raw) -> Fields:
 _BODY = body_keys(positions=4096, ffn=11008, epsilon=1e-6, tokens=(1, 2, 0))
 _KEYS = (
     *with_defaults(
-        without_keys(_BODY, "rope_theta", "partial_rotary_factor"), {"vocab_size": 163840}
+        without_keys(_BODY, "rope_theta", "partial_rotary_factor", "tie_word_embeddings"),
+        {"vocab_size": 163840},
     ),
-    Keys(_HEADS.names, _read_heads, _HEADS.write),
+    Keys(_HEAD_KEYS, _read_heads, _write_heads),
     Keys((KDA_CONFIG,), _read_linear, _write_linear),
     choice("mla_use_nope", "positions.kind", {True: "none"}, False),
     flags("mla_use_output_gate", ("attention.output_gate",), default=False),

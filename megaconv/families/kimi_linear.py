@@ -69,7 +69,7 @@ KDA = (
         hf=_HF + "o_proj.weight"),
 )  # fmt: skip
 """The rows of Kimi delta attention, with the norm before it."""
-EXPERTS = (
+_EXPERTS = (
     MOE_NORM,
     *expert_rows(_MOE + "gate.weight", _MOE + "experts.{e}.{w1|w3}.weight", _MOE + "experts.{e}.w2.weight"),
     ROUTER_BIAS.renamed(hf=f"model.layers.{{l}}.{_MOE}gate.e_score_correction_bias"),
@@ -80,7 +80,7 @@ EXPERTS = (
 OWN_HEAD = replace(EMBEDDING, copies=(Copied("head", {"hf": ("lm_head.weight",)}, untied=("hf",)),))
 """The embedding's row. transformers' class reads the head from the file although tie_word_embeddings is true."""
 _MIXERS = (*KDA, *rows_of("attention", LATENT_ATTENTION))
-ROWS = hf_only((OWN_HEAD, *_MIXERS, *without_biases(MLP), *EXPERTS, *HEAD))
+ROWS = hf_only((OWN_HEAD, *_MIXERS, *without_biases(MLP), *_EXPERTS, *HEAD))
 
 _DENSE = re.compile(r"(.+)\.block_sparse_moe\.((?:gate|up|down)_proj\..+)")
 

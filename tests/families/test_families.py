@@ -894,7 +894,6 @@ ON_THE_HUB = (
     *(
         "MPTForCausalLM",
         "PhiMoEForCausalLM",
-        "KimiK3ForConditionalGeneration",
     ),
     *(
         "NemotronH_Nano_VL_V2",
