@@ -119,8 +119,8 @@ def _read_linear(raw: Raw) -> Fields:
         )
     words = words_of_lists(stated, need_size(raw, "num_hidden_layers"))
     mixers = tuple(WORDS[word] for word in words)
-    fields = {"layers.mixer": one_or_each(mixers)}
-    return fields | _read_sizes(stated) if "kda" in mixers else fields
+    sizes = _read_sizes(stated) if "kda" in mixers else {}
+    return {"layers.mixer": one_or_each(mixers), **sizes}
 
 
 def _read_sizes(stated: Raw) -> Fields:
@@ -151,14 +151,15 @@ def _write_linear(config: ModelConfig) -> Raw:
 
 def _with_stored_decays(config: ModelConfig, tensors: Mapping[str, LazyTensor]) -> ModelConfig:
     """The model with the size that A_log has in these files: that of the heads, or more."""
-    sizes = {
+    sizes = [
         tensor.shape[0]
         for name, tensor in tensors.items()
         if name.endswith(".self_attn.A_log") and len(tensor.shape) == 1
-    }
-    if len(sizes) != 1 or min(sizes) < config.linear.value_heads:
-        return config  # the comparison of shapes names the wrong tensor
-    return changed(config, {"linear.stored_decays": sizes.pop()})
+    ]
+    largest = max(sizes, default=0)
+    if largest < config.linear.value_heads:
+        return config  # the comparison of shapes names the tensor that is too short
+    return changed(config, {"linear.stored_decays": largest})
 
 
 _LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
