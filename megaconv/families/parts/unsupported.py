@@ -17,9 +17,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its layers have two attentions, two MLPs and experts without computation, and Megatron core has no such layer": (
         "LongcatFlashForCausalLM",
     ),
-    "it has several residual streams, which are mixed (hyper-connections), and attention to compressed tokens": (
-        "DeepseekV4ForCausalLM",
-    ),
     "its layers have separate experts for images, with another width than those for text": (
         "Ernie4_5_VLMoeForConditionalGeneration",
     ),
