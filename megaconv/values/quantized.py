@@ -2,6 +2,8 @@
 
     FP8 by blocks (DeepSeek-V3)     x.weight [out, in] float8_e4m3fn, x.weight_scale_inv [out / 128, in / 128] float32:
                                     value * the scale of its block; the last blocks of a row or column may be narrower
+    the same (DeepSeek V4)          x.scale in place of x.weight_scale_inv, in float8_e8m0fnu: powers of two
+    FP4 (experts of DeepSeek V4)    x.weight [out, in / 2] int8, x.scale [out, in / 32] float8_e8m0fnu: as MXFP4
     NVFP4 (ModelOpt)                x.weight [out, in / 2] uint8, x.weight_scale [out, in / 16] float8_e4m3fn, x.weight_scale_2
                                     float32: two values a byte, the low four bits first, times (the scale of 16 * weight_scale_2)
     MXFP4 (GPT-OSS)                 x_blocks [..., in / 32, 16] uint8, x_scales [..., in / 32] uint8:
@@ -27,6 +29,7 @@ from megaconv.values.four_bits import MXFP4_GROUP, NVFP4_GROUP, Mxfp4Tensor, NvF
 from megaconv.values.scaled import ScaledTensor
 
 _SCALE_INV, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
+_WEIGHT, _V4_SCALE, _POWERS = ".weight", ".scale", "float8_e8m0fnu"
 _NVFP4_SCALE, _NVFP4_SCALE_2 = "_scale", "_scale_2"
 
 
@@ -83,27 +86,61 @@ def _fp8_block(quantization: Mapping[str, Any], where: str) -> tuple[int, int]:
 def _from_fp8(
     tensors: Mapping[str, LazyTensor], block: tuple[int, int], dtype: str, where: str
 ) -> dict[str, LazyTensor]:
+    scale_names = {name: _scale_name(name, tensors) for name in tensors}
+    are_scales = {scale for scale in scale_names.values() if scale is not None}
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
-        if name.endswith(_SCALE_INV) and name.removesuffix(_SCALE_INV) in tensors:
+        if name in are_scales:
             continue
-        scales = tensors.get(name + _SCALE_INV)
-        if tensor.dtype == "float8_e4m3fn" and scales is None:
+        scale_name = scale_names[name]
+        if tensor.dtype == "float8_e4m3fn" and scale_name is None:
             raise TensorMismatch(f"{where}: {name} is fp8, and there is no {name}{_SCALE_INV}")
-        if scales is None:
+        if scale_name is None:
             found[name] = tensor
             continue
-        rows, cols = matrix_shape(tensor.shape)
-        grid = (-(-rows // block[0]), -(-cols // block[1]))
-        has_dtypes = (tensor.dtype, scales.dtype) == ("float8_e4m3fn", "float32")
-        if not has_dtypes or tuple(scales.shape) != grid:
-            raise TensorMismatch(
-                f"{where}: {name} is {list(tensor.shape)} {tensor.dtype} "
-                f"with scales {list(scales.shape)} {scales.dtype}; "
-                f"expected float8_e4m3fn with {list(grid)} float32"
-            )
-        found[name] = ScaledTensor(tensor, scales, block, dtype)
+        scales = tensors[scale_name]
+        if tensor.dtype == "int8" and scales.dtype == _POWERS:
+            found[name] = _fp4(name, tensor, scales, dtype, where)
+        else:
+            _require_fp8_grid(name, tensor, scales, block, where)
+            found[name] = ScaledTensor(tensor, scales, block, dtype)
     return found
+
+
+def _scale_name(name: str, tensors: Mapping[str, LazyTensor]) -> str | None:
+    """The name of a tensor's scales, as DeepSeek V3 or V4 names them; None if it has none."""
+    if name + _SCALE_INV in tensors:
+        return name + _SCALE_INV
+    of_v4 = name.removesuffix(_WEIGHT) + _V4_SCALE
+    is_quantized = tensors[name].dtype in ("float8_e4m3fn", "int8")
+    return of_v4 if is_quantized and name.endswith(_WEIGHT) and of_v4 in tensors else None
+
+
+def _require_fp8_grid(
+    name: str, tensor: LazyTensor, scales: LazyTensor, block: tuple[int, int], where: str
+) -> None:
+    """Raise TensorMismatch unless the scales are numbers, one for each block of an FP8 matrix."""
+    rows, cols = matrix_shape(tensor.shape)
+    grid = (-(-rows // block[0]), -(-cols // block[1]))
+    has_dtypes = tensor.dtype == "float8_e4m3fn" and scales.dtype in ("float32", _POWERS)
+    if not has_dtypes or tuple(scales.shape) != grid:
+        raise TensorMismatch(
+            f"{where}: {name} is {list(tensor.shape)} {tensor.dtype} "
+            f"with scales {list(scales.shape)} {scales.dtype}; "
+            f"expected float8_e4m3fn with {list(grid)} float32"
+        )
+
+
+def _fp4(name: str, packed: LazyTensor, scales: LazyTensor, dtype: str, where: str) -> Mxfp4Tensor:
+    """A matrix of two 4-bit values per byte, as the experts of DeepSeek V4. Raises TensorMismatch for scales that don't
+    fit."""
+    rows, half = matrix_shape(packed.shape)
+    if tuple(scales.shape) != (rows, 2 * half // MXFP4_GROUP) or 2 * half % MXFP4_GROUP:
+        raise TensorMismatch(
+            f"{where}: {name} is {list(packed.shape)} int8 with scales {list(scales.shape)}; "
+            f"expected [out, in / 2] and [out, in / {MXFP4_GROUP}]"
+        )
+    return Mxfp4Tensor(packed, scales, (rows, 2 * half), dtype)
 
 
 def _from_mxfp4(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> dict[str, LazyTensor]:
