@@ -17,9 +17,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its layers have two attentions, two MLPs and experts without computation, and Megatron core has no such layer": (
         "LongcatFlashForCausalLM",
     ),
-    "most of its layers have Kimi Delta Attention with a bounded gate, and its attention gates its output": (
-        "KimiK3ForConditionalGeneration",
-    ),
     "its layers have separate experts for images, with another width than those for text": (
         "Ernie4_5_VLMoeForConditionalGeneration",
     ),
