@@ -94,7 +94,7 @@ def test_transformers_loads_the_same_model_from_other_files(model: Path, tmp_pat
         *("--max-shard-size", "5KB", "--verify"),
     )
     assert outcome.status == 0, outcome.err
-    assert "no family describes the model" in outcome.err
+    assert "tensors keep their names and shapes" in outcome.err
     assert len(list(out.glob("model-*.safetensors"))) > 1
     assert_equal(weights(out), weights(model))
     ours, theirs = (AutoModel.from_pretrained(path).state_dict() for path in (out, model))
