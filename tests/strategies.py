@@ -213,6 +213,7 @@ OTHER_MIXERS = ("lfm2", "lfm2_moe", "olmo_hybrid")
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
 BETWEEN_FILES = (
     "bailing_hybrid",
+    "ernie4_5_vl_moe_text",
     "falcon_h1",
     *("kimi_linear", "gemma3n_text", "gemma4_text", "minimax_m3_vl_text", "nemotron_nas"),
     "step3p5",

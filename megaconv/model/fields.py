@@ -108,6 +108,7 @@ STRUCTURE = (
         "attention.sinks_in_windows",
         "attention.v_dim",
         "experts.count",
+        "experts.vision_ffn",
         "experts.shared_gate",
         "experts.router_bias",
         "experts.latent",
@@ -320,7 +321,7 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
 
 _OF_ROPE = (
     "positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent", "positions.interleaved",
-    "positions.backwards", "positions.local_rotary_percent", "layers.rotates",
+    "positions.backwards", "positions.sections", "positions.local_rotary_percent", "layers.rotates",
 )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ CONVERTED_ONLY = {
     "axk2": "gates on norms, and latent attention with a gate of its output",
     "baichuan": "a head whose rows are divided by their lengths, and ALiBi beside gated MLPs",
     "bailing_hybrid": "Kimi delta attention, whose state forgets each channel by itself, and gates of whole heads",
+    "ernie4_5_vl_moe_text": "two mixtures of experts in a layer, one for text and one for images",
     "falcon_h1": "attention and Mamba 2 on the same input, and factors on their projections",
     "kimi_linear": "Kimi delta attention, whose state forgets each channel by itself",
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
@@ -70,6 +71,7 @@ NOT_COMPUTED = {
     "streams": "several residual streams",
     "sparse_mlp": "MLPs that set most of their elements to 0",
     "layer_scale": "a number that scales each layer's output",
+    "vision_experts": "experts for images beside those for text",
     "expert_latent": "experts that work on a projection of the hidden states",
 }
 """Features that the decoder does not support, whatever the family."""

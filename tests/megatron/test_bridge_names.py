@@ -353,10 +353,7 @@ WHOLES = {
 OTHERS = (
     *("DeepseekV4ForCausalLM",),
     *("KimiK3ForConditionalGeneration",),
-    *(
-        "Ernie4_5_VLMoeForConditionalGeneration",
-        "NemotronH_Nano_VL_V2",
-    ),
+    *("NemotronH_Nano_VL_V2",),
     *(
         "NemotronH_Nano_Omni_Reasoning_V3",
         "NemotronH_Super_Omni_Reasoning_V3",
@@ -372,6 +369,7 @@ BESIDE_BY_FILES = {
 }
 """Architectures whose tensors outside the language model have the names of their files -> the language model's family."""
 BETWEEN_FILES = {
+    "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl_moe_text",
     "FalconH1ForCausalLM": "falcon_h1",
     "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl_text",
     "Step3p5ForCausalLM": "step3p5",

@@ -23,9 +23,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "most of its layers have Kimi Delta Attention with a bounded gate, and its attention gates its output": (
         "KimiK3ForConditionalGeneration",
     ),
-    "its layers have separate experts for images, with another width than those for text": (
-        "Ernie4_5_VLMoeForConditionalGeneration",
-    ),
     "its vision encoder (RADIO) is in no transformers release; its language model, a Nemotron-H, has no text_config": (
         "NemotronH_Nano_VL_V2",
         "NemotronH_Nano_Omni_Reasoning_V3",
