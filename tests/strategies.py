@@ -237,7 +237,9 @@ def own_fields(family: str) -> dict[str, Any]:
             "block_indexer.topk": 1,
         }
     gates = {"norm.gate_rank": 2} if family == "axk2" else {}
-    return {**families()[family].fixed, **inputs, **gates} if family in BEYOND_MEGATRON else {}
+    of_images = {"experts.vision_ffn": 4} if family == "ernie4_5_vl_moe_text" else {}
+    own = {**families()[family].fixed, **inputs, **gates, **of_images}
+    return own if family in BEYOND_MEGATRON else {}
 
 
 @st.composite
