@@ -10,12 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megaconv
+from megaconv.commands.inspection import Inspection
 from megaconv.errors import CheckpointError, NotExpressible
 from megaconv.families import family, read_config
 from megaconv.model.fields import fields_of
+from megaconv.model.ir import Header, Key, TensorInfo
+from megaconv.model.table import canonical_shapes
 from megatron_lite.models.trainable import check_computed
 from tests.config_models import raw_config
-from tests.families.test_converted_models import write_own_config
+from tests.conftest import FIXTURES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,12 +40,13 @@ VISION = {
 }
 IMAGE, START, END = 120, 121, 122
 OTHERS: dict[str, dict[str, Any]] = {
+    "the same": {},
     "one expert": {"moe_k": 1},
     "epsilon": {"rms_norm_eps": 1e-5},
     "base": {"rope_parameters": {**TEXT["rope_parameters"], "rope_theta": 700.0}},
     "sections": {"rope_parameters": {**TEXT["rope_parameters"], "mrope_section": [2, 2, 4]}},
 }
-"""Other models with the same weights."""
+"""Models with the same weights."""
 
 
 def whole_config(**text: Any) -> dict[str, Any]:
@@ -75,11 +79,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load(directory: Path, kind: str = "ForConditionalGeneration") -> "PreTrainedModel":
+def load(
+    directory: Path, kind: str = "ForConditionalGeneration", **options: Any
+) -> "PreTrainedModel":
     """With weights at aligned addresses. Those of a mapped file are at any, which changes the rounding."""
     transformers = pytest.importorskip("transformers")
     found = getattr(transformers, f"Ernie4_5_VLMoe{kind}")
-    model: PreTrainedModel = found.from_pretrained(directory, dtype=torch.float32).eval()
+    model: PreTrainedModel = found.from_pretrained(directory, dtype=torch.float32, **options).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     return model
@@ -159,21 +165,24 @@ def test_transformers_computes_the_same_logits_for_text_and_for_images(
 def test_transformers_computes_the_same_with_the_language_model_alone(
     source: Path, tmp_path: Path
 ) -> None:
-    """transformers has a class of it without a head. The config.json is written from the description alone."""
+    """transformers has a class of it without a head. Each config.json is written from a description alone."""
+    transformers = pytest.importorskip("transformers")
     output, back = tmp_path / "text", tmp_path / "back"
     report = megaconv.convert(source, output, saver="hf", verify=True, workers=1, text_only=True)
     assert report.verified
-    write_own_config(output, output)
-    inside = load(source).model.language_model
-    expected = hidden_states(inside)
+    expected = hidden_states(load(source).model.language_model)
     assert torch.equal(hidden_states(load(output, "TextModel")), expected)
     megaconv.convert(output, back, saver="hf", verify=True, workers=1, base=source)
     assert_same_files(back, source)
+    table = family(NAME)
     for words, settings in OTHERS.items():
-        write_own_config(output, output, **settings)
-        other = hidden_states(load(output, "TextModel"))
-        assert not torch.equal(other, expected), words
-        write_own_config(output, output, **{key: TEXT[key] for key in settings})
+        keys = {**TEXT, **settings}
+        stated = transformers.Ernie4_5_VLMoeTextConfig(**keys)
+        other = hidden_states(load(output, "TextModel", config=stated))
+        assert torch.equal(other, expected) is not bool(settings), words
+        written = table.write_hf(table.read_hf(keys))
+        (output / "config.json").write_text(json.dumps(written))
+        assert torch.equal(hidden_states(load(output, "TextModel")), other), words
 
 
 @pytest.mark.oracle
@@ -195,6 +204,21 @@ def test_the_names_of_transformers_class_are_read_and_kept(source: Path, tmp_pat
         megaconv.convert(path, texts[-1], saver="hf", workers=1, text_only=True)
         assert whole.experts.vision_ffn == 12
     assert_same_files(*texts)
+
+
+def test_the_published_model_has_29_billion_parameters_and_3_are_active() -> None:
+    """As many as transformers' class has. The encoder and the projector have 0.8 billion of them."""
+    models = json.loads((FIXTURES / "published_models.json").read_text())
+    (raw,) = (each["config"] for each in models if "ERNIE-4.5-VL-28B" in each["model"])
+    table = family(NAME)
+    config = table.read_hf(raw)
+    shapes = canonical_shapes(table.rows, config)
+    manifest = {Key(name): TensorInfo(shape, "bfloat16") for name, shape in shapes.items()}
+    header = Header(config, manifest)
+    experts = Inspection("published", "hf", header).experts()
+    assert header.parameters == 28_624_635_776
+    assert experts is not None
+    assert experts["active_parameters"] == 3_356_575_616
 
 
 OLDER = {

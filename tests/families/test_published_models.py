@@ -33,7 +33,7 @@ PUBLISHED = {
 }
 IN_MEGATRON = [name for name, each in PUBLISHED.items() if each.get("saver", "core") == "core"]
 """All but those that Megatron core can't compute, which are converted between Hugging Face's files."""
-EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
 def write_sparse(raw: dict[str, Any], path: Path) -> None:
