@@ -18,7 +18,6 @@ from megaconv.model.patterns import evaluate, of_layer
 from megaconv.model.rank import RANKS, Rank
 from megaconv.model.regions import NativeTensor, Region
 
-
 _AFTER_OTHERS = re.compile(r"\{e\+(\d+)\}")
 """The number of an expert that is counted after others: `{e+64}`."""
 
