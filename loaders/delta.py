@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megaconv.engine.lineage import places_in
 from megaconv.engine.preparation import open_source
-from megaconv.errors import UsageError
+from megaconv.errors import UnknownFamily, UsageError
 from megaconv.input import find_input
 from megaconv.loader import Loader
 from megaconv.model.ir import Source
@@ -24,6 +24,9 @@ def open_patched(path: Path, options: LoadOptions) -> Source:
         )
     earlier = [patch_at(each) for each in places_in(options.extra.get(EARLIER, ""))]
     patches = [open_patch(each) for each in (*earlier, path)]
+    unknown = patches[-1].header.config.own_names
+    if unknown is not None and not options.own_names:
+        raise UnknownFamily(f"{path}: {unknown.reason}")
     read = patches[0].options
     source = open_source(find_input(base, None, read), read)
     for patch in patches:
@@ -41,4 +44,5 @@ LOADER = Loader(
         EARLIER: "patches to apply before, separated by `:`",
     },
     reads_files=False,
+    keeps_names=True,
 )

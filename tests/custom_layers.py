@@ -35,6 +35,7 @@ NEEDS = {
     "olmo2": Needs("after", wide_qk_norms=True),
     "olmo3": Needs("after", wide_qk_norms=True),
     "exaone4": Needs("after"),
+    "molmo2_text": Needs("after", wide_qk_norms=True),
     "glm4": Needs("both"),
     "gemma2": Needs("both"),
     "gemma3_text": Needs("both"),
@@ -44,8 +45,10 @@ NEEDS = {
 def needs_of(checkpoint: Path) -> Needs:
     """By the config.json beside a checkpoint, which says what model a user is to build."""
     path = checkpoint / "hf" / "config.json"
-    model_type = json.loads(path.read_text())["model_type"] if path.is_file() else ""
-    return NEEDS.get(model_type, CORES_OWN)
+    raw = json.loads(path.read_text()) if path.is_file() else {"model_type": ""}
+    if raw["model_type"] == "molmo2_text" and not raw["norm_after"]:
+        return CORES_OWN  # a Qwen 3, but for its head
+    return NEEDS.get(raw["model_type"], CORES_OWN)
 
 
 def modules() -> SimpleNamespace:

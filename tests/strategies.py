@@ -214,14 +214,36 @@ OTHER_MIXERS = ("lfm2", "lfm2_moe", "olmo_hybrid")
 BETWEEN_FILES = (
     "bailing_hybrid",
     "ernie4_5_vl_moe_text",
+    "deepseek_v4",
     "falcon_h1",
     *("kimi_linear", "gemma3n_text", "gemma4_text", "minimax_m3_vl_text", "nemotron_nas"),
     "step3p5",
     *("axk2", "laguna", "mimo_v2_flash"),
 )
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
-BEYOND_MEGATRON = ("baichuan", "granite_moe_hybrid", *OTHER_MIXERS, *OTHER_LAYERS, *BETWEEN_FILES)
+BEYOND_MEGATRON = (
+    *("baichuan", "granite_moe_hybrid", "molmo2_text"),
+    *(*OTHER_MIXERS, *OTHER_LAYERS, *BETWEEN_FILES),
+)
 """Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""
+
+
+COMPRESSED: dict[str, Any] = {
+    "layers.entries": "selected",
+    "layers.window": 5,
+    "compressed.q_rank": 3,
+    "compressed.out_groups": 2,
+    "compressed.out_rank": 3,
+    "compressed.short": 2,
+    "compressed.long": 4,
+    "compressed.index_heads": 2,
+    "compressed.index_dim": 3,
+    "compressed.topk": 1,
+    "hyper.streams": 2,
+    "hyper.iterations": 3,
+    "hyper.epsilon": 1e-6,
+}
+"""Of a DeepSeek V4."""
 
 
 def own_fields(family: str) -> dict[str, Any]:
@@ -236,6 +258,10 @@ def own_fields(family: str) -> dict[str, Any]:
             "block_indexer.block": 4,
             "block_indexer.topk": 1,
         }
+    if family == "deepseek_v4":
+        inputs = COMPRESSED
+    if family == "molmo2_text":
+        inputs = {"head.unpredicted": 2}
     gates = {"norm.gate_rank": 2} if family == "axk2" else {}
     of_images = {"experts.vision_ffn": 4} if family == "ernie4_5_vl_moe_text" else {}
     own = {**families()[family].fixed, **inputs, **gates, **of_images}
@@ -346,7 +372,7 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
     heads = kv_heads * (1 if family in ("gpt2", "bert", "t5") else draw(st.integers(1, 3)))
     special = (
         has_latent_attention(family) or has_linear_attention(family) or norms_all_heads(family)
-    )
+    ) or bool(families()[family].fixed.get("attention.output_gate"))
     shares_heads = naming.scheme == "core" and heads > kv_heads and not special
     if shares_heads and draw(st.booleans()):
         kv_heads = draw(
@@ -361,7 +387,7 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
             "attention.kv_heads": kv_heads,
             "attention.head_dim": 2 * draw(st.integers(1, 2)),
             "mlp.ffn": tp * draw(st.integers(1, 4)),
-            "vocab": draw(st.integers(1, 40)),
+            "vocab": draw(st.integers(3 if family == "molmo2_text" else 1, 40)),
             "max_positions": draw(st.integers(1, 9)),
             "norm.epsilon": 1e-5,
             "positions.theta": 10000.0,

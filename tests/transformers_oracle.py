@@ -111,6 +111,19 @@ def two_ropes(full: dict[str, Any], windowed: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
 
 
+def entry_ropes(
+    theta: float = 5000.0, entry_theta: float = 700.0, share: float = 0.5, **scaling: Any
+) -> dict[str, Any]:
+    """As transformers 5 says it for a DeepSeek V4."""
+    main = rope_of(theta, partial_rotary_factor=share)
+    return {
+        "rope_parameters": {
+            "main": main,
+            "compress": {**main, "rope_theta": entry_theta, **scaling},
+        }
+    }
+
+
 def every_other_window() -> dict[str, Any]:
     return {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 
@@ -123,6 +136,7 @@ OLMO_YARN = {
     "beta_fast": 8.0,
     "beta_slow": 0.5,
 }
+PLAIN_YARN = {**OLMO_YARN, "attention_factor": 1.0}
 GEMMA_LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 5, "sliding_window": WINDOW}
 GEMMA_OTHERS = {"scale": {"query_pre_attn_scalar": 12}, "one less": {"sliding_window": WINDOW - 1}}
@@ -165,6 +179,9 @@ ROTATIONS: dict[str, dict[str, Any]] = {
     },
     "epsilon": {"rms_norm_eps": 1e-2},
 }
+
+MOLMO: dict[str, Any] = {"head_dim": 12, "additional_vocab_size": 13, **rope(5000.0, **OLMO_YARN)}
+NORMS_OF_MOLMO = {"norms after": {"norm_after": True}, "no scaling": rope(5000.0)}
 
 VARIANTS = {
     "llama": Variant("llama", others={"epsilon": {"rms_norm_eps": 1e-5}, "rotary base": rope(10000.0)}),
@@ -779,6 +796,27 @@ KIMI: dict[str, Any] = {
     "num_expert_group": 2, "topk_group": 1, "linear_head_dim": 6, "linear_num_heads": 4, "linear_conv_kernel_dim": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"], "model_max_length": 96,
 }  # fmt: skip
+DEEPSEEK_V4: dict[str, Any] = {
+    "num_key_value_heads": 1, "intermediate_size": 24, "head_dim": 16, "q_lora_rank": 24, "o_groups": 4, "o_lora_rank": 12,
+    "sliding_window": WINDOW,
+    "moe_intermediate_size": 24,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"],
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 5},
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"], "n_routed_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.2,
+    "index_n_heads": 2, "index_head_dim": 12, "index_topk": 3, "hc_mult": 3, "hc_sinkhorn_iters": 3,
+    **entry_ropes(**PLAIN_YARN),
+}  # fmt: skip
+UNTRAINED = {
+    "molmo2_text": Variant(
+        "molmo2_text", {**MOLMO, "num_key_value_heads": 2}, {"scaled layers": {"rope_scaling_layers": [1, 3]}, **NORMS_OF_MOLMO}, QUICK,
+        QUICK,
+    ),
+    "molmo2_text, norms after sublayers": Variant(
+        "molmo2_text", {**MOLMO, "norm_after": True, "qk_norm_type": "olmo", "attention_bias": True}, {"epsilon": {"rms_norm_eps": 1e-5}},
+        FEW, ALL_SLOW,
+    ),
+}  # fmt: skip
+"""Models that Megatron core computes, and that the trainer doesn't train."""
 CONVERTED = {
     "axk2": Variant(
         "axk2",
@@ -814,6 +852,11 @@ CONVERTED = {
          "local blocks": {"index_local_blocks": 2}, "scale": {"routed_scaling_factor": 1.0},
          "no indexer": {"layer_types": ["full_attention"] * 4}, "whole heads": rope(5000.0)},
     ),
+    "molmo2_text, some layers scaled": Variant(
+        "molmo2_text", {**MOLMO, "rope_scaling_layers": [1, 3], "qk_norm_type": "olmo", "norm_after": True},
+        {"other layers": {"rope_scaling_layers": [0, 3]}, "all layers": {"rope_scaling_layers": [0, 1, 2, 3]},
+         "norms before": {"norm_after": False}},
+    ),
     "falcon_h1": Variant(
         "falcon_h1",
         {**MIXED, "mamba_d_ssm": 128, "key_multiplier": 0.5, "lm_head_multiplier": 0.25, "ssm_multipliers": [0.5, 0.25, 2.0, 3.0, 0.75]},
@@ -825,6 +868,17 @@ CONVERTED = {
     ),
     "falcon_h1, norms": Variant(
         "falcon_h1", {**MIXED, "mamba_d_ssm": 128, "mamba_rms_norm": True}, {"order": {"mamba_norm_before_gate": False}}
+    ),
+    "deepseek_v4": Variant(
+        "deepseek_v4", DEEPSEEK_V4, {"one entry": {"index_topk": 1}, "yarn's usual factor": entry_ropes(**OLMO_YARN)},
+    ),
+    "deepseek_v4, all settings": Variant(
+        "deepseek_v4", DEEPSEEK_V4,
+        {"one less": {"sliding_window": WINDOW - 1}, "scale": {"routed_scaling_factor": 1.0}, "limit": {"swiglu_limit": 0.5},
+         "one step": {"hc_sinkhorn_iters": 1}, "epsilon of streams": {"hc_eps": 0.1}, "score": {"scoring_func": "sigmoid"},
+         "epsilon": {"rms_norm_eps": 1e-5}, "base": entry_ropes(theta=900.0, **PLAIN_YARN), "no scaling": entry_ropes(),
+         "base of entries": entry_ropes(entry_theta=900.0, **PLAIN_YARN), "narrower rope": entry_ropes(share=0.25, **PLAIN_YARN),
+         "attention's factor": entry_ropes(**OLMO_YARN, attention_factor=1.5)},
     ),
     "kimi_linear": Variant(
         "kimi_linear", KIMI, {"weights left as they are": {"moe_renormalize": False}, "all groups": {"topk_group": 2}},
@@ -912,6 +966,8 @@ def create(variant: Variant, directory: Path) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.2)
+            if name.endswith("tid2eid"):
+                buffer.random_(0, config.n_routed_experts)
             if name.endswith("layer_scalar"):
                 buffer.normal_(1.0, 0.2)
     model.save_pretrained(directory)
@@ -922,15 +978,21 @@ def _name_own_class(name: str, config: Path) -> None:
     """Name the family's class, as published models do. transformers computes some of them by Llama's class, and saves its name."""
     raw = json.loads(config.read_text())
     ours = families()[name].architectures
-    if raw["architectures"] == ["LlamaForCausalLM"] and name != "llama":
+    computed_by_another = ["LlamaForCausalLM"], ["Molmo2Language"]
+    if raw["architectures"] in computed_by_another and name != "llama":
         config.write_text(json.dumps(raw | {"architectures": [ours[0]]}, indent=2))
 
 
 def model_class(config: "PretrainedConfig") -> Any:
-    """The class of a model. transformers 5.23 has one for Mistral 4 that its AutoModelForCausalLM doesn't list."""
+    """The class of a model. transformers 5.23 has one for Mistral 4 that its AutoModelForCausalLM doesn't list, and none
+    for the language model of Molmo 2."""
     from transformers import AutoModelForCausalLM
     from transformers.models.mistral4 import Mistral4ForCausalLM
 
+    if config.model_type == "molmo2_text":
+        from tests.molmo2_language import Molmo2Language
+
+        return Molmo2Language
     return Mistral4ForCausalLM if config.model_type == "mistral4" else AutoModelForCausalLM
 
 

@@ -43,7 +43,7 @@ class Waiting:
 
 _LEAST_SENT = 2
 """Places beyond those of incomplete parts, so that parts are sent while others grow."""
-MEMORY_BYTES = 144 << 20
+MEMORY_BYTES = 168 << 20
 """Memory for parts, if a quarter of --max-memory is less."""
 NOTHING = Waiting(PART_BYTES, 0, 0, MEMORY_BYTES)
 

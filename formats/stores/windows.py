@@ -21,7 +21,7 @@ from formats.stores.announced import Announced
 
 PAGE = 1 << 20
 WINDOW = 8 << 20
-BUDGET = 176 << 20
+BUDGET = 184 << 20
 """Most bytes of windows in memory. Each thread that waits for its own window may exceed it by this window."""
 AHEAD = 4
 """Most windows that are fetched ahead of one reader."""

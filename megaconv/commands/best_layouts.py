@@ -7,6 +7,7 @@ from math import prod
 from shlex import join
 from typing import Any
 
+from megaconv.commands.only_in_files import only_in_files
 from megaconv.commands.units import readable
 from megaconv.errors import UsageError
 from megaconv.megatron.rank_files.output_layout import DEFAULT_DIVISOR
@@ -71,6 +72,7 @@ class BestLayouts:
             "candidates": self.candidates, "fitting": self.fitting, "gpu": self.gpu.name, "gpu_memory": self.wanted.memory,
             "parameters": self.parameters, "parameters_with_mtp": self.parameters_with_mtp,
             "flags": {"megatron_lm": megatron_lm_flags(first), "megatron_lite": megatron_lite_flags(first)},
+            "notices": list(only_in_files(self.config)),
         }  # fmt: skip
 
     @property
@@ -108,6 +110,7 @@ class BestLayouts:
             f"{wanted.seq:,} tokens"
         )
         yield f"{self.candidates:,} candidates; {self.fitting:,} layouts fit the memory; an estimate, not a measurement"
+        yield from only_in_files(self.config)
 
     def _first(self) -> Iterator[str]:
         first = self.placed[0]

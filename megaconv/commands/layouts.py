@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 from formats.tensor import ITEMSIZE
+from megaconv.commands.only_in_files import only_in_files
 from megaconv.commands.units import readable
 from megaconv.errors import LayoutError, UsageError
 from megaconv.families import family
@@ -50,6 +51,7 @@ class Layouts:
     """(sizes, reason) of a refused layout, one for each reason."""
     memory: int | None
     """Memory of one GPU in bytes, if the user gave it."""
+    notices: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         fitting = (
@@ -68,6 +70,7 @@ class Layouts:
             ],
             "refused": [{"sizes": sizes, "reason": reason} for sizes, reason in self.refused],
             "gpu_memory": self.memory,
+            "notices": list(self.notices),
         }
 
     def lines(self) -> Iterator[str]:
@@ -81,6 +84,7 @@ class Layouts:
 
     def notes(self) -> Iterator[str]:
         """Yield what is counted, and the reasons why other layouts are not possible."""
+        yield from self.notices
         yield "to train: weights, gradients and optimizer state of the fullest rank, without activations"
         for sizes, reason in self.refused:
             yield f"not possible: {sizes}: {reason}"
@@ -111,7 +115,7 @@ def layouts(header: Header, gpus: int | None = None, memory: int | None = None) 
             f"no layout of this model is of {gpus} GPUs; choose a multiple of a TP x PP that divides it"
         )
     reasons = tuple((text.partition(": ")[0], text.partition(": ")[2]) for text in refused.values())
-    return Layouts(tuple(possible), reasons, memory)
+    return Layouts(tuple(possible), reasons, memory, only_in_files(config))
 
 
 def _possible(header: Header, tp: int, pp: int, ep: int, gpus: int | None) -> Possible | None:

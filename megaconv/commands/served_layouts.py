@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from shlex import join
 from typing import Any
 
+from megaconv.commands.only_in_files import only_in_files
 from megaconv.commands.units import readable
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
@@ -65,7 +66,7 @@ class ServedLayouts:
         return {
             "layouts": [one.to_json() for one in self.placed], "fitting": self.fitting, "gpus": self.gpus,
             "gpu": self.gpu.name, "gpu_memory": self.wanted.memory, "parameters": self.parameters,
-            "flags": self.flags(),
+            "flags": self.flags(), "notices": list(only_in_files(self.config)),
         }  # fmt: skip
 
     def flags(self) -> dict[str, list[str]]:
@@ -90,6 +91,7 @@ class ServedLayouts:
         )
         fitting = "1 layout fits" if self.fitting == 1 else f"{self.fitting:,} layouts fit"
         yield f"{fitting} the memory; an estimate, not a measurement"
+        yield from only_in_files(self.config)
 
     def lines(self) -> Iterator[str]:
         """Yield lines for people."""

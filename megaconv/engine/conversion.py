@@ -19,7 +19,7 @@ from megaconv import registry
 from megaconv._version import __version__
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.engine.lineage import source_name
-from megaconv.engine.outputs import ahead, output_at, parts_of
+from megaconv.engine.outputs import output_at, parts_of
 from megaconv.engine.parts import PartPlan, in_order
 from megaconv.engine.plan import block_bytes, default_workers
 from megaconv.engine.preparation import open_source, prepare, workers_of
@@ -229,7 +229,7 @@ def _transfer(
 ) -> dict[Key, str]:
     """Write one share. parts: its plan in parts, for a store. Returns the fingerprints of the tensors that this share hashes."""
     workers = workers_of(options)
-    stream = Stream(options.max_memory // 2, None if parts is None else ahead(workers))
+    stream = Stream(options.max_memory // 2, None if parts is None else parts.ahead)
     order = None if parts is None else parts.order
     # With --resume, the journal decides which tensors are read.
     early = () if parts is None or options.resume else share.hashed
@@ -338,9 +338,9 @@ def verify_fingerprint(
     else:
         is_alone = not any(key.name.startswith(BESIDE) for key in expected.tensors)
         is_inside_original = completed and is_alone and is_multimodal(path)
-        # A multimodal model whose tensors kept their names is read back under these names.
-        is_described = report.header.config.own_names is None
-        read = LoadOptions(text_only=is_inside_original, whole=is_described, own_names=True)
+        # DCP holds a multimodal model by the names of its files, whatever family its language model has.
+        by_own_names = report.header.config.own_names is not None
+        read = LoadOptions(text_only=is_inside_original, whole=not by_own_names, own_names=True)
         source = open_source(find_input(path), read)
     held = source.header.manifest.keys()
     if held != expected.tensors.keys() and not (completed and held >= expected.tensors.keys()):

@@ -1,5 +1,6 @@
 """The place of an output: a directory on a disk, or a prefix of an object store."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from formats.staging import Staging
@@ -7,6 +8,7 @@ from formats.stores.addresses import is_store
 from formats.stores.waiting import MEMORY_BYTES, Terms, Waiting
 from formats.target import Target
 from megaconv._version import __version__
+from megaconv.engine.open_parts import most_open
 from megaconv.engine.parts import PartPlan, in_parts
 from megaconv.engine.plan import OutputPlan
 from megaconv.engine.ranks import ALONE, Ranks
@@ -15,7 +17,8 @@ from megaconv.errors import UsageError
 from megaconv.options import ConvertOptions
 from megaconv.store_inputs import parsed, writable_store
 
-_LEAST_AHEAD = 3
+_MOST_AHEAD = 3
+"""Tensors that are written at the same time, if there are no more threads than that."""
 
 
 def output_at(save_dir: str | Path, options: ConvertOptions, ranks: Ranks = ALONE) -> Target:
@@ -53,13 +56,23 @@ def _refuse_store_options(options: ConvertOptions) -> None:
             raise UsageError(f"{name}: is for an output in an object store; leave it out")
 
 
-def ahead(workers: int) -> int:
-    """The number of tensors, from the first unfinished one on, that may be written at the same time."""
-    return max(_LEAST_AHEAD, workers)
-
-
 def parts_of(plan: OutputPlan, options: ConvertOptions, workers: int) -> tuple[PartPlan, Waiting]:
-    """(a plan in parts, the places of the parts that wait)."""
-    parts = in_parts(plan, ahead(workers))
+    """(a plan in parts, the places of the parts that wait).
+
+    As many tensors are written at the same time as leave memory to parts that are being sent.
+    """
+    parts = in_parts(plan)
     memory = max(MEMORY_BYTES, options.max_memory // 4)
-    return parts, Waiting(parts.largest_part, parts.open_bytes, parts.open_parts, memory)
+    most = max(_MOST_AHEAD, workers)
+    planned = {ahead: _waiting(parts, ahead, memory) for ahead in range(most, 0, -1)}
+    for ahead, waiting in planned.items():
+        if waiting.open_bytes <= memory - memory // 4:
+            return replace(parts, ahead=ahead), waiting
+    if not planned[1].is_spooled:
+        return parts, planned[1]
+    return replace(parts, ahead=most), planned[most]
+
+
+def _waiting(parts: PartPlan, ahead: int, memory: int) -> Waiting:
+    most = most_open(parts.periods, ahead)
+    return Waiting(parts.largest_part, most.nbytes, most.count, memory)

@@ -5,14 +5,15 @@ parts are incomplete at the same time. Everything is known from the plan, before
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from formats.output import FileLayout, Piece, pieces
 from formats.partial_files import Span
-from formats.stores.part_sizes import gaps, part_bytes
+from formats.stores.part_sizes import gaps
 from formats.tensor import LazyTensor
-from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.engine.open_parts import Period, open_periods, spans
+from megaconv.engine.plan import OutputPlan
 from megaconv.model.ir import Key, Source
 
 
@@ -34,17 +35,18 @@ class PartPlan:
     """The place of each tensor in the order of writing."""
     files: Mapping[str, FileParts]
     """The files with tensors, by name."""
-    open_bytes: int = 0
-    """The largest sum of the parts that are incomplete at the same time."""
-    open_parts: int = 0
-    largest_part: int = field(default=0)
+    periods: Sequence[Period]
+    """The periods in which parts are incomplete."""
+    ahead: int = 1
+    """A tensor is begun only if less than this number of tensors come after the first unfinished one."""
+
+    @property
+    def largest_part(self) -> int:
+        return max((period.nbytes for period in self.periods), default=0)
 
 
-def in_parts(plan: OutputPlan, ahead: int) -> PartPlan:
-    """The plan of an output in parts.
-
-    ahead: a tensor is begun only if less than this number of tensors after the first unfinished one.
-    """
+def in_parts(plan: OutputPlan) -> PartPlan:
+    """The plan of an output in parts, with one tensor at a time."""
     order = {key: place for place, key in enumerate(_in_order(plan))}
     zeros = _zeros(plan)
     files = {
@@ -52,19 +54,8 @@ def in_parts(plan: OutputPlan, ahead: int) -> PartPlan:
         for name, layout in plan.files.items()
         if layout.records
     }
-    touched = _touched(plan, order, files)
-    changes: dict[int, list[int]] = {}
-    largest = 0
-    for size, (first, last) in touched:
-        largest = max(largest, size)
-        changes.setdefault(first, []).append(size)
-        changes.setdefault(last + ahead, []).append(-size)
-    nbytes = count = most_bytes = most_count = 0
-    for moment in sorted(changes):
-        nbytes += sum(changes[moment])
-        count += sum(1 if size > 0 else -1 for size in changes[moment])
-        most_bytes, most_count = max(most_bytes, nbytes), max(most_count, count)
-    return PartPlan(order, files, most_bytes, most_count, largest)
+    headers = {name: of_file.pieces for name, of_file in files.items()}
+    return PartPlan(order, files, open_periods(plan, order, headers))
 
 
 def in_order(source: Source, order: Mapping[Key, int]) -> Iterator[tuple[Key, LazyTensor]]:
@@ -80,14 +71,6 @@ def in_order(source: Source, order: Mapping[Key, int]) -> Iterator[tuple[Key, La
             waiting.append((order.get(key, len(order)), number, key, tensor))
     for _, _, key, tensor in sorted(waiting, key=lambda entry: entry[:2]):
         yield key, tensor
-
-
-def spans(layout: FileLayout, place: Placement) -> Iterator[Span]:
-    """The ranges of a file that a placement fills, each from the first to the last byte of its rows."""
-    start = layout.records[place.record].offset + place.offset
-    for region in place.regions:
-        for box in region.order.filled(region):
-            yield start + box.row0 * place.row_bytes, start + box.row1 * place.row_bytes
 
 
 def _in_order(plan: OutputPlan) -> list[Key]:
@@ -134,41 +117,3 @@ def _without_empty(piece: Piece, empty: Mapping[str, int]) -> Piece:
 
 def _content(piece: Piece, empty: Mapping[str, int], checksums: Mapping[str, int]) -> bytes:
     return piece.content({**checksums, **empty})
-
-
-def _touched(
-    plan: OutputPlan, order: Mapping[Key, int], files: Mapping[str, FileParts]
-) -> list[tuple[int, Span]]:
-    """(size, (first, last) tensor) of every part that a tensor touches."""
-    found: dict[tuple[str, int], Span] = {}
-    ends: dict[tuple[str, str], Span] = {}
-
-    def touch(file: str, span: Span, moments: Span) -> None:
-        step = part_bytes(plan.files[file].size)
-        for number in range(span[0] // step, max(span[0], span[1] - 1) // step + 1):
-            known = found.get((file, number), moments)
-            found[file, number] = min(known[0], moments[0]), max(known[1], moments[1])
-
-    for key, places in plan.placements.items():
-        for place in places:
-            moment = order[key]
-            known = ends.get((place.file, place.record), (moment, moment))
-            ends[place.file, place.record] = min(known[0], moment), max(known[1], moment)
-            for span in spans(plan.files[place.file], place):
-                touch(place.file, span, (moment, moment))
-    for name, parts in files.items():
-        for piece in parts.pieces:
-            # A header is written when its last record is complete, and its part waits for it.
-            moments = [ends[name, record][1] for record in piece.needs if (name, record) in ends]
-            if moments:
-                span = piece.offset, piece.offset + piece.nbytes
-                touch(name, span, (max(moments), max(moments)))
-    return [
-        (_part_size(plan.files[file].size, number), moments)
-        for (file, number), moments in found.items()
-    ]
-
-
-def _part_size(size: int, number: int) -> int:
-    step = part_bytes(size)
-    return min(step, size - number * step)

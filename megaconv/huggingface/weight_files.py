@@ -21,6 +21,8 @@ from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import (
     HF,
+    HF_FUSED,
+    HF_FUSED_HALVED,
     HF_SEPARATE,
     HF_STACKED,
     HF_STACKED_TRANSPOSED,
@@ -35,6 +37,8 @@ _log = logging.getLogger("megaconv")
 _SEPARATE = (".block_sparse_moe.", ".mlp.gate.weight_1")
 """Parts of names in files in which each expert has tensors of its own, under other names than in transformers' class:
 names of Mixtral's, and the second router of ERNIE 4.5 VL."""
+_FUSED = ".self_attn.att_proj."
+"""Part of the names of files with q, k and v in one tensor, under other names than those of transformers' class."""
 _STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 """Suffixes of tensors with all experts of a layer.
 
@@ -223,6 +227,8 @@ def hf_namings(names: Collection[str]) -> tuple[Naming, ...]:
     stacked = [name for name in names if name.endswith(_STACKED)]
     if not stacked and any(part in name for name in names for part in _SEPARATE):
         return (HF, HF_SEPARATE)
+    if any(_FUSED in name for name in names):
+        return (HF, HF_FUSED, HF_FUSED_HALVED)
     found = (HF, HF_STACKED, HF_STACKED_TRANSPOSED) if stacked else (HF,)
     return (
         tuple(map(with_mtp_stacked, found))

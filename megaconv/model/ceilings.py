@@ -40,9 +40,11 @@ _FIELDS = {
     "linear.value_dim": WIDTH, "linear.conv": WIDTH, "mamba.heads": WIDTH, "mamba.head_dim": WIDTH,
     "mamba.groups": WIDTH, "mamba.state": WIDTH, "token_types": WIDTH, "vocab": VOCABULARY, "max_positions": POSITIONS,
     "positions.buckets": WIDTH, "head.classes": WIDTH, "positions.max_distance": POSITIONS, "layers.window": POSITIONS,
-    "layer_inputs.width": WIDTH, "layer_inputs.vocab": VOCABULARY,
+    "layer_inputs.width": WIDTH, "layer_inputs.vocab": VOCABULARY, "head.unpredicted": VOCABULARY,
     "block_indexer.heads": WIDTH, "block_indexer.head_dim": WIDTH, "block_indexer.topk": POSITIONS, "block_indexer.block": POSITIONS,
-    "streams.count": WIDTH, "streams.laurel_rank": WIDTH,
+    "streams.count": WIDTH, "streams.laurel_rank": WIDTH, "hyper.streams": EXPERTS, "hyper.iterations": EXPERTS,
+    "compressed.q_rank": WIDTH, "compressed.out_groups": WIDTH, "compressed.out_rank": WIDTH, "compressed.topk": POSITIONS,
+    "compressed.short": POSITIONS, "compressed.long": POSITIONS, "compressed.index_heads": WIDTH, "compressed.index_dim": WIDTH,
 }  # fmt: skip
 """Dotted name of a configuration's field -> its limit."""
 

@@ -15,6 +15,7 @@ from megaconv.errors import CorruptCheckpoint
 from megaconv.model.beside import Whole
 from megaconv.model.mixers import (
     BlockIndexer,
+    CompressedAttention,
     Indexer,
     LatentAttention,
     LinearAttention,
@@ -29,6 +30,7 @@ from megaconv.model.subjects import (
     Experts,
     Factors,
     Head,
+    HyperConnections,
     LayerInputs,
     LayerKind,
     Norm,
@@ -59,6 +61,7 @@ class ModelConfig:
     latent: LatentAttention = field(default_factory=LatentAttention)
     indexer: Indexer = field(default_factory=Indexer)
     block_indexer: BlockIndexer = field(default_factory=BlockIndexer)
+    compressed: CompressedAttention = field(default_factory=CompressedAttention)
     linear: LinearAttention = field(default_factory=LinearAttention)
     mamba: Mamba = field(default_factory=Mamba)
     convolution: ShortConvolution = field(default_factory=ShortConvolution)
@@ -66,6 +69,7 @@ class ModelConfig:
     experts: Experts = field(default_factory=Experts)
     layer_inputs: LayerInputs = field(default_factory=LayerInputs)
     streams: Streams = field(default_factory=Streams)
+    hyper: HyperConnections = field(default_factory=HyperConnections)
     encoder: Encoder = field(default_factory=Encoder)
     retrieval: Retrieval = field(default_factory=Retrieval)
     head: Head = field(default_factory=Head)
@@ -130,10 +134,33 @@ class ModelConfig:
             raise CorruptCheckpoint(
                 f"the model's indexer can't have {what} where {latent.rope_dim} elements rotate"
             )
+        self._check_compressed()
+        if self.predicted < 1:
+            raise CorruptCheckpoint(
+                f"the model can't have {self.vocab} tokens, {self.head.unpredicted} of them without a row of the head"
+            )
         self._check_linear()
         self._check_mamba()
         self._check_convolution()
         self._check_retrieval()
+
+    def _check_compressed(self) -> None:
+        found, heads = self.compressed, self.attention.heads
+        if not any(kind.mixer == "compressed" for kind in self.layers):
+            return
+        widths = (found.q_rank, found.out_groups, found.out_rank)
+        if not all(widths) or heads % found.out_groups:
+            what = f"{heads} heads in {found.out_groups} groups of {found.out_rank}, and queries of rank {found.q_rank}"
+            raise CorruptCheckpoint(f"the model's compressed attention can't have {what}")
+        needed = {
+            "none": (),
+            "all": (found.long,),
+            "selected": (found.short, found.index_heads, found.index_dim, found.topk),
+        }
+        for entries in {kind.entries for kind in self.layers}:
+            if not all(needed[entries]):
+                what = f"{entries} entries with {found}"
+                raise CorruptCheckpoint(f"the model's compressed attention can't have {what}")
 
     def _check_linear(self) -> None:
         linear = self.linear
@@ -189,6 +216,15 @@ class ModelConfig:
         return retrieving_layers(self.layer_count) if self.retrieval.layers else range(0)
 
     @property
+    def predicted(self) -> int:
+        """Tokens that the head has rows for."""
+        return self.vocab - self.head.unpredicted
+
+    def tokens_of(self, canonical: str) -> int:
+        """Rows of a canonical tensor that has one for each token, such as the embedding."""
+        return self.predicted if canonical.startswith("head.") else self.vocab
+
+    @property
     def window(self) -> int | None:
         """Attention window of the layers that have one; None if no layer has one."""
         return next((kind.window for kind in self.layers if kind.window is not None), None)
@@ -221,6 +257,11 @@ class ModelConfig:
             "attn_v_dim": self.attention.v_dim or self.attention.head_dim,
             "position_rows": self.max_positions + self.positions.offset,
             "conv_channels": self.hidden,
+            "out_group_width": self.attention.heads
+            * self.attention.head_dim
+            // (self.compressed.out_groups or 1),
+            "hyper_weights": (2 + self.hyper.streams) * self.hyper.streams,
+            "predicted": self.predicted,
         }
         tower = {} if self.whole is None else self.whole.sizes
         return {name: size.of(self) for name, size in SIZES.items()} | derived | dict(tower)
@@ -262,6 +303,7 @@ SIZES: Mapping[str, Size] = {
     "retriever_layers": Size("retrieval.layers"),
     "token_types": Size("token_types"),
     "classes": Size("head.classes"),
+    "unpredicted": Size("head.unpredicted"),
     "projection": Size("retriever.projection"),
     "relative_buckets": Size("positions.buckets"),
     "kv_rank": Size("latent.kv_rank"),
@@ -287,6 +329,15 @@ SIZES: Mapping[str, Size] = {
     "block_dim": Size("block_indexer.head_dim"),
     "streams": Size("streams.count"),
     "laurel_rank": Size("streams.laurel_rank"),
+    "hyper_streams": Size("hyper.streams"),
+    "compressed_q_rank": Size("compressed.q_rank"),
+    "out_groups": Size("compressed.out_groups"),
+    "out_rank": Size("compressed.out_rank"),
+    "short_entry": Size("compressed.short"),
+    "long_entry": Size("compressed.long"),
+    "entry_heads": Size("compressed.index_heads"),
+    "entry_dim": Size("compressed.index_dim"),
+    "experts_per_token": Size("experts.per_token"),
 }
 """Name of a size in shapes -> the size."""
 
@@ -348,6 +399,11 @@ FEATURES: Mapping[str, Holds] = {
     ),
     "two_rotations": lambda config, kind, layer: config.positions.local_rotary_percent is not None,
     "normalized_head": lambda config, kind, layer: config.head.normalized,
+    "shorter_head": lambda config, kind, layer: config.head.unpredicted > 0,
+    "partly_scaled": lambda config, kind, layer: (
+        config.positions.scaling is not None
+        and not all(each.scales_positions for each in config.layers)
+    ),
     "capped_logits": lambda config, kind, layer: config.head.logit_cap is not None,
     "scaled_embedding": lambda config, kind, layer: config.embedding_scale is not None,
     "tempered": lambda config, kind, layer: config.temperature.scale != 0,
@@ -359,6 +415,11 @@ FEATURES: Mapping[str, Holds] = {
         each.mixer == "linear" for each in config.layers
     ),
     "kda_layers": lambda config, kind, layer: any(each.mixer == "kda" for each in config.layers),
+    "compressed_layers": lambda config, kind, layer: any(
+        each.mixer == "compressed" for each in config.layers
+    ),
+    "hyper_connections": lambda config, kind, layer: config.hyper.streams > 0,
+    "hash_layers": lambda config, kind, layer: any(each.hashed for each in config.layers),
     "mamba_layers": lambda config, kind, layer: any(
         each.mixer in ("mamba", "side_by_side") for each in config.layers
     ),
@@ -442,6 +503,12 @@ FEATURES: Mapping[str, Holds] = {
     "attention": lambda config, kind, layer: kind.mixer in ("attention", "side_by_side"),
     "linear": lambda config, kind, layer: kind.mixer == "linear",
     "kda": lambda config, kind, layer: kind.mixer == "kda",
+    "compressed": lambda config, kind, layer: kind.mixer == "compressed",
+    "selected_entries": lambda config, kind, layer: (
+        kind.mixer == "compressed" and kind.entries == "selected"
+    ),
+    "all_entries": lambda config, kind, layer: kind.mixer == "compressed" and kind.entries == "all",
+    "hashed": lambda config, kind, layer: kind.hashed,
     "mamba": lambda config, kind, layer: kind.mixer in ("mamba", "side_by_side"),
     "convolution": lambda config, kind, layer: kind.mixer == "convolution",
     "moe": lambda config, kind, layer: config.experts.count > 0 and kind.mlp == "experts",

@@ -10,6 +10,7 @@ from megaconv.model.ceilings import require_possible
 from megaconv.model.config import OF_ONE_LAYER, SIZES, ModelConfig, value_of
 from megaconv.model.mixers import (
     BlockIndexer,
+    CompressedAttention,
     Indexer,
     LatentAttention,
     LinearAttention,
@@ -23,6 +24,7 @@ from megaconv.model.subjects import (
     Experts,
     Factors,
     Head,
+    HyperConnections,
     LayerInputs,
     LayerKind,
     Norm,
@@ -42,6 +44,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "latent": LatentAttention,
     "indexer": Indexer,
     "block_indexer": BlockIndexer,
+    "compressed": CompressedAttention,
     "linear": LinearAttention,
     "mamba": Mamba,
     "convolution": ShortConvolution,
@@ -49,6 +52,7 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     "experts": Experts,
     "layer_inputs": LayerInputs,
     "streams": Streams,
+    "hyper": HyperConnections,
     "encoder": Encoder,
     "retrieval": Retrieval,
     "head": Head,
@@ -82,6 +86,8 @@ STRUCTURE = (
         *(f"layers.{name}" for name in OF_ONE_LAYER),
         "layers.shares_kv",
         "layers.indexed",
+        "layers.entries",
+        "layers.hashed",
         "layers.keys_as_values",
         "layer_scale",
         "hidden",
@@ -128,12 +134,15 @@ STRUCTURE = (
         "head.binary",
         "head.classes",
         "head.choices",
+        "head.unpredicted",
         "positions.buckets",
         "positions.offset",
     ),
     *("retriever.towers", "retriever.projection", "retriever.pooler"),
     *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),
-    *("block_indexer.heads", "block_indexer.head_dim"),
+    *("block_indexer.heads", "block_indexer.head_dim", "hyper.streams"),
+    *("compressed.q_rank", "compressed.out_groups", "compressed.out_rank", "compressed.short"),
+    *("compressed.long", "compressed.index_heads", "compressed.index_dim"),
     *("indexer.heads", "indexer.head_dim", "experts.own_norms"),
     *("layer_inputs.width", "layer_inputs.vocab", "streams.count", "streams.laurel_rank"),
     *(
@@ -293,10 +302,13 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield "positions.local_theta"
     if config.window is None or positions.local_rotary_percent == positions.rotary_percent:
         yield "positions.local_rotary_percent"
+    if positions.scaling is None:
+        yield "layers.scales_positions"
     if not config.has("linear_layers") and not config.has("kda_layers"):
         yield from _fields_below("linear.")
     if not config.has("mamba_layers"):
         yield from _fields_below("mamba.")
+    yield from _of_entries_without_effect(config)
     if not config.has("convolution_layers"):
         yield "convolution.width"
     if not config.layer_inputs.width:
@@ -305,12 +317,15 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield from _fields_below("block_indexer.")
     if not config.streams.count:
         yield from (name for name in _fields_below("streams.") if name != "streams.count")
+    if not config.hyper.streams:
+        yield from (name for name in _fields_below("hyper.") if name != "hyper.streams")
     if not config.retrieval.layers:
         yield from (name for name in _fields_below("retrieval.") if name != "retrieval.layers")
     if not config.indexer.heads:
         yield from (name for name in _fields_below("indexer.") if name != "indexer.heads")
     if not experts.count:
         yield from (name for name in _fields_below("experts.") if name != "experts.count")
+        yield "layers.hashed"
     elif not config.layers_with("dense"):
         yield "mlp.ffn"
     if experts.groups == 1:
@@ -319,9 +334,23 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield "experts.scale"
 
 
+def _of_entries_without_effect(config: ModelConfig) -> Iterator[str]:
+    """The fields of compressed attention that have no effect."""
+    if not config.has("compressed_layers"):
+        yield from ("layers.entries", *_fields_below("compressed."))
+        return
+    kinds = {kind.entries for kind in config.layers}
+    if "selected" not in kinds:
+        yield from (f"compressed.{name}" for name in ("short", "index_heads", "index_dim", "topk"))
+    if "all" not in kinds:
+        yield "compressed.long"
+    if kinds == {"none"}:
+        yield from ("compressed.theta", "compressed.scaling")
+
+
 _OF_ROPE = (
     "positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent", "positions.interleaved",
-    "positions.backwards", "positions.sections", "positions.local_rotary_percent", "layers.rotates",
+    "positions.backwards", "positions.sections", "positions.local_rotary_percent", "layers.rotates", "layers.scales_positions",
 )  # fmt: skip
 
 

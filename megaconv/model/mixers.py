@@ -3,7 +3,9 @@
 All sizes are 0 in models without such layers. subjects.py has plain attention.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -114,3 +116,30 @@ class BlockIndexer:
     """Number of blocks selected for each token and head."""
     local: int = 0
     """Blocks up to the token's own that are always selected."""
+
+
+@dataclass(frozen=True)
+class CompressedAttention:
+    """The layers with mixer `compressed` (DeepSeek V4). All heads share one key, which is the value as well. Queries come
+    from a latent vector. Beside the tokens in its window, a token may attend to entries: each is a weighted sum of
+    several earlier tokens. All sizes are 0 in models without such layers."""
+
+    q_rank: int = 0
+    """Width of the latent vector from which queries are computed."""
+    out_groups: int = 0
+    """Groups of heads. Each has a projection of its own to out_rank elements; one matrix joins the groups."""
+    out_rank: int = 0
+    short: int = 0
+    """Tokens of an entry in layers with selected entries. Each token also counts for the next entry."""
+    long: int = 0
+    """Tokens of an entry in layers with all entries."""
+    index_heads: int = 0
+    """Heads of the indexer, which selects entries."""
+    index_dim: int = 0
+    """Elements of one head of the indexer."""
+    topk: int = 0
+    """Number of entries selected for each token."""
+    theta: float = 10000.0
+    """Rope base in layers with entries. Other layers have the model's base."""
+    scaling: Mapping[str, Any] | None = None
+    """Rope scaling in layers with entries, in the form of positions.scaling."""

@@ -6,7 +6,8 @@ hf        transformers' names. `stacked`: all experts of a layer in one tensor. 
           memory, and writes them so if its option says not to keep the older form. `stacked_transposed`: the same,
           with each expert transposed. `mtp_stacked`: only the experts of multi-token prediction (MTP) layers are in
           one tensor (Qwen 3.6). `separate`: each expert in tensors of its own, under other names than those of
-          transformers' class (MiniMax M3).
+          transformers' class (MiniMax M3). `fused`: q, k and v in one tensor, under other names than those of
+          transformers' class (Molmo 2). `fused_halved`: the same, with the embedding in two halves.
 core      Megatron core with Transformer Engine's layers; each expert is a separate module. `local`: Megatron's own
           layers. `local_keys`: Megatron's own layers under Transformer Engine's names, as in distributed checkpoints.
           `grouped`: one tensor per expert in a grouped layer of Transformer Engine. `legacy_grouped`: one tensor for
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 
 KEYS = (
     *("hf", "hf_stacked", "hf_stacked_transposed", "hf_mtp_stacked", "hf_separate"),
+    *("hf_fused", "hf_fused_halved"),
     *(
         "core",
         "core_local",
@@ -63,6 +65,8 @@ class Naming:
 HF = Naming("hf")
 HF_STACKED = Naming("hf", ("stacked",))
 HF_SEPARATE = Naming("hf", ("separate",))
+HF_FUSED = Naming("hf", ("fused",))
+HF_FUSED_HALVED = Naming("hf", ("fused_halved", "fused"))
 HF_STACKED_TRANSPOSED = Naming("hf", ("stacked_transposed", "stacked"))
 CORE = Naming("core")
 CORE_LOCAL = Naming("core", ("local",))

@@ -64,7 +64,10 @@ class RankTensors:
         divide(self.vocab_rows, self.layout.tp, what, RANKS["tp"])
         # Only Megatron core lets tensor-parallel ranks share key/value heads.
         sizes = rank_sizes(self.config, self.layout, shares_heads=self.naming.scheme == "core")
-        return whole | {"vocab": self.vocab_rows}, sizes
+        padded = {"vocab": self.vocab_rows}
+        if self.naming.scheme != "hf":  # Megatron's head is as long as its embedding
+            padded["predicted"] = self.vocab_rows
+        return whole | padded, sizes
 
     def templates(self, row: Row, rank: Rank, layer: int) -> tuple[Template, ...]:
         """The templates of a row on a rank, in a layer. Raises NotExpressible if the naming scheme has no name for the

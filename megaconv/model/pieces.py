@@ -138,7 +138,8 @@ class Pieces:
         """Rows of a shard behind the end of the vocabulary. They are on the last ranks, which may hold nothing else."""
         if not self.padded_vocab:
             return 0
-        return min(box.rows, max(0, box.row1 - self.rank.sizes["vocab"]))
+        tokens = self.shapes[0].split()[0]  # `vocab`, or the size of a shorter head
+        return min(box.rows, max(0, box.row1 - self.rank.sizes[tokens]))
 
     def _shape(self, rows: int, first: Shard) -> Shape:
         """The shape of `rows` joined rows of shards. first: the first of these shards."""

@@ -53,7 +53,7 @@ def row_elements(
     """
     rank_sizes(config, layout, shares_heads=True)
     divide(vocab_rows, layout.tp, "padded vocabulary", RANKS["tp"])
-    sizes = config.sizes() | {"vocab": vocab_rows}
+    sizes = config.sizes() | {"vocab": vocab_rows, "predicted": vocab_rows}
     kinds = dict.fromkeys(_own(config, layer) for layer in range(config.layer_count))
     found: dict[RowOfLayers, int] = {}
     for row in with_beside(rows, config):

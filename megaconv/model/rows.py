@@ -189,6 +189,10 @@ class Row:
             self, names={**self.names, **{key: _spellings(value) for key, value in spelled.items()}}
         )
 
+    def shaped(self, *shapes: str) -> "Row":
+        """The same row with other shapes."""
+        return replace(self, shapes=shapes)
+
     def without(self, *schemes: str) -> "Row":
         """The same row without the names of these schemes."""
         kept = {

@@ -14,14 +14,16 @@ class LayerKind:
 
     mixer: str = "attention"
     """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), `convolution` (a gated
-    short convolution), `kda` (Kimi delta attention), `side_by_side` (attention and Mamba 2 on the same input), or `none` in a layer
-    that is only an MLP."""
+    short convolution), `kda` (Kimi delta attention), `side_by_side` (attention and Mamba 2 on the same input),
+    `compressed` (attention with one key for all heads, DeepSeek V4), or `none` in a layer that is only an MLP."""
     mlp: str = "dense"
     """`dense`, `experts`, or `none` in a layer that is only a mixer."""
     window: int | None = None
     """Number of positions that a token attends to, including itself; None for all."""
     rotates: bool = True
     """True if rope rotates q and k of this layer. Without rope in the model it has no effect."""
+    scales_positions: bool = True
+    """True if positions.scaling applies to this layer. Without rope scaling in the model it has no effect."""
     chunk: int | None = None
     """Positions of a chunk: a token attends only to tokens of its own chunk. None: the sequence has no chunks."""
     heads: int | None = None
@@ -38,6 +40,10 @@ class LayerKind:
     """True if the projection of keys also gives the values."""
     indexed: bool = False
     """True if a block indexer selects the blocks of keys that attention reads."""
+    entries: str = "none"
+    """Of mixer `compressed`: the entries that a token attends to, which are `none`, `all`, or `selected` by an indexer."""
+    hashed: bool = False
+    """True if a stored table gives the experts of each token of the vocabulary, instead of the router's scores."""
     limit: float | None = None
     """Upper limit of the activation's output, and limit of the second projection in both directions, in routed experts;
     None: no limits."""
@@ -122,7 +128,7 @@ class Positions:
     scaling: Mapping[str, Any] | None = None
     """Rope scaling in Hugging Face's form, with `rope_type`; None if positions are not scaled."""
     rotary_percent: float = 1.0
-    """The share of a head's elements that rotates, from the first element on."""
+    """The share of a head's elements that rotates, from the first element on; with mixer `compressed`, up to the last."""
     local_rotary_percent: float | None = None
     """The same share in the layers with a window; None for rotary_percent."""
     interleaved: bool = False
@@ -212,7 +218,8 @@ class Experts:
     shared_gate: bool = False
     """True if a gate scales the shared expert's output."""
     score: str = "softmax"
-    """The function that turns router logits into weights: `softmax` or `sigmoid`."""
+    """The function that turns router logits into weights: `softmax`, `sigmoid`, or `sqrt_softplus`: the root of a
+    softplus."""
     renormalize: bool = True
     """True if the weights of the selected experts are normalized to sum up to 1."""
     scale: float | None = None
@@ -259,6 +266,19 @@ class Streams:
     """True if a vector scales this stream before a layer's part of the second embedding is multiplied with it."""
     laurel_rank: int = 0
     """Rank of a product of two matrices that is added beside attention (LAuReL, arXiv 2411.07501)."""
+
+
+@dataclass(frozen=True)
+class HyperConnections:
+    """Several residual streams, which each attention and each MLP mixes (arXiv 2512.24880, as in DeepSeek V4). A learned
+    sum of the streams is a sublayer's input, and its output is added to each stream by another weight. All numbers are 0
+    in models with one stream."""
+
+    streams: int = 0
+    iterations: int = 0
+    """Steps in which the matrix that mixes streams is divided by the sums of its rows and columns (Sinkhorn)."""
+    epsilon: float = 0.0
+    """A number that is added to these sums and to the weights."""
 
 
 @dataclass(frozen=True)
@@ -338,6 +358,8 @@ class Head:
     """A number that logits are divided by; None for 1."""
     normalized: bool = False
     """True if each row of the head's matrix is divided by its length before it is multiplied with the hidden states."""
+    unpredicted: int = 0
+    """Tokens at the end of the vocabulary that the head has no rows for: the model reads them and never predicts them."""
 
 
 @dataclass(frozen=True)

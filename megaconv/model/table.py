@@ -20,6 +20,7 @@ from megaconv.model.patterns import evaluate, expand, of_layer
 from megaconv.model.rows import STAGES, Copied, Row, Spelling
 from megaconv.model.spellings.fused import Fused
 from megaconv.model.spellings.halves import Halves
+from megaconv.model.spellings.last_rows_apart import LastRowsApart
 from megaconv.model.spellings.other_axis import OtherAxis
 from megaconv.model.spellings.per_head import PerHead
 from megaconv.model.spellings.rope_last import RopeLast
@@ -35,6 +36,7 @@ __all__ = [
     "Fused",
     "FusedPairs",
     "Halves",
+    "LastRowsApart",
     "OtherAxis",
     "PerHead",
     "RopeLast",

@@ -162,17 +162,21 @@ def _identity(
 def _require_models(old: Header, new: Header) -> None:
     """Raises NotExpressible for adapters, and for an encoder that OLD doesn't have in the same form.
 
-    Raises UnknownFamily for a model that no family describes.
+    Raises UnknownFamily if a family describes only one of the two models.
     """
-    unknown = new.config.own_names or old.config.own_names
-    if unknown is not None:
-        raise UnknownFamily(f"a patch needs a supported model; {unknown.reason}")
+    ours, theirs = new.config.own_names, old.config.own_names
+    if (ours is None) != (theirs is None):
+        unknown = ours or theirs
+        assert unknown is not None
+        raise UnknownFamily(
+            f"a patch needs two models of one family; no family describes one of them: {unknown.reason}"
+        )
     if new.adapter is not None:
         raise NotExpressible("a patch of an adapter isn't supported; adapters are small: copy it")
-    ours, theirs = new.config.whole, old.config.whole
-    if ours is None:
+    whole, of_base = new.config.whole, old.config.whole
+    if whole is None:
         return
-    if theirs is None or replace(theirs, config={}) != replace(ours, config={}):
+    if of_base is None or replace(of_base, config={}) != replace(whole, config={}):
         raise NotExpressible(
             "a patch between multimodal models needs the same encoders on both sides, and OLD has others; "
             "--text-only makes a patch of the language models"
@@ -329,9 +333,13 @@ def _description(header: Header) -> dict[str, Any]:
     training = plain(replace(header.training, rng={}))
     # The encoders' tables are those of the base: the patch holds the configuration alone.
     whole = None if header.config.whole is None else {"config": plain(header.config.whole.config)}
+    own_names = header.config.own_names
+    # Rows follow from the names and shapes of the tensors.
+    named = None if own_names is None else plain(replace(own_names, rows=()))
+    config = plain(replace(header.config, whole=None, own_names=None))
     rng = {tuple(rank): state for rank, state in written_rng(header.training.rng).items()}
     return {
-        "config": plain(replace(header.config, whole=None)) | {"whole": whole},
+        "config": config | {"whole": whole, "own_names": named},
         "training": training | {"rng": rng},
         "files": list(header.files),
         "named_tokenizer": header.named_tokenizer,

@@ -48,6 +48,7 @@ from megaconv.errors import ModelsDiffer, UsageError
 from megaconv.hub import resolve
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, Key, Source, TensorInfo
+from megaconv.model.own_names import OwnNames
 from megaconv.model.training import TrainingState
 from megaconv.options import LoadOptions
 from megaconv.patches.blocks import damaged, decode
@@ -160,12 +161,14 @@ def open_patch(path: Path) -> Patch:
             for side in (found["base"], found["new"])
         ]
         read = found["options"]
-        options = LoadOptions(
-            optimizer=read["optimizer"] is True, text_only=read["text_only"] is True
-        )
         blocks = InputFile.open(path / BLOCKS)
         _require_size(blocks, entries)
         header, whole = _header(path, entries)
+        options = LoadOptions(
+            optimizer=read["optimizer"] is True,
+            text_only=read["text_only"] is True,
+            own_names=header.config.own_names is not None,
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(str(index), ValueError(f"is not the index of a patch ({error})")) from error
     return Patch(path, ends[0], ends[1], entries, removed, header, blocks, options, whole)
@@ -208,10 +211,11 @@ def _header(path: Path, entries: tuple[Entry, ...]) -> tuple[Header, Mapping[str
     """(the header without encoders, config.json of a multimodal model or None)."""
     saved: Any = torch_zip.read(path / HEADER)
     whole = saved["config"].pop("whole", None)
+    own_names = _own_names(saved["config"].pop("own_names", None), entries, path)
     training = built(TrainingState, saved["training"])
     files = {name: path / FILES / _below(name) for name in saved["files"]}
     header = Header(
-        config=built(ModelConfig, saved["config"]),
+        config=replace(built(ModelConfig, saved["config"]), own_names=own_names),
         manifest={entry.key: entry.info for entry in entries},
         training=training,
         files=files,
@@ -220,6 +224,16 @@ def _header(path: Path, entries: tuple[Entry, ...]) -> tuple[Header, Mapping[str
         has_optimizer=training.optimizer is not None,
     )
     return header, None if whole is None else dict(whole["config"])
+
+
+def _own_names(saved: Any, entries: tuple[Entry, ...], path: Path) -> OwnNames | None:
+    """What is known of a model that no family describes; None for others."""
+    if saved is None:
+        return None
+    if not isinstance(saved["config"], dict) or not isinstance(saved["reason"], str):
+        raise ValueError("own_names: expected a configuration and a reason")
+    shapes = {entry.key.name: entry.info.shape for entry in entries}
+    return built(OwnNames, saved).with_tensors(shapes, str(path / INDEX))
 
 
 def _below(name: str) -> PurePosixPath:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from megaconv.model.layout import Chunk
 from megaconv.model.subjects import LayerKind
-from megaconv.planning.mixers import mixer_cost
+from megaconv.planning.mixers import in_layer, mixer_cost
 from megaconv.planning.pipeline_order import order
 from megaconv.planning.run import Run, StackPart
 
@@ -127,7 +127,7 @@ def _inside(run: Run, chunk: Chunk) -> int:
 
 def layer_elements(run: Run, kind: LayerKind) -> float:
     """Return the elements that a token leaves in a layer of this kind on one rank."""
-    config, tp = run.config, run.layout.tp
+    config, tp = in_layer(run.config, kind), run.layout.tp
     gates = 2 if config.mlp.gated else 1
     selective = run.recompute.granularity == "selective"
     keeps_normed = config.norm.place != "after" and not selective

@@ -3,10 +3,13 @@
     attention   k and v of each key/value head, for each token in reach; a rank has at least one head
     latent      the latent vector and the rotating part of the keys, for each token, on every tensor rank
     sparse      the same, and the indexer's key
+    compressed  the key of each token in reach and of each entry, and the indexer's key of an entry, on every tensor rank
     linear      the last inputs of the convolution, and the state in float32
     kda, mamba  the same
     convolution the last inputs of the convolution
     side by side  that of attention and that of mamba
+
+A layer that shares the keys and values of an earlier layer keeps nothing.
 
 Inference engines such as vLLM, SGLang and TensorRT-LLM keep these. megatron-lite keeps all heads of latent attention,
 and all tokens of layers with a window.
@@ -16,7 +19,7 @@ from collections.abc import Callable
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.subjects import LayerKind
-from megaconv.planning.mixers import mixer_word
+from megaconv.planning.mixers import entries_of, in_layer, mixer_word
 
 FLOAT32 = 4
 MAMBA_CONVOLUTION = 4
@@ -36,8 +39,10 @@ def cache_bytes(
     tokens: of the sequence. cached: bytes of an element of keys and values. itemsize: bytes of an activation.
     """
     word = mixer_word(config, kind)
-    if word == "none":
+    if word == "none" or kind.shares_kv:
         return 0.0
+    if word == "compressed":
+        return _of_compressed(config, kind, tokens) * cached
     found = 0.0
     if word in _STATES:
         channels, state = _STATES[word](config)
@@ -45,7 +50,15 @@ def cache_bytes(
         if word != "side_by_side":
             return found
         word = "attention"
-    return found + _of_token(config, word, tp) * reach(kind, tokens) * cached
+    return found + _of_token(in_layer(config, kind), word, tp) * reach(kind, tokens) * cached
+
+
+def _of_compressed(config: ModelConfig, kind: LayerKind, tokens: int) -> float:
+    """Return the elements of keys, which are the values too. Tokens that make up the next entry are not counted."""
+    head_dim = config.attention.head_dim
+    of_indexer = config.compressed.index_dim if kind.entries == "selected" else 0
+    entries = entries_of(config, kind, tokens) * (head_dim + of_indexer)
+    return reach(kind, tokens) * head_dim + entries
 
 
 def _of_token(config: ModelConfig, word: str, tp: int) -> float:

@@ -8,7 +8,7 @@ from megaconv.model.rank_share import RankShare
 from megaconv.model.subjects import LayerKind
 from megaconv.planning.activations import head_elements, layer_elements
 from megaconv.planning.gpus import Gpu
-from megaconv.planning.mixers import MixerCost, mixer_cost
+from megaconv.planning.mixers import MixerCost, in_layer, mixer_cost
 from megaconv.planning.rates import (
     ATTENTION,
     ELEMENTWISE,
@@ -164,7 +164,8 @@ def _attention_seconds(
     if mixer is None:
         return 0.0, 0.0
     visible = min(run.seq, kind.window or kind.chunk or run.seq)
-    operations = mixer.operations(run.config, visible) / 3 * run.tokens / run.layout.tp
+    each = mixer.operations(in_layer(run.config, kind), visible) / 3
+    operations = each * run.tokens / run.layout.tp
     if not mixer.attends:
         seconds = operations / machine.attention
         return seconds, 2 * seconds

@@ -1,7 +1,7 @@
 """The cost of each kind of mixer: elements that it keeps, operations, and widths that tensor ranks exchange."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.subjects import LayerKind
@@ -25,6 +25,20 @@ class MixerCost:
     """The width of activations that each rank computes from its own tokens, and that the heads of all ranks use."""
 
 
+def in_layer(config: ModelConfig, kind: LayerKind) -> ModelConfig:
+    """Return the model with the sizes of one layer, if the layer has sizes of its own."""
+    attention = {name: getattr(kind, name) for name in ("heads", "kv_heads", "head_dim")}
+    own = {name: size for name, size in attention.items() if size is not None}
+    if not own and kind.ffn is None:
+        return config
+    ffn = config.mlp.ffn if kind.ffn is None else kind.ffn
+    return replace(
+        config,
+        attention=replace(config.attention, **own),
+        mlp=replace(config.mlp, ffn=ffn),
+    )
+
+
 def _hidden(config: ModelConfig) -> int:
     return config.hidden
 
@@ -36,7 +50,7 @@ def _of_scores(config: ModelConfig, tokens: int) -> float:
 
 def _attention_elements(config: ModelConfig, kind: LayerKind) -> float:
     """Return the fused product, the inputs of attention (keys again if they rotate) and its output."""
-    attention = config.attention
+    attention = in_layer(config, kind).attention
     q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     rotated = kv if kind.rotates and config.positions.kind == "rope" else 0
     return (q + 2 * kv) + q + rotated + q
@@ -146,12 +160,54 @@ SIDE_BY_SIDE = MixerCost(
 )
 """Attention and Mamba 2 on the same input."""
 
+
+def entries_of(config: ModelConfig, kind: LayerKind, tokens: int) -> float:
+    """Return the entries that a layer with mixer `compressed` makes of a sequence."""
+    each = {"selected": config.compressed.short, "all": config.compressed.long}.get(kind.entries)
+    return 0.0 if each is None else tokens / each
+
+
+def _compressed_elements(config: ModelConfig, kind: LayerKind) -> float:
+    """Return the latent vector, q as it is made and as attention takes it, the key, attention's output, and entries' parts."""
+    attention, compressed = config.attention, config.compressed
+    q = attention.heads * attention.head_dim
+    parts = {
+        "selected": 4 * (attention.head_dim + compressed.index_dim),
+        "all": 2 * attention.head_dim,
+    }
+    groups = compressed.out_groups * compressed.out_rank
+    return 3 * q + compressed.q_rank + 2 * attention.head_dim + groups + parts.get(kind.entries, 0)
+
+
+def _compressed_operations(config: ModelConfig, tokens: int) -> float:
+    """Return the operations on the keys in reach, those of an average layer, and of the indexer's scores."""
+    compressed, found = config.compressed, 0.0
+    of_indexer = 2.0 * compressed.index_heads * compressed.index_dim
+    for kind in config.layers:
+        entries = entries_of(config, kind, tokens)
+        is_selected = kind.entries == "selected"
+        read = min(entries, compressed.topk) if is_selected else entries
+        reach = min(tokens, kind.window or tokens) + read
+        found += _of_scores(config, 1) * reach + (of_indexer * entries if is_selected else 0.0)
+    return found / config.layer_count
+
+
+COMPRESSED = MixerCost(
+    needs_norm=True,
+    attends=True,
+    elements=_compressed_elements,
+    operations=_compressed_operations,
+    input_width=lambda config: config.compressed.q_rank,
+    shared_width=lambda config: config.attention.head_dim,
+)
+
 COSTS: dict[str, MixerCost | None] = {
     "attention": ATTENTION,
     "latent": LATENT,
     "sparse": SPARSE,
     "linear": DELTA_NET,
     "kda": DELTA_NET,
+    "compressed": COMPRESSED,
     "mamba": MAMBA,
     "convolution": CONVOLUTION,
     "side_by_side": SIDE_BY_SIDE,

@@ -1,11 +1,13 @@
 """The layers of each pipeline stage: as even as they can be, with the head counted as layers of its time."""
 
 from megaconv.model.config import ModelConfig
+from megaconv.planning.mixers import in_layer
 
 
 def head_layers(config: ModelConfig) -> int:
     """Return the number of layers that take about as long as the head, with layers that predict further tokens."""
     last = config.layers[-1]
+    config = in_layer(config, last)
     width, heads = config.hidden, 1 + config.mtp_layers
     attention = (
         2 * width * config.attention.head_dim * (config.attention.heads + config.attention.kv_heads)

@@ -12,7 +12,7 @@ from megaconv.model.rank_share import RankShare
 from megaconv.model.subjects import LayerKind
 from megaconv.planning.cache import cache_bytes, reach
 from megaconv.planning.layer_costs import Machine, forward_seconds
-from megaconv.planning.mixers import mixer_word
+from megaconv.planning.mixers import in_layer, mixer_word
 from megaconv.planning.rates import LINKS, exchange_seconds, link
 from megaconv.planning.serving import Serving
 
@@ -98,7 +98,7 @@ def _attention_time(serving: Serving, kind: LayerKind, machine: Machine) -> Toke
 
 def _score_operations(serving: Serving, kind: LayerKind) -> float:
     """Return the operations of a new token's attention to all cached tokens."""
-    config = serving.config
+    config = in_layer(serving.config, kind)
     attention, latent, indexer = config.attention, config.latent, config.indexer
     word, tokens = mixer_word(config, kind), reach(kind, serving.seq)
     if word == "attention":

@@ -160,7 +160,7 @@ def _slice(native: NativeTensor, header: Header, tensors: Mapping[Key, LazyTenso
     for name, regions in native.parts.items():
         key = Key(name)
         shift = native_shift(header, native.shift, key)
-        filled = native.with_padding(regions, header.config.vocab)
+        filled = native.with_padding(regions, header.config.tokens_of(name))
         place = Placement("", "", row_bytes, filled, shift=shift)
         parts.append(Placed(0, place, key, tensors[key]))
     return Slice(PlannedFile(_Bytes(rows * row_bytes), tuple(parts)), dtype, tuple(native.shape))

@@ -36,6 +36,7 @@ CONVERTED_ONLY = {
     "baichuan": "a head whose rows are divided by their lengths, and ALiBi beside gated MLPs",
     "bailing_hybrid": "Kimi delta attention, whose state forgets each channel by itself, and gates of whole heads",
     "ernie4_5_vl_moe_text": "two mixtures of experts in a layer, one for text and one for images",
+    "deepseek_v4": "attention to compressed tokens, several residual streams, and tables that choose experts",
     "falcon_h1": "attention and Mamba 2 on the same input, and factors on their projections",
     "kimi_linear": "Kimi delta attention, whose state forgets each channel by itself",
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
@@ -44,6 +45,7 @@ CONVERTED_ONLY = {
     "mimo_v2_flash": "layers with other numbers of key/value heads, sinks in some layers, and values with a width of their own",
     "minimax_m3_vl_text": "indexers that select blocks of keys",
     "step3p5": "layers with numbers of heads of their own, and gates of whole heads",
+    "molmo2_text": "a head without rows for the last tokens of the vocabulary",
     "nemotron_nas": "layers with sizes of their own, some of them without attention or without an MLP",
 }
 """Families that the decoder doesn't support -> the parts of their models that it lacks."""
@@ -57,6 +59,9 @@ NOT_COMPUTED = {
     "qk_l2_norm mla": "norms without weights in latent attention",
     "side_by_side": "attention and Mamba 2 on the same input",
     "kda_layers": "Kimi delta attention",
+    "compressed_layers": "attention to compressed tokens",
+    "hyper_connections": "several residual streams, which each sublayer mixes",
+    "hash_layers": "tables that choose the experts of tokens",
     "layers_differ": "layers with sizes of their own",
     "shared_kv": "layers that share keys and values",
     "keys_as_values": "keys that are the values as well",
@@ -72,6 +77,8 @@ NOT_COMPUTED = {
     "sparse_mlp": "MLPs that set most of their elements to 0",
     "layer_scale": "a number that scales each layer's output",
     "vision_experts": "experts for images beside those for text",
+    "shorter_head": "a head without rows for the last tokens of the vocabulary",
+    "partly_scaled": "rope scaling in some of its layers",
     "expert_latent": "experts that work on a projection of the hidden states",
 }
 """Features that the decoder does not support, whatever the family."""

@@ -34,7 +34,7 @@ SILENT = {
     ("axk1", "first_k_dense_replace"), ("axk2", "first_k_dense_replace"), ("lfm2", "full_attn_idxs"),
     ("bailing_hybrid", "layer_group_size"), ("bailing_hybrid", "first_k_dense_replace"), ("bailing_hybrid", "short_conv_kernel_size"),
     # layers for multi-token prediction, which are left out
-    ("bailing_hybrid", "num_nextn_predict_layers"),
+    ("bailing_hybrid", "num_nextn_predict_layers"), ("deepseek_v4", "num_nextn_predict_layers"),
     # a width that mamba_d_ssm gives, and the place of a norm that this model lacks
     ("falcon_h1", "mamba_expand"), ("falcon_h1", "mamba_norm_before_gate"),
     # what linear_attn_config says

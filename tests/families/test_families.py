@@ -39,7 +39,7 @@ from tests.custom_layers import NEEDS
 from tests.models import write_llama
 from tests.runs import assert_refused, run
 from tests.strategies import Draw, has_experts, stage_splits
-from tests.transformers_oracle import MIXTURES, VARIANTS, family_of
+from tests.transformers_oracle import MIXTURES, UNTRAINED, VARIANTS, family_of
 
 Tensors = dict[str, torch.Tensor]
 SIZES: dict[str, Any] = {
@@ -875,7 +875,7 @@ def test_a_base_given_in_python_works_too(tmp_path: Path) -> None:
 
 def test_what_proves_a_family_is_what_the_oracles_do() -> None:
     """By the variants that they run, and the modules of their own that they run them with."""
-    proven = {**VARIANTS, **MIXTURES}
+    proven = {**VARIANTS, **MIXTURES, **UNTRAINED}
     computed = {family_of(variant) for variant in proven.values()} | {"bert", "t5"}
     computed.add("retro")  # by core 0.15.3: tests/megatron/test_retro_loads.py
     # Gemma's embedding is scaled by the oracle, norms of some of Llama 4's layers are left out; the kernel of Mamba's scan is its own.

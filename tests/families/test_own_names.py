@@ -206,7 +206,7 @@ def test_weights_of_torch_become_safetensors(hf: Path, tmp_path: Path) -> None:
         ("convert", "{hf}", "{out}", "--saver", "hf", "--quantize", "fp8"),
         ("convert", "{hf}", "{out}", "--saver", "hf", "--base", "{hf}"),
         ("plan", "{hf}", "--gpus", "8"),
-        ("delta", "{hf}", "{hf}", "--save-dir", "{out}"),
+        ("delta", "{hf}", "{known}", "--save-dir", "{out}"),
     ],
     ids=" ".join,
 )
@@ -214,9 +214,32 @@ def test_all_that_needs_the_meaning_of_tensors_is_refused(
     arguments: tuple[str, ...], hf: Path, tmp_path: Path
 ) -> None:
     source, out = unlisted(hf, tmp_path / "source"), tmp_path / "out"
-    outcome = run(*(word.format(hf=source, out=out) for word in arguments))
+    outcome = run(*(word.format(hf=source, known=hf, out=out) for word in arguments))
     assert_refused(outcome, 3, "Nova")
     assert not out.exists()
+
+
+def test_a_patch_makes_the_newer_model_of_the_older_one(model: Path, tmp_path: Path) -> None:
+    newer, patch = tmp_path / "newer", tmp_path / "patch"
+    shutil.copytree(model, newer)
+    changed = weights(model)
+    first = next(name for name, tensor in changed.items() if tensor.is_floating_point())
+    changed[first] = changed[first] + 1
+    save_file(changed, newer / "model.safetensors", {"format": "pt"})
+    raw = json.loads((newer / "config.json").read_text()) | {"note": "newer"}
+    (newer / "config.json").write_text(json.dumps(raw))
+
+    outcome = run("delta", model, newer, "--save-dir", patch)
+    assert outcome.status == 0, outcome.err
+    outcome = run("apply", model, patch, "--save-dir", tmp_path / "again")
+    assert outcome.status == 0, outcome.err
+    assert_equal(weights(tmp_path / "again"), changed)
+    assert json.loads((tmp_path / "again/config.json").read_text()) == raw
+    outcome = run("apply", model, patch, "--save-dir", tmp_path / "dcp", "--saver", "dcp")
+    assert outcome.status == 0, outcome.err
+    assert run("diff", newer, tmp_path / "dcp").status == 0
+    outcome = run("apply", model, patch, "--save-dir", tmp_path / "core", "--saver", "core")
+    assert_refused(outcome, 3, "is not supported")
 
 
 def test_an_unsupported_setting_of_a_known_class_is_no_obstacle(hf: Path, tmp_path: Path) -> None:

@@ -351,7 +351,6 @@ WHOLES = {
 }  # fmt: skip
 """...ForConditionalGeneration -> model_type, of models that see or hear. Of Mistral 3 those with a `mistral` inside, not a `ministral3`."""
 OTHERS = (
-    *("DeepseekV4ForCausalLM",),
     *("KimiK3ForConditionalGeneration",),
     *("NemotronH_Nano_VL_V2",),
     *(
@@ -370,6 +369,7 @@ BESIDE_BY_FILES = {
 """Architectures whose tensors outside the language model have the names of their files -> the language model's family."""
 BETWEEN_FILES = {
     "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl_moe_text",
+    "DeepseekV4ForCausalLM": "deepseek_v4",
     "FalconH1ForCausalLM": "falcon_h1",
     "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl_text",
     "Step3p5ForCausalLM": "step3p5",

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 
 from megaconv.checkpoint import open_checkpoint
 from megaconv.errors import UnknownFamily
-from megaconv.megatron.arguments.beyond_core import QK_NORM_WIDTH
+from megaconv.megatron.arguments.beyond_core import QK_NORM_WIDTH, UNPREDICTED
 from megaconv.megatron.arguments.check import check_arguments
 from megaconv.megatron.arguments.harmless import HARMLESS
 from megaconv.megatron.arguments.known import LIMITED, READ, REFUSED, Limit
@@ -99,6 +99,7 @@ def test_nothing_is_listed_that_no_release_has() -> None:
         LATENT_NORM_EPSILON,
         LEAST_TIME_STEP,
         QK_NORM_WIDTH,
+        UNPREDICTED,
         INDEXER_ORDER,
         HF_NAMES,
         *OF_TASKS.split(),

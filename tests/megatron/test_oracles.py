@@ -24,6 +24,7 @@ from tests.transformers_oracle import (
     MIXTURES,
     NAMED,
     SIZES,
+    UNTRAINED,
     VARIANTS,
     VOCAB,
     WINDOW,
@@ -64,7 +65,7 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1 pp2 ep2": {"tp": 1, "pp": 2, "ep": 2},
     "tp2 pp1 ep2": {"tp": 2, "pp": 1, "ep": 2},
 }
-ALL_VARIANTS = {**VARIANTS, **MIXTURES}
+ALL_VARIANTS = {**VARIANTS, **MIXTURES, **UNTRAINED}
 ALL_LAYOUTS = {**LAYOUTS, **EXPERT_LAYOUTS}
 
 

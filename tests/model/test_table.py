@@ -193,8 +193,15 @@ def every_kind(family: str) -> list[ModelConfig]:
         ]
     if family == "mimo_v2_flash":
         return [changed(config, {"layers.window": 5})]
+    if family == "molmo2_text":
+        after = {"norm.place": "after", "attention.qk_norm_width": "all"}
+        return [config, changed(config, after)]
     if family == "hyperclovax":
         return [config, changed(config, {"norm.place": "both"})]
+    if family == "deepseek_v4":
+        kinds = {"layers.entries": ("selected", "all"), "layers.hashed": (True, False)}
+        kinds |= {"layers.mlp": "experts", "attention.kv_heads": 1}
+        return [changed(config, kinds)]
     if family == "falcon_h1":
         biases = dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias"), True)
         layers = {"layers.mixer": "side_by_side", "layers.mlp": "dense"}

@@ -423,12 +423,14 @@ class Handler(BaseHTTPRequestHandler):
             parts = [upload.parts[number] for number in sorted(upload.parts)]
             content = b"".join(part.content for part in parts)
             told = self.headers.get("x-amz-checksum-crc32")
-            if told is not None and told != _word(zlib.crc32(content)):
+            crc = zlib.crc32(content) if told is not None or upload.checksums else None
+            if crc is not None and told not in (None, _word(crc)):
                 raise Refused(400, "BadDigest")
             digests = b"".join(bytes.fromhex(part.tag.strip('"')) for part in parts)
             tag = f'"{md5(digests).hexdigest()}-{len(parts)}"'
-            crc = zlib.crc32(content) if upload.checksums else None
-            self.server.objects[key] = self.server.made(content, crc, tag)
+            self.server.objects[key] = self.server.made(
+                content, crc if upload.checksums else None, tag
+            )
             del self.server.uploads[query["uploadId"]]
         return answer_xml(
             f"<CompleteMultipartUploadResult><ETag>{escape(tag)}</ETag></CompleteMultipartUploadResult>"

@@ -5,6 +5,7 @@ import os
 import re
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -211,29 +212,57 @@ def test_parts_beyond_memory_wait_in_a_spool_of_the_planned_size(
     assert_only(writable, local(SAVERS["torch_dist"], tmp_path / "local"))
 
 
-def test_no_more_parts_wait_than_the_plan_says(
-    writable: SmallStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every saver: places are few, and no writer waits for ever."""
+@pytest.fixture
+def few_places(monkeypatch: pytest.MonkeyPatch) -> list[waiting.Waiting]:
+    """Runs have places for the parts that are open at once by the plan, and for two that are sent. Returns their plans."""
     from megaconv.engine import conversion
 
-    source = write_llama(tmp_path / "model", layers=2, hidden=128, vocab=512)
+    found: list[waiting.Waiting] = []
     parts_of = conversion.parts_of
-
-    def planned_with(plan: waiting.Waiting) -> waiting.Waiting:
-        memory = plan.open_bytes + 2 * plan.part_bytes
-        return waiting.Waiting(plan.part_bytes, plan.open_bytes, plan.open_parts, memory)
 
     def tightened(*arguments: object) -> object:
         parts, planned = parts_of(*arguments)  # type: ignore[arg-type]
-        return parts, planned_with(planned)
+        memory = planned.open_bytes + 2 * planned.part_bytes
+        found.append(replace(planned, memory_bytes=memory))
+        return parts, found[-1]
 
     monkeypatch.setattr(conversion, "parts_of", tightened)
     monkeypatch.setattr(slots, "STUCK_SECONDS", 5.0)
+    return found
+
+
+def test_no_more_parts_wait_than_the_plan_says(
+    writable: SmallStore, tmp_path: Path, few_places: list[waiting.Waiting]
+) -> None:
+    """Every saver: places are few, and no writer waits for ever."""
+    source = write_llama(tmp_path / "model", layers=2, hidden=128, vocab=512)
     for words in SAVERS.values():
         writable.clear()
         outcome = run("convert", source, OUT, *words.split(), "--workers", 3)
         assert outcome.status == 0, (words, outcome.err)
+        assert few_places.pop().open_parts
+
+
+@pytest.mark.parametrize("most", [1 << 20, 20 << 20])
+def test_few_parts_of_a_large_tensor_wait(
+    writable: SmallStore,
+    tmp_path: Path,
+    few_places: list[waiting.Waiting],
+    most: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A matrix of 64 parts is written from its first to its last row. Memory decides how many tensors are written at once."""
+    for module in ("plan", "open_parts"):
+        monkeypatch.setattr(f"megaconv.engine.{module}.BLOCK_BYTES", 16 << 10)
+    monkeypatch.setattr("megaconv.engine.outputs.MEMORY_BYTES", most)
+    source = write_llama(tmp_path / "model", layers=2, hidden=256, ffn=2048, vocab=512)
+    for words in SAVERS.values():
+        writable.clear()
+        outcome = run("convert", source, OUT, *words.split(), "--workers", 3, "--max-memory", "2MB")
+        assert outcome.status == 0, (words, outcome.err)
+        planned = few_places.pop()
+        assert planned.open_parts < 64
+        assert planned.open_bytes <= most
 
 
 def test_a_second_run_is_refused(writable: SmallStore, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ INSIDE = (
     ("", "language_model."),
     ("model.", "model.language_model."),
     ("model.", "model.text_model."),
+    ("model.", "model.transformer."),
     OF_THINKER,
 )
 """(prefix of a name, the same prefix inside a multimodal model)."""
@@ -66,6 +67,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma4_text": {"vocab_size": 262144, "hidden_size": 2304, "num_hidden_layers": 30, "num_attention_heads": 8},
     "minimax_m3_vl_text": {"vocab_size": 200064, "hidden_size": 6144, "num_hidden_layers": 60, "num_attention_heads": 64},
     "ernie4_5_vl_moe_text": {"vocab_size": 103424, "hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20},
+    "molmo2_text": {"vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32},
     "step3p5": {"vocab_size": 128815, "hidden_size": 4096, "num_hidden_layers": 45, "num_attention_heads": 64},
     "glm4v_text": {"partial_rotary_factor": 1.0},
     "glm4v_moe_text": {"attention_bias": True},

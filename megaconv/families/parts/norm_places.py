@@ -104,3 +104,39 @@ def normed_over_all_heads(rows: tuple[Row, ...]) -> tuple[Row, ...]:
         else row
         for row in rows
     )
+
+
+def qk_norms_of_either_width(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The same rows, for models with norms of q and k over each head or over all heads."""
+    found: list[Row] = []
+    for row in rows:
+        if row.canonical != "layers.{l}.attn.{q|k}_norm.weight":
+            found.append(row)
+            continue
+        (wide,) = normed_over_all_heads((row,))
+        found += [
+            replace(row, when="qk_norm !wide_qk_norm"),
+            replace(wide, when="wide_qk_norm"),
+        ]
+    return tuple(found)
+
+
+def norms_where_they_are(rows: tuple[Row, ...], names: Places) -> tuple[Row, ...]:
+    """The rows of attention and the MLP, for models with norms before or after them (norm.place).
+
+    names: Hugging Face's names of the norms, which are the same in both places.
+    """
+    modules = ("self_attention.linear_proj", "mlp.linear_fc2")
+    after = ("attn_output_norm", "mlp_output_norm")
+    found: list[Row] = []
+    for row in rows:
+        if row.canonical not in _BEFORE:
+            found.append(row)
+            continue
+        which = _BEFORE.index(row.canonical)
+        when = " ".join(filter(None, (row.when, "pre_norm")))
+        before = row.renamed(hf=f"{_HF}{names[which]}.weight")
+        found.append(replace(before, when=when))
+        output = _after(after[which], names[which], modules[which])
+        found.append(replace(output, when="output_norm"))
+    return tuple(found)

@@ -17,9 +17,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its layers have two attentions, two MLPs and experts without computation, and Megatron core has no such layer": (
         "LongcatFlashForCausalLM",
     ),
-    "it has several residual streams, which are mixed (hyper-connections), and attention to compressed tokens": (
-        "DeepseekV4ForCausalLM",
-    ),
     "most of its layers have Kimi Delta Attention with a bounded gate, and its attention gates its output": (
         "KimiK3ForConditionalGeneration",
     ),

@@ -7,7 +7,8 @@
 
 Megatron-Bridge selects norms after sublayers, and norms over all heads, by the model's provider. In a checkpoint, the
 tensors show these norms. If a rank has only one head, the tensors don't show the width of the norms of q and k;
-megaconv then writes its own argument. Source: gemma2_provider.py, gemma3_provider.py and minimax_m2_provider.py
+megaconv then writes its own argument. It also writes one for the last tokens that a head has no rows for (Molmo 2), since
+Megatron's head has rows for all tokens. Source: gemma2_provider.py, gemma3_provider.py and minimax_m2_provider.py
 of Megatron-Bridge.
 """
 
@@ -20,6 +21,7 @@ from megaconv.families import Family, family
 from megaconv.model.config import ModelConfig, value_of
 
 QK_NORM_WIDTH = "megaconv_qk_norm_width"
+UNPREDICTED = "megaconv_unpredicted_tokens"
 
 _CAPS = {
     "attn_logit_softcapping": "attention.score_cap",
@@ -28,6 +30,7 @@ _CAPS = {
 _ARGUMENTS = {
     **{field: name for name, field in _CAPS.items()},
     "positions.local_theta": "rotary_base as a pair",
+    "head.unpredicted": UNPREDICTED,
 }
 
 
@@ -46,6 +49,8 @@ def beyond_core_arguments(config: ModelConfig, *, legacy: bool) -> dict[str, Any
         for name, field in _CAPS.items()
         if field in needed or value_of(config, field) is not None
     }
+    if config.head.unpredicted or "head.unpredicted" in needed:
+        written[UNPREDICTED] = config.head.unpredicted
     if positions.local_theta is not None:
         written["rotary_base"] = (positions.local_theta, positions.theta)
     if scale is not None:
@@ -77,6 +82,9 @@ def read_beyond_core(args: Namespace, head_dim: int) -> dict[str, Any]:
         args, "multi_latent_attention", False
     ):  # latent attention has its own scale
         given["attention.scale"] = None if scale == head_dim**-0.5 else scale
+    unpredicted = getattr(args, UNPREDICTED, None)
+    if unpredicted is not None:
+        given["head.unpredicted"] = unpredicted
     return given | (
         {"attention.qk_norm_width": "all"} if getattr(args, QK_NORM_WIDTH, None) == "all" else {}
     )

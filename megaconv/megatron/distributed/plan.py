@@ -316,13 +316,13 @@ def place(
     """(placements, zeros) of all chunks, from (chunk, file, record)."""
     placements: dict[Key, list[Placement]] = {}
     zeros: list[tuple[str, str, int, int]] = []
-    last = header.config.vocab - 1
     for chunk, file, record in chunks:
         row_bytes = chunk.cols * ITEMSIZE[chunk.dtype]
         padding, parts = chunk.padding, chunk.parts
         if padding and options.vocab_padding == "repeat":
             ((name, regions),) = parts
-            last_row = Box(last, last + 1, 0, chunk.cols)
+            tokens = header.config.tokens_of(name)
+            last_row = Box(tokens - 1, tokens, 0, chunk.cols)
             again = Region(last_row, padding.start, order=Repeated(len(padding)))
             parts = [(name, (*regions, again))]
         elif padding:

@@ -344,7 +344,8 @@ class _Planner:
         filled = rows - native.padding_rows
         for name, regions in native.parts.items():
             if self.options.vocab_padding == "repeat":
-                regions = native.with_padding(regions, self.header.config.vocab)
+                tokens = self.header.config.tokens_of(name)
+                regions = native.with_padding(regions, tokens)
             key = Key(name, piece.slot)
             shift = native_shift(self.header, native.shift, key)
             place = Placement(file, piece.record, row_bytes, regions, offset, shift)

@@ -19,6 +19,7 @@ MIXERS: dict[str, Mixer | None] = {
     "sparse": SPARSE,
     "linear": DELTA_NET,
     "kda": replace(DELTA_NET, module=None),
+    "compressed": replace(ATTENTION, module=None),
     "mamba": MAMBA,
     "side_by_side": replace(MAMBA, module=None),
     "convolution": SHORT_CONVOLUTION,
