@@ -29,7 +29,7 @@ FAMILIES = sorted(
 LLAMA_LIKE = [name for name in FAMILIES if name not in ("gpt2", "mamba2", "nemotron_h", "qwen")]
 """Families whose config.json has Llama's words."""
 WITHOUT_CLASS = (
-    *("baichuan", "bailing_moe2", "internlm2", "mimo", "nemotron_nas", "qwen"),
+    *("baichuan", "bailing_moe2", "internlm2", "kimi_k3", "mimo", "nemotron_nas", "qwen"),
     *("sarvam_mla", "sarvam_moe"),
 )
 """Families that no release of transformers has."""
@@ -208,6 +208,31 @@ OWN_KEYS: dict[str, Raw] = {
         "moe_renormalize": True,
         "num_expert_group": 3,
         "topk_group": 2,
+    },
+    "kimi_k3": {
+        **LATENT_SIZES,
+        "linear_attn_config": {
+            "num_heads": 4,
+            "head_dim": 5,
+            "short_conv_kernel_size": 3,
+            "use_full_rank_gate": True,
+            "gate_lower_bound": -5.0,
+            "kda_layers": [1, 2, 4],
+            "full_attn_layers": [3],
+        },
+        "hidden_act": "situ",
+        "activation_situ_beta": 4.0,
+        "activation_situ_linear_beta": 25.0,
+        "attn_res_block_size": 3,
+        "mla_use_nope": True,
+        "mla_use_output_gate": True,
+        "num_experts": 6,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "routed_expert_hidden_size": 20,
+        "latent_moe_use_norm": True,
+        "first_k_dense_replace": 2,
     },
     "kimi_linear": {
         **LATENT_SIZES,

@@ -216,7 +216,14 @@ BETWEEN_FILES = (
     "ernie4_5_vl_moe_text",
     "deepseek_v4",
     "falcon_h1",
-    *("kimi_linear", "gemma3n_text", "gemma4_text", "minimax_m3_vl_text", "nemotron_nas"),
+    *(
+        "kimi_k3",
+        "kimi_linear",
+        "gemma3n_text",
+        "gemma4_text",
+        "minimax_m3_vl_text",
+        "nemotron_nas",
+    ),
     "step3p5",
     *("axk2", "laguna", "mimo_v2_flash"),
 )

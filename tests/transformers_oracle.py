@@ -935,7 +935,9 @@ RELATIVES = {
 def family_of(variant: Variant) -> str:
     """The name of its family."""
     return next(
-        name for name, family in families().items() if family.model_type == variant.model_type
+        name
+        for name, family in families().items()
+        if family.model_type == variant.model_type and family.describes({})
     )
 
 

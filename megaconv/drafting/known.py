@@ -26,6 +26,9 @@ class Known:
 
     @cached_property
     def source(self) -> Path | None:
+        """The file of the class; None without a class, or if the class computes the models of another family."""
+        if not self.family.describes({}):
+            return None
         return source_of(self.family.architectures[0], self.family.model_type, self.models)
 
     @cached_property

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from formats.tensor import LazyTensor
 from megaconv import plugins
 from megaconv.errors import (
     CheckpointError,
@@ -80,8 +81,10 @@ class Family:
     """Endings of Hugging Face names in older files -> the current endings."""
     other_names: Callable[[Collection[str]], Mapping[str, str]] = lambda names: {}
     """A function from all Hugging Face names of a checkpoint: names that some release writes -> the usual names."""
-    complete: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
-    """A function that adds to a configuration what only the names of its tensors show."""
+    complete: Callable[[ModelConfig, Mapping[str, LazyTensor]], ModelConfig] = (
+        lambda config, tensors: config
+    )
+    """A function that adds to a configuration what only the names and shapes of its tensors show."""
     recognized: str | None = None
     """Features (see ModelConfig.has) that identify the family if only Megatron's arguments describe a model. None if
     they don't distinguish it from another family with the same computation."""
@@ -90,6 +93,8 @@ class Family:
     otherwise a config.json has to."""
     assumed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: {}
     """Fields without a Megatron argument that follow from other fields in all models of the family."""
+    describes: Callable[[Mapping[str, Any]], bool] = lambda raw: True
+    """A function that returns False for a config.json of the same class that another family describes."""
     other_types: tuple[str, ...] = ()
     """Further values of model_type for this architecture, such as `kimi_k2`."""
     older_types: tuple[str, ...] = ()
@@ -216,6 +221,8 @@ def _family_of(config: Mapping[str, Any]) -> Family | None:
     architectures = config.get("architectures") or []
 
     def fits(family: Family) -> bool:
+        if not family.describes(config):
+            return False
         if architectures:
             return bool(set(architectures) & set(family.architectures))
         if family.no_class:
@@ -248,11 +255,15 @@ def _family_inside(raw: Mapping[str, Any]) -> Family | None:
     """The family of the language model inside a multimodal model; None if there is none, or if its family is not
     supported."""
     inside = inner_config(raw)
-    kind = None if inside is None else inside["model_type"]
-    if kind is None:
+    if inside is None or inside["model_type"] is None:
         return None
+    kind = inside["model_type"]
     return next(
-        (each for each in all_families().values() if kind in (each.model_type, *each.other_types)),
+        (
+            each
+            for each in all_families().values()
+            if kind in (each.model_type, *each.other_types) and each.describes(inside)
+        ),
         None,
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from megaconv.errors import UnknownFamily
 from megaconv.families import Family
 from megaconv.families.kimi_linear import FAMILY as KIMI
-from megaconv.families.kimi_linear import KDA, OWN_HEAD, WORDS
+from megaconv.families.kimi_linear import KDA, OWN_HEAD
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys
 from megaconv.families.parts.decoder_rows import HEAD, ROPE_FREQUENCIES
 from megaconv.families.parts.deepseek_experts import (
@@ -24,6 +24,7 @@ from megaconv.families.parts.deepseek_experts import (
     shared_experts,
     sigmoid_routing,
 )
+from megaconv.families.parts.kda_config import WORDS
 from megaconv.families.parts.key_changes import without_keys
 from megaconv.families.parts.keys import (
     CONFIG_NAME,

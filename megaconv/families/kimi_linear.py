@@ -11,9 +11,7 @@ transformers 5.23.
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
-from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys
 from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD, MLP, ROPE_FREQUENCIES
@@ -26,8 +24,17 @@ from megaconv.families.parts.deepseek_experts import (
     sigmoid_routing,
 )
 from megaconv.families.parts.experts import MOE_NORM, expert_rows, shared_expert_rows
+from megaconv.families.parts.kda_config import (
+    KDA_CONFIG,
+    LISTS,
+    WORDS,
+    is_kimi_linear,
+    kda_config,
+    layer_lists,
+    words_of_lists,
+)
 from megaconv.families.parts.key_changes import without_keys
-from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, need_size, size
+from megaconv.families.parts.keys import Fields, Keys, Raw, need_size, size
 from megaconv.families.parts.latent_attention import LATENT_ATTENTION, LATENT_NORMS, latent_heads
 from megaconv.families.parts.layer_mixers import layer_mixers
 from megaconv.families.parts.mamba_and_mlp import rows_of
@@ -84,33 +91,16 @@ def _usual_names(names: Collection[str]) -> Mapping[str, str]:
     return {name: f"{match[1]}.mlp.{match[2]}" for name, match in found if match}
 
 
-_CONFIG = "linear_attn_config"
 _SIZES = {
     "num_heads": ("linear_num_heads", 32),
     "head_dim": ("linear_head_dim", 128),
     "short_conv_kernel_size": ("linear_conv_kernel_dim", 4),
 }
 """Key in linear_attn_config -> (transformers' key for the same size, its default)."""
-_LISTS = ("full_attn_layers", "kda_layers")
-WORDS = {"linear_attention": "kda", "full_attention": "attention"}
-"""Word for a layer -> mixer."""
-
-
-def _stated(raw: Raw) -> dict[str, Any]:
-    """linear_attn_config; empty without it. Raises NotExpressible for a key that this architecture doesn't have."""
-    stated = raw.get(_CONFIG) or {}
-    if not isinstance(stated, dict):
-        raise CorruptCheckpoint(f"{CONFIG_NAME}: {_CONFIG} should be an object, found {stated!r}")
-    for key, value in stated.items():
-        if key not in (*_SIZES, *_LISTS) and value:
-            raise NotExpressible(
-                f"{CONFIG_NAME}: {_CONFIG} has {key} {value!r}, which this architecture doesn't support"
-            )
-    return stated
 
 
 def _read_sizes(raw: Raw) -> Fields:
-    stated = _stated(raw)
+    stated = kda_config(raw, *_SIZES)
     heads, width, positions = (
         need_size(stated if inner in stated else raw, inner if inner in stated else key, usual)
         for inner, (key, usual) in _SIZES.items()
@@ -123,27 +113,17 @@ def _write_sizes(config: ModelConfig) -> Raw:
     """Both forms: the Hub's, which numbers layers from 1, and that of transformers 5.23."""
     linear = config.linear
     sizes = dict(zip(_SIZES, (linear.value_heads, linear.value_dim, linear.conv), strict=True))
-    lists = {
-        word: [layer + 1 for layer in config.layers_with(mixer)]
-        for word, mixer in zip(_LISTS, ("attention", "kda"), strict=True)
-    }
     flat = {key: sizes[inner] for inner, (key, _) in _SIZES.items()}
-    return {_CONFIG: {**sizes, **lists}, **flat}
+    return {KDA_CONFIG: {**sizes, **layer_lists(config)}, **flat}
 
 
 def _words(raw: Raw, layers: int) -> list[str]:
     """The words for the layers by linear_attn_config, or of transformers' default."""
-    stated = _stated(raw)
+    stated = kda_config(raw, *_SIZES)
     linear, full = WORDS
-    if any(key not in stated for key in _LISTS):
+    if any(key not in stated for key in LISTS):
         return [full if layer and layer % 4 == 0 else linear for layer in range(layers)]
-    attends, forgets = (set(stated[key]) for key in _LISTS)
-    numbers = range(1, layers + 1)
-    if attends & forgets or not attends | forgets >= set(numbers):
-        raise CorruptCheckpoint(
-            f"{CONFIG_NAME}: {_CONFIG} should list each of {layers} layers once, in full_attn_layers or kda_layers"
-        )
-    return [full if number in attends else linear for number in numbers]
+    return words_of_lists(stated, layers)
 
 
 _BODY = body_keys(positions=1048576, ffn=9216, epsilon=1e-5, tokens=(163584, 163586, 163839))
@@ -152,7 +132,7 @@ _KEYS = (
     size("model_max_length", "max_positions", 1048576),
     latent_heads(kv_rank=512, q_rank=0, rope=64, nope=128, v=128),
     layer_mixers(WORDS, _words),
-    Keys((_CONFIG, *(key for key, _ in _SIZES.values())), _read_sizes, _write_sizes),
+    Keys((KDA_CONFIG, *(key for key, _ in _SIZES.values())), _read_sizes, _write_sizes),
     mlp_layer_types(dense=1, older="first_k_dense_replace"),
     *routed_experts(
         count=256, width=1024, count_key="num_experts", per_token_key="num_experts_per_token"
@@ -182,4 +162,5 @@ _ALIASES = {
 FAMILY = Family(
     "kimi_linear", ("KimiLinearForCausalLM",), "kimi_linear", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY, aliases=_ALIASES,
     ignored=ROPE_FREQUENCIES, features=("mla",), other_names=_usual_names, recognized=None, proven="names",
+    describes=is_kimi_linear,
 )  # fmt: skip

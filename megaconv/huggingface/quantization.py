@@ -81,6 +81,10 @@ def quantized_forms(
     kind = options.quantize
     if kind not in QUANTIZATIONS:
         raise UsageError(f"--quantize {kind}: is not known; choose {' or '.join(QUANTIZATIONS)}")
+    if header.config.has("compressed_layers"):
+        raise NotExpressible(
+            f"--quantize {kind}: is not supported for {header.config.family}, whose quantized files have another form; leave it out"
+        )
     if options.base is not None:
         raise UsageError(
             "--quantize: --base copies the original's tensors as they are; leave one of them out"

@@ -78,6 +78,9 @@ class ModelConfig:
     """A factor on the embedding's output."""
     residual_scale: float | None = None
     """A factor on the output of each attention and each MLP, before it is added; None for 1."""
+    residual_block: int = 0
+    """Layers of a block of attention residuals (Kimi K3, arXiv 2607.24653): the input of each sublayer is a weighted sum
+    of the outputs of all earlier blocks and of the own block's sum so far. 0: the plain sum of all earlier outputs."""
     layer_scale: bool = False
     """True if each layer has a stored number that scales its output."""
     parallel_residual: bool = False
@@ -257,6 +260,7 @@ class ModelConfig:
             "attn_v_dim": self.attention.v_dim or self.attention.head_dim,
             "position_rows": self.max_positions + self.positions.offset,
             "conv_channels": self.hidden,
+            "stored_decays": self.linear.stored_decays or self.linear.value_heads,
             "out_group_width": self.attention.heads
             * self.attention.head_dim
             // (self.compressed.out_groups or 1),
@@ -415,6 +419,7 @@ FEATURES: Mapping[str, Holds] = {
         each.mixer == "linear" for each in config.layers
     ),
     "kda_layers": lambda config, kind, layer: any(each.mixer == "kda" for each in config.layers),
+    "full_rank_out_gate": lambda config, kind, layer: config.linear.full_rank_out_gate,
     "compressed_layers": lambda config, kind, layer: any(
         each.mixer == "compressed" for each in config.layers
     ),
@@ -460,6 +465,8 @@ FEATURES: Mapping[str, Holds] = {
     "streams": lambda config, kind, layer: config.streams.count > 0,
     "sparse_mlp": lambda config, kind, layer: any(each.sparsity for each in config.layers),
     "layer_scale": lambda config, kind, layer: config.layer_scale,
+    "attention_residuals": lambda config, kind, layer: config.residual_block > 0,
+    "situ": lambda config, kind, layer: config.mlp.activation == "situ",
     "layers_differ": lambda config, kind, layer: any(
         config.own_sizes(each) for each in range(config.layer_count)
     ),
@@ -470,6 +477,7 @@ FEATURES: Mapping[str, Holds] = {
     "v_norm": lambda config, kind, layer: config.attention.v_norm,
     "probs_on_input": lambda config, kind, layer: config.experts.probs_on_input,
     "expert_latent": lambda config, kind, layer: config.experts.latent > 0,
+    "expert_latent_norm": lambda config, kind, layer: config.experts.latent_norm,
     "encoder": lambda config, kind, layer: config.encoder.layers > 0,
     "retrieval": lambda config, kind, layer: config.retrieval.layers > 0,
     "retrieval_from_6": lambda config, kind, layer: config.retrieving[:1] == range(5, 6),

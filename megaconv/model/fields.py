@@ -118,6 +118,7 @@ STRUCTURE = (
         "experts.shared_gate",
         "experts.router_bias",
         "experts.latent",
+        "experts.latent_norm",
     ),
     *(
         "encoder.layers",
@@ -151,6 +152,7 @@ STRUCTURE = (
         "linear.key_dim",
         "linear.value_dim",
         "linear.conv",
+        "linear.full_rank_out_gate",
     ),
     *("mamba.heads", "mamba.head_dim", "mamba.groups", "mamba.state", "mamba.norm"),
     "convolution.width",
@@ -280,6 +282,7 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
     # Each library uses its own value and ignores the configuration. The families' notices say so.
     yield "latent.norm_epsilon"
     yield "mamba.least_time_step"
+    yield "linear.stored_decays"
     if not config.has("rope"):
         kept = ("positions.theta",) if positions.kind == "sinusoidal" else ()
         yield from (name for name in _OF_ROPE if name not in kept)
@@ -302,7 +305,7 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield "positions.local_theta"
     if config.window is None or positions.local_rotary_percent == positions.rotary_percent:
         yield "positions.local_rotary_percent"
-    if positions.scaling is None:
+    if not config.has("partly_scaled"):
         yield "layers.scales_positions"
     if not config.has("linear_layers") and not config.has("kda_layers"):
         yield from _fields_below("linear.")

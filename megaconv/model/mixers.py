@@ -25,10 +25,17 @@ class LinearAttention:
     """True if the amount written is twice a sigmoid, so that it may replace more than the old value."""
     full_rank_gates: bool = False
     """True if each of the two gates of Kimi delta attention is one projection, not the product of two narrow ones."""
+    full_rank_out_gate: bool = False
+    """True if only the gate of its output is one projection, and the gate that forgets is such a product."""
     forget_bound: float | None = None
     """The least logarithm of a decay of Kimi delta attention, which is a factor on a sigmoid. None: minus a softplus."""
     out_epsilon: float | None = None
     """Epsilon of the norm at the end of a delta net; None for the epsilon of all other norms."""
+    stored_decays: int = field(default=0, compare=False)
+    """Elements of A_log in the files, if zeros follow those of the heads (Kimi K3); 0: as many as heads.
+
+    Configurations are compared without it, since the zeros have no effect.
+    """
 
 
 @dataclass(frozen=True)

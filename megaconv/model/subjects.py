@@ -84,7 +84,7 @@ class Attention:
     score_cap: float | None = None
     """A tanh limits scores to the range between minus and plus this value; None: no limit."""
     output_gate: bool = False
-    """True if the sigmoid of another projection, as wide as q, scales the output of attention."""
+    """True if the sigmoid of another projection, as wide as that output, scales the output of attention."""
     head_gate: bool = False
     """True if the sigmoid of another projection, with one element for each head, scales the output of attention."""
     gate_activation: str = "sigmoid"
@@ -181,8 +181,8 @@ class MLP:
 
     ffn: int
     activation: str = "silu"
-    """`silu`, `relu`, `relu2` (relu squared), `gelu` (exact), `gelu_tanh` (approximate) or `quick_gelu` (x *
-    sigmoid(1.702 x))."""
+    """`silu`, `relu`, `relu2` (relu squared), `gelu` (exact), `gelu_tanh` (approximate), `quick_gelu` (x *
+    sigmoid(1.702 x)) or `situ` (cap * tanh(x / cap) * sigmoid(x))."""
     gated: bool = True
     """True if the activation's output is multiplied by a second projection."""
     bias: bool = False
@@ -190,6 +190,10 @@ class MLP:
     """Upper limit of the first projection, and limit of the second projection in both directions; None: no limits."""
     offset: float = 0.0
     """A number that is added to the second projection."""
+    situ_cap: float | None = None
+    """The cap of `situ`; None for every other activation."""
+    linear_cap: float | None = None
+    """A tanh limits the second projection to the range between minus and plus this value; None: no limit."""
 
     @property
     def is_plain_swiglu(self) -> bool:
@@ -235,6 +239,8 @@ class Experts:
     latent: int = 0
     """Width of the routed experts' input and output, if projections connect them to the hidden states; 0 if experts
     work on the hidden states."""
+    latent_norm: bool = False
+    """True if a norm is between the routed experts' weighted sum and the projection to the hidden states."""
     probs_on_input: bool = False
     """True if the weights scale the experts' inputs instead of their outputs."""
     own_norms: bool = False

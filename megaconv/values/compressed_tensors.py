@@ -1,9 +1,10 @@
-"""Reads llm-compressor's checkpoints (`compressed-tensors`) in FP8, INT8 and INT4 as plain weights.
+"""Reads llm-compressor's checkpoints (`compressed-tensors`) in FP8, INT8, INT4 and MXFP4 as plain weights.
 
     FP8 and INT8    X.weight [out, in], X.weight_scale [1], [out, 1] or [out, in / group]
     FP8 by blocks   X.weight [out, in], X.weight_scale [out / rows, in / cols], the last blocks of any size
     packed INT4     X.weight_packed [out, in / 8] int32, X.weight_shape [2], X.weight_scale [out, 1] or [out, in / group]
     packed INT8     the same with X.weight_packed [out, in / 4]
+    MXFP4           X.weight_packed [out, in / 2] uint8, X.weight_scale [out, in / 32] uint8 (`four_bits.py`)
     asymmetric      beside the scales, X.weight_zero_point: int8 of their shape, or packed [out / 8 or 4, scales of a row] int32
 
 `packed_words.py` describes the words. Source: compressed-tensors 0.20.
@@ -17,6 +18,7 @@ from formats.lazy_numpy import np
 from formats.tensor import LazyTensor, Shape, matrix_shape, read_tensor, reshaped
 from megaconv.errors import CorruptCheckpoint, TensorMismatch, UnsupportedInput
 from megaconv.model.check import well_formed
+from megaconv.values.four_bits import MXFP4_GROUP, Mxfp4Tensor
 from megaconv.values.modelopt import scales_of_activations
 from megaconv.values.packed_words import ColumnWords, RowWords
 from megaconv.values.scaled import ScaledTensor
@@ -26,8 +28,9 @@ _ZERO_POINT = ".weight_zero_point"
 _BESIDE = ("weight_shape", "weight_scale", "weight_zero_point")
 """The last parts of the names of tensors that belong to a quantized weight."""
 _FLOATS = ("float32", "bfloat16", "float16")
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
-_SCHEMES = {("float", 8): "FP8", ("int", 8): "INT8", ("int", 4): "INT4"}
+_MXFP4 = "mxfp4-pack-quantized"
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", _MXFP4)
+_SCHEMES = {("float", 8): "FP8", ("int", 8): "INT8", ("int", 4): "INT4", ("float", 4): "MXFP4"}
 _STRATEGIES = ("tensor", "channel", "group", "block")
 
 
@@ -45,8 +48,13 @@ def scheme_of(settings: Any, where: str) -> str:
 
 def _scheme(weights: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> str:
     number, strategy = (weights["type"], weights["num_bits"]), weights["strategy"]
+    is_mxfp4 = settings["format"] == _MXFP4
+    is_known = number in _SCHEMES and is_mxfp4 == (number == ("float", 4))
+    group = weights.get("group_size")
+    has_other_groups = (strategy, group) != ("group", MXFP4_GROUP)
     problems = {
-        f"{number[0]} of {number[1]} bits": number not in _SCHEMES,
+        f"{number[0]} of {number[1]} bits": not is_known,
+        f"MXFP4 by {strategy:.40}, group_size {group!r:.40}": is_mxfp4 and has_other_groups,
         f"format {settings['format']!r:.40}": settings["format"] not in _FORMATS,
         f"strategy {strategy!r:.40}": strategy not in _STRATEGIES,
         "columns in another order": weights.get("actorder") in ("group", "dynamic"),
@@ -58,7 +66,8 @@ def _scheme(weights: Mapping[str, Any], settings: Mapping[str, Any], where: str)
     if found:
         raise UnsupportedInput(
             f"{where}: weights quantized by compressed-tensors with {', '.join(found)}; only symmetric FP8, INT8 and "
-            "INT4 by tensor, channel, group or block are supported: convert an unquantized copy of the model"
+            f"INT4 by tensor, channel, group or block, and MXFP4 by groups of {MXFP4_GROUP} "
+            "are supported: convert an unquantized copy of the model"
         )
     by = strategy
     if strategy == "group":
@@ -105,7 +114,9 @@ def dequantize(
         if name in left_out or last in _BESIDE:
             continue
         is_quantized = module + _SCALE in tensors or tensor.dtype in ("float8_e4m3fn", "int8")
-        if last == "weight_packed":
+        if last == "weight_packed" and settings["format"] == _MXFP4:
+            found[module + _WEIGHT] = _from_mxfp4(module, tensors, dtype, where)
+        elif last == "weight_packed":
             codes = _unpacked(module, tensors, widths, where)
             found[module + _WEIGHT] = _plain(module, codes, tensors, units, dtype, where)
         elif last == "weight" and is_quantized:
@@ -113,6 +124,26 @@ def dequantize(
         else:
             found[name] = tensor
     return found
+
+
+def _from_mxfp4(
+    module: str, tensors: Mapping[str, LazyTensor], dtype: str, where: str
+) -> Mxfp4Tensor:
+    packed = tensors[module + _PACKED]
+    scales = _needed(module + _SCALE, tensors, where)
+    rows, half = matrix_shape(packed.shape)
+    columns = 2 * half
+    grid = (rows, columns // MXFP4_GROUP)
+    has_whole_groups = columns % MXFP4_GROUP == 0
+    is_scaled = tuple(scales.shape) == grid and packed.dtype == scales.dtype == "uint8"
+    if not (has_whole_groups and is_scaled):
+        raise TensorMismatch(
+            f"{where}: {module}{_PACKED} is {list(packed.shape)} {packed.dtype} "
+            f"with scales {list(scales.shape)} {scales.dtype}; "
+            f"expected {list(grid)} scales, both uint8",
+            code="misshapen-tensor",
+        )
+    return Mxfp4Tensor(packed, scales, (rows, columns), dtype)
 
 
 def _unpacked(

@@ -2,6 +2,8 @@
 
     FP8 by blocks (DeepSeek-V3)     x.weight [out, in] float8_e4m3fn, x.weight_scale_inv [out / 128, in / 128] float32:
                                     value * the scale of its block; the last blocks of a row or column may be narrower
+    the same (DeepSeek V4)          x.scale in place of x.weight_scale_inv, in float8_e8m0fnu: powers of two
+    FP4 (experts of DeepSeek V4)    x.weight [out, in / 2] int8, x.scale [out, in / 32] float8_e8m0fnu: as MXFP4
     NVFP4 (ModelOpt)                x.weight [out, in / 2] uint8, x.weight_scale [out, in / 16] float8_e4m3fn, x.weight_scale_2
                                     float32: two values a byte, the low four bits first, times (the scale of 16 * weight_scale_2)
     MXFP4 (GPT-OSS)                 x_blocks [..., in / 32, 16] uint8, x_scales [..., in / 32] uint8:
@@ -9,96 +11,26 @@
     ModelOpt's FP8, INT8, INT4      `modelopt.py`
     compressed-tensors              `compressed_tensors.py`
 
-Products are computed in float32, where they are exact or rounded once, and then rounded to nearest even. Sources:
-README_WEIGHTS.md and inference/kernel.py of DeepSeek-V3; the OCP Microscaling Formats specification, 1.0;
-nvidia-modelopt 0.47.
+Products are computed in float32, where they are exact or rounded once, and then rounded to nearest even. `four_bits.py` has
+those of 4 bits. Source: README_WEIGHTS.md and inference/kernel.py of DeepSeek-V3.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any
 
-from formats.lazy_numpy import Floats, np
-from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, read_tensor, reshaped
+from formats.tensor import LazyTensor, matrix_shape, reshaped
 from megaconv.errors import TensorMismatch, UnsupportedInput
 from megaconv.families.parts.hf_config import quant_method, quantization
 from megaconv.model.check import well_formed
 from megaconv.values import compressed_tensors, modelopt
 from megaconv.values.cast import CastTensor
-from megaconv.values.rounding import rounded
-from megaconv.values.scaled import ScaledTensor, fp8_values, read_bytes
+from megaconv.values.four_bits import MXFP4_GROUP, NVFP4_GROUP, Mxfp4Tensor, NvFp4Tensor
+from megaconv.values.scaled import ScaledTensor
 
 _SCALE_INV, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
-_GROUP = 32
-"""Elements of MXFP4 that share a scale."""
-_NVFP4_GROUP = 16
+_WEIGHT, _V4_SCALE, _POWERS = ".weight", ".scale", "float8_e8m0fnu"
 _NVFP4_SCALE, _NVFP4_SCALE_2 = "_scale", "_scale_2"
-
-
-@dataclass(frozen=True)
-class Mxfp4Tensor:
-    """A tensor [..., in] of 4-bit values, two per byte.
-
-    Each 32 elements of a row have a power of two as their scale.
-    """
-
-    packed: LazyTensor
-    """[rows, in / 2] bytes."""
-    scales: LazyTensor
-    """[rows, in / 32] exponents."""
-    shape: Shape
-    dtype: str
-
-    def read_into(self, box: Box, out: Bytes) -> None:
-        groups, packed_box, cols = _whole_groups(box, _GROUP)
-        packed = read_bytes(self.packed, packed_box)
-        exponents = read_bytes(self.scales, groups)
-        values = _fp4_pairs()[packed].reshape(box.rows, groups.cols, _GROUP)
-        with np.errstate(over="ignore", invalid="ignore"):
-            values *= _powers()[exponents][:, :, None]
-        wanted = values.reshape(box.rows, -1)[:, cols]
-        np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
-
-
-@dataclass(frozen=True)
-class NvFp4Tensor:
-    """A matrix [rows, cols] of 4-bit values, two per byte.
-
-    Each 16 elements of a row have a scale, and all have one more.
-    """
-
-    packed: LazyTensor
-    """[rows, cols / 2] bytes."""
-    scales: LazyTensor
-    """[rows, cols / 16] in float8_e4m3fn."""
-    scale: LazyTensor
-    """A single float32."""
-    shape: Shape
-    dtype: str
-
-    def read_into(self, box: Box, out: Bytes) -> None:
-        groups, packed_box, cols = _whole_groups(box, _NVFP4_GROUP)
-        packed = read_bytes(self.packed, packed_box)
-        group_scales = fp8_values()[read_bytes(self.scales, groups)]
-        tensor_scale = read_tensor(self.scale).view(np.float32)[0, 0]
-        values = _nvfp4_pairs()[packed].reshape(box.rows, groups.cols, _NVFP4_GROUP)
-        with np.errstate(over="ignore", invalid="ignore"):
-            values *= (group_scales * tensor_scale)[:, :, None]
-        wanted = values.reshape(box.rows, -1)[:, cols]
-        np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
-
-
-def _whole_groups(box: Box, group: int) -> tuple[Box, Box, slice]:
-    """(the groups that overlap a rectangle, their bytes of two values each, the rectangle's columns among their values).
-
-    group: number of values with one scale, along a row.
-    """
-    first, last = box.col0 // group, -(-box.col1 // group)
-    groups = Box(box.row0, box.row1, first, last)
-    packed = Box(box.row0, box.row1, first * group // 2, last * group // 2)
-    return groups, packed, slice(box.col0 - first * group, box.col1 - first * group)
 
 
 def dequantize(
@@ -154,27 +86,61 @@ def _fp8_block(quantization: Mapping[str, Any], where: str) -> tuple[int, int]:
 def _from_fp8(
     tensors: Mapping[str, LazyTensor], block: tuple[int, int], dtype: str, where: str
 ) -> dict[str, LazyTensor]:
+    scale_names = {name: _scale_name(name, tensors) for name in tensors}
+    are_scales = {scale for scale in scale_names.values() if scale is not None}
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
-        if name.endswith(_SCALE_INV) and name.removesuffix(_SCALE_INV) in tensors:
+        if name in are_scales:
             continue
-        scales = tensors.get(name + _SCALE_INV)
-        if tensor.dtype == "float8_e4m3fn" and scales is None:
+        scale_name = scale_names[name]
+        if tensor.dtype == "float8_e4m3fn" and scale_name is None:
             raise TensorMismatch(f"{where}: {name} is fp8, and there is no {name}{_SCALE_INV}")
-        if scales is None:
+        if scale_name is None:
             found[name] = tensor
             continue
-        rows, cols = matrix_shape(tensor.shape)
-        grid = (-(-rows // block[0]), -(-cols // block[1]))
-        has_dtypes = (tensor.dtype, scales.dtype) == ("float8_e4m3fn", "float32")
-        if not has_dtypes or tuple(scales.shape) != grid:
-            raise TensorMismatch(
-                f"{where}: {name} is {list(tensor.shape)} {tensor.dtype} "
-                f"with scales {list(scales.shape)} {scales.dtype}; "
-                f"expected float8_e4m3fn with {list(grid)} float32"
-            )
-        found[name] = ScaledTensor(tensor, scales, block, dtype)
+        scales = tensors[scale_name]
+        if tensor.dtype == "int8" and scales.dtype == _POWERS:
+            found[name] = _fp4(name, tensor, scales, dtype, where)
+        else:
+            _require_fp8_grid(name, tensor, scales, block, where)
+            found[name] = ScaledTensor(tensor, scales, block, dtype)
     return found
+
+
+def _scale_name(name: str, tensors: Mapping[str, LazyTensor]) -> str | None:
+    """The name of a tensor's scales, as DeepSeek V3 or V4 names them; None if it has none."""
+    if name + _SCALE_INV in tensors:
+        return name + _SCALE_INV
+    of_v4 = name.removesuffix(_WEIGHT) + _V4_SCALE
+    is_quantized = tensors[name].dtype in ("float8_e4m3fn", "int8")
+    return of_v4 if is_quantized and name.endswith(_WEIGHT) and of_v4 in tensors else None
+
+
+def _require_fp8_grid(
+    name: str, tensor: LazyTensor, scales: LazyTensor, block: tuple[int, int], where: str
+) -> None:
+    """Raise TensorMismatch unless the scales are numbers, one for each block of an FP8 matrix."""
+    rows, cols = matrix_shape(tensor.shape)
+    grid = (-(-rows // block[0]), -(-cols // block[1]))
+    has_dtypes = tensor.dtype == "float8_e4m3fn" and scales.dtype in ("float32", _POWERS)
+    if not has_dtypes or tuple(scales.shape) != grid:
+        raise TensorMismatch(
+            f"{where}: {name} is {list(tensor.shape)} {tensor.dtype} "
+            f"with scales {list(scales.shape)} {scales.dtype}; "
+            f"expected float8_e4m3fn with {list(grid)} float32"
+        )
+
+
+def _fp4(name: str, packed: LazyTensor, scales: LazyTensor, dtype: str, where: str) -> Mxfp4Tensor:
+    """A matrix of two 4-bit values per byte, as the experts of DeepSeek V4. Raises TensorMismatch for scales that don't
+    fit."""
+    rows, half = matrix_shape(packed.shape)
+    if tuple(scales.shape) != (rows, 2 * half // MXFP4_GROUP) or 2 * half % MXFP4_GROUP:
+        raise TensorMismatch(
+            f"{where}: {name} is {list(packed.shape)} int8 with scales {list(scales.shape)}; "
+            f"expected [out, in / 2] and [out, in / {MXFP4_GROUP}]"
+        )
+    return Mxfp4Tensor(packed, scales, (rows, 2 * half), dtype)
 
 
 def _from_mxfp4(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> dict[str, LazyTensor]:
@@ -191,16 +157,16 @@ def _from_mxfp4(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> di
             raise TensorMismatch(f"{where}: there is no {whole}{_SCALES} to {name}")
         as_expected = {tensor.dtype, scales.dtype} == {"uint8"} and shape == (
             *scales.shape,
-            _GROUP // 2,
+            MXFP4_GROUP // 2,
         )
         if not as_expected or len(shape) < 3:
             raise TensorMismatch(
                 f"{where}: {name} is {list(shape)} {tensor.dtype} with scales {list(scales.shape)} {scales.dtype}; "
-                f"expected [..., in / {_GROUP}, {_GROUP // 2}] and [..., in / {_GROUP}], both uint8"
+                f"expected [..., in / {MXFP4_GROUP}, {MXFP4_GROUP // 2}] and [..., in / {MXFP4_GROUP}], both uint8"
             )
         *outer, groups, _ = shape
-        packed = reshaped(tensor, (prod(outer), groups * _GROUP // 2))
-        found[whole] = Mxfp4Tensor(packed, scales, (*outer, groups * _GROUP), dtype)
+        packed = reshaped(tensor, (prod(outer), groups * MXFP4_GROUP // 2))
+        found[whole] = Mxfp4Tensor(packed, scales, (*outer, groups * MXFP4_GROUP), dtype)
     return found
 
 
@@ -213,13 +179,13 @@ def _require_nvfp4(quantization: Mapping[str, Any], where: str) -> None:
         if isinstance(groups, Mapping):
             settings = [group["weights"] for group in groups.values()]
         sizes = {
-            each.get("group_size", _NVFP4_GROUP) for each in settings if isinstance(each, Mapping)
+            each.get("group_size", NVFP4_GROUP) for each in settings if isinstance(each, Mapping)
         }
-    if algorithm not in ("NVFP4", "W4A16_NVFP4") or sizes != {_NVFP4_GROUP}:
+    if algorithm not in ("NVFP4", "W4A16_NVFP4") or sizes != {NVFP4_GROUP}:
         found = ", ".join(map(str, sizes))
         raise UnsupportedInput(
             f"{where}: weights quantized by ModelOpt as {algorithm!r:.40} in groups of {found}; "
-            f"only NVFP4 in groups of {_NVFP4_GROUP}, {', '.join(modelopt.FORMS)} are supported"
+            f"only NVFP4 in groups of {NVFP4_GROUP}, {', '.join(modelopt.FORMS)} are supported"
         )
 
 
@@ -240,9 +206,9 @@ def _from_nvfp4(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> di
                 f"{where}: {name} is packed, and there is no {missing}", code="missing-tensor"
             )
         rows, half = matrix_shape(tensor.shape)
-        grid = (rows, 2 * half // _NVFP4_GROUP)
+        grid = (rows, 2 * half // NVFP4_GROUP)
         fits = (
-            tuple(scales.shape) == grid and prod(scale.shape) == 1 and 2 * half % _NVFP4_GROUP == 0
+            tuple(scales.shape) == grid and prod(scale.shape) == 1 and 2 * half % NVFP4_GROUP == 0
         )
         if (scales.dtype, scale.dtype) != ("float8_e4m3fn", "float32") or not fits:
             raise TensorMismatch(
@@ -252,25 +218,3 @@ def _from_nvfp4(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> di
             )
         found[name] = NvFp4Tensor(tensor, scales, scale, (rows, 2 * half), dtype)
     return found
-
-
-@cache
-def _fp4_pairs() -> Floats:
-    """[256, 2]: the values of the low and the high four bits of a byte."""
-    positive = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-    values = np.concatenate([positive, -positive])
-    code = np.arange(256)
-    return np.stack([values[code & 15], values[code >> 4]], axis=1)
-
-
-@cache
-def _nvfp4_pairs() -> Floats:
-    """The same for NVFP4, without the sign of a negative zero, as in ModelOpt."""
-    return _fp4_pairs() + np.float32(0)
-
-
-@cache
-def _powers() -> Floats:
-    """2 ^ (scale - 127) of all 256 scales."""
-    with np.errstate(over="ignore"):
-        return np.ldexp(1.0, np.arange(256) - 127).astype(np.float32)

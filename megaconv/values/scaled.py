@@ -91,7 +91,16 @@ def _read_floats(tensor: LazyTensor, box: Box) -> Floats:
     stored = read_bytes(tensor, box, ITEMSIZE[tensor.dtype])
     if tensor.dtype == "int8":
         return stored.view(np.int8).astype(np.float32)
+    if tensor.dtype == "float8_e8m0fnu":
+        return powers_of_two()[stored]
     return exact(stored.reshape(-1), tensor.dtype).astype(np.float32).reshape(box.rows, box.cols)
+
+
+@cache
+def powers_of_two() -> Floats:
+    """2 ^ (code - 127) of all 256 float8_e8m0fnu codes. The last code is a NaN."""
+    codes = np.arange(255)
+    return np.append(np.ldexp(1.0, codes - 127), np.nan).astype(np.float32)
 
 
 @cache

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megaconv
+from megaconv.errors import NotExpressible
 from megaconv.families import family
 from megaconv.model.fields import lost_fields
 from megaconv.model.layout import Chunk, Layout
@@ -135,3 +136,67 @@ def test_layers_for_further_tokens_are_left_out_with_a_warning(
     megaconv.convert(source, tmp_path / "hf", saver="hf", verify=True, workers=1)
     assert "layers for multi-token prediction are not converted, 2 tensors" in caplog.text
     assert load_file(tmp_path / "hf" / "model.safetensors").keys() == weights.keys()
+
+
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])  # fmt: skip
+"""The values of 4-bit codes (E2M1), of which a byte of the published experts holds two, the low four bits first."""
+IN_FP8 = re.compile(r".*\.(wq_a|wq_b|wkv|wo_a|wo_b|w2)\.weight")
+IN_FP4 = re.compile(r".*\.experts\.\d+\.(w1|w3)\.weight")
+
+
+def powers(*shape: int) -> torch.Tensor:
+    """Random scales: powers of two."""
+    exponents = torch.randint(120, 131, shape, dtype=torch.uint8)
+    return exponents.view(torch.float8_e8m0fnu)
+
+
+def quantized(weights: Tensors, block: int) -> tuple[Tensors, Tensors]:
+    """(tensors as the published files hold them, the values that they mean in float32)."""
+    stored, meant = dict(weights), {name: tensor.float() for name, tensor in weights.items()}
+    for name, tensor in weights.items():
+        scale = name.removesuffix("weight") + "scale"
+        if IN_FP8.fullmatch(name) and "compressor" not in name:
+            rows, cols = tensor.shape
+            stored[scale] = powers(-(-rows // block), -(-cols // block))
+            stored[name] = tensor.to(torch.float8_e4m3fn)
+            spread = stored[scale].float().repeat_interleave(block, 0)[:rows]
+            spread = spread.repeat_interleave(block, 1)[:, :cols]
+            meant[name] = stored[name].float() * spread
+        elif IN_FP4.fullmatch(name):
+            rows, cols = tensor.shape
+            codes = torch.randint(0, 16, (rows, cols // 2, 2))
+            stored[scale] = powers(rows, cols // 32)
+            stored[name] = (codes[..., 0] + 16 * codes[..., 1]).to(torch.uint8).view(torch.int8)
+            spread = stored[scale].float().repeat_interleave(32, 1)
+            meant[name] = FP4[codes.flatten(1)] * spread
+    return stored, meant
+
+
+@pytest.mark.oracle
+def test_a_model_in_fp8_and_fp4_as_it_is_published_becomes_a_plain_one(
+    forms: dict[str, Path], tmp_path: Path
+) -> None:
+    torch.manual_seed(21)
+    stored, meant = quantized(load_file(forms["published"] / "model.safetensors"), block=16)
+    raw = json.loads((forms["published"] / "config.json").read_text())
+    method = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [16, 16]}
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(
+        json.dumps(raw | {"expert_dtype": "fp4", "quantization_config": method})
+    )
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    megaconv.convert(source, tmp_path / "hf", saver="hf", verify=True, dtype="fp32", workers=1)
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    assert written.keys() == meant.keys()
+    assert all(torch.equal(written[name].float(), tensor) for name, tensor in meant.items())
+    keys = json.loads((tmp_path / "hf" / "config.json").read_text()).keys()
+    assert not keys & {"expert_dtype", "quantization_config"}
+    load(tmp_path / "hf")
+
+
+@pytest.mark.oracle
+def test_quantized_outputs_are_refused_by_name(forms: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(NotExpressible, match="fp8-block: is not supported for deepseek_v4"):
+        megaconv.convert(forms["published"], tmp_path / "hf", saver="hf", quantize="fp8-block")
+    assert not list(tmp_path.iterdir())

@@ -33,29 +33,40 @@ PUBLISHED = {
 }
 IN_MEGATRON = [name for name, each in PUBLISHED.items() if each.get("saver", "core") == "core"]
 """All but those that Megatron core can't compute, which are converted between Hugging Face's files."""
+MOST_OF_A_FILE = 100_000
+"""Tensors in one file. Headers of more are refused."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
 def write_sparse(raw: dict[str, Any], path: Path) -> None:
-    """One safetensors file as large as the model, of which the header alone takes room."""
+    """Safetensors files as large as the model, of which the headers alone take room."""
     family = family_of_hf(raw, "config.json")
     config = family.read_hf(raw)
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
-    header: dict[str, Any] = {}
-    start = 0
-    for native in native_tensors(family.rows, config, HF, Layout(), 0, whole, config.vocab):
-        if not native.copy:
-            end = start + 2 * prod(native.shape)
-            header[native.name] = {
-                "dtype": "BF16",
-                "shape": list(native.shape),
-                "data_offsets": [start, end],
-            }
-            start = end
-    text = json.dumps(header).encode()
+    natives = native_tensors(family.rows, config, HF, Layout(), 0, whole, config.vocab)
+    shapes = [(native.name, native.shape) for native in natives if not native.copy]
     path.mkdir()
     (path / "config.json").write_text(json.dumps(raw))
-    with (path / "model.safetensors").open("wb") as file:
+    if len(shapes) <= MOST_OF_A_FILE:
+        write_file(path / "model.safetensors", shapes)
+        return
+    places: dict[str, str] = {}
+    for first in range(0, len(shapes), MOST_OF_A_FILE):
+        held, file = shapes[first : first + MOST_OF_A_FILE], f"model-{first}.safetensors"
+        write_file(path / file, held)
+        places |= dict.fromkeys((name for name, _ in held), file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def write_file(path: Path, shapes: list[tuple[str, tuple[int, ...]]]) -> None:
+    header: dict[str, Any] = {}
+    start = 0
+    for name, shape in shapes:
+        end = start + 2 * prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + start)
 

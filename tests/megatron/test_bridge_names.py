@@ -351,7 +351,6 @@ WHOLES = {
 }  # fmt: skip
 """...ForConditionalGeneration -> model_type, of models that see or hear. Of Mistral 3 those with a `mistral` inside, not a `ministral3`."""
 OTHERS = (
-    *("KimiK3ForConditionalGeneration",),
     *("NemotronH_Nano_VL_V2",),
     *(
         "NemotronH_Nano_Omni_Reasoning_V3",
@@ -375,6 +374,7 @@ BETWEEN_FILES = {
     "Step3p5ForCausalLM": "step3p5",
     "Step3p7ForConditionalGeneration": "step3p5",
     "DeciLMForCausalLM": "nemotron_nas",
+    "KimiK3ForConditionalGeneration": "kimi_k3",
     "Gemma4ForCausalLM": "gemma4_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
     "MiMoV2FlashForCausalLM": "mimo_v2_flash",

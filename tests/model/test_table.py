@@ -211,6 +211,8 @@ def every_kind(family: str) -> list[ModelConfig]:
         linear = {f"linear.{name}": size for name, size in sizes.items()}
         gates = {"attention.head_gate": family == "bailing_hybrid"}
         return [config, changed(config, {"layers.mixer": ("kda", "attention"), **linear, **gates})]
+    if family == "kimi_k3":
+        return kinds_of_kimi_k3(config)
     if family in ("lfm2", "lfm2_moe"):
         mixers = {"layers.mixer": ("convolution", "attention"), "convolution.width": 3}
         return [config, changed(config, mixers)]
@@ -245,6 +247,25 @@ def every_kind(family: str) -> list[ModelConfig]:
             changed(config, {"positions.kind": "relative"}),
         ]
     return [config]
+
+
+def kinds_of_kimi_k3(config: ModelConfig) -> list[ModelConfig]:
+    """Models with gates of both kinds."""
+    sizes = {
+        "key_heads": 2,
+        "value_heads": 2,
+        "key_dim": 3,
+        "value_dim": 3,
+        "conv": 4,
+        "stored_decays": 5,
+    }
+    fields = {f"linear.{name}": size for name, size in sizes.items()}
+    fields |= {"layers.mixer": ("kda", "attention"), "residual_block": 1}
+    fields |= {"attention.output_gate": True, "experts.latent": 3, "experts.latent_norm": True}
+    return [
+        changed(config, {**fields, "linear.full_rank_out_gate": is_full_rank})
+        for is_full_rank in (True, False)
+    ]
 
 
 def every_rank(

@@ -118,6 +118,7 @@ def test_values_are_the_products_of_codes_and_scales_in_any_rectangle(
         ("W8A16", "INT8 by groups of 128"),
         ("W8A16_ASYM", "asymmetric INT8 by channel"),
         ("W8A8_ASYM", "asymmetric INT8 by channel"),
+        ("MXFP4A16", "MXFP4 by groups of 32"),
     ],
 )
 def test_bytes_of_the_real_package_become_the_values_that_it_decompresses(
@@ -153,6 +154,14 @@ def test_zero_points_that_do_not_fit_are_named(preset: str, shape: tuple[int, in
         dequantize(tensors, {"quantization_config": described}, "bfloat16", "here")
 
 
+def test_scales_of_mxfp4_that_do_not_fit_are_named() -> None:
+    described = json.loads((GOLDEN / "configs.json").read_text())["MXFP4A16"]
+    codes = as_lazy(torch.zeros(2, 32, dtype=torch.uint8))
+    tensors = {"x.weight_packed": codes, "x.weight_scale": codes}
+    with pytest.raises(TensorMismatch, match=r"x\.weight_packed is .* expected \[2, 2\] scales"):
+        dequantize(tensors, {"quantization_config": described}, "bfloat16", "here")
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_model_becomes_a_plain_one(scheme: str, tmp_path: Path) -> None:
     outcome = run("convert", write(tmp_path / "in", scheme), tmp_path / "out", "--saver", "hf")
@@ -177,6 +186,14 @@ def test_inspect_names_the_scheme(tmp_path: Path) -> None:
         (settings("float", 8, "channel", symmetric=False), "asymmetric numbers"),
         (settings("int", 4, "group", group_size=32, actorder="group"), "in another order"),
         (settings("float", 4, "group", group_size=32), "float of 4 bits"),
+        (
+            settings("int", 4, "group", group_size=32, format="mxfp4-pack-quantized"),
+            "int of 4 bits",
+        ),
+        (
+            settings("float", 4, "group", group_size=16, format="mxfp4-pack-quantized"),
+            "MXFP4 by group, group_size 16",
+        ),
         (settings("float", 8, "attn_head"), "strategy 'attn_head'"),
         (settings("int", 4, "channel", transform_config={"a": 1}), "rotated weights"),
         (settings("int", 4, "channel", format="marlin-24"), "format 'marlin-24'"),

@@ -39,6 +39,8 @@ def quantization(config: Mapping[str, Any]) -> Any:
     )
 
 
+_EXPERT_DTYPE = "expert_dtype"
+"""The dtype of a DeepSeek V4's quantized experts."""
 MODELOPT_FILE = "hf_quant_config.json"
 
 
@@ -94,7 +96,8 @@ def updated(
     if dtype is not None:
         merged["dtype" if "dtype" in given else "torch_dtype"] = dtype
     merged.setdefault("architectures", now["architectures"])
-    merged.pop(QUANTIZATION, None)  # the weights are no longer quantized
+    for key in (QUANTIZATION, _EXPERT_DTYPE):
+        merged.pop(key, None)  # the weights are no longer quantized
     if changes.keys() & set(_ROPE):
         merged = {
             key: value for key, value in merged.items() if key in now or key not in _ROPE_BESIDE

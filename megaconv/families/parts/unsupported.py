@@ -17,9 +17,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its layers have two attentions, two MLPs and experts without computation, and Megatron core has no such layer": (
         "LongcatFlashForCausalLM",
     ),
-    "most of its layers have Kimi Delta Attention with a bounded gate, and its attention gates its output": (
-        "KimiK3ForConditionalGeneration",
-    ),
     "its vision encoder (RADIO) is in no transformers release; its language model, a Nemotron-H, has no text_config": (
         "NemotronH_Nano_VL_V2",
         "NemotronH_Nano_Omni_Reasoning_V3",

@@ -1,0 +1,106 @@
+"""Matrices of 4-bit floats (E2M1), two in each byte with the low four bits first, which are computed while they are read.
+
+    MXFP4    32 elements of a row share a power of two:                2 ^ (scale - 127)
+    NVFP4    16 elements of a row share a float8_e4m3fn, and all elements a float32
+
+Products are computed in float32, and then rounded to nearest even. Sources: the OCP Microscaling Formats specification, 1.0;
+nvidia-modelopt 0.47.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from formats.lazy_numpy import Floats, np
+from formats.tensor import Box, Bytes, LazyTensor, Shape, read_tensor
+from megaconv.values.rounding import rounded
+from megaconv.values.scaled import fp8_values, read_bytes
+
+MXFP4_GROUP = 32
+"""Elements of MXFP4 that share a scale."""
+NVFP4_GROUP = 16
+
+
+@dataclass(frozen=True)
+class Mxfp4Tensor:
+    """A tensor [..., in] of 4-bit values, two per byte.
+
+    Each 32 elements of a row have a power of two as their scale.
+    """
+
+    packed: LazyTensor
+    """[rows, in / 2] bytes."""
+    scales: LazyTensor
+    """[rows, in / 32] exponents."""
+    shape: Shape
+    dtype: str
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        groups, packed_box, cols = _whole_groups(box, MXFP4_GROUP)
+        packed = read_bytes(self.packed, packed_box)
+        exponents = read_bytes(self.scales, groups)
+        values = _fp4_pairs()[packed].reshape(box.rows, groups.cols, MXFP4_GROUP)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values *= _powers()[exponents][:, :, None]
+        wanted = values.reshape(box.rows, -1)[:, cols]
+        np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
+
+
+@dataclass(frozen=True)
+class NvFp4Tensor:
+    """A matrix [rows, cols] of 4-bit values, two per byte.
+
+    Each 16 elements of a row have a scale, and all have one more.
+    """
+
+    packed: LazyTensor
+    """[rows, cols / 2] bytes."""
+    scales: LazyTensor
+    """[rows, cols / 16] in float8_e4m3fn."""
+    scale: LazyTensor
+    """A single float32."""
+    shape: Shape
+    dtype: str
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        groups, packed_box, cols = _whole_groups(box, NVFP4_GROUP)
+        packed = read_bytes(self.packed, packed_box)
+        group_scales = fp8_values()[read_bytes(self.scales, groups)]
+        tensor_scale = read_tensor(self.scale).view(np.float32)[0, 0]
+        values = _nvfp4_pairs()[packed].reshape(box.rows, groups.cols, NVFP4_GROUP)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values *= (group_scales * tensor_scale)[:, :, None]
+        wanted = values.reshape(box.rows, -1)[:, cols]
+        np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
+
+
+def _whole_groups(box: Box, group: int) -> tuple[Box, Box, slice]:
+    """(the groups that overlap a rectangle, their bytes of two values each, the rectangle's columns among their values).
+
+    group: number of values with one scale, along a row.
+    """
+    first, last = box.col0 // group, -(-box.col1 // group)
+    groups = Box(box.row0, box.row1, first, last)
+    packed = Box(box.row0, box.row1, first * group // 2, last * group // 2)
+    return groups, packed, slice(box.col0 - first * group, box.col1 - first * group)
+
+
+@cache
+def _fp4_pairs() -> Floats:
+    """[256, 2]: the values of the low and the high four bits of a byte."""
+    positive = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    values = np.concatenate([positive, -positive])
+    code = np.arange(256)
+    return np.stack([values[code & 15], values[code >> 4]], axis=1)
+
+
+@cache
+def _nvfp4_pairs() -> Floats:
+    """The same for NVFP4, without the sign of a negative zero, as in ModelOpt."""
+    return _fp4_pairs() + np.float32(0)
+
+
+@cache
+def _powers() -> Floats:
+    """2 ^ (scale - 127) of all 256 scales."""
+    with np.errstate(over="ignore"):
+        return np.ldexp(1.0, np.arange(256) - 127).astype(np.float32)
