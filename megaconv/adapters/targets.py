@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from formats.tensor import LazyTensor, Shape
+from megaconv.adapters.file_paths import FilePaths
 from megaconv.adapters.low_rank import Change, Delta, ScaledVector, Spread
 from megaconv.adapters.peft_files import Adapter, ModuleAdapter, module_path
 from megaconv.errors import NotExpressible, TensorMismatch
@@ -80,7 +81,7 @@ def _untied(adapter: Adapter, family: Family, config: ModelConfig) -> ModelConfi
         for name in native.parts
     }
     touched = [
-        *map(names.stored, adapter.replaced),
+        *map(names.tensor, adapter.replaced),
         *(names.path(module) + ".weight" for module in adapter.modules),
     ]
     if not any(
@@ -103,6 +104,8 @@ class _Names:
     config: ModelConfig
     where: str
     natives: Mapping[str, NativeTensor] = field(init=False)
+    paths: FilePaths | None = field(init=False)
+    """Set for a model that no family describes, whose files may name modules otherwise than its class."""
     shapes: Mapping[str, Shape] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,10 +115,15 @@ class _Names:
             for naming in (HF_STACKED, HF)
             for native in unsharded_tensors(rows, self.config, naming)
         }
+        self.paths = None if self.config.own_names is None else FilePaths(self.natives)
         self.shapes = canonical_shapes(rows, self.config)
 
-    def stored(self, name: str) -> str:
-        """The name in the model's files of a tensor or module with a name of transformers' class."""
+    def tensor(self, name: str) -> str:
+        """The name in the model's files of a tensor with a name of transformers' class."""
+        return self._renamed(name) if self.paths is None else self.paths.tensor(name)
+
+    def _renamed(self, name: str) -> str:
+        """The family's own name of a tensor or module."""
         for ours, theirs in self.family.renamed.items():
             if name.startswith(ours):
                 return theirs + name.removeprefix(ours)
@@ -123,14 +131,15 @@ class _Names:
 
     def path(self, module: ModuleAdapter) -> str:
         """The path of a module in the model's files."""
-        return self.stored(module_path(module.module))
+        path = module_path(module.module)
+        return self._renamed(path) if self.paths is None else self.paths.module(path)
 
     def native(self, name: str) -> NativeTensor:
         """The native tensor of a name.
 
         Raises TensorMismatch for a tensor that the model doesn't have, NotExpressible for a tied tensor's second name.
         """
-        name = self.stored(name)
+        name = self.tensor(name)
         native = self.natives.get(name) or self.natives.get(self.family.prefix + name)
         if native is None:
             raise TensorMismatch(f"{self.where}: {name} is not in the model", code="unknown-tensor")

@@ -162,7 +162,7 @@ def _told(header: Header, reason: str | None) -> Iterator[str]:
     unknown = header.config.own_names
     if unknown is not None:
         why = unknown.reason.partition("; ")[0]
-        yield f"tensors keep their names and shapes, because no family describes the model: {why}"
+        yield f"tensors keep their names and shapes: {why}"
     if reason is not None:
         yield f"optimizer state: {reason}"
 
@@ -350,12 +350,14 @@ def load_options(saver: Saver, options: ConvertOptions) -> LoadOptions:
     dtype = None if options.dtype is None else dtype_name(options.dtype)
     if dtype == "float16":
         dtype = "float32"  # Cast quantized weights via float32, so that a value too large for float16 is detected.
+    # An adapter of a multimodal model is merged by the names of its modules.
+    holds_whole = saver.holds_whole and not options.adapters
     return replace(
         options.load,
         optimizer=is_wanted,
         dtype=dtype,
         own_names=saver.keeps_names,
-        whole=saver.holds_whole or not saver.keeps_names,
+        whole=holds_whole or not saver.keeps_names,
     )
 
 

@@ -56,6 +56,7 @@ class Record:
     files: Mapping[str, str] = field(default_factory=dict)
     descriptions: Mapping[str, str] = field(default_factory=dict)
     saver: str = ""
+    family: str = ""
     provenance: Mapping[str, Any] | None = None
     """The inputs that the output was made from (engine/lineage.py); None in a record without it."""
     provenance_hash: str | None = None
@@ -286,6 +287,7 @@ def read_record(root: Path) -> tuple[Record, str | None]:
         files,
         descriptions,
         saver=str(given.get("saver", "")),
+        family=str(given.get("family", "")),
         provenance=given.get("provenance"),
         provenance_hash=given.get("provenance_hash"),
     )

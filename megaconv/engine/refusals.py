@@ -63,9 +63,13 @@ def _refuse_whole(header: Header, saver: Saver, options: ConvertOptions) -> None
         raise UsageError(f"--saver {saver.name}: can't store the multimodal model {name}{alone}")
     if options.save.base is not None:
         raise UsageError(f"--base: the source holds all of {name}; leave it out")
-    for option, given in (("--adapter", options.adapters), ("--quantize", options.save.quantize)):
-        if given:
-            raise UsageError(f"{option}: is not supported for the multimodal model {name}{alone}")
+    if options.save.quantize:
+        raise UsageError(f"--quantize: is not supported for the multimodal model {name}{alone}")
+    if options.adapters:
+        raise UsageError(
+            f"--adapter: --saver {saver.name} can't merge one into the multimodal model {name}; "
+            "megaconv merge MODEL ADAPTER --save-dir OUT merges it first"
+        )
 
 
 def _refuse_own_names(header: Header, options: ConvertOptions) -> None:

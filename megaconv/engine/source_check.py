@@ -14,20 +14,27 @@ from megaconv.engine.plan import default_workers
 from megaconv.engine.reading_back import Stored
 from megaconv.engine.record import RECORD_NAME, Record, digest, find_record
 from megaconv.errors import CorruptCheckpoint
+from megaconv.families.parts.own_names import OWN_NAMES
 from megaconv.hub import Place
 from megaconv.model.check import listing
-from megaconv.model.ir import Header, Key, Source, TensorInfo
+from megaconv.model.ir import Header, Key, OpenedSource, Source, TensorInfo
+from megaconv.options import LoadOptions
 
 
 def as_stored(place: Place, record: Record) -> Stored | None:
-    """The source with its stored values, for a saver that stores other values than readers get; None for other savers.
+    """The source with its stored values and names, for an output that readers may get with others; None for other outputs.
 
     Raises CheckpointError for a source that can't be such an output any more.
     """
-    if record.saver not in registry.SAVERS:
+    if record.saver not in registry.SAVERS or not isinstance(place, Path):
         return None
+    if record.family == OWN_NAMES:
+        # A multimodal model was written by its tensors' own names, and readers know its parts.
+        by_own_names = LoadOptions(optimizer=False, own_names=True, whole=False)
+        source = registry.loader(record.saver).open(place, by_own_names)
+        return Stored(OpenedSource(source.header, dict(source.tensors())), {})
     reader = registry.saver(record.saver).as_stored
-    return reader(place) if reader is not None and isinstance(place, Path) else None
+    return None if reader is None else reader(place)
 
 
 def differing(place: Place, record: Record, header: Header) -> dict[str, str]:
@@ -126,9 +133,9 @@ def check_source(
     record = find_record(place)
     if record is None:
         return SourceCheck()
-    written, stored = source.header.manifest, as_stored(place, record)
-    if stored is not None:
-        written = stored.source.header.manifest
+    # A source that is read by its own names needn't be read a second time.
+    stored = None if source.header.config.own_names is not None else as_stored(place, record)
+    written = source.header.manifest if stored is None else stored.source.header.manifest
     differing = record.other_tensors(written)
     infos = {str(key): info for key, info in written.items()}
     cast_in_reading = {

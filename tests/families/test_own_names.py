@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import megaconv
+from megaconv.adapters.file_paths import FilePaths
 from megaconv.errors import UnknownFamily, UnsupportedInput
 from tests.conftest import FIXTURES
 from tests.models import write_llama
@@ -150,26 +151,88 @@ def test_a_multimodal_model_becomes_a_distributed_checkpoint(tmp_path: Path) -> 
     megaconv.convert(source, tmp_path / "dcp", saver="dcp")
     megaconv.convert(tmp_path / "dcp", tmp_path / "back", saver="hf")
     assert_equal(weights(tmp_path / "back"), weights(source))
+    assert_is_known_again(tmp_path / "back", source)
+
+
+def assert_is_known_again(output: Path, same: Path) -> None:
+    """A multimodal model that was written by its own names is read by its family, and a damaged one is noticed."""
+    assert run("verify", output).status == 0
+    assert run("diff", output, same).status == 0
+    core = output.parent / f"{output.name}-core"
+    assert run("convert", output, core, "--saver", "core").status == 0
+    assert run("diff", core, same).status == 0
+    held = weights(output)
+    first = next(iter(held))
+    save_file(held | {first: held[first] + 1}, output / "model.safetensors", {"format": "pt"})
+    outcome = run("convert", output, output.parent / "other", "--saver", "core")
+    assert_refused(outcome, 3, "have other values than were written", first)
+
+
+def write_adapter(directory: Path, modules: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Write a LoRA of these modules' weights. Returns the merged weights."""
+    stored, merged = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for module, weight in modules.items():
+        a, b = torch.randn(4, weight.shape[1]), torch.randn(weight.shape[0], 4)
+        stored |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+        merged[module] = (weight.float() + 8 / 4 * b @ a).to(weight.dtype)
+    directory.mkdir()
+    in_file = {f"base_model.model.{name}": tensor for name, tensor in stored.items()}
+    save_file(in_file, directory / "adapter_model.safetensors")
+    words = sorted({module.rpartition(".")[2] for module in modules})
+    described = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": words}
+    (directory / "adapter_config.json").write_text(json.dumps(described))
+    return merged
 
 
 def test_an_adapter_is_merged_by_the_names_of_its_modules(hf: Path, tmp_path: Path) -> None:
     source, adapter = unlisted(hf, tmp_path / "source"), tmp_path / "adapter"
     name = "model.layers.1.mlp.down_proj"
     held = weights(source)
-    rows, columns = held[f"{name}.weight"].shape
-    a, b = torch.randn(4, columns), torch.randn(rows, 4)
-    adapter.mkdir()
-    sides = {"A": a, "B": b}
-    stored = {f"base_model.model.{name}.lora_{side}.weight": sides[side] for side in "AB"}
-    save_file(stored, adapter / "adapter_model.safetensors")
-    described = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["down_proj"]}
-    (adapter / "adapter_config.json").write_text(json.dumps(described))
+    merged = write_adapter(adapter, {name: held[f"{name}.weight"]})
     outcome = run("merge", source, adapter, "--save-dir", tmp_path / "out")
     assert outcome.status == 0, outcome.err
-    found = weights(tmp_path / "out")
-    merged = (held[f"{name}.weight"].float() + 8 / 4 * b @ a).bfloat16()
-    assert torch.equal(found.pop(f"{name}.weight"), merged)
-    assert_equal(found, {key: tensor for key, tensor in held.items() if key in found})
+    assert_equal(weights(tmp_path / "out"), held | {f"{name}.weight": merged[name]})
+
+
+@pytest.mark.parametrize(
+    ("fixture", "paths"),
+    [
+        (
+            "whole-qwen2_5_vl",
+            {
+                "model.language_model.layers.0.mlp.down_proj": "model.layers.0.mlp.down_proj",
+                "model.visual.blocks.0.attn.proj": "visual.blocks.0.attn.proj",
+            },
+        ),
+    ],
+)
+def test_an_adapter_of_a_multimodal_model_is_merged(
+    fixture: str, paths: dict[str, str], tmp_path: Path
+) -> None:
+    """The language model and the encoder, under the names of transformers' modules."""
+    source, adapter = FIXTURES / fixture, tmp_path / "adapter"
+    held = weights(source)
+    modules = {module: held[f"{path}.weight"] for module, path in paths.items()}
+    merged = write_adapter(adapter, modules)
+    outcome = run("merge", source, adapter, "--save-dir", tmp_path / "out")
+    assert outcome.status == 0, outcome.err
+    expected = held | {f"{path}.weight": merged[module] for module, path in paths.items()}
+    assert_equal(weights(tmp_path / "out"), expected)
+    save_file(expected, tmp_path / "model.safetensors", {"format": "pt"})
+    shutil.copytree(source, tmp_path / "same")
+    shutil.copy(tmp_path / "model.safetensors", tmp_path / "same")
+    assert_is_known_again(tmp_path / "out", tmp_path / "same")
+
+
+def test_a_module_that_no_path_or_several_paths_could_be_is_not_guessed() -> None:
+    paths = FilePaths(["model.layers.0.q.weight", "visual.layers.0.q.weight", "model.head.bias"])
+    assert paths.module("model.language_model.layers.0.q") == "model.layers.0.q"
+    assert paths.module("model.visual.layers.0.q") == "visual.layers.0.q"
+    assert paths.tensor("language_model.head.bias") == "model.head.bias"
+    assert paths.module("model.audio.layers.0.q") == "model.audio.layers.0.q"
+    twice = FilePaths(["model.layers.0.q.weight", "language_model.layers.0.q.weight"])
+    assert twice.module("model.language_model.layers.0.q") == "model.language_model.layers.0.q"
+    assert twice.module("model.layers.0.q") == "model.layers.0.q"
 
 
 @pytest.mark.parametrize(
