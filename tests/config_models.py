@@ -85,6 +85,8 @@ EXPERT_KEYS: dict[str, Raw] = {
     "exaone_moe": {**SHARED_KEYS, **MLP_KINDS, "num_experts": 6, "num_shared_experts": 2, "sliding_window": 16,
                    "layer_types": ["sliding_attention", "full_attention"] * 2},
     "ernie4_5_moe": {"moe_intermediate_size": 24, "moe_k": 2, "moe_num_experts": 6, "moe_num_shared_experts": 2},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [24, 14], "moe_k": 2, "moe_num_experts": 6, "moe_num_shared_experts": 2,
+                             **MLP_KINDS},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3},
     "llama4": {"num_local_experts": 6, "num_experts_per_tok": 1, "intermediate_size_mlp": 72, "moe_layers": [1, 3],
                "no_rope_layers": [1, 1, 0, 1]},

@@ -213,6 +213,7 @@ OTHER_MIXERS = ("lfm2", "lfm2_moe", "olmo_hybrid")
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
 BETWEEN_FILES = (
     "bailing_hybrid",
+    "ernie4_5_vl_moe_text",
     "deepseek_v4",
     "falcon_h1",
     *(
@@ -269,7 +270,9 @@ def own_fields(family: str) -> dict[str, Any]:
     if family == "molmo2_text":
         inputs = {"head.unpredicted": 2}
     gates = {"norm.gate_rank": 2} if family == "axk2" else {}
-    return {**families()[family].fixed, **inputs, **gates} if family in BEYOND_MEGATRON else {}
+    of_images = {"experts.vision_ffn": 4} if family == "ernie4_5_vl_moe_text" else {}
+    own = {**families()[family].fixed, **inputs, **gates, **of_images}
+    return own if family in BEYOND_MEGATRON else {}
 
 
 @st.composite

@@ -117,12 +117,16 @@ class Inspection:
         experts = self.header.config.experts
         if not experts.count:
             return None
-        routed = sum(
-            prod(info.shape)
+        sizes = {
+            key.name: prod(info.shape)
             for key, info in self.header.manifest.items()
             if key.slot == WEIGHT and ".experts." in key.name
-        )
-        active = self.header.parameters - routed + routed * experts.per_token // experts.count
+        }
+        routed = sum(sizes.values())
+        # A token of text reaches none of the experts for images, and these are the narrower ones.
+        of_images = sum(size for name, size in sizes.items() if ".vision.experts." in name)
+        chosen = (routed - of_images) * experts.per_token // experts.count
+        active = self.header.parameters - routed + chosen
         return {
             "count": experts.count,
             "per_token": experts.per_token,

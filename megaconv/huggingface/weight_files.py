@@ -34,8 +34,9 @@ from megaconv.model.table import canonical_shapes
 
 _log = logging.getLogger("megaconv")
 
-_SEPARATE = ".block_sparse_moe."
-"""Part of the names of experts in files in which each expert has tensors of its own, under names of Mixtral's."""
+_SEPARATE = (".block_sparse_moe.", ".mlp.gate.weight_1")
+"""Parts of names in files in which each expert has tensors of its own, under other names than in transformers' class:
+names of Mixtral's, and the second router of ERNIE 4.5 VL."""
 _FUSED = ".self_attn.att_proj."
 """Part of the names of files with q, k and v in one tensor, under other names than those of transformers' class."""
 _STACKED = (".experts.gate_up_proj", ".experts.down_proj")
@@ -224,7 +225,7 @@ def _best_spelling(
 def hf_namings(names: Collection[str]) -> tuple[Naming, ...]:
     """The naming schemes that the tensors of a Hugging Face directory may have."""
     stacked = [name for name in names if name.endswith(_STACKED)]
-    if not stacked and any(_SEPARATE in name for name in names):
+    if not stacked and any(part in name for name in names for part in _SEPARATE):
         return (HF, HF_SEPARATE)
     if any(_FUSED in name for name in names):
         return (HF, HF_FUSED, HF_FUSED_HALVED)

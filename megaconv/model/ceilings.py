@@ -34,7 +34,7 @@ _FIELDS = {
     "layers.count": LAYERS, "encoder.layers": LAYERS, "mtp_layers": LAYERS, "experts.count": EXPERTS,
     "retrieval.layers": LAYERS, "retrieval.chunk": POSITIONS, "retrieval.neighbors": WIDTH, "retrieval.chunks": WIDTH,
     "hidden": WIDTH, "attention.heads": WIDTH, "attention.kv_heads": WIDTH, "attention.head_dim": WIDTH, "mlp.ffn": WIDTH,
-    "experts.ffn": WIDTH, "experts.shared_ffn": WIDTH, "experts.latent": WIDTH,
+    "experts.ffn": WIDTH, "experts.vision_ffn": WIDTH, "experts.shared_ffn": WIDTH, "experts.latent": WIDTH,
     "latent.kv_rank": WIDTH, "latent.q_rank": WIDTH, "latent.rope_dim": WIDTH, "latent.v_dim": WIDTH,
     "linear.key_heads": WIDTH, "linear.value_heads": WIDTH, "linear.key_dim": WIDTH,
     "linear.value_dim": WIDTH, "linear.conv": WIDTH, "mamba.heads": WIDTH, "mamba.head_dim": WIDTH,

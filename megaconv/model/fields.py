@@ -114,6 +114,7 @@ STRUCTURE = (
         "attention.sinks_in_windows",
         "attention.v_dim",
         "experts.count",
+        "experts.vision_ffn",
         "experts.shared_gate",
         "experts.router_bias",
         "experts.latent",
@@ -352,7 +353,7 @@ def _of_entries_without_effect(config: ModelConfig) -> Iterator[str]:
 
 _OF_ROPE = (
     "positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent", "positions.interleaved",
-    "positions.backwards", "positions.local_rotary_percent", "layers.rotates", "layers.scales_positions",
+    "positions.backwards", "positions.sections", "positions.local_rotary_percent", "layers.rotates", "layers.scales_positions",
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ no separate tensor-parallel code.
 The layers and experts of one row differ only in their names, so all names here keep the placeholders `{l}` and `{e}`.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,6 +17,9 @@ from megaconv.model.layout import divide
 from megaconv.model.patterns import evaluate, of_layer
 from megaconv.model.rank import RANKS, Rank
 from megaconv.model.regions import NativeTensor, Region
+
+_AFTER_OTHERS = re.compile(r"\{e\+(\d+)\}")
+"""The number of an expert that is counted after others: `{e+64}`."""
 
 
 class Shard(NamedTuple):
@@ -49,7 +53,10 @@ def of_expert(native: NativeTensor, local: str, expert: str) -> NativeTensor:
     local: the expert's number on this rank. expert: its number in the model.
     """
     parts = {name.replace("{e}", expert): regions for name, regions in native.parts.items()}
-    return NativeTensor(native.name.replace("{e}", local), parts, *native[2:])
+    name = native.name.replace("{e}", local)
+    if "{e+" in name:
+        name = _AFTER_OTHERS.sub(lambda found: str(int(local) + int(found[1])), name)
+    return NativeTensor(name, parts, *native[2:])
 
 
 @dataclass(frozen=True)

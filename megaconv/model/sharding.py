@@ -38,6 +38,7 @@ SHARDED = (
     Sharded("ffn", "tp", when="dense"),
     Sharded("shared_ffn", "tp"),
     Sharded("moe_ffn", "etp", when="moe"),
+    Sharded("vision_ffn", "etp", when="vision_experts"),
     Sharded("experts", "ep", when="moe", share="local_experts"),
 )
 """All sharded sizes. A new size that parallelism shards is a new line here."""

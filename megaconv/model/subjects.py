@@ -135,6 +135,9 @@ class Positions:
     """True if an element rotates with its neighbour. False if it rotates with the element half a head further on."""
     backwards: bool = False
     """True if rope rotates in the other direction."""
+    sections: tuple[int, ...] | None = None
+    """Pairs of elements that rotate by a token's position in height, width and time. For text, all three positions are
+    equal. None: a token has one position."""
     offset: int = 0
     """Rows of the table of learned or computed positions before the row of the first position."""
     buckets: int = 0
@@ -211,6 +214,9 @@ class Experts:
     per_token: int = 0
     ffn: int = 0
     """Width of one routed expert."""
+    vision_ffn: int = 0
+    """Width of one routed expert for the tokens of images (ERNIE 4.5 VL). A layer then has as many of these as of `ffn`,
+    with a router of their own; 0 if the same experts work on all tokens."""
     shared_ffn: int = 0
     """Width of the shared expert, which every token passes; 0 if there is none."""
     shared_gate: bool = False

@@ -48,6 +48,8 @@ SILENT = {
     ("biogpt", "layer_norm_eps"),
     # without effect without shared experts, or with a softmax
     ("cohere2_moe", "shared_expert_combination_strategy"), ("cohere2_moe", "norm_topk_prob"),
+    # older forms of mlp_layer_types, which wins
+    *(("ernie4_5_vl_moe_text", f"moe_layer_{word}") for word in ("start_index", "end_index", "interval")),
     # another form of mlp_layer_types, which wins
     ("minimax_m3_vl_text", "moe_layer_freq"), ("minimax_m3_vl_text", "sparse_attention_config"),
     # of layers for multi-token prediction, which are left out

@@ -35,7 +35,7 @@ IN_MEGATRON = [name for name, each in PUBLISHED.items() if each.get("saver", "co
 """All but those that Megatron core can't compute, which are converted between Hugging Face's files."""
 MOST_OF_A_FILE = 100_000
 """Tensors in one file. Headers of more are refused."""
-EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
 def write_sparse(raw: dict[str, Any], path: Path) -> None:

@@ -119,6 +119,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "layers.sparsity": (0.5, (0.9, 0.9, 0.0, 0.0)),
     "layers.shares_kv": (False, (False, False, True, True), (True, False, False, False)),
     "layers.keys_as_values": (True, False, (False, True, False, True), (True, False, False, False)),
+    "positions.sections": ((3, 2, 1),),
     "positions.kind": ("rope", "learned", "relative", "alibi"),
     "positions.scaling": SCALINGS,
     "compressed.scaling": SCALINGS,

@@ -351,10 +351,7 @@ WHOLES = {
 }  # fmt: skip
 """...ForConditionalGeneration -> model_type, of models that see or hear. Of Mistral 3 those with a `mistral` inside, not a `ministral3`."""
 OTHERS = (
-    *(
-        "Ernie4_5_VLMoeForConditionalGeneration",
-        "NemotronH_Nano_VL_V2",
-    ),
+    *("NemotronH_Nano_VL_V2",),
     *(
         "NemotronH_Nano_Omni_Reasoning_V3",
         "NemotronH_Super_Omni_Reasoning_V3",
@@ -370,6 +367,7 @@ BESIDE_BY_FILES = {
 }
 """Architectures whose tensors outside the language model have the names of their files -> the language model's family."""
 BETWEEN_FILES = {
+    "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl_moe_text",
     "DeepseekV4ForCausalLM": "deepseek_v4",
     "FalconH1ForCausalLM": "falcon_h1",
     "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl_text",

@@ -66,6 +66,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3n_text": {"vocab_size": 262400, "hidden_size": 2048, "num_hidden_layers": 35, "num_attention_heads": 8},
     "gemma4_text": {"vocab_size": 262144, "hidden_size": 2304, "num_hidden_layers": 30, "num_attention_heads": 8},
     "minimax_m3_vl_text": {"vocab_size": 200064, "hidden_size": 6144, "num_hidden_layers": 60, "num_attention_heads": 64},
+    "ernie4_5_vl_moe_text": {"vocab_size": 103424, "hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20},
     "molmo2_text": {"vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32},
     "step3p5": {"vocab_size": 128815, "hidden_size": 4096, "num_hidden_layers": 45, "num_attention_heads": 64},
     "glm4v_text": {"partial_rotary_factor": 1.0},
@@ -81,6 +82,11 @@ _ALWAYS: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_pro
 
 _OF_IMAGES = re.compile("(image|video|vision)_")
 _MROPE = ("mrope_section", "mrope_interleaved")
+_WITH_SECTIONS = ("ernie4_5_vl_moe_text", "ernie4_5_moe_vl")
+"""model_type of language models whose own classes read mrope_section. All others are plain text models by themselves."""
+OUTSIDE = ("model.vision_model.", "model.vision_tower.", "model.resampler_model.")
+"""Prefixes of the names of encoders and projectors. Some models hold them beside a language model whose own names have no
+prefix but `model.` (ERNIE 4.5 VL)."""
 _FROM_OUTSIDE = (
     "torch_dtype",
     "dtype",
@@ -111,7 +117,7 @@ def inner_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     inner_tie = inside.get("tie_word_embeddings", False)
     found["tie_word_embeddings"] = holder.get("tie_word_embeddings", inner_tie)
     for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(found.get(key), Mapping):
+        if isinstance(found.get(key), Mapping) and kind not in _WITH_SECTIONS:
             found[key] = _of_text(found[key])
     found["model_type"] = SAME_AS.get(kind, kind)
     return found
@@ -161,7 +167,11 @@ def inner_names(names: Collection[str], rows: tuple[Row, ...]) -> dict[str, str]
     their names.
     """
     begin, longer = place_inside(names)
-    found = {name: begin + name[len(longer) :] for name in names if name.startswith(longer)}
+    found = {
+        name: begin + name[len(longer) :]
+        for name in names
+        if name.startswith(longer) and not name.startswith(OUTSIDE)
+    }
     spelled = (spelling.name for row in rows for spelling in row.spelling(HF))
     first_words = {f"{name.partition('.')[0]}." for name in spelled}
     if longer == OF_THINKER[1]:  # the encoders of a thinker are in it too

@@ -17,9 +17,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its layers have two attentions, two MLPs and experts without computation, and Megatron core has no such layer": (
         "LongcatFlashForCausalLM",
     ),
-    "its layers have separate experts for images, with another width than those for text": (
-        "Ernie4_5_VLMoeForConditionalGeneration",
-    ),
     "its vision encoder (RADIO) is in no transformers release; its language model, a Nemotron-H, has no text_config": (
         "NemotronH_Nano_VL_V2",
         "NemotronH_Nano_Omni_Reasoning_V3",
