@@ -23,8 +23,9 @@ from megaconv.gguf.types import ALL_TYPES, MIXTURES, PLAIN_TYPES, types_of
 from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import NOT_COMPUTED, changed, fields_of, one_or_each, require_kept
+from megaconv.model.fields import NOT_COMPUTED, changed, fields_of, one_or_each
 from megaconv.model.ir import Header, Key, TensorInfo, main_dtype
+from megaconv.model.meaning import require_kept
 from megaconv.model.naming import GGUF
 from megaconv.model.natives import NativeTensor, unsharded_tensors
 from megaconv.model.table import canonical_shapes

@@ -7,7 +7,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from megaconv.families import families, family_of_hf
-from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
 from megaconv.model.fields import changed, from_fields, per_layer
 from tests.strategies import (
     BEYOND_MEGATRON,

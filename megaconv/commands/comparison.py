@@ -18,8 +18,8 @@ from megaconv.engine.source_check import SourceCheck, check_source
 from megaconv.errors import UsageError
 from megaconv.hub import resolve
 from megaconv.input import Input, input_at
-from megaconv.model.fields import config_differences
 from megaconv.model.ir import WEIGHT, Key, Source, TensorInfo, shift_of
+from megaconv.model.meaning import config_differences
 from megaconv.model.training import SLOTS
 from megaconv.options import LoadOptions
 from megaconv.threads import thread_pool

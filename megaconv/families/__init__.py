@@ -29,12 +29,8 @@ from megaconv.model.beside import Whole
 from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import (
-    NOT_COMPUTED,
-    changed,
-    require_kept,
-    require_same_structure,
-)
+from megaconv.model.fields import NOT_COMPUTED, changed
+from megaconv.model.meaning import require_kept, require_same_structure
 from megaconv.model.table import Row
 
 SHOWN_BY_TENSORS = ("tie_embeddings", "mtp_layers")

@@ -31,7 +31,8 @@ from megaconv.families.parts.keys import (
 )
 from megaconv.families.parts.mamba_and_mlp import MAMBA, STATE, WIDTH
 from megaconv.families.parts.row_changes import hf_only, without_rows
-from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
 from megaconv.model.table import Row
 
 

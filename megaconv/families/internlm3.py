@@ -7,7 +7,8 @@ from megaconv.families.llama import FAMILY as LLAMA
 from megaconv.families.parts.decoder_keys import SILU, decoder_keys
 from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw
 from megaconv.families.parts.row_changes import in_core
-from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
 
 _OF_ATTENTION, _OF_MLP = "attention_bias", "mlp_bias"
 _BIASES = ("attention.qkv_bias", "attention.o_bias", "mlp.bias")

@@ -14,7 +14,8 @@ from typing import Any
 
 from megaconv.families import family
 from megaconv.model.ceilings import require_possible
-from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
 from megaconv.model.fields import from_fields
 from megaconv.model.table import Fused, RotaryPairs, Spelling
 

@@ -1,4 +1,4 @@
-"""The subjects of a model's description (config.py) about single kinds of mixers: the parts of a layer that mix tokens.
+"""The subjects of a model's description (described.py) about single kinds of mixers: the parts of a layer that mix tokens.
 
 All sizes are 0 in models without such layers. subjects.py has plain attention.
 """

@@ -1,4 +1,4 @@
-"""The subjects of a model's description (config.py): attention, MLP, experts, positions and others.
+"""The subjects of a model's description (described.py): attention, MLP, experts, positions and others.
 
 Each field decides what the model computes.
 """

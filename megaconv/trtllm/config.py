@@ -17,8 +17,9 @@ from megaconv import _version
 from megaconv.errors import NotExpressible
 from megaconv.families import family_of_hf
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import NOT_COMPUTED, require_kept
+from megaconv.model.fields import NOT_COMPUTED
 from megaconv.model.layout import Layout
+from megaconv.model.meaning import require_kept
 
 _WHERE = "TensorRT-LLM's config.json"
 _USUAL_BASE = 10000.0

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megaconv.commands.forward_pass import Report, StateDifference
 from megaconv.errors import ModelsDiffer
-from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
 from megatron_lite.engine import Engine
 from megatron_lite.forward.walk import State, walk
 from megatron_lite.models.batch import Microbatch

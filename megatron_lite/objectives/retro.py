@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from formats.tensor import LazyTensor
 from megaconv.errors import UsageError
 from megaconv.families import family
-from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
 from megaconv.model.fields import changed
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.table import canonical_shapes

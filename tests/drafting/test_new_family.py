@@ -16,7 +16,7 @@ from megaconv.drafting.draft import MARKER, Draft
 from megaconv.drafting.reference import reference_of
 from megaconv.errors import CorruptCheckpoint, TargetExists, UnknownFamily, UsageError
 from megaconv.families import Family, families
-from megaconv.model.fields import config_differences
+from megaconv.model.meaning import config_differences
 
 ROOT = Path(__file__).parents[2]
 

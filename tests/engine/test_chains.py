@@ -16,8 +16,8 @@ import megaconv
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import families, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.model.fields import lost_fields
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.meaning import lost_fields
 from megaconv.model.naming import HF
 from megaconv.model.natives import native_tensors
 from tests.config_models import BEYOND_MEGATRON, raw_config, raw_gpt2

@@ -23,8 +23,8 @@ from megaconv.engine import conversion
 from megaconv.engine.conversion import fingerprint
 from megaconv.engine.stream import as_lazy
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
-from megaconv.model.fields import config_differences
 from megaconv.model.layout import LayerSplit
+from megaconv.model.meaning import config_differences
 from megaconv.options import ConvertOptions, LoadOptions, SaveOptions
 from megaconv.values.cast import CastTensor
 from tests.conftest import FIXTURES

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 import megaconv
 from megaconv.errors import CheckpointError, NotExpressible
 from megaconv.families import family, read_config
-from megaconv.model.fields import fields_of, lost_fields
+from megaconv.model.fields import fields_of
+from megaconv.model.meaning import lost_fields
 from tests.config_models import raw_config
 from tests.savers.test_savers import write_model
 from tests.transformers_oracle import CONVERTED, compute, create, family_of, load

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 import megaconv
 from megaconv.errors import NotExpressible
 from megaconv.families import family
-from megaconv.model.fields import lost_fields
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.meaning import lost_fields
 from megaconv.model.naming import HF
 from megaconv.model.natives import native_tensors
 from tests.families.test_published_models import PUBLISHED

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from megaconv.errors import CorruptCheckpoint, UnknownFamily
 from megaconv.families import family
 from megaconv.families.parts.hf_config import updated
-from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
 from megaconv.model.fields import changed, fields_of
 from tests.config_models import (
     DEEPSEEKS,

@@ -20,8 +20,9 @@ from megaconv.families import family_of_hf
 from megaconv.input import find_input
 from megaconv.megatron.arguments.read import from_arguments, tensor_fields
 from megaconv.megatron.arguments.write import to_arguments
-from megaconv.model.fields import NOT_COMPUTED, lost_fields
+from megaconv.model.fields import NOT_COMPUTED
 from megaconv.model.layout import Chunk, LayerSplit, Layout
+from megaconv.model.meaning import lost_fields
 from megaconv.model.naming import HF
 from megaconv.model.natives import native_tensors
 from megaconv.model.training import TrainingState

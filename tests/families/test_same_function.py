@@ -16,9 +16,12 @@ from megaconv.families import families, recognize
 from megaconv.families.parts.meta_params import read_params, write_params
 from megaconv.megatron.arguments.read import from_arguments, tensor_fields
 from megaconv.megatron.arguments.write import to_arguments
-from megaconv.model.config import FEATURES, ModelConfig, value_of
-from megaconv.model.fields import FIELDS, NOT_COMPUTED, changed, lost_fields, meaning_of
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
+from megaconv.model.features import FEATURES
+from megaconv.model.fields import FIELDS, NOT_COMPUTED, changed
 from megaconv.model.layout import Layout
+from megaconv.model.meaning import lost_fields, meaning_of
 from megaconv.model.naming import LEGACY
 from megaconv.model.training import TrainingState
 from tests.config_models import BEYOND_MEGATRON, WITHOUT_CONFIG, raw_config, raw_gpt2, read

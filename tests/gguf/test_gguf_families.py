@@ -13,7 +13,7 @@ import megaconv
 from megaconv.engine.fingerprints import fingerprint_source
 from megaconv.engine.preparation import open_source
 from megaconv.input import find_input
-from megaconv.model.fields import config_differences
+from megaconv.model.meaning import config_differences
 from megaconv.options import LoadOptions
 from tests.families.test_families import write_model
 from tests.gguf.test_gguf import Reader, written

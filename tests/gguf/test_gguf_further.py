@@ -8,7 +8,8 @@ import megaconv
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families import read_config
 from megaconv.gguf.architectures import BY_FAMILY, described
-from megaconv.model.fields import NOT_COMPUTED, lost_fields
+from megaconv.model.fields import NOT_COMPUTED
+from megaconv.model.meaning import lost_fields
 from tests.gguf.further_models import FURTHER
 from tests.transformers_oracle import Variant, create, family_of, rope
 

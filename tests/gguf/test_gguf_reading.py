@@ -18,7 +18,7 @@ from formats.errors import CorruptCheckpoint
 from megaconv.engine.fingerprints import fingerprint_source
 from megaconv.engine.preparation import open_source
 from megaconv.input import find_input
-from megaconv.model.fields import config_differences
+from megaconv.model.meaning import config_differences
 from megaconv.options import LoadOptions
 from tests.conftest import FIXTURES
 from tests.runs import assert_refused, run

@@ -14,7 +14,8 @@ from megaconv.families.parts.hf_config import load_config
 from megaconv.megatron.arguments.latent import read_latent
 from megaconv.megatron.arguments.read import from_arguments, true_vocab
 from megaconv.megatron.arguments.write import to_arguments
-from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
 from megaconv.model.fields import changed
 from megaconv.model.layout import Layout
 from megaconv.model.training import TrainingState

@@ -13,7 +13,8 @@ import pytest
 import megaconv
 from megaconv.errors import NotExpressible
 from megaconv.families import families, family_of_hf
-from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
 from megaconv.model.fields import per_layer
 from tests.conftest import FIXTURES
 from tests.megatron_oracle import Megatron, OracleFailed, read_rank_file

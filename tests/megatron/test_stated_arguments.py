@@ -22,7 +22,7 @@ from megaconv.errors import CheckpointError, TensorMismatch
 from megaconv.megatron.arguments.known import READ
 from megaconv.megatron.rank_files.source import RankSource
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import config_differences
+from megaconv.model.meaning import config_differences
 from megaconv.options import LoadOptions
 from tests.families.test_families import write_model
 from tests.rank_states import edit, rank_paths

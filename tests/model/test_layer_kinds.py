@@ -7,7 +7,8 @@ import pytest
 
 from megaconv.errors import CheckpointError
 from megaconv.families import family
-from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
 from tests.config_models import raw_config, read
 
 YARN = {

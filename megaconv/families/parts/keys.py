@@ -15,8 +15,10 @@ from math import inf, nextafter
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
-from megaconv.model.config import ModelConfig, value_of
-from megaconv.model.fields import from_fields, require_kept
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
+from megaconv.model.fields import from_fields
+from megaconv.model.meaning import require_kept
 
 CONFIG_NAME = "config.json"
 WEIGHT_NAMES = (

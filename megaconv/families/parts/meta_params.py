@@ -29,7 +29,8 @@ from formats.ceilings import CONFIG_BYTES
 from formats.regular_files import read_json
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnsupportedInput
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import NOT_COMPUTED, from_fields, require_kept
+from megaconv.model.fields import NOT_COMPUTED, from_fields
+from megaconv.model.meaning import require_kept
 
 PARAMS_NAME = "params.json"
 KINDS = {"meta": "Meta's", "mistral": "Mistral's"}

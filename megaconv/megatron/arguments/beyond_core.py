@@ -18,7 +18,8 @@ from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families import Family, family
-from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
 
 QK_NORM_WIDTH = "megaconv_qk_norm_width"
 UNPREDICTED = "megaconv_unpredicted_tokens"

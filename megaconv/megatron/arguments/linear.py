@@ -10,7 +10,8 @@ Source: TransformerConfig and gated_delta_net.py of megatron-core 0.16.1.
 from argparse import Namespace
 from typing import Any
 
-from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
 
 _VARIANT = "gated_delta_net"
 _SIZES = {

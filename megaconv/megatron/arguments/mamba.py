@@ -17,7 +17,8 @@ from typing import Any
 from megaconv.errors import NotExpressible
 from megaconv.families import family
 from megaconv.megatron.arguments.beyond_core import positive_number
-from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
 from megaconv.model.layout import Layout, split_arguments
 from megaconv.model.pattern import has_pattern, pattern_of
 

@@ -19,8 +19,9 @@ from megaconv.megatron.arguments.provider import RENAMED, provider_arguments
 from megaconv.megatron.arguments.read import from_arguments, tensor_fields
 from megaconv.megatron.arguments.rope import YARN, YARN_TRUNCATE, has_yarn
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import NOT_COMPUTED, require_kept
+from megaconv.model.fields import NOT_COMPUTED
 from megaconv.model.layout import Layout
+from megaconv.model.meaning import require_kept
 
 _MODELS = "megatron.bridge.models"
 _GPT = f"{_MODELS}.gpt_provider.GPTModelProvider"

@@ -23,7 +23,8 @@ from megaconv.megatron.arguments.rope import read_scaling
 from megaconv.megatron.arguments.shown import warn_of_contradictions
 from megaconv.megatron.arguments.sparse import read_sparse
 from megaconv.model.ceilings import RANKS
-from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
 from megaconv.model.fields import changed, from_fields, per_layer
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.model.subjects import RANKED_BY

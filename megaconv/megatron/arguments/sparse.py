@@ -15,7 +15,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megaconv.errors import UsageError
-from megaconv.model.config import ModelConfig, value_of
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
 
 INDEXER_ORDER = "megaconv_indexer_order"
 ROPE_LAST = "rope_last"

@@ -22,8 +22,9 @@ from megaconv.megatron.arguments.rope import write_scaling
 from megaconv.megatron.arguments.run_arguments import LAYOUT, of_run, that_compute
 from megaconv.megatron.arguments.sparse import sparse_arguments
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import FIELDS, NOT_COMPUTED, lost_fields, require_kept
+from megaconv.model.fields import FIELDS, NOT_COMPUTED
 from megaconv.model.layout import Layout, split_arguments
+from megaconv.model.meaning import lost_fields, require_kept
 from megaconv.model.naming import CORE
 from megaconv.model.subjects import RANKED_BY
 from megaconv.model.training import TrainingState

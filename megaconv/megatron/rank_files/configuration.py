@@ -12,8 +12,10 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.megatron.arguments.read import from_arguments, read_fields, true_vocab
 from megaconv.megatron.arguments.write import LEFT_OUT
 from megaconv.model.check import well_formed
-from megaconv.model.config import ModelConfig, value_of
-from megaconv.model.fields import NOT_COMPUTED, STRUCTURE, changed, config_differences
+from megaconv.model.config import ModelConfig
+from megaconv.model.described import value_of
+from megaconv.model.fields import NOT_COMPUTED, STRUCTURE, changed
+from megaconv.model.meaning import config_differences
 from megaconv.options import LoadOptions
 
 _log = logging.getLogger("megaconv")

@@ -1,0 +1,133 @@
+"""Refuses values that no model has: sizes that are no numbers, or that contradict each other."""
+
+from math import isfinite
+
+from megaconv.errors import CorruptCheckpoint
+from megaconv.model.described import DescribedModel, value_of
+from megaconv.model.sizes import SIZES
+
+_NUMBERS = ("norm.epsilon", "positions.theta", "positions.rotary_percent")
+
+
+def require_sound(model: DescribedModel) -> None:
+    """Raises CorruptCheckpoint for values that no model has."""
+    _check_numbers(model)
+    _check_experts(model)
+    _check_latent(model)
+    _check_indexer(model)
+    _check_compressed(model)
+    _check_head(model)
+    _check_linear(model)
+    _check_mamba(model)
+    _check_convolution(model)
+    _check_retrieval(model)
+
+
+def _check_numbers(model: DescribedModel) -> None:
+    for name, size in SIZES.items():
+        value = size.of(model)
+        if type(value) is not int or value < size.least:
+            raise CorruptCheckpoint(
+                f"the model's {name} should be a positive number, found {value!r}"
+            )
+    if not model.layers:
+        raise CorruptCheckpoint("the model's layers should be a positive number, found 0")
+    for name in _NUMBERS:
+        value = value_of(model, name)
+        if type(value) not in (int, float) or not isfinite(value):
+            raise CorruptCheckpoint(f"the model's {name} should be a number, found {value!r}")
+
+
+def _check_experts(model: DescribedModel) -> None:
+    experts = model.experts
+    if experts.count and not (experts.ffn and 0 < experts.per_token <= experts.count):
+        what = f"{experts.per_token} of {experts.count} experts of width {experts.ffn}"
+        raise CorruptCheckpoint(f"the model can't have {what} for each token")
+
+
+def _check_latent(model: DescribedModel) -> None:
+    latent, width = model.latent, model.attention.head_dim
+    if latent.kv_rank and not (0 < latent.rope_dim < width and latent.v_dim):
+        what = f"heads of {width}, {latent.rope_dim} of them rotating, and values of {latent.v_dim}"
+        raise CorruptCheckpoint(f"the model's latent attention can't have {what}")
+
+
+def _check_indexer(model: DescribedModel) -> None:
+    indexer, latent = model.indexer, model.latent
+    if not indexer.heads:
+        return
+    fits = indexer.head_dim >= latent.rope_dim > 0
+    if not (latent.q_rank and fits and indexer.topk > 0):
+        what = f"{indexer.heads} heads of {indexer.head_dim} that choose {indexer.topk} positions"
+        raise CorruptCheckpoint(
+            f"the model's indexer can't have {what} where {latent.rope_dim} elements rotate"
+        )
+
+
+def _check_compressed(model: DescribedModel) -> None:
+    found, heads = model.compressed, model.attention.heads
+    if not any(kind.mixer == "compressed" for kind in model.layers):
+        return
+    widths = (found.q_rank, found.out_groups, found.out_rank)
+    if not all(widths) or heads % found.out_groups:
+        what = f"{heads} heads in {found.out_groups} groups of {found.out_rank}, and queries of rank {found.q_rank}"
+        raise CorruptCheckpoint(f"the model's compressed attention can't have {what}")
+    needed = {
+        "none": (),
+        "all": (found.long,),
+        "selected": (found.short, found.index_heads, found.index_dim, found.topk),
+    }
+    for entries in {kind.entries for kind in model.layers}:
+        if not all(needed[entries]):
+            what = f"{entries} entries with {found}"
+            raise CorruptCheckpoint(f"the model's compressed attention can't have {what}")
+
+
+def _check_head(model: DescribedModel) -> None:
+    if model.predicted < 1:
+        raise CorruptCheckpoint(
+            f"the model can't have {model.vocab} tokens, {model.head.unpredicted} of them without a row of the head"
+        )
+
+
+def _check_linear(model: DescribedModel) -> None:
+    linear = model.linear
+    if not any(kind.mixer in ("linear", "kda") for kind in model.layers):
+        return
+    heads = linear.key_heads, linear.value_heads
+    sizes = (*heads, linear.key_dim, linear.value_dim, linear.conv)
+    if not all(sizes) or linear.value_heads % linear.key_heads:
+        what = f"{linear.key_heads} key heads of {linear.key_dim}, {linear.value_heads} value heads of {linear.value_dim}"
+        raise CorruptCheckpoint(
+            f"the model's linear attention can't have {what} and a convolution over {linear.conv} positions"
+        )
+
+
+def _check_mamba(model: DescribedModel) -> None:
+    mamba = model.mamba
+    if not any(kind.mixer in ("mamba", "side_by_side") for kind in model.layers):
+        return
+    sizes = (mamba.heads, mamba.head_dim, mamba.groups, mamba.state)
+    if not all(sizes) or mamba.heads % mamba.groups:
+        what = f"{mamba.heads} heads of {mamba.head_dim} in {mamba.groups} groups, and a state of {mamba.state}"
+        raise CorruptCheckpoint(f"the model's Mamba layers can't have {what}")
+
+
+def _check_convolution(model: DescribedModel) -> None:
+    if any(kind.mixer == "convolution" for kind in model.layers) and not model.convolution.width:
+        raise CorruptCheckpoint(
+            "the model's short convolutions should be over a positive number of positions, found 0"
+        )
+
+
+def _check_retrieval(model: DescribedModel) -> None:
+    found = model.retrieval
+    if not found.layers:
+        return
+    if not model.retrieving:
+        raise CorruptCheckpoint(
+            f"the model can't attend to retrieved text with {model.layer_count} layers: layer 6 is the first that does"
+        )
+    if not (found.chunk and found.neighbors and found.chunks):
+        what = f"{found.neighbors} neighbors of {found.chunks} chunks of {found.chunk} tokens"
+        raise CorruptCheckpoint(f"the model can't attend to {what} (Retro)")
