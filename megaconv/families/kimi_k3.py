@@ -14,9 +14,9 @@ from typing import Any
 from formats.tensor import LazyTensor
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
 from megaconv.families import Family
-from megaconv.families.kimi_linear import KDA
+from megaconv.families.kimi_linear import KDA, OWN_HEAD
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, body_keys
-from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD, MLP
+from megaconv.families.parts.decoder_rows import HEAD, MLP
 from megaconv.families.parts.deepseek_experts import (
     ROUTER_BIAS,
     SIGMOID_ROUTER,
@@ -105,7 +105,7 @@ _EXPERTS = (
     ),
 )  # fmt: skip
 _MIXERS = (*_KDA, *rows_of("attention", LATENT_ATTENTION), *_GATES)
-ROWS = hf_only((EMBEDDING, *_MIXERS, *without_biases(MLP), *_EXPERTS, *_RESIDUALS, *HEAD))
+ROWS = hf_only((OWN_HEAD, *_MIXERS, *without_biases(MLP), *_EXPERTS, *_RESIDUALS, *HEAD))
 
 _SIZES = ("num_heads", "head_dim", "short_conv_kernel_size")
 _FULL_RANK, _BOUND = "use_full_rank_gate", "gate_lower_bound"
