@@ -55,8 +55,8 @@ class Open:
     def __sub__(self, other: "Open") -> "Open":
         return Open(self.nbytes - other.nbytes, self.count - other.count)
 
-    def __or__(self, other: "Open") -> "Open":
-        """The larger of both, in bytes and in number."""
+    def at_least(self, other: "Open") -> "Open":
+        """The larger numbers of both."""
         return Open(max(self.nbytes, other.nbytes), max(self.count, other.count))
 
 
@@ -193,5 +193,5 @@ def _highest(changes: Mapping[int, Open]) -> Open:
     now = most = Open()
     for moment in sorted(changes):
         now = now + changes[moment]
-        most = most | now
+        most = most.at_least(now)
     return most

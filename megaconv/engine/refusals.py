@@ -1,4 +1,4 @@
-"""What a conversion refuses before it plans anything: options that the saver doesn't use, and sources that it can't hold."""
+"""Refusals before anything is planned: options that the saver doesn't use, and sources that it can't hold."""
 
 from megaconv.errors import NotExpressible, UnknownFamily, UnsupportedInput, UsageError
 from megaconv.families.parts.whole_model import named
@@ -67,8 +67,8 @@ def _refuse_whole(header: Header, saver: Saver, options: ConvertOptions) -> None
         raise UsageError(f"--quantize: is not supported for the multimodal model {name}{alone}")
     if options.adapters:
         raise UsageError(
-            f"--adapter: --saver {saver.name} can't merge one into the multimodal model {name}; "
-            "megaconv merge MODEL ADAPTER --save-dir OUT merges it first"
+            f"--adapter: is merged into the multimodal model {name} only from hf to hf or dcp; convert to hf first, merge there "
+            "with megaconv merge MODEL ADAPTER --save-dir OUT, and convert the result"
         )
 
 

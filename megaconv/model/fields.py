@@ -1,63 +1,20 @@
 """A model's configuration by dotted field: splits and rebuilds configurations. `meaning.py` compares them."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint
 from megaconv.model.beside import Whole
 from megaconv.model.ceilings import require_possible
 from megaconv.model.config import ModelConfig
-from megaconv.model.described import OF_ONE_LAYER, value_of
-from megaconv.model.mixers import (
-    BlockIndexer,
-    CompressedAttention,
-    Indexer,
-    LatentAttention,
-    LinearAttention,
-    Mamba,
-    ShortConvolution,
-)
-from megaconv.model.subjects import (
-    MLP,
-    Attention,
-    Encoder,
-    Experts,
-    Factors,
-    Head,
-    HyperConnections,
-    LayerInputs,
-    LayerKind,
-    Norm,
-    Positions,
-    Retrieval,
-    Retriever,
-    Streams,
-    Temperature,
-)
+from megaconv.model.described import OF_ONE_LAYER, DescribedModel, value_of
+from megaconv.model.subjects import LayerKind
 
 _SUBJECTS: Mapping[str, type[Any]] = {
-    "attention": Attention,
-    "mlp": MLP,
-    "norm": Norm,
-    "positions": Positions,
-    "temperature": Temperature,
-    "latent": LatentAttention,
-    "indexer": Indexer,
-    "block_indexer": BlockIndexer,
-    "compressed": CompressedAttention,
-    "linear": LinearAttention,
-    "mamba": Mamba,
-    "convolution": ShortConvolution,
-    "factors": Factors,
-    "experts": Experts,
-    "layer_inputs": LayerInputs,
-    "streams": Streams,
-    "hyper": HyperConnections,
-    "encoder": Encoder,
-    "retrieval": Retrieval,
-    "head": Head,
-    "retriever": Retriever,
+    item.name: item.type
+    for item in fields(DescribedModel)
+    if isinstance(item.type, type) and is_dataclass(item.type)
 }
 _NESTED = ("family", "hf", "whole", "own_names", "_features", "layers", *_SUBJECTS)
 _OF_LAYERS = tuple(item.name for item in fields(LayerKind))

@@ -41,7 +41,7 @@ class LayerKind:
     indexed: bool = False
     """True if a block indexer selects the blocks of keys that attention reads."""
     entries: str = "none"
-    """Of mixer `compressed`: the entries that a token attends to, which are `none`, `all`, or `selected` by an indexer."""
+    """The entries that a token of mixer `compressed` attends to: `none`, `all`, or `selected` by an indexer."""
     hashed: bool = False
     """True if a stored table gives the experts of each token of the vocabulary, instead of the router's scores."""
     limit: float | None = None

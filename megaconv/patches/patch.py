@@ -227,7 +227,7 @@ def _header(path: Path, entries: tuple[Entry, ...]) -> tuple[Header, Mapping[str
 
 
 def _own_names(saved: Any, entries: tuple[Entry, ...], path: Path) -> OwnNames | None:
-    """What is known of a model that no family describes; None for others."""
+    """The description of a model that no family describes; None for other models."""
     if saved is None:
         return None
     if not isinstance(saved["config"], dict) or not isinstance(saved["reason"], str):

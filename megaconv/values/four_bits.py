@@ -38,11 +38,8 @@ class Mxfp4Tensor:
         groups, packed_box, cols = _whole_groups(box, MXFP4_GROUP)
         packed = read_bytes(self.packed, packed_box)
         exponents = read_bytes(self.scales, groups)
-        values = _fp4_pairs()[packed].reshape(box.rows, groups.cols, MXFP4_GROUP)
-        with np.errstate(over="ignore", invalid="ignore"):
-            values *= _powers()[exponents][:, :, None]
-        wanted = values.reshape(box.rows, -1)[:, cols]
-        np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
+        values = _scaled(_fp4_pairs()[packed], _powers()[exponents], MXFP4_GROUP)
+        np.copyto(out, rounded(np.ascontiguousarray(values[:, cols]), self.dtype))
 
 
 @dataclass(frozen=True)
@@ -66,11 +63,17 @@ class NvFp4Tensor:
         packed = read_bytes(self.packed, packed_box)
         group_scales = fp8_values()[read_bytes(self.scales, groups)]
         tensor_scale = read_tensor(self.scale).view(np.float32)[0, 0]
-        values = _nvfp4_pairs()[packed].reshape(box.rows, groups.cols, NVFP4_GROUP)
-        with np.errstate(over="ignore", invalid="ignore"):
-            values *= (group_scales * tensor_scale)[:, :, None]
-        wanted = values.reshape(box.rows, -1)[:, cols]
-        np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
+        values = _scaled(_nvfp4_pairs()[packed], group_scales * tensor_scale, NVFP4_GROUP)
+        np.copyto(out, rounded(np.ascontiguousarray(values[:, cols]), self.dtype))
+
+
+def _scaled(values: Floats, scales: Floats, group: int) -> Floats:
+    """The products [rows, cols] of values, two of each byte, and the scales [rows, cols / group] of their groups."""
+    rows, groups = scales.shape
+    products = values.reshape(rows, groups, group)
+    with np.errstate(over="ignore", invalid="ignore"):
+        products *= scales[:, :, None]
+    return products.reshape(rows, -1)
 
 
 def _whole_groups(box: Box, group: int) -> tuple[Box, Box, slice]:

@@ -1,4 +1,4 @@
-"""Which slot a request gets, and how many of its tokens a slot already holds.
+"""The slots of requests, and the number of a request's tokens that a slot already holds.
 
 A slot keeps its row after the request has ended. A request whose prompt begins with the same tokens, such as the next
 turn of a conversation or another question after the same system prompt, continues that row or a copy of it.

@@ -214,6 +214,8 @@ def test_an_adapter_of_a_multimodal_model_is_merged(
     held = weights(source)
     modules = {module: held[f"{path}.weight"] for module, path in paths.items()}
     merged = write_adapter(adapter, modules)
+    outcome = run("convert", source, tmp_path / "core", "--saver", "core", "--adapter", adapter)
+    assert_refused(outcome, 2, "only from hf to hf or dcp", "megaconv merge MODEL ADAPTER")
     outcome = run("merge", source, adapter, "--save-dir", tmp_path / "out")
     assert outcome.status == 0, outcome.err
     expected = held | {f"{path}.weight": merged[module] for module, path in paths.items()}
