@@ -768,7 +768,9 @@ def test_a_master_that_does_not_round_to_its_weight_is_found_while_it_is_read(pl
         ]
         notice, error = run(*command).err.splitlines()
     assert "generators are left out" in notice
-    assert error.startswith("megaconv: error: layers.0.input_norm.weight: ")
+    # Both are wrong, and threads read them at the same time.
+    named = error.removeprefix("megaconv: error: ").partition(": ")[0]
+    assert named in ("layers.0.input_norm.weight", "layers.0.mlp_norm.weight")
     assert "--no-optimizer" in error
     assert run(*command, "--no-optimizer").status == 0
 
