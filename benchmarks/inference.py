@@ -95,9 +95,8 @@ def compare(rounds: int, new_tokens: int, directory: Path) -> dict[str, Any]:
     contenders = generators(directory, new_tokens)
     found: dict[str, Any] = {}
     for batch in BATCHES:
-        answers = {
-            name: run(prompts(batch, 0)) for name, run in contenders.items()
-        }  # the round that doesn't count
+        # The first round is not timed.
+        answers = {name: run(prompts(batch, 0)) for name, run in contenders.items()}
         equal = all(answer == answers["megatron_lite"] for answer in answers.values())
         speeds: dict[str, list[float]] = {name: [] for name in contenders}
         for number in range(rounds):

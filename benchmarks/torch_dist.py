@@ -103,9 +103,8 @@ def measure(work: Path, layers: int, runs: int) -> dict[str, object]:
     peaks = {}
     for name, command in made.items():
         (work / "out").mkdir()
-        peaks[name] = peak_memory(
-            command[4:] if name in PEERS.values() else command
-        )  # Python itself, not its shell
+        # The memory of Python itself, not of its shell.
+        peaks[name] = peak_memory(command[4:] if name in PEERS.values() else command)
         shutil.rmtree(work / "out")
     medians = {name: statistics.median(values) for name, values in times.items()}
     rows = {

@@ -98,9 +98,8 @@ def make_sparse(directory: Path, files: Mapping[str, FileLayout]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.truncate(layout.size)
-            for offset, data in layout.headers(
-                defaultdict(int)
-            ):  # checksums of zero are not compared
+            for offset, data in layout.headers(defaultdict(int)):
+                # Checksums of zero are not compared.
                 file.seek(offset)
                 file.write(data)
 

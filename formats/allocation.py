@@ -11,9 +11,8 @@ import os
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _library = ctypes.CDLL(None, use_errno=True)
-_fallocate = getattr(_library, "fallocate64", None) or getattr(
-    _library, "fallocate", None
-)  # only Linux has it
+# None on systems other than Linux.
+_fallocate = getattr(_library, "fallocate64", None) or getattr(_library, "fallocate", None)
 
 
 def fallocate(descriptor: int, size: int) -> None:

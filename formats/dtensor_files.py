@@ -137,9 +137,8 @@ def _joined(name: str, values: Sequence[Any], files: Sequence[Path]) -> LazyTens
             )
         whole = shape
         dtypes.add(part.held.dtype)
-        parts.setdefault(
-            part.offset if 0 not in part.shape else (-1, len(parts)), part
-        )  # parts that are replicated on several ranks count once
+        # Parts that are replicated on several ranks count once.
+        parts.setdefault(part.offset if 0 not in part.shape else (-1, len(parts)), part)
     if whole is None or len(dtypes) > 1:
         raise CorruptCheckpoint(
             f"{files[0].parent}: {name} is of {' and '.join(sorted(dtypes))} on different ranks"

@@ -134,12 +134,9 @@ def _parts(start: int, stop: int, shape: Shape) -> Iterator[tuple[Shape, Shape, 
             yield (start,) * len(shape), (stop - start,) * len(shape), start
         return
     row_elements = prod(shape[1:])
-    head = min(
-        stop, -(-start // row_elements) * row_elements
-    )  # the rest of the first, incomplete row
-    tail = max(
-        head, stop // row_elements * row_elements
-    )  # the beginning of the last, incomplete row
+    # If the first or the last row is incomplete, it ends at `head` or begins at `tail`.
+    head = min(stop, -(-start // row_elements) * row_elements)
+    tail = max(head, stop // row_elements * row_elements)
     first_row = start // row_elements
     first_whole, last = head // row_elements, tail // row_elements
 

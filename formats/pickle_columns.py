@@ -86,9 +86,8 @@ class Columns:
         if len(rows) >= _FEWEST and _follow(self._machine, kinds, rows, end):
             self._pause = _PAUSE
             return True
-        self.next_look = max(
-            end, start + self._pause
-        )  # so that searching never takes longer than following would
+        # The pause doubles, so that searching never takes longer than following would.
+        self.next_look = max(end, start + self._pause)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         return False
 
@@ -167,9 +166,8 @@ class _Repetitions:
         self.empty: list[Column] = []
         """The columns of `dicts` that have no key yet."""
         self.below: list[list[Column]] = []
-        classes = self._referred(
-            operands[-1]
-        )  # a repetition ends with the class that the next one begins with
+        # A repetition ends with the class that the next one begins with.
+        classes = self._referred(operands[-1])
         _require(isinstance(classes, _Same) and classes[0] is machine.stack[-1])
         self.stack: list[Column] = [classes]
 

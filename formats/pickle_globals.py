@@ -89,9 +89,8 @@ def resolve(module: str, name: str) -> object:
     if module.partition(".")[0] == "torch" and name in STORAGE_DTYPES:
         return StorageType(STORAGE_DTYPES[name])
     if module == "signal" and re.fullmatch("SIG[A-Z0-9]+", name):
-        return Opaque(
-            "signal", "Signals", (name,)
-        )  # Python up to 3.10 names the member, later versions call the class
+        # Python up to 3.10 names the member, later versions call the class.
+        return Opaque("signal", "Signals", (name,))
     return Global(module, name, _is_inert(module, name))
 
 
@@ -166,9 +165,8 @@ def build(target: object, state: object) -> None:
         if order not in ("<", ">", "|", "=") or base is not None or names is not None:
             raise MalformedError("a numpy array that is not plain numbers")
         target.order = "<" if order == "=" else str(order)
-    elif (
-        type(target) is not dict
-    ):  # attributes of an OrderedDict (`_metadata` of a state dict) are not needed
+    elif type(target) is not dict:
+        # An OrderedDict may have attributes (`_metadata` of a state dict). They are not needed.
         raise MalformedError(f"attributes for a {type(target).__name__}")
 
 

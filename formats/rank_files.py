@@ -84,9 +84,8 @@ def find_version(path: Path) -> Path | None:
         return None
     tracker = path / TRACKER
     if tracker.is_file():
-        with (
-            not_recorded()
-        ):  # a run that saves its next iteration meanwhile doesn't change the one that is read
+        with not_recorded():
+            # A running job may change the tracker meanwhile. The iteration that is read stays the same.
             word = read_small(tracker, TRACKER_BYTES).decode("utf-8", "replace").strip()
         if word != RELEASE and not (word.isdecimal() and len(word) <= 18):
             # The message doesn't repeat the content: the tracker may be a link to a private file.

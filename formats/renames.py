@@ -114,9 +114,8 @@ def replace(new: Path, target: Path, aside: Path) -> None:
         return
     target.rename(aside)
     try:
-        _sync_both(
-            aside, target
-        )  # otherwise a crash of the machine could keep the second rename and lose the first
+        # Otherwise a crash of the machine could keep the second rename and lose the first.
+        _sync_both(aside, target)
         new.rename(target)
         try:
             sync_directory(target.parent)

@@ -54,9 +54,8 @@ from formats.tensor import Bytes
 _SUFFIX = ".megaconv-partial"
 _PROBE = "probe"
 _SYNC_FILE_RANGE_WRITE = 2
-_sync_file_range = getattr(
-    ctypes.CDLL(None, use_errno=True), "sync_file_range", None
-)  # only Linux has it
+# None on systems other than Linux.
+_sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 _log = logging.getLogger("megaconv")
 
 

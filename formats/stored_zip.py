@@ -140,9 +140,8 @@ def _same_description(header: bytes, info: ZipInfo, raw_name: bytes) -> bool:
         return False
     if name_bytes != len(raw_name) or header[_LOCAL.size :] != raw_name:
         return False
-    if (
-        flags & _DESCRIPTOR_FOLLOWS
-    ):  # the checksum and the sizes follow the entry, and are zero here
+    if flags & _DESCRIPTOR_FOLLOWS:
+        # The checksum and the sizes follow the entry, and are zero here.
         return True
     return bool(crc == info.CRC and {packed, unpacked} <= {info.file_size, _FULL})
 

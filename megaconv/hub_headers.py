@@ -91,9 +91,8 @@ def _stand_in(path: Path, url: str) -> None:
     if path.suffix != SUFFIX:
         return
     end = 8 + int.from_bytes(first.content[:8], "little")
-    if (
-        len(first.content) < end <= min(first.size, 8 + HEADER_BYTES)
-    ):  # otherwise reading the file reports the error
+    if len(first.content) < end <= min(first.size, 8 + HEADER_BYTES):
+        # If the header's size is impossible, reading the file reports the error.
         rest = _more(url, file.state, len(first.content), end)
         file.give(0, first.content + rest)
 

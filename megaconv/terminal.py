@@ -41,9 +41,8 @@ def hide_download_bars(*, quiet: bool = False) -> None:
 
     The client reads the environment variable at import. A variable that is already set is kept.
     """
-    if (
-        quiet or sys.stderr is None or not sys.stderr.isatty()
-    ):  # in a log, a bar becomes endless lines
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
+        # In a log, a bar becomes endless lines.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 

@@ -60,18 +60,16 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         header.config.has("hybrid_stack mixture")
         and options.transformer_impl == "transformer_engine"
     ):
-        options = replace(
-            options, grouped_experts=True
-        )  # Megatron core's hybrid stack has no other experts
+        # Megatron core's hybrid stack has no other experts.
+        options = replace(options, grouped_experts=True)
     layout = choose_layout(header.config, header.layout, options)
     if header.adapter is not None:
         from megaconv.megatron.distributed.adapter_plan import plan_adapter
 
         return plan_adapter(header, header.adapter, options, layout)
     if options.ckpt_format in DISTRIBUTED:
-        from megaconv.megatron.distributed.plan import (
-            plan_dist,
-        )  # rank files don't need this module
+        # Rank files don't need this module.
+        from megaconv.megatron.distributed.plan import plan_dist
 
         planned = plan_dist(header, options, layout)
     else:

@@ -84,9 +84,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     file_type = MIXTURES[wanted].file_type if wanted in MIXTURES else KINDS[main].file_type
     values = metadata(config, file_type)
     _require_kept(config, values, tensors)
-    if (
-        options.extra.get("tokenizer") == "none"
-    ):  # otherwise llama.cpp counts the tokenizer's tokens
+    if options.extra.get("tokenizer") == "none":
+        # Without a tokenizer, llama.cpp can't count its tokens.
         values[f"{architecture}.vocab_size"] = Value("u32", config.vocab)
     values |= tokenizer_values(header.files, config, options.extra)
     notices = [

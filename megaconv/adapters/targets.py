@@ -223,9 +223,8 @@ def _changes_of_module(
     native, path = names.target(module), module_path(module.module)
     experts, outs, ins = _sizes(native) if len(native.shape) > 1 else (1, native.shape[0], 1)
     flipped = _flipped(native)
-    if (
-        module.embedding
-    ):  # in peft, the vocabulary is an embedding's input; in the model, it is the number of rows
+    if module.embedding:
+        # In peft, the vocabulary is an embedding's input; in the model, it is the number of rows.
         outs, ins, flipped = ins, outs, True
     rank = module.a.shape[0] // experts
     if (

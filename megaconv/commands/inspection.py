@@ -338,9 +338,8 @@ def look(
         is_told_what_it_is = loader is not None or options.text_only
         if is_told_what_it_is or error.code == "no-such-input" or not isinstance(place, Path):
             raise
-        from megaconv.commands.survey import (
-            survey,
-        )  # imported here, because it imports every format
+        # Imported here, because it imports every format.
+        from megaconv.commands.survey import survey
 
         surveyed = survey(place, error)
         if surveyed is None:
@@ -393,9 +392,8 @@ def disk_bytes(place: Place) -> int | None:
 
 def _version(place: Path) -> Path | None:
     """The directory of the iteration that is read, according to the tracker of Megatron or Megatron-Bridge."""
-    from megaconv.megatron.distributed.run_config import (
-        latest_version,
-    )  # only such inputs need this import
+    # Only such inputs need this import.
+    from megaconv.megatron.distributed.run_config import latest_version
 
     return rank_files.find_version(place) or latest_version(place)
 

@@ -90,9 +90,8 @@ def _prepare() -> None:
     log_to_stderr("megaconv")
     hide_download_bars()
     for signum in (*ENDING, signal.SIGALRM):
-        if (
-            signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN
-        ):  # nohup ignores SIGHUP
+        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+            # Under nohup, SIGHUP stays ignored.
             signal.signal(signum, _interrupt)
     sys.unraisablehook = _hand_on
     # For numpy, whose threads would busy-wait on the other processors.

@@ -279,9 +279,8 @@ def _files(path: Path, options: PushOptions) -> dict[str, Path]:
             if not _is_asked_for(below, options):
                 continue
             real = file.resolve()
-            if (
-                top not in real.parents and real.parent.name != "blobs"
-            ):  # the Hub's own cache links there
+            if top not in real.parents and real.parent.name != "blobs":
+                # Links to `blobs` are those of the Hub's own cache.
                 raise UnsafeContent(
                     f"{file}: is a link to {real}, outside of the directory that is pushed"
                 )

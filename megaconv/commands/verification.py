@@ -91,9 +91,8 @@ def verify(
     record = _need_record(place)
     changed = record.changed_files()
     alone = not any(name.startswith(BESIDE) for name in record.tensors)
-    if (
-        isinstance(place, Path) and alone and is_multimodal(place)
-    ):  # the record describes what --base put back into the original
+    if isinstance(place, Path) and alone and is_multimodal(place):
+        # The record describes what --base put back into the original.
         options = replace(options, text_only=True)
     opened = OpenedFiles()
     with opened:

@@ -132,9 +132,8 @@ class Joined(Ranks):
                 raise SystemExit(1) from None  # rank 0 reports it
             raise
         if self.rank:
-            logging.disable(
-                logging.WARNING
-            )  # all ranks make the same plan, and rank 0 prints its warnings
+            # All ranks make the same plan, and rank 0 prints its warnings.
+            logging.disable(logging.WARNING)
         self._watch.start()
         self._store_watch = StoreWatch(self._address, self._lose_store)
         return self
@@ -271,9 +270,8 @@ class Joined(Ranks):
                 mine = f"{how} {self.rank}"
                 try:
                     self._first = str(self._store.compare_set("end", "", mine).decode())
-                except (
-                    RuntimeError
-                ):  # the store is gone: rank 0 reports, or rank 1 if rank 0 is gone too
+                except RuntimeError:
+                    # The store is gone: rank 0 reports, or rank 1 if rank 0 is gone too.
                     reporter = 1 if self._lost == 0 else 0
                     self._first = mine if self.rank == reporter else f"interrupted {reporter}"
                 self._reports = self._first == mine

@@ -103,9 +103,8 @@ def read_sidecar(path: Path) -> bytes:
         )
     content = read_small(path, SIDECAR_BYTES)
     instead = mistaken(content[:SEEN_BYTES])
-    if instead and not any(
-        fnmatchcase(path.name.lower(), pattern) for pattern in _TERMS
-    ):  # a licence may be a web page
+    if instead and not any(fnmatchcase(path.name.lower(), pattern) for pattern in _TERMS):
+        # Only a licence may be a web page.
         raise CorruptCheckpoint(f"{path}: {instead}")
     return content
 

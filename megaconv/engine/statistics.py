@@ -174,9 +174,8 @@ def tensor_statistics(
 ) -> Statistics:
     """Statistics of one tensor, which is read in blocks. Its dtype must be one of COMPUTED."""
     elements = prod(tensor.shape)
-    running = Running(
-        max(1, elements // _SAMPLED) | 1
-    )  # an odd step visits all columns of a matrix
+    # An odd step visits all columns of a matrix.
+    running = Running(max(1, elements // _SAMPLED) | 1)
     itemsize, buffer = ITEMSIZE[tensor.dtype], np.empty(_CHUNK, np.float32)
     for block in read_blocks(tensor):
         flat = block.reshape(-1)

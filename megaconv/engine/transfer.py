@@ -159,9 +159,8 @@ class Transfer:
             raise
         finally:
             for thread in threads:
-                if (
-                    thread.is_alive()
-                ):  # a thread that an interruption prevented from starting can't be joined
+                if thread.is_alive():
+                    # An interruption may have prevented a thread from starting. Such a thread can't be joined.
                     thread.join()
         if stream.error is not None:
             raise stream.error

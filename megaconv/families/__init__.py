@@ -229,10 +229,8 @@ def _family_of(config: Mapping[str, Any]) -> Family | None:
     namesake = _own(str(config.get("model_type")))
     if namesake is not None and fits(namesake):
         return namesake
-    for known_families in (
-        families,
-        all_families,
-    ):  # search other packages only if none of our families fits
+    # Search other packages only if none of our families fits.
+    for known_families in (families, all_families):
         for family in known_families().values():
             if fits(family):
                 return family

@@ -55,9 +55,8 @@ def _without_letters(raw: Raw, layers: int) -> Raw:
 
 
 def _write_layers(config: ModelConfig) -> Raw:
-    without = (
-        4096 if config.has("skips_rope") else None
-    )  # any size says that the layers without a window don't rotate
+    # Any size says that the layers without a window don't rotate.
+    without = 4096 if config.has("skips_rope") else None
     return {"sliding_window": config.window or without, "layer_types": layer_types(config)}
 
 

@@ -312,9 +312,8 @@ def split_arguments(layout: Layout) -> dict[str, Any]:
     if len(set(stages)) == 1:
         arguments["num_layers_per_virtual_pipeline_stage"] = stages[0] if layout.vpp > 1 else None
         return arguments
-    if (
-        layout.vpp == 1 and 0 not in stages
-    ):  # Megatron requires a layer on each end and in the middle
+    if layout.vpp == 1 and 0 not in stages:
+        # Megatron requires a layer on each end and in the middle.
         for first, last in ((stages[0], None), (None, stages[-1]), (stages[0], stages[-1])):
             try:
                 same = _first_last(layers, layout.pp, 1, first, last) == stages

@@ -146,9 +146,8 @@ def layer_elements(run: Run, kind: LayerKind) -> float:
                 / tp
             )
     if kind.mlp == "dense":
-        activated = (
-            0 if gates == 1 or config.mlp.is_plain_swiglu else 1
-        )  # functions other than SwiGLU also keep the activated gates
+        # Functions other than SwiGLU also keep the activated gates.
+        activated = 0 if gates == 1 or config.mlp.is_plain_swiglu else 1
         made = 0 if selective else 1
         found += run.width + normed + config.mlp.ffn * (gates + activated + made) / tp
     elif kind.mlp == "experts":

@@ -54,9 +54,8 @@ def load_adapters(engine: Engine, tensors: Mapping[Key, LazyTensor]) -> None:
                 cols = max(region.box.col1 for region in regions)
                 _check(name, weights, rows, cols)
             wanted |= info.native.parts.keys()
-            if (
-                not engine.shards_parameters
-            ):  # sharded parameters come from their masters, which follow
+            if not engine.shards_parameters:
+                # Sharded parameters are filled later, from their masters.
                 parameter = module.get_parameter(info.name)
                 fill(parameter.detach(), info.native, weights)
     unknown = weights.keys() - wanted

@@ -59,9 +59,8 @@ def _stacked(modules: Sequence[Module], tensors: Mapping[str, Tensor]) -> dict[s
         else:
             stacks[module.path][module.parameter].append(module)
     for path, parameters in stacks.items():
-        for wrapped, experts in enumerate(
-            reversed(parameters.values())
-        ):  # the last one is peft's outermost wrapper
+        for wrapped, experts in enumerate(reversed(parameters.values())):
+            # peft wraps the last parameter outermost.
             place = path + ".base_layer" * wrapped
             ordered = sorted(experts, key=lambda module: module.expert or 0)
             found[f"{place}.{_A}"] = torch.cat(

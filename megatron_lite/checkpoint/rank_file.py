@@ -132,9 +132,8 @@ def _arriving(
 
     The bytes are valid until the next block. Between blocks, the function sends the parts that other ranks write.
     """
-    received = torch.empty(
-        BLOCK_BYTES, dtype=torch.uint8
-    )  # uses no physical memory until it is written to
+    # The buffer uses no physical memory until it is written to.
+    received = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
     for tensor in file.tensors:
         writes = rank in tensor.writers
         for block in tensor.blocks():

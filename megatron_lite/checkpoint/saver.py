@@ -148,9 +148,8 @@ class Saver:
             write_common(staging, snapshot.common)
         sync_directory(staging)
         aside = target.with_name(f".{target.name}.replaced")
-        if (
-            target.exists()
-        ):  # left by a run that was killed before it wrote the tracker, or that is repeated
+        if target.exists():
+            # An earlier run wrote this iteration: it was killed before it wrote the tracker, or this run repeats it.
             target.rename(aside)
         staging.rename(target)
         sync_directory(self.root)

@@ -192,9 +192,8 @@ def read_progress(common: Mapping[str, Any] | None, training: TrainingState) -> 
     )
     scheduled = (training.scheduler or {}).get("num_steps", consumed)
     flops = float(training.floating_point_operations)
-    if (
-        training.release
-    ):  # a new run: as in Megatron, it starts at step 0 with a new optimizer and scheduler
+    if training.release:
+        # A new run: as in Megatron, it starts at step 0 with a new optimizer and scheduler.
         return Progress(0, consumed, consumed, training.consumed_valid_samples, flops)
     if optimizer is None:
         return Progress(iteration, consumed, scheduled, training.consumed_valid_samples, flops)

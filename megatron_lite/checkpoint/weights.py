@@ -98,9 +98,8 @@ def shifted(values: Tensor, native: NativeTensor, source: LazyTensor) -> Tensor:
 
 def read_rows(tensor: LazyTensor, region: Region, first: int, last: int) -> Tensor:
     """Return rows first..last of a region, counted from its first row, in the order and dtype of the rank's tensor."""
-    if isinstance(
-        region.order, AsHalves
-    ):  # interleaved in the canonical tensor, contiguous in the rank's tensor
+    if isinstance(region.order, AsHalves):
+        # The rows are interleaved in the canonical tensor, and two contiguous halves in the rank's tensor.
         whole = read(tensor, region.box)
         return torch.cat((whole[::2], whole[1::2]))[first:last]
     top, _, col0, col1 = region.box

@@ -111,9 +111,8 @@ def build_datasets(
             continue
         corpora = parse_corpora(paths, f"--{name}-data-path")
         if len(corpora.prefixes) == 1:
-            corpora = Corpora(
-                corpora.prefixes, None
-            )  # a single corpus is not a blend, even with a weight
+            # A single corpus is not a blend, even with a weight.
+            corpora = Corpora(corpora.prefixes, None)
         found.append(builder.split(corpora, (0.0, 1.0), count))
     return found
 

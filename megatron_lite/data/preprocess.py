@@ -112,10 +112,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="processes (all processors); the output is the same for any number",
     )
     add("--overwrite", action="store_true", help="replace datasets that exist")
-    for flag in (
-        "--log-interval",
-        "--dataset-impl",
-    ):  # Megatron-LM's flags, accepted without effect
+    # Megatron-LM's flags, accepted without effect.
+    for flag in ("--log-interval", "--dataset-impl"):
         parser.add_argument(flag, help=argparse.SUPPRESS)
     return parser
 

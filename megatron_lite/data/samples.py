@@ -55,9 +55,8 @@ class SampleForm:
             loss_mask[ends] = 0
         loss_mask[labels == self.pad] = 0
         documents = np.zeros(len(tokens), np.int32)
-        np.cumsum(
-            ends[:-1], out=documents[1:]
-        )  # the end token belongs to the document that it ends
+        # The end token belongs to the document that it ends.
+        np.cumsum(ends[:-1], out=documents[1:])
         position_ids = np.arange(len(tokens), dtype=np.int64)
         if self.reset_position_ids:
             starts = np.concatenate((np.zeros(1, np.int64), np.flatnonzero(ends[:-1]) + 1))

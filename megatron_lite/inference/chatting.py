@@ -49,9 +49,8 @@ def _continue_texts(opened: Opened, batch: RunningBatch, given: argparse.Namespa
 
 def _talk(opened: Opened, batch: RunningBatch, given: argparse.Namespace) -> None:
     begin = [{"role": "system", "content": given.system}] if given.system else []
-    encode_chat(
-        opened.tokenizer, [*begin, {"role": "user", "content": "?"}]
-    )  # raises if there is no usable chat template
+    # This raises if there is no usable chat template.
+    encode_chat(opened.tokenizer, [*begin, {"role": "user", "content": "?"}])
     messages = list(begin)
     for line in _lines(opened):
         if not line:

@@ -161,9 +161,8 @@ def _stream(opened: Opened, given: argparse.Namespace, questions: Questions) -> 
             RunningBatch(opened.answering),
             TextStream(opened.tokenizer.detokenize, given.stop),
         )
-        request = batch.add(
-            request_of(opened, given, question)
-        )  # may raise, so do it before the prompt is printed
+        # This may raise, so it comes before the prompt is printed.
+        request = batch.add(request_of(opened, given, question))
         say(question.text)
         for step in steps(batch):
             failed |= step.end == "error"
@@ -282,9 +281,8 @@ def _plain(answer: _Answer) -> dict[str, Any]:
 def open_output(path: str) -> TextIO:
     """Open the output. Raises UsageError if it can't be written."""
     if path == "-":
-        return open(
-            sys.stdout.fileno(), "w", encoding="utf-8", closefd=False
-        )  # a file descriptor, not a path
+        # Open the file descriptor, because standard output has no path.
+        return open(sys.stdout.fileno(), "w", encoding="utf-8", closefd=False)
     try:
         return Path(path).open("w", encoding="utf-8")
     except OSError as error:

@@ -48,9 +48,8 @@ class NotFinite(CheckpointError):
 
 def sound(logits: Tensor) -> list[bool]:
     """Return for each row of [rows, vocabulary] whether a token can be chosen."""
-    found: list[bool] = (
-        logits.amax(-1).isfinite().tolist()
-    )  # the maximum is NaN or infinite if any logit is
+    # The maximum is NaN or +infinity if any logit is.
+    found: list[bool] = logits.amax(-1).isfinite().tolist()
     return found
 
 

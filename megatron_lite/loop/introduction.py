@@ -87,9 +87,8 @@ def _introduce_evaluations(run: Run) -> None:
 def _point_out(run: Run, start: Start) -> None:
     """Print the converter's notices about the model, because the run saves Megatron checkpoints of it."""
     is_megatrons = start.header.layout is not None
-    if (
-        is_megatrons or run.settings.lora.wanted
-    ):  # the run keeps the implementation of the checkpoint
+    if is_megatrons or run.settings.lora.wanted:
+        # The run keeps the implementation of the checkpoint.
         return
     config = run.config
     for notice in (*core_notices(config), *embedding_notices(config), *script_notices(config)):

@@ -224,9 +224,8 @@ def _model(
 ) -> tuple[ModelConfig, Mapping[str, float]]:
     model, vocab = settings.model, tokenizer.vocab_size
     if start is None:
-        given = (
-            None if settings.data.tokenizer_type == "NullTokenizer" else model.vocab_size
-        )  # NullTokenizer adds a token
+        # NullTokenizer adds a token to --vocab-size, so take its own count.
+        given = None if settings.data.tokenizer_type == "NullTokenizer" else model.vocab_size
         config = with_token_ids(model_from_flags(settings, given or vocab), tokenizer)
         dropouts: Mapping[str, float] = {
             "attention_dropout": model.attention_dropout,

@@ -169,9 +169,8 @@ def attend_across(
     """
     width = v.shape[-1]
     if width < k.shape[-1]:
-        v = F.pad(
-            v, (0, k.shape[-1] - width)
-        )  # one width, so that keys and values are sent as one tensor
+        # Keys and values get one width, so that they are sent as one tensor.
+        v = F.pad(v, (0, k.shape[-1] - width))
     exchange = Exchange(ranks=ranks, packed=packed, scale=scale, window=window)
     out: Tensor = _Across.apply(q, k, v, sinks, exchange, largest)  # type: ignore[no-untyped-call]
     return out[..., :width]
@@ -335,9 +334,8 @@ def _gradients(
     causal = causal and seen is None
     if q.is_cuda:
         tensors = [x.transpose(0, 1).contiguous() for x in (grad, q, k, v, out)]
-        state = torch.zeros(
-            2, dtype=torch.uint64, device=q.device
-        )  # the kernel's dropout state; dropout is 0
+        # The kernel wants a state for dropout, although dropout is 0.
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         found = torch.ops.aten._flash_attention_backward(
             *tensors,
             _heads_first(logs).contiguous(),

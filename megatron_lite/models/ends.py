@@ -62,9 +62,8 @@ class Embedding(nn.Module):
         """tokens [batch, sequence]: used in place of the pass's tokens."""
         x: Tensor = self.word_embeddings((run.tokens if tokens is None else tokens).t())
         if self.scale is not None:
-            x = x * torch.tensor(
-                self.scale, dtype=x.dtype
-            )  # round the scale to the dtype first, as transformers does
+            # Round the scale to the dtype first, as transformers does.
+            x = x * torch.tensor(self.scale, dtype=x.dtype)
         if self.position_embeddings is not None:
             rows = run.positions + self.first_position
             x = x + self.position_embeddings(self.ranks.own_part(rows))

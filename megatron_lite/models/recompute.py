@@ -32,9 +32,8 @@ def make_again(make: Made, x: Tensor, use: Made) -> Tensor:
 
     def pack(saved: Tensor) -> Any:
         whole = saved.data_ptr() == address and saved.numel() == count and saved.dtype == dtype
-        changed = (
-            saved._version != version
-        )  # changed in place; recomputation would not repeat the change
+        # A tensor that was changed in place is kept: recomputation would not repeat the change.
+        changed = saved._version != version
         return (
             _Again(make, x.detach(), saved.shape, saved.stride())
             if whole and not changed

@@ -81,9 +81,8 @@ def _largest(q: Tensor, k: Tensor, hidden: Tensor | None) -> Tensor:
     """Return [heads], before the scale. hidden: bool [queries, keys]."""
     (queries, batch, heads, _), kv_heads = q.shape, k.shape[2]
     grouped = q.reshape(queries, batch, kv_heads, heads // kv_heads, -1).permute(1, 2, 3, 0, 4)
-    products = grouped.flatten(2, 3) @ k.permute(
-        1, 2, 3, 0
-    )  # all heads of a kv head in one product
+    # One product computes all query heads of a key/value head.
+    products = grouped.flatten(2, 3) @ k.permute(1, 2, 3, 0)
     products = products.view(batch, heads, queries, len(k))
     if hidden is not None:
         products = products.masked_fill(hidden, -torch.inf)

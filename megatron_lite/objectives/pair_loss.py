@@ -75,9 +75,8 @@ class PairLoss(Criterion):
         compared = compare(losses, counting, run.extras[REFERENCE], self.options, run.context)
         weights = counting * compared.weights.unsqueeze(1) * run.share
         total, _ = stage.label_losses(given, run.labels, weights)
-        once = float(
-            run.context is None or run.context.rank == 0
-        )  # context ranks have equal pairs; one counts
+        # All context ranks have the same pairs, so only the first counts them.
+        once = float(run.context is None or run.context.rank == 0)
         return total, {
             name: Counted(found, torch.full_like(found, once))
             for name, found in compared.figures.items()

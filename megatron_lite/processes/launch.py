@@ -91,9 +91,8 @@ def start(parallel: Parallel, *, deterministic: bool = False, steps: bool = Fals
         keep_freed_memory()
     else:
         torch.cuda.set_device(device)
-        os.environ.setdefault(
-            "TORCH_GLOO_LAZY_INIT", "1"
-        )  # on GPUs gloo is for checkpoints only, so don't connect all pairs of ranks
+        # On GPUs gloo is for checkpoints only, so don't connect all pairs of ranks.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         if deterministic:
             force_same_bits()
     if world_size() == 1:
@@ -203,9 +202,8 @@ def keep_freed_memory() -> None:
 def end(place: Place) -> None:
     """End a successful run."""
     if place.world > 1:
-        dist.barrier(
-            group=place.save_group
-        )  # no rank leaves while others still communicate with it
+        # No rank leaves while others still communicate with it.
+        dist.barrier(group=place.save_group)
         for thread in (place.watch, place.heartbeat):
             if thread is not None:
                 thread.stop()

@@ -79,9 +79,8 @@ def read_beyond_core(args: Namespace, head_dim: int) -> dict[str, Any]:
     )
     if scale is None and scalar is not None:
         scale = scalar**-0.5
-    if scale is not None and not getattr(
-        args, "multi_latent_attention", False
-    ):  # latent attention has its own scale
+    if scale is not None and not getattr(args, "multi_latent_attention", False):
+        # Latent attention has its own scale.
         given["attention.scale"] = None if scale == head_dim**-0.5 else scale
     unpredicted = getattr(args, UNPREDICTED, None)
     if unpredicted is not None:

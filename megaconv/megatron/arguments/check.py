@@ -47,9 +47,8 @@ def _present(args: Namespace, found: Mapping[str, Any], legacy: bool) -> Iterato
         yield "experts"
     if not getattr(args, "swiglu", True):
         yield "gelu"
-    if not (
-        legacy and sees_both_ways(found)
-    ):  # the legacy BERT can take its residuals after the norm
+    if not (legacy and sees_both_ways(found)):
+        # Only the legacy BERT can take its residuals after the norm.
         yield "residuals of core"
 
 

@@ -122,9 +122,8 @@ def read_scaling(args: Namespace) -> dict[str, Any] | None:
     ):
         return _read_yarn(args)
     factor = getattr(args, "rotary_seq_len_interpolation_factor", None)
-    if isinstance(
-        getattr(args, "rotary_base", None), (list, tuple)
-    ):  # Only Megatron-Bridge's Gemma 3 has this form.
+    if isinstance(getattr(args, "rotary_base", None), (list, tuple)):
+        # Only Megatron-Bridge's Gemma 3 has this form.
         factor = None if args.rope_scaling_factor == 1 else args.rope_scaling_factor
     return {"rope_type": "linear", "factor": float(factor)} if factor else None
 

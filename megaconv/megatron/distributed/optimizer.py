@@ -235,9 +235,8 @@ class DistOptimizer:
     def _slots_of(
         self, name: str, weight: LazyTensor, slots: Mapping[str, Mapping[str, LazyTensor]]
     ) -> dict[str, LazyTensor]:
-        has = {
-            slot for slot, tensors in slots.items() if name in tensors
-        }  # muon has SGD's slots for matrices, and Adam's for the rest
+        # Muon has SGD's slots for matrices, and Adam's for the rest.
+        has = {slot for slot, tensors in slots.items() if name in tensors}
         kept = SGD if has.isdisjoint(ADAM) and not has.isdisjoint(SGD) else ADAM
         if not has <= {MASTER, *kept}:
             raise other_optimizer(self.where, f"{', '.join(sorted(has))} of {name}")

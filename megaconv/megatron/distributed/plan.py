@@ -88,9 +88,8 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
         for (tp_rank, pp_rank, _), state in kept.rng.items()
     )
     stored: Stored = _Zarr(model) if backend == "zarr" else _TorchDist(model, options.files or 1)
-    below = cache(
-        f"{version}/{{}}".format
-    )  # Cached, because hundreds of thousands of chunks lie in a few files.
+    # Cached, because hundreds of thousands of chunks lie in a few files.
+    below = cache(f"{version}/{{}}".format)
     placements, zeros = place(
         ((chunk, below(file), record) for chunk, file, record in stored.chunks()), header, options
     )

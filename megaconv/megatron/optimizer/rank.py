@@ -277,9 +277,8 @@ class _Part:
             unread = iter(copies)
             for index, parameter in zip(ids, theirs, strict=True):
                 slots = self._moments(states.get(index), parameter)
-                if (
-                    parameter.dtype != "float32"
-                ):  # an fp32 weight is its own master and has no entry
+                if parameter.dtype != "float32":
+                    # An fp32 weight is its own master and has no entry.
                     slots[MASTER] = next(unread, None) or self._fail(
                         f"no fp32 copy of {parameter.name}"
                     )

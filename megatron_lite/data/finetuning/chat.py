@@ -116,10 +116,8 @@ class ChatTemplate:
     def _start_of(self, chat: Chat, number: int) -> int:
         """Return the number of characters before a message. Raises BadRecord if that text is not a prefix of the whole."""
         whole = self._rendered(chat, chat.messages)
-        for prompt in (
-            False,
-            True,
-        ):  # some templates end a conversation if there is no generation prompt
+        # Some templates end a conversation if there is no generation prompt. So try again with one.
+        for prompt in (False, True):
             before = self._rendered(chat, chat.messages[:number], prompt=prompt)
             if whole.startswith(before):
                 return len(before)

@@ -178,9 +178,8 @@ class _Encoder:
         if chosen.ids == rejected.ids:
             self.equal += 1
             return []
-        if (
-            isinstance(pair.chosen, Plain) and not pair.chosen.given
-        ):  # the common beginning is the question
+        if isinstance(pair.chosen, Plain) and not pair.chosen.given:
+            # The common beginning of both texts is the question.
             same = next(
                 place
                 for place, (one, other) in enumerate(zip_longest(chosen.ids, rejected.ids))

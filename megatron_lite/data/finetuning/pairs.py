@@ -52,10 +52,8 @@ def read_pair(record: Mapping[str, Any]) -> Pair:
     empty = [name for name in ANSWERS if not there[name] and isinstance(there[name], str)]
     if empty:
         raise BadRecord(f"its {listed(empty)} is empty")
-    if there.get("messages") in (
-        there["chosen"],
-        [],
-    ):  # some datasets repeat the chosen conversation for finetuning
+    if there.get("messages") in (there["chosen"], []):
+        # Some datasets repeat the chosen conversation for finetuning.
         del there["messages"]
     chosen, rejected = (read_record(_as_example(there, name)) for name in ANSWERS)
     if isinstance(chosen.example, Chat) and isinstance(rejected.example, Chat):

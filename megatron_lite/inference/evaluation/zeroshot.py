@@ -35,9 +35,8 @@ def wikitext_windows(
     count = max(math.ceil(max(len(tokens) - 1 - stride, 0) / stride) + 1, 1)
     for number in range(count):
         row = tuple(tokens[number * stride : number * stride + length + 1])
-        before = (
-            length - stride if number and stride != length else 0
-        )  # tokens that the previous window counted
+        # Tokens that the previous window counted.
+        before = length - stride if number and stride != length else 0
         yield Window(row, len(row) - 1 - min(before, len(row) - 1))
 
 

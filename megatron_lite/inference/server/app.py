@@ -201,9 +201,8 @@ class Server:
         if not wanted.stream:
             return await unless_gone(request, self._whole(wanted, form, deadline))
         parts = self._parts(wanted, form, deadline)
-        first = await unless_gone(
-            request, anext(parts)
-        )  # so that an early refusal still sets the HTTP status
+        # Wait for the first part, so that an early refusal still sets the HTTP status.
+        first = await unless_gone(request, anext(parts))
 
         def ended(status: int) -> None:
             self.answered[request.url.path, status] += 1

@@ -32,9 +32,8 @@ def main(given: argparse.Namespace) -> None:
     if not 0 <= given.port < 1 << 16:
         raise UsageError(f"--port {given.port} should be a number from 0 to 65535")
     key = _key(given)
-    bound = (
-        _bound(given.host, given.port) if launch.rank() == 0 else None
-    )  # before the model is loaded
+    # Take the port before the model is loaded, so that a port in use is reported at once.
+    bound = _bound(given.host, given.port) if launch.rank() == 0 else None
     run(given, lambda opened: _serve(opened, given, key, bound), lasting=True)
 
 
@@ -99,9 +98,8 @@ def _serve(
         app, given.host, given.port, log_level="warning", lifespan="off",
         timeout_graceful_shutdown=max(1, int(given.shutdown_timeout)),
     )  # fmt: skip
-    bound.listen(
-        config.backlog
-    )  # listen before printing the address, so that clients can connect at once
+    # Listen before printing the address, so that clients can connect at once.
+    bound.listen(config.backlog)
     shown = f"[{host}]" if ":" in host else host
     print(
         f"serving {server.name} at http://{shown}:{port}, {opened.model.slots} slots of {opened.model.length} tokens",

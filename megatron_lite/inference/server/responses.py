@@ -55,9 +55,8 @@ class Unread(Response):
         }
         await send(start)
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        with suppress(
-            asyncio.TimeoutError, asyncio.CancelledError
-        ):  # cancelled when the server ends
+        with suppress(asyncio.TimeoutError, asyncio.CancelledError):
+            # The end of the server cancels this wait.
             await asyncio.wait_for(self._discard(receive), LINGER_S)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -119,9 +119,8 @@ class Adapter(nn.Module):
     def _dropped(self, x: Tensor) -> Tensor:
         if self.seed is None or not self.options.dropout:
             return x
-        whole = (
-            self.sharding is Sharding.ROWS
-        )  # a row-sharded matrix gets the whole sequence but only this rank's columns
+        # A row-sharded matrix gets the whole sequence but only this rank's columns.
+        whole = self.sharding is Sharding.ROWS
         dropped: Tensor = self.seed.drop(
             x, self.options.dropout, self.at, TensorGroup() if whole else self.ranks
         )

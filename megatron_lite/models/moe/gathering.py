@@ -45,9 +45,8 @@ def _own_rows(
     here = count // comm.size(ranks.experts)
     first = 0 if ranks.experts is None else here * ranks.experts.rank()
     expert = chosen.flatten() - first
-    elsewhere = (expert < 0) | (
-        expert >= here
-    )  # choices of other ranks' experts, and dropped choices
+    # True for choices of other ranks' experts, and for dropped choices.
+    elsewhere = (expert < 0) | (expert >= here)
     expert = expert.masked_fill(elsewhere, here)
     counts = read_rows(count_rows(expert, here + 1)[:here])
     # Choices that this rank does not compute have the largest number, so they are sorted to the end.

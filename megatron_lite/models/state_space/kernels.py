@@ -176,9 +176,8 @@ def convolution_by(
 
     weight [channels, 1, width]; documents, before: see short_convolution.
     """
-    by_row = x.permute(
-        1, 2, 0
-    )  # channels are adjacent, as the kernel needs them for documents and states
+    # Channels are adjacent, as the kernel needs them for documents and states.
+    by_row = x.permute(1, 2, 0)
     made: Tensor = kernel(
         by_row,
         weight.squeeze(1).to(x.dtype),
