@@ -171,8 +171,8 @@ OWN_KEYS: dict[str, Raw] = {
     "stablelm": {
         "layer_norm_eps": 1e-5,
         "partial_rotary_factor": 0.5,
-        "head_dim": 4,
-    },  # hidden_size over heads
+        "head_dim": 4,  # hidden_size / heads
+    },
     "qwen": {"intermediate_size": 56, "seq_length": 64, "layer_norm_epsilon": 1e-5},
     "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
     "glm": {"partial_rotary_factor": 0.5},
@@ -933,9 +933,8 @@ def configs(draw: Draw) -> ModelConfig:
             "positions.rotary_percent": draw(st.sampled_from((0.5, 1.0))),
         }
         if (config.positions.scaling or {}).get("rope_type") == "yarn":
-            config = changed(
-                config, {"positions.scaling": None}
-            )  # Megatron's is for heads that rotate by halves
+            # Megatron's yarn is for heads that rotate by halves.
+            config = changed(config, {"positions.scaling": None})
         return changed(
             config, {**turning, "norm.place": "both", "attention.qkv_bias": draw(st.booleans())}
         )
@@ -961,9 +960,8 @@ def configs(draw: Draw) -> ModelConfig:
             config.positions.rotary_percent != 1
             and (config.positions.scaling or {}).get("rope_type") == "yarn"
         ):
-            config = changed(
-                config, {"positions.scaling": None}
-            )  # Megatron's yarn is for whole heads
+            # Megatron's yarn rotates whole heads only.
+            config = changed(config, {"positions.scaling": None})
         qk_norm = name != "solar_open" and draw(st.booleans())
         return changed(
             config, {"attention.qkv_bias": draw(st.booleans()), "attention.qk_norm": qk_norm}

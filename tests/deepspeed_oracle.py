@@ -22,9 +22,8 @@ from tests import torch_runs
 def engine_of(stage: int, directory: Path, *, universal: bool) -> Any:
     model = torch_runs.model_of(directory)
     optimizer = torch_runs.adamw(model)
-    if (
-        stage == 3
-    ):  # ZeRO 3 gives all groups one step counter, which torch's AdamW would count up once for each
+    if stage == 3:
+        # ZeRO 3 gives all groups one step counter. torch's AdamW would advance it once per group.
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-7)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, torch_runs.falling)
     config = {

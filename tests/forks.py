@@ -112,9 +112,8 @@ class Fork:
         return self.returncode
 
     def _has_news(self, seconds: float | None) -> bool:
-        waiting = (
-            select.poll()
-        )  # select() takes no descriptor above 1023, of which a long session has many
+        # select() takes no descriptor above 1023. A long test run has more open.
+        waiting = select.poll()
         waiting.register(self._news, select.POLLIN)
         return bool(waiting.poll(None if seconds is None else seconds * 1000))
 

@@ -285,9 +285,8 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
         "persist_layer_norm": False,
         "moe_token_dispatcher_type": "allgather",
     }
-    if (
-        args.normalization == "LayerNorm"
-    ):  # torch's, which takes the place of Apex's on a CPU, has no sequence parallelism
+    if args.normalization == "LayerNorm":
+        # On a CPU torch's LayerNorm replaces Apex's. It has no sequence parallelism.
         others["sequence_parallel"] = False
     config = kind(**known | others | dict.fromkeys(without_cuda, False))
     # No fields of this release: whoever builds a model with yarn sets them, and GPTModel asks for them.

@@ -461,9 +461,8 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
             },
         )
     if has_mtp(family):
-        most = (
-            1 if family in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "mimo") else 2
-        )  # whose files have one under a name without a number
+        # Files of these families hold one MTP layer, under a name without a number.
+        most = 1 if family in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "mimo") else 2
         config = changed(
             config, {"hidden": tp * config.hidden, "mtp_layers": draw(st.integers(0, most))}
         )

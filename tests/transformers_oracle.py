@@ -954,10 +954,8 @@ def create(variant: Variant, directory: Path) -> None:
     )
     if any(name in variant.settings for name in OTHER_EPSILONS):
         sizes.pop("rms_norm_eps", None)
-    if variant.model_type in (
-        "mamba2",
-        "nemotron_h",
-    ):  # whose epsilon is Megatron's own, and which knows no positions
+    if variant.model_type in ("mamba2", "nemotron_h"):
+        # These classes have their own key for epsilon, and no positions.
         del sizes["rms_norm_eps"], sizes["rope_parameters"]
     config = AutoConfig.for_model(variant.model_type, **{**sizes, **variant.settings})
     found = model_class(config)

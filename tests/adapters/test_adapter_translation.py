@@ -122,11 +122,8 @@ def test_an_adapter_of_some_layers_and_modules_names_them_by_their_paths(tmp_pat
     assert outcome.status == 0, outcome.err
     found = settings_of(tmp_path / "out")
     assert found["target_modules"] == ["model.layers.1.self_attn.v_proj"]
-    assert (found["use_rslora"], found["lora_alpha"], found["lora_dropout"]) == (
-        False,
-        16,
-        0.25,
-    )  # 8 / sqrt(4) = 16 / 4
+    # The scales are equal: 8 / sqrt(4) = 16 / 4.
+    assert (found["use_rslora"], found["lora_alpha"], found["lora_dropout"]) == (False, 16, 0.25)
 
 
 def test_megatron_core_finds_every_ranks_rows_in_our_files(tmp_path: Path) -> None:
@@ -448,10 +445,8 @@ def test_what_only_some_layers_and_modules_have_is_filled_up_with_zeros(tmp_path
     adapter = edited(LINEAR / "adapter", tmp_path / "in", {"r": 3, "lora_alpha": 6}, some)
     found = assert_same_function(adapter, LINEAR, tmp_path, "--tp", 2)
     prefix = "base_model.model.model.layers"
-    assert tuple(found[f"{prefix}.1.self_attn.q_proj.lora_A.weight"].shape) == (
-        4,
-        HIDDEN,
-    )  # that two ranks can share
+    # Two ranks can share this rank of the adapter.
+    assert tuple(found[f"{prefix}.1.self_attn.q_proj.lora_A.weight"].shape) == (4, HIDDEN)
     assert not found[f"{prefix}.1.self_attn.k_proj.lora_B.weight"].any()
     assert not found[f"{prefix}.0.mlp.up_proj.lora_A.weight"].any()
     assert settings_of(tmp_path / "back")["lora_alpha"] == 8  # 2 times the rank, as before

@@ -46,9 +46,8 @@ def raised_in(path: Path) -> Iterator[tuple[str, type[CheckpointError], str]]:
                 continue
             for code in (word.value for word in node.keywords if word.arg == "code"):
                 for either in (code.body, code.orelse) if isinstance(code, ast.IfExp) else (code,):
-                    if (
-                        ast.unparse(either) != "error.code"
-                    ):  # of one that is raised again with more words
+                    if ast.unparse(either) != "error.code":
+                        # `code=error.code` is that of an error that is raised again with more words.
                         assert isinstance(either, ast.Constant), (
                             f"{path}:{node.lineno}: the code has to be a literal"
                         )
@@ -87,10 +86,8 @@ def test_every_code_of_the_table_is_used_and_belongs_to_one_class() -> None:
     }
     for _, kind, code in raised():
         owners.setdefault(code, set()).add(kind)
-    assert set(CODES) - owners.keys() == {
-        "system-error",
-        "interrupted",
-    }  # of errors that aren't ours
+    # These codes are for errors of other software.
+    assert set(CODES) - owners.keys() == {"system-error", "interrupted"}
     converters = {
         code: {kind for kind in kinds if kind.__module__.startswith(("megaconv", "formats"))}
         for code, kinds in owners.items()

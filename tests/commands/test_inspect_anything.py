@@ -199,9 +199,8 @@ def test_inspect_of_a_mixture_counts_the_parameters_that_a_token_meets() -> None
 def test_inspect_says_how_large_the_optimizers_state_is() -> None:
     root = FIXTURES / "core-llama-optim-tp2pp2" / "checkpoint"
     found = json.loads(run("inspect", root, "--json").out)
-    assert (
-        found["optimizer"]["bytes"] == 3 * 4 * found["parameters"]
-    )  # master and two moments, fp32
+    # Each parameter has a master and two moments in fp32.
+    assert found["optimizer"]["bytes"] == 3 * 4 * found["parameters"]
     assert found["disk_bytes"] == sum(
         file.stat().st_size for file in root.rglob("*") if file.is_file()
     )

@@ -28,9 +28,8 @@ FAMILY = "qwen3_moe"
 
 def header_of(dtypes: dict[str, str]) -> Header:
     """A model with four experts in its second layer. dtypes: of tensors that aren't bfloat16."""
-    config = changed(
-        replace(everything(FAMILY), family=FAMILY), {"attention.qk_norm_bias": False}
-    )  # which Megatron has no argument for
+    # Megatron has no argument for a bias of these norms.
+    config = changed(replace(everything(FAMILY), family=FAMILY), {"attention.qk_norm_bias": False})
     shapes = canonical_shapes(families()[FAMILY].rows, config)
     return Header(
         config,
@@ -51,9 +50,8 @@ def layouts_of(header: Header) -> dict[str, TorchZipLayout]:
 def test_rank_files_of_the_same_tensors_share_one_layout() -> None:
     layouts = layouts_of(header_of({}))
     assert len(layouts) == 8  # each stage on four ranks
-    assert (
-        len({id(layout) for layout in layouts.values()}) == 2
-    )  # a dense stage, and one with experts
+    # The dense stage has one layout, the stage with experts another.
+    assert len({id(layout) for layout in layouts.values()}) == 2
 
 
 def test_rank_files_whose_tensors_are_of_other_dtypes_do_not() -> None:

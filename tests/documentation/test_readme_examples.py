@@ -52,9 +52,8 @@ def test_a_command_prints_what_the_readme_shows(
     number: int, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
-    monkeypatch.setattr(
-        "megaconv.commands.cli.inspect.has_blocks", lambda: True
-    )  # as in a terminal of today
+    # The README shows the output of a terminal with block characters.
+    monkeypatch.setattr("megaconv.commands.cli.inspect.has_blocks", lambda: True)
     arguments, output = shown()[number]
     outcome = run(*arguments)
     assert (outcome.status, outcome.err) == (0, "")

@@ -256,9 +256,8 @@ def test_ranks_with_stages_of_their_own_read_next_to_nothing_twice(
     ).outcomes()
     assert [outcome.status for outcome in outcomes] == [0, 0], outcomes
     read = [sum(map(int, (folder / f"bytes-{rank}").read_text().split())) for rank in range(2)]
-    assert (
-        42_464 * 2 <= sum(read) < 42_464 * 2 * 1.01
-    )  # a small tensor may be hashed by the rank that has less to do
+    # Small tensors may be hashed by a rank that doesn't write them, so they are read twice.
+    assert 42_464 * 2 <= sum(read) < 42_464 * 2 * 1.01
     assert min(read) > 0.4 * sum(read)
 
 
@@ -503,10 +502,8 @@ ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "1234"}
         ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "node1"}, (1, 2)),
         ({"RANK": "0", "WORLD_SIZE": "1", **ADDRESS}, None),
         ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, None),
-        (
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", **ADDRESS},
-            None,
-        ),  # a batch script, outside of srun
+        # In a batch script, outside of srun.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", **ADDRESS}, None),
         ({}, None),
     ],
 )

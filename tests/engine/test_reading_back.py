@@ -129,9 +129,8 @@ def test_a_type_in_the_header_that_is_another_ends_the_run(
     def damage(path: Path) -> None:
         file = path / "model.gguf"
         name = b"output_norm.weight"
-        flipped(
-            file, file.read_bytes().index(name) + len(name) + 4 + 8
-        )  # F32 to F16, behind its one size
+        # The type follows the only size. This flip changes it from F32 to F16.
+        flipped(file, file.read_bytes().index(name) + len(name) + 4 + 8)
 
     after_writing(monkeypatch, damage)
     outcome = write(

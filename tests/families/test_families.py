@@ -196,9 +196,8 @@ def write_model(path: Path, family: str, naming: Naming = HF, **keys: Any) -> Pa
             tensors[native.name] = tensors[first].clone()
         elif not native.copy:
             tensors[native.name] = torch.randn(native.shape, generator=generator).bfloat16()
-            if native.name.endswith(
-                "linear_attn.norm.weight"
-            ):  # which Transformer Engine's layers store less 1
+            if native.name.endswith("linear_attn.norm.weight"):
+                # Transformer Engine's layers store this weight - 1.
                 tensors[native.name] = (
                     1 + torch.rand(native.shape, generator=generator) / 2
                 ).bfloat16()

@@ -104,9 +104,8 @@ def as_transformers_has_it(raw: Raw) -> Any:
         or config.hidden_size // config.num_attention_heads,
         "mlp.ffn": config.moe_intermediate_size
         if raw["model_type"] == "qwen3_5_moe_text"
-        else getattr(
-            config, "intermediate_size", 1280
-        ),  # which a Solar Open need not say, without dense layers
+        # A Solar Open without dense layers may leave this size out.
+        else getattr(config, "intermediate_size", 1280),
         "vocab": config.vocab_size,
         "max_positions": config.max_position_embeddings,
         "norm.epsilon": getattr(config, EPSILON.get(config.model_type, "rms_norm_eps")),
@@ -483,9 +482,8 @@ def test_no_rotation_of_before_is_left_beside_another_one() -> None:
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", IN_TRANSFORMERS)
 def test_keys_that_are_left_out_have_the_values_that_transformers_gives_them(name: str) -> None:
-    heads = {"helium": 20}.get(
-        name, 32
-    )  # a multiple of the key/value heads that transformers assumes
+    # The heads are a multiple of the key/value heads that transformers assumes.
+    heads = {"helium": 20}.get(name, 32)
     raw = raw_config(name, hidden_size=64, num_attention_heads=heads)
     more = {
         "deepseek_v2": ("num_experts_per_tok",),
@@ -534,9 +532,8 @@ TRANSFORMERS_CANNOT = (
     ),
     *(("llama4", key) for key in ("num_key_value_heads", "head_dim")),
     ("exaone_moe", "sliding_window"),  # without layer_types; with them its model divides by 0
-    *(
-        (name, "eos_token_id") for name in ("cwm", "glm", "glm4")
-    ),  # for which its class has tokens of its own
+    # These classes have their own default tokens.
+    *((name, "eos_token_id") for name in ("cwm", "glm", "glm4")),
     *(
         (name, key)
         for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
@@ -669,10 +666,8 @@ def test_sliding_windows_of_qwen_are_those_of_transformers(name: str, keys: Raw)
     [
         ({"sliding_window": 8}, [None] * 4),
         ({"sliding_window": 8, "use_sliding_window": False}, [None] * 4),
-        (
-            {"sliding_window": 8, "use_sliding_window": True},
-            [None] * 4,
-        ),  # 28 layers come first without one
+        # By default, the first 28 layers have no window.
+        ({"sliding_window": 8, "use_sliding_window": True}, [None] * 4),
         ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 4}, [None] * 4),
         (
             {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3},
@@ -715,11 +710,12 @@ def test_a_mistral_has_a_window_unless_it_says_no(keys: Raw, window: int | None)
 
 
 @pytest.mark.oracle
+# Left out: models whose logits another test compares.
 @given(
     configs().filter(
         lambda config: config.family not in (*WITHOUT_CLASS, "bamba", "mamba2", "nemotron_h")
     )
-)  # of which logits are compared
+)
 @settings(max_examples=60, deadline=None)
 def test_what_is_written_for_hugging_face_means_the_same_to_transformers(
     config: ModelConfig,

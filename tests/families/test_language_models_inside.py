@@ -138,9 +138,8 @@ def create(model: Inside, directory: Path, vision: Mapping[str, Any] = MappingPr
     from transformers import AutoConfig, AutoModelForMultimodalLM
 
     torch.manual_seed(20)
-    text = deepcopy(
-        {**SIZES, "pad_token_id": 6, **model.text}
-    )  # transformers changes what it is given
+    # transformers changes the dict that it gets.
+    text = deepcopy({**SIZES, "pad_token_id": 6, **model.text})
     if "omni" in model.model_type:
         return create_speaker(model.model_type, text, directory)
     sense = (
@@ -281,9 +280,8 @@ def test_a_config_json_without_a_text_config_of_its_own_is_read(tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize(
-    "kind", sorted(DEFAULTS.keys() - {"mistral"})
-)  # whose class in transformers 5 has other sizes than in 4
+# Mistral's class has other default sizes in transformers 5 than in 4.
+@pytest.mark.parametrize("kind", sorted(DEFAULTS.keys() - {"mistral"}))
 def test_what_a_text_config_leaves_out_is_what_its_class_has(kind: str) -> None:
     from transformers import CONFIG_MAPPING
 

@@ -196,9 +196,8 @@ def test_stages_end_between_any_two_mixers(split: tuple[int, ...], tmp_path: Pat
             "layer_split": split,
         }
         megaconv.convert(hf, target, saver="core", **options)
-        shutil.rmtree(
-            target / "hf"
-        )  # so that the arguments alone tell the layout of what distributed files hold
+        # Without `hf/`, only the arguments describe the layers of the distributed files.
+        shutil.rmtree(target / "hf")
         opened = megaconv.open(target).header.layout
         assert opened is not None
         assert opened.stage_layers == split

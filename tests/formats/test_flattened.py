@@ -45,9 +45,8 @@ def test_megatrons_flattened_optimizer_state_is_read_bit_for_bit(name: str) -> N
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=3), st.data()
-)  # (shards, size of one) per axis
+# (number of shards, size of a shard) for each axis.
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=3), st.data())
 def test_runs_of_elements_become_rectangles_that_cover_the_tensor(
     axes: list[tuple[int, int]], data: st.DataObject
 ) -> None:

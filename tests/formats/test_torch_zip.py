@@ -159,9 +159,8 @@ scalars = (
 
 def objects(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-        names = st.text(min_size=1, max_size=9).filter(
-            lambda name: not name.startswith("__")
-        )  # __dict__ is no attribute
+        # Names such as __dict__ are not plain attributes.
+        names = st.text(min_size=1, max_size=9).filter(lambda name: not name.startswith("__"))
         namespaces = st.dictionaries(names, inner, max_size=4).map(lambda d: Namespace(**d))
         mappings = st.dictionaries(keys, inner, max_size=4)
         lists = st.lists(inner, max_size=5)
@@ -268,9 +267,8 @@ def test_a_whole_module_is_refused_or_inert(folder: Path) -> None:
 
 # ---- writing ----
 
-CONTENT = (
-    np.random.default_rng(7).integers(0, 2, 1 << 12, np.uint8).tobytes()
-)  # as booleans too, these bytes are valid
+# All bytes are 0 or 1, so that they are also valid booleans.
+CONTENT = np.random.default_rng(7).integers(0, 2, 1 << 12, np.uint8).tobytes()
 
 
 def write(layout: FileLayout, path: Path) -> None:

@@ -175,9 +175,8 @@ def test_metadata_say_what_the_family_means_whatever_config_json_leaves_out(tmp_
         False,
     )
     assert "deepseek2.expert_group_count" not in values
-    assert (
-        values["deepseek2.attention.q_lora_rank"] == 0
-    )  # llama.cpp asks for it, but in models of 26 or 27 layers
+    # llama.cpp needs this key, except in models of 26 or 27 layers.
+    assert values["deepseek2.attention.q_lora_rank"] == 0
 
 
 def test_layers_that_predict_further_tokens_are_left_out_with_a_notice(tmp_path: Path) -> None:

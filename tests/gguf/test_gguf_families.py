@@ -65,11 +65,8 @@ def test_the_file_alone_gives_the_same_model_again(
         others = {
             name for name, *_ in config_differences(found.header.config, expected.header.config)
         }
-        assert others <= {
-            "bos_token_id",
-            "eos_token_id",
-            "pad_token_id",
-        }  # the tokenizer's to say, which was left out
+        # These tokens come from the tokenizer, which the output left out.
+        assert others <= {"bos_token_id", "eos_token_id", "pad_token_id"}
         assert fingerprint_source(found, 1).weights == megaconv.fingerprint(source).weights
 
 
@@ -106,9 +103,8 @@ def test_longrope_is_two_tensors_and_a_factor(tmp_path: Path) -> None:
         ]
     assert found.values["phi3.rope.dimension_count"] == 4
     assert found.values["phi3.rope.scaling.original_context_length"] == 16
-    assert found.values["phi3.rope.scaling.attn_factor"] == pytest.approx(
-        1.5**0.5
-    )  # 1 + log(64 / 16) / log(16)
+    # The square of the factor is 1 + log(64 / 16) / log(16) = 1.5.
+    assert found.values["phi3.rope.scaling.attn_factor"] == pytest.approx(1.5**0.5)
     weights = load_file(source / "model.safetensors")
     for ours, theirs in (("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")):
         tensor = weights[f"model.layers.1.{theirs}.weight"]

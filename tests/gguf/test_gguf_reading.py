@@ -54,9 +54,8 @@ def test_a_file_alone_says_what_model_it_is(
     expected = open_source(find_input(original(case)))
     assert "its tokenizer is not converted" in caplog.text
     differences = config_differences(source.header.config, expected.header.config)
-    assert {name for name, _, _ in differences} <= {
-        "pad_token_id"
-    }  # the tokenizer's, which config.json doesn't repeat
+    # This token comes from the tokenizer. config.json doesn't repeat it.
+    assert {name for name, _, _ in differences} <= {"pad_token_id"}
     assert fingerprint_source(source, 1).weights == megaconv.fingerprint(original(case)).weights
 
 

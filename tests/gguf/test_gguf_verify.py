@@ -36,9 +36,8 @@ def test_what_was_written_is_found_again(source: Path, kind: str, tmp_path: Path
         found = megaconv.verify(place)
         assert found.same, found.differences
         assert found.tensors > 10
-    shutil.copy(
-        source / "config.json", out
-    )  # without which a Llama 3 can be verified, but not be read
+    # Without a config.json, a Llama 3 can be verified but not be read.
+    shutil.copy(source / "config.json", out)
     assert megaconv.inspect(out).differences == {}
     assert megaconv.inspect(out / "model.gguf").differences == {}
 

@@ -35,9 +35,8 @@ def test_the_parts_of_all_ranks_make_the_model_that_was_saved(
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert f"fsdp of verl, {ranks} ranks" in run("inspect", path).out
-    assert (
-        "which no checkpoint needs" not in outcome.err
-    )  # what a DTensor is made of is nothing unusual
+    # The parts of a DTensor raise no warning.
+    assert "which no checkpoint needs" not in outcome.err
 
 
 def test_they_are_converted_to_any_layout(tmp_path: Path) -> None:
@@ -172,9 +171,8 @@ def test_a_llama_is_written_with_the_names_that_torchtitan_has(tmp_path: Path) -
     whole = load_file(ORIGINAL / "model.safetensors")[
         "model.layers.1.self_attn.k_proj.weight"
     ].float()
-    heads = (
-        whole.view(2, 2, 4, 32).transpose(1, 2).reshape(16, 32)
-    )  # two heads of 8: halves become pairs
+    # Each of the two heads has 8 rows. Halves become pairs.
+    heads = whole.view(2, 2, 4, 32).transpose(1, 2).reshape(16, 32)
     assert torch.equal(found["layers.1.attention.wk.weight"], heads)
 
 

@@ -78,9 +78,8 @@ def test_the_commands_find_out_what_it_is(write: Write, tmp_path: Path) -> None:
     inspected = run("inspect", path)
     assert f"core, torch_dist format of {writer}" in inspected.out
     flags = run("inspect", path, "--megatron-args")
-    assert ("--load" in flags.out.split()) == (
-        write is write_bridge
-    )  # Megatron-LM finds no keys that begin with `module.`
+    # Megatron-LM can't load keys that begin with `module.`.
+    assert ("--load" in flags.out.split()) == (write is write_bridge)
     converted = run("convert", "--load-dir", path, "--saver", "hf", "--save-dir", out)
     assert converted.status == 0, converted.err
     assert megaconv.fingerprint(out).weights == megaconv.fingerprint(FIXTURES / DENSE).weights

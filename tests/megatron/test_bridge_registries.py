@@ -100,9 +100,8 @@ def test_megatron_bridge_knows_every_name_and_from_them_comes_to_every_tensor_of
     name: str, answers: Any
 ) -> None:
     model, names = answers[name]
-    optional = re.compile(
-        r"(?:.*\.)?(?:output_layer|lm_head)\.weight"
-    )  # it takes Gemma's head to be tied
+    # Megatron-Bridge assumes that Gemma's head is tied.
+    optional = re.compile(r"(?:.*\.)?(?:output_layer|lm_head)\.weight")
     assert [
         word for word, found in names.items() if found is None and not optional.fullmatch(word)
     ] == []

@@ -37,9 +37,8 @@ def expected_weights(name: str) -> dict[str, FileTensor]:
             if key.startswith("fp32.")
         }
     state = ("exp_avg.", "exp_avg_sq.", "fp32.", "step")
-    if (
-        name == "dist-t5-tp1pp1"
-    ):  # Megatron's local T5 has no norms at the end of its stacks, and none in its files
+    if name == "dist-t5-tp1pp1":
+        # Megatron's local T5 has no final norms, so its files have none.
         state = (*state, "encoder.final_layer_norm.", "decoder.final_layer_norm.")
     return {hf_name(key): tensor for key, tensor in stored.items() if not key.startswith(state)}
 

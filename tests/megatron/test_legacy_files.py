@@ -166,9 +166,8 @@ def assert_same(
                 or "output_layer" in where
                 or where.endswith("/lm_head/bias")
             ):
-                rows = min(
-                    rows, max(0, vocab - tp_rank * rows)
-                )  # training leaves noise in padding rows
+                # Training leaves noise in padding rows.
+                rows = min(rows, max(0, vocab - tp_rank * rows))
             assert np.array_equal(read_tensor(found)[:rows], read_tensor(wanted)[:rows]), where
 
 

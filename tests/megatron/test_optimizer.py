@@ -378,10 +378,8 @@ def test_random_number_generators_go_along_at_the_same_layout_only(tmp_path: Pat
     assert [("--no-load-rng" in notice) for notice in other.notices] == [True]
     state = read_rank_file(next((tmp_path / "same").glob("*/mp_rank_01/model_optim_rng.pt")))
     assert state["rng_state"][0]["np_rng_state"][1].shape == (624,)
-    assert (state["args"].no_save_rng, state["args"].no_save_optim) == (
-        None,
-        None,
-    )  # as the run had them
+    # These arguments have the values of the run.
+    assert (state["args"].no_save_rng, state["args"].no_save_optim) == (None, None)
     (file,) = (tmp_path / "other").glob("*/mp_rank_00/model_optim_rng.pt")
     assert "rng_state" not in load(file)
     assert load(file)["args"].no_save_rng is True

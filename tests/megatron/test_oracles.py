@@ -282,9 +282,8 @@ def test_the_way_back_needs_nothing_but_the_rank_files(
         architecture(AutoConfig.from_pretrained(path))
         for path in (tmp_path / "hf", reference.directory)
     )
-    if (
-        theirs["model_type"] == "mistral" and theirs["sliding_window"] is None
-    ):  # which is the same model as a Llama
+    if theirs["model_type"] == "mistral" and theirs["sliding_window"] is None:
+        # A Mistral without a window is the same model as a Llama.
         same = {
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],

@@ -15,9 +15,8 @@ from tests.conftest import FIXTURES
 from tests.put_together import assert_holds, rank_files
 
 ALL = sorted(path.name for path in FIXTURES.glob("core-*"))
-WRITTEN = [
-    name for name in ALL if "legacygg" not in name
-]  # experts in one tensor are read, Megatron itself writes them no more
+# megaconv reads experts in one tensor (legacygg). Megatron no longer writes them.
+WRITTEN = [name for name in ALL if "legacygg" not in name]
 
 
 def layout_options(args: Namespace) -> dict[str, Any]:
@@ -65,9 +64,8 @@ def test_the_same_model_at_the_same_layout_becomes_the_same_files(
 def assert_same_model(
     ours: dict[str, Any], theirs: dict[str, Any], vocab: int, tp_rank: int
 ) -> None:
-    assert list(ours) == list(
-        theirs
-    )  # in the order of the modules too: optimizer state is numbered by it
+    # The order must be equal too, because it numbers the optimizer state.
+    assert list(ours) == list(theirs)
     for name, wanted in theirs.items():
         found = ours[name]
         if wanted is None:
@@ -76,9 +74,8 @@ def assert_same_model(
         assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), name
         rows = len(read_tensor(wanted))
         if name.startswith(("embedding.word", "output_layer", "lm_head.output_layer")):
-            rows = min(
-                rows, max(0, vocab - tp_rank * rows)
-            )  # training leaves noise in padding rows
+            # Training leaves noise in padding rows.
+            rows = min(rows, max(0, vocab - tp_rank * rows))
         assert np.array_equal(read_tensor(found)[:rows], read_tensor(wanted)[:rows]), name
 
 

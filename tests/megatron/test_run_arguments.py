@@ -104,9 +104,8 @@ def test_a_real_run_keeps_all_arguments_at_its_own_layout(
         expected |= {"no_save_optim"}
     if after["no_save_rng"]:  # the output holds no generators
         expected |= {"no_save_rng"}
-    if (
-        ckpt_format == "torch_dist" and source_format != "torch_dist"
-    ):  # the optimizer in the form that any layout loads
+    if ckpt_format == "torch_dist" and source_format != "torch_dist":
+        # The optimizer is written in the form that any layout can load.
         expected |= {"use_distributed_optimizer"}
     found = changes(before, after).keys()
     assert found <= expected

@@ -368,10 +368,11 @@ def test_canonical_names_are_unique_in_every_layer(family: str) -> None:
 @pytest.mark.parametrize("family", sorted(families()))
 def test_a_model_with_everything_has_every_row(family: str) -> None:
     configs = every_kind(family)
+    # Queries come from the hidden state or from a latent vector. An indexer needs the latent vector.
     either = [
         *configs,
         *(changed(config, {"latent.q_rank": 0}) for config in configs if not has_indexer(family)),
-    ]  # queries made directly, or from a latent vector, which an indexer needs
+    ]
     for row in families()[family].rows:
         assert any(
             row.exists(config, layer) for config in either for layer in range(config.layer_count)
@@ -882,9 +883,8 @@ def test_an_order_that_each_rank_would_have_of_its_own_shard_is_refused(
     for tp in wrong:
         with pytest.raises(ValueError, match=message):
             Row("a", ("hidden hidden",), tp=tp, **{scheme: spelling})
-        Row(
-            "a", ("hidden hidden",), tp=tp, hf=spelling, gguf=spelling
-        )  # which no rank shares with another
+        # GGUF has no ranks, so a spelling without shards is allowed.
+        Row("a", ("hidden hidden",), tp=tp, hf=spelling, gguf=spelling)
     row = Row("a", ("hidden hidden",), tp=wrong[0], hf="a")
     with pytest.raises(ValueError, match=message):
         row.renamed(**{scheme: spelling})

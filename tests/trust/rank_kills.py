@@ -115,9 +115,8 @@ class Launch:
         self, rank: int, port: int, arguments: list[object], fault: Callable[[], None] | None
     ) -> None:
         status = 1
-        os.closerange(
-            3, 4096
-        )  # the launcher's sockets, which would keep the store's connections open when it is killed
+        # Inherited sockets would keep the store's connections open after the launcher is killed.
+        os.closerange(3, 4096)
         try:
             os.environ |= {
                 "RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

@@ -143,9 +143,8 @@ def _become(
     global _watching
     status = 1
     try:
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # before the command takes its signals, it dies of them
+        # Until the command handles its signals, they kill it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.chdir(folder)
         os.dup2(files[0], 1)
         os.dup2(files[1], 2)

@@ -109,9 +109,8 @@ def test_all_bytes_and_scales_of_mxfp4_are_what_transformers_makes_of_them(
 ) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    low, high = (
-        (0, 255) if dtype != "float16" else (127 - 14, 127 + 10)
-    )  # where both formats have the value
+    # In this range both formats can represent the value.
+    low, high = (0, 255) if dtype != "float16" else (127 - 14, 127 + 10)
     scales = torch.randint(low, high, (4, 16, 3), generator=torch.Generator().manual_seed(1)).to(
         torch.uint8
     )

@@ -81,9 +81,8 @@ def test_an_output_in_fp8_is_read_as_its_record_says(tmp_path: Path) -> None:
 def test_transformers_dequantizes_an_output_in_fp8_to_what_we_read(tmp_path: Path) -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-    write_llama(
-        tmp_path / "hf", hidden=128, ffn=256, layers=2
-    )  # whole blocks: it knows no narrower ones
+    # Sizes are multiples of a block, because narrower blocks are not supported.
+    write_llama(tmp_path / "hf", hidden=128, ffn=256, layers=2)
     megaconv.convert(tmp_path / "hf", tmp_path / "fp8", saver="hf", quantize="fp8-block")
     megaconv.convert(tmp_path / "fp8", tmp_path / "plain", saver="hf")
     stored, read = (

@@ -27,9 +27,8 @@ def test_a_sentencepiece_model_alone_divides_texts_as_sentencepiece_does(tmp_pat
     import sentencepiece
 
     sentencepiece_model(tmp_path / "tokenizer.model")
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "llama"}'
-    )  # by which transformers would guess, wrongly
+    # From this file alone, transformers would guess a wrong tokenizer.
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     found = beside(tmp_path)
     expected = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     assert found is not None

@@ -65,9 +65,8 @@ def test_of_a_text_all_is_learned(tmp_path: Path) -> None:
         zip(dataset[0].tokens[:4].tolist(), dataset[0].loss_mask[:4].tolist(), strict=True)
     )[:2]
     assert (first, second) == ((1, 1.0), (2, 1.0))
-    assert (
-        dict(zip(dataset[0].tokens.tolist(), dataset[0].loss_mask.tolist(), strict=True))[3] == 1.0
-    )  # predicts 4
+    masks = dict(zip(dataset[0].tokens.tolist(), dataset[0].loss_mask.tolist(), strict=True))
+    assert masks[3] == 1.0  # its label is the token 4
 
 
 @given(

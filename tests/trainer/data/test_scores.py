@@ -99,9 +99,8 @@ def test_a_bad_scorer_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.delenv("PERSPECTIVE_API_KEY", raising=False)
-    monkeypatch.setattr(
-        "huggingface_hub.constants.HF_HUB_OFFLINE", True
-    )  # read when it was imported
+    # huggingface_hub read the environment variable at import, so set its constant.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     source = write(tmp_path / "in.jsonl")
     assert score(source, tmp_path / "out", scorer=scorer) != 0
     (line,) = capsys.readouterr().err.strip().splitlines()

@@ -60,9 +60,8 @@ def test_others_in_the_batch_and_later_ones_in_the_same_slot_get_their_answers(
     together = generate(model.model, [broken[0], wanted[0], broken[1]])
     assert [answer.end for answer in together] == ["error", alone[0].end, "error"]
     assert together[1] == alone[0]
-    assert (
-        generate(model.model, wanted) == alone
-    )  # the short one where the long broken one was, beside a longer one
+    # The short request takes the slot of the broken long one, beside a longer request.
+    assert generate(model.model, wanted) == alone
 
 
 def test_a_prompt_that_is_broken_in_its_first_part_is_not_read_to_its_end(model: Opened) -> None:

@@ -81,9 +81,8 @@ def load(version: Path, tp: int) -> None:
     assert common["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
     state = common["opt_param_scheduler"]
     holder = argparse.Namespace(param_groups=groups)
-    ours = [
-        group["lr"] for group in groups
-    ]  # as saved: the scheduler sets those of a first step when it is made
+    # Read the saved rates now: making the scheduler sets those of a first step.
+    ours = [group["lr"] for group in groups]
     scheduler = OptimizerParamScheduler(
         holder, 0.0, state["max_lr"], state["min_lr"], state["lr_warmup_steps"], state["lr_decay_steps"], state["lr_decay_style"],
         state["start_wd"], state["end_wd"], state["wd_incr_steps"], state["wd_incr_style"],

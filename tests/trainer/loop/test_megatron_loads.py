@@ -82,10 +82,8 @@ def test_what_megatrons_script_for_llama_3_says_is_trained_and_loaded_by_core(
     assert [(group["max_lr"], group["min_lr"], group["wd_mult"], group["default_config"]) for group in groups] == [
         (0.00015, 0.00001, 1.0, True), (5e-4, 4.5e-5, 1.0, False), (0.00015, 0.00001, 0.0, True),
     ]  # fmt: skip
-    for tp in (
-        1,
-        2,
-    ):  # torch's LayerNorm, which core has here, knows no sequence parallelism, of which the run's own arguments speak
+    for tp in (1, 2):
+        # The run's arguments have sequence parallelism. Core uses torch's LayerNorm here, which lacks it.
         megaconv.convert(
             tmp_path / "ckpt", tmp_path / f"tp{tp}", saver="core", tp=tp, transformer_impl="local"
         )

@@ -41,14 +41,10 @@ def heard_after(first: int, last: int, iterations: range) -> list[tuple[int, str
 
 def test_the_steps_that_megatron_would_profile_are_profiled() -> None:
     assert heard_after(2, 4, range(8)) == [(2, "start"), (4, "stop")]
-    assert heard_after(2, 4, range(3, 8)) == [
-        (3, "start"),
-        (4, "stop"),
-    ]  # a run that goes on in the middle of them
-    assert heard_after(2, 9, range(4)) == [
-        (2, "start"),
-        (-1, "stop"),
-    ]  # one that ends before the last
+    # The run resumes between the two steps.
+    assert heard_after(2, 4, range(3, 8)) == [(3, "start"), (4, "stop")]
+    # The run ends before the last step.
+    assert heard_after(2, 9, range(4)) == [(2, "start"), (-1, "stop")]
     assert heard_after(2, 4, range(5, 8)) == []
 
 

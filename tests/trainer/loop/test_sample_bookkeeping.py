@@ -120,9 +120,8 @@ def test_every_example_is_learned_once_an_epoch_over_a_kill_and_a_resume(
     )
     first = after[0][1]
     assert 0 < first < EXAMPLES
-    kept = [
-        sample for sample in before if sample[1] < first
-    ]  # the steps behind the checkpoint were lost with the kill
+    # The kill lost the steps after the checkpoint.
+    kept = [sample for sample in before if sample[1] < first]
     numbers = [number for _, number, _ in (*kept, *after)]
     assert numbers == list(range(len(numbers)))
     assert needed <= len(numbers) < needed + batch

@@ -68,9 +68,8 @@ def test_a_t5_with_stages_goes_on_to_the_same_bits(place: Path) -> None:
     assert figures(place) == straight
     found, expected = (megaconv.fingerprint(place / name) for name in ("parted", "straight"))
     assert found == expected
-    args = torch_zip.read(place / "parted" / "iter_0000004" / "common.pt")[
-        "args"
-    ]  # for Megatron's T5, which has one stage
+    # Megatron's T5 has one stage.
+    args = torch_zip.read(place / "parted" / "iter_0000004" / "common.pt")["args"]
     assert (
         args.pipeline_model_parallel_size,
         args.encoder_num_layers,

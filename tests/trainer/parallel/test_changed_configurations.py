@@ -19,10 +19,8 @@ pytestmark = pytest.mark.oracle
 
 IN_GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2}
 COMPUTED: list[tuple[str, dict[str, Any]]] = [
-    (
-        "deepseek_v3",
-        {"num_experts_per_tok": 2},
-    ),  # of two groups: Megatron would rank them by their best one
+    # Two experts of two groups: Megatron would rank the groups by their best expert.
+    ("deepseek_v3", {"num_experts_per_tok": 2}),
     ("deepseek_v3", {"num_experts_per_tok": 3}),
     ("deepseek_v3", {"topk_group": 3}),
     ("deepseek_v3", {"topk_group": 4}),

@@ -197,11 +197,8 @@ def test_states_are_copied_whole_and_begin_with_zeros() -> None:
 
 def test_every_mixer_of_the_model_description_is_declared() -> None:
     computed = {"attention", "convolution", "latent", "linear", "mamba", "none", "sparse"}
-    assert set(MIXERS) == computed | {
-        "compressed",
-        "kda",
-        "side_by_side",
-    }  # which are named and refused
+    refused_by_name = {"compressed", "kda", "side_by_side"}
+    assert set(MIXERS) == computed | refused_by_name
     assert mixer_of(MODELS["deepseek_v3"], MODELS["deepseek_v3"].layers[0]) is MIXERS["latent"]
     mamba = changed(
         CONFIG, {"mamba.heads": 4, "mamba.head_dim": 3, "mamba.groups": 2, "mamba.state": 5}

@@ -403,9 +403,8 @@ class Gathering:
 
 def test_logits_wait_for_every_parameter_that_is_still_being_gathered() -> None:
     case = Case("qwen3")
-    engine = make_engine(
-        case, bucket_elements=1
-    )  # one for each parameter, so that nothing waits for another's
+    # Each parameter has its own bucket, so that none waits for another.
+    engine = make_engine(case, bucket_elements=1)
     (batch, *_) = batches(case, 0)
     expected = engine.logits(batch)
     for bucket in (bucket for chunk in engine.buckets for bucket in chunk.buckets):

@@ -187,9 +187,8 @@ def expected(directory: Path, kind: Kind) -> tuple[Figures, Tensor]:
 def compare(found: tuple[Figures, Tensor | None], answer: tuple[Figures, Tensor]) -> None:
     for step, (figures, wanted) in enumerate(zip(found[0], answer[0], strict=True)):
         assert figures == pytest.approx(wanted, rel=5e-6), f"step {step}"
-    if (
-        found[1] is not None
-    ):  # a score that all choices have more is none: rounding alone decides where the bias of their head goes
+    if found[1] is not None:
+        # A score added to all choices changes nothing, so rounding alone moves the bias of their head.
         ours, theirs = (
             scores.double() - scores.double().mean(1, keepdim=True)
             for scores in (found[1], answer[1])
