@@ -159,11 +159,7 @@ def test_printed_flags_start_the_planned_layout(llama: Path) -> None:
     """megatron_lite parses them to the same layout."""
     from megatron_lite.planning.command import describe
 
-    for sizes in (
-        ("--pp", 3, "--gpus", 24),
-        ("--pp", 4, "--vpp", 2, "--tp", 2),
-        ("--pp", 1),
-    ):
+    for sizes in (("--pp", 3, "--gpus", 24), ("--pp", 4, "--vpp", 2, "--tp", 2), ("--pp", 1)):
         outcome = run("plan", llama, *SEARCH, *sizes, "--top", 1, "--json")
         found = json.loads(outcome.out)
         first, flags = found["layouts"][0], found["flags"]["megatron_lite"]

@@ -292,10 +292,7 @@ def test_two_activations_are_refused_unless_that_is_allowed(models: Models, tmp_
     assert (
         open_checkpoint(back).config.mlp.activation,
         open_checkpoint(back).config.head.activation,
-    ) == (
-        "gelu_tanh",
-        "gelu",
-    )
+    ) == ("gelu_tanh", "gelu")
     assert open_checkpoint(core).config.head.activation == "gelu"
 
 
@@ -352,12 +349,7 @@ def test_transformers_t5_is_read_and_written_and_nothing_that_megatron_has(
         config.layer_count,
         config.positions.kind,
         config.positions.buckets,
-    ) == (
-        3,
-        2,
-        "relative",
-        6,
-    )
+    ) == (3, 2, "relative", 6)
     copy = convert(hf_t5, tmp_path / "copy", "hf")
     found, expected = (load_file(path / "model.safetensors") for path in (copy, hf_t5))
     assert found.keys() == expected.keys()

@@ -117,12 +117,7 @@ def test_what_old_arguments_leave_out_is_known(name: str, activation: str, versi
         config.attention.kv_heads,
         config.mlp.ffn,
         config.tie_embeddings,
-    ) == (
-        8,
-        4,
-        128,
-        True,
-    )
+    ) == (8, 4, 128, True)
     assert source.header.source == f"legacy, torch format, checkpoint version {version}"
 
 

@@ -23,12 +23,7 @@ def profile(
 ) -> Path:
     """A profile with keys, region and endpoint in AWS's two files. The environment holds none of them."""
     home = tmp_path_factory.mktemp("home")
-    for name in (
-        "AWS_ACCESS_KEY_ID",
-        "AWS_SECRET_ACCESS_KEY",
-        "AWS_ENDPOINT_URL",
-        "AWS_REGION",
-    ):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_REGION"):
         monkeypatch.delenv(name)
     (home / "config").write_text(
         f"[profile lab]\nregion = eu-west-3\nendpoint_url = {writable.url}\n"

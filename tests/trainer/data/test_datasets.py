@@ -126,11 +126,7 @@ def test_an_empty_split_is_no_dataset(corpus: Path, tmp_path: Path) -> None:
     ]
     assert [
         found is None for found in build((5, 0, 5), data_path=[str(corpus)], split="98,1,1")
-    ] == [
-        False,
-        True,
-        False,
-    ]
+    ] == [False, True, False]
     tiny = write_corpus(tmp_path / "tiny", [40, 40, 0])
     assert [found is None for found in build(data_path=[str(tiny)], split="949,50,1")] == [
         False,

@@ -303,12 +303,7 @@ def test_both_formats_hold_the_same_model(tmp_path: Path) -> None:
             found["layout"]["pp"],
             found["iteration"],
             found["optimizer"]["step"],
-        ) == (
-            2,
-            2,
-            2,
-            2,
-        )
+        ) == (2, 2, 2, 2)
     assert len(prints) == 1
 
 

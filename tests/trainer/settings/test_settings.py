@@ -512,13 +512,7 @@ def test_flags_describe_llama_and_gpt2() -> None:
         llama.mlp.ffn,
         llama.tie_embeddings,
         llama.attention.qkv_bias,
-    ) == (
-        "llama",
-        2,
-        128,
-        False,
-        False,
-    )
+    ) == ("llama", 2, 128, False, False)
     gpt2 = model_from_flags(
         settings(
             "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64"
