@@ -1,49 +1,38 @@
 """Converts: opens a source, plans the output, streams the tensors. The output appears complete or not at all."""
 
-import hashlib
-import json
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from formats.entry_check import Entry
 from formats.opened import OpenedFiles
 from formats.stores.addresses import is_store
 from formats.target import Target
 from formats.tensor import announce
 from megaconv import registry
-from megaconv._version import __version__
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
+from megaconv.engine.gathered import entries_left_to, gather_digests
 from megaconv.engine.lineage import source_name
+from megaconv.engine.output_check import verify_fingerprint
 from megaconv.engine.outputs import output_at, parts_of
 from megaconv.engine.parts import PartPlan, in_order
 from megaconv.engine.plan import block_bytes, default_workers
 from megaconv.engine.preparation import open_source, prepare, workers_of
 from megaconv.engine.ranks import ALONE, Ranks
-from megaconv.engine.reading_back import as_streamed
 from megaconv.engine.record import RECORD_NAME, record_json
 from megaconv.engine.report import Report
+from megaconv.engine.run_identity import revision_of, run_identity, source_digest
 from megaconv.engine.shares import Share, share_out
 from megaconv.engine.stream import MAX_WAITING, Stream
 from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.engine.transfer import Transfer
-from megaconv.errors import (
-    Cancelled,
-    CheckpointError,
-    Interrupted,
-    ModelsDiffer,
-    UsageError,
-    is_interruption,
-)
-from megaconv.families import is_multimodal
+from megaconv.errors import Cancelled, CheckpointError, Interrupted, is_interruption
 from megaconv.hub import Place, resolve
 from megaconv.input import find_input, input_at
-from megaconv.model.beside import BESIDE
-from megaconv.model.ir import Header, Key, Source
+from megaconv.model.ir import Key, Source
 from megaconv.options import ConvertOptions, LoadOptions
 from megaconv.saver import Saver
 
@@ -116,6 +105,70 @@ def _require_kept(place: Place, save_dir: str | Path, options: ConvertOptions) -
     refuse_loss(save_dir, place, others, RECORD_NAME, overwrite=options.overwrite)
 
 
+@dataclass(frozen=True)
+class _Job:
+    """A conversion on one rank, ready to write its first byte."""
+
+    saver: Saver
+    options: ConvertOptions
+    ranks: Ranks
+    staging: Target
+    opened: OpenedFiles
+    """The source's files, with the state in which they were opened."""
+    source: Source
+    source_name: str
+    report: Report
+    """The planned report."""
+    identity: Mapping[str, str]
+    """Values that must be equal for a run to resume the work of another."""
+    shares: Sequence[Share]
+    """The shares of all ranks."""
+    parts: PartPlan | None
+    """The plan of this rank's share in parts; None if the output is not in a store."""
+
+    @property
+    def share(self) -> Share:
+        """The share of this rank."""
+        return self.shares[self.ranks.rank]
+
+
+def _ready(
+    load_dir: str | Path, save_dir: str | Path, saver: Saver, options: ConvertOptions, ranks: Ranks
+) -> _Job:
+    """Open the source and plan the output. Raises CheckpointError, also if ranks have other sources or options."""
+    refuse_place(save_dir)
+    staging = output_at(save_dir, options, ranks)
+    place = resolve(load_dir, cache=options.load.cache)
+    _require_kept(place, save_dir, options)
+    opened = OpenedFiles()
+    with opened:
+        found = input_at(load_dir, place, options.loader, options.load)
+        source, report = prepare(found, save_dir, saver, options, ranks.size)
+    revision = revision_of(place, source.header, options)
+    ranks.agree("source", source_digest(options, opened, revision))
+    ranks.agree("options", repr((saver.name, staging.target, options)))
+    identity = run_identity(saver.name, options, opened, revision)
+    shares = share_out(report.plan, source.header.manifest, ranks.size)
+    parts: PartPlan | None = None
+    if is_store(str(save_dir)):
+        parts, waiting = parts_of(shares[ranks.rank].plan, options, workers_of(options))
+        cast("StoreTarget", staging).expect(waiting)
+        report = replace(report, waiting=waiting)
+    return _Job(
+        saver=saver,
+        options=options,
+        ranks=ranks,
+        staging=staging,
+        opened=opened,
+        source=source,
+        source_name=source_name(found.given),
+        report=report,
+        identity=identity,
+        shares=shares,
+        parts=parts,
+    )
+
+
 def _convert(
     load_dir: str | Path,
     save_dir: str | Path,
@@ -128,123 +181,107 @@ def _convert(
 ) -> Report:
     """Convert. complete: receives save_dir as soon as the output is in place, even if an error follows."""
     started = time.monotonic()
-    refuse_place(save_dir)
-    staging = output_at(save_dir, options, ranks)
-    place = resolve(load_dir, cache=options.load.cache)
-    _require_kept(place, save_dir, options)
-    opened = OpenedFiles()
-    with opened:
-        found = input_at(load_dir, place, options.loader, options.load)
-        source, report = prepare(found, save_dir, saver, options, ranks.size)
-    # Part of the digest: with --allow-lossy, tensors are converted that would be errors without it.
-    lossy = sorted(options.save.allow_lossy)
-    asked = [
-        options.dtype,
-        lossy,
-        options.adapters,
-        options.all_extra(),
-        _revision(place, source.header, options),
-    ]
-    ranks.agree("source", _digest(asked, opened.listing()))
-    ranks.agree("options", repr((saver.name, staging.target, options)))
-    identity = _identity(saver.name, options, opened, _revision(place, source.header, options))
-    shares = share_out(report.plan, source.header.manifest, ranks.size)
-    parts: PartPlan | None = None
-    if is_store(str(save_dir)):
-        parts, waiting = parts_of(shares[ranks.rank].plan, options, workers_of(options))
-        cast("StoreTarget", staging).expect(waiting)
-        report = replace(report, waiting=waiting)
+    job = _ready(load_dir, save_dir, saver, options, ranks)
     if not options.resume and not ranks.rank:
-        staging.require_space(report.nbytes)
-    planned(report)
+        job.staging.require_space(job.report.nbytes)
+    planned(job.report)
     try:
-        with opened:
-            digests = _transfer(
-                source,
-                shares[ranks.rank],
-                staging,
-                identity,
-                options,
-                ranks.counting(advance),
-                ranks,
-                parts,
-            )
-        opened.require_as_stored(_left_to(ranks, opened))
-        if ranks.rank:
-            staging.finish()  # rank 0 does this in commit()
-        gathered = _gather(ranks, shares, digests)
-        fingerprint = combine(
-            {key: gathered[key] for key in gathered if key in report.header.manifest}
-        )
-        if not ranks.rank:
-            report.check.compare(fingerprint)
-        if options.verify:
-            hashed = frozenset(shares[ranks.rank].hashed)
-            with ranks.in_turn():
-                readable = staging.readable()
-            verify_fingerprint(readable, saver, report, fingerprint, hashed, workers_of(options))
-            ranks.gather("")
-        if ranks.rank:
-            staging.keep()
-        else:
-            record = staging.file(RECORD_NAME, report.record_bytes)
-            written = record_json(
-                source_name(found.given),
-                saver.name,
-                report.header,
-                report.plan,
-                fingerprint,
-                report.adapters,
-                options.save.quantize,
-                report.lineage.provenance,
-            )
-            record.write(0, written)
-            staging.commit()
+        fingerprint = _write(job, ranks.counting(advance))
     except BaseException as error:
         # Keep an interrupted run only for a user who passed --resume.
         interrupted = ranks.fail(error)
-        opened.abandon()
+        job.opened.abandon()
         if options.resume and interrupted:
-            staging.keep()
+            job.staging.keep()
         else:
-            staging.discard()
+            job.staging.discard()
         raise
     finally:
-        if staging.committed:
+        if job.staging.committed:
             complete.append(str(save_dir))
-    return replace(
-        report, seconds=time.monotonic() - started, fingerprint=fingerprint, verified=options.verify
+    seconds = time.monotonic() - started
+    return replace(job.report, seconds=seconds, fingerprint=fingerprint, verified=options.verify)
+
+
+def _write(job: _Job, advance: Callable[[int], None]) -> Fingerprint:
+    """Write the output, check it, and put it in its place. Returns its fingerprint. Waits for all ranks."""
+    ranks, staging, report = job.ranks, job.staging, job.report
+    with job.opened:
+        digests = _transfer(job, advance)
+    job.opened.require_as_stored(entries_left_to(ranks, job.opened))
+    if ranks.rank:
+        staging.finish()  # rank 0 does this in commit()
+    gathered = gather_digests(ranks, job.shares, digests)
+    manifest = report.header.manifest
+    fingerprint = combine({key: digest for key, digest in gathered.items() if key in manifest})
+    if not ranks.rank:
+        report.check.compare(fingerprint)
+    if job.options.verify:
+        _verify(job, fingerprint)
+    if ranks.rank:
+        staging.keep()
+    else:
+        _commit(job, fingerprint)
+    return fingerprint
+
+
+def _verify(job: _Job, fingerprint: Fingerprint) -> None:
+    """Read this rank's tensors of the finished output back. Waits for all ranks."""
+    ranks = job.ranks
+    with ranks.in_turn():
+        readable = job.staging.readable()
+    hashed = frozenset(job.share.hashed)
+    workers = workers_of(job.options)
+    verify_fingerprint(readable, job.saver, job.report, fingerprint, hashed, workers)
+    ranks.gather("")
+
+
+def _commit(job: _Job, fingerprint: Fingerprint) -> None:
+    """Write the record of the conversion, and put the output in its place."""
+    report = job.report
+    written = record_json(
+        job.source_name,
+        job.saver.name,
+        report.header,
+        report.plan,
+        fingerprint,
+        report.adapters,
+        job.options.save.quantize,
+        report.lineage.provenance,
     )
+    job.staging.file(RECORD_NAME, report.record_bytes).write(0, written)
+    job.staging.commit()
 
 
-def _transfer(
-    source: Source,
-    share: Share,
-    staging: Target,
-    identity: Mapping[str, str],
-    options: ConvertOptions,
-    advance: Callable[[int], None],
-    ranks: Ranks,
-    parts: PartPlan | None,
-) -> dict[Key, str]:
-    """Write one share. parts: its plan in parts, for a store. Returns the fingerprints of the tensors that this share hashes."""
+def _transfer(job: _Job, advance: Callable[[int], None]) -> dict[Key, str]:
+    """Write this rank's share. Returns the fingerprints of the tensors that the share hashes."""
+    options, parts = job.options, job.parts
     workers = workers_of(options)
     stream = Stream(options.max_memory // 2, None if parts is None else parts.ahead)
+    # The sender may fetch tensors of a store ahead. With --resume, the journal decides which tensors are read.
+    fetches_early = parts is not None and not options.resume
+    early = frozenset(job.share.hashed if fetches_early else ())
     order = None if parts is None else parts.order
-    # With --resume, the journal decides which tensors are read.
-    early = () if parts is None or options.resume else share.hashed
     # Run in a copy of the context, so that files which the source opens only now are recorded too.
     sender = threading.Thread(
-        target=copy_context().run, args=(_send, source, stream, order, frozenset(early)), name="loader", daemon=True
-    )  # fmt: skip
+        target=copy_context().run,
+        args=(_send, job.source, stream, order, early),
+        name="loader",
+        daemon=True,
+    )
     if early:
         sender.start()
     try:
-        with ranks.first_goes_first():
+        with job.ranks.first_goes_first():
             transfer = Transfer(
-                share, staging, source=identity, resume=options.resume,
-                block_bytes=block_bytes(options.max_memory, workers), advance=advance, parts=parts,
-            )  # fmt: skip
+                job.share,
+                job.staging,
+                source=job.identity,
+                resume=options.resume,
+                block_bytes=block_bytes(options.max_memory, workers),
+                advance=advance,
+                parts=parts,
+            )
     except BaseException as error:
         stream.fail(error)
         raise
@@ -253,45 +290,6 @@ def _transfer(
     digests = transfer.run(stream, workers)
     sender.join()
     return digests
-
-
-def _left_to(ranks: Ranks, opened: OpenedFiles) -> set[Entry] | None:
-    """Zip entries whose checksum this rank has to compare; None if there is only one rank, which compares all.
-
-    These are entries that no rank has read completely, and that this rank is the first to have read in part.
-    """
-    if ranks.size == 1:
-        return None
-    begun, compared = opened.begun_entries(), opened.compared_entries()
-    gathered = ranks.gather(
-        json.dumps([[_placed(entry) for entry in entries] for entries in (begun, compared)])
-    )
-    found = [json.loads(text) for text in gathered]
-    done = {name for _, theirs in found for name in theirs}
-    first: dict[str, int] = {}
-    for rank, (theirs, _) in enumerate(found):
-        for name in theirs:
-            first.setdefault(name, rank)
-    return {
-        entry
-        for entry in begun
-        if _placed(entry) not in done and first[_placed(entry)] == ranks.rank
-    }
-
-
-def _placed(entry: Entry) -> str:
-    """A name of the entry that is equal on all ranks, even if they mounted the source at different paths."""
-    return f"{'/'.join(Path(entry.path).parts[-3:])}:{entry.start}"
-
-
-def _gather(ranks: Ranks, shares: Sequence[Share], digests: Mapping[Key, str]) -> dict[Key, str]:
-    """The fingerprints of all tensors, share by share, each share in the manifest's order. Waits for all ranks."""
-    gathered = ranks.gather("".join(digests[key] for key in shares[ranks.rank].hashed))
-    return {
-        key: text[64 * index : 64 * (index + 1)]
-        for share, text in zip(shares, gathered, strict=True)
-        for index, key in enumerate(share.hashed)
-    }
 
 
 def _send(
@@ -315,98 +313,6 @@ def _send(
         pass
     except BaseException as error:
         stream.fail(error)
-
-
-def verify_fingerprint(
-    path: Path,
-    saver: Saver,
-    report: Report,
-    expected: Fingerprint,
-    keys: Collection[Key],
-    workers: int,
-) -> None:
-    """Read tensors of a finished output back. Raises ModelsDiffer unless they equal the streamed tensors.
-
-    keys: the tensors to compare.
-    """
-    # --base adds tensors of the original, and all parts of a multimodal model beside its language model.
-    completed = bool(report.plan.from_base)
-    source: Source
-    read_back = report.plan.read_back or saver.read_back
-    if read_back is not None:
-        source = as_streamed(path, read_back(path), report.header, report.plan)
-    else:
-        is_alone = not any(key.name.startswith(BESIDE) for key in expected.tensors)
-        is_inside_original = completed and is_alone and is_multimodal(path)
-        # DCP holds a multimodal model by the names of its files, whatever family its language model has.
-        by_own_names = report.header.config.own_names is not None
-        read = LoadOptions(text_only=is_inside_original, whole=not by_own_names, own_names=True)
-        source = open_source(find_input(path), read)
-    held = source.header.manifest.keys()
-    if held != expected.tensors.keys() and not (completed and held >= expected.tensors.keys()):
-        raise ModelsDiffer(f"{path}: reads back with other tensors than were written")
-    for key, digest in fingerprint_source(source, workers, only=keys).tensors.items():
-        if expected.tensors[key] != digest:
-            raise ModelsDiffer(
-                f"{key}: reads back differently from what was written; is the disk faulty?"
-            )
-
-
-def _identity(
-    saver: str, options: ConvertOptions, opened: OpenedFiles, revision: list[str]
-) -> dict[str, str]:
-    """Values that must be equal for a run to resume another run's work, together with the plan.
-
-    The keys are names for messages.
-    """
-    return {
-        "megaconv": __version__,
-        "--saver": saver,
-        "--dtype": str(options.dtype),
-        "--allow-lossy": ", ".join(sorted(options.save.allow_lossy)) or "none",
-        "--adapter": ", ".join(f"{each.place}:{each.weight}" for each in options.adapters)
-        or "none",
-        "--option": ", ".join(
-            f"{key}={value}" for key, value in sorted(options.all_extra().items())
-        )
-        or "none",
-        "the source's revision": _digest(revision),
-        **source_files(opened),
-    }
-
-
-def source_files(opened: OpenedFiles) -> dict[str, str]:
-    """A digest of each source file's state, by its path; of many files, one digest of all.
-
-    Ranks may each read a copy of a file, but a resumed run must find the files themselves untouched.
-    """
-    states = zip(opened.listing(), opened.inode_changes(), strict=True)
-    files = {path: _digest(size, written, changed) for (path, size, written), changed in states}
-    if len(files) <= _NAMED_FILES:
-        return files
-    return {"the source's files": _digest(sorted(files.items()))}
-
-
-_NAMED_FILES = 256
-"""The largest number of source files that are compared one by one, so that a message can name the changed one."""
-
-
-def _digest(*what: Any) -> str:
-    return hashlib.sha256(json.dumps([__version__, *what]).encode()).hexdigest()
-
-
-def _revision(place: Place, header: Header, options: ConvertOptions) -> list[str]:
-    """The revision that a URI's loader reports. megaconv can't look at the files of a URI itself.
-
-    Raises UsageError if a run is to be resumed and the loader reports no revision.
-    """
-    if isinstance(place, Path):
-        return []
-    if options.resume and header.revision is None:
-        raise UsageError(
-            f"--resume: the loader of {place} can't detect whether it has changed since; leave it out"
-        )
-    return [place, header.revision or ""]
 
 
 def fingerprint(

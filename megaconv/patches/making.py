@@ -21,11 +21,11 @@ from formats.stores.waiting import growing_file_alone
 from formats.target import Target
 from formats.tensor import ITEMSIZE, Box, LazyTensor, row_blocks
 from megaconv._version import __version__
-from megaconv.engine.conversion import source_files
 from megaconv.engine.fingerprints import Fingerprint, combine, tensor_hasher
 from megaconv.engine.lineage import Lineage
 from megaconv.engine.plan import BLOCK_BYTES, OutputPlan
 from megaconv.engine.record import RECORD_NAME, record_json
+from megaconv.engine.run_identity import source_files
 from megaconv.errors import NotExpressible, UnknownFamily, is_interruption
 from megaconv.megatron.optimizer.training_output import written_rng
 from megaconv.model.ir import Header, Key, Source, TensorInfo
