@@ -2,14 +2,24 @@
 
 from pathlib import Path
 
+from megaconv.engine.fingerprints import fingerprint_source
 from megaconv.engine.lineage import places_in
+from megaconv.engine.plan import default_workers
 from megaconv.engine.preparation import open_source
+from megaconv.engine.record import find_record
 from megaconv.errors import UnknownFamily, UsageError
-from megaconv.input import find_input
+from megaconv.input import Input, find_input
 from megaconv.loader import Loader
 from megaconv.model.ir import Source
 from megaconv.options import LoadOptions
-from megaconv.patches.patch import PatchedSource, is_patch, open_patch, patch_at
+from megaconv.patches.patch import (
+    Patch,
+    PatchedSource,
+    is_patch,
+    open_patch,
+    patch_at,
+    require_chain,
+)
 
 BASE, EARLIER = "base", "earlier"
 
@@ -27,11 +37,27 @@ def open_patched(path: Path, options: LoadOptions) -> Source:
     unknown = patches[-1].header.config.own_names
     if unknown is not None and not options.own_names:
         raise UnknownFamily(f"{path}: {unknown.reason}")
+    require_chain(patches)
     read = patches[0].options
-    source = open_source(find_input(base, None, read), read)
+    found = find_input(base, None, read)
+    source = open_source(found, read)
+    _require_recorded(patches[0], found, source)
     for patch in patches:
         source = PatchedSource(source, patch)
     return source
+
+
+def _require_recorded(patch: Patch, found: Input, source: Source) -> None:
+    """Raises ModelsDiffer for a base that its own record shows to be another checkpoint than that of the patch.
+
+    The fingerprint of a base without a record costs a whole read. `apply` and commands that compare the result with the
+    record of the patch find another base too.
+    """
+    record = find_record(found.place)
+    if record is not None and record.fingerprint != patch.base["weights"]:
+        # The base may have changed since its record was written: its tensors decide.
+        workers = default_workers(writing=False)
+        patch.require_base(fingerprint_source(source, workers), found.given)
 
 
 LOADER = Loader(

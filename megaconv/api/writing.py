@@ -178,6 +178,7 @@ def delta(
     optimizer: bool = True,
     options: Mapping[str, str] | None = None,
     sparse: str | None = None,
+    check_source: bool = True,
     overwrite: bool = False,
     resume: bool = False,
     take_over: bool = False,
@@ -188,6 +189,7 @@ def delta(
 
     save_dir: a directory, or a URI of a store. loader: the loader of both checkpoints. options: the loaders' own options.
     sparse: `vllm` writes the sparse weight update that vLLM takes, in place of a patch; it holds no optimizer state.
+    check_source: compare each checkpoint with its own megaconv.json, if it has one.
     A patch needs the extra `delta`. Raises megaconv.errors.CheckpointError.
     """
     return make_between(old, new, save_dir, built(ConvertOptions, "delta", locals()), sparse)

@@ -13,12 +13,15 @@ from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
 from megaconv.engine.plan import default_workers
 from megaconv.engine.reading_back import Stored
 from megaconv.engine.record import RECORD_NAME, Record, digest, find_record
-from megaconv.errors import CorruptCheckpoint
+from megaconv.errors import CorruptCheckpoint, ModelsDiffer
 from megaconv.families.parts.own_names import OWN_NAMES
 from megaconv.hub import Place
 from megaconv.model.check import listing
 from megaconv.model.ir import Header, Key, OpenedSource, Source, TensorInfo
 from megaconv.options import LoadOptions
+
+PATCH = "delta"
+"""The saver in the record of a patch. Its tensors follow from the base that the user names."""
 
 
 def as_stored(place: Place, record: Record) -> Stored | None:
@@ -84,13 +87,13 @@ class SourceCheck:
             self.damaged.append(str(key))
 
     def compare(self, fingerprint: Fingerprint) -> None:
-        """Raises CorruptCheckpoint if the source has changed since it was written."""
+        """Raises CorruptCheckpoint if the source has changed since it was written, ModelsDiffer for a patch on another base."""
         for key, now in fingerprint.tensors.items():
             self.found(key, now)
         self.require_intact()
 
     def require_intact(self) -> None:
-        """Raises CorruptCheckpoint, which names the tensors that differ from the record."""
+        """Raises CorruptCheckpoint, or ModelsDiffer for a patch. Both name the tensors that differ from the record."""
         self._read_stored()
         if self.record is not None and self.damaged:
             _refuse(
@@ -169,6 +172,12 @@ def check_source(
 
 
 def _refuse(record: Record, what: str) -> None:
+    if record.saver == PATCH:
+        raise ModelsDiffer(
+            f"{record.root}: {what}. The patch was read on another base than its own: check --option base and "
+            "--option earlier, or copy the patch again",
+            code="wrong-base",
+        )
     raise CorruptCheckpoint(
         f"{record.root}: {what}. It was damaged or changed since ({RECORD_NAME}); --no-check-source accepts it",
         code="changed-since-written",

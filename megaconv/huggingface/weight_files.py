@@ -1,6 +1,7 @@
 """Named tensors of whole models in safetensors or torch files, with or without an index, and the model they form."""
 
 import logging
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -44,6 +45,8 @@ _STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
 transformers 5 has them; Qwen 3 VL on the Hub has each one transposed.
 """
+_SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+(\.safetensors|\.bin)")
+"""File names of parts of a model, to which an index belongs."""
 _SUFFIXES = (
     ".safetensors",
     ".bin",
@@ -84,8 +87,19 @@ def no_weights(path: Path) -> CorruptCheckpoint:
     if path.is_file():
         what = "is a configuration; give the directory that holds the weights too"
     else:
-        what = f"has a config.json but no weights; expected one of {', '.join(WEIGHT_NAMES)}"
+        what = "has a config.json but no weights" + _found_instead(path)
     return CorruptCheckpoint(f"{path}: {what}", code="missing-file")
+
+
+def _found_instead(path: Path) -> str:
+    """The rest of a message about missing weights: shards without their index, or files of other names."""
+    others = sorted(entry.name for entry in path.iterdir() if is_weights(entry))
+    shard = next((name for name in others if _SHARD.fullmatch(name)), None)
+    if shard is not None:
+        index = _SHARD.sub(r"\1\2.index.json", shard)
+        return f" that can be found: {index} is missing, which lists {listing(others)}; download it too"
+    held = f"; it holds {listing(others)}" if others else ""
+    return f"{held}; expected one of {', '.join(WEIGHT_NAMES)}"
 
 
 def read_file(path: Path) -> dict[str, LazyTensor]:
@@ -109,6 +123,7 @@ def read_sharded(index: Path) -> dict[str, LazyTensor]:
     Raises TensorMismatch if index and files disagree.
     """
     files = safetensors.read_index(index)
+    _require_shards(index, sorted(set(files.values())))
     shards = {name: read_file(index.parent / name) for name in sorted(set(files.values()))}
     for name, file in files.items():
         if name not in shards[file]:
@@ -119,6 +134,18 @@ def read_sharded(index: Path) -> dict[str, LazyTensor]:
     for file, tensors in shards.items():
         _require_placed(tensors, file, files, index)
     return {name: shards[file][name] for name, file in files.items()}
+
+
+def _require_shards(index: Path, names: Collection[str]) -> None:
+    """Raises CorruptCheckpoint if files are missing."""
+    missing = [name for name in names if not os.path.exists(index.parent / name)]  # noqa: PTH110
+    if missing:
+        # Path.exists raises OSError for names that are too long.
+        raise CorruptCheckpoint(
+            f"{index.parent / missing[0]}: no such file; {index.name} names {len(names)} files, {len(missing)} are missing: "
+            f"{listing(missing)}. Download or copy them too",
+            code="missing-file",
+        )
 
 
 def _require_placed(

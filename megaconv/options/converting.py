@@ -108,7 +108,7 @@ class ConvertOptions:
     check_source: bool = option(
         True,
         "--check-source/--no-check-source",
-        commands=(*CONVERT, "inspect", "diff"),
+        commands=(*CONVERT, "inspect", "diff", "delta"),
         help="The input must match its megaconv.json, if it has one (exit status 3 otherwise).",
     )
     """True if a source with a megaconv.json must match it."""

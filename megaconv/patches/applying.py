@@ -3,17 +3,16 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from megaconv import registry
 from megaconv.commands.same_format import as_stored
 from megaconv.engine.fingerprints import fingerprint_source
 from megaconv.engine.preparation import open_source, workers_of
-from megaconv.errors import ModelsDiffer, UsageError
+from megaconv.errors import UsageError
 from megaconv.input import Input, find_input
 from megaconv.model.ir import Header
 from megaconv.options import ConvertOptions
-from megaconv.patches.patch import Patch, open_patch, patch_at, require_sound
+from megaconv.patches.patch import open_patch, patch_at, require_chain, require_sound
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def prepare(
     opened = [open_patch(patch_at(patch)) for patch in patches]
     for patch in opened:
         require_sound(patch)
-    _require_chain(opened)
+    require_chain(opened)
     read = opened[0].options
     found = find_input(old, options.loader, read)
     source = open_source(found, read)
@@ -54,15 +53,6 @@ def prepare(
     if saver is None:
         saver, completed = _own_format(found, source.header, completed)
     return Application(str(opened[-1].path), saver, completed.for_saver(saver))
-
-
-def _require_chain(patches: Sequence[Patch]) -> None:
-    for earlier, later in pairwise(patches):
-        if earlier.new != later.base:
-            raise ModelsDiffer(
-                f"{later.path}: was not made from the checkpoint that {earlier.path} makes; give the patches in their order",
-                code="wrong-base",
-            )
 
 
 def _own_format(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from formats.opened import OpenedFiles
-from megaconv.commands.comparison import find_both, open_both
+from megaconv.commands.comparison import find_both, open_both, source_checks
 from megaconv.engine.lineage import lineage_of_patch
 from megaconv.engine.outputs import output_at
 from megaconv.engine.plan import default_workers
@@ -52,12 +52,19 @@ def make_between(
     opened = OpenedFiles()
     with opened:
         left, right = open_both(inputs, load)
+    checks = source_checks(inputs, (left, right)) if options.check_source else None
     nbytes = left.header.nbytes + right.header.nbytes
     workers = options.workers or default_workers(writing=False)
     if sparse is not None:
         watcher.expect(2 * nbytes)
         return make_sparse(
-            left, right, staging, engine=sparse, workers=workers, advance=watcher.advance
+            left,
+            right,
+            staging,
+            engine=sparse,
+            workers=workers,
+            advance=watcher.advance,
+            checks=checks,
         )
     watcher.expect(nbytes)
     return make_patch(
@@ -70,6 +77,7 @@ def make_between(
         opened=opened,
         advance=watcher.advance,
         lineage=lineage_of_patch(*inputs),
+        checks=checks,
     )
 
 

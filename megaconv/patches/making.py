@@ -26,6 +26,7 @@ from megaconv.engine.lineage import Lineage
 from megaconv.engine.plan import BLOCK_BYTES, OutputPlan
 from megaconv.engine.record import RECORD_NAME, record_json
 from megaconv.engine.run_identity import source_files
+from megaconv.engine.source_check import SourceCheck
 from megaconv.errors import NotExpressible, UnknownFamily, is_interruption
 from megaconv.megatron.optimizer.training_output import written_rng
 from megaconv.model.ir import Header, Key, Source, TensorInfo
@@ -96,14 +97,16 @@ def make_patch(
     opened: OpenedFiles | None = None,
     advance: Callable[[int], None] = lambda count: None,
     lineage: Lineage | None = None,
+    checks: tuple[SourceCheck, SourceCheck] | None = None,
 ) -> PatchReport:
     """Write the patch that makes `new` of `old`. It appears complete or not at all.
 
     staging: the place of the patch, not opened yet. options: those with which both sources were opened.
     resume: continue a killed run, and keep the work of an interrupted one. opened: the files that were opened for both
     sources; they must not change meanwhile. advance: called with the bytes of each block. lineage: of the patch.
+    checks: comparisons with the sources' own records.
     Raises UsageError without zstandard, NotExpressible for adapters and for encoders with other tensors, TargetExists,
-    and CorruptCheckpoint for a source that changed.
+    CorruptCheckpoint for a source that changed, and ModelsDiffer for a patch that was read on another base.
     """
     zstandard()
     _require_models(old.header, new.header)
@@ -114,6 +117,8 @@ def make_patch(
         with opened, BlocksFile(staging, journal, _most_bytes(new.header)) as blocks:
             report = _write(staging, blocks, old, new, options, workers, advance, provenance)
         opened.require_as_stored()
+        for check, found in zip(checks or (), (report.base, report.new), strict=False):
+            check.compare(found)
         staging.finish()
         staging.commit()
     except BaseException as error:

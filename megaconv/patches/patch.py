@@ -17,10 +17,10 @@ Tensors are in model order, and so are their blocks in blocks.bin. A SIZE is tha
 all blocks of a tensor.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path, PurePosixPath
 from threading import Lock
 from typing import Any
@@ -44,7 +44,7 @@ from formats.tensor import (
 )
 from megaconv.engine.fingerprints import Fingerprint
 from megaconv.engine.plan import BLOCK_BYTES
-from megaconv.errors import ModelsDiffer, UsageError
+from megaconv.errors import ModelsDiffer, UnknownFormat, UsageError
 from megaconv.hub import resolve
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, Key, Source, TensorInfo
@@ -144,12 +144,19 @@ def patch_at(place: str) -> Path:
 
 
 def open_patch(path: Path) -> Patch:
-    """Open a patch. Reads no block. Raises CorruptCheckpoint, UsageError for an update of `--sparse`."""
+    """Open a patch. Reads no block.
+
+    Raises UnknownFormat for something else, UsageError for an update of `--sparse`, and CorruptCheckpoint.
+    """
     if not is_patch(path) and (path / SPARSE_INDEX).is_file():
         raise UsageError(
             f"{path}: is a sparse update for an engine; `apply` takes patches of `delta` without --sparse"
         )
     index = path / INDEX
+    if not index.is_file():
+        raise UnknownFormat(
+            f"{path}: is no patch; expected a directory of `megaconv delta`, with a {INDEX}"
+        )
     found = read_json(index, RECORD_BYTES)
     try:
         if found["format"] != FORMAT or found["version"] != VERSION:
@@ -360,6 +367,16 @@ class PatchedSource:
                 )
             blocks = _Blocks(self.patch, entry, base)
             yield entry.key, PatchedTensor(entry.info.shape, entry.info.dtype, entry.boxes, blocks)
+
+
+def require_chain(patches: Sequence[Patch]) -> None:
+    """Raises ModelsDiffer unless each patch was made from the checkpoint that the one before makes."""
+    for earlier, later in pairwise(patches):
+        if earlier.new != later.base:
+            raise ModelsDiffer(
+                f"{later.path}: was not made from the checkpoint that {earlier.path} makes; give the patches in their order",
+                code="wrong-base",
+            )
 
 
 def require_sound(patch: Patch) -> None:

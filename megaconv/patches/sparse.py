@@ -30,6 +30,7 @@ from formats.stores.target import StoreTarget
 from formats.target import Target
 from formats.tensor import ITEMSIZE, Shape
 from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
+from megaconv.engine.source_check import SourceCheck
 from megaconv.errors import ModelsDiffer, NotExpressible, UsageError
 from megaconv.model.ir import WEIGHT, Header, Source
 from megaconv.patches.making import PatchReport
@@ -117,12 +118,14 @@ def make_sparse(
     engine: str,
     workers: int,
     advance: Callable[[int], None] = lambda count: None,
+    checks: tuple[SourceCheck, SourceCheck] | None = None,
 ) -> SparseReport:
     """Write the update that makes the weights of `new` of those of `old`. It appears complete or not at all.
 
     Reads both checkpoints twice: for the elements, and for the fingerprints. advance: called with the bytes that were
-    read. Raises UsageError for an unknown engine, ModelsDiffer if a tensor is missing on a side or has another shape or
-    dtype, NotExpressible for values that the engine can't take, and TargetExists.
+    read. checks: comparisons with the sources' own records. Raises UsageError for an unknown engine, ModelsDiffer if a
+    tensor is missing on a side or has another shape or dtype, NotExpressible for values that the engine can't take,
+    TargetExists, and CorruptCheckpoint for a source that differs from its record.
     """
     require_engine(engine)
     before, after = _slices(old), _slices(new)
@@ -132,6 +135,8 @@ def make_sparse(
         names = [SPARSE_FILE, SPARSE_INDEX] if isinstance(staging, StoreTarget) else []
         staging.open({}, resume=False, sizes=dict.fromkeys(names, 0))
         report = _write(staging, (old, new), before, after, engine, workers, advance)
+        for check, found in zip(checks or (), (report.base, report.new), strict=False):
+            check.compare(found)
         staging.finish()
         staging.commit()
     finally:

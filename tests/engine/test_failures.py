@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.forks import start
 from tests.models import write_llama
+from tests.rank_states import edit, rank_paths
 from tests.runs import assert_refused, finish, run, unchanged
 
 Edit = Callable[[dict[str, Any]], object]
@@ -174,7 +175,26 @@ def test_an_index_that_names_a_file_that_is_not_there_is_refused(sharded: Path, 
 
 def test_a_missing_shard_is_named(sharded: Path) -> None:
     (sharded / "model-00002-of-00003.safetensors").unlink()
-    assert_convert_refuses(sharded, 3, "model-00002-of-00003.safetensors", "no such file")
+    assert_convert_refuses(
+        sharded,
+        3,
+        f"{sharded / 'model-00002-of-00003.safetensors'}: no such file",
+        "names 3 files, 1 are missing",
+    )
+
+
+def test_shards_without_their_index_are_no_mystery(sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").unlink()
+    assert_convert_refuses(
+        sharded, 3, "model.safetensors.index.json is missing, which lists model-"
+    )
+
+
+def test_weights_of_another_name_are_named(sharded: Path) -> None:
+    for path in sharded.glob("model*"):
+        path.unlink()
+    (sharded / "weights.pt").write_bytes(b"")
+    assert_convert_refuses(sharded, 3, "it holds weights.pt", "expected one of model.safetensors")
 
 
 def test_a_tensor_that_the_index_places_in_another_shard_is_named(sharded: Path) -> None:
@@ -575,8 +595,10 @@ def test_a_missing_tensor_parallel_rank_is_noticed_by_the_sizes(ckpt: Path) -> N
 
 
 def test_a_missing_pipeline_stage_is_noticed_by_its_layers(ckpt: Path) -> None:
+    """If args have no sizes, as those of old releases."""
     for tp_rank in range(2):
         shutil.rmtree(rank_file(ckpt, tp_rank, 1).parent)
+    edit(rank_paths(ckpt), args={"pipeline_model_parallel_size": None})
     assert_convert_refuses(ckpt, 3, "2 layers", "4", "stage missing", saver="hf")
 
 

@@ -55,6 +55,27 @@ def exchange(first: Path, second: Path) -> None:
     aside.rename(second)
 
 
+# Incomplete copies.
+
+
+@pytest.mark.parametrize(("size", "lost"), [("tensor", "mp_rank_01*"), ("pipeline", "*_001")])
+def test_a_copy_of_some_ranks_is_no_smaller_model(
+    llama: Path, tmp_path: Path, size: str, lost: str
+) -> None:
+    """The ranks that are there look complete: only their args have more."""
+    megaconv.convert(llama, tmp_path / "run", saver="core", tp=2, pp=2)
+    for directory in (tmp_path / "run" / "release").glob(lost):
+        shutil.rmtree(directory)
+    for words in (["inspect"], ["convert", tmp_path / "out", "--saver", "hf"]):
+        outcome = run(words[0], tmp_path / "run", *words[1:])
+        assert_refused(
+            outcome,
+            3,
+            f"{size}_model_parallel_size = 2",
+            "there are rank directories for 1; copy the missing ones",
+        )
+
+
 # Iterations.
 
 

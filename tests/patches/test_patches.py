@@ -190,6 +190,57 @@ def test_a_patch_is_an_input_of_every_command(old: Path, tmp_path: Path) -> None
     assert_refused(run("inspect", tmp_path / "patch"), 2, "--option base=OLD")
 
 
+def test_a_patch_is_not_read_on_another_base_than_its_own(old: Path, tmp_path: Path) -> None:
+    """Without the earlier patch, the second one would make other weights of the first checkpoint."""
+    second, third = (
+        trained(old, tmp_path / "second"),
+        trained(old, tmp_path / "third", seed=2),
+    )
+    make(old, second, tmp_path / "p1")
+    make(second, third, tmp_path / "p2")
+    made = ("--save-dir", tmp_path / "made")
+    forgotten = ("--option", f"base={old}")
+    outcome = run("delta", old, tmp_path / "p2", *forgotten, *made)
+    assert_refused(outcome, 4, "another base", "--option base")
+    outcome = run("convert", tmp_path / "p2", tmp_path / "made", "--saver", "hf", *forgotten)
+    assert_refused(outcome, 4, "another base", "--option base")
+    outcome = run(
+        "fingerprint", tmp_path / "p2", *forgotten, "--option", f"earlier={tmp_path / 'p2'}"
+    )
+    assert_refused(outcome, 4, "in their order")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_base_with_a_record_is_compared_before_anything_is_read(
+    old: Path, tmp_path: Path
+) -> None:
+    second = trained(old, tmp_path / "second")
+    make(old, second, tmp_path / "patch")
+    megaconv.convert(old, tmp_path / "core", saver="core", tp=2)
+    megaconv.convert(second, tmp_path / "other", saver="core")
+    read = ("fingerprint", tmp_path / "patch", "--option")
+    assert run(*read, f"base={tmp_path / 'core'}").status == 0
+    assert_refused(run(*read, f"base={tmp_path / 'other'}"), 4, "is not the base of")
+
+
+def test_no_patch_is_made_of_a_damaged_checkpoint(old: Path, tmp_path: Path) -> None:
+    new = trained(old, tmp_path / "new")
+    megaconv.convert(old, tmp_path / "written", saver="hf")
+    damaged = trained(tmp_path / "written", tmp_path / "damaged", seed=3)
+    for sides in ((damaged, new), (new, damaged)):
+        outcome = run("delta", *sides, "--save-dir", tmp_path / "patch")
+        assert_refused(outcome, 3, "other values than were written")
+        outcome = run("delta", *sides, "--save-dir", tmp_path / "patch", "--sparse", "vllm")
+        assert_refused(outcome, 3, "other values than were written")
+    assert not (tmp_path / "patch").exists()
+    make(damaged, new, tmp_path / "patch", "--no-check-source")
+
+
+def test_something_else_than_a_patch_is_refused_by_name(old: Path, tmp_path: Path) -> None:
+    outcome = run("apply", old, old, "--save-dir", tmp_path / "made")
+    assert_refused(outcome, 3, f"{old}: is no patch", "delta.json")
+
+
 def test_a_checkpoint_without_a_configuration_is_compared_with_config(tmp_path: Path) -> None:
     """MaxText's checkpoint has no configuration of its own."""
     base = FIXTURES / "peft-llama-all-linear" / "base"

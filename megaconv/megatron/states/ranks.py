@@ -117,6 +117,7 @@ def read_ranks(listing: RankFiles, *, metadata_only: bool = False) -> Ranks:
     )
     _require_stacks(ranks)
     _require_complete(ranks, listing.directory)
+    _require_stated_sizes(ranks, listing.directory)
     return ranks
 
 
@@ -201,6 +202,24 @@ def _require_complete(ranks: Ranks, directory: Path) -> None:
             raise CorruptCheckpoint(
                 f"{directory}: there is no rank directory for {missing[0]}, "
                 f"pipeline rank {pp_rank}; the checkpoint has {sizes}",
+                code="missing-file",
+            )
+
+
+def _require_stated_sizes(ranks: Ranks, directory: Path) -> None:
+    """Raises CorruptCheckpoint if args have more ranks than there are directories: the others were not copied.
+
+    The files that are there would look like a smaller model.
+    """
+    first = min(ranks.states)
+    args = ranks.states[first].get("args")
+    for size, found in (("tensor", ranks.tp), ("pipeline", ranks.pp), ("expert", ranks.ep)):
+        name = f"{size}_model_parallel_size"
+        stated = getattr(args, name, None)
+        if type(stated) is int and stated > found:
+            raise CorruptCheckpoint(
+                f"{directory}: the args of {ranks.files[first]} have {name} = {stated}, "
+                f"there are rank directories for {found}; copy the missing ones",
                 code="missing-file",
             )
 
