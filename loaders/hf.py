@@ -47,31 +47,16 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         raise UsageError(
             f"{path}: its vocabulary of {config.vocab} has no padding; --true-vocab-size is for Megatron checkpoints"
         )
-    weights, found = read_directory(path)
-    beside_weights = path if (path / CONFIG_NAME).is_file() else directory
-    described = load_config(beside_weights / CONFIG_NAME)
-    stays = config.own_names is not None and config.own_names.stays_quantized
-    quantized = {} if stays else with_modelopt_file(described, path)
-    found = dequantize(found, quantized, options.dtype, weights.name)
+    weights, stored = read_directory(path)
+    quantized = _quantized_config(path, directory, config)
+    found = dequantize(stored, quantized, options.dtype, weights.name)
     left_out, carried = dict[str, int](), dict[str, LazyTensor]()
     if options.text_only:
         found, config, left_out = _language_model(found, config, family, weights.name)
     elif config.whole is not None:
         found, carried, config = split_whole(found, config, family.rows, weights.name)
         config = _tied_without_head(config, found)
-    if family.prefix and not any(name.startswith(family.prefix) for name in found):
-        names = {
-            name: name if name.startswith("lm_head.") else family.prefix + name for name in found
-        }
-        found = renamed(found, names, weights.name)
-    for old, new in family.older.items():
-        names = {
-            name: name.removesuffix(old) + new if name.endswith(old) else name for name in found
-        }
-        found = renamed(found, names, weights.name)
-    others = family.other_names(found)
-    if others:
-        found = renamed(found, {name: others.get(name, name) for name in found}, weights.name)
+    found = _with_names_of_family(found, family, weights.name)
     # MXFP4 stores experts as rows, while plain weights may be transposed.
     naming = HF_STACKED if quant_method(quantized, weights.name) == "mxfp4" else HF
     config, tensors = whole_model(family, config, naming, found | carried, weights.name)
@@ -84,6 +69,38 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         beside=left_out,
     )
     return OpenedSource(header, tensors)
+
+
+def _quantized_config(path: Path, directory: Path, config: ModelConfig) -> Mapping[str, Any]:
+    """The config.json that describes the weights' quantization: beside the weights if there is one.
+
+    directory: that of the model's config.json. Empty if the tensors stay as they are stored.
+    """
+    beside_weights = path if (path / CONFIG_NAME).is_file() else directory
+    described = load_config(beside_weights / CONFIG_NAME)
+    if config.own_names is not None and config.own_names.stays_quantized:
+        return {}
+    return with_modelopt_file(described, path)
+
+
+def _with_names_of_family(
+    found: dict[str, LazyTensor], family: Family, where: str
+) -> dict[str, LazyTensor]:
+    """The tensors by the names in the family's table. Files may lack its prefix, or have other names for some tensors."""
+    if family.prefix and not any(name.startswith(family.prefix) for name in found):
+        names = {
+            name: name if name.startswith("lm_head.") else family.prefix + name for name in found
+        }
+        found = renamed(found, names, where)
+    for old, new in family.older.items():
+        names = {
+            name: name.removesuffix(old) + new if name.endswith(old) else name for name in found
+        }
+        found = renamed(found, names, where)
+    others = family.other_names(found)
+    if not others:
+        return found
+    return renamed(found, {name: others.get(name, name) for name in found}, where)
 
 
 def _language_model(

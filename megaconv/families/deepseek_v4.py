@@ -65,10 +65,8 @@ _NAMES = {
 _EMBEDDING = replace(EMBEDDING, copies=(Copied("head", {"hf": ("head.weight",)}),))
 _BIAS = replace(ROUTER_BIAS, when="moe router_bias !hashed")
 _MOE = (MOE_NORM, *QWEN_EXPERTS, _BIAS, *DEEPSEEK_SHARED)
-_RENAMED = respelled((_EMBEDDING, *_MOE, *HEAD), _NAMES)
-ROWS = hf_only(
-    (*_RENAMED[:-2], *COMPRESSED_ATTENTION, HASH_TABLE, *HYPER_CONNECTIONS, *_RENAMED[-2:])
-)
+_OF_LAYERS = (*_MOE, *COMPRESSED_ATTENTION, HASH_TABLE, *HYPER_CONNECTIONS)
+ROWS = hf_only(respelled((_EMBEDDING, *_OF_LAYERS, *HEAD), _NAMES))
 
 _SAVED = re.compile(r"model\.layers\.\d+\.(attn|ffn)\..*")
 _HEAD_WEIGHTS = re.compile(r"hc_head\.hc_(\w+)")
