@@ -173,42 +173,16 @@ class DistOptimizer:
         if self.in_buckets:
             return Optimizers({})
         result = RankOptimizer(self.where)
-        by_slot: dict[str, dict[str, ChunkedTensor]] = {}
-        for key, tensor in self.tensors.items():
-            if found := _STATE.fullmatch(key):
-                slot, name = MASTER if found[1] in _MASTERS else found[1], found[2]
-            elif found := _FSDP_STATE.fullmatch(key):
-                name, slot = found[1], found[2]
-            elif _STEP.fullmatch(key):
-                with well_formed(f"{self.where}: {key}"):
-                    result.parameter_steps.add(updates(tensor))
-                continue
-            elif found := _OTHER_STATE.fullmatch(key):
-                raise other_optimizer(self.where, found[1])
-            else:
-                continue
-            by_slot.setdefault(slot, {})[name] = self._whole(key, tensor)
-        slots = {
-            slot: {aliases.get(name, name): tensor for name, tensor in unstack(tensors).items()}
-            for slot, tensors in by_slot.items()
-        }
+        slots = self._slots(aliases, result.parameter_steps)
         with well_formed(f"{self.where}: its optimizer"):
-            result.group_steps |= {
-                step for step in (step_of(self._common_optimizer()),) if step is not None
-            }
+            step = step_of(self._common_optimizer())
+            if step is not None:
+                result.group_steps.add(step)
             groups = self._groups()
             result.group_steps |= {updates(group["step"]) for group in groups if "step" in group}
             known = {
-                experts: by_class(
-                    [
-                        read_group(group, groups)
-                        for group in groups
-                        if bool(group.get("is_expert_parallel")) == experts
-                    ],
-                    self.args,
-                    self.where,
-                )
-                for experts in (False, True)
+                False: self._by_class(groups, experts=False),
+                True: self._by_class(groups, experts=True),
             }
             for part in parts(self._common_optimizer()):
                 result.grad_scalers += grad_scaler(part) if isinstance(part, dict) else []
@@ -220,6 +194,44 @@ class DistOptimizer:
                     result.slots[0, name] = self._slots_of(name, weight, slots)
                     result.group_of[0, name] = self._group_of(name, weight, known)
         return Optimizers({RankId(0, 0, 0): result})
+
+    def _slots(
+        self, aliases: Mapping[str, str], steps: set[int]
+    ) -> dict[str, dict[str, LazyTensor]]:
+        """The optimizer's tensors by slot and native name. Adds the step counters of parameters to `steps`.
+
+        Raises NotExpressible for the state of an unsupported optimizer.
+        """
+        by_slot: dict[str, dict[str, ChunkedTensor]] = {}
+        for key, tensor in self.tensors.items():
+            if _STEP.fullmatch(key):
+                with well_formed(f"{self.where}: {key}"):
+                    steps.add(updates(tensor))
+            elif place := self._slot_and_name(key):
+                slot, name = place
+                by_slot.setdefault(slot, {})[name] = self._whole(key, tensor)
+        found: dict[str, dict[str, LazyTensor]] = {}
+        for slot, tensors in by_slot.items():
+            own_names = unstack(tensors)
+            found[slot] = {aliases.get(name, name): each for name, each in own_names.items()}
+        return found
+
+    def _slot_and_name(self, key: str) -> tuple[str, str] | None:
+        """(slot, native name) of a key; None if it is not an optimizer's tensor."""
+        if found := _STATE.fullmatch(key):
+            return MASTER if found[1] in _MASTERS else found[1], found[2]
+        if found := _FSDP_STATE.fullmatch(key):
+            return found[2], found[1]
+        if found := _OTHER_STATE.fullmatch(key):
+            raise other_optimizer(self.where, found[1])
+        return None
+
+    def _by_class(
+        self, groups: Sequence[dict[str, Any]], *, experts: bool
+    ) -> Mapping[Class, ParamGroup]:
+        """The parameter groups of experts, or all other groups, by the class of their parameters."""
+        wanted = [group for group in groups if bool(group.get("is_expert_parallel")) == experts]
+        return by_class([read_group(group, groups) for group in wanted], self.args, self.where)
 
     def _whole(self, key: str, tensor: ChunkedTensor) -> ChunkedTensor:
         if key not in self.flattened:

@@ -146,6 +146,15 @@ def tracker_and_sidecars(header: Header, iteration: int | None) -> dict[str, Fil
     return files | {rank_files.TRACKER: PlainFile(tracked.encode())}
 
 
+@dataclass
+class _Output:
+    """The output as far as it is planned. See OutputPlan."""
+
+    files: dict[str, FileLayout] = field(default_factory=dict)
+    placements: dict[Key, list[Placement]] = field(default_factory=dict)
+    zeros: list[tuple[str, str, int, int]] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class _Planner:
     header: Header
@@ -164,53 +173,49 @@ class _Planner:
     def plan(self) -> OutputPlan:
         iteration = directory_iteration(self.header.training)
         version = rank_files.iteration_directory(iteration)
-        files: dict[str, FileLayout] = {}
-        placements: dict[Key, list[Placement]] = {}
-        zeros: list[tuple[str, str, int, int]] = []
+        output = _Output()
         for pp_rank in range(self.layout.pp):
             chunks = [chunk for chunk in self.layout.chunks() if chunk.pp_rank == pp_rank]
             for tp_rank, ep_rank in self._ranks():
-                directory = rank_files.rank_directory(
-                    tp_rank, pp_rank, ep_rank, self.layout.pp, self.layout.ep
-                )
-                name = f"{version}/{directory}/{rank_files.MODEL_FILE}"
-                models = {
-                    self._model_key(chunk): self._natives(tp_rank, ep_rank, chunk)
-                    for chunk in chunks
-                }
-                optimizer = self._optimizer(models, (tp_rank, pp_rank, ep_rank))
-                training = self.kept.state(
-                    (tp_rank, pp_rank, ep_rank), optimizer.state if optimizer else None
-                )
-                rank = rank_of(
-                    tp_rank,
-                    pp_rank,
-                    ep_rank,
-                    self.layout,
-                    experts=self.header.config.experts.count > 0,
-                )
-                files[name] = torch_zip.NumberedLayout(self._file(models, training), rank)
-                for model, natives in models.items():
-                    for native in natives:
-                        self._place(
-                            name,
-                            Piece(native, WEIGHT, self._record(model, native.name)),
-                            placements,
-                            zeros,
-                        )
-                if optimizer is not None:
-                    holder = name
-                    if optimizer.buffers is not None:
-                        holder = f"{version}/{directory}/{rank_files.OPTIMIZER_FILE}"
-                        files[holder] = torch_zip.plan(optimizer.buffers, "distrib_optim")
-                    zeros += [
-                        (holder, record, 4 * start, 4 * count)
-                        for record, start, count in optimizer.gaps
-                    ]
-                    for piece in optimizer.pieces:
-                        self._place(holder, piece, placements, zeros)
-        files |= tracker_and_sidecars(self.header, iteration)
-        return OutputPlan(files, placements, zeros, self.kept.notices)
+                self._add_rank(output, version, (tp_rank, pp_rank, ep_rank), chunks)
+        files = output.files | tracker_and_sidecars(self.header, iteration)
+        return OutputPlan(files, output.placements, output.zeros, self.kept.notices)
+
+    def _add_rank(
+        self, output: _Output, version: str, rank: tuple[int, int, int], chunks: list[Chunk]
+    ) -> None:
+        """Add the files of one rank. version: directory of the iteration. rank: (tensor, pipeline, expert rank)."""
+        tp_rank, pp_rank, ep_rank = rank
+        layout, has_experts = self.layout, self.header.config.experts.count > 0
+        directory = rank_files.rank_directory(tp_rank, pp_rank, ep_rank, layout.pp, layout.ep)
+        name = f"{version}/{directory}/{rank_files.MODEL_FILE}"
+        models = {
+            self._model_key(chunk): self._natives(tp_rank, ep_rank, chunk) for chunk in chunks
+        }
+        optimizer = self._optimizer(models, rank)
+        training = self.kept.state(rank, optimizer.state if optimizer else None)
+        number = rank_of(tp_rank, pp_rank, ep_rank, layout, experts=has_experts)
+        output.files[name] = torch_zip.NumberedLayout(self._file(models, training), number)
+        for model, natives in models.items():
+            for native in natives:
+                piece = Piece(native, WEIGHT, self._record(model, native.name))
+                self._place(output, name, piece)
+        if optimizer is not None:
+            own_file = f"{version}/{directory}/{rank_files.OPTIMIZER_FILE}"
+            self._add_optimizer(output, optimizer, model_file=name, own_file=own_file)
+
+    def _add_optimizer(
+        self, output: _Output, optimizer: PlannedOptimizer, *, model_file: str, own_file: str
+    ) -> None:
+        """Add the optimizer's tensors to the rank's model file, or in a file of their own if they are in buffers."""
+        file = model_file
+        if optimizer.buffers is not None:
+            file = own_file
+            output.files[file] = torch_zip.plan(optimizer.buffers, "distrib_optim")
+        for record, start, count in optimizer.gaps:
+            output.zeros.append((file, record, 4 * start, 4 * count))
+        for piece in optimizer.pieces:
+            self._place(output, file, piece)
 
     def _optimizer(
         self, models: Mapping[str, Sequence[NativeTensor]], rank: tuple[int, int, int]
@@ -329,13 +334,8 @@ class _Planner:
         if whole:
             yield BESIDE, [name.removeprefix(BESIDE) for name in names if whole.builds(name)]
 
-    def _place(
-        self,
-        file: str,
-        piece: Piece,
-        placements: dict[Key, list[Placement]],
-        zeros: list[tuple[str, str, int, int]],
-    ) -> None:
+    def _place(self, output: _Output, file: str, piece: Piece) -> None:
+        """Add the places of the canonical tensors in one native tensor, and the rows of padding that stay zero."""
         native = piece.native
         itemsize = ITEMSIZE[native_dtype(self.header, native, piece.slot)]
         rows, cols = matrix_shape(native.shape)
@@ -349,8 +349,7 @@ class _Planner:
             key = Key(name, piece.slot)
             shift = native_shift(self.header, native.shift, key)
             place = Placement(file, piece.record, row_bytes, regions, offset, shift)
-            placements.setdefault(key, []).append(place)
+            output.placements.setdefault(key, []).append(place)
         if native.padding_rows and self.options.vocab_padding == "zero":
-            zeros.append(
-                (file, piece.record, offset + filled * row_bytes, native.padding_rows * row_bytes)
-            )
+            start = offset + filled * row_bytes
+            output.zeros.append((file, piece.record, start, native.padding_rows * row_bytes))
