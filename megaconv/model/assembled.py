@@ -149,44 +149,56 @@ def assemble(
     Replicas on other ranks and second copies of tied embeddings are compared while the tensor is read. A difference is
     an error if `strict`, otherwise it is reported. Raises TensorMismatch for native tensors of an unexpected shape.
     """
-    parts: dict[str, list[Part]] = {}
-    copies: dict[str, list[Copy]] = {}
-    dtypes: dict[str, str] = {}
-    shifts: dict[str, int] = {}
+    found = _Found(strict=strict, is_shifted=slot in (WEIGHT, MASTER))
     for item in placed:
         check_shape(item)
-        copy = item.native.copy
-        again = copy is not None or (
-            item.native.replicated and any(name in parts for name in item.native.parts)
-        )
-        tensor = (
-            item.tensor if item.native.view is None else reshaped(item.tensor, item.native.view)
-        )
-        for name, regions in item.native.parts.items():
-            found = [Part(region, tensor, item.native.name, item.where) for region in regions]
-            if again:
-                copies.setdefault(name, []).extend(
-                    Copy(
-                        part,
-                        f"the copy {item.native.name} in {item.where}",
-                        strict or (copy is not None and copy.must_equal),
-                    )
-                    for part in found
-                )
+        found.add(item)
+    tensors: dict[Key, LazyTensor] = {}
+    for name, shape in shapes.items():
+        if slot == WEIGHT or name in found.parts:
+            key = Key(name, slot)
+            tensors[key] = found.assembled(key, shape)
+    return tensors
+
+
+@dataclass
+class _Found:
+    """The parts of canonical tensors by name, collected from native tensors."""
+
+    strict: bool
+    is_shifted: bool
+    """True if native tensors of this slot store values with a constant added."""
+    parts: dict[str, list[Part]] = field(default_factory=dict)
+    copies: dict[str, list[Copy]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    shifts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, item: Placed) -> None:
+        """Add the parts in a native tensor. Raises TensorMismatch if its dtype is another than on other ranks."""
+        native, tensor = item.native, item.tensor
+        is_replica = native.replicated and any(name in self.parts for name in native.parts)
+        if native.view is not None:
+            tensor = reshaped(tensor, native.view)
+        for name, regions in native.parts.items():
+            parts = [Part(region, tensor, native.name, item.where) for region in regions]
+            if native.copy is not None or is_replica:
+                must_equal = self.strict or (native.copy is not None and native.copy.must_equal)
+                description = f"the copy {native.name} in {item.where}"
+                copies = [Copy(part, description, must_equal) for part in parts]
+                self.copies.setdefault(name, []).extend(copies)
                 continue
-            parts.setdefault(name, []).extend(found)
-            shifts[name] = item.native.shift if slot in (WEIGHT, MASTER) else 0
-            if dtypes.setdefault(name, item.tensor.dtype) != item.tensor.dtype:
+            self.parts.setdefault(name, []).extend(parts)
+            self.shifts[name] = native.shift if self.is_shifted else 0
+            if self.dtypes.setdefault(name, tensor.dtype) != tensor.dtype:
                 raise TensorMismatch(
-                    f"{item.where}: {item.native.name} is {item.tensor.dtype}, other ranks have {dtypes[name]}"
+                    f"{item.where}: {native.name} is {tensor.dtype}, other ranks have {self.dtypes[name]}"
                 )
-    return {
-        (key := Key(name, slot)): Assembled(
-            key, shape, dtypes[name], parts[name], copies.get(name, ()), shifts[name]
-        )
-        for name, shape in shapes.items()
-        if slot == WEIGHT or name in parts
-    }
+
+    def assembled(self, key: Key, shape: Shape) -> Assembled:
+        """The canonical tensor of a key, from all of its parts."""
+        name = key.name
+        copies = self.copies.get(name, ())
+        return Assembled(key, shape, self.dtypes[name], self.parts[name], copies, self.shifts[name])
 
 
 def check_shape(item: Placed) -> None:

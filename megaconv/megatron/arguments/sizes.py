@@ -134,67 +134,73 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
             f"{ranks.files[min(ranks.files)]}: is not a supported model (it has no word embeddings, or no layers)"
         )
     _require_matrices(ranks, names)
+    hidden = first[names.embedding].shape[-1]
     hybrid = _is_hybrid(layers, args, names)
     mixers = _mixers(layers, names, hybrid=hybrid)
     attention = next((layer for index, layer in layers.items() if mixers[index] == "attention"), {})
     found: dict[str, Any] = {
         "layers.count": sum(layout.stage_layers),
         "layers.mixer": one_or_each(mixers),
-        "hidden": first[names.embedding].shape[-1],
+        "hidden": hidden,
         "vocab": padded_rows(ranks, names),
         "tie_embeddings": _is_tied(last, layout, args, names),
-        "attention.qkv_bias": names.qkv + ".bias" in attention,
-        "attention.o_bias": names.o + ".bias" in attention,
-        "mlp.bias": any(
-            names.fc2 + ".bias" in layer or "mlp.router.bias" in layer for layer in layers.values()
-        ),
-        **_find_norms(attention, first[names.embedding].shape[-1], layout.tp, args, names),
-        "attention.sinks": "self_attention.core_attention.softmax_offset" in attention,
+        **_find_attention(attention, names),
+        **_find_norms(attention, hidden, layout.tp, args, names),
         "mtp_layers": _layer_count(last, "mtp.layers."),
     }
-    if retriever_layers := _retriever_layers(first, names, len(layers)):
-        found |= {
-            "retrieval.layers": retriever_layers,
-            "norm.final": names.final_norm + ".weight" in last,
-        }
-    if attention:
-        # Latent attention has only q's norm.
-        found["attention.qk_norm"] = "self_attention.k_layernorm.weight" in attention
     found |= _find_mlp(layers, layout, args, names) | _find_mamba(layers, layout, names)
     found |= _find_convolution(layers, names)
     if found.get("norm.place") == "after" and "linear" in mixers:
         found["norm.place"] = "by_mixer"
+    if any(_is_norm_bias(name) for name in layers[0]):
+        found["norm.kind"] = "LayerNorm"
     if names.positions in first:
         found |= {"positions.kind": "learned", "max_positions": first[names.positions].shape[0]}
-    if any(
-        "norm" in name and name.endswith("bias") and ".indexer." not in name for name in layers[0]
-    ):
-        found["norm.kind"] = "LayerNorm"
-    if encoder_layers:
-        found |= {
-            "encoder.layers": encoder_layers,
-            "norm.final": names.final_norm + ".weight" in last,
-        }
-        found |= {"head.bias": names.head_bias in last} | _find_relative(first)
-    elif heads := _find_heads(last, names):
-        found |= heads
-        found["token_types"] = (
-            first[names.token_types].shape[0] if names.token_types in first else 0
-        )
     mlps = _mlps(layers, names, hybrid=hybrid)
-    return (
-        found
-        | ({"layers.mlp": one_or_each(mlps)} if set(mlps) != {"dense"} else {})
-        | _find_experts(layers)
-    )
+    if set(mlps) != {"dense"}:
+        found["layers.mlp"] = one_or_each(mlps)
+    found |= _find_experts(layers)
+    has_final_norm = names.final_norm + ".weight" in last
+    retriever_layers = _retriever_layers(first, names, len(layers))
+    if retriever_layers:
+        found |= {"retrieval.layers": retriever_layers, "norm.final": has_final_norm}
+    if encoder_layers:
+        found |= {"encoder.layers": encoder_layers, "norm.final": has_final_norm}
+        return found | {"head.bias": names.head_bias in last} | _find_relative(first)
+    return found | _find_bert(first, last, names)
+
+
+def _find_attention(attention: Weights, names: SizeTensors) -> dict[str, Any]:
+    """The fields of attention that its tensors show. attention: a layer with attention; empty if there is none."""
+    found = {
+        "attention.qkv_bias": names.qkv + ".bias" in attention,
+        "attention.o_bias": names.o + ".bias" in attention,
+        "attention.sinks": "self_attention.core_attention.softmax_offset" in attention,
+    }
+    if attention:
+        # Latent attention has only q's norm.
+        found["attention.qk_norm"] = "self_attention.k_layernorm.weight" in attention
+    return found
+
+
+def _is_norm_bias(name: str) -> bool:
+    """True for a bias of a norm of hidden states. The indexer of sparse attention has its own kind of norm."""
+    return "norm" in name and name.endswith("bias") and ".indexer." not in name
+
+
+def _find_bert(first: Weights, last: Weights, names: SizeTensors) -> dict[str, Any]:
+    """The fields of BERT's heads and token types; empty for a decoder."""
+    heads = _find_heads(last, names)
+    if not heads:
+        return {}
+    types = first[names.token_types].shape[0] if names.token_types in first else 0
+    return heads | {"token_types": types}
 
 
 def _find_heads(last: Weights, names: SizeTensors) -> dict[str, Any]:
-    """The fields of BERT's heads: for words, or for a task.
+    """The fields of BERT's heads: for words, or for a task; empty for a decoder.
 
     A task head has no word matrix that could be tied to the embedding.
-
-    Empty for a decoder.
     """
     if names.transform in last:
         return {"head.activation": "gelu", "head.binary": "binary_head.weight" in last}
@@ -328,7 +334,7 @@ def _require_matrices(ranks: Ranks, names: SizeTensors) -> None:
 def _find_mlp(
     layers: Mapping[int, Weights], layout: Layout, args: Namespace, names: SizeTensors
 ) -> dict[str, Any]:
-    """The fields of dense layers. Without dense layers, tensors don't show their width, and only args show the gate."""
+    """The fields of MLPs. Without dense layers, tensors don't show their width, and only args show the gate."""
     fc1, fc2 = names.fc1 + ".weight", names.fc2 + ".weight"
     widths = [layout.tp * layer[fc2].shape[-1] for layer in layers.values() if fc2 in layer]
     # In a gated layer, the first matrix has two rows per column of the second. If all layers have experts, a shared one
@@ -344,8 +350,15 @@ def _find_mlp(
         if up in layer and down in layer
     ]
     shown = all(first.shape[0] == 2 * second.shape[-1] for first, second in both)
-    gated = shown if both else not getattr(args, "squared_relu", False)
-    return ({"mlp.ffn": widths[0]} if widths else {}) | {"mlp.gated": gated}
+    found: dict[str, Any] = {
+        "mlp.gated": shown if both else not getattr(args, "squared_relu", False),
+        "mlp.bias": any(
+            names.fc2 + ".bias" in layer or "mlp.router.bias" in layer for layer in layers.values()
+        ),
+    }
+    if widths:
+        found["mlp.ffn"] = widths[0]
+    return found
 
 
 def _find_relative(first: Weights) -> dict[str, Any]:
