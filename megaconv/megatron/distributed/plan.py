@@ -53,11 +53,9 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
     header = at_iteration(header, options, without_releases=for_bridge)
     arguments = megatron_args(header, options, layout, transformer_impl=options.transformer_impl)
     backend = options.ckpt_format
-    arguments.ckpt_format, arguments.use_dist_ckpt, arguments.dist_ckpt_format = (
-        backend,
-        True,
-        backend,
-    )
+    arguments.ckpt_format = backend
+    arguments.use_dist_ckpt = True
+    arguments.dist_ckpt_format = backend
     divide(arguments.padded_vocab_size, layout.tp, "padded vocabulary", "tensor parallel size (tp)")
     iteration = directory_iteration(header.training)
     version = rank_files.iteration_directory(iteration)
@@ -76,23 +74,25 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
         rope_last=hasattr(arguments, INDEXER_ORDER),
     )
     common: dict[str, Any] = {
-        "args": arguments, "checkpoint_version": 3.0, "iteration": header.training.iteration,
+        "args": arguments,
+        "checkpoint_version": 3.0,
+        "iteration": header.training.iteration,
         **kept.state(None, optimizer.state()),
         "num_floating_point_operations_so_far": header.training.floating_point_operations,
-    }  # fmt: skip
-    content = optimizer.content() | ({} if model.stacked else {"non_homogeneous_layers": True})
+    }
+    content = optimizer.content()
+    if not model.stacked:
+        content["non_homogeneous_layers"] = True
     if content or for_bridge:
         common["content_metadata"] = CONTENT | content
-    model.objects.extend(
-        ("rng_state", (pp_rank, tp_rank), (layout.pp, layout.tp), state)
-        for (tp_rank, pp_rank, _), state in kept.rng.items()
-    )
+    for (tp_rank, pp_rank, _), state in kept.rng.items():
+        place_in_grid, grid = (pp_rank, tp_rank), (layout.pp, layout.tp)
+        model.objects.append(("rng_state", place_in_grid, grid, state))
     stored: Stored = _Zarr(model) if backend == "zarr" else _TorchDist(model, options.files or 1)
     # Cached, because hundreds of thousands of chunks lie in a few files.
-    below = cache(f"{version}/{{}}".format)
-    placements, zeros = place(
-        ((chunk, below(file), record) for chunk, file, record in stored.chunks()), header, options
-    )
+    in_version = cache(f"{version}/{{}}".format)
+    chunks = ((chunk, in_version(file), record) for chunk, file, record in stored.chunks())
+    placements, zeros = place(chunks, header, options)
     files: dict[str, FileLayout] = {
         f"{version}/{name}": layout for name, layout in stored.files().items()
     }
@@ -143,51 +143,58 @@ class GlobalModel:
         local: bool,
         rope_last: bool,
     ) -> "GlobalModel":
-        config, tensors = header.config, list[PlacedTensor]()
+        """The model in one piece. layout: the layout whose ranks the chunks are made for. padded: rows of the vocabulary.
+
+        local: True for Megatron's own layers instead of Transformer Engine's. rope_last: True if indexers have their
+        rotary elements last.
+        """
+        config = header.config
         rows = family(config.family).rows
         # Local layers use Transformer Engine's names as keys. With latent attention and in hybrids they keep their own
         # names.
-        naming, renamed = (CORE_LOCAL_KEYS if local else CORE), local
-        if local and (config.latent.kv_rank or config.has("hybrid_stack")):
-            naming, renamed = CORE_LOCAL, False
-        naming = with_rope_last(naming) if rope_last else naming
+        keeps_names = config.latent.kv_rank > 0 or config.has("hybrid_stack")
+        is_renamed = local and not keeps_names
+        naming = CORE
+        if local:
+            naming = CORE_LOCAL_KEYS if is_renamed else CORE_LOCAL
+        if rope_last:
+            naming = with_rope_last(naming)
         natives = [
             native
             for native in unsharded_tensors(rows, config, naming, vocab_rows=padded)
             if native.copy is None or native.copy.written
         ]
         stacked = stacks_layers(config)
-        places: dict[str, Shape] = {}
-        shapes: dict[str, Shape] = {}
-        called = in_whole if config.whole else str
+        # A language model inside a multimodal model has a prefix.
+        full_key = in_whole if config.whole else str
         # If a parameter has several names, Megatron's optimizer uses the last.
-        last = {tuple(native.parts): native.name for native in natives if native.copy}
+        last_names = {tuple(native.parts): native.name for native in natives if native.copy}
         inside = [native for native in natives if not native.name.startswith(BESIDE)]
         beside = [native for native in natives if native.name.startswith(BESIDE)]
+        tensors: list[PlacedTensor] = []
+        shapes: dict[str, Shape] = {}
+        last_places: dict[str, Shape] = {}
         for native in chain(beside, *map(pieces, inside)):
             name = native.name.removeprefix(BESIDE)
-            key, place = stack(name, layers=stacked, local=renamed)
-            key = called(key) if name == native.name else key
+            key, place = stack(name, layers=stacked, local=is_renamed)
+            if name == native.name:
+                key = full_key(key)
             ranks = layout.etp if native.of_experts else layout.tp
-            places[key] = tuple(map(max, zip(place, places.get(key, place), strict=True)))
-            slots = (
-                optimizer.tensors(native)
-                if native.name == last.get(tuple(native.parts), native.name)
-                else ()
-            )
+            pairs = zip(place, last_places.get(key, place), strict=True)
+            last_places[key] = tuple(max(pair) for pair in pairs)
+            is_trained_name = native.name == last_names.get(tuple(native.parts), native.name)
+            slots = optimizer.tensors(native) if is_trained_name else ()
             for prefix, slot in (("", WEIGHT), *slots):
                 dtype = native_dtype(header, native, slot)
                 tensors.append(PlacedTensor(native, prefix + key, place, dtype, ranks, slot))
-                shapes[prefix + key] = (*(last + 1 for last in places[key]), *native.shape)
+                grid = (last + 1 for last in last_places[key])
+                shapes[prefix + key] = (*grid, *native.shape)
         _require_one_dtype(tensors)
-        objects = [
-            (called(key), *rest)
-            for key, *rest in _extra_objects([each.name for each in inside], stacked, local)
-        ]
+        names = [native.name for native in inside]
+        objects = [(full_key(key), *rest) for key, *rest in _extra_objects(names, stacked, local)]
         if config.whole is not None:
-            tower = [
-                each.name.removeprefix(BESIDE) for each in beside if config.whole.builds(each.name)
-            ]
+            built = [native.name for native in beside if config.whole.builds(native.name)]
+            tower = [name.removeprefix(BESIDE) for name in built]
             objects += _extra_objects(tower, stacked, local)
         return cls(stacked, tensors, shapes, objects)
 
@@ -209,32 +216,37 @@ def _require_one_dtype(tensors: list[PlacedTensor]) -> None:
 def _extra_objects(
     names: list[str], stacked: bool, local: bool
 ) -> Iterator[tuple[str, Shape, Shape, Any]]:
-    known = extra_states(names, CORE_LOCAL if local else CORE)
+    """(key, place, grid, None) of the extra state of each module. names: tensors of the modules."""
     # GPTModel leaves out the extra state of the head; MambaModel, BertModel and T5Model have it.
     with_head = any(name.startswith(("decoder.final_norm.", "lm_head.")) for name in names)
+
+    def is_saved(name: str) -> bool:
+        if is_of_linear_layer(name):
+            return True
+        return with_head if "output_layer" in name else not local
+
     modules = [
-        name
-        for name in known
-        if is_of_linear_layer(name) or (with_head if "output_layer" in name else not local)
+        name for name in extra_states(names, CORE_LOCAL if local else CORE) if is_saved(name)
     ]
     if not local:
-        norms = (
-            "q_layernorm.weight",
-            "k_layernorm.weight",
-            "kv_layernorm.weight",
-            "indexer.k_norm.weight",
-        )
-        modules += [
-            name.removesuffix("weight") + "_extra_state" for name in names if name.endswith(norms)
-        ]
+        norms = [name for name in names if name.endswith(_NORMS_WITH_STATE)]
+        modules += [name.removesuffix("weight") + "_extra_state" for name in norms]
     placed = [stack(name, layers=stacked) for name in modules]
     grids: dict[str, Shape] = {}
     for key, place in placed:
-        grids[key] = tuple(
-            max(last, index + 1) for last, index in zip(grids.get(key, place), place, strict=True)
-        )
+        pairs = zip(grids.get(key, place), place, strict=True)
+        grids[key] = tuple(max(size, index + 1) for size, index in pairs)
     for key, place in placed:
         yield key, place or (0,), grids[key] or (1,), None
+
+
+_NORMS_WITH_STATE = (
+    "q_layernorm.weight",
+    "k_layernorm.weight",
+    "kv_layernorm.weight",
+    "indexer.k_norm.weight",
+)
+"""Endings of further tensors whose modules in Transformer Engine have an extra state."""
 
 
 class Stored(Protocol):
