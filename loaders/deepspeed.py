@@ -60,19 +60,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         )
     if holds_layer_files(step):
         return open_layer_files(step, options)
-    directory = next(
-        (
-            each
-            for each in (options.config, path, path.parent)
-            if each and (each / CONFIG_NAME).is_file()
-        ),
-        None,
-    )
-    if directory is None:
-        raise UsageError(
-            f"{path}: a DeepSpeed checkpoint doesn't describe its model; give --config with the model's Hugging Face directory",
-            code="config-needed",
-        )
+    directory = _description(path, options.config)
     family, config = read_config(directory / CONFIG_NAME, own_names=options.own_names)
     if config.own_names is not None:
         return _under_own_names(step, directory, (family, config), options)
@@ -88,18 +76,16 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     if found.slots and frozen:
         _log.warning("%s: %s: not trained, as the module has them", step, listing(frozen))
     # Megatron's checkpoints of a run that trains only a part of a model are not supported.
-    wanted = options.optimizer and not frozen and set(zero_partitions.MOMENTS) <= found.slots.keys()
-    slots = {
-        slot: held
-        for slot, held in of_optimizer.items()
-        if wanted and not (in_fp32 and slot == MASTER)
-    }
-    if MASTER in slots:  # an fp32 weight is its own master
-        slots[MASTER] = {
-            name: master
-            for name, master in slots[MASTER].items()
-            if weights[name].dtype != "float32"
-        }
+    has_moments = set(zero_partitions.MOMENTS) <= found.slots.keys()
+    slots = dict[str, dict[str, LazyTensor]]()
+    if options.optimizer and has_moments and not frozen:
+        for slot, held in of_optimizer.items():
+            if slot != MASTER:
+                slots[slot] = held
+            elif not in_fp32:
+                # An fp32 weight is its own master.
+                rounded = {name for name in held if weights[name].dtype != "float32"}
+                slots[slot] = {name: master for name, master in held.items() if name in rounded}
     config, tensors = whole_model(family, config, HF, weights, str(step), slots)
     manifest = describe(tensors)
     with well_formed(str(step)):
@@ -113,6 +99,17 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         has_optimizer=bool(found.slots),
     )
     return OpenedSource(header, tensors)
+
+
+def _description(path: Path, given: Path | None) -> Path:
+    """The directory of the config.json: the given one, the checkpoint, or the directory above. Raises UsageError."""
+    for directory in (given, path, path.parent):
+        if directory is not None and (directory / CONFIG_NAME).is_file():
+            return directory
+    raise UsageError(
+        f"{path}: a DeepSpeed checkpoint doesn't describe its model; give --config with the model's Hugging Face directory",
+        code="config-needed",
+    )
 
 
 def _under_own_names(

@@ -16,7 +16,7 @@ pairs. For all other models, --option maxtext_rope says it. Source: MaxText, che
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,47 +134,47 @@ def _tensors(tree: OrbaxTree, config: ModelConfig, *, pairs: bool) -> dict[str, 
     names = {
         _below_params(words): name for words, name in tree.arrays.items() if words[0] == "params"
     }
+    stacked = any(name.startswith("decoder.layers.") for name in names)
+    is_tied = "decoder.logits_dense.kernel" not in names
+    wanted = dict(_wanted(config, stacked=stacked, tied=is_tied))
     try:
         arrays = open_arrays(tree, {name: name for name in names.values()})
     except ImportError as error:
         raise UsageError(
             f"{tree.path}: is read by tensorstore ({error}); {install('orbax')}"
         ) from error
-    stacked = any(name.startswith("decoder.layers.") for name in names)
-    wanted = dict(_wanted(config, stacked=stacked, tied="decoder.logits_dense.kernel" not in names))
-    used = {place.name for place in wanted.values()}
-    unknown, missing = sorted(names.keys() - used), sorted(used - names.keys())
-    if unknown:
-        raise TensorMismatch(
-            f"{tree.path}: has {listing(unknown)}, which the configuration hasn't",
-            code="unknown-tensor",
-        )
-    if missing:
-        raise TensorMismatch(
-            f"{tree.path}: lacks {listing(missing)}, by the configuration", code="missing-tensor"
-        )
+    _require_names(tree.path, names.keys(), {place.name for place in wanted.values()})
     found = {
         name: _matrix(name, place, arrays[names[place.name]], config, tree, pairs=pairs)
         for name, place in wanted.items()
     }
-    rows = {
-        tensor.shape[0]
-        for name, tensor in found.items()
-        if name in ("model.embed_tokens.weight", "lm_head.weight")
-    }
-    if max(rows) > config.vocab:
+    of_vocabulary = [
+        name for name in ("model.embed_tokens.weight", "lm_head.weight") if name in found
+    ]
+    rows = max(found[name].shape[0] for name in of_vocabulary)
+    if rows > config.vocab:
         _log.warning(
             "%s: has %d rows for a vocabulary of %d; the rows of padding are left out",
             tree.path,
-            max(rows),
+            rows,
             config.vocab,
         )
-        found |= {
-            name: _cut(found[name], config.vocab)
-            for name in ("model.embed_tokens.weight", "lm_head.weight")
-            if name in found
-        }
+        for name in of_vocabulary:
+            found[name] = _cut(found[name], config.vocab)
     return found
+
+
+def _require_names(path: Path, found: Set[str], wanted: Set[str]) -> None:
+    """Raise TensorMismatch unless the checkpoint has the arrays that the configuration asks for, and no others."""
+    unknown, missing = sorted(found - wanted), sorted(wanted - found)
+    if unknown:
+        raise TensorMismatch(
+            f"{path}: has {listing(unknown)}, which the configuration hasn't", code="unknown-tensor"
+        )
+    if missing:
+        raise TensorMismatch(
+            f"{path}: lacks {listing(missing)}, by the configuration", code="missing-tensor"
+        )
 
 
 def _below_params(words: tuple[str, ...]) -> str:

@@ -38,31 +38,23 @@ DISTRIBUTED = ("torch_dist", "zarr")
 
 def uses(options: SaveOptions) -> tuple[str, ...]:
     """Fields of the options that this saver uses."""
+    own = ("ep", "etp", "transformer_impl", "grouped_experts", "ckpt_format")
     files = ("files",) if options.ckpt_format == "torch_dist" else ()
-    return (
-        *LAYOUT_OPTIONS,
-        "ep",
-        "etp",
-        "transformer_impl",
-        "grouped_experts",
-        "ckpt_format",
-        *files,
-    )
+    return (*LAYOUT_OPTIONS, *own, *files)
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """The plan of an output. Raises LayoutError for a model that can't be sharded this way, and NotExpressible for
     unsupported features."""
-    _check(header.config, options)
-    if header.config.head.activation and "activation" in options.allow_lossy:
-        header = replace(header, config=changed(header.config, {"head.activation": "gelu"}))
-    if (
-        header.config.has("hybrid_stack mixture")
-        and options.transformer_impl == "transformer_engine"
-    ):
+    config = header.config
+    _check(config, options)
+    if config.head.activation and "activation" in options.allow_lossy:
+        config = changed(config, {"head.activation": "gelu"})
+        header = replace(header, config=config)
+    if config.has("hybrid_stack mixture") and options.transformer_impl == "transformer_engine":
         # Megatron core's hybrid stack has no other experts.
         options = replace(options, grouped_experts=True)
-    layout = choose_layout(header.config, header.layout, options)
+    layout = choose_layout(config, header.layout, options)
     if header.adapter is not None:
         from megaconv.megatron.distributed.adapter_plan import plan_adapter
 
@@ -73,29 +65,30 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
 
         planned = plan_dist(header, options, layout)
     else:
-        naming = core_naming(
-            options.transformer_impl,
-            "grouped" if options.grouped_experts else "",
-            rope_last=writes_rope_last(header.config, options.extra),
-        )
-        style = ModelStyle(
-            naming,
-            core_order(family(header.config.family).rows, naming),
-            partial(extra_states, naming=naming),
-        )
-        planned = plan_ranks(
-            header, options, layout, style, transformer_impl=options.transformer_impl
-        )
+        style = _style(config, options)
+        implementation = options.transformer_impl
+        planned = plan_ranks(header, options, layout, style, transformer_impl=implementation)
     if FOR not in options.extra:
-        _warn(script_notices(header.config))
-    if layout.tp > header.config.attention.kv_heads:
+        _warn(script_notices(config))
+    if layout.tp > config.attention.kv_heads:
         _log.warning(
             "kv_heads = %d, fewer than tp = %d: several tensor ranks share a key/value head, which Megatron core supports from 0.16 on",
-            header.config.attention.kv_heads,
+            config.attention.kv_heads,
             layout.tp,
         )
-    _warn(embedding_notices(header.config))
-    return replace(planned, notices=(*planned.notices, *core_notices(header.config)))
+    _warn(embedding_notices(config))
+    return replace(planned, notices=(*planned.notices, *core_notices(config)))
+
+
+def _style(config: ModelConfig, options: SaveOptions) -> ModelStyle:
+    """The names, their order and the extra states in rank files of Megatron core."""
+    naming = core_naming(
+        options.transformer_impl,
+        "grouped" if options.grouped_experts else "",
+        rope_last=writes_rope_last(config, options.extra),
+    )
+    order = core_order(family(config.family).rows, naming)
+    return ModelStyle(naming, order, partial(extra_states, naming=naming))
 
 
 def _warn(notices: Iterable[str]) -> None:

@@ -51,11 +51,9 @@ def tokenizer_values(
     """
     if extra.get("tokenizer") == "none":
         return {_PREFIX + "model": Value("string", "none")}
-    settings = (
-        read_json(files["tokenizer_config.json"], SIDECAR_BYTES)
-        if "tokenizer_config.json" in files
-        else {}
-    )
+    settings: Mapping[str, Any] = {}
+    if "tokenizer_config.json" in files:
+        settings = read_json(files["tokenizer_config.json"], SIDECAR_BYTES)
     if "tokenizer.model" in files:
         path = files["tokenizer.model"]
         with well_formed(str(path)):
@@ -76,25 +74,22 @@ def tokenizer_values(
     _require_distinct(found["tokens"].value, str(path))
     with well_formed("tokenizer_config.json"):
         found |= _ids(settings, named, config)
-        found |= {
-            f"add_{word}_token": Value("bool", settings[f"add_{word}_token"])
-            for word in ("bos", "eos")
-            if isinstance(settings.get(f"add_{word}_token"), bool)
-        }
+        for name in ("add_bos_token", "add_eos_token"):
+            if isinstance(settings.get(name), bool):
+                found[name] = Value("bool", settings[name])
         if config.family == "gemma":
             found["add_space_prefix"] = Value("bool", False)
+    values: dict[str, Value] = {}
+    if _strips_as_phi3(found, files, settings, config):
+        values["general.name"] = Value("string", "Phi-3")
+    for name, value in found.items():
+        values[_PREFIX + name] = value
     template = settings.get("chat_template")
     if "chat_template.jinja" in files:
         template = read_small(files["chat_template.jinja"], SIDECAR_BYTES).decode(errors="replace")
-    chat = (
-        {"tokenizer.chat_template": Value("string", template)} if isinstance(template, str) else {}
-    )
-    named_as = (
-        {"general.name": Value("string", "Phi-3")}
-        if _strips_as_phi3(found, files, settings, config)
-        else {}
-    )
-    return named_as | {_PREFIX + name: value for name, value in found.items()} | chat
+    if isinstance(template, str):
+        values["tokenizer.chat_template"] = Value("string", template)
+    return values
 
 
 def _require_distinct(tokens: Sequence[str], where: str) -> None:
