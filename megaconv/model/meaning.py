@@ -53,26 +53,49 @@ _NONE_IF_ONE = frozenset({"experts.groups", "experts.group_topk", "experts.scale
 
 def _without_effect(config: ModelConfig) -> Iterator[str]:
     """The names of the fields that have no effect on the model, because of the values of other fields."""
-    experts, positions = config.experts, config.positions
     # Each library uses its own value and ignores the configuration. The families' notices say so.
     yield "latent.norm_epsilon"
     yield "mamba.least_time_step"
     yield "linear.stored_decays"
-    if not config.has("rope"):
-        kept = ("positions.theta",) if positions.kind == "sinusoidal" else ()
-        yield from (name for name in _OF_ROPE if name not in kept)
-    if not config.attention.qk_norm:
-        yield from (f"attention.qk_norm_{name}" for name in ("width", "bias", "rotated"))
+    for switch in _SWITCHES:
+        if not value_of(config, switch):
+            subject, _, _ = switch.partition(".")
+            yield from (name for name in _fields_below(f"{subject}.") if name != switch)
+    yield from _of_positions_without_effect(config)
+    yield from _of_attention_without_effect(config)
+    yield from _of_mixers_without_effect(config)
     if config.norm.kind != "LayerNorm" or not config.norm.weight:
         yield "norm.bias"
     if not config.parallel_residual:
         yield "norm.shared"
-    if not config.attention.o_bias:
-        yield "attention.o_bias_last"
-    if not (config.attention.output_gate or config.attention.head_gate):
-        yield "attention.gate_activation"
-    if not config.attention.sinks:
-        yield "attention.sinks_in_windows"
+    if not config.layer_inputs.width:
+        yield "layer_inputs.vocab"
+    experts = config.experts
+    if not experts.count:
+        yield "layers.hashed"
+    elif not config.layers_with("dense"):
+        yield "mlp.ffn"
+    if experts.groups == 1:
+        yield from ("experts.groups", "experts.group_topk")
+    if experts.scale == 1:
+        yield "experts.scale"
+
+
+_SWITCHES = (
+    "experts.count",
+    "hyper.streams",
+    "indexer.heads",
+    "retrieval.layers",
+    "streams.count",
+)
+"""Sizes without which the other fields of their subject have no effect."""
+
+
+def _of_positions_without_effect(config: ModelConfig) -> Iterator[str]:
+    positions = config.positions
+    if not config.has("rope"):
+        kept = ("positions.theta",) if positions.kind == "sinusoidal" else ()
+        yield from (name for name in _OF_ROPE if name not in kept)
     if positions.kind not in ("learned", "sinusoidal"):
         yield "positions.offset"
     has_one_theta = positions.local_theta == positions.theta and not positions.scaling
@@ -82,34 +105,31 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield "positions.local_rotary_percent"
     if not config.has("partly_scaled"):
         yield "layers.scales_positions"
+
+
+def _of_attention_without_effect(config: ModelConfig) -> Iterator[str]:
+    attention = config.attention
+    if not attention.qk_norm:
+        yield from (f"attention.qk_norm_{name}" for name in ("width", "bias", "rotated"))
+    if not attention.o_bias:
+        yield "attention.o_bias_last"
+    if not (attention.output_gate or attention.head_gate):
+        yield "attention.gate_activation"
+    if not attention.sinks:
+        yield "attention.sinks_in_windows"
+    if not config.has("block_indexer"):
+        yield from _fields_below("block_indexer.")
+    yield from _of_entries_without_effect(config)
+
+
+def _of_mixers_without_effect(config: ModelConfig) -> Iterator[str]:
+    """The fields of mixers that no layer has, other than attention."""
     if not config.has("linear_layers") and not config.has("kda_layers"):
         yield from _fields_below("linear.")
     if not config.has("mamba_layers"):
         yield from _fields_below("mamba.")
-    yield from _of_entries_without_effect(config)
     if not config.has("convolution_layers"):
         yield "convolution.width"
-    if not config.layer_inputs.width:
-        yield "layer_inputs.vocab"
-    if not config.has("block_indexer"):
-        yield from _fields_below("block_indexer.")
-    if not config.streams.count:
-        yield from (name for name in _fields_below("streams.") if name != "streams.count")
-    if not config.hyper.streams:
-        yield from (name for name in _fields_below("hyper.") if name != "hyper.streams")
-    if not config.retrieval.layers:
-        yield from (name for name in _fields_below("retrieval.") if name != "retrieval.layers")
-    if not config.indexer.heads:
-        yield from (name for name in _fields_below("indexer.") if name != "indexer.heads")
-    if not experts.count:
-        yield from (name for name in _fields_below("experts.") if name != "experts.count")
-        yield "layers.hashed"
-    elif not config.layers_with("dense"):
-        yield "mlp.ffn"
-    if experts.groups == 1:
-        yield from ("experts.groups", "experts.group_topk")
-    if experts.scale == 1:
-        yield "experts.scale"
 
 
 def _of_entries_without_effect(config: ModelConfig) -> Iterator[str]:
