@@ -131,11 +131,9 @@ def _model_order(rows: tuple[Row, ...], config: ModelConfig) -> Iterator[tuple[R
 def encoder_layers(config: ModelConfig, chunk: Chunk) -> range:
     """The encoder layers of a chunk. The chunk with the embedding holds all of them, unless the encoder has its
     own stages."""
-    return (
-        range(config.encoder.layers if chunk.is_first else 0)
-        if chunk.encoder is None
-        else chunk.encoder
-    )
+    if chunk.encoder is not None:
+        return chunk.encoder
+    return range(config.encoder.layers if chunk.is_first else 0)
 
 
 def layers_of(stage: str, config: ModelConfig, chunk: Chunk) -> Iterator[tuple[int, int]]:
@@ -144,22 +142,28 @@ def layers_of(stage: str, config: ModelConfig, chunk: Chunk) -> Iterator[tuple[i
     Encoder layers are with the embedding unless the encoder has its own stages. Retro's encoder always is. A stage
     before all layers counts as one layer of number 0. A stage after all layers counts as one layer, with the number after the last.
     """
-    if stage == "layer":
-        yield from ((local, chunk.first_layer + local) for local in range(chunk.layers))
-    elif stage in ("tower", "deepstack"):
-        sizes = {} if config.whole is None else config.whole.sizes
-        count = sizes.get("tower_layers" if stage == "tower" else "tower_deepstack", 0)
-        yield from ((layer, layer) for layer in range(count) if chunk.is_first)
-    elif stage == "encoder":
-        yield from enumerate(encoder_layers(config, chunk))
-    elif stage == "retriever":
-        yield from enumerate(range(config.retrieval.layers if chunk.is_first else 0))
-    elif stage == "between":
-        ends = chunk.is_first if chunk.encoder is None else chunk.ends_encoder
-        yield from [(0, 0)] if ends else []
-    elif stage == "mtp":
-        yield from ((layer, layer) for layer in range(config.mtp_layers) if chunk.is_last)
-    elif stage == "last":
+    if stage == "last":
         yield from [(config.layer_count, config.layer_count)] if chunk.is_last else []
     else:
-        yield from [(0, 0)] if chunk.is_first else []
+        yield from enumerate(_numbers(stage, config, chunk))
+
+
+def _numbers(stage: str, config: ModelConfig, chunk: Chunk) -> range:
+    """The numbers in the model of the layers of a stage that a chunk holds."""
+    if stage == "layer":
+        return range(chunk.first_layer, chunk.first_layer + chunk.layers)
+    if stage == "encoder":
+        return encoder_layers(config, chunk)
+    if stage == "between":
+        ends_encoder = chunk.is_first if chunk.encoder is None else chunk.ends_encoder
+        return range(1 if ends_encoder else 0)
+    if stage == "mtp":
+        return range(config.mtp_layers if chunk.is_last else 0)
+    if not chunk.is_first:
+        return range(0)
+    if stage == "retriever":
+        return range(config.retrieval.layers)
+    if stage in ("tower", "deepstack"):
+        sizes = {} if config.whole is None else config.whole.sizes
+        return range(sizes.get("tower_layers" if stage == "tower" else "tower_deepstack", 0))
+    return range(1)

@@ -88,22 +88,20 @@ def build_datasets(
     next_token = GPTSampling(
         _form(options, tokenizer), options.seq_length, options.seed, options.data_cache_path
     )  # fmt: skip
+    found: list[Dataset | None] = []
     if options.mock_data:
         mock = MockDocuments(tokenizer.vocab_size, _eod(tokenizer))
-        counted = zip(parse_split(MOCK_SPLIT), samples, strict=True)
-        return [
-            None if part is None else next_token.dataset(mock, part, count)
-            for part, count in counted
-        ]
+        for part, count in zip(parse_split(MOCK_SPLIT), samples, strict=True):
+            found.append(None if part is None else next_token.dataset(mock, part, count))
+        return found
     cache = DataCache(options.data_cache_path, options.data_cache_bytes)
     builder = _Builder(options, sampling or next_token, cache)
     if options.data_path:
         corpora = parse_corpora(options.data_path)
         parts = parse_split(options.split or DEFAULT_SPLIT)
-        return [
-            builder.split(corpora, part, count) for part, count in zip(parts, samples, strict=True)
-        ]
-    found: list[Dataset | None] = []
+        for part, count in zip(parts, samples, strict=True):
+            found.append(builder.split(corpora, part, count))
+        return found
     for name, count in zip(SPLITS, samples, strict=True):
         paths: Sequence[str] = getattr(options, f"{name}_data_path")
         if not paths:

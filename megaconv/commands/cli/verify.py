@@ -15,6 +15,7 @@ from megaconv.options import LoadOptions, SealOptions
 from megaconv.terminal import show
 
 if TYPE_CHECKING:
+    from megaconv.commands.verification import Verification
     from megaconv.signatures.checking import Signed
 
 EXAMPLES = """\b
@@ -126,7 +127,13 @@ def verify(
         say("the signature in model.sig was not checked; pass --public-key or --identity")
     if as_json:
         print_json(found.to_json())
-        raise typer.Exit(0 if found.same else 4)
+    else:
+        _show(found)
+    if not found.same:
+        raise typer.Exit(4)
+
+
+def _show(found: "Verification") -> None:
     if found.signed is not None:
         _show_signature(found.signed)
     if not found.is_recorded:
@@ -138,8 +145,6 @@ def verify(
         show(f"different: fingerprint {found.found}, written was {found.recorded}")
         for name, kind in found.differences.items():
             show(f"  {name}  {kind}")
-    if not found.same:
-        raise typer.Exit(4)
 
 
 def _require_forward(asked: dict[str, Any]) -> None:

@@ -85,6 +85,14 @@ def _refusals(
     config: ModelConfig, transformer_impl: str, legacy: bool
 ) -> Iterator[tuple[bool, str]]:
     """(whether a problem applies, why Megatron can't have this model) for each possible problem."""
+    yield from _refusals_of_attention(config, legacy=legacy)
+    yield from _refusals_of_bert(config, legacy=legacy)
+    yield from _refusals_of_heads(config, legacy=legacy)
+    if config.encoder.layers:
+        yield from _refusals_of_t5(config, transformer_impl, legacy=legacy)
+
+
+def _refusals_of_attention(config: ModelConfig, *, legacy: bool) -> Iterator[tuple[bool, str]]:
     yield (
         config.attention.scale is not None
         and (legacy or config.encoder.layers > 0 or config.has("both_ways")),
@@ -95,6 +103,9 @@ def _refusals(
         legacy and config.positions.kind == "relative",
         "the model has relative positions, which Megatron's legacy models don't support: choose --saver core",
     )
+
+
+def _refusals_of_bert(config: ModelConfig, *, legacy: bool) -> Iterator[tuple[bool, str]]:
     retriever = config.retriever
     yield (
         retriever.pooler and not (retriever.projection and retriever.towers == "separate"),
@@ -112,6 +123,9 @@ def _refusals(
             f"the model has {config.token_types} token types and {_pooled_head(config) if pooled else 'no binary head'}; "
             "Megatron's BERT has two types and a head (with its pooler), or neither",
         )
+
+
+def _refusals_of_heads(config: ModelConfig, *, legacy: bool) -> Iterator[tuple[bool, str]]:
     if config.head.activation:
         yield (
             config.head.activation == "gelu_tanh" and not legacy,
@@ -127,8 +141,11 @@ def _refusals(
             legacy and config.has("untied"),
             "the model's head is not its embedding; Megatron's legacy BERT and T5 have no such head: choose --saver core",
         )
-    if not config.encoder.layers:
-        return
+
+
+def _refusals_of_t5(
+    config: ModelConfig, transformer_impl: str, *, legacy: bool
+) -> Iterator[tuple[bool, str]]:
     yield (
         not legacy and config.encoder.layers != config.layer_count,
         f"Megatron core gives a T5's decoder as many layers as its encoder; this model has {config.layer_count} in its decoder and "
