@@ -144,7 +144,7 @@ class Engine(RankComputation):
         grid = self.grid
         optimizer = self.optimizer
         assert optimizer is not None, "the engine was made for evaluation"
-        # Weight of each position in the mean as if all labels counted. `factor` below corrects for labels that don't count.
+        # The mean is first taken over all positions. `factor` below corrects it for labels that don't count.
         positions = grid.dp * sum(map(self.criterion.counts, microbatches))
         scale = self.scaler.scale
         losses = LossSum(self._loss_names, grid.device, scale / positions)
@@ -157,20 +157,18 @@ class Engine(RankComputation):
         # Here the host has waited for all of the device's work. After the update it would wait for the update too.
         largest_score = None if scores is None else float(scores.top)
         loss, tokens = totals.losses[0]
-        norm = 0.0
-        factor = 1.0
+        norm, skipped = 0.0, True
         if tokens:
             # Correct the mean for labels that don't count, and remove the loss scale.
             factor = positions / tokens / scale
             norm = sqrt(totals.square) * factor if isfinite(totals.square) else float("inf")
-            self.scaler.update(overflow=not isfinite(norm))
+            skipped = not isfinite(norm)
+            self.scaler.update(overflow=skipped)
             self._move_expert_biases()
-        skipped = not tokens or not isfinite(norm)
-        if not skipped:
-            factor *= clip_factor(norm, optimizer.options.clip_grad)
-            rates = Rates(lr, weight_decay, decoupled_lr)
-            row_factors = self._row_factors(scores)
-            optimizer.step(rates, factor, row_factors)
+            if not skipped:
+                factor *= clip_factor(norm, optimizer.options.clip_grad)
+                rates = Rates(lr, weight_decay, decoupled_lr)
+                optimizer.step(rates, factor, self._row_factors(scores))
         end_step(self._delayed, partial(raise_to_largest, grid=grid))
         self.step += 1
         return StepReport(

@@ -120,13 +120,19 @@ def _steps(run: Run) -> Iterator[tuple[int, int]]:
 
 
 def _check(run: Run, report: StepReport) -> None:
+    """Raise TrainingError if the loss or the gradients of an update are not finite."""
     if run.settings.training.no_check_for_nan_in_loss_and_grad:
         return
+    # With fp16, a skipped step only means that the loss scale was too large.
+    if report.skipped and run.settings.precision.fp16:
+        return
     step = run.progress.iteration + 1
-    what = f"the loss is {report.loss}" if not math.isfinite(report.loss) else None
-    if what is None and report.skipped and not report.empty and not run.settings.precision.fp16:
+    what = None
+    if not math.isfinite(report.loss):
+        what = f"the loss is {report.loss}"
+    elif report.skipped and not report.empty:
         what = f"the norm of the gradients is {report.grad_norm}"
-    if what is not None and not (report.skipped and run.settings.precision.fp16):
+    if what is not None:
         raise TrainingError(
             f"step {step}: {what}; lower --lr or look at the data of samples {run.progress.consumed_samples} and after "
             "(--no-check-for-nan-in-loss-and-grad continues regardless)"
@@ -230,7 +236,10 @@ def _evaluate_when_due(run: Run, garbage: Garbage) -> None:
 
 
 def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
-    """Evaluate the means of all losses over the next --eval-iters batches."""
+    """Print the means of all losses over --eval-iters batches, and write them to the sinks.
+
+    dataset: None evaluates nothing. what: `validation`, which goes on where the last one ended, or `test`.
+    """
     iters = run.settings.training.eval_iters
     if dataset is None or not iters:
         return
@@ -269,14 +278,15 @@ def _write(run: Run, figures: Mapping[str, float]) -> None:
 
 def _totals(run: Run, dataset: Dataset, first: int, batches: int) -> dict[str, list[float]]:
     """Return [sum, number of labels that count] of each loss over the batches that begin at sample `first`."""
-    size, totals = run.sizes.batch.full, dict[str, list[float]]()
-    for consumed, batch in prefetch(
-        run.batches(dataset), ((first + number * size, size) for number in range(batches))
-    ):
+    size = run.sizes.batch.full
+    steps = ((first + number * size, size) for number in range(batches))
+    totals: dict[str, list[float]] = {}
+    for consumed, batch in prefetch(run.batches(dataset), steps):
         microbatches = next(run.feeder.updates(consumed, batch))
         for name, (total, count) in run.engine.evaluate(microbatches).items():
             sums = totals.setdefault(name, [0.0, 0.0])
-            sums[0], sums[1] = sums[0] + total, sums[1] + count
+            sums[0] += total
+            sums[1] += count
     return totals
 
 
@@ -295,18 +305,17 @@ def examine(run: Run, exam: Exam) -> None:
     """
     step, size = run.progress.iteration, run.sizes.batch.full
     epoch = run.progress.consumed_samples // exam.epoch_samples if exam.epoch_samples else 0
-    found = {
-        path: _totals(run, dataset, 0, len(dataset) // size)["accuracy"]
-        for path, dataset in exam.datasets.items()
-    }
+    found: dict[str, list[float]] = {}
+    for path, dataset in exam.datasets.items():
+        found[path] = _totals(run, dataset, 0, len(dataset) // size)["accuracy"]
     if len(found) > 1:
         found["all of them"] = [sum(column) for column in zip(*found.values(), strict=True)]
     accuracies = {}
     for path, (right, count) in found.items():
-        accuracies[f"accuracy {path}"] = accuracy = right / count
-        run.say(
-            f"step {step:>6} | epoch {epoch} | {path}: {right:,.0f} of {count:,.0f} right | accuracy {accuracy:.4%}"
-        )
+        accuracy = right / count
+        accuracies[f"accuracy {path}"] = accuracy
+        answers = f"{right:,.0f} of {count:,.0f} right"
+        run.say(f"step {step:>6} | epoch {epoch} | {path}: {answers} | accuracy {accuracy:.4%}")
     if found:
         _write(run, {"epoch": epoch, **accuracies})
     run.examined = step
