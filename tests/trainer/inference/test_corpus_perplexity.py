@@ -73,15 +73,17 @@ def test_sums_are_those_of_the_documents(tmp_path: Path) -> None:
     model = slots_of(tiny(vocab_size=257))
     found = measured(model, [write(tmp_path / "corpus.jsonl", TEXTS)], 96)
     tokens = list(chain(*([*Bytes().tokenize(text), 0] for text in TEXTS)))
-    total = -float(model.score([tokens])[0].log_probs.double().sum())
-    assert found["loss"] * found["predicted_tokens"] == pytest.approx(total, rel=1e-6)
-    assert found["predicted_tokens"] == len(tokens) - 1 == found["tokens"] - 1
+    (scored,) = model.score([tokens])
+    total = -float(scored.log_probs.double().sum())
     size = sum(len(text.encode()) for text in TEXTS)
-    assert (found["documents"], found["bytes"], found["words"]) == (4, size, 8)
-    assert found["perplexity"] == pytest.approx(math.exp(total / (len(tokens) - 1)))
+    predicted, words = len(tokens) - 1, 8
+    counts = ("documents", "bytes", "words", "tokens", "predicted_tokens")
+    assert [found[name] for name in counts] == [4, size, words, len(tokens), predicted]
+    assert found["loss"] * predicted == pytest.approx(total, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(total / predicted))
     assert found["bits_per_byte"] == pytest.approx(total / size / math.log(2))
-    assert found["word_perplexity"] == pytest.approx(math.exp(total / 8))
-    assert found["tokens_per_word"] == pytest.approx(len(tokens) / 8)
+    assert found["word_perplexity"] == pytest.approx(math.exp(total / words))
+    assert found["tokens_per_word"] == pytest.approx(len(tokens) / words)
 
 
 @pytest.mark.oracle
@@ -125,14 +127,19 @@ def test_the_loss_of_random_windows_is_the_mean_of_their_tokens(tmp_path: Path) 
     model = slots_of(tiny(vocab_size=257))
     path = write(tmp_path / "corpus.jsonl", TEXTS)
     entries = list(entries_of(find_sources([path]), Reader(), Bytes()))
-    found = sampled_perplexity(model, entries, 0, 6, 10)
+    windows, length = 10, 6
+    found = sampled_perplexity(model, entries, 0, length, windows)
     tokens = [token for entry in entries for token in (*entry.tokens, 0)]
     ends = np.cumsum([len(entry.tokens) + 1 for entry in entries])
-    rows = [each.tokens for each in random_windows(np.array(tokens, np.int32), ends, 6, 10)]
-    total = -sum(float(model.score([row])[0].log_probs.double().sum()) for row in rows)
-    assert found["loss"] == pytest.approx(total / 60, rel=1e-6)
-    assert found["perplexity"] == pytest.approx(math.exp(total / 60))
-    assert (found["windows"], found["predicted_tokens"], found["tokens"]) == (10, 60, len(tokens))
+    total = 0.0
+    for window in random_windows(np.array(tokens, np.int32), ends, length, windows):
+        (scored,) = model.score([window.tokens])
+        total -= float(scored.log_probs.double().sum())
+    predicted = windows * length
+    assert found["loss"] == pytest.approx(total / predicted, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(total / predicted))
+    counts = ("windows", "predicted_tokens", "tokens")
+    assert [found[name] for name in counts] == [windows, predicted, len(tokens)]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -106,14 +106,28 @@ def test_a_page_draws_each_run_in_the_right_place(tmp_path: Path) -> None:
     assert "://" not in text
     svg = text.split("<svg viewBox")[1]
     lines = re.findall(r'<polyline class="line l(\d)( dashed)?" points="([^"]*)"', svg)
-    ends = [[tuple(map(float, point.split(","))) for point in line[2].split()] for line in lines]
-    # x grows with the steps over the whole width, y falls with the loss; the validation loss is one point.
-    assert [line[:2] for line in lines] == [("0", ""), ("1", ""), ("0", " dashed"), ("1", " dashed")]  # fmt: skip
-    assert ends[0][0][0] == ends[1][0][0] == 76
-    assert ends[0][-1][0] == ends[1][-1][0] == ends[2][0][0] == 970
-    (start, end), height = (ends[0][0][1], ends[0][-1][1]), ends[1][-1][1] - ends[1][0][1]
+    kinds = [(number, dashes) for number, dashes, _ in lines]
+    assert kinds == [("0", ""), ("1", ""), ("0", " dashed"), ("1", " dashed")]
+    slow, fast, validation, _ = (points_of(text) for _, _, text in lines)
+    # x grows with the steps over the whole width. The validation loss is one point.
+    assert slow[0].x == fast[0].x == 76
+    assert slow[-1].x == fast[-1].x == validation[0].x == 970
+    # y grows as the loss falls.
+    ratio = (slow[-1].y - slow[0].y) / (fast[-1].y - fast[0].y)
     fallen = [6 * (math.exp(-scale * 0.1) - math.exp(-scale * 3)) for scale in (1, 3)]
-    assert (end - start) / height == pytest.approx(fallen[0] / fallen[1], rel=0.01)
+    assert ratio == pytest.approx(fallen[0] / fallen[1], rel=0.01)
+
+
+class Point(NamedTuple):
+    """A point of a drawn line."""
+
+    x: float
+    y: float
+
+
+def points_of(text: str) -> list[Point]:
+    """The points of an SVG polyline: `x,y x,y ...`."""
+    return [Point(*map(float, point.split(","))) for point in text.split()]
 
 
 def test_a_browser_shows_curves_with_hostile_names(tmp_path: Path, browser: Page) -> None:

@@ -140,12 +140,14 @@ def test_samples_of_a_corpus_go_on_where_the_checkpoint_was(
     _, whole = run(tmp_path / "run", 1, command)
     _, before = run(tmp_path / "run", 1, f"{command} --save ckpt --save-interval 3", killed_at=8)
     _, after = run(tmp_path / "run", size, f"{command} --save ckpt --resume {flags}")
-    kept = [sample for sample in before if sample[1] < after[0][1]]
+    _, first_after, _ = after[0]
+    kept = [(step, number, row) for step, number, row in before if number < first_after]
     assert len(kept) == 24
     found = [(number, row) for _, number, row in (*kept, *after)]
+    expected = [(number, row) for _, number, row in whole]
     assert [number for number, _ in found] == list(range(len(found)))
-    common = min(len(found), len(whole))
-    assert found[:common] == [(number, row) for _, number, row in whole][:common]
+    common = min(len(found), len(expected))
+    assert found[:common] == expected[:common]
 
 
 def test_evaluations_go_on_though_they_had_a_larger_batch(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from random import Random
 
 import pytest
 import torch
 
+from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
@@ -20,14 +22,14 @@ from tests.trainer.parallel.worlds import World
 
 SEEDS = range(40)
 FEW = range(3)
-"""Of them, those that every test run takes."""
+"""The seeds that every test run takes."""
 STEPS, LAYERS = 3, 4
 WITH_TWO_KV_HEADS = ("qwen3", "llama", "mixtral", "gpt_oss")
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A run; what is left out is as in one process."""
+    """A run. The defaults are those of a single process."""
 
     model: str
     seed: int
@@ -61,39 +63,73 @@ class Drawn:
         return self.tp * self.pp * self.cp * self.dp
 
     def alone(self) -> "Drawn":
-        same = {name: vars(self)[name] for name in list(vars(self))[:8]}
-        return Drawn(**same)
+        """The same model and batches in one process."""
+        kept = ("model", "seed", "microbatches", "rows", "masked", "packed", "dropout", "balance")
+        return Drawn(**{name: getattr(self, name) for name in kept})
 
 
 def draw(seed: int) -> Drawn:
-    """Four ranks; sequences of 16 tokens, which every cut of them divides."""
+    """Draw a run on four ranks. Every layout of them divides its sequences of 16 tokens.
+
+    The order of the choices belongs to the meaning of a seed.
+    """
     chance = Random(seed)
-    model = chance.choice(sorted(MODELS))
+    choice = chance.choice
+
+    def coin() -> bool:
+        return chance.random() < 0.5
+
+    model = choice(sorted(MODELS))
     config = MODELS[model]
     experts = config.experts.count
-    sizes = [sizes for sizes in product((1, 2, 4), repeat=4) if torch.Size(sizes).numel() == 4]
-    most = 2 if model in WITH_TWO_KV_HEADS else 4
-    tp, pp, cp, dp = chance.choice([found for found in sizes if found[0] <= most])
-    parts = (1,) if config.mlp.bias else (1, 2, 4)
-    shared = [(ep, etp) for ep in (1, 2, 4) for etp in parts if not tp * cp * dp % (ep * etp)]
-    ep, etp = chance.choice(shared) if experts else (1, 1)
-    vpp = chance.choice((1, 2)) if pp == 2 else 1
-    cuts = sorted(chance.sample(range(1, LAYERS), pp * vpp - 1))
-    each = pp * chance.choice((1, 2)) if vpp > 1 else chance.choice((1, 2, 3))
-    losses = tuple(
-        (kind, 0.1) for kind in ("aux_loss", "seq_aux_loss") if experts and chance.random() < 0.5
-    )
-    contexts = ("p2p", "all_gather", "a2a") if tp * cp <= most else ("p2p", "all_gather")
+    largest_tp = 2 if model in WITH_TWO_KV_HEADS else 4
+    sizes = [each for each in product((1, 2, 4), repeat=4) if prod(each) == 4]
+    tp, pp, cp, dp = choice([each for each in sizes if each[0] <= largest_tp])
+    ep, etp = _draw_expert_sizes(chance, config, tp * cp * dp) if experts else (1, 1)
+    vpp = choice((1, 2)) if pp == 2 else 1
+    ends = sorted(chance.sample(range(1, LAYERS), pp * vpp - 1))
+    stages = zip((0, *ends), (*ends, LAYERS), strict=True)
+    # Interleaved schedules need a multiple of the stages.
+    microbatches = pp * choice((1, 2)) if vpp > 1 else choice((1, 2, 3))
+    losses = [kind for kind in ("aux_loss", "seq_aux_loss") if experts and coin()]
+    can_share_heads = tp * cp <= largest_tp
+    contexts = ("p2p", "all_gather", "a2a") if can_share_heads else ("p2p", "all_gather")
     return Drawn(
-        model, seed, each * dp, chance.choice((1, 2, 3)), chance.random() < 0.5, chance.random() < 0.5,
-        chance.choice((0.0, 0.2)), Balancing(losses, chance.choice((0.0, 0.01)), chance.choice((0.0, 0.01))),
-        tp, pp, cp, dp, ep, etp, tuple(b - a for a, b in zip((0, *cuts), (*cuts, LAYERS), strict=True)),
-        sequence=tp > 1 and (experts > 0 or chance.random() < 0.5), context=chance.choice(contexts),
-        dispatcher=chance.choice(("alltoall", "allgather")), recompute=chance.choice((NONE, FULL, BLOCK, SELECTIVE)),
-        distributed=chance.random() < 0.5, bucket_elements=chance.choice((300, 4000, 10**6)),
-        overlap_grad_reduce=chance.random() < 0.5, overlap_param_gather=chance.random() < 0.5,
-        loss_rows=chance.choice((None, 3)), zero=chance.choice((1, 2, 3) if pp == 1 else (1, 3)),
-    )  # fmt: skip
+        model=model,
+        seed=seed,
+        microbatches=microbatches * dp,
+        rows=choice((1, 2, 3)),
+        masked=coin(),
+        packed=coin(),
+        dropout=choice((0.0, 0.2)),
+        balance=Balancing(
+            tuple((kind, 0.1) for kind in losses), choice((0.0, 0.01)), choice((0.0, 0.01))
+        ),
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        dp=dp,
+        ep=ep,
+        etp=etp,
+        stage_layers=tuple(end - start for start, end in stages),
+        sequence=tp > 1 and (experts > 0 or coin()),
+        context=choice(contexts),
+        dispatcher=choice(("alltoall", "allgather")),
+        recompute=choice((NONE, FULL, BLOCK, SELECTIVE)),
+        distributed=coin(),
+        bucket_elements=choice((300, 4000, 10**6)),
+        overlap_grad_reduce=coin(),
+        overlap_param_gather=coin(),
+        loss_rows=choice((None, 3)),
+        zero=choice((1, 2, 3) if pp == 1 else (1, 3)),
+    )
+
+
+def _draw_expert_sizes(chance: Random, config: ModelConfig, ranks: int) -> tuple[int, int]:
+    """Draw (ep, etp) for the ranks of a stage. Experts with biases aren't sharded."""
+    possible_etp = (1,) if config.mlp.bias else (1, 2, 4)
+    sizes = product((1, 2, 4), possible_etp)
+    return chance.choice([(ep, etp) for ep, etp in sizes if ranks % (ep * etp) == 0])
 
 
 def make_engine(drawn: Drawn) -> Engine:

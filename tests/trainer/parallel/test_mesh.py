@@ -25,10 +25,8 @@ def test_every_rank_is_in_one_group_along_any_axes() -> None:
 
 
 def test_eight_ranks_word_for_word() -> None:
-    dense, expert = (
-        dense_mesh(Layout(tp=2, pp=2), 2),
-        expert_mesh(Layout(tp=2, pp=2, ep=2, etp=1), 2),
-    )
+    dense = dense_mesh(Layout(tp=2, pp=2), 2)
+    expert = expert_mesh(Layout(tp=2, pp=2, ep=2, etp=1), 2)
     assert dense.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert dense.groups("dp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert dense.groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
