@@ -8,6 +8,7 @@ from shlex import join
 from typing import Any
 
 from megaconv.commands.only_in_files import only_in_files
+from megaconv.commands.text_table import Column, heading_line, table_line
 from megaconv.commands.units import readable
 from megaconv.errors import UsageError
 from megaconv.megatron.rank_files.output_layout import DEFAULT_DIVISOR
@@ -92,7 +93,7 @@ class BestLayouts:
     def lines(self) -> Iterator[str]:
         """Yield lines for people."""
         yield from self.description()
-        yield HEADINGS
+        yield heading_line(COLUMNS)
         for one in self.placed:
             yield _row(one)
         yield ""
@@ -127,22 +128,40 @@ class BestLayouts:
         yield f"megatron-lite: {join(megatron_lite_flags(run))}"
 
 
-HEADINGS = (
-    f"{'#':>4} {'TP':>3} {'PP':>3} {'VPP':>3} {'EP':>3} {'ETP':>3} {'CP':>3} {'DP':>5} {'batch':>5}  {'recompute':<9}  "
-    f"{'sharding':<18} {'step':>8} {'tokens/s':>9}  {'memory':>10}  loses by"
+COLUMNS = (
+    Column("#", 4),
+    Column("TP", 3),
+    Column("PP", 3),
+    Column("VPP", 3),
+    Column("EP", 3),
+    Column("ETP", 3),
+    Column("CP", 3),
+    Column("DP", 5),
+    Column("batch", 5),
+    Column("recompute", 9, is_left=True, gap=2),
+    Column("sharding", 18, is_left=True, gap=2),
+    Column("step", 8),
+    Column("tokens/s", 9),
+    Column("memory", 10, gap=2),
+    Column("loses by", 0, is_left=True, gap=2),
 )
 
 
 def _row(one: Placed) -> str:
     run, estimate = one.estimate.run, one.estimate
     layout = run.layout
-    sizes = (
-        f"{one.rank:>4} {layout.tp:>3} {layout.pp:>3} {layout.vpp:>3} {layout.ep:>3} {layout.etp:>3} {run.cp:>3} {run.dp:>5} "
-        f"{run.micro_batch:>5}"
-    )
-    ways = f"{run.recompute.granularity or '-':<9}  {run.sharding:<18}"
-    figures = f"{estimate.time.total:>6.2f} s {estimate.tokens_per_second:>9,.0f}  {readable(estimate.memory.total):>10}"
-    return f"{sizes}  {ways} {figures}  {one.limit}"
+    sizes = (one.rank, layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, run.cp, run.dp)
+    texts = [
+        *map(str, sizes),
+        str(run.micro_batch),
+        run.recompute.granularity or "-",
+        run.sharding,
+        f"{estimate.time.total:.2f} s",
+        f"{estimate.tokens_per_second:,.0f}",
+        readable(estimate.memory.total),
+        one.limit,
+    ]
+    return table_line(COLUMNS, texts)
 
 
 def best_layouts(header: Header, wanted: Wanted, machine: Machine, top: int) -> BestLayouts:

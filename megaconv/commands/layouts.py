@@ -7,6 +7,7 @@ from typing import Any
 
 from formats.tensor import ITEMSIZE
 from megaconv.commands.only_in_files import only_in_files
+from megaconv.commands.text_table import Column, heading_line, table_line
 from megaconv.commands.units import readable
 from megaconv.errors import LayoutError, UsageError
 from megaconv.families import family
@@ -75,11 +76,18 @@ class Layouts:
 
     def lines(self) -> Iterator[str]:
         """Lines for people."""
-        yield f"{'TP':>4} {'PP':>4} {'EP':>4} {'ETP':>4} {'GPUs':>6}  {'parameters a rank':>18}  {'weights':>11}  {'to train':>11}"
+        yield heading_line(_COLUMNS)
         for one in self.possible:
-            sizes = f"{one.layout.tp:>4} {one.layout.pp:>4} {one.layout.ep:>4} {one.layout.etp:>4} {one.world:>6}"
+            layout = one.layout
+            sizes = (layout.tp, layout.pp, layout.ep, layout.etp, one.world)
+            texts = [
+                *map(str, sizes),
+                f"{one.share.parameters:,}",
+                readable(one.weight_bytes),
+                readable(one.training_bytes),
+            ]
             too_large = "" if self.fits(one) else "  too large"
-            yield f"{sizes}  {one.share.parameters:>18,}  {readable(one.weight_bytes):>11}  {readable(one.training_bytes):>11}{too_large}"
+            yield table_line(_COLUMNS, texts) + too_large
         yield from self.notes()
 
     def notes(self) -> Iterator[str]:
@@ -88,6 +96,18 @@ class Layouts:
         yield "to train: weights, gradients and optimizer state of the fullest rank, without activations"
         for sizes, reason in self.refused:
             yield f"not possible: {sizes}: {reason}"
+
+
+_COLUMNS = (
+    Column("TP", 4),
+    Column("PP", 4),
+    Column("EP", 4),
+    Column("ETP", 4),
+    Column("GPUs", 6),
+    Column("parameters a rank", 18, gap=2),
+    Column("weights", 11, gap=2),
+    Column("to train", 11, gap=2),
+)
 
 
 def layouts(header: Header, gpus: int | None = None, memory: int | None = None) -> Layouts:

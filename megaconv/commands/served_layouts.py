@@ -6,6 +6,7 @@ from shlex import join
 from typing import Any
 
 from megaconv.commands.only_in_files import only_in_files
+from megaconv.commands.text_table import Column, heading_line, table_line
 from megaconv.commands.units import readable
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
@@ -96,7 +97,7 @@ class ServedLayouts:
     def lines(self) -> Iterator[str]:
         """Yield lines for people."""
         yield from self.description()
-        yield HEADINGS
+        yield heading_line(COLUMNS)
         for one in self.placed:
             yield _row(one)
         yield ""
@@ -124,20 +125,38 @@ class ServedLayouts:
 NO_FP8 = (
     "can't serve this layout: it has no FP8 weights or caches, and replicas don't share experts"
 )
-HEADINGS = (
-    f"{'#':>4} {'TP':>3} {'PP':>3} {'EP':>4} {'ETP':>3} {'DP':>4} {'sequences':>9} {'first token':>11} {'each token':>10} "
-    f"{'tokens/s':>9} {'a GPU':>7}  {'memory':>10}  dominated by"
+COLUMNS = (
+    Column("#", 4),
+    Column("TP", 3),
+    Column("PP", 3),
+    Column("EP", 4),
+    Column("ETP", 3),
+    Column("DP", 4),
+    Column("sequences", 9),
+    Column("first token", 11),
+    Column("each token", 10),
+    Column("tokens/s", 9),
+    Column("a GPU", 7),
+    Column("memory", 10, gap=2),
+    Column("dominated by", 0, is_left=True, gap=2),
 )
 
 
 def _row(one: PlacedServer) -> str:
     served, serving = one.served, one.served.serving
     layout, rate = serving.layout, served.tokens_per_second
-    sizes = f"{one.rank:>4} {layout.tp:>3} {layout.pp:>3} {layout.ep:>4} {layout.etp:>3} {serving.dp:>4}"
-    times = f"{served.first_token:>9.2f} s {served.time.total * 1000:>7.1f} ms"
-    rates = f"{rate:>9,.0f} {rate / serving.world:>7,.0f}"
-    memory = readable(served.memory.total)
-    return f"{sizes} {serving.batch * serving.dp:>9,} {times} {rates}  {memory:>10}  {one.limit}"
+    sizes = (one.rank, layout.tp, layout.pp, layout.ep, layout.etp, serving.dp)
+    texts = [
+        *map(str, sizes),
+        f"{serving.batch * serving.dp:,}",
+        f"{served.first_token:.2f} s",
+        f"{served.time.total * 1000:.1f} ms",
+        f"{rate:,.0f}",
+        f"{rate / serving.world:,.0f}",
+        readable(served.memory.total),
+        one.limit,
+    ]
+    return table_line(COLUMNS, texts)
 
 
 def served_layouts(
