@@ -4,6 +4,7 @@ An adapter contains no proof of its base: all models of a size have the same sha
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,9 +30,15 @@ def earlier_adapters(record: Record | None) -> tuple[Mapping[str, Any], ...]:
 def refuse_again(
     base: str, earlier: Sequence[Mapping[str, Any]], added: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raises UsageError for an adapter that is merged into the base already."""
+    """Raises UsageError for an adapter that is merged into the base already, or given twice with one weight."""
     hashes = {each.get("sha256") for each in earlier}
+    given = Counter((each["sha256"], each["weight"]) for each in added)
     for adapter in added:
+        if given[adapter["sha256"], adapter["weight"]] > 1:
+            raise UsageError(
+                f"--adapter {adapter['path']}: is given twice, and would be added twice; leave one out, or give one weight, as in "
+                "DIR:2"
+            )
         if adapter["sha256"] in hashes:
             raise UsageError(
                 f"--adapter {adapter['path']}: {base} has it merged into its weights already (megaconv.json); merge it into the "

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from megatron_lite.data.tokenizer import has_chat_template
 from megatron_lite.loop import curve
 from megatron_lite.loop.answers import Question, answer, question
 from megatron_lite.loop.run import Run
@@ -47,18 +48,25 @@ class Guide:
         self.run.say(f"  after     {spelled(after)!r}")
 
 
+def _talk(run: Run, loading: str) -> str:
+    """Return the line for an answer of the model. Without a chat template, `chat` refuses the model."""
+    if run.settings.data.chat_template or has_chat_template(run.tokenizer):
+        return f"  chat      megatron-lite chat {loading}"
+    return f"  generate  megatron-lite generate {loading} 'PROMPT'"
+
+
 def next_commands(run: Run) -> Iterator[str]:
     """Yield the commands to use the result."""
     saving = run.settings.checkpointing
     if saving.save is None:
         return
-    model = saving.save
     yield "next:"
     if run.settings.lora.wanted:
         model = f"{saving.save}-merged"
-        yield f"  chat      megatron-lite chat --load {saving.load} --adapter {saving.save}"
+        yield _talk(run, f"--load {saving.load} --adapter {saving.save}")
         yield f"  merge     megaconv merge {saving.load} {saving.save} --save-dir {model}"
     else:
-        yield f"  chat      megatron-lite chat --load {model}"
+        model = saving.save
+        yield _talk(run, f"--load {model}")
     yield f"  convert   megaconv convert {model} {model}-hf --saver hf"
     yield f"  publish   megaconv push {model} USER/NAME"

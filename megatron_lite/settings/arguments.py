@@ -289,7 +289,10 @@ def _refused(word: str, name: str) -> str | None:
 
 def _unknown(word: str) -> str:
     if not word.startswith("-"):
-        return f"{word!r} is not a flag or a flag's value; --help-all lists them"
+        return (
+            f"{word!r} is not a flag or a flag's value; the words of `finetune MODEL DATA` come before all flags, "
+            "and --help-all lists the flags"
+        )
     if word in TODAY:
         today = " ".join(TODAY[word])
         return f"unknown flag {word}; give {today}"

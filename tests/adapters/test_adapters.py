@@ -163,6 +163,15 @@ def test_an_adapter_is_not_merged_into_its_own_output_again(saver: str, tmp_path
     assert run("merge", moved, adapter, "--save-dir", tmp_path / "out").status == 0
 
 
+def test_an_adapter_is_not_merged_twice_in_one_command(tmp_path: Path) -> None:
+    """Under another name neither."""
+    adapter = LINEAR / "adapter"
+    copy = shutil.copytree(adapter, tmp_path / "copy")
+    for second in (adapter, copy):
+        outcome = run("merge", LINEAR / "base", adapter, second, "--save-dir", tmp_path / "out")
+        assert_refused(outcome, 2, "is given twice")
+
+
 HUB_NAME = "meta-llama/Llama-2-7b-hf"
 
 

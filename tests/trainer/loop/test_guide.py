@@ -1,6 +1,7 @@
 """`--guide`: answers before and after, the curve, the next commands, and the check of memory."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from megaconv.errors import UsageError
 from megatron_lite.data.tokenizer import NullTokenizer
 from megatron_lite.loop import curve, memory_fit
+from megatron_lite.loop.guide import next_commands
 from megatron_lite.objectives.training_data import Setup
 from megatron_lite.planning.memory import stage_memory
 from megatron_lite.planning.stages import Described
@@ -46,6 +48,18 @@ def test_the_short_form_trains_and_shows_what_comes_next(tmp_path: Path) -> None
     assert "loss of each step:" in log
     assert "megatron-lite chat --load tuned" in log
     assert "megaconv push tuned USER/NAME" in log
+
+
+@pytest.mark.parametrize("lora", ["", "--lora-rank 4"])
+def test_a_model_without_a_chat_template_is_not_sent_to_the_chat(lora: str) -> None:
+    setup, _ = plain_setup(f"{LLAMA} {lora}")
+    run: Any = setup
+    talk = next(line for line in next_commands(run) if "--load" in line)
+    loaded = "--load base --adapter tuned" if lora else "--load tuned"
+    assert talk == f"  generate  megatron-lite generate {loaded} 'PROMPT'"
+    template = replace(setup.settings.data, chat_template="template.jinja")
+    run = replace(setup, settings=replace(setup.settings, data=template))
+    assert f"  chat      megatron-lite chat {loaded}" in list(next_commands(run))
 
 
 def plain_setup(flags: str) -> tuple[Setup, ModelOptions]:
