@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from formats.tensor import ITEMSIZE
 from megaconv.engine.sidecars import find_sidecars
-from megaconv.errors import UsageError
+from megaconv.errors import CorruptCheckpoint, UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.whole_model import named
@@ -36,6 +37,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             f"{file}: {named(config.whole.config)} is a multimodal model, and a {CONFIG_NAME} doesn't list tensors outside its language "
             "model; --text-only reads the language model alone"
         )
+    _require_dtype(config.dtype, file)
     shapes = canonical_shapes(family.rows, config)
     manifest = {Key(name): TensorInfo(shape, config.dtype) for name, shape in shapes.items()}
     header = Header(
@@ -46,6 +48,14 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         has_weights=False,
     )
     return OpenedSource(header, {})
+
+
+def _require_dtype(dtype: str, file: Path) -> None:
+    """Raise CorruptCheckpoint for a dtype of unknown size. Files with weights have a dtype for each tensor."""
+    if dtype not in ITEMSIZE:
+        raise CorruptCheckpoint(
+            f"{file}: dtype {dtype!r:.60} is not known; expected one such as bfloat16, float16 or float32"
+        )
 
 
 LOADER = Loader(

@@ -337,12 +337,14 @@ def _described(path: Path, *, text_only: bool, whole: bool) -> tuple[Family, Mod
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Errors that begin with `config.json`, by which families know the file, begin with its path instead."""
+    """Errors that begin with `config.json`, by which families know the file, or with `the model`, begin with its path."""
     try:
         yield
     except CheckpointError as error:
         if str(error).startswith(f"{CONFIG_NAME}: "):
             error.args = (f"{path}{str(error).removeprefix(CONFIG_NAME)}",)
+        elif str(error).startswith("the model"):
+            error.args = (f"{path}: {error}",)
         raise
 
 

@@ -28,14 +28,14 @@ def _check_numbers(model: DescribedModel) -> None:
         value = size.of(model)
         if type(value) is not int or value < size.least:
             raise CorruptCheckpoint(
-                f"the model's {name} should be a positive number, found {value!r}"
+                f"the model's {name} should be a positive number, found {value!r:.60}"
             )
     if not model.layers:
         raise CorruptCheckpoint("the model's layers should be a positive number, found 0")
     for name in _NUMBERS:
         value = value_of(model, name)
         if type(value) not in (int, float) or not isfinite(value):
-            raise CorruptCheckpoint(f"the model's {name} should be a number, found {value!r}")
+            raise CorruptCheckpoint(f"the model's {name} should be a number, found {value!r:.60}")
 
 
 def _check_experts(model: DescribedModel) -> None:

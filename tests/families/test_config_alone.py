@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -153,6 +154,30 @@ def test_a_config_json_of_something_else_is_refused_by_name(alone: Path) -> None
         for command in ("inspect", "plan"):
             assert_refused(run(command, file), status, said)
             assert_refused(run(command, alone), status, said)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"torch_dtype": "auto"}, "config.json: dtype 'auto' is not known; expected one such as"),
+        ({"dtype": 5}, "config.json: dtype '5' is not known"),
+        ({"rms_norm_eps": ["x"] * 99}, "config.json: rms_norm_eps should be a number, found ['x',"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope_scaling: has a value of a wrong kind"),
+        (
+            {"rms_norm_eps": float("inf")},
+            "config.json: the model's norm.epsilon should be a number",
+        ),
+    ],
+)
+def test_a_value_that_no_model_has_is_refused_by_the_names_of_file_and_key(
+    keys: dict[str, Any], said: str, alone: Path
+) -> None:
+    file = alone / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+    for words in (["inspect"], ["plan"], ["plan", "--for", "infer"]):
+        outcome = run(*words, file)
+        assert_refused(outcome, 3, said, str(alone))
+        assert len(outcome.err) < 400
 
 
 def test_a_model_that_sees_is_looked_at_by_its_language_model(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import megaconv
 from megaconv.errors import NotExpressible
 from megaconv.families import family
+from megaconv.model.fields import fields_of
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.meaning import lost_fields
 from megaconv.model.naming import HF
@@ -61,6 +62,30 @@ def test_transformers_reads_our_keys_as_it_reads_the_published_ones(name: str) -
             theirs["compress"].pop("type")  # the older name of rope_type, which is there too
         assert theirs == ours, key
     assert table.write_hf(config)["compress_ratios"] == raw["compress_ratios"][:-1]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("factor", [{}, {"attention_factor": None}, {"attention_factor": 1.5}])
+def test_attentions_factor_may_be_missing_null_or_a_number(factor: dict[str, float | None]) -> None:
+    """A missing one is 1 in this class. null is yarn's own, which follows from the scaling's factor."""
+    transformers = pytest.importorskip("transformers")
+    table, raw = family("deepseek_v4"), PUBLISHED[NAMES[0]]["config"]
+    stated = raw | {"rope_scaling": raw["rope_scaling"] | factor}
+    written = table.write_hf(table.read_hf(stated))
+    for form in (stated, transformers.DeepseekV4Config(**stated).to_dict()):
+        assert fields_of(table.read_hf(form)) == fields_of(table.read_hf(written))
+    expected, found = (
+        compressed_rope(transformers.DeepseekV4Config(**keys)) for keys in (stated, written)
+    )
+    assert found == pytest.approx(expected)
+
+
+def compressed_rope(config: Any) -> float:
+    """The factor of cosine and sine in layers with entries."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    _, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu", layer_type="compress")
+    return float(factor)
 
 
 def published(name: str) -> str:

@@ -33,8 +33,10 @@ def _read_ropes(raw: Raw) -> Fields:
         need_number(raw, "rope_theta", _THETA),
         need_number(raw, "compress_rope_theta", _ENTRY_THETA),
     )
-    scaling = _scaling(raw, {key: value for key, value in said.items() if key not in _KINDS}, 1.0)
-    return _ropes(base, entry_base, scaling, _share(raw))
+    flat = {key: value for key, value in said.items() if key not in _KINDS}
+    # The class adds an attention_factor of 1 where the key is missing. null stays, and means yarn's own.
+    factor = _yarn_factor(flat.get("factor")) if "attention_factor" in flat else 1.0
+    return _ropes(base, entry_base, _scaling(raw, flat, factor), _share(raw))
 
 
 def _share(raw: Raw) -> float:

@@ -15,6 +15,7 @@ from math import inf, nextafter
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
+from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
 from megaconv.model.fields import from_fields
@@ -150,7 +151,7 @@ def need_size(raw: Raw, key: str, default: int | None = None) -> int:
         return default
     if type(value) is not int or value < 1:
         raise CorruptCheckpoint(
-            f"{CONFIG_NAME}: {key} should be a positive number, found {value!r}"
+            f"{CONFIG_NAME}: {key} should be a positive number, found {value!r:.60}"
         )
     return value
 
@@ -159,7 +160,7 @@ def need_number(raw: Raw, key: str, default: float) -> float:
     """The number of a key. Raises CorruptCheckpoint for anything else."""
     value = raw.get(key, default)
     if type(value) not in (int, float):
-        raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} should be a number, found {value!r}")
+        raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} should be a number, found {value!r:.60}")
     return float(value)
 
 
@@ -186,7 +187,7 @@ def count(key: str, field: str, default: int = 0) -> Keys:
     def read(raw: Raw) -> Fields:
         value = raw.get(key, default)
         if value is not None and (type(value) is not int or value < 0):
-            raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} should be a number, found {value!r}")
+            raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} should be a number, found {value!r:.60}")
         return {field: value or 0}
 
     return Keys((key,), read, lambda config: {key: value_of(config, field)})
@@ -231,7 +232,7 @@ def multiplier(key: str, field: str, default: float = 1.0) -> Keys:
         value = need_number(raw, key, default)
         if not value:
             raise CorruptCheckpoint(
-                f"{CONFIG_NAME}: {key} should be a number but 0, found {value!r}"
+                f"{CONFIG_NAME}: {key} should be a number but 0, found {value!r:.60}"
             )
         return {field: None if value == 1 else 1 / value}
 
@@ -322,7 +323,9 @@ def read_keys(family: str, keys: Sequence[Keys], fixed: Fields, only: Raw, raw: 
             )
     given: dict[str, Any] = dict(fixed)
     for each in keys:
-        given |= each.read(raw)
+        present = ", ".join(name for name in each.names if name in raw)
+        with well_formed(f"{CONFIG_NAME}: {present}" if present else CONFIG_NAME):
+            given |= each.read(raw)
     return from_fields(family, given, dict(raw))
 
 
