@@ -68,13 +68,13 @@ def expressible(rows: tuple[Row, ...], naming: Naming, features: tuple[str, ...]
 
 def second_names(rows: tuple[Row, ...], naming: Naming) -> dict[str, str]:
     """Second names of tensors in a naming scheme -> their own names there."""
-    return {
-        second: spelling.name
-        for row in rows
-        for copied in row.copied_with("itself")
-        for second in copied.names.get(naming.scheme, ())
-        for spelling in row.spelling(naming)
-    }
+    found: dict[str, str] = {}
+    for row in rows:
+        for copied in row.copied_with("itself"):
+            for second in copied.names.get(naming.scheme, ()):
+                for spelling in row.spelling(naming):
+                    found[second] = spelling.name
+    return found
 
 
 def with_beside(rows: tuple[Row, ...], config: ModelConfig) -> tuple[Row, ...]:

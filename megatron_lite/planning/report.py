@@ -108,16 +108,17 @@ class Planned:
             "terms": self.time.terms() if self.time else None,
             "bubble": self.bubble, "not_trained_yet": self.untrained, "offloaded_bytes": self.offloaded,
             "offload_seconds": self.time.copies if self.time else None,
-            "stages": [
-                {
-                    "pp_rank": pp_rank, "parameters": memory.parameters, "state_bytes": memory.kept,
-                    "activation_bytes": memory.activations, "passing_bytes": memory.passing, "bytes": memory.total,
-                    "communication": [
-                        {"group": item.group, "kind": item.kind, "ranks": item.ranks, "bytes": item.bytes, "sent_bytes": item.sent}
-                        for item in traffic
-                    ],
-                }
-                for pp_rank, (memory, traffic) in enumerate(zip(self.memory, self.traffic, strict=True))
+            "stages": [self._stage_json(pp_rank) for pp_rank in range(len(self.memory))],
+        }  # fmt: skip
+
+    def _stage_json(self, pp_rank: int) -> dict[str, Any]:
+        memory, traffic = self.memory[pp_rank], self.traffic[pp_rank]
+        return {
+            "pp_rank": pp_rank, "parameters": memory.parameters, "state_bytes": memory.kept,
+            "activation_bytes": memory.activations, "passing_bytes": memory.passing, "bytes": memory.total,
+            "communication": [
+                {"group": item.group, "kind": item.kind, "ranks": item.ranks, "bytes": item.bytes, "sent_bytes": item.sent}
+                for item in traffic
             ],
         }  # fmt: skip
 

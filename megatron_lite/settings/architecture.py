@@ -1,6 +1,5 @@
 """The model of a run: from flags, or from a checkpoint that no flag may contradict."""
 
-import re
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +14,7 @@ from megaconv.model.subjects import Retriever
 from megaconv.model.training import TrainingState
 from megatron_lite.settings.config import Settings, flags
 from megatron_lite.settings.hybrid_layers import hybrid_fields, is_mamba_hybrid, linear_layers
+from megatron_lite.settings.layer_lists import read_list
 from megatron_lite.settings.model import Model
 from megatron_lite.settings.retro import OF_MODEL
 
@@ -73,6 +73,28 @@ def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
             f"--hidden-size {model.hidden_size} can't be divided by --num-attention-heads {model.num_attention_heads}; "
             "choose others, or give --kv-channels"
         )
+    found = _base_fields(model, vocab)
+    found |= hybrid_fields(model)
+    if model.mtp_num_layers:
+        found["mtp_layers"] = model.mtp_num_layers
+    if settings.retro.retro_add_retriever:
+        found |= {
+            "retrieval.layers": settings.retro.retro_encoder_layers,
+            "norm.final": not settings.retro.retro_no_final_norm,
+        }
+    kind = model_type(settings, None)
+    if kind == "bert":
+        found |= _of_bert(settings)
+    if kind == "biencoder":
+        found |= _of_biencoder(settings)
+    if kind == "t5":
+        found |= _of_t5(settings)
+    arguments = _as_arguments(settings, found["mlp.ffn"])
+    return from_arguments(arguments, found, family=None if kind == "gpt" else kind)
+
+
+def _base_fields(model: Model, vocab: int) -> dict[str, Any]:
+    """Return the fields that every decoder has."""
     bias = not model.disable_bias_linear
     found: dict[str, Any] = {
         "layers.count": model.num_layers,
@@ -93,24 +115,7 @@ def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
             "experts.shared_gate": model.moe_shared_expert_gate,
             "experts.router_bias": model.moe_router_enable_expert_bias,
         }
-    found |= hybrid_fields(model)
-    if model.mtp_num_layers:
-        found["mtp_layers"] = model.mtp_num_layers
-    if settings.retro.retro_add_retriever:
-        found |= {
-            "retrieval.layers": settings.retro.retro_encoder_layers,
-            "norm.final": not settings.retro.retro_no_final_norm,
-        }
-    kind = model_type(settings, None)
-    if kind == "bert":
-        found |= _of_bert(settings)
-    if kind == "biencoder":
-        found |= _of_biencoder(settings)
-    if kind == "t5":
-        found |= _of_t5(settings)
-    return from_arguments(
-        _as_arguments(settings, found["mlp.ffn"]), found, family=None if kind == "gpt" else kind
-    )
+    return found
 
 
 def with_layers(settings: Settings) -> Settings:
@@ -166,9 +171,6 @@ def _of_t5(settings: Settings) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_RUN = re.compile(r"\[([01, ]+)\](?:\*(\d+))?")
-
-
 def _with_experts(model: Model) -> list[bool]:
     """Return for each layer whether it has experts, from --moe-layer-freq.
 
@@ -177,15 +179,8 @@ def _with_experts(model: Model) -> list[bool]:
     said, layers = (model.moe_layer_freq or "1").replace(" ", "").strip("()"), model.num_layers or 0
     if said.isdigit() and int(said):
         return [layer % int(said) == 0 for layer in range(layers)]
-    runs = [_RUN.fullmatch(word) for word in said.split("+")]
-    found = [
-        one == "1"
-        for run in runs
-        if run
-        for _ in range(int(run[2] or 1))
-        for one in run[1].split(",")
-    ]
-    if None in runs or len(found) != layers:
+    found = read_list(said)
+    if found is None or len(found) != layers:
         raise UsageError(
             f"--moe-layer-freq {said} should be a number, or as many 0 and 1 as layers ({layers}): [0]*1+[1]*{layers - 1}"
         )

@@ -3,15 +3,14 @@
 Source: mamba_hybrid_layer_allocation.py of megatron-core 0.16.1, and the arguments of Megatron-LM.
 """
 
-import re
 from typing import Any
 
 from megaconv.errors import UsageError
 from megaconv.model.pattern import layer_fields
+from megatron_lite.settings.layer_lists import read_list
 from megatron_lite.settings.model import Model
 
 _SPECS = ("mamba_stack_spec", "hybrid_stack_spec")
-_RUN = re.compile(r"\[([01, ]+)\](?:\*(\d+))?")
 
 
 def hybrid_fields(model: Model) -> dict[str, Any]:
@@ -122,15 +121,8 @@ def linear_layers(model: Model) -> list[bool]:
     said, layers = (model.linear_attention_freq or "").replace(" ", ""), model.num_layers or 0
     if said.isdigit() and int(said):
         return [bool((layer + 1) % int(said)) for layer in range(layers)]
-    runs = [_RUN.fullmatch(word) for word in said.split("+")]
-    found = [
-        symbol == "1"
-        for run in runs
-        if run
-        for _ in range(int(run[2] or 1))
-        for symbol in run[1].split(",")
-    ]
-    if None in runs or len(found) != layers:
+    found = read_list(said)
+    if found is None or len(found) != layers:
         raise UsageError(
             f"--linear-attention-freq {said or 'is missing; it'} should be a number, or as many 0 and 1 as layers ({layers}): [1]*3+[0]*1"
         )

@@ -39,18 +39,16 @@ def _as_json(results: Results, model: str | None) -> str:
 
 def table(results: Results) -> list[str]:
     """Return a line for each measure."""
-    rows = [
-        (
-            task,
-            name.removesuffix(",none"),
-            f"{value:.6g}" if isinstance(value, float) else str(value),
-        )
-        for task, measures in results.items()
-        for name, value in measures.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    ]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    rows: list[tuple[str, str, str]] = []
+    for task, measures in results.items():
+        for name, value in measures.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                shown = f"{value:.6g}" if isinstance(value, float) else str(value)
+                rows.append((task, name.removesuffix(",none"), shown))
+    wide_task, wide_name, wide_value = (
+        max((len(row[column]) for row in rows), default=0) for column in range(3)
+    )
     return [
-        f"{task:<{widths[0]}}  {name:<{widths[1]}}  {value:>{widths[2]}}"
+        f"{task.ljust(wide_task)}  {name.ljust(wide_name)}  {value.rjust(wide_value)}"
         for task, name, value in rows
     ]

@@ -56,7 +56,8 @@ def sample(
     project: Project, split: str, number: int, count: int, chunks: int, *, megatron: bool
 ) -> dict[str, Any]:
     """Return a sample: its chunks and the neighbours of each. Raises UsageError for a number that isn't there."""
-    near, windows = project.neighbors(split), project.windows(split)
+    near = project.neighbors(split)
+    windows = project.windows(split)
     if near is None or windows is None:
         raise UsageError(f"{project.path}: has no neighbours for {split}")
     if not 0 <= number < len(near):
@@ -67,28 +68,30 @@ def sample(
     window = windows[number]
     size = project.settings.chunk_length
     text = project.tokenizer.detokenize
+
+    def neighbor(row: int, tokens: list[int]) -> dict[str, Any]:
+        """Describe a neighbour. row: its chunk in the database; negative if there is none."""
+        is_there = row >= 0
+        return {
+            "chunk": row,
+            "dataset": int(database.chunks[row, 0]) if is_there else None,
+            "document": int(database.chunks[row, 1]) if is_there else None,
+            "tokens": tokens,
+            "text": text(tokens),
+        }
+
+    described: list[dict[str, Any]] = []
+    for place in range(project.settings.chunks_per_sample):
+        tokens = window.tokens[place * size : (place + 1) * size].tolist()
+        pairs = zip(rows[place], retrieved[place], strict=True)
+        neighbors = [neighbor(int(row), near_tokens.tolist()) for row, near_tokens in pairs]
+        described.append({"tokens": tokens, "text": text(tokens), "neighbors": neighbors})
     return {
         "split": split,
         "sample": number,
         "dataset": window.dataset,
         "documents": window.documents.tolist(),
-        "chunks": [
-            {
-                "tokens": window.tokens[place * size : (place + 1) * size].tolist(),
-                "text": text(window.tokens[place * size : (place + 1) * size].tolist()),
-                "neighbors": [
-                    {
-                        "chunk": int(row),
-                        "dataset": int(database.chunks[row, 0]) if row >= 0 else None,
-                        "document": int(database.chunks[row, 1]) if row >= 0 else None,
-                        "tokens": tokens.tolist(),
-                        "text": text(tokens.tolist()),
-                    }
-                    for row, tokens in zip(rows[place], retrieved[place], strict=True)
-                ],
-            }
-            for place in range(project.settings.chunks_per_sample)
-        ],
+        "chunks": described,
     }
 
 
