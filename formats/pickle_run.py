@@ -55,12 +55,7 @@ def _reaches_stop(machine: Machine, columns: Columns, until: int) -> bool:
                 # Make an instance of a class known only by name. Nearly every empty tuple in a pickle is for that.
                 if data[position] == _NEW and type(kind := stack[-1]) is Global and kind.inert:
                     if position > columns.next_look:
-                        machine.position, machine.stack, machine.made, machine.copied = (
-                            position,
-                            stack,
-                            made,
-                            copied,
-                        )
+                        machine.position, machine.stack, machine.made, machine.copied = position, stack, made, copied  # fmt: skip
                         if columns.follow(position - 1, until):
                             position, made, copied = machine.position, machine.made, machine.copied
                             continue
@@ -119,24 +114,9 @@ def _reaches_stop(machine: Machine, columns: Columns, until: int) -> bool:
             elif code == _STOP:
                 return True
             else:
-                machine.position, machine.stack, machine.made, machine.copied = (
-                    position,
-                    stack,
-                    made,
-                    copied,
-                )
+                machine.position, machine.stack, machine.made, machine.copied = position, stack, made, copied  # fmt: skip
                 HANDLERS[code](machine)
-                position, stack, made, copied = (
-                    machine.position,
-                    machine.stack,
-                    machine.made,
-                    machine.copied,
-                )
+                position, stack, made, copied = machine.position, machine.stack, machine.made, machine.copied  # fmt: skip
     finally:
-        machine.position, machine.stack, machine.made, machine.copied = (
-            position,
-            stack,
-            made,
-            copied,
-        )
+        machine.position, machine.stack, machine.made, machine.copied = position, stack, made, copied  # fmt: skip
     return False

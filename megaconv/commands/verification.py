@@ -112,20 +112,17 @@ def verify(
     changed |= changed_descriptions(record, stored)
     if not record.has_intact_provenance:
         changed[f"{RECORD_NAME}: provenance"] = "changed"
-    shapes = {
-        name: what
-        for name, what in record.other_tensors(source.header.manifest).items()
-        if what != "missing"
-    }
-    differences = _differences(record.tensors, found) | shapes | changed
+    others = record.other_tensors(source.header.manifest)
+    # _differences lists the missing tensors too.
+    shapes = {name: what for name, what in others.items() if what != "missing"}
     return Verification(
-        str(path),
-        record.fingerprint,
-        found.weights,
-        len(record.tensors),
-        differences,
-        len(record.files),
-        signed,
+        path=str(path),
+        recorded=record.fingerprint,
+        found=found.weights,
+        tensors=len(record.tensors),
+        differences=_differences(record.tensors, found) | shapes | changed,
+        files=len(record.files),
+        signed=signed,
         has_unchecked_signature=signed is None and has_signature(place),
     )
 
@@ -160,11 +157,14 @@ def _need_record(place: Place) -> Record:
 
 
 def _differences(recorded: Mapping[str, str], found: Fingerprint) -> dict[str, str]:
+    """Difference by tensor: `changed`, `missing` or `added`."""
     now = {str(key): digest for key, digest in found.tensors.items()}
-    changed = {
-        name: "changed" for name, digest in recorded.items() if name in now and now[name] != digest
+    both = [name for name in recorded if name in now]
+    changed = [name for name in both if now[name] != recorded[name]]
+    missing = [name for name in recorded if name not in now]
+    added = [name for name in now if name not in recorded]
+    return {
+        **dict.fromkeys(changed, "changed"),
+        **dict.fromkeys(missing, "missing"),
+        **dict.fromkeys(added, "added"),
     }
-    missing = dict.fromkeys((name for name in recorded if name not in now), "missing")
-    return (
-        changed | missing | dict.fromkeys((name for name in now if name not in recorded), "added")
-    )

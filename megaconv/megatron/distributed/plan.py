@@ -5,6 +5,7 @@ that has one. The modules of Transformer Engine's versions differ, so the object
 Source: megatron/core/dist_checkpointing and sharded_state_dict() of Megatron core's modules.
 """
 
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -23,12 +24,13 @@ from megaconv.megatron.distributed.bridge_files import CONTENT, bridge_files, is
 from megaconv.megatron.distributed.chunks import PlannedChunk, chunks_of
 from megaconv.megatron.distributed.keys import pieces, stack, stacks_layers
 from megaconv.megatron.distributed.optimizer_plan import OptimizerForm, choose_form
-from megaconv.megatron.optimizer.training_output import output_training
+from megaconv.megatron.optimizer.training_output import OutputTraining, output_training
 from megaconv.megatron.rank_files.iteration import at_iteration, directory_iteration
 from megaconv.megatron.rank_files.plan import megatron_args, tracker_and_sidecars
 from megaconv.megatron.states.names import extra_states, is_of_linear_layer
 from megaconv.megatron.states.whole_names import in_whole
 from megaconv.model.beside import BESIDE
+from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.layout import Layout, divide
 from megaconv.model.naming import CORE, CORE_LOCAL, CORE_LOCAL_KEYS, with_rope_last
@@ -73,18 +75,7 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
         local=local,
         rope_last=hasattr(arguments, INDEXER_ORDER),
     )
-    common: dict[str, Any] = {
-        "args": arguments,
-        "checkpoint_version": 3.0,
-        "iteration": header.training.iteration,
-        **kept.state(None, optimizer.state()),
-        "num_floating_point_operations_so_far": header.training.floating_point_operations,
-    }
-    content = optimizer.content()
-    if not model.stacked:
-        content["non_homogeneous_layers"] = True
-    if content or for_bridge:
-        common["content_metadata"] = CONTENT | content
+    common = _common(header, arguments, kept, optimizer, model, for_bridge=for_bridge)
     for (tp_rank, pp_rank, _), state in kept.rng.items():
         place_in_grid, grid = (pp_rank, tp_rank), (layout.pp, layout.tp)
         model.objects.append(("rng_state", place_in_grid, grid, state))
@@ -104,6 +95,31 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
     return OutputPlan(
         files | tracker_and_sidecars(header, iteration), placements, zeros, kept.notices
     )
+
+
+def _common(
+    header: Header,
+    arguments: Namespace,
+    kept: OutputTraining,
+    optimizer: OptimizerForm,
+    model: "GlobalModel",
+    *,
+    for_bridge: bool,
+) -> dict[str, Any]:
+    """The content of common.pt: all state that is not sharded."""
+    common: dict[str, Any] = {
+        "args": arguments,
+        "checkpoint_version": 3.0,
+        "iteration": header.training.iteration,
+        **kept.state(None, optimizer.state()),
+        "num_floating_point_operations_so_far": header.training.floating_point_operations,
+    }
+    content = optimizer.content()
+    if not model.stacked:
+        content["non_homogeneous_layers"] = True
+    if content or for_bridge:
+        common["content_metadata"] = CONTENT | content
+    return common
 
 
 class PlacedTensor(NamedTuple):
@@ -149,21 +165,15 @@ class GlobalModel:
         rotary elements last.
         """
         config = header.config
-        rows = family(config.family).rows
-        # Local layers use Transformer Engine's names as keys. With latent attention and in hybrids they keep their own
-        # names.
-        keeps_names = config.latent.kv_rank > 0 or config.has("hybrid_stack")
-        is_renamed = local and not keeps_names
+        is_renamed = local and _renames_local_layers(config)
         naming = CORE
         if local:
             naming = CORE_LOCAL_KEYS if is_renamed else CORE_LOCAL
         if rope_last:
             naming = with_rope_last(naming)
-        natives = [
-            native
-            for native in unsharded_tensors(rows, config, naming, vocab_rows=padded)
-            if native.copy is None or native.copy.written
-        ]
+        rows = family(config.family).rows
+        every = unsharded_tensors(rows, config, naming, vocab_rows=padded)
+        natives = [each for each in every if each.copy is None or each.copy.written]
         stacked = stacks_layers(config)
         # A language model inside a multimodal model has a prefix.
         full_key = in_whole if config.whole else str
@@ -202,6 +212,11 @@ class GlobalModel:
         """The chunks of all tensors. Each call makes them anew, because a large model has hundreds of thousands."""
         for native, key, place, dtype, ranks, slot in self.tensors:
             yield from chunks_of(native, key, place, dtype, ranks, slot)
+
+
+def _renames_local_layers(config: ModelConfig) -> bool:
+    """True if local layers use Transformer Engine's names as keys. Latent attention and hybrids keep their own names."""
+    return not config.latent.kv_rank and not config.has("hybrid_stack")
 
 
 def _require_one_dtype(tensors: list[PlacedTensor]) -> None:

@@ -88,11 +88,10 @@ def _files(step: Path) -> dict[RankId, dict[int, Path]]:
     found: dict[RankId, dict[int, Path]] = {}
     for child in sorted(step.iterdir()):
         match = _FILE.fullmatch(child.name)
-        if (
-            match
-            and found.setdefault(RankId(int(match[2]), 0, 0), {}).setdefault(int(match[1]), child)
-            != child
-        ):
+        if match is None:
+            continue
+        of_rank = found.setdefault(RankId(int(match[2]), 0, 0), {})
+        if of_rank.setdefault(int(match[1]), child) != child:
             raise CorruptCheckpoint(
                 f"{child}: is another file of a module that has one; keep one run's"
             )
@@ -120,25 +119,11 @@ def _model(files: Mapping[int, Path]) -> dict[str, Any]:
             for name, value in _dictionary(path).items()
             if not name.endswith("_extra_state")
         }
-        if any(name.endswith("word_embeddings.weight") for name in held):
-            prefix = f"{MODEL}.embedding."
-            held = {name.removeprefix("embedding."): value for name, value in held.items()}
-        elif any(name.startswith("input_layernorm.") for name in held):
+        if any(name.startswith("input_layernorm.") for name in held) and not _is_embedding(held):
             prefix = f"{MODEL}.encoder.layers.{len(layers)}."
             layers.append(number)
-        elif (
-            held
-            and held.keys() <= _NORM
-            and all(len(getattr(value, "shape", ())) == 1 for value in held.values())
-        ):
-            prefix = f"{MODEL}.encoder.final_norm."
-        elif len(held) == 1 and (name := next(iter(held))) in _HEADS:
-            prefix, held = f"{MODEL}.output_layer.", {"weight": held[name]}
         else:
-            raise UnsupportedInput(
-                f"{path}: holds {', '.join(sorted(held))[:200] or 'nothing'}, which is neither an embedding, a layer, a norm nor a head "
-                "of Megatron-DeepSpeed's GPT; models of other software (GPT-NeoX ...) are not supported"
-            )
+            prefix, held = _end_of_model(held, path)
         for name, value in held.items():
             if model.setdefault(present(prefix + name), value) is not value:
                 raise CorruptCheckpoint(f"{path}: {name} is there a second time")
@@ -149,6 +134,34 @@ def _model(files: Mapping[int, Path]) -> dict[str, Any]:
             code="missing-file",
         )
     return model
+
+
+def _is_embedding(held: Mapping[str, Any]) -> bool:
+    return any(name.endswith("word_embeddings.weight") for name in held)
+
+
+def _is_vector(value: Any) -> bool:
+    return len(getattr(value, "shape", ())) == 1
+
+
+def _end_of_model(held: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
+    """(prefix of the names, parameters by name) of a module before or after the layers: embedding, last norm or head.
+
+    Raises UnsupportedInput for any other module.
+    """
+    if _is_embedding(held):
+        short = {name.removeprefix("embedding."): value for name, value in held.items()}
+        return f"{MODEL}.embedding.", short
+    if held and held.keys() <= _NORM and all(map(_is_vector, held.values())):
+        return f"{MODEL}.encoder.final_norm.", dict(held)
+    if len(held) == 1:
+        ((name, value),) = held.items()
+        if name in _HEADS:
+            return f"{MODEL}.output_layer.", {"weight": value}
+    raise UnsupportedInput(
+        f"{path}: holds {', '.join(sorted(held))[:200] or 'nothing'}, which is neither an embedding, a layer, a norm nor a head "
+        "of Megatron-DeepSpeed's GPT; models of other software (GPT-NeoX ...) are not supported"
+    )
 
 
 def _dictionary(path: Path) -> dict[str, Any]:

@@ -359,18 +359,19 @@ def _place(
     rows = with_beside(family(config.family).rows, config)
     tensors = RankTensors(rows, config, spellings.naming, layout, model.padded_vocab)
     for chunk in layout.chunks():
-        expert_shards: set[tuple[int, int]] = set()
+        seen_shards: set[tuple[int, int]] = set()
         for tp_rank in range(layout.tp):
             for index, rank in enumerate(ranks.of(tp_rank, chunk.pp_rank)):
-                natives = tensors.of(tp_rank, chunk, rank.ep)
-                shard = (rank.ep, tp_rank % layout.etp)
+                natives = [spellings.arrange(each) for each in tensors.of(tp_rank, chunk, rank.ep)]
                 # Every expert rank stores dense tensors again, and some tensor ranks store the experts' shards again.
-                for placed in _place_chunk(
-                    ranks, rank, chunk, layout, [spellings.arrange(native) for native in natives]
-                ):
-                    if (shard not in expert_shards) if placed.native.of_experts else index == 0:
+                shard = (rank.ep, tp_rank % layout.etp)
+                has_new_experts = shard not in seen_shards
+                has_new_dense = index == 0
+                for placed in _place_chunk(ranks, rank, chunk, layout, natives):
+                    is_new = has_new_experts if placed.native.of_experts else has_new_dense
+                    if is_new:
                         yield optimizers.place(placed, rank, chunk.vpp_rank)
-                expert_shards.add(shard)
+                seen_shards.add(shard)
 
 
 def _place_chunk(
