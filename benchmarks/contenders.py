@@ -142,7 +142,7 @@ def transformers_step(
 
 
 def core_step(config: ModelConfig, dtype: str, rows: int, device: torch.device = CPU) -> Step:
-    """On a GPU, Megatron core's layers are Transformer Engine's if that is installed."""
+    """A step of Megatron core. On a GPU its layers are Transformer Engine's if that is installed."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel

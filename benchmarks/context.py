@@ -1,4 +1,5 @@
-"""What context parallelism saves: activations of one sequence whose tokens 1, 2 or 4 ranks share, on the CPU and gloo.
+"""The savings of context parallelism: activations of one sequence whose tokens 1, 2 or 4 ranks share, on the CPU and
+gloo.
 
     python benchmarks/context.py [--sequence 2048] [--steps 3] [--json]
 
@@ -84,7 +85,7 @@ def rank(cp: int, how: str, sequence: int, steps: int) -> dict[str, float]:
 
 
 def kept_bytes(engine: Engine, batch: Microbatch) -> int:
-    """Of one forward pass, each storage once."""
+    """The bytes kept of one forward pass, each storage once."""
     parameters = {tensor.untyped_storage().data_ptr() for _, _, tensor in engine.parameters()}
     storages: dict[int, int] = {}
     held: list[torch.Tensor] = []  # so that no address is used twice

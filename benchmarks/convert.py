@@ -182,7 +182,7 @@ def prepare(work: Path, layers: int, names: list[str]) -> int:
 
 
 def compared_with(name: str) -> str:
-    """What `cp` copies: as many bytes as the larger of input and output."""
+    """The model that `cp` copies for comparison: the larger of input and output."""
     return "fp32" if "fp32" in name else DIRECTIONS[name][0]
 
 

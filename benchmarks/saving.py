@@ -1,4 +1,5 @@
-"""What saving takes beside the model: time, and the most anonymous memory that each rank adds. CPU, gloo, bf16, distributed optimizer.
+"""The cost of saving beside the model: time, and the most anonymous memory that each rank adds. CPU, gloo, bf16,
+distributed optimizer.
 
     python benchmarks/saving.py [--format torch|torch_dist] [--ranks 2] [--async-save] [--layers 8] [--json]
 

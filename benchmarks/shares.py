@@ -1,4 +1,5 @@
-"""Where the processor's time of a training step goes: matrix products, attention, everything else; beside transformers and Megatron core.
+"""The processor's time of a training step by kind: matrix products, attention, everything else; also for transformers
+and Megatron core.
 
     python benchmarks/shares.py [--steps 5] [--mixture [fine-grained]] [--compile] [--tiny] [--top 12] [--json]
 
@@ -55,7 +56,7 @@ class Clock(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether compiled code runs although operations are watched."""
+        """True, so that compiled code runs although operations are watched."""
         return True
 
     def __torch_dispatch__(

@@ -15,19 +15,20 @@ Name = TypeVar("Name")
 
 
 def environment() -> dict[str, str]:
-    """Of a process that imports this checkout."""
+    """The environment of a process that imports this checkout."""
     return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
 
 
 def answer(turn: Callable[[], Figures]) -> None:
-    """What a contender's process does once it has warmed up: a turn for each line that it is sent, and a line of JSON about it."""
+    """Run the process of a contender after its warm-up: a turn for each line that it receives, and a line of JSON
+    about it."""
     print(READY, end="", flush=True)
     for _ in sys.stdin:
         print(json.dumps(turn()), flush=True)
 
 
 def rounds(commands: Mapping[Name, list[str]], count: int) -> list[dict[Name, Figures]]:
-    """What all contenders answered, round by round; every other round goes through them backwards.
+    """The answers of all contenders, round by round. Every second round goes through them backwards.
 
     commands: each ends in `answer`. They are started one after another, when the one before has warmed up.
     """

@@ -92,7 +92,7 @@ MODELS = {
 
 
 def make_sparse(directory: Path, files: Mapping[str, FileLayout]) -> None:
-    """What a saver lays out, but for the tensors."""
+    """Write the files that a saver lays out, without tensors."""
     for name, layout in files.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)

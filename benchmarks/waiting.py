@@ -1,4 +1,5 @@
-"""How much of a step two ranks on gloo spend on each other: in collectives and messages, sending, summing and waiting alike.
+"""The share of a step that two ranks on gloo spend on each other: in collectives and messages, sending, summing and
+waiting alike.
 
     python benchmarks/waiting.py [--sequence 512] [--steps 5] [--json]
 

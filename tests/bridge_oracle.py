@@ -135,7 +135,7 @@ def answer(checkpoint: Path, tokens: Path, logits: Path) -> dict[str, Any]:
 
 
 def _tokens(version: str) -> list[int] | None:
-    """Of a text, by the tokenizer that Bridge finds in the checkpoint; None where there is none."""
+    """The tokens of a text, by the tokenizer that Bridge finds in the checkpoint; None if there is none."""
     from megatron.bridge.training import model_load_save
 
     if not (Path(version) / "tokenizer").is_dir():

@@ -12,7 +12,7 @@ from tests.bridge_oracle import REPLY, import_bridge
 
 
 def answer(job: dict[str, Any]) -> dict[str, list[str] | None]:
-    """By Megatron's name; None for one that the bridge doesn't know."""
+    """The names of parts by Megatron's name; None for a name that the bridge doesn't know."""
     from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 
     found: dict[str, list[str] | None] = {}

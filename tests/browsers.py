@@ -166,7 +166,7 @@ def opened(path: Path, tab: Page) -> Iterator[Page]:
 
 
 def shown(tab: Page, selector: str) -> bool:
-    """Whether the first such element has an area within the width of the window."""
+    """True if the first such element has an area within the width of the window."""
     return bool(
         tab.run(
             f"(() => {{ const box = document.querySelector({selector!r}).getBoundingClientRect(); "
@@ -176,5 +176,5 @@ def shown(tab: Page, selector: str) -> bool:
 
 
 def fits(tab: Page) -> bool:
-    """Whether the page can be read without scrolling sideways."""
+    """True if the page can be read without scrolling sideways."""
     return bool(tab.run("document.documentElement.scrollWidth <= innerWidth"))

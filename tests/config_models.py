@@ -569,7 +569,7 @@ IN_TENSORS = (
 
 
 def found_in_tensors(config: ModelConfig, *more: str) -> dict[str, Any]:
-    """What a loader reads off the tensors."""
+    """The fields that a loader reads from the tensors."""
     placed = () if config.norm.place == "before" else ("norm.place",)
     mixers = ("mamba.heads", "mamba.head_dim") if config.has("mamba_layers") else ()
     mixers += ("convolution.width",) if config.has("convolution_layers") else ()
@@ -578,7 +578,7 @@ def found_in_tensors(config: ModelConfig, *more: str) -> dict[str, Any]:
 
 @st.composite
 def scalings(draw: Draw) -> Raw | None:
-    """What Megatron core can represent."""
+    """Rope scaling that Megatron core can represent."""
     factor = float(draw(st.integers(1, 64)))
     return draw(
         st.sampled_from(
@@ -631,7 +631,7 @@ DEEPSEEKS = (
 
 @st.composite
 def a_llama4(draw: Draw, config: ModelConfig) -> ModelConfig:
-    """With one expert a token; Megatron's yarn is for heads that rotate by halves."""
+    """The model has one expert for each token. Megatron's yarn is for heads that rotate by halves."""
     layers = range(config.layer_count)
     with_experts, rotating = (draw(st.sets(st.sampled_from(layers), min_size=1)) for _ in range(2))
     rotates = {
@@ -803,7 +803,8 @@ def one_of_choices(draw: Draw, config: ModelConfig) -> ModelConfig:
 
 @st.composite
 def with_windows(draw: Draw, config: ModelConfig) -> ModelConfig:
-    """On some layers at least; scaled positions, or windows with a base of their own, are not those of all layers."""
+    """At least some layers have windows. Scaled positions, and windows with another base, are not those of all
+    layers."""
     layers = config.layer_count
     windowed = draw(st.sets(st.integers(0, layers - 1), min_size=1))
     config = changed(

@@ -43,7 +43,7 @@ NEEDS = {
 
 
 def needs_of(checkpoint: Path) -> Needs:
-    """By the config.json beside a checkpoint, which says what model a user is to build."""
+    """The needs of the model that a user has to build, by the config.json beside a checkpoint."""
     path = checkpoint / "hf" / "config.json"
     raw = json.loads(path.read_text()) if path.is_file() else {"model_type": ""}
     if raw["model_type"] == "molmo2_text" and not raw["norm_after"]:

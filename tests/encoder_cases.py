@@ -1,4 +1,5 @@
-"""What the tests of BERT and T5 share: questions that Megatron answered when it wrote its fixtures, and how to compare."""
+"""Shared parts of the tests of BERT and T5: questions that Megatron answered when it wrote its fixtures, and the
+comparison."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def convert(source: Path, target: Path, saver: str = "core", **options: Any) -> Path:
-    """In the names of Megatron's local layers, the only ones that run without a GPU."""
+    """Convert to the names of Megatron's local layers, the only ones that run without a GPU."""
     if saver == "core":
         options = {"transformer_impl": "local", **options}
     if saver in ("core", "legacy"):
@@ -47,7 +48,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 def assert_answers(
     answer: tuple[torch.Tensor, torch.Tensor], asked: Tensors, expected: Tensors
 ) -> None:
-    """Where tokens are masked, what comes out means nothing."""
+    """Compare the answers. Outputs at masked tokens are not compared, because they mean nothing."""
     vocab, seen = expected["logits"].shape[-1], asked["attention_mask"].bool()
     assert_close(answer[0][..., :vocab][seen], expected["logits"][seen])
     assert_close(answer[1], expected["binary_logits"])

@@ -25,7 +25,7 @@ class Forward:
         )
 
     def norm(self, name: str, x: Tensor) -> Tensor:
-        """As it is where the model has no such norm."""
+        """Apply a norm. The input stays unchanged if the model has no such norm."""
         if f"{name}.weight" not in self.tensors:
             return x
         weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def is_bert(args: Namespace) -> bool:
-    """By what its user would have given: only pretrain_bert.py takes this spec for local layers."""
+    """True for a BERT, by the user's own arguments: only pretrain_bert.py takes this spec for local layers."""
     return getattr(args, "spec", None) == ["local"]
 
 
@@ -80,7 +80,7 @@ def build_t5(args: Namespace, config: "TransformerConfig") -> "T5Model":
 
 
 def call_arguments(asked: Mapping[str, "torch.Tensor"]) -> tuple[Any, ...]:
-    """What forward takes; masks are true where nothing may be looked at."""
+    """The arguments of forward(). Masks are true at positions that must not be seen."""
     import torch
 
     tokens = asked["input_ids"]

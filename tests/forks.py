@@ -70,7 +70,7 @@ class Fork:
         return status
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What is left of both streams. May be called again after a TimeoutExpired."""
+        """The rest of both streams. May be called again after a TimeoutExpired."""
         end = None if timeout is None else time.monotonic() + timeout
         streams = {"out": self.stdout, "err": self.stderr}
         if not self._readers:

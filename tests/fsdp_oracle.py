@@ -55,7 +55,7 @@ class Run:
         return losses
 
     def state(self) -> dict[str, Any]:
-        """As torchtitan's CheckpointManager has it since release 0.3."""
+        """The state as torchtitan's CheckpointManager has it since release 0.3."""
         return {
             **self.model.state_dict(),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT),

@@ -1,4 +1,5 @@
-"""Which case of an expensive grid runs in `make test`: every second, every third and so on. `make test-slow` runs the others.
+"""The cases of an expensive grid that run in `make test`: every second, every third and so on. `make test-slow` runs
+the others.
 
 The first case of a grid always runs in `make test`.
 """

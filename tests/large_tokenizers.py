@@ -50,7 +50,7 @@ def write_byte_level(directory: Path, size: Size) -> Path:
 
 
 def write_with_sentencepiece(directory: Path, size: Size) -> Path:
-    """As Gemma has it: a BPE of letters in tokenizer.json, and the same pieces in a tokenizer.model."""
+    """Write a tokenizer like Gemma's: a BPE of letters in tokenizer.json, and the same pieces in tokenizer.model."""
     file = _write(directory, size, [chr(0x4E00 + index) for index in range(256)], None)
     vocabulary = json.loads(file.read_text())["model"]["vocab"]
     pieces = [(text, -float(number), 1) for text, number in vocabulary.items()]

@@ -62,7 +62,7 @@ def _logits(llama_cpp: Any, model: Any, vocabulary: Any, tokens: Any, context: i
 
 
 def _split(llama_cpp: Any, vocabulary: Any, text: str) -> list[int]:
-    """As transformers does it with its special tokens: those that the file asks for are added."""
+    """The tokens of a text, with special tokens as in transformers: those that the file asks for are added."""
     content = text.encode()
     room = len(content) + 16
     found = (llama_cpp.llama_token * room)()

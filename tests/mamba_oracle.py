@@ -55,7 +55,7 @@ def project_for_experts() -> None:
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     class Whole(torch.nn.Linear):
-        """On every rank, as Transformer Engine's `duplicated` ones."""
+        """A layer that is whole on every rank, like Transformer Engine's `duplicated` layers."""
 
         def __init__(self, inner: int, outer: int, **settings: Any) -> None:
             super().__init__(inner, outer, bias=settings["bias"])

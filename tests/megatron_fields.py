@@ -36,7 +36,7 @@ Fields = dict[str, str]
 
 
 def core_fields(sources: Iterable[str]) -> Fields:
-    """Of the configuration classes among these texts."""
+    """The fields of the configuration classes in these texts."""
     classes = {
         node.name: node
         for text in sources
@@ -158,7 +158,7 @@ def tags(checkout: Path) -> list[str]:
 
 
 def order(release: str) -> tuple[int, ...]:
-    """Of versions, tags and commits in time: v1.0 to v2.6, 23.04 and 23.06, core_v0.4.0 and so on, any other commit."""
+    """A key that sorts releases by time: v1.0 to v2.6, 23.04 and 23.06, core_v0.4.0 and so on, any other commit."""
     found = re.fullmatch(r"(core_v|v)?(\d+)\.(\d+)(?:\.(\d+))?", release)
     if not found:
         return (99,)

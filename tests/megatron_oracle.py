@@ -76,7 +76,7 @@ class Megatron:
         return cast("torch.Tensor", self.answer(checkpoint, tokens).float())
 
     def answer(self, checkpoint: Path, tokens: Any) -> Any:
-        """For models with an encoder: questions and answers are those of tests/encoder_oracle.py."""
+        """The answers of a model. For models with an encoder, see tests/encoder_oracle.py."""
         import torch
 
         if not self._ranks:
@@ -217,13 +217,14 @@ def read_rank_file(path: Path) -> dict[str, Any]:
 
 
 def version_directory(checkpoint: Path) -> Path:
-    """Where the tracker points."""
+    """The directory of the iteration that the tracker names."""
     tracker = (checkpoint / "latest_checkpointed_iteration.txt").read_text().strip()
     return checkpoint / ("release" if tracker == "release" else f"iter_{int(tracker):07d}")
 
 
 def virtual_stages(args: Namespace) -> int | None:
-    """As validate_args derives it from what a checkpoint says; None without interleaving."""
+    """The number of virtual stages, derived from a checkpoint's args as validate_args does; None without
+    interleaving."""
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     found: int | None
@@ -461,7 +462,7 @@ def load_chunks(args: Namespace, version: Path) -> list[Any]:
 
 
 def as_others_do(args: Namespace, chunk: "GPTModel") -> None:
-    """What Megatron core leaves to others, as they do it.
+    """Do the work that Megatron core leaves to other software.
 
     - Norms with zero-centered gamma are Apex's or Transformer Engine's: torch's, which run here, get the sum.
     - The scale of a Gemma's embedding is no part of GPTModel: Megatron-Bridge and NeMo multiply what the embedding gives, as

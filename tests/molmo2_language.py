@@ -28,5 +28,5 @@ class Molmo2Language(Molmo2PreTrainedModel):
         return CausalLMOutput(logits=self.lm_head(self.model(input_ids).last_hidden_state))
 
     def save_pretrained(self, directory: Path, **options: Any) -> None:
-        """Under the names of the class; the names of published files are those of a whole model."""
+        """Save under the names of the class. Published files have the names of a whole model."""
         super().save_pretrained(directory, save_original_format=False, **options)

@@ -166,7 +166,7 @@ def write_nemo(target: Path, fixture: str, prefix: str = "module.", **changed: A
 
 
 def _copy_without_args(fixture: str, version: Path, **more: Any) -> Path:
-    """With what else is in common.pt, optimizer included."""
+    """Copy a checkpoint without its args. The rest of common.pt stays, with the optimizer."""
     shutil.copytree(next((FIXTURES / fixture).rglob("common.pt")).parent, version)
     state = torch_zip.read(version / "common.pt")
     assert isinstance(state, dict)

@@ -65,7 +65,7 @@ def step(jobs: list[tuple[Path, Path]], directory: Path) -> None:
 
 
 def gradient(master: "torch.Tensor") -> "torch.Tensor":
-    """Of the size of real ones, and without any use."""
+    """A gradient of a realistic size, without any meaning."""
     return (1000 * master.float()).cos() * 1e-3
 
 
@@ -74,7 +74,8 @@ def gradient(master: "torch.Tensor") -> "torch.Tensor":
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """What optimizers need besides megatron_oracle.run_on_cpu: they ask for CUDA in the names of tensors' types."""
+    """Let optimizers run on a CPU, in addition to megatron_oracle.run_on_cpu: they ask for CUDA by the names of
+    tensor types."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -220,7 +221,8 @@ def load(version: Path, args: Namespace, models: dict[str, Any], optimizer: Any)
 
 
 def random_generators() -> Any:
-    """What Megatron asks for: those of this rank's place in the grid of stages and tensor ranks."""
+    """The random number generators that Megatron saves, for this rank's place in the grid of stages and tensor
+    ranks."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing import ShardedObject
 
@@ -239,7 +241,7 @@ def random_generators() -> Any:
 def save(
     file: Path, state: dict[str, Any], args: Namespace, models: dict[str, Any], optimizer: Any
 ) -> None:
-    """As rank files."""
+    """Save a state as a rank file."""
     import torch
     from megatron.core import parallel_state
 

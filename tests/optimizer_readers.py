@@ -52,7 +52,7 @@ def weights_of(state: Mapping[str, Any]) -> Tensors:
 
 
 def trained(weights: Mapping[str, torch.Tensor]) -> list[str]:
-    """In the order of the model."""
+    """The names of trained weights, in the order of the model."""
     return [name for name in weights if not name.endswith(_UNTRAINED)]
 
 
@@ -105,7 +105,7 @@ def read_buffers(path: Path) -> Slots:
 
 
 def read_torch_dist(path: Path, names: Iterable[str]) -> Slots:
-    """By torch's own DCP."""
+    """The optimizer's tensors of a checkpoint, read by torch's own DCP."""
     reader = dcp.FileSystemReader(version_of(path))
     metadata = reader.read_metadata().state_dict_metadata
     state: dict[str, Any] = {

@@ -18,7 +18,7 @@ from megaconv.model.training import EXP_AVG, EXP_AVG_SQ, MASTER
 
 
 def elements(tensor: LazyTensor) -> np.ndarray[Any, Any]:
-    """As a matrix of raw elements."""
+    """The content of a tensor as a matrix of raw elements."""
     return read_tensor(tensor).view(np.dtype((np.void, ITEMSIZE[tensor.dtype])))
 
 
@@ -38,7 +38,7 @@ def put_together(native: NativeTensor, tensors: Mapping[str, LazyTensor]) -> np.
 
 
 def assert_holds(checkpoint: Checkpoint, expected_file: Path) -> None:
-    """Whether a checkpoint has every tensor of a file with Hugging Face names, bit for bit, and no other."""
+    """Check that a checkpoint has every tensor of a file with Hugging Face names, bit for bit, and no other."""
     expected = safetensors.read(expected_file)
     config = checkpoint.config
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
@@ -62,7 +62,8 @@ EXPECTED_SLOTS = {"fp32_param": MASTER, "fp32": MASTER, EXP_AVG: EXP_AVG, EXP_AV
 
 
 def assert_holds_optimizer(checkpoint: Checkpoint, expected_file: Path) -> None:
-    """Whether a checkpoint has every optimizer tensor of such a file, bit for bit; an fp32 weight is its own master."""
+    """Check that a checkpoint has every optimizer tensor of such a file, bit for bit. An fp32 weight is its own
+    master."""
     config = checkpoint.config
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     rows = families()[config.family].rows

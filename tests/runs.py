@@ -113,7 +113,7 @@ def assert_refused(outcome: Outcome, status: int, *words: str) -> None:
 
 
 def write_old_output(target: Path) -> Path:
-    """What --overwrite may replace: an output of ours, and a file by which it is known again."""
+    """Write a target that --overwrite may replace: an old output of ours, with a file that identifies it."""
     target.mkdir(parents=True)
     (target / "megaconv.json").write_text("{}")
     (target / "precious.txt").write_text("precious")
@@ -132,7 +132,7 @@ def snapshot(directory: Path) -> dict[str, str]:
 
 @contextmanager
 def unchanged(directory: Path) -> Iterator[None]:
-    """What happens inside leaves the directory as it was: sources, targets, and no remains of a run."""
+    """Check that the block leaves the directory unchanged: its sources, its targets, and no remains of a run."""
     before = snapshot(directory)
     yield
     assert snapshot(directory) == before

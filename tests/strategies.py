@@ -25,7 +25,7 @@ def has_indexer(family: str) -> bool:
 
 
 def stores_experts(naming: Naming) -> bool:
-    """Whether it is about how experts are stored."""
+    """True for a naming scheme that is about the storage of experts."""
     return any(variant.endswith(("grouped", "stacked")) for variant in naming.variants)
 
 
@@ -71,7 +71,7 @@ def has_layer_inputs(family: str) -> bool:
 
 
 def norms_all_heads(family: str) -> bool:
-    """Whether q and k are normed over all heads, so that ranks can't share one."""
+    """True if q and k are normed over all heads, so that ranks can't share a head."""
     return any(
         row.canonical.endswith("attn.{q|k}_norm.weight") and row.tp == 0
         for row in families()[family].rows
@@ -83,7 +83,7 @@ def has_mtp(family: str) -> bool:
 
 
 def speaks_of(family: str, naming: Naming, feature: str) -> bool:
-    """Whether a naming scheme can represent all that a feature brings to a family."""
+    """True if a naming scheme can represent all parts that a feature adds to a family."""
     rows = [row for row in families()[family].rows if feature in (row.when or "").split()]
     return all(row.spelling(naming) for row in rows)
 
@@ -148,7 +148,8 @@ def with_convolutions(draw: Draw, config: ModelConfig, tp: int = 1) -> ModelConf
 def hybrid_fields(
     pattern: str, groups: int = 2, experts: int = 4, width: int = 4, latent: int = 0
 ) -> dict[str, Any]:
-    """Of a Nemotron-H with these layers. width: of its experts, which may work on a projection of that latent width."""
+    """The fields of a Nemotron-H with these layers. width: of its experts. latent: the width of a projection before
+    them."""
     mamba = {
         "mamba.heads": 2 * groups,
         "mamba.head_dim": 3,
@@ -254,7 +255,7 @@ COMPRESSED: dict[str, Any] = {
 
 
 def own_fields(family: str) -> dict[str, Any]:
-    """What all models of a family have that Megatron's arguments can't describe."""
+    """The fields of a family that Megatron's arguments can't describe."""
     inputs = {"layer_inputs.width": 3, "layer_inputs.vocab": 5, "streams.laurel_rank": 2}
     inputs = inputs if has_layer_inputs(family) else {}
     if family == "minimax_m3_vl_text":
@@ -277,7 +278,7 @@ def own_fields(family: str) -> dict[str, Any]:
 
 @st.composite
 def mixed_layers(draw: Draw, config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, Any]:
-    """Of layers that have a Mamba 2 or attention, and an MLP or experts. One layer at least has a Mamba 2."""
+    """The fields of layers with Mamba 2 or attention, and an MLP or experts. At least one layer has Mamba 2."""
     some = st.sampled_from(("mamba", "attention"))
     mixers = ["mamba", *(draw(some) for _ in range(config.layer_count - 1))]
     groups = tp * draw(st.integers(1, 2))
@@ -304,7 +305,7 @@ def mixed_layers(draw: Draw, config: ModelConfig, tp: int, ep: int, etp: int) ->
 
 
 def in_two_parts(mixers: Sequence[str]) -> dict[str, Any]:
-    """Of a Bamba with these mixers: an MLP follows each of them as a layer of its own."""
+    """The fields of a Bamba with these mixers. Each mixer is followed by an MLP as a separate layer."""
     return {
         "layers.count": 2 * len(mixers),
         "layers.mixer": tuple(part for mixer in mixers for part in (mixer, "none")),
@@ -336,7 +337,7 @@ def with_mamba(
 
 
 def pure_mamba_fields(config: ModelConfig, groups: int) -> dict[str, Any]:
-    """Of a pure Mamba 2. The sizes of what it lacks follow from the others."""
+    """The fields of a pure Mamba 2. The sizes of missing parts follow from the others."""
     heads = 2 * groups
     lacking = {
         "attention.heads": heads, "attention.kv_heads": heads, "attention.head_dim": config.hidden, "mlp.ffn": 4 * config.hidden,

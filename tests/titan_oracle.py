@@ -117,7 +117,7 @@ class Run:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """As torchtitan's trainer saves itself."""
+        """The state that torchtitan's trainer saves of itself."""
         return {"step": self.step, "ntokens_seen": self.ntokens_seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -87,7 +87,7 @@ ONE_WITH_EXPERTS = ("tp2 pp1 ep2",)
 
 
 def rope(theta: float, **scaling: Any) -> dict[str, Any]:
-    """As transformers 5 says it."""
+    """Rope keys as transformers 5 writes them."""
     return {"rope_parameters": {"rope_type": "default", **scaling, "rope_theta": theta}}
 
 
@@ -97,24 +97,24 @@ def windows(first: int) -> dict[str, Any]:
 
 
 def rope_of_none() -> dict[str, Any]:
-    """As OLMo Hybrid says that it has no positions."""
+    """Rope keys of an OLMo Hybrid without positions."""
     return {"rope_parameters": {"rope_type": None, "rope_theta": None}}
 
 
 def rope_of(theta: float, **scaling: Any) -> dict[str, Any]:
-    """Of one kind of layers."""
+    """Rope keys of one kind of layers."""
     return {"rope_type": "default", **scaling, "rope_theta": theta}
 
 
 def two_ropes(full: dict[str, Any], windowed: dict[str, Any]) -> dict[str, Any]:
-    """As transformers 5 says it where layers with a window have their own."""
+    """Rope keys as transformers 5 writes them if layers with a window have their own."""
     return {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
 
 
 def entry_ropes(
     theta: float = 5000.0, entry_theta: float = 700.0, share: float = 0.5, **scaling: Any
 ) -> dict[str, Any]:
-    """As transformers 5 says it for a DeepSeek V4."""
+    """Rope keys as transformers 5 writes them for a DeepSeek V4."""
     main = rope_of(theta, partial_rotary_factor=share)
     return {
         "rope_parameters": {
@@ -997,7 +997,7 @@ def model_class(config: "PretrainedConfig") -> Any:
 
 
 def load(directory: Path, **settings: Any) -> "PreTrainedModel":
-    """As a user does, in float32 with the plainest attention; settings replace those of config.json."""
+    """Load a model as a user does, in float32 with eager attention. settings: replace those of config.json."""
     import torch
     from transformers import AutoConfig
 
@@ -1072,6 +1072,6 @@ ARCHITECTURE = (
 
 
 def architecture(config: "PretrainedConfig") -> dict[str, Any]:
-    """What decides about a model's tensors and logits, with defaults filled in."""
+    """The settings that decide a model's tensors and logits, with defaults filled in."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {"head_dim": head_dim} | {name: getattr(config, name, None) for name in ARCHITECTURE}

@@ -1,4 +1,4 @@
-"""Which tests one process of `pytest -n` runs one after the other: those that share what is slow to start.
+"""Groups of tests that one process of `pytest -n` runs in sequence, because they share fixtures that start slowly.
 
 A unit is a file, or several files whose tests use the same session fixture. So these fixtures start once, not once in every process.
 Long units come first, so that all processes end at about the same time.

@@ -127,7 +127,8 @@ def test_an_adapter_of_some_layers_and_modules_names_them_by_their_paths(tmp_pat
 
 
 def test_megatron_core_finds_every_ranks_rows_in_our_files(tmp_path: Path) -> None:
-    """With the sharded tensors that its ColumnParallelLinear, RowParallelLinear and the factory for gated layers make."""
+    """The test uses the sharded tensors of core's ColumnParallelLinear and RowParallelLinear, and of its factory for
+    gated layers."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
@@ -181,7 +182,7 @@ def alone() -> Iterator[None]:
 
 
 def matrices() -> dict[str, torch.Tensor]:
-    """Of LoRA on linear_qkv and linear_fc1, by their keys."""
+    """The matrices of LoRA on linear_qkv and linear_fc1, by their keys."""
     generator = torch.Generator().manual_seed(3)
     shapes = {
         "self_attention.linear_qkv.adapter.linear_in": (4, HIDDEN),

@@ -141,7 +141,7 @@ def test_the_output_names_the_adapter_and_its_hash(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("saver", ["hf", "core"])
 def test_an_adapter_is_not_merged_into_its_own_output_again(saver: str, tmp_path: Path) -> None:
-    """Also when that was converted in between, and another adapter merged into it."""
+    """The refusal also holds if the output was converted in between and another adapter was merged into it."""
     adapter = LINEAR / "adapter"
     other = edited(
         adapter,

@@ -26,7 +26,7 @@ TOKENS = [[5, 17, 42, 3, 98, 0, 61, 7], [1, 2, 3, 90, 80, 70, 60, 50]]
 
 
 def of_each_expert(_: Mapping[str, Any]) -> dict[str, Any]:
-    """As peft saves an adapter of experts that are layers of their own."""
+    """Settings of an adapter of experts that are separate layers, as peft saves it."""
     import torch
 
     generator = torch.Generator().manual_seed(11)
@@ -88,7 +88,7 @@ NOT_POSSIBLE: Mapping[str, Case] = {
 
 
 class Answer(NamedTuple):
-    """Of one case."""
+    """The answer of Megatron-Bridge to one case."""
 
     reply: dict[str, Any]
     logits: Any
@@ -96,7 +96,7 @@ class Answer(NamedTuple):
 
 
 def ask(jobs: Sequence[dict[str, Any]], world: int, folder: Path) -> list[dict[str, Any]]:
-    """What rank 0 says of each job; where another fails, what that one says."""
+    """The answers of rank 0 to the jobs. If another rank fails in a job, its answer stands there."""
     (folder / f"jobs-{world}.json").write_text(json.dumps(jobs))
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
@@ -128,7 +128,8 @@ def ask(jobs: Sequence[dict[str, Any]], world: int, folder: Path) -> list[dict[s
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
-    """Of all cases, from one process a rank: importing Bridge takes longer than all else."""
+    """The answers to all cases. Each rank is one process for all of them, because the import of Bridge takes
+    longest."""
     import numpy as np
 
     folder = tmp_path_factory.mktemp("bridge")
@@ -230,5 +231,5 @@ def test_dora_of_rows_that_ranks_share_is_another_function_in_megatron_bridge(
 def test_megatron_bridge_cant_load_adapters_of_experts_at_several_expert_ranks(
     answers: dict[str, Answer],
 ) -> None:
-    """Which docs/adapters.md says."""
+    """docs/adapters.md states this limit."""
     assert "Invalid access pattern" in answers[EXPERTS_AT_EP_2].reply["failed"]

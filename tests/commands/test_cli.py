@@ -291,7 +291,7 @@ def test_every_command_answers_with_one_json_document(
 
 
 def test_warnings_do_not_disturb_the_document(core: Path, tmp_path: Path) -> None:
-    """In a process of its own, where warnings go to the real stderr."""
+    """The command runs in a process of its own, where warnings go to the real stderr."""
     source = without_true_vocab(core, tmp_path)
     outcome = finish(
         start(

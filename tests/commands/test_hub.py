@@ -168,7 +168,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, address: str, home: Path) -> None:
 
 
 def megaconv(*arguments: object, seconds: float = 60) -> Outcome:
-    """In a fork of its own, since huggingface_hub reads its environment when it is imported."""
+    """Run the command in a fork, because huggingface_hub reads its environment at import."""
     return finish(start(*arguments), seconds)
 
 

@@ -59,7 +59,7 @@ def put(hub: Hub, model: Path, branch: str = "main") -> str:
 
 
 def megaconv(*arguments: object) -> Outcome:
-    """In a fork of its own, since huggingface_hub reads its environment when it is imported."""
+    """Run the command in a fork, because huggingface_hub reads its environment at import."""
     return finish(start(*arguments), 60)
 
 

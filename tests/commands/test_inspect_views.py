@@ -1,4 +1,4 @@
-"""What `megaconv inspect` shows of a model: its tree, its tensors, its layout."""
+"""The output of `megaconv inspect` about a model: its tree, its tensors, its layout."""
 
 import json
 from pathlib import Path

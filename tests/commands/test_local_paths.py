@@ -1,4 +1,4 @@
-"""Where only a local path can be, a URI is refused by every command, and nothing is made of it below the working directory."""
+"""Every command refuses a URI where it needs a local path, and creates nothing for it below the working directory."""
 
 import typing
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_every_path_of_a_command_refuses_a_uri(model: Path, words: str) -> None:
 
 
 def test_every_option_that_is_a_path_refuses_a_uri() -> None:
-    """Also those that are added later."""
+    """The test finds options that are added later, too."""
     found = 0
     load()
     for command in app.registered_commands:

@@ -1,4 +1,4 @@
-"""What users bring that is no checkpoint: one line that says what it is and what to do, with exit status 3."""
+"""Inputs of users that are no checkpoint: one line says what the input is and what to do, with exit status 3."""
 
 import json
 import shutil

@@ -164,7 +164,7 @@ def in_shell(words: list[object], redirections: str) -> Outcome:
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", "<&- >&- 2>&-"])
 def test_a_conversion_needs_no_standard_streams(model: Path, closed: str) -> None:
-    """And no file of its output gets the number of one that is closed."""
+    """No file of its output gets the number of a closed stream."""
     outcome = in_shell(conversion(model), closed)
     assert (outcome.status, outcome.err) == (0, "")
     assert ("fingerprint" in outcome.out) == (">&-" not in closed.replace("2>&-", ""))

@@ -45,7 +45,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 
 def push(*arguments: object) -> Outcome:
-    """In a fork of its own, since huggingface_hub reads its environment when it is imported."""
+    """Run the command in a fork, because huggingface_hub reads its environment at import."""
     return finish(start("push", *arguments), 60)
 
 

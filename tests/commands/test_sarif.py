@@ -160,7 +160,7 @@ def test_the_script_for_ci_keeps_the_findings_of_checkpoints_with_the_same_name(
 def test_the_script_for_ci_refuses_a_link_to_another_checkpoint(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a pull request could pass the check with the signed checkpoint of the main branch."""
+    """Without this check, a pull request could pass with the signed checkpoint of the main branch."""
     write_llama(tmp_path / "trusted" / "model", layers=1)
     (tmp_path / "proposed").mkdir()
     (tmp_path / "proposed" / "model").symlink_to(tmp_path / "trusted" / "model")

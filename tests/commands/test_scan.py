@@ -29,7 +29,7 @@ DATA = {
 
 
 class Program:
-    """What torch.load would run."""
+    """A call that torch.load would execute."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -111,7 +111,7 @@ def inner_links(documents: dict[Path, Document]) -> Iterator[tuple[Path, str]]:
 
 
 def test_the_navigation_names_every_page() -> None:
-    """Without mkdocs: its strict mode checks the same."""
+    """The test needs no mkdocs, whose strict mode checks the same."""
     named = set(re.findall(r"^ +- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert pages | {"CONTRIBUTING.md", "CHANGELOG.md"} == {

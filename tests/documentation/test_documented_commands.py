@@ -150,7 +150,7 @@ def fixture(name: str) -> Make:
 
 
 def converted(source: Path, *options: str) -> Make:
-    """What `megaconv convert` makes of a checkpoint."""
+    """A function that makes the output of `megaconv convert` for a checkpoint."""
     return lambda target: run("convert", source, target, *options)
 
 
@@ -418,7 +418,7 @@ def test_every_checkpoint_that_a_command_reads_is_known(page: str) -> None:
 
 
 def test_every_block_of_commands_has_a_language() -> None:
-    """Without a language, the commands of a block would not be found."""
+    """The tests would not find the commands of a block without a language."""
     programs = r"(\$ |(\w+=\S+ )?(megaconv|megatron-lite|torchrun|python|pip|make|docker|srun) )"
     unmarked = re.compile(rf"^```\n{programs}", re.MULTILINE)
     pages = {str(page): page.read_text() for page in PAGES}

@@ -97,7 +97,7 @@ def test_the_commands_of_a_page_about_converting_run(
 def test_the_commands_of_the_page_about_serving_checkpoints_run(
     tmp_path: Path, shell: dict[str, str]
 ) -> None:
-    """In one shell, since a command starts a server and the next ones ask it."""
+    """All commands run in one shell: one starts a server, and the next ones ask it."""
     script = "\n".join(command.text for command in commands(SERVING))
     script = script.replace("8700", str(free_port()))
     try:

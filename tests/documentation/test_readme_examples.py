@@ -1,4 +1,4 @@
-"""What the README shows of a terminal is what the command prints: for models of the sizes named there, whose files are sparse."""
+"""The terminal sessions in the README show real output, for models of the stated sizes with sparse files."""
 
 import re
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_a_command_prints_what_the_readme_shows(
 
 @pytest.mark.slow
 def test_the_readmes_python_is_typed_as_the_package_is(tmp_path: Path) -> None:
-    """As whoever copies it into a project of their own is told, whose checker follows `py.typed`."""
+    """A user who copies the code gets these types from a checker that follows `py.typed`."""
     from mypy import api
 
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

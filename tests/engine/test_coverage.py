@@ -152,7 +152,7 @@ def one_row_on(place: Placement) -> Placement:
 
 
 def of_other_rows(place: Placement) -> Placement:
-    """As many rows, from the tensor's first one on."""
+    """The placement with as many rows, counted from the tensor's first row."""
     boxes = (region.box for region in place.regions)
     firsts = [box._replace(row0=0, row1=box.rows) for box in boxes]
     return place._replace(

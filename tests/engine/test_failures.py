@@ -271,7 +271,7 @@ def test_a_configuration_without_a_size_is_refused_and_names_it(
 def test_a_configuration_with_values_of_a_wrong_kind_never_ends_in_a_traceback(
     model: Path, changes: Any
 ) -> None:
-    """Where a value decides about nothing, the conversion may succeed as well."""
+    """If a value has no effect, the conversion may also succeed."""
     edit_json(model / "config.json", lambda config: config.update(changes))
     outcome = run(
         "convert", "--load-dir", model, "--saver", "core", "--save-dir", model.parent / "out"
@@ -502,7 +502,7 @@ ARGUMENTS = (
 def test_arguments_with_impossible_values_never_end_in_a_traceback(
     ckpt: Path, name: str, value: object
 ) -> None:
-    """Where a value decides about nothing, the conversion may succeed as well."""
+    """If a value has no effect, the conversion may also succeed."""
     shutil.rmtree(ckpt / "hf")  # with config.json the arguments are not asked
     edit_rank(
         rank_file(ckpt, 0, 0),
@@ -595,7 +595,7 @@ def test_a_missing_tensor_parallel_rank_is_noticed_by_the_sizes(ckpt: Path) -> N
 
 
 def test_a_missing_pipeline_stage_is_noticed_by_its_layers(ckpt: Path) -> None:
-    """If args have no sizes, as those of old releases."""
+    """Args of old releases have no sizes, so only the layers show it."""
     for tp_rank in range(2):
         shutil.rmtree(rank_file(ckpt, tp_rank, 1).parent)
     edit(rank_paths(ckpt), args={"pipeline_model_parallel_size": None})

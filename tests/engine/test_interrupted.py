@@ -317,7 +317,7 @@ def kill_with_most_finished(model: Path, *options: object) -> None:
 def test_what_was_finished_before_a_kill_is_not_read_again(
     model: Path, options: list[object], more: list[object]
 ) -> None:
-    """Also with another number of threads, as another machine has."""
+    """This also holds for another number of threads, as on another machine."""
     kill_with_most_finished(model, *options)
     # One system call writes a whole line: lines of two threads don't mix.
     count = """

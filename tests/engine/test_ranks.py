@@ -88,7 +88,7 @@ class Fleet:
             os._exit(status)
 
     def outcomes(self) -> list[Outcome]:
-        """Of all ranks, which have to end in time."""
+        """The outcomes of all ranks. Each rank must end in time."""
         statuses: dict[int, int] = {}
         until = time.monotonic() + SECONDS
         while len(statuses) < len(self.ranks) and time.monotonic() < until:
@@ -130,7 +130,7 @@ def _keep_store(port: int) -> None:
 
 @pytest.fixture
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For what ranks print, and for markers: apart from the models."""
+    """A directory for the output of ranks and for markers. The models are elsewhere."""
     return tmp_path_factory.mktemp("ranks")
 
 
@@ -157,7 +157,7 @@ def command(model: Path, *options: object) -> list[object]:
 
 
 def complete_outcome(command: list[object]) -> dict[str, str]:
-    """What one process makes of it."""
+    """The result of the same command in one process."""
     place = Path(str(command[6]))
     assert run(*command).status == 0
     made = snapshot(place)
@@ -281,7 +281,7 @@ def test_a_broken_source_is_told_once(model: Path, folder: Path) -> None:
 def test_damage_in_what_ranks_read_parts_of_is_found(
     record: str, tmp_path: Path, folder: Path
 ) -> None:
-    """In the flat buffers of a distributed optimizer, of which each rank needs other parameters."""
+    """The damage is in the flat buffers of a distributed optimizer, of which each rank needs other parameters."""
     shutil.copytree(DISTRIBUTED, tmp_path / "source")
     file = tmp_path / "source" / "iter_0000002" / "mp_rank_00_000" / "distrib_optim.pt"
     with zipfile.ZipFile(file) as archive:
@@ -529,7 +529,7 @@ def torchrun(
 
 @pytest.mark.slow
 def test_torchrun_itself(model: Path) -> None:
-    """With a process of its own for the store."""
+    """torchrun keeps its store in a process of its own."""
     expected = complete_outcome(command(model))
     done = torchrun(model, "--verify")
     assert done.returncode == 0, done.stderr

@@ -52,7 +52,7 @@ def require_verified(outcome: Outcome) -> None:
 
 
 def after_writing(monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]) -> None:
-    """What a faulty disk does to an output before it is read back."""
+    """Damage an output before it is read back, as a faulty disk does."""
     verify = conversion.verify_fingerprint
 
     def damaged(path: Path, *arguments: object) -> None:

@@ -96,7 +96,7 @@ def canonical_name(name: str) -> str:
 
 
 def fingerprint_of_files(directory: Path) -> str:
-    """As megaconv.engine.fingerprints documents it."""
+    """The fingerprint of a directory, computed as megaconv.engine.fingerprints documents it."""
     lines = {}
     for name, tensor in weights_of(directory).items():
         label = f"{str(tensor.dtype).removeprefix('torch.')}\0{','.join(map(str, tensor.shape))}\0".encode()
@@ -382,7 +382,7 @@ def test_megatron_gets_the_copy_of_a_tied_embedding_only_on_another_stage(
 
 
 def check_padding(core: Path, embedding: torch.Tensor, padding: str) -> None:
-    """Whether all ranks' rows together are the embedding and then padding."""
+    """Check that the rows of all ranks together are the embedding, then padding."""
     states = [rank_state(path) for path in rank_paths(core)]
     stored = torch.cat([state["model"]["embedding.word_embeddings.weight"] for state in states])
     filler = embedding[-1:] if padding == "repeat" else torch.zeros_like(embedding[-1:])

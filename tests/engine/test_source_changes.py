@@ -54,7 +54,7 @@ def shard(model: Path) -> Path:
 
 
 def overwrite(path: Path) -> None:
-    """In place, with the size and the time of its last change that it had."""
+    """Change a file in place. Its size and its time stay the same."""
     before, content = path.stat(), path.read_bytes()
     with path.open("r+b") as file:
         file.write(content)
@@ -62,7 +62,7 @@ def overwrite(path: Path) -> None:
 
 
 def replace(path: Path) -> None:
-    """By a copy of it, time and all, as a download or a save does it."""
+    """Replace a file by a copy with the same time, as a download or a save does."""
     shutil.copy2(path, path.with_name("new"))
     path.with_name("new").rename(path)
 
@@ -143,7 +143,7 @@ def test_a_run_may_save_its_next_iteration_while_one_is_converted(
 def test_what_a_source_opens_later_is_watched_too(
     model: Path, meanwhile: Callable[[Callable[[], object]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a loader of somebody else's may."""
+    """A loader of another package may open files this late."""
     later = model.parent / "later"
     later.write_text("content")
     tensors = megaconv.engine.preparation.LazySource.tensors

@@ -59,7 +59,7 @@ def header(model: Path) -> Header:
 
 
 def run_threads(*sides: Callable[[], object]) -> list[BaseException | None]:
-    """What each function raised. Fails when one of them still runs after five seconds."""
+    """The error of each function, or None. Fails if one of them still runs after five seconds."""
     raised: list[BaseException | None] = [None] * len(sides)
 
     def call(index: int) -> None:
@@ -161,7 +161,7 @@ def test_an_end_without_a_header_is_an_error() -> None:
 
 @pytest.fixture
 def stream(header: Header) -> Stream:
-    """With its header, waiting for a, b and c."""
+    """A stream with its header. It waits for the tensors a, b and c."""
     stream = Stream(1 << 20)
     stream.put_header(header)
     return stream

@@ -60,7 +60,7 @@ def test_an_output_larger_than_the_free_space_is_refused_before_it_is_begun(
 
 
 def test_a_disk_that_fills_up_meanwhile_ends_the_run(tmp_path: Path, small_disk: Path) -> None:
-    """With --resume nothing is checked beforehand, since part of the output may be there already."""
+    """With --resume there is no check beforehand, because a part of the output may be there already."""
     model = write_llama(tmp_path / "model", vocab=10_000)
     with unchanged(tmp_path):
         outcome = run(
@@ -244,7 +244,7 @@ def test_an_error_at_any_other_call_ends_the_run_or_is_survived_and_leaves_nothi
 def test_without_an_exchange_in_one_step_an_old_output_is_replaced_in_two(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On file systems that can't swap names, an error at any rename still leaves the old output."""
+    """If the file system can't exchange names, an error at any rename still leaves the old output."""
     monkeypatch.setattr(renames, "exchange", lambda left, right: False)
     write_old_output(tmp_path / "out")
     before = snapshot(tmp_path)

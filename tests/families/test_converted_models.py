@@ -261,7 +261,7 @@ def step(**settings: Any) -> dict[str, Any]:
 
 
 def step_logits(source: Path, raw: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
-    """Of the whole model with the weights of a directory, and this configuration."""
+    """The logits of the whole model, with the weights of a directory and this configuration."""
     transformers = pytest.importorskip("transformers")
     config = transformers.Step3p7Config(**raw)
     model = transformers.Step3p7ForConditionalGeneration.from_pretrained(

@@ -38,7 +38,8 @@ def test_a_real_distributed_checkpoint_is_read_bit_for_bit() -> None:
 
 
 def test_keys_and_chunks_are_those_that_megatron_writes(tmp_path: Path) -> None:
-    """But for the norm before experts, which the fixture has under Transformer Engine's name for it, local layers don't."""
+    """The only difference is the norm before experts: the fixture has Transformer Engine's name for it, local layers
+    have not."""
     options = {
         "ckpt_format": "torch_dist",
         "transformer_impl": "local",
@@ -362,7 +363,7 @@ def test_the_layer_for_multi_token_prediction_goes_to_megatron_and_back(
 def packed(
     tensors: dict[str, torch.Tensor], layer: str, experts: int = 4
 ) -> dict[str, torch.Tensor]:
-    """With the experts of a layer in two tensors."""
+    """The tensors, with the experts of a layer packed into two."""
     before = f"{layer}.mlp.experts."
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(before)}
 
@@ -384,7 +385,7 @@ def packed(
 def test_experts_of_a_predicting_layer_may_be_packed_where_others_are_not_and_the_other_way_round(
     layers: list[str], together: bool, tmp_path: Path
 ) -> None:
-    """As Qwen 3.6 has them, and Qwen 3.5."""
+    """Qwen 3.6 has the first form, Qwen 3.5 the second."""
     hf = with_mtp(write_model(tmp_path / "hf", "qwen3_5_moe"))
     tensors = weights_of(hf)
     other = shutil.copytree(hf, tmp_path / "other")

@@ -40,7 +40,7 @@ def read(raw: dict[str, Any]) -> ModelConfig:
 
 @st.composite
 def berts(draw: Draw) -> ModelConfig:
-    """As both transformers and Megatron's legacy models can have one."""
+    """A BERT that both transformers and Megatron's legacy models can have."""
     place, model = draw(st.sampled_from(("MegatronBert", "Bert"))), draw(st.sampled_from(MODELS))
     kind = place + model
     words: dict[str, Any] = {
@@ -61,7 +61,7 @@ def berts(draw: Draw) -> ModelConfig:
 
 @st.composite
 def t5s(draw: Draw) -> ModelConfig:
-    """As Megatron core can have one."""
+    """A T5 that Megatron core can have."""
     bias, tied, layers = draw(st.booleans()), draw(st.booleans()), draw(st.integers(1, 4))
     positions = draw(st.sampled_from(("learned", "relative", "rope")))
     found = {
@@ -106,7 +106,7 @@ FOUND = (
 
 
 def back(config: ModelConfig, *, legacy: bool) -> ModelConfig:
-    """By way of Megatron's arguments, with what a loader reads off the tensors."""
+    """The configuration, read back from Megatron's arguments and from fields that a loader reads from the tensors."""
     found = found_in_tensors(config, *FOUND) | (
         {"head.activation": "gelu"} if config.head.activation else {}
     )

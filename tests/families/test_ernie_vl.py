@@ -82,7 +82,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(
     directory: Path, kind: str = "ForConditionalGeneration", **options: Any
 ) -> "PreTrainedModel":
-    """With weights at aligned addresses. Those of a mapped file are at any, which changes the rounding."""
+    """Load a model with weights at aligned addresses. A mapped file has them at any address, which changes the
+    rounding."""
     transformers = pytest.importorskip("transformers")
     found = getattr(transformers, f"Ernie4_5_VLMoe{kind}")
     model: PreTrainedModel = found.from_pretrained(directory, dtype=torch.float32, **options).eval()
@@ -117,7 +118,7 @@ def reads(model: "PreTrainedModel") -> torch.Tensor:
 
 
 def hidden_states(model: Any) -> torch.Tensor:
-    """Of a language model, in which every third token is of an image, at a place of its own."""
+    """The hidden states of a language model. Every third token is of an image and has its own position."""
     tokens = torch.randint(7, 110, (2, 24), generator=torch.Generator().manual_seed(3))
     of_images = (torch.arange(24) % 3 == 0).int().expand(2, -1)
     places = torch.stack([torch.arange(24), torch.arange(24) // 2, torch.arange(24) // 3])
@@ -187,7 +188,7 @@ def test_transformers_computes_the_same_with_the_language_model_alone(
 
 @pytest.mark.oracle
 def test_the_names_of_transformers_class_are_read_and_kept(source: Path, tmp_path: Path) -> None:
-    """As in a file of its state_dict."""
+    """Files of the class's state_dict have these names."""
     held = tmp_path / "held"
     held.mkdir()
     (held / "config.json").write_bytes((source / "config.json").read_bytes())
@@ -207,7 +208,7 @@ def test_the_names_of_transformers_class_are_read_and_kept(source: Path, tmp_pat
 
 
 def test_the_published_model_has_29_billion_parameters_and_3_are_active() -> None:
-    """As many as transformers' class has. The encoder and the projector have 0.8 billion of them."""
+    """transformers' class has as many. The encoder and the projector have 0.8 billion of them."""
     models = json.loads((FIXTURES / "published_models.json").read_text())
     (raw,) = (each["config"] for each in models if "ERNIE-4.5-VL-28B" in each["model"])
     table = family(NAME)

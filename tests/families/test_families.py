@@ -277,7 +277,7 @@ def test_there_and_elsewhere_and_back_every_bit_is_the_same(
 
 
 def stacked(tensors: Tensors, gate: str, up: str, down: str) -> Tensors:
-    """As transformers 5 holds them: by torch alone."""
+    """The tensors in the stacked form of transformers 5, made by torch alone."""
     found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     prefixes = dict.fromkeys(
         name.partition(".experts.")[0] for name in tensors if ".experts." in name
@@ -349,7 +349,7 @@ def test_a_stack_of_another_shape_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_mixtral_goes_to_mistrals_own_files_and_back(tmp_path: Path) -> None:
-    """Under the names of mistral-inference's modules, each head's rows in rotary pairs."""
+    """Mistral's files have the names of mistral-inference's modules, and each head's rows in rotary pairs."""
     hf = write_model(tmp_path / "hf", "mixtral", head_dim=4, rope_theta=1e6, sliding_window=None)
     megaconv.convert(hf, tmp_path / "own", saver="llama_mistral")
     params = json.loads((tmp_path / "own" / "params.json").read_text())
@@ -752,7 +752,7 @@ def test_norms_over_all_heads_are_told_even_where_a_rank_has_one_head(
 def test_norms_after_sublayers_have_the_entries_that_their_kind_of_layers_has(
     impl: str, has_states: bool, tmp_path: Path
 ) -> None:
-    """In an OLMo 2 no parameter's name tells which kind that is."""
+    """In an OLMo 2, no parameter's name shows which kind of layers it has."""
     hf = write_model(tmp_path / "hf", "olmo2")
     megaconv.convert(hf, tmp_path / "core", saver="core", transformer_impl=impl)
     with torch.serialization.safe_globals([Namespace]):
@@ -874,7 +874,7 @@ def test_a_base_given_in_python_works_too(tmp_path: Path) -> None:
 
 
 def test_what_proves_a_family_is_what_the_oracles_do() -> None:
-    """By the variants that they run, and the modules of their own that they run them with."""
+    """The oracles' variants show it, and the modules of their own that the oracles run them with."""
     proven = {**VARIANTS, **MIXTURES, **UNTRAINED}
     computed = {family_of(variant) for variant in proven.values()} | {"bert", "t5"}
     computed.add("retro")  # by core 0.15.3: tests/megatron/test_retro_loads.py

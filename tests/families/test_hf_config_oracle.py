@@ -1,4 +1,4 @@
-"""What transformers itself makes of the keys of a config.json."""
+"""The keys of a config.json mean what transformers makes of them."""
 
 from copy import deepcopy
 from typing import Any
@@ -165,7 +165,8 @@ EPSILON = {
 
 
 def biases_as_transformers_has_them(config: Any) -> Raw:
-    """On q, k and v alone, on all of attention, or on everything, by one key or several."""
+    """Biases as transformers sets them: on q, k and v, on all of attention, or on everything, by one key or by
+    several."""
     everywhere = getattr(config, "use_bias", False)
     on_attention = everywhere or getattr(config, "attention_bias", config.model_type == "seed_oss")
     only_inputs = config.model_type in ("glm", "glm4", "glm4_moe", "solar_open")

@@ -228,7 +228,7 @@ def test_for_core_it_is_said_that_core_has_no_such_head(models: Models, tmp_path
 def test_a_masked_language_models_files_may_hold_the_other_head_too(
     models: Models, tmp_path: Path
 ) -> None:
-    """As those of bert-base-uncased do."""
+    """Files of bert-base-uncased do."""
     source = models("BertForPreTraining")
     tensors = load_file(source / "model.safetensors")
     said = save_as(tmp_path / "said", source, tensors, architectures=["BertForMaskedLM"])

@@ -237,7 +237,7 @@ def test_what_lies_beside_the_language_model_is_named(tmp_path: Path) -> None:
 def test_transposed_stacks_of_experts_are_read_and_written_into_the_original(
     tmp_path: Path,
 ) -> None:
-    """As the Hub has Qwen 3 VL's."""
+    """Qwen 3 VL has this form on the Hub."""
     create(MODELS["qwen3_vl_moe"], tmp_path / "rows")
     (tmp_path / "columns").mkdir()
     (tmp_path / "columns/config.json").write_bytes((tmp_path / "rows/config.json").read_bytes())
@@ -260,7 +260,7 @@ def test_transposed_stacks_of_experts_are_read_and_written_into_the_original(
 
 
 def test_a_config_json_without_a_text_config_of_its_own_is_read(tmp_path: Path) -> None:
-    """As Qwen 2.5 VL has it on the Hub: the language model's keys beside vision_config."""
+    """Qwen 2.5 VL has this form on the Hub: the language model's keys stand beside vision_config."""
     create(MODELS["qwen2_5_vl"], tmp_path / "nested")
     shutil.copytree(tmp_path / "nested", tmp_path / "flat")
     raw = json.loads((tmp_path / "nested/config.json").read_text())

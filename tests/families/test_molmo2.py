@@ -74,7 +74,7 @@ def with_whole_tables(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def logits(directory: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a text, and of a text with an image."""
+    """The logits of a text, and of a text with an image."""
     kind = transformers.Molmo2ForConditionalGeneration
     model = kind.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     seeded = torch.Generator().manual_seed(4)

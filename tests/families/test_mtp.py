@@ -64,7 +64,7 @@ def one_more_layer(path: Path, directory: Path) -> Any:
 
 
 def further_logits(path: Path, tokens: "torch.Tensor", directory: Path) -> "torch.Tensor":
-    """Of the token after the next, as DeepSeek's report defines it, by transformers' modules."""
+    """The logits of the token after the next one, as DeepSeek's report defines them, by transformers' modules."""
     import torch
 
     model, own = one_more_layer(path, directory), load_file(path / "model.safetensors")
@@ -142,7 +142,7 @@ def test_further_layers_come_back_bit_for_bit_without_a_config(
 def test_without_further_layers_a_warning_says_so_and_the_original_gives_them_back(
     model: Path, tmp_path: Path
 ) -> None:
-    """As after a run that trained without multi-token prediction."""
+    """A run that trained without multi-token prediction leaves such a checkpoint."""
     import torch
 
     short = tmp_path / "short"

@@ -243,7 +243,7 @@ def test_a_model_without_config_json_is_refused_one(family: str) -> None:
 
 
 def told_again(config: ModelConfig, *, legacy: bool = False) -> ModelConfig:
-    """By way of Megatron's arguments and the tensors."""
+    """The configuration, read back from Megatron's arguments and the tensors."""
     arguments = to_arguments(
         config, Layout(stage_layers=(config.layer_count,)), TrainingState(), transformer_impl="local", grouped_experts=False,
         vocab_divisor=1, padded_vocab=config.vocab, legacy=legacy,

@@ -39,7 +39,7 @@ def rank(checkpoint: Path) -> dict[str, Any]:
 
 
 def indexer(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Of one layer, each of its tensors as heads of rows."""
+    """The tensors of the indexer of one layer, each as heads of rows."""
     prefix = ATTENTION + "core_attention.indexer."
     found = {
         name.removeprefix(prefix): value
@@ -96,7 +96,7 @@ def test_either_order_comes_back_and_becomes_the_other(
 
 
 def forget(checkpoint: Path) -> Path:
-    """As Megatron would have written it, which has no such argument."""
+    """Remove our argument, so that the checkpoint looks as if Megatron had written it."""
     (file,) = checkpoint.glob("*/mp_rank_00/model_optim_rng.pt")
     state = load_rank(file)
     delattr(state["args"], INDEXER_ORDER)
@@ -108,7 +108,7 @@ def forget(checkpoint: Path) -> Path:
 def test_norms_of_latent_vectors_tell_the_release_where_nothing_else_does(
     hf: Path, tmp_path: Path
 ) -> None:
-    """From core 0.19 on they are modules of their own among Transformer Engine's layers too."""
+    """From core 0.19 on, these norms are separate modules among Transformer Engine's layers too."""
     megaconv.convert(hf, tmp_path / "new", saver="core")
     megaconv.convert(hf, tmp_path / "old", **FOR_0_16)
     assert ATTENTION + "kv_layernorm.weight" in rank(tmp_path / "new")["model"]

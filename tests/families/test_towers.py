@@ -243,7 +243,7 @@ def test_a_checkpoint_of_megatron_bridges_is_read_beside_the_originals_config_js
 def test_a_tower_that_was_copied_is_still_read(
     qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As megaconv wrote them before it knew these towers."""
+    """Older versions of megaconv copied these towers."""
     with monkeypatch.context() as before:
         before.setattr(whole_model, "TOWERS", {})
         megaconv.convert(qwen / "hf", tmp_path / "core", saver="core", tp=2)

@@ -148,7 +148,7 @@ def test_text_only_takes_the_language_model_out_of_a_whole_megatron_checkpoint(
 
 
 def without_our_names(core: Path, target: Path) -> Path:
-    """As another program would have written it: without what says where names came from, and without hf/."""
+    """The checkpoint as another program would write it: without the record of names, and without hf/."""
     for file in core.glob("release/mp_rank_*/model_optim_rng.pt"):
         content = torch.load(file, weights_only=False)
         delattr(content["args"], HF_NAMES)

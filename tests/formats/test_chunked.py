@@ -150,7 +150,8 @@ def test_joined_tensors_lie_one_under_the_other() -> None:
 def test_chunks_are_read_under_any_other_shape(
     case: tuple[np.ndarray[Any, Any], Boxes], data: st.DataObject
 ) -> None:
-    """As GPT-2's transposed matrices and stacked experts are, whose rows and columns are counted in a shape of their own."""
+    """GPT-2's transposed matrices and stacked experts are read in this way: their own shape counts rows and
+    columns."""
     array, boxes = case
     cols = data.draw(
         st.sampled_from([size for size in range(1, array.size + 1) if array.size % size == 0])

@@ -23,7 +23,8 @@ STEPS = [
 
 
 class Way(NamedTuple):
-    """What is there before, and whether the file system exchanges names."""
+    """The situation of a commit: the earlier content of the target, and the file system's ability to exchange
+    names."""
 
     old: bool
     exchanges: bool
@@ -66,7 +67,7 @@ def fill(place: Path, content: str) -> None:
 
 
 def content(place: Path) -> str | None:
-    """What a whole output says, None where nothing is."""
+    """The text of a complete output; None if there is no output."""
     if not place.exists():
         return None
     found = {(place / name).read_text() for name in ("weights", "inner/more")}
@@ -111,7 +112,7 @@ class Killer:
 
 
 def commit_killed_before(number: int, target: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """In a process of its own. Whether it came so far that it was killed."""
+    """Commit in a process of its own, which is killed before a step. Returns True if it got that far."""
     process = os.fork()
     if not process:
         try:
@@ -127,7 +128,7 @@ def commit_killed_before(number: int, target: Path, monkeypatch: pytest.MonkeyPa
 def test_a_commit_killed_before_any_step_leaves_one_of_the_two_outputs(
     monkeypatch: pytest.MonkeyPatch, target: Path, way: Way, resume: bool
 ) -> None:
-    """And what the next run believes of what it finds is never the old output."""
+    """The next run never takes the old output for its own."""
     old = "old" if way.old else None
     seen, number = set(), 0
     while True:

@@ -64,7 +64,7 @@ def test_no_pieces_of_what_is_intact_are_ever_refused(pieces: list[list[int]]) -
 
 
 def test_a_row_that_was_looked_at_before_does_not_matter() -> None:
-    """As where a tied head is looked for."""
+    """The search for a tied head reads such a row early."""
     wrong = EntryCheck(Path("x"), 100, 1000, 1, set())
     with pytest.raises(CorruptCheckpoint):
         feed(wrong, [(0, 10), (500, 510), (990, 1000), (0, 400), (400, 800), (800, 1000)])

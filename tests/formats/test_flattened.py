@@ -83,7 +83,7 @@ class Held:
 
 @st.composite
 def cuts(draw: Draw, length: int) -> list[int]:
-    """Where `length` elements are cut."""
+    """The places at which `length` elements are cut."""
     return [
         0,
         *sorted(draw(st.sets(st.integers(1, max(1, length - 1)), max_size=4)) - {length}),

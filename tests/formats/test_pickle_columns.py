@@ -75,7 +75,7 @@ def same(data: bytes) -> bool:
 
 
 def followed(data: bytes, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many bytes were followed by columns."""
+    """The number of bytes that were followed by columns."""
     bytes_of: list[int] = []
     follow = Columns.follow
 
@@ -91,7 +91,8 @@ def followed(data: bytes, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def _by_torch(protocol: int) -> bytes:
-    """As Megatron's `.metadata` is: every size and many names an object of its own, numbers of one to six bytes."""
+    """A pickle like Megatron's `.metadata`: all sizes and many names are separate objects, numbers have one to six
+    bytes."""
     offsets = [Size([n // 8, n % 8 * 40, n]) for n in range(48)]
     chunks = [ChunkStorageMetadata(offset, Size([1, 40, 300])) for offset in offsets]
     places = {

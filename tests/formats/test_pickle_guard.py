@@ -1,4 +1,4 @@
-"""What the inert pickle reader accepts, refuses, and never does."""
+"""The inert pickle reader: data that it accepts, data that it refuses, and its guarantees."""
 
 import os
 import pickle
@@ -572,7 +572,7 @@ CHUNKS = pickle.dumps(
 
 
 def by_handlers(data: bytes) -> object:
-    """What the handlers make of a pickle, without the loop's own ways."""
+    """The object that the handlers alone make of a pickle, without the shortcuts of the loop."""
     machine = Machine(data, 0, lambda identity: identity, lambda record: record)
     while machine.position < machine.end:
         machine.position += 1

@@ -1,4 +1,4 @@
-"""Which directories hold which rank: names as Megatron writes them, trackers, and what can be wrong with either."""
+"""The directories of ranks: names as Megatron writes them, trackers, and errors in both."""
 
 from pathlib import Path
 

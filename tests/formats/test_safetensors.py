@@ -178,7 +178,7 @@ def test_whatever_we_lay_out_the_library_reads_bit_for_bit(
 def test_changed_bytes_never_raise_anything_else_and_never_mislead(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Where both we and the library accept a changed file, we find the same tensors in it."""
+    """If we and the library both accept a changed file, we find the same tensors in it."""
     content = bytearray(GOLDEN)
     for position in data.draw(st.lists(st.integers(0, 200), min_size=1, max_size=4)):
         content[position] = data.draw(st.integers(0, 255))

@@ -205,7 +205,7 @@ def test_tensors_are_on_disk_before_the_journal_vouches_for_them(
 
 
 def leave(target: Path, *entries: dict[str, Any], plan: str = "a") -> None:
-    """What an interrupted run leaves."""
+    """Leave the files of an interrupted run."""
     output, _ = begin(target, plan=plan)
     output.file("file", 4).write(0, b"1234")
     output.record([*entries])

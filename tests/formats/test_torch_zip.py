@@ -287,7 +287,7 @@ def write(layout: FileLayout, path: Path) -> None:
 
 
 def torch_value(value: Any) -> Any:
-    """What torch.load should return for what was planned."""
+    """The value that torch.load should return for a planned value."""
     if isinstance(value, Placeholder):
         content = np.frombuffer(
             bytearray(CONTENT[: byte_count(value.shape, value.dtype)]), np.uint8

@@ -1,4 +1,4 @@
-"""What each rank of ZeRO 1 and 2 holds of the parameters, at any number of ranks."""
+"""The parameters of each rank of ZeRO 1 and 2, for any number of ranks."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -50,7 +50,7 @@ LISTED = {
 
 
 def model(path: Path, family: str, keys: dict[str, Any]) -> Path:
-    """In bfloat16, with the biases that choose experts in float32, as DeepSeek publishes them."""
+    """Write a model in bfloat16. The biases that choose experts are float32, as DeepSeek publishes them."""
     write_model(path, family, **{**SHAPES, "rope_scaling": YARN, **keys})
     tensors = load_file(path / "model.safetensors")
     for name, tensor in tensors.items():

@@ -205,7 +205,7 @@ def test_heads_of_a_size_of_their_own_are_said_without_a_config_json_too(tmp_pat
 
 
 def test_a_file_without_tokens_says_how_many_rows_the_embedding_has(tmp_path: Path) -> None:
-    """Which llama.cpp counts tokens for, and otherwise takes none."""
+    """Without tokens in the file, llama.cpp needs this number."""
     source = source_of(tmp_path / "hf", "olmo2", HEADS)
     values = written(source, tmp_path / "out", "tokenizer=none").values
     assert (

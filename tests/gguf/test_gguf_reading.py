@@ -61,7 +61,8 @@ def test_a_file_alone_says_what_model_it_is(
 
 @pytest.mark.parametrize("case", QUANTIZED, ids=lambda case: case.parent.name)
 def test_blocks_of_q8_0_are_multiplied_out(case: Path, tmp_path: Path) -> None:
-    """By independent arithmetic, for a tensor whose rows lie as the model's do; the others are close to the original."""
+    """The expected values come from independent arithmetic, for a tensor whose rows are in the model's order. Other
+    tensors are close to the original."""
     outcome = run(
         "convert",
         case,

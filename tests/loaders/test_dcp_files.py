@@ -33,7 +33,7 @@ def save(tensors: dict[str, Any], path: Path, **options: Any) -> Path:
 
 
 def load_all(path: Path) -> dict[str, torch.Tensor]:
-    """By PyTorch."""
+    """All tensors of a checkpoint, read by PyTorch."""
     found = FileSystemReader(path).read_metadata().state_dict_metadata
     state = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -51,7 +51,7 @@ def refold(file: Path, folder: str) -> None:
 
 
 def without_mappings(file: Path) -> None:
-    """As DeepSpeed saved it before it had universal checkpoints."""
+    """Remove the mappings, as in files of DeepSpeed before it had universal checkpoints."""
     entries = members(file.read_bytes())
     file.write_bytes(
         stored(
@@ -108,7 +108,8 @@ def test_the_slices_that_a_file_lists_are_those_of_its_rank(
 
 
 def test_slices_of_another_order_are_not_compared_and_weights_are(tmp_path: Path) -> None:
-    """With round_robin_gradients DeepSpeed lists slices in the order of the module, and stores another one."""
+    """With round_robin_gradients, DeepSpeed lists slices in the order of the module, but stores them in another
+    order."""
     step = step_of(2, tmp_path)
     exchange(*(step / name for name in RANKS))
     for name in RANKS:
@@ -241,7 +242,7 @@ def test_an_fp32_module_is_compared_with_its_masters(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_of_16_bits_goes_along_in_fp32(tmp_path: Path) -> None:
-    """As bf16_master_weights_and_grads keeps it."""
+    """bf16_master_weights_and_grads keeps the optimizer in 16 bits."""
     shutil.copytree(FIXTURES / UNIVERSAL[2], tmp_path / "in")
     for file in (tmp_path / "in").glob("*/zero/*/*.pt"):
         held = torch.load(file)

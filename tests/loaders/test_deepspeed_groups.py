@@ -66,7 +66,7 @@ def described(groups: Groups) -> list[tuple[float, float, int]]:
 
 
 def assert_refused(step: Path, tmp_path: Path, words: str) -> None:
-    """For Megatron's formats alone: weights convert, and fingerprints need no groups."""
+    """Check the refusal for Megatron's formats. Weights are still converted, and fingerprints need no groups."""
     for ckpt_format in ("torch", "torch_dist", "zarr"):
         with pytest.raises(NotExpressible, match=rf"{words}.*; --no-optimizer"):
             megaconv.convert(step, tmp_path / "out", saver="core", ckpt_format=ckpt_format)
@@ -195,7 +195,7 @@ def test_state_that_adam_does_not_have_is_refused_by_name(tmp_path: Path) -> Non
 def test_deepspeeds_own_adam_says_in_the_runs_configuration_how_it_decays(
     params: dict[str, Any], refused: bool, tmp_path: Path
 ) -> None:
-    """By default its Adam is AdamW."""
+    """DeepSpeed's Adam is AdamW by default."""
     step = copy(TWO, tmp_path)
     edit_groups(step, lambda groups: [group.pop("decoupled_weight_decay") for group in groups])
     edit_config(step, {"type": "Adam", "params": params})

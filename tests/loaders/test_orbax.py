@@ -37,7 +37,7 @@ def convert(
 def as_transformers_has_it(
     arrays: dict[str, torch.Tensor], *, pairs: bool
 ) -> dict[str, torch.Tensor]:
-    """By the rules of MaxText's own conversion, tensor by tensor."""
+    """The tensors under transformers' names, by the rules of MaxText's own conversion."""
     arrays = {name.removeprefix("params.params."): tensor for name, tensor in arrays.items()}
     found = {
         "model.embed_tokens.weight": arrays["token_embedder.embedding"],

@@ -92,7 +92,7 @@ def test_rope_comes_back_and_a_description_completes_it(tmp_path: Path) -> None:
 
 
 def whole_embeddings(directory: Path, padding: int) -> None:
-    """As TensorRT-LLM's own converters write it by default."""
+    """Store whole embeddings, as TensorRT-LLM's own converters do by default."""
     ranks = [directory / f"rank{rank}.safetensors" for rank in (0, 1)]
     held = [load_file(file) for file in ranks]
     name = "transformer.vocab_embedding.weight"

@@ -132,7 +132,7 @@ def test_without_its_settings_a_config_json_is_asked_for_and_enough(
 def test_the_distributed_weights_of_an_unpacked_nemo_1_archive_are_read_with_a_config_json(
     tmp_path: Path,
 ) -> None:
-    """As its next step says: keys begin with `model.`, and there is nothing else that is read."""
+    """The error message gives this next step. Keys begin with `model.`, and nothing else is read."""
     path = write_nemo(tmp_path / "in", DENSE, prefix="model.") / "weights"
     path.rename(tmp_path / "in" / "model_weights")
     shutil.rmtree(tmp_path / "in" / "context")
@@ -377,7 +377,7 @@ def as_provider(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_what_is_written_by_hand_is_plain_yaml(tmp_path: Path) -> None:
-    """As both write it: with a safe dumper, classes as `_target_`."""
+    """Megatron-Bridge and NeMo both write such YAML: with a safe dumper, and classes as `_target_`."""
     for write in (write_bridge, write_nemo):
         file = next(write(tmp_path / write.__name__, DENSE).rglob("*.yaml"))
         assert "!!" not in file.read_text()

@@ -52,7 +52,7 @@ SANDWICH: Names = {
 
 
 def experts(module: str, gate: str, gate_and_up: tuple[str, str], down: str) -> Names:
-    """Of every layer, with a norm before them; words of Hugging Face's."""
+    """The names of the experts of every layer, with a norm before them, in Hugging Face's words."""
     return {
         "output_layer.weight": ("lm_head.weight",),
         _CORE + "pre_mlp_layernorm.weight": (_HF + "post_attention_layernorm.weight",),

@@ -189,7 +189,7 @@ def test_a_format_that_nobody_knows_is_named(checkpoint: Path) -> None:
 
 
 def test_core_0_19_keeps_its_common_state_in_an_object(checkpoint: Path) -> None:
-    """As that release writes it: no common.pt, two keys in metadata.json."""
+    """That release writes no common.pt, and two keys in metadata.json."""
     version = checkpoint / "iter_0000010"
     before = megaconv.fingerprint(checkpoint).weights
     archive = torch_zip.plan([torch_zip.read(version / "common.pt")], "archive")

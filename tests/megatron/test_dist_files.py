@@ -28,7 +28,7 @@ def root(name: str) -> Path:
 
 
 def expected_weights(name: str) -> dict[str, FileTensor]:
-    """By Hugging Face's names. Megatron's FSDP keeps the weights of a bf16 model in fp32."""
+    """The expected weights by Hugging Face's names. Megatron's FSDP keeps the weights of a bf16 model in fp32."""
     stored = safetensors.read(FIXTURES / name / "expected.safetensors")
     if name.endswith("fsdp_dtensor"):
         return {

@@ -121,7 +121,7 @@ def test_from_format_to_format_the_optimizer_stays_the_same(
 def test_fp32_weights_that_become_16_bit_have_masters_in_a_distributed_checkpoint(
     tmp_path: Path,
 ) -> None:
-    """As Megatron-FSDP keeps them, which then goes on as any other optimizer."""
+    """Megatron-FSDP keeps them so. Afterwards the optimizer continues like any other."""
     source = root("dist-llama-optim-dp2-fsdp_dtensor")
     megaconv.convert(
         source, tmp_path / "bf16", saver="core", ckpt_format="torch_dist", dtype="bf16"

@@ -135,7 +135,7 @@ def test_a_bert_of_the_same_release_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_run_in_fp16_is_read_although_its_optimizer_is_of_a_class_of_that_release(
     tmp_path: Path,
 ) -> None:
-    """That release pickles fp16.loss_scaler.DynamicLossScaler, a module that nobody has today."""
+    """That release pickles fp16.loss_scaler.DynamicLossScaler, a module that no current release has."""
     copy = copytree(CHECKPOINT, tmp_path / "copy")
     script = """
 import sys, types, torch

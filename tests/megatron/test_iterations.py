@@ -1,4 +1,4 @@
-"""Which iteration an output is: a run's own, or a release, with which a run begins."""
+"""The iteration of an output: that of the run, or a release, from which a run begins."""
 
 from pathlib import Path
 from typing import Any

@@ -165,7 +165,7 @@ def test_what_is_read_as_text_are_the_real_fields() -> None:
 
 @pytest.mark.parametrize("source", ["wheels", "repository"])
 def test_the_default_of_every_release_is_accepted(source: str) -> None:
-    """But for an activation, which is a function in the class and never in a checkpoint's args."""
+    """The only exception is an activation: a function in the class, which is never in a checkpoint's args."""
     hybrid = "HybridConfig.is_hybrid_model"
     for name, defaults in FACTS[source]["fields"].items():
         limit = {**LIMITED, **REFUSED}.get(bare(name))
@@ -224,7 +224,7 @@ ONE_OF_EACH_KIND = {
 
 
 def real_checkpoints() -> list[Path]:
-    """Of Megatron's, all that tests have."""
+    """All checkpoints of Megatron among the fixtures."""
     names = [
         path.name
         for path in sorted(FIXTURES.iterdir())
@@ -269,7 +269,7 @@ def test_real_checkpoints_have_nothing_that_is_unknown(
 
 
 class Read(NamedTuple):
-    """What megaconv reads a checkpoint's configuration from."""
+    """The configuration that megaconv reads from a checkpoint."""
 
     args: Namespace
     found: dict[str, Any]
@@ -280,7 +280,7 @@ class Read(NamedTuple):
 
 @pytest.fixture(params=[LLAMA_FIXTURE, MIXTURE_FIXTURE])
 def real(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Read:
-    """Of a real checkpoint."""
+    """The configuration of a real checkpoint."""
     captured: list[Read] = []
 
     def capture(args: Namespace, found: dict[str, Any], **more: Any) -> ModelConfig:

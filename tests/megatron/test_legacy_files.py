@@ -69,7 +69,7 @@ def rank_paths(root: Path) -> list[Path]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """As torch loads a file when it executes nothing; Namespace is all that ours may need."""
+    """Load a file with torch, which executes nothing here. Our files may need only Namespace."""
     with torch.serialization.safe_globals([Namespace]):
         state: dict[str, Any] = torch.load(path, weights_only=True)
     return state
@@ -145,7 +145,7 @@ def test_the_same_model_at_the_same_layout_becomes_the_same_files(
 def assert_same(
     ours: dict[str, Any], theirs: dict[str, Any], vocab: int, tp_rank: int, path: str
 ) -> None:
-    """In the order of the modules too."""
+    """Compare two states, also in the order of their modules."""
     assert list(ours) == list(theirs), path
     for name, wanted in theirs.items():
         found, where = ours[name], f"{path}/{name}"
@@ -450,7 +450,7 @@ ENGINE_NAMES = {
 
 
 def with_engine_names(state: dict[str, Any]) -> None:
-    """As --transformer-impl transformer_engine had it."""
+    """Rename the norms as --transformer-impl transformer_engine has them."""
     block = state["model"]["language_model"]["encoder"]
     for name in [name for name in block if name.startswith("layers.")]:
         value, renamed = block.pop(name), name

@@ -29,7 +29,7 @@ NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 
 
 def parsed(release: str, found: CommandLine) -> Namespace:
-    """As Megatron-LM's parser of a release has them, with what no flag of it sets."""
+    """The arguments that the parser of a Megatron-LM release returns, with the values that no flag sets."""
     args = parser_of(RELEASES[release]).parse_args(found.words)
     return Namespace(**NO_CAPS | vars(args) | dict(found.unsettable))
 

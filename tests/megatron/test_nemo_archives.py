@@ -45,7 +45,7 @@ def one(tp: int, pp: int) -> str:
 
 
 def files(fixture: Path, names: Names = both) -> dict[str, bytes]:
-    """What an archive has, by name."""
+    """The files of an archive, by name."""
     found = {"model_config.yaml": b"mcore_gpt: true\n", "0f1e_tokenizer.model": b"pieces"}
     for (tp, pp), model in of_ranks(fixture).items():
         stored = io.BytesIO()
@@ -234,7 +234,7 @@ def test_headers_that_no_archive_has_end_in_our_own_errors(tmp_path: Path) -> No
 
 
 def _header(name: bytes, size: bytes, kind: bytes) -> bytes:
-    """Of a file, with a checksum that is right."""
+    """The tar header of a file, with the right checksum."""
     header = bytearray(
         name.ljust(124, b"\0") + size.ljust(12, b"\0") + bytes(12) + b" " * 8 + kind
     ).ljust(512, b"\0")

@@ -88,7 +88,7 @@ def test_the_same_optimizer_at_the_same_layout_becomes_the_same_files(
 
 
 def assert_includes(ours: Any, theirs: Any, vocab: int, path: str = "") -> None:
-    """Whether all that Megatron wrote is in what we wrote; rows of the padded vocabulary aside, which are noise."""
+    """Check that our state has all that Megatron's has. Rows of padding are noise and are not compared."""
     if isinstance(theirs, dict):
         for key, value in theirs.items():
             assert_includes(ours[key], value, vocab, f"{path}/{key}")
@@ -144,7 +144,7 @@ def sgd_trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def few_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With two key/value heads, and biases on q, k and v."""
+    """A model with two key/value heads, and biases on q, k and v."""
     qwen2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     return write_trained_llama(
         tmp_path_factory.mktemp("trained") / "few", tied=False, kv_heads=2, extra_config=qwen2
@@ -153,7 +153,7 @@ def few_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With gated delta nets in two of three layers."""
+    """A model with gated delta nets in two of three layers."""
     root = tmp_path_factory.mktemp("trained")
     return write_trained(write_model(root / "hybrid-hf", "qwen3_5"), root / "hybrid")
 
@@ -494,7 +494,8 @@ def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(
     mamba: Path,
     tmp_path: Path,
 ) -> None:
-    """What megatron-core loads, steps and saves, bit for bit the same at two layouts, is what AdamW makes of the source."""
+    """megatron-core loads, steps and saves bit for bit the same at two layouts. The result equals AdamW's on the
+    source."""
     cases: dict[str, tuple[Path, dict[str, Any]]] = {
         "plain": (source_of(PLAIN), {"tp": 1, "pp": 2}),
         "plain, again": (source_of(PLAIN), {"tp": 2, "pp": 1}),
@@ -600,7 +601,7 @@ def distributed(tied: Path, tmp_path: Path) -> Path:
 
 
 def test_groups_in_another_order_are_told_apart_by_their_values(plain: Path, tied: Path) -> None:
-    """As the stages of core 0.6 to 0.15 have them, and without the keys that releases before 2022 lack."""
+    """Stages of core 0.6 to 0.15 have such groups. Releases before 2022 also lack some keys."""
 
     def turn(state: dict[str, Any]) -> None:
         optimizer = state["optimizer"]
@@ -625,7 +626,7 @@ def test_groups_in_another_order_are_told_apart_by_their_values(plain: Path, tie
 def test_a_learning_rate_of_their_own_for_embedding_and_head_goes_along(
     plain: Path, tied: Path, tmp_path: Path
 ) -> None:
-    """Of core 0.6 to 0.15, which says so; 0.16 shows it by max_lr, and has that group before the one without decay."""
+    """Core 0.6 to 0.15 mark the group. Core 0.16 shows it by max_lr, and puts it before the group without decay."""
 
     def apart(state: dict[str, Any]) -> None:
         groups, masters = (

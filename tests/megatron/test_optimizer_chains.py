@@ -129,7 +129,7 @@ def walk(source: Path, wanted: Slots, random: Random, dtype: str, folder: Path) 
 
 
 def go(model: str, number: int, folder: Path) -> int:
-    """How many of the checkpoints in between were read."""
+    """The number of checkpoints along the way that were read."""
     family, keys = MODELS[model]
     hf = write_model(folder / "hf", family, vocab_size=VOCAB, **keys)
     source = write_trained(hf, folder / "source", transformer_impl="transformer_engine")
@@ -142,7 +142,7 @@ def go(model: str, number: int, folder: Path) -> int:
 
 
 def numbers(path: Path) -> Any:
-    """What an optimizer knows besides its tensors."""
+    """The values of an optimizer other than tensors."""
     state = read_rank_file(version_of(path) / "mp_rank_00" / "model_optim_rng.pt")
     inner = state["optimizer"]["optimizer"]
     names = ("lr", "betas", "eps", "weight_decay", "wd_mult", "lr_mult", "max_lr", "min_lr")

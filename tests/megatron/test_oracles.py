@@ -114,7 +114,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 
 def to_core(source: Path, target: Path, **options: Any) -> Path:
-    """In the names of Megatron's local layers, the only ones that run without a GPU."""
+    """Convert to the names of Megatron's local layers, the only ones that run without a GPU."""
     megaconv.convert(
         source,
         target,
@@ -267,7 +267,7 @@ RECOGNIZED = [
 def test_the_way_back_needs_nothing_but_the_rank_files(
     variant: str, references: References, tmp_path: Path
 ) -> None:
-    """As for a model that Megatron trained: no config.json beside it, only args."""
+    """A checkpoint that Megatron trained has only args, and no config.json beside it."""
     import torch
     from transformers import AutoConfig
 
@@ -501,7 +501,7 @@ def transformers_reads(raw: Mapping[str, Any], directory: Path) -> "PretrainedCo
 
 
 def in_our_words(config: "PretrainedConfig") -> dict[str, Any]:
-    """What transformers understood, as fields of ModelConfig."""
+    """The configuration that transformers read, as fields of ModelConfig."""
     said = architecture(config)
     scaling = dict(said["rope_parameters"])
     scaling.pop("type", None)  # the older word for rope_type, which transformers leaves in place

@@ -68,7 +68,7 @@ def halve(optimizer: dict[str, Any]) -> None:
 def test_two_rates_in_one_kind_of_groups_are_refused_by_name_in_every_form(
     options: dict[str, Any], plain: Path, tmp_path: Path
 ) -> None:
-    """Which parameters learn at which rate stands in no checkpoint of any of these forms."""
+    """None of these forms records the learning rate of each parameter."""
     megaconv.convert(plain, tmp_path / "made", saver="core", **options)
     (file,) = [*tmp_path.glob("made/**/model_optim_rng.pt"), *tmp_path.glob("made/**/common.pt")]
     state = load(file)
@@ -106,7 +106,7 @@ def rates(checkpoint: Path) -> set[tuple[bool, float, float]]:
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_experts_that_learn_at_another_rate_keep_it(distributed: bool, tmp_path: Path) -> None:
-    """Under expert parallelism they have an optimizer of their own, and its groups say so."""
+    """With expert parallelism they have a separate optimizer, whose groups are marked."""
     source = tmp_path / "source"
     megaconv.convert(
         MIXTURE, source, saver="core", tp=1, ep=4, etp=1, use_distributed_optimizer=distributed
@@ -170,7 +170,7 @@ def test_groups_whose_parameters_cannot_be_told_are_refused(
 def test_settings_that_are_tensors_are_the_numbers_in_them(
     distributed: bool, plain: Path, tmp_path: Path
 ) -> None:
-    """As an optimizer has them whose step is captured into a CUDA graph."""
+    """An optimizer whose step is captured into a CUDA graph has such settings."""
     made, kept = (
         tmp_path / "made",
         {"lr": 0.25, "weight_decay": 0.5, "betas": (0.75, 0.5), "step": 3},

@@ -1,4 +1,4 @@
-"""What a run was given is what the next run finds: Megatron's arguments before and after every kind of conversion, all compared."""
+"""Megatron's arguments survive every kind of conversion: the next run finds those of the earlier run."""
 
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def changes(before: Arguments, after: Arguments) -> dict[str, tuple[object, obje
 
 
 def of_other_classes(arguments: Arguments) -> set[str]:
-    """Whose values are objects that not every release of Megatron can load."""
+    """The arguments whose values are objects that not every release of Megatron can load."""
     return {name for name, value in arguments.items() if isinstance(value, Opaque)}
 
 

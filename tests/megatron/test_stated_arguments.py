@@ -1,4 +1,4 @@
-"""What args of a checkpoint state is compared with its tensors, whether a config.json lies beside them or not.
+"""The args of a checkpoint are compared with its tensors, with and without a config.json beside them.
 
 Each argument that is read gets other values, in a checkpoint with hf/config.json and in the same one without. What is refused
 or another model without it has to be refused, or named, with it.

@@ -288,7 +288,7 @@ def test_the_last_of_several_stages_of_a_legacy_decoder_repeats_the_embedding(
 
 
 def parameters(model: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """As Megatron's modules list them: a tensor with two names once."""
+    """The parameters as Megatron's modules list them: a tensor with two names occurs once."""
     again = ("position_embeddings.", "output_layer.")
     return {
         name: t
@@ -433,7 +433,8 @@ def test_an_encoder_with_fewer_tensor_ranks_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_distributed_checkpoint_without_the_trained_head_is_refused(tmp_path: Path) -> None:
-    """In core 0.12.3 the encoder's unused head has replica 0 of lm_head.output_layer.bias, the decoder's is a copy."""
+    """In core 0.12.3, the encoder's unused head has replica 0 of lm_head.output_layer.bias. The decoder's head is a
+    copy."""
     out = convert(source(SMALL), tmp_path / "out", pp=1, ckpt_format="torch_dist")
     (common,) = out.glob("*/common.pt")
     state = read_rank_file(common)

@@ -176,7 +176,7 @@ def test_chunks_hold_every_layer_once_and_one_embedding_and_one_head(layout: Lay
 
 
 def layer_split(arguments: dict[str, Any]) -> LayerSplit:
-    """What Megatron's arguments say about the layer split."""
+    """The layer split that Megatron's arguments describe."""
     return LayerSplit(
         first=arguments["decoder_first_pipeline_num_layers"],
         last=arguments["decoder_last_pipeline_num_layers"],

@@ -1,4 +1,4 @@
-"""What each rank does: every file and every hash once, evenly, and nothing read that isn't needed."""
+"""The share of each rank: every file and every hash once, evenly, and no tensor read without need."""
 
 from pathlib import Path
 

@@ -306,7 +306,7 @@ def labelled(config: ModelConfig) -> Labels:
 
 
 def target(region: Region, joined: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where a region lies in a native tensor, in the order of the canonical one."""
+    """The elements of a native tensor that hold a region, in the order of the canonical tensor."""
     box, row, col = region.box, region.row, region.col
     if region.transposed:
         found = joined[row : row + box.cols, col : col + box.rows].T
@@ -513,7 +513,7 @@ def test_a_rank_has_the_q_k_and_v_of_its_own_groups() -> None:
 
 
 def test_with_more_ranks_than_key_value_groups_each_has_an_even_share_of_the_rows() -> None:
-    """As Attention of megatron-core 0.16 gathers them: whatever group they belong to."""
+    """Attention of megatron-core 0.16 gathers the rows in this way, whatever their group."""
     config = changed(EVERYTHING, {"layers.count": 1, "hidden": 1})
     for kind in ("weight", "bias"):
         name = f"decoder.layers.0.self_attention.linear_qkv.{kind}"

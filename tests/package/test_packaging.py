@@ -1,4 +1,5 @@
-"""What a release holds: the source distribution has all that building and testing it takes, and documents name real messages."""
+"""The content of a release: the source distribution has all files to build and test it, and documents name real
+messages."""
 
 import re
 from importlib.metadata import metadata

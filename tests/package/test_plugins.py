@@ -31,7 +31,7 @@ PACKAGE = "megaconv_pebble"
 def install(
     site: Path, name: str, modules: dict[str, str], entry_points: dict[str, dict[str, str]]
 ) -> None:
-    """What pip leaves behind. modules: file -> text; entry_points: kind -> name -> module."""
+    """Write the files that pip leaves. modules: file -> text; entry_points: kind -> name -> module."""
     information = site / f"{name}-1.0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")

@@ -191,7 +191,7 @@ def test_a_patch_is_an_input_of_every_command(old: Path, tmp_path: Path) -> None
 
 
 def test_a_patch_is_not_read_on_another_base_than_its_own(old: Path, tmp_path: Path) -> None:
-    """Without the earlier patch, the second one would make other weights of the first checkpoint."""
+    """Without the earlier patch, the second one would make wrong weights of the first checkpoint."""
     second, third = (
         trained(old, tmp_path / "second"),
         trained(old, tmp_path / "third", seed=2),

@@ -42,7 +42,7 @@ def runs() -> Iterator[Run]:
 
 
 def test_activations_are_those_that_are_counted_pass_by_pass() -> None:
-    """Of every rank, although the estimate computes ranks of equal contents once."""
+    """The test counts every rank. The estimate computes ranks of equal contents once."""
     for run in runs():
         found = Estimator(run.config, H100).estimate(run).memory.activations
         each = [activations(run, rank) for rank in range(run.layout.pp)]

@@ -21,7 +21,7 @@ def test_the_documented_errors_are_those_of_the_planner() -> None:
 
 @pytest.mark.parametrize("fitted", [True, False])
 def test_half_of_the_estimates_are_within_a_tenth(fitted: bool) -> None:
-    """Of the runs to which constants are fitted, and of all others."""
+    """This holds for the runs to which constants are fitted, and for all other runs."""
     errors = [abs(error_of(run)) for run in RUNS if run.fitted == fitted]
     assert len(errors) > 8
     assert median(errors) < 0.1

@@ -65,7 +65,7 @@ def universal(stored: Path) -> Path:
 
 
 def load_all(path: Path) -> dict[str, torch.Tensor]:
-    """By PyTorch's own reader."""
+    """All tensors of a checkpoint, read by PyTorch's own reader."""
     reader = dcp.FileSystemReader(path)
     state = {
         key: torch.empty(held.size, dtype=held.properties.dtype)
@@ -91,7 +91,7 @@ def module_of(weights: Mapping[str, torch.Tensor]) -> nn.Module:
 
 
 def adamw(model: nn.Module) -> tuple[torch.optim.AdamW, Any]:
-    """As a new run makes it, with other settings than the stored ones."""
+    """An AdamW of a new run, with other settings than the stored ones."""
     trained = list(model.parameters())
     groups = [
         {"params": [each for each in trained if each.dim() > 1], "weight_decay": 0.7},
@@ -164,7 +164,7 @@ def test_a_chain_through_fsdp2_and_deepspeed_ends_in_the_bits_that_it_began_with
 
 
 def test_deepspeeds_own_universal_checkpoint_is_written_again_as_it_was(tmp_path: Path) -> None:
-    """What ds_to_universal wrote, and what megaconv makes of it, as torch loads both."""
+    """torch loads the files of ds_to_universal and those of megaconv alike."""
     original = FIXTURES / "universal-zero2-llama-tied-groups-dp2"
     megaconv.convert(original, tmp_path / "out", saver="deepspeed", optimizer=True)
     name = (tmp_path / "out" / "latest_universal").read_text()

@@ -65,7 +65,8 @@ def config_of(family: str) -> dict[str, Any]:
 
 
 def options_of(family: str, words: str) -> dict[str, Any]:
-    """With two ranks for experts, whose biases don't let tensor parallelism cut them; a T5 needs stages of two kinds.
+    """Options of a conversion with two expert ranks. Experts with biases can't be sharded. A T5 needs stages of two
+    kinds.
 
     A Retro has no stages, and a legacy biencoder has one rank.
     """
@@ -111,7 +112,8 @@ def write_model(name: str, path: Path) -> Path:
 
 
 def is_stored_less_1(name: str) -> bool:
-    """Of which Transformer Engine's layers store w - 1: bfloat16 has that for w near 1, as trained models have it."""
+    """True for weights that Transformer Engine's layers store minus 1. bfloat16 has w - 1 exactly for w near 1, as in
+    trained models."""
     return name.endswith("linear_attn.norm.weight")
 
 

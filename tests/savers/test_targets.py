@@ -1,4 +1,5 @@
-"""What --overwrite replaces, and what no output ever replaces: reported in one line before a tensor is read."""
+"""Targets that --overwrite replaces, and targets that no output replaces. A refusal is one line, before a tensor is
+read."""
 
 import os
 import shutil
@@ -29,7 +30,7 @@ def convert(model: Path, target: object, *options: object, saver: str = "core") 
 def test_an_empty_path_is_no_target(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
-    """What `--save-dir "$UNSET"` asks for."""
+    """`--save-dir "$UNSET"` gives such a path."""
     monkeypatch.chdir(write_old_output(tmp_path / "here"))
     with unchanged(tmp_path):
         assert_refused(convert(model, "", *options), 2, "empty", "variable")
@@ -41,7 +42,7 @@ def test_an_empty_path_is_no_target(
 def test_a_home_directory_that_no_shell_has_looked_up_is_no_target(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
-    """What `--save-dir=~/out` asks for, and "~/out" from Python."""
+    """`--save-dir=~/out` gives such a path, and so does "~/out" in Python."""
     monkeypatch.chdir(tmp_path)
     for options in ([], ["--dry-run"], ["--overwrite"]):
         with unchanged(tmp_path):

@@ -23,7 +23,7 @@ WEIGHTS = "/org/run/resolve/main/model.safetensors"
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a conversion of RUN writes."""
+    """The output of a conversion of RUN."""
     target = tmp_path_factory.mktemp("converted") / "hf"
     outcome = run("convert", RUN, target, "--saver", "hf")
     assert outcome.status == 0, outcome.err

@@ -53,7 +53,7 @@ class Trust(SimpleNamespace):
 
 
 class Signer:
-    """What SigningContext.signer() yields."""
+    """A stand-in for the result of SigningContext.signer()."""
 
     def sign_dsse(self, statement: Any) -> Bundle:
         import base64

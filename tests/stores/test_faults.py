@@ -108,7 +108,7 @@ def change(content: bytes) -> bytes:
 def test_an_object_that_changes_ends_the_run(
     store: Proxy, tmp_path: Path, how: str, ignores_conditions: bool
 ) -> None:
-    """At any request after the listings: also if the object was read to its end before."""
+    """The change may come at any request after the listings, even if the object was already read to its end."""
     uri, client = put(store, CORE, "run"), plain_client(store)
     files = sorted(file for file in CORE.rglob("*.pt") if file.is_file())
     victim = f"run/{files[-1].relative_to(CORE)}"

@@ -122,7 +122,7 @@ def test_a_sparse_update_goes_to_a_store(
 def test_a_resumed_delta_sends_only_what_is_missing(
     writable: SmallStore, ends: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, checksums: bool
 ) -> None:
-    """With and without checksums that the store lists. The tail behind the last part comes from the journal."""
+    """The store may or may not list checksums. The tail after the last part comes from the journal."""
     writable.checksums = checksums
     monkeypatch.setattr(blocks_file, "JOURNAL_SECONDS", 0)
     words = ("delta", *ends, "--save-dir", OUT)

@@ -121,7 +121,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_the_next_run_goes_on(
     "words", ["hf --max-shard-size 20KB", "core --tp 2 --pp 2", "core --ckpt-format torch_dist"]
 )
 def test_three_ranks_convert_from_store_to_store(writable: SmallStore, words: str) -> None:
-    """Under torchrun: its ranks find each other by torchrun's own store."""
+    """torchrun starts the ranks, which find each other by its own store."""
     for file in LLAMA.iterdir():
         writable.put(f"model/{file.name}", file.read_bytes())
     source = f"s3://{BUCKET}/model"

@@ -1,4 +1,5 @@
-"""What processes of the trainer's tests have in memory before they are forked: slow to import, and the same for all.
+"""Modules and data in the memory of the trainer's test processes before they are forked: slow to import, and the same
+for all.
 
 Every process of a training run asks for all families and shuffles the samples of the mock dataset. Megatron's mock dataset
 has 200 million tokens, of which the tests train on a few hundred: theirs has fewer documents.

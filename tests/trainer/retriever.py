@@ -1,4 +1,5 @@
-"""What the tests of retrievers share: the models and the samples that Megatron's own code was run on (fixtures/retriever).
+"""Shared parts of the tests of retrievers: the models and samples for which Megatron's own code ran
+(fixtures/retriever).
 
 Megatron's weights follow from the names of its tensors: torch.randn, seeded by each name's CRC-32, times 0.2; norms are
 1 + 0.1 * randn.

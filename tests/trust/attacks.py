@@ -29,7 +29,7 @@ class Attack(NamedTuple):
     """Inputs that one case takes."""
 
     def cases(self, count: int) -> int:
-        """How many cases it takes for so many inputs."""
+        """The number of cases for this number of inputs."""
         return -(-count // self.batch)
 
 

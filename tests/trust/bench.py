@@ -1,4 +1,5 @@
-"""What every attack works with: the checkpoints, a folder that is empty at the start of each case, and its random numbers."""
+"""The working place of every attack: the checkpoints, a folder that is empty at the start of each case, and random
+numbers."""
 
 import os
 import random
@@ -16,7 +17,7 @@ from tests.trust.judging import state
 
 @dataclass(eq=False)
 class Bench:
-    """Of one worker process."""
+    """The working place of one worker process."""
 
     root: Path
     seed: int
@@ -66,7 +67,7 @@ class Bench:
 
     @cache  # noqa: B019  (a bench lives as long as its process)
     def output(self, source: str, kind: str) -> "Output":
-        """What a command that nobody disturbs makes."""
+        """The output of a command that nothing disturbs."""
         place = self.root / f"outputs-{self.worker}" / f"{source}-to-{kind}"
         place.parent.mkdir(exist_ok=True)
         done = server.run(*self.words(kind, place, source=source), folder=self.root)

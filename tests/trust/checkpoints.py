@@ -119,12 +119,12 @@ class Checkpoint:
         return "--saver core --tp 1" if "optimizer" in self.name else "--saver hf"
 
     def source(self, copy: Path) -> Path:
-        """What is converted, in a copy of it."""
+        """The path to convert, in a copy of the checkpoint."""
         return copy / _FILES.get(self.name, "")
 
     @property
     def recorded(self) -> bool:
-        """Whether it has a megaconv.json."""
+        """True if it has a megaconv.json."""
         return (self.path / RECORD_NAME).is_file()
 
 
@@ -178,7 +178,7 @@ def _make(sources: Path) -> None:
 
 
 def _archive(unpacked: Path, target: Path) -> None:
-    """As NeMo has it, and something beside it."""
+    """Pack an archive as NeMo does, with another file beside it."""
     target.mkdir()
     with tarfile.open(target / "model.nemo", "w", format=tarfile.GNU_FORMAT) as archive:
         archive.add(unpacked, arcname=".")

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _corpus(root: Path, pattern: str) -> Path:
-    """What the seeded mutator starts from, a file each."""
+    """The inputs of the seeded mutator, one file each."""
     server.warm_up()
     made = checkpoints.make(root)
     bench = Bench(root, 0, 0, made)

@@ -127,7 +127,7 @@ def attack(bench: Bench, number: int) -> None:
 
 
 def _judge_remains(fault: Fault, folder: Path, outcome: server.Outcome, what: str) -> None:
-    """Without --resume nothing stays; what can't be removed because removing fails is named."""
+    """Without --resume no file may stay. A file that can't be removed, because removing fails, must be named."""
     known = ["out"]
     if outcome.status and "--resume" in WAYS[fault.way]:
         known.append(".out.megaconv-partial")
@@ -140,7 +140,7 @@ def _judge_remains(fault: Fault, folder: Path, outcome: server.Outcome, what: st
 def _judge_repetition(
     folder: Path, arguments: list[object], new: Mapping[str, str], what: str
 ) -> None:
-    """On a sound system, the same command makes the output. It may replace what is there."""
+    """Without faults, the same command makes the output. It may replace what is there."""
     overwrite = [] if "--overwrite" in arguments else ["--overwrite"]
     again = server.run(*arguments, *overwrite, folder=folder)
     what = f"{what}; then again"
@@ -198,7 +198,7 @@ def _plan(bench: Bench) -> list[Fault]:
 
 
 def _counts(bench: Bench, saver: str, way: str) -> list[int]:
-    """How many calls of each kind an undisturbed run makes."""
+    """The number of calls of each kind in an undisturbed run."""
     folder = bench.fresh_folder()
     if "--overwrite" in WAYS[way]:
         shutil.copytree(bench.output("other", saver).path, folder / "out")

@@ -1,4 +1,5 @@
-"""What a hostile checkpoint may bring about: one line and an exit status. Nothing runs, nothing outside is read, nothing hangs."""
+"""The allowed effects of a hostile checkpoint: one line and an exit status. Nothing runs, nothing outside is read,
+nothing hangs."""
 
 import re
 from pathlib import Path

@@ -119,7 +119,7 @@ def dtype(patch: Path, random: Random) -> str:
 
 
 def names(patch: Path, random: Random) -> str:
-    """Of tensors, and slots."""
+    """Give a tensor another name or slot."""
     index = _index(patch)
     entry, place = _tensor(index, random), random.randrange(2)
     entry[place] = random.choice(
@@ -147,7 +147,7 @@ def tensors_moved(patch: Path, random: Random) -> str:
 
 
 def ends(patch: Path, random: Random) -> str:
-    """Of another base, or another newer checkpoint."""
+    """Record another fingerprint of the base or of the newer checkpoint."""
     index = _index(patch)
     side, what = random.choice(["base", "new"]), random.choice(["weights", "optimizer"])
     index[side][what] = random.choice([None, "0" * 64, 5, index["new"]["weights"], {}])

@@ -1,4 +1,4 @@
-"""What decides: the words in which the promises of docs/reliability.md are checked, one Failure for each that is broken.
+"""The judge: it checks the promises of docs/reliability.md, and gives one Failure for each broken one.
 
 wrong       exit 0 and an output, or an answer, that isn't right
 lost        what was at the target before is gone, and nothing complete has taken its place
@@ -51,7 +51,7 @@ class Failure(Exception):
 def check_conduct(
     outcome: Outcome, what: str = "", *, killed: bool = False, answers: Collection[int] = (0,)
 ) -> None:
-    """What holds for every run, whatever was done to it.
+    """Check the rules for every run, whatever disturbed it.
 
     killed: by the case itself, so that it need not say anything.
     answers: exit statuses that are no errors; 4 is one of commands that compare.
@@ -99,7 +99,7 @@ def check_one_of(target: Path, allowed: Collection[Mapping[str, str]], what: str
 
 
 def check_exists_somewhere(folder: Path, states: Collection[Mapping[str, str]], what: str) -> None:
-    """At least one complete checkpoint is left below a folder, under whatever name."""
+    """Check that at least one complete checkpoint is left below a folder, under any name."""
     if not any(state(path) in states for path in [folder, *folder.rglob("*")] if path.is_dir()):
         raise Failure("lost", f"{what}: no complete checkpoint is left, under any name")
 

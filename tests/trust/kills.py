@@ -201,7 +201,8 @@ def _judge_target(
 def _judge_end(
     scenario: Scenario, folder: Path, status: int, new: Mapping[str, str], what: str
 ) -> None:
-    """Of a run that ended by itself: at exit 0 with the output; without --resume nothing else stays."""
+    """Judge a run that ended by itself: with exit status 0 the output is there, and without --resume nothing else
+    stays."""
     if status == 0:
         check_one_of(folder / "out", (new,), what)
     elif status != 130:
@@ -254,7 +255,7 @@ def _steps_of(bench: Bench, scenario: Scenario) -> list[tuple[int, str]]:
 
 @cache
 def _seconds_of(bench: Bench, scenario: Scenario) -> float:
-    """How long an undisturbed run takes."""
+    """The seconds of an undisturbed run."""
     folder = bench.fresh_folder()
     arguments = _command(bench, scenario, folder / "out")
     outcome = server.run(*arguments, folder=folder, prepare=_preparation(scenario, None))

@@ -80,7 +80,7 @@ def _other(bench: Bench, name: str) -> Path:
 
 @cache
 def _made(bench: Bench, name: str, other: Path | None) -> Mapping[str, str]:
-    """What a conversion makes of one of the two; ABSENT where it can't."""
+    """The output of a conversion of one of the two sources; ABSENT if it fails."""
     folder = bench.fresh_folder()
     shutil.copytree(other or bench.checkpoints[name].path, folder / "source")
     server.run(*_command(folder), folder=folder)

@@ -89,7 +89,7 @@ def _attack_checkpoint(bench: Bench, random: Random, checkpoint: Checkpoint) -> 
 
 
 class Intact(NamedTuple):
-    """What a checkpoint converts to."""
+    """The outputs of an undamaged checkpoint."""
 
     files: Mapping[str, str]
     fingerprints: tuple[Any, ...]
@@ -143,7 +143,7 @@ def _judge_convert(
 
 
 def unnoticeable(damage: Damage, content: bytes) -> bool:
-    """Of a checkpoint for which nothing was recorded: whether what was done could be the writer's own will.
+    """True if the damage to a checkpoint without a record could be the writer's own will.
 
     content: what the file held before.
     True for changed bytes where nothing has a checksum (safetensors, zarr, torch files before 1.6, `.metadata`), for
@@ -162,7 +162,7 @@ def unnoticeable(damage: Damage, content: bytes) -> bool:
 
 
 def _is_in_torch_zip(archive: bytes, place: int) -> bool:
-    """Whether a byte of a tar archive is one of a file whose every record has a checksum."""
+    """True if a byte of a tar archive belongs to a torch file, whose records all have a checksum."""
     with tarfile.open(fileobj=BytesIO(archive)) as opened:
         members = [
             each
@@ -284,7 +284,7 @@ def _convert(bench: Bench, name: str) -> server.Outcome:
 
 @cache
 def _intact(bench: Bench, checkpoint: Checkpoint) -> Intact:
-    """From the same place, since its path is in the output."""
+    """The outputs of the undamaged checkpoint, at the same place, because its path is in the output."""
     bench.fresh_folder()
     bench.copy(checkpoint.name)
     outcome = _convert(bench, checkpoint.name)
@@ -364,7 +364,7 @@ def _remains(bench: Bench, saver: str) -> Path:
 
 
 def _die_while_journaling(calls: int) -> None:
-    """With so many entries."""
+    """Kill the process when the journal has so many entries."""
     journal_every_tensor()
     record, done = Staging.record, count()
 

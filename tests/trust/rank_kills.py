@@ -155,7 +155,7 @@ class Launch:
                 os.kill(process, signal.SIGKILL)
 
     def outcomes(self) -> list[server.Outcome]:
-        """Of all ranks, with what they said; those that don't end are killed."""
+        """The outcomes of all ranks with their output. Ranks that don't end are killed."""
         until = time.monotonic() + SECONDS
         while any(map(_alive, self._pids)) and time.monotonic() < until:
             time.sleep(0.02)
@@ -182,7 +182,7 @@ class Launch:
 
 
 def _alive(process: int) -> bool:
-    """Whether it is there and no zombie. It is no child of this process."""
+    """True if a process is there and no zombie. It is no child of this process."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -200,14 +200,14 @@ def _line(descriptor: int) -> str:
 
 
 def _fatal_steps(victim: str, step: int) -> dict[int, Callable[[], None]]:
-    """What happens in a rank before it begins."""
+    """The functions to run in a rank before a step begins."""
     if victim not in ("rank 0", "rank 1"):
         return {}
     return {int(victim[-1]): lambda: Steps(fatal=step).install()}
 
 
 def _read_slowly(marker: Path) -> None:
-    """So that there is time to strike."""
+    """Read slowly, so that there is time to kill a rank."""
     read_into = FileTensor.read_into
 
     def slowly(self: FileTensor, box: Box, out: Bytes) -> None:
@@ -225,7 +225,7 @@ def _judge_ends(outcomes: Sequence[server.Outcome], what: str) -> None:
 
 @cache
 def _expected(bench: Bench, saver: str) -> object:
-    """What ranks make that nobody disturbs."""
+    """The output of ranks that nothing disturbs."""
     folder = bench.fresh_folder()
     (folder / "logs").mkdir()
     arguments = command(bench.checkpoints["hf"].path, folder / "out", SAVERS[saver])

@@ -1,4 +1,4 @@
-"""What came of it: every failure with the command that repeats it, and a table of counts."""
+"""The report: every failure with the command that repeats it, and a table of counts."""
 
 import json
 import sys

@@ -75,7 +75,7 @@ def _payload(signature: bytes) -> str:
 
 
 def _is_true(source: Path, sealed: Sealed) -> bool:
-    """Whether the directory is what the signature says, found without the code that is attacked."""
+    """True if the directory is as the signature says. The check doesn't use the attacked code."""
     now = {
         path.relative_to(source).as_posix(): path.read_bytes()
         for path in source.rglob("*")
@@ -115,7 +115,7 @@ def another_statement(signature: Path, keys: Keys, random: Random) -> str:
 
 
 def another_signed_statement(signature: Path, keys: Keys, random: Random) -> str:
-    """By the same key: what a hostile signer can do."""
+    """Sign another statement with the same key, as a hostile signer can."""
     said: list[str] = []
 
     def change(statement: Any) -> Any:

@@ -45,7 +45,7 @@ _watching: Any = None
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended."""
+    """The end of a case."""
 
     status: int
     """Negative: the signal that ended it."""

@@ -22,7 +22,7 @@ SAMPLE = {
 
 @dataclass(frozen=True)
 class Attacked:
-    """What came of some attacks: the report of `python -m tests.trust`, and what it said."""
+    """The result of some attacks: the report of `python -m tests.trust`, and its output."""
 
     report: Mapping[str, Any]
     said: str

@@ -91,7 +91,8 @@ def _check_checkpoints(directory: Path, whole: Mapping[str, str], what: str) -> 
 
 
 def _is_remainder(name: str) -> bool:
-    """Of what was being written or removed when the run was killed; by its name nobody takes it for a checkpoint."""
+    """True for the name of something that was being written or removed at the kill. Nobody takes it for a
+    checkpoint."""
     return name.startswith(".") or name.endswith(".new")
 
 
@@ -109,7 +110,7 @@ def check_logs(running: object, what: str) -> None:
 
 
 def _die(victim: int, step: int, rank: int) -> None:
-    """In a rank, before it begins."""
+    """Kill a rank before a step begins."""
     if rank == victim:
         Steps(fatal=step).install()
 
@@ -138,7 +139,7 @@ def _count(folder: str, rank: int) -> None:
 
 
 def _keep_all(folder: str, rank: int) -> None:
-    """Without the option, which the checkpoints' own arguments would say."""
+    """Keep all checkpoints without a flag, because checkpoints record the flags of their run."""
     from megatron_lite.checkpoint.saver import Saver
 
     Saver._prune = lambda self, newest: None  # type: ignore[method-assign]

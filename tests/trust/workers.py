@@ -26,7 +26,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Of one case."""
+    """The result of one case."""
 
     attack: str
     number: int

@@ -85,7 +85,7 @@ def test_all_bytes_of_fp8_are_what_transformers_makes_of_them(dtype: str) -> Non
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_blocks_that_do_not_fill_the_matrix_and_any_rectangles(data: st.DataObject) -> None:
-    """As DeepSeek's own kernel computes it: element by element, from the block that it lies in."""
+    """The expected values follow DeepSeek's own kernel: element by element, from the block of each element."""
     rows, cols, high, wide = (data.draw(st.integers(1, size)) for size in (9, 9, 4, 4))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     values = torch.randn(rows, cols, generator=generator).to(torch.float8_e4m3fn)

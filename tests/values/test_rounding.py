@@ -32,7 +32,8 @@ def cast(values: Bytes, source: str, target: str, *, overflow: bool = True) -> t
 
 
 def assert_as_torch(values: Bytes, source: str, target: str) -> None:
-    """Of what is no number only bfloat16 has bits of its own here: what torch writes there depends on the processor."""
+    """Compare with torch. In casts of float32 and float64 to bfloat16 all NaNs are equal, because torch's bits depend
+    on the processor."""
     expected = torch.from_numpy(values).view(getattr(torch, source)).to(getattr(torch, target))
     found = cast(values, source, target)
     unknown = (

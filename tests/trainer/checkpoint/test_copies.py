@@ -1,4 +1,4 @@
-"""What an asynchronous save holds in memory beside the model: copies, in buffers that are used again."""
+"""The memory of an asynchronous save beside the model: copies, in buffers that are used again."""
 
 import torch
 
@@ -28,7 +28,7 @@ def test_a_copy_is_of_its_moment_and_the_next_save_uses_its_memory_again() -> No
 
 
 def of_file(snapshot: Snapshot) -> torch.Tensor:
-    """What this rank has of the file's only tensor."""
+    """The part of this rank in the file's only tensor."""
     assert snapshot.rank_file is not None
     ours, others = snapshot.rank_file.tensors[0].parts
     assert ours.values is not None

@@ -1,4 +1,4 @@
-"""Where tensors and runs of their elements lie in a torch_dist checkpoint."""
+"""The places of tensors, and of runs of their elements, in a torch_dist checkpoint."""
 
 from itertools import pairwise
 

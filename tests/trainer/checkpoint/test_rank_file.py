@@ -91,7 +91,7 @@ def test_a_file_holds_all_ranks_parts_and_a_rank_never_more_than_a_block_of_othe
     copied: bool,
     tmp_path: Path,
 ) -> None:
-    """With experts both ranks write, and each has parts of what the other writes."""
+    """With experts both ranks write files, and each file has parts of the other rank."""
     found = world.run(2, write_together, tmp_path / "ckpt", model, ep, copied)
     assert 0 < max(received for received, _ in found) <= BLOCK
     for name, (_, weights) in zip(files, found, strict=False):

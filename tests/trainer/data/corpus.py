@@ -44,7 +44,7 @@ def write_documents(
 
 
 def some_lengths(count: int, longest: int, seed: int) -> list[int]:
-    """Of documents; some have no tokens, as an empty line of text has none."""
+    """Lengths of documents. Some have no tokens, like an empty line of text."""
     random = np.random.default_rng(seed)
     lengths: NDArray[Any] = random.integers(1, longest, count)
     lengths[random.random(count) < 0.05] = 0

@@ -131,7 +131,7 @@ def test_masks_of_templates_that_remove_thinking_are_those_of_transformers(
 def test_of_a_template_with_marks_the_last_answer_is_learned_as_it_is_marked(
     tmp_path: Path,
 ) -> None:
-    """Without its thinking, where the marks leave that out."""
+    """The thinking is left out if the marks leave it out."""
     spoken = QWEN3.replace("{% generation %}", "", 1).replace(
         "{{ said +", "{% generation %}{{ said +", 1
     )

@@ -334,7 +334,7 @@ def test_a_global_batch_has_the_same_samples_at_every_layout(
 
 
 def test_a_resume_at_any_position_gives_the_batches_of_the_whole_run(corpus: Path) -> None:
-    """With a batch size that grows on the way."""
+    """The batch size grows during the run."""
     dataset, position, steps = train(corpus), 0, []
     for size in (2, 2, 4, 4, 8, 8, 8):
         steps.append((position, size))
@@ -387,7 +387,7 @@ def test_the_thread_ends_when_nobody_wants_more(corpus: Path) -> None:
 
 @pytest.mark.oracle
 def test_megatron_core_refuses_a_split_beside_data_of_each_part_too() -> None:
-    """So `check_sources` refuses no command line that Megatron accepts."""
+    """`check_sources` therefore refuses no command line that Megatron accepts."""
     config = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config")
     make = config.BlendedMegatronDatasetConfig
     common = {"random_seed": 1, "sequence_length": 16, "path_to_cache": None}

@@ -29,7 +29,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def megatron(samples: tuple[int | None, ...], **options: Any) -> list[Any]:
-    """What megatron-core builds."""
+    """The order of samples that megatron-core builds."""
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )

@@ -1,6 +1,6 @@
-"""On a GPU: every small model and option against the CPU's losses, compiled layers, kernels of attention, FP8, grouped products,
-offloaded activations, the same bits twice, saves through pinned memory, generation, preferences, two ranks on NCCL.
-"""
+"""Tests on a GPU: every small model and option against the CPU's losses, compiled layers, attention kernels, FP8,
+grouped products, offloaded activations, equal bits of two runs, saves through pinned memory, generation, preferences,
+and two ranks on NCCL."""
 
 import json
 from dataclasses import replace
@@ -43,7 +43,7 @@ def losses(case: Case, device: torch.device) -> list[float]:
 
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_a_gpu_trains_as_a_cpu_does(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp32, products too."""
+    """All computation is in fp32, also products."""
     torch.backends.cuda.matmul.allow_tf32 = False
     if model == "deepseek_v32":
         # With few heads, ReLU makes several scores of a query 0, and devices choose different ones of equal scores.
@@ -200,7 +200,7 @@ def test_two_ranks_on_nccl_train_as_two_on_gloo(command: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("model", ["mamba", "hybrid", "delta nets"])
 def test_installed_kernels_of_mixers_with_a_state_train_as_a_cpu_does(model: str) -> None:
-    """In bf16, for which every kernel is made."""
+    """The test runs in bf16, for which every kernel is made."""
     if not any(installed(package) for package in (SCAN, DELTA, CONVOLUTION)):
         pytest.skip("mamba_ssm, flash-linear-attention and causal_conv1d are not installed")
     case = Case(model, options=(("dtype", "bfloat16"),))

@@ -14,7 +14,8 @@ VOCAB, EOS, LENGTH = 131, 4, 96
 
 
 def tiny(model_type: str = "llama", **settings: Any) -> Any:
-    """In float32. Weights are wide, so that the likeliest token leads by far more than rounding."""
+    """A small model in float32. Its weights are large, so that the likeliest token leads by far more than
+    rounding."""
     import transformers
 
     common = {

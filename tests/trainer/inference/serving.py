@@ -140,7 +140,7 @@ def _command(directory: Path, flags: Sequence[str]) -> list[str]:
 
 
 def _address(line: str) -> str:
-    """Of the line in which a server says that it has started."""
+    """The address in the line with which a server reports its start."""
     return line.split()[3].rstrip(",")
 
 

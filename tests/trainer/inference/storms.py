@@ -192,7 +192,7 @@ def _unchunked(body: bytes) -> bytes:
 
 
 def mixed(alone: Opened, count: int) -> list[Shot]:
-    """As many good ones as are left, mixed with the others."""
+    """Requests in a mixed order: wrong ones, leaving ones, and good ones for the rest of `count`."""
     wrong, leaving = WRONG * (count // 100 or 1), LEAVING * (count // 50 or 1)
     right = good(alone, max(count - len(wrong) - len(leaving), 20))
     others = [*wrong, *leaving]

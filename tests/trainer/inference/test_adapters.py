@@ -187,7 +187,7 @@ def test_the_command_line_takes_an_adapter(
 def test_an_adapter_with_the_models_name_is_refused(
     models: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else no request could choose it."""
+    """No request could choose this adapter."""
     monkeypatch.setattr(launch, "leave", sys.exit)
     words = [
         "serve",

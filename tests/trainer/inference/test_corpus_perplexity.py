@@ -69,7 +69,8 @@ def test_windows_of_a_stream_are_those_of_the_whole_text(
 
 @pytest.mark.oracle
 def test_sums_are_those_of_the_documents(tmp_path: Path) -> None:
-    """In one window all tokens have the whole corpus before them; sizes are those of the texts."""
+    """One window holds the whole corpus, so that each token sees all tokens before it. Sizes are those of the
+    texts."""
     model = slots_of(tiny(vocab_size=257))
     found = measured(model, [write(tmp_path / "corpus.jsonl", TEXTS)], 96)
     tokens = list(chain(*([*Bytes().tokenize(text), 0] for text in TEXTS)))
@@ -107,7 +108,8 @@ def test_the_limit_ends_with_a_whole_document(tmp_path: Path) -> None:
 
 
 def test_random_windows_begin_in_documents_by_their_length() -> None:
-    """Of a short and a long document. A window that begins in the short one goes on with further documents."""
+    """The corpus has a short and a long document. A window that begins in the short one continues with further
+    documents."""
     short, long = [1, 2, 0], [*range(100, 190), 0]
     tokens = np.array([*short, *long], np.int32)
     ends = np.array([3, 94])
@@ -175,7 +177,8 @@ def test_a_corpus_without_tokens_to_predict_is_refused(tmp_path: Path) -> None:
 def test_two_data_parallel_ranks_measure_what_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the command line. A corpus of one document has the sum that `score` gives for it, and its end."""
+    """The test runs the command line. A corpus of one document has the sum that `score` gives for the document and
+    its end."""
     monkeypatch.setattr(launch, "leave", sys.exit)
     save(tmp_path / "model")
     write(tmp_path / "corpus.jsonl", ["the only document of this corpus"])

@@ -273,7 +273,7 @@ Expected = tuple[list[list[int]], list[Beam], list[Scored]]
 
 
 def expected(model: Any) -> Expected:
-    """What transformers generates, greedily and by beams, and how likely rows are."""
+    """The answers of transformers: greedy ones, those of beams, and log-probabilities of rows."""
     greedy = [
         continued(model, wanted.prompt, max_new_tokens=wanted.max_tokens)[0][0] for wanted in WANTED
     ]
@@ -397,7 +397,7 @@ def test_data_parallel_ranks_share_rows(tmp_path: Path, world: World) -> None:
 def test_a_model_that_was_scored_with_can_be_trained(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is kept for passes of the same length is of no use to autograd where it was made for inference alone."""
+    """Tensors that inference keeps for passes of the same length are useless to autograd, and must not be reused."""
     monkeypatch.setitem(
         SMALL_MODELS, "a window", changed(SMALL_MODELS["qwen3"], {"layers.window": window})
     )

@@ -120,7 +120,7 @@ def test_every_answer_is_that_of_lm_evals_own_model(
 def test_every_layout_measures_what_lm_evals_own_model_does(
     layout: str, model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On two processes; at TP 1 they share the rows."""
+    """Two processes run. At TP 1 they share the rows."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

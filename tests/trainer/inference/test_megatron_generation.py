@@ -1,4 +1,4 @@
-"""What Megatron core 0.9.0 generated from a model without layers: tokens, lengths, log-probabilities, beams."""
+"""Generation by Megatron core 0.9.0 from a model without layers: tokens, lengths, log-probabilities, beams."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is done to logits is what transformers does; how often a token is drawn is its probability."""
+"""Logits are processed as by transformers. Tokens are drawn as often as their probability says."""
 
 import json
 

@@ -96,7 +96,7 @@ def test_the_official_client_gets_its_answers(serving: Serving, model: tuple[Pat
 
 
 def test_a_prompt_is_judged_without_generating(serving: Serving, model: tuple[Path, Any]) -> None:
-    """What lm-eval's local-completions asks for."""
+    """local-completions of lm-eval sends such requests."""
     row = [7, 9, 30, 31]
     status, found = serving.ask(
         "/v1/completions", {"prompt": row, "max_tokens": 0, "echo": True, "logprobs": 1}

@@ -53,7 +53,8 @@ def descriptors(serving: Serving) -> int:
 
 
 def settled_descriptors(serving: Serving, allowed: int, patience_s: float = 10.0) -> int:
-    """Those that are open when no more than allowed are, or when patience ends: the last connections close on their own time."""
+    """The number of open descriptors, once it is at most `allowed` or the patience is over. The last connections
+    close late."""
     end = time.monotonic() + patience_s
     while (found := descriptors(serving)) > allowed and time.monotonic() < end:
         time.sleep(0.1)

@@ -36,7 +36,7 @@ class Bytes:
 
 
 def padded(window: Window) -> tuple[list[int], list[int]]:
-    """As Megatron has it: (length + 1 tokens, which of the labels count)."""
+    """A window in Megatron's form: (length + 1 tokens, the mask of labels that count)."""
     room = LENGTH + 1 - len(window.tokens)
     before = len(window.tokens) - 1 - window.counted
     return [*window.tokens, *[0] * room], [0] * before + [1] * window.counted + [0] * room
@@ -83,7 +83,7 @@ def test_windows_of_lambada_are_those_of_megatron(case: dict[str, Any]) -> None:
 
 @pytest.mark.oracle
 def test_measures_are_those_of_the_model() -> None:
-    """With a stride of one each token is predicted from all that fits before it."""
+    """With a stride of one, each token is predicted from all tokens that fit before it."""
     theirs = tiny(vocab_size=257)
     model, tokens = slots_of(theirs), Bytes().tokenize(wikitext_text(words()))
     found = wikitext(model, Bytes(), FIXTURE / "wiki.test.tokens", LENGTH)  # type: ignore[arg-type]

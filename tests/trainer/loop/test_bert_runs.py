@@ -33,7 +33,7 @@ def losses(directory: Path) -> list[list[float]]:
 
 @pytest.mark.slow
 def test_a_bert_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    """With dropout, at tensor and sequence parallelism."""
+    """The run has dropout, tensor parallelism and sequence parallelism."""
     layout = "--tp 2 --sequence-parallel --use-distributed-optimizer"
     train(tmp_path, 2, f"pretrain {BERT} {layout} --train-iters 4 --save straight")
     straight = losses(tmp_path)
@@ -90,7 +90,7 @@ def test_sentences_are_asked_for_where_there_are_none(tmp_path: Path) -> None:
 
 
 def test_a_run_draws_megatrons_samples(tmp_path: Path) -> None:
-    """From the flags alone, those that its own data sets made: fixtures/masked."""
+    """The flags alone give the samples that Megatron's own datasets made (fixtures/masked)."""
     words = (MASKED / "vocab.txt").read_text().splitlines()[:WORDS]
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
     flags = BERT.replace(

@@ -1,4 +1,4 @@
-"""How runs end that can't go on, and those that are asked to."""
+"""The ends of runs that fail, and of runs that are asked to end."""
 
 import json
 import os
@@ -18,12 +18,12 @@ COMMAND = f"pretrain {LLAMA} --train-iters 500"
 
 
 def reporting(rank: int) -> None:
-    """As under torchrun, which gives its workers files for its own report."""
+    """Set the environment of torchrun, which gives its workers files for its own report."""
     os.environ.setdefault("TORCHELASTIC_ERROR_FILE", f"error-{rank}.json")
 
 
 def at_step(step: int, victim: int, what: str, rank: int) -> None:
-    """On one rank a step ends otherwise than it should."""
+    """Let a step of one rank fail in the given way."""
     reporting(rank)
     from megatron_lite.engine import Engine
 

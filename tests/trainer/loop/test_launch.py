@@ -1,4 +1,4 @@
-"""How processes find each other: under torchrun, under srun, with and without GPUs, after a restart."""
+"""The start of processes: under torchrun and srun, with and without GPUs, after a restart."""
 
 import os
 import re
@@ -91,7 +91,7 @@ def test_one_task_and_ranks_of_torchrun_stay_what_they_are() -> None:
 
 
 def as_srun(port: int, step: int | None, rank: int) -> None:
-    """What a task of srun finds in its environment; with a step, rank 0 fails there."""
+    """Set the environment of a task of srun. step: at this step rank 0 fails."""
     for name in [
         name
         for name in os.environ
@@ -114,7 +114,7 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("fails_at", [None, 1])
 def test_srun_needs_no_torchrun(fails_at: int | None, tmp_path: Path) -> None:
-    """Also when rank 0 fails: the store in which ranks find out who was the first is not its own."""
+    """This also holds if rank 0 fails: another process keeps the store that records the first failure."""
     running = launch(
         tmp_path, 2, f"pretrain {LLAMA} --train-iters 2", partial(as_srun, free_port(), fails_at)
     )
@@ -141,7 +141,7 @@ def test_fewer_gpus_than_processes_are_an_error_not_a_run_on_cpus(
 
 
 def last_lines(report: str) -> list[str]:
-    """Of torchrun, without the borders."""
+    """The last lines of torchrun's report, without the borders."""
     return [line.strip() for line in report.splitlines() if line.strip().strip("=-")]
 
 

@@ -1,4 +1,4 @@
-"""What a run does with what it finds, and what it says about it."""
+"""The reactions of a run to files that it finds, and its messages about them."""
 
 import json
 import re
@@ -71,7 +71,7 @@ def test_a_batch_without_labels_is_skipped_and_counted(tmp_path: Path) -> None:
 
 
 def no_labels(rank: int) -> None:
-    """In the second step no label counts, on any rank."""
+    """Remove all labels of the second step, on every rank."""
     from dataclasses import replace
     from typing import Any
 
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_not_clobbered_by_another_run(tmp_path: Path) -> None:
 
 
 def test_loading_and_saving_at_one_place_starts_afresh_and_goes_on(tmp_path: Path) -> None:
-    """As all of Megatron-LM's scripts expect of the jobs of one run."""
+    """Megatron-LM's scripts expect this of the jobs of one run."""
     command = f"{SAVED} --load ckpt --train-iters 2 --exit-interval 1"
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "ckpt" / "notes.txt").write_text("of the first job")

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its tensors is read by one rank of a node, and passed on to the others."""
+"""One rank of a node reads the metadata of a checkpoint, and passes it on to the others."""
 
 import pickle
 from collections.abc import Callable, Iterator
@@ -86,7 +86,7 @@ def test_a_run_of_several_processes_opens_its_checkpoint_once(tmp_path: Path) ->
     ],
 )  # fmt: skip
 def test_what_was_opened_in_any_format_reads_the_same_bytes_in_another_process(name: str) -> None:
-    """As far as one process can show it: pickled and back, nothing that was opened is shared."""
+    """One process can show only this much: after pickling, nothing that was opened is shared."""
     place = FIXTURES / name
     inner = [
         path for path in (place / "checkpoint", place / "hf", place / "model") if path.is_dir()

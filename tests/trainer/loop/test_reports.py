@@ -1,4 +1,4 @@
-"""What a run reports: evaluations, metrics, TensorBoard, the plot."""
+"""The reports of a run: evaluations, metrics, TensorBoard, the plot."""
 
 import json
 import math

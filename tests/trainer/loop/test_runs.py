@@ -108,7 +108,7 @@ def test_a_shared_optimizer_comes_back_with_every_bit(how: str, tmp_path: Path) 
 @pytest.mark.parametrize("form", ["torch_dist", pytest.param("torch", marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_delayed_scales_of_fp8_go_on_where_a_run_stopped(form: str, tmp_path: Path) -> None:
-    """Of the layers of both stages; at another number of stages, where each matrix is whole as before, too."""
+    """The layers of both stages are compared, also at another number of stages with the same whole matrices."""
     words = f"--bf16 --fp8-format hybrid --fp8-amax-history-len 3 --ckpt-format {form}"
     command = f"pretrain {LLAMA} --train-iters 4 --save ckpt --resume {words}"
     train(tmp_path / "whole", 2, f"{command} --pp 2")
@@ -312,7 +312,7 @@ def test_both_formats_hold_the_same_model(tmp_path: Path) -> None:
 def test_a_run_goes_on_with_the_same_bits_whatever_its_ranks_shard(
     form: str, tmp_path: Path
 ) -> None:
-    """With one microbatch a rank, whose gradients have one order of addition."""
+    """Each rank has one microbatch, so that gradients have one order of addition."""
     command = (
         f"pretrain {LLAMA} --global-batch-size 2 --bf16 --save ckpt --resume --ckpt-format {form}"
     )

@@ -1,4 +1,5 @@
-"""Which samples a run has trained on, over resumes in the midst of an epoch: none twice, none never, whatever else has changed."""
+"""The samples of a run that resumes in the middle of an epoch: none twice, none left out, whatever else has
+changed."""
 
 import json
 import os

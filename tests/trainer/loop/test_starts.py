@@ -1,4 +1,4 @@
-"""What a run can start from: checkpoints of NVIDIA's Megatron, of Hugging Face, and our own; and what it refuses."""
+"""The starts of a run: checkpoints of NVIDIA's Megatron, of Hugging Face and of our own; and the refused ones."""
 
 import json
 import re
@@ -109,7 +109,7 @@ def test_a_runs_own_release_begins_its_data_anew(tmp_path: Path) -> None:
 
 
 def precision_of(log: str) -> str:
-    """What the log's second line says: `llama, 4 layers of 32, bfloat16; ...`."""
+    """The precision in the log's second line: `llama, 4 layers of 32, bfloat16; ...`."""
     found = re.search(r"^llama, 4 layers of 32, (\w+);", log, re.MULTILINE)
     assert found is not None, log
     return found[1]

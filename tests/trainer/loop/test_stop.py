@@ -33,7 +33,7 @@ def has_trained(directory: Path) -> bool:
 
 
 def interrupt(running: Running) -> None:
-    """As torchrun passes it on to each of its workers."""
+    """Send the signal to each worker, as torchrun does."""
     for process in running.processes:
         assert process.pid is not None
         os.kill(process.pid, signal.SIGINT)
@@ -69,7 +69,7 @@ def test_ctrl_c_in_a_run_without_save_says_what_becomes_of_it(tmp_path: Path) ->
 
 
 def hangs(where: str, rank: int) -> None:
-    """In the second step, or in a save."""
+    """Let a rank hang in the second step, or in a save."""
     from megatron_lite.checkpoint.saver import Saver
     from megatron_lite.engine import Engine
 

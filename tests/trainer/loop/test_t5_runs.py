@@ -59,7 +59,7 @@ def figures(directory: Path) -> list[list[float]]:
 
 @pytest.mark.slow
 def test_a_t5_with_stages_goes_on_to_the_same_bits(place: Path) -> None:
-    """With dropout."""
+    """The run has dropout."""
     train(place, 2, f"pretrain {T5} {STAGES} --train-iters 4 --save straight")
     straight = figures(place)
     (place / "metrics.jsonl").unlink()
@@ -183,7 +183,7 @@ def test_megatron_core_computes_the_same_t5_of_newer_parts(words: str, place: Pa
     [STAGES, "--tp 2 --sequence-parallel --use-distributed-optimizer --transformer-impl local"],
 )
 def test_megatron_core_loads_weights_and_optimizer_strictly(words: str, place: Path) -> None:
-    """Of what the trainer saved, and of what megaconv makes of it."""
+    """Core loads the trainer's checkpoint, and megaconv's conversion of it."""
     rate = "--lr-warmup-iters 0 --lr-decay-iters 7"
     train(place, 2, f"pretrain {T5} {words} {rate} --train-iters 3 --save ckpt --bf16")
     megaconv.convert(
@@ -231,7 +231,7 @@ def test_what_can_not_be_saved_or_sampled_is_refused_before_anything_is_lost(pla
 
 
 def test_a_run_draws_megatrons_samples(place: Path) -> None:
-    """From the flags alone, those that its own data sets made: fixtures/masked."""
+    """The flags alone give the samples that Megatron's own datasets made (fixtures/masked)."""
     settings, _ = parse(
         "pretrain", f"{T5} --train-iters 1".replace("vocab.txt", f"{place}/vocab.txt").split()
     )

@@ -57,7 +57,7 @@ def accuracies(log: str) -> list[tuple[int, str, int, int]]:
 
 
 def answered(directory: Path, task: Task, path: Path, **names: Any) -> int:
-    """How many examples transformers answers right, with a model that it opens by its config.json."""
+    """The number of examples that transformers answers right, with a model that it opens by its config.json."""
     import transformers
 
     (kind,) = json.loads((directory / "config.json").read_text())["architectures"]
@@ -135,7 +135,8 @@ def test_race_is_learned_alike_at_two_layouts_and_computed_alike_by_transformers
 
 @pytest.mark.slow
 def test_a_run_on_a_task_goes_on_to_the_same_bits(tmp_path: Path, pretrained: Pretrained) -> None:
-    """With dropout, from the middle of an epoch, and on two pipeline stages with data-parallel ranks' optimizer shared."""
+    """The run has dropout, resumes in the middle of an epoch, and has two pipeline stages with a sharded
+    optimizer."""
     pretrained(tmp_path, "")
     write_qqp(tmp_path / "train.tsv", 13)
     write_qqp(tmp_path / "dev.tsv", 5, seed=2)

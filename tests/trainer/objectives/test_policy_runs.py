@@ -122,7 +122,7 @@ def brief(completion_ids):
 @pytest.mark.oracle
 @pytest.mark.parametrize("layout", ["--ep 2", "--pp 2"])
 def test_a_mixture_answers_chats_that_several_functions_judge(layout: str, tmp_path: Path) -> None:
-    """With evaluations, and fewer prompts than a batch has."""
+    """The run has evaluations, and fewer prompts than a batch."""
     save(tmp_path / "mixture", "mixtral", num_local_experts=4, num_experts_per_tok=2)
     lines = "\n".join(map(json.dumps, CHATS))
     command = (

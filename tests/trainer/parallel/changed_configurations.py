@@ -196,7 +196,7 @@ class Outcome(NamedTuple):
 
 
 def judge(family: str, changes: Changes, directory: Path) -> Outcome:
-    """What the trainer makes of a model whose config.json has these changes, as if it came from Hugging Face."""
+    """The trainer's outcome for a model with these changes in its config.json, as if it came from Hugging Face."""
     expected = _expected(family, changes, directory)
     try:
         found = logits_of_the_trainer(directory)
@@ -278,7 +278,7 @@ def _rounded_otherwise(directory: Path) -> Iterator[torch.Tensor]:
 
 
 def logits_of_the_trainer(directory: Path) -> torch.Tensor:
-    """Of any checkpoint, in float32."""
+    """The trainer's logits for any checkpoint, in float32."""
     logging.getLogger("megaconv").setLevel(logging.ERROR)  # tests/conftest.py resets this level
     start = open_weights(str(directory))
     config = start.config

@@ -30,7 +30,7 @@ BETAS, EPS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
 def train_with_core(
     checkpoints: list[Path], tokens: torch.Tensor, lr: float, directory: Path
 ) -> list[list[tuple[float, float]]]:
-    """For each checkpoint (loss, gradient norm) of one step after the other.
+    """(loss, gradient norm) of each step, for each checkpoint.
 
     tokens int64 [steps, microbatches, batch, sequence + 1]. directory: where files are exchanged.
     """
@@ -57,7 +57,7 @@ def train_with_core(
 
 
 def without_cuda() -> None:
-    """What the optimizer and the schedule ask of CUDA beside the model: streams, events, marks; and a type's name."""
+    """Replace the calls of CUDA in the optimizer and the schedule: streams, events, marks, and the name of a type."""
 
     class Nothing:
         def __init__(self, *_: Any, **__: Any) -> None: ...

@@ -287,13 +287,13 @@ def batches(case: Case, step: int) -> Iterator[Microbatch]:
 
 
 def own_batches(case: Case, step: int, engine: Engine) -> list[Microbatch]:
-    """Those of this data-parallel rank."""
+    """The microbatches of this data-parallel rank."""
     return list(batches(case, step))[engine.grid.dp_rank :: case.dp]
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank knows after a run."""
+    """The result of a run on one rank."""
 
     reports: list[StepReport]
     weights: dict[str, torch.Tensor]
@@ -305,7 +305,7 @@ class Trained:
 
 
 def weights_of(engine: Engine) -> dict[str, torch.Tensor]:
-    """By names with layers counted over the whole model."""
+    """The weights by names with layers counted over the whole model."""
     firsts = [chunk.first_layer for chunk in engine.grid.chunks()]
     return {
         whole_name(name, firsts[chunk]): tensor.clone()
@@ -325,7 +325,7 @@ def step(engine: Engine, case: Case, number: int) -> StepReport:
 
 
 def train(_rank: int, case: Case) -> Trained:
-    """What a rank does."""
+    """Train on one rank."""
     engine = make_engine(case)
     reports = [step(engine, case, number) for number in range(case.steps)]
     engine.finish()
@@ -334,7 +334,8 @@ def train(_rank: int, case: Case) -> Trained:
 
 
 def saved_bytes(engine: Engine, batch: Microbatch) -> int:
-    """What autograd keeps of one forward pass through the only chunk, parameters apart, each storage once."""
+    """The bytes that autograd keeps of one forward pass through the only chunk, without parameters, each storage
+    once."""
     parameters = {tensor.untyped_storage().data_ptr() for _, _, tensor in engine.parameters()}
     storages: dict[int, int] = {}
     held: list[torch.Tensor] = []  # so that no address is used twice

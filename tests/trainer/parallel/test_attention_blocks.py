@@ -48,7 +48,7 @@ def test_blocks_compute_what_one_call_computes(
 
 
 def test_the_blocks_see_each_pair_of_query_and_key_once() -> None:
-    """By a plain emulation."""
+    """A plain emulation computes the pairs."""
     q, k, v = (x.detach() for x in tensors(1100, torch.float32))
     seen = block_mask(1100, 1100, 0, 600, q.device)
     scores = torch.einsum("qbhd,kbhd->bhqk", q, k.repeat_interleave(2, 2)) * WIDTH**-0.5

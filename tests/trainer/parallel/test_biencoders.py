@@ -175,7 +175,7 @@ def gradients(engine: Engine) -> dict[str, NDArray[np.float32]]:
 
 @pytest.mark.parametrize("model", ["separate", "shared", "pooler"])
 def test_embeddings_and_gradients_of_the_first_step_are_megatrons(model: str) -> None:
-    """Of `pooler` the gradients of pooler and head are known."""
+    """For `pooler`, the gradients of pooler and head are known."""
     engine = make_engine(Case(model, microbatches=4))
     answers = load_file(FIXTURES / "retriever" / f"{model}-step1.safetensors")
     batches = microbatches(0, 4)

@@ -1,4 +1,5 @@
-"""What is communicated when: buckets in the order of the model, started in one order, waited for when they are needed."""
+"""The order of communication: buckets in the order of the model, started in one order, waited for at their first
+use."""
 
 from functools import partial
 from typing import Any

@@ -80,7 +80,8 @@ def judged_alone(family: str, changes: Changes) -> Outcome:
 
 
 def faults_of(family: str, listed: list[Changes]) -> dict[str, Outcome]:
-    """By the change. A good part of the changes is computed, else the grid proves nothing."""
+    """The faulty outcomes by change. Requires that many changes are computed, because the grid would prove nothing
+    without them."""
     judged = {str(dict(changes)): judged_alone(family, changes) for changes in listed}
     kinds = [outcome.kind for outcome in judged.values()]
     assert kinds.count("same") > len(kinds) / 5
@@ -96,7 +97,7 @@ def test_each_field_changed_alone_is_computed_alike_or_refused(family: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("family", BASES)
 def test_two_fields_changed_at_once_are_computed_alike_or_refused(family: str) -> None:
-    """Of those changes that are computed when they come alone, since a refusal hides the other."""
+    """The changes are those that are computed alone, since one refusal would hide the other."""
     draw = random.Random(family)
     changes = draw.sample(list(single_changes(family)), 60)
     alone = [change for change in changes if judged_alone(family, change).kind == "same"]

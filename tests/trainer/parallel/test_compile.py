@@ -30,7 +30,7 @@ a mixture of experts, whose activation is a graph too.
 
 
 class Made(NamedTuple):
-    """What one step made."""
+    """The result of one step."""
 
     loss: float
     graphs: int
@@ -61,7 +61,7 @@ def _steps(_rank: int, case: Case, backend: str) -> list[Made]:
 def test_no_later_step_compiles_and_like_layers_share_their_graphs(
     world: World, case: Case, most: int
 ) -> None:
-    """With a backend that runs what was traced. Sequences and documents differ from step to step."""
+    """The backend runs the traced graphs. Sequences and documents differ from step to step."""
     compiled = world.run(case.world, _steps, replace(case, options=COMPILED), "aot_eager")
     plain = world.run(case.world, _steps, case, "aot_eager")
     for found, expected in zip(compiled, plain, strict=True):
@@ -92,7 +92,7 @@ def test_compiled_layers_add_as_many_products_to_sums_of_gradients(
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs the compiler g++")
 def test_compiled_code_of_like_layers_is_made_once(world: World) -> None:
-    """By the compiler itself: one forward and one backward pass for four layers and all steps."""
+    """The compiler itself runs: one forward and one backward pass for four layers and all steps."""
     case = Case("llama", tp=2, sequence_parallel=True, masked=False)
     for found in world.run(2, _steps, replace(case, options=COMPILED), "inductor"):
         assert [each.graphs for each in found] == [1] * STEPS

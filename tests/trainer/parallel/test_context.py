@@ -41,7 +41,7 @@ TWO_LEVELS = (("context", "a2a+p2p"), ("near", 2))
 
 
 def member(rank: int, size: int) -> ContextGroup:
-    """For arithmetic alone."""
+    """A context group for arithmetic alone."""
     return ContextGroup(None, rank, size, "p2p")  # type: ignore[arg-type]
 
 
@@ -117,7 +117,8 @@ def test_every_rank_has_as_much_to_do() -> None:
 def test_blocks_put_together_are_one_call(
     device: str, dtype: torch.dtype, tolerance: float, causal: bool
 ) -> None:
-    """With either device's kernel: keys before the queries', and then (causal) their own or more that all are seen."""
+    """Both devices' kernels are tested: keys before the queries, and then (causal) their own keys or more that all
+    queries see."""
     generator = torch.Generator().manual_seed(1)
     shapes = [(16, 2, 4, 64), (32, 2, 2, 64), (32, 2, 2, 64), (16, 2, 4, 64)]
     q, k, v, grad = (
@@ -295,7 +296,7 @@ EVERY += [
 
 @pytest.mark.parametrize("case", COVERING, ids=str)
 def test_a_layout_trains_as_one_process_does(case: Case, world: World) -> None:
-    """With packed documents, and labels that don't count."""
+    """Batches have packed documents, and labels that don't count."""
     compare(replace(case, steps=3), world)
 
 
@@ -347,7 +348,8 @@ def test_every_gradient_is_that_of_one_process(word: str, world: World) -> None:
 
 
 def kept(_rank: int, case: Case) -> int:
-    """With the norm of many rows, as in any real run: that of few, which half of a small batch is, keeps more."""
+    """The bytes that a pass keeps. The norm is the one for many rows: the norm for few rows, as in half of a small
+    batch, keeps more."""
     engine = make_engine(case)
     with mock.patch.object(tensor, "FEW_ROWS", 0):
         found = saved_bytes(engine, next(batches(case, 1)))
@@ -357,7 +359,7 @@ def kept(_rank: int, case: Case) -> int:
 
 @pytest.mark.parametrize("word", ONE_LEVEL)
 def test_a_rank_keeps_its_share_of_the_activations(word: str, world: World) -> None:
-    """And nothing of what other ranks sent. (Blocks keep keys and values less often than one call does.)"""
+    """A rank keeps no tensors of other ranks. (Blocks keep keys and values less often than one call does.)"""
     case = Case("llama", masked=False, options=how(word))
     alone = kept(0, case.alone())
     for shared in world.run(2, kept, replace(case, cp=2)):

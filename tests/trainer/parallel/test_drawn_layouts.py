@@ -161,7 +161,7 @@ def make_engine(drawn: Drawn) -> Engine:
 
 
 def batches(drawn: Drawn, step: int) -> Iterator[Microbatch]:
-    """Of all data-parallel ranks; in some of them no label counts, or rows consist of documents."""
+    """The microbatches of all data-parallel ranks. In some of them no label counts, or rows consist of documents."""
     generator, chance = (
         torch.Generator().manual_seed(100 * drawn.seed + step),
         Random(100 * drawn.seed + step),
@@ -177,13 +177,13 @@ def batches(drawn: Drawn, step: int) -> Iterator[Microbatch]:
 
 
 def lengths(chance: Random) -> tuple[int, ...]:
-    """Of a row's documents."""
+    """The lengths of a row's documents."""
     ends = sorted(chance.sample(range(1, 16), chance.randrange(4)))
     return tuple(b - a for a, b in zip((0, *ends), (*ends, 16), strict=True))
 
 
 def train(_rank: int, drawn: Drawn) -> list[list[float]]:
-    """Of each step loss, norm, labels that count, losses of further tokens; then those of an evaluation."""
+    """Loss, norm, counting labels and losses of further tokens for each step; then those of an evaluation."""
     engine, found = make_engine(drawn), []
     for step in range(STEPS):
         own = list(batches(drawn, step))[engine.grid.dp_rank :: drawn.dp]
@@ -207,7 +207,7 @@ def test_a_layout_drawn_by_chance_computes_what_one_process_does(seed: int, worl
 
 
 def test_what_is_drawn_differs_in_everything() -> None:
-    """Else most of it would not be tested."""
+    """If the draws were alike, most options would not be tested."""
     every = [draw(seed) for seed in SEEDS]
     for name, value in vars(replace(every[0], seed=-1)).items():
         assert name == "seed" or len({str(vars(drawn)[name]) for drawn in every}) > 1, (name, value)

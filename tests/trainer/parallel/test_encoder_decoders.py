@@ -79,7 +79,7 @@ class Case:
 
 
 def canonical(config: ModelConfig, file: Path) -> dict[str, np.ndarray]:
-    """What a file of core's whole tensors holds, in our pieces."""
+    """The canonical tensors in a file of core's whole tensors."""
     rows, layout = family(config.family).rows, Layout(stage_layers=(config.layer_count,))
     (chunk,) = layout.chunks()
     found = {

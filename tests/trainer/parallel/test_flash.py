@@ -133,7 +133,7 @@ def test_a_version_that_requires_more_arguments_is_not_used(
 
 
 def test_flash_is_refused_for_dtypes_that_it_can_not_compute() -> None:
-    """Where FlashAttention is not installed, PyTorch has such a kernel; a CPU has only one, and takes it."""
+    """Without FlashAttention, PyTorch has such a kernel. A CPU has only one kernel, and uses it."""
     x = torch.zeros(4, 1, 2, 8)
     for backend in ("auto", "flash", "fused", "unfused", "local"):
         assert attention.choose(backend, x, x, 0.0) is None

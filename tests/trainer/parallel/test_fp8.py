@@ -166,7 +166,7 @@ EACH_RECIPE = [
 
 
 class IdealProduct(OtherProduct):
-    """In floating point of FP8's mantissa, but of any exponent: no scale, nothing too large or too small. Its grid lies anywhere.
+    """A product with FP8's mantissa and any exponent: no scale, and no number too large or too small.
 
     Each product draws a factor between 1 and 2 that its operands are rounded with, so that other draws round otherwise and as well:
     how far these part is what a format of this precision does to a model, however it is computed.
@@ -200,7 +200,7 @@ class IdealProduct(OtherProduct):
 
 
 def ideal(make: Callable[[FP8], Found], form: str, draws: int) -> list[Found]:
-    """What make finds in each draw."""
+    """The results of `make` in each draw."""
     found = []
     with mock.patch.dict(KINDS, mxfp8=IdealProduct):
         for draw in range(draws):
@@ -210,7 +210,8 @@ def ideal(make: Callable[[FP8], Found], form: str, draws: int) -> list[Found]:
 
 
 def gradients(fp8: FP8 | None) -> dict[str, Tensor]:
-    """Of the layers of a dense model in float32, where nothing else is rounded and no token changes its expert.
+    """The gradients of the layers of a dense model in float32. No other rounding happens, and no token changes its
+    expert.
 
     What lies behind the layers has gradients that no product rounds.
     """
@@ -241,7 +242,8 @@ def geometric_mean(values: Tensor) -> float:
 
 @pytest.mark.parametrize("recipe", EACH_RECIPE)
 def test_gradients_part_as_far_as_the_precision_of_the_format_has_it(recipe: str) -> None:
-    """From those without FP8; and those of `hybrid` from those of `e4m3`, which have the same forward pass.
+    """The gradients are compared with those without FP8. Those of `hybrid` are compared with those of `e4m3`, which
+    has the same forward pass.
 
     Neither more nor less: a mean over all parameters to 15%, thrice what one draw's parts from that of all draws.
     """
@@ -266,7 +268,8 @@ def in_bf16() -> list[float]:
 
 @cache
 def departed() -> float:
-    """How far the losses of all steps part from those in bf16 by rounding of this precision: the root of the draws' mean square."""
+    """The distance between the losses of all steps and those in bf16, by rounding of this precision: the root mean
+    square of the draws."""
     drawn = ideal(lambda fp8: losses(0, case(fp8)), "e4m3", 4)
     return (sum(dist(found, in_bf16()) ** 2 for found in drawn) / len(drawn)) ** 0.5
 

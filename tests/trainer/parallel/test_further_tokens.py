@@ -142,7 +142,7 @@ def test_rank_files_of_several_stages_hold_what_the_format_without_stages_does(
 
 
 def numbers(state: Any) -> list[list[int]]:
-    """Of the parameters that the optimizer has, group by group."""
+    """The numbers of the parameters of the optimizer, group by group."""
     return [group["params"] for group in state["optimizer"]["optimizer"]["param_groups"]]
 
 

@@ -55,7 +55,7 @@ def losses(found: Any) -> list[list[float]]:
     "case", [*LAYOUTS, *(pytest.param(case, marks=pytest.mark.slow) for case in FURTHER)], ids=str
 )
 def test_dropout_and_recomputation_give_the_losses_of_one_process(case: Case, world: World) -> None:
-    """Without recomputation in the one process. Dropout's choice depends on the token, not on the rank."""
+    """The single process doesn't recompute. Dropout depends on the token, not on the rank."""
     case = replace(case, options=DROPOUT, steps=3)
     (expected,) = world.run(1, train, case.alone())
     for found in world.run(case.world, train, case):

@@ -1,4 +1,4 @@
-"""What every rank does once for each of many others: groups that it makes, files that it reads."""
+"""Work that every rank does once for each of many others: making groups, reading files."""
 
 import subprocess
 import sys

@@ -48,7 +48,7 @@ EVERY = [
 
 @cache
 def alone(case: Case, world: World) -> Trained:
-    """What one process makes of it, with as many threads."""
+    """The result of one process with as many threads."""
     (found,) = world.run(1, train, case)
     assert isinstance(found, Trained)
     return found
@@ -118,7 +118,7 @@ def test_what_dropout_drops_depends_on_no_layout(case: Case, world: World) -> No
 
 
 def test_bf16_layouts_agree_as_far_as_bf16_does(world: World) -> None:
-    """And with fp32: weights and gradients are kept in it."""
+    """They also agree with fp32: weights and gradients are kept in fp32."""
     case = Case(
         "qwen3",
         tp=2,

@@ -76,7 +76,7 @@ class Case:
 
 
 def make(case: Case, *, trained: bool = True) -> Engine:
-    """With the fixture's adapter; with a fresh one where the case names its options."""
+    """An engine with the fixture's adapter; with a new adapter if the case has options for one."""
     source = open_checkpoint(case.base)
     start = read_adapter(case.adapter, source.config) if case.lora is None else None
     layout = Layout(

@@ -1,4 +1,4 @@
-"""Which ranks are along which axis."""
+"""The ranks along each axis."""
 
 from itertools import product
 

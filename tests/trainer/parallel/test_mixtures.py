@@ -57,7 +57,7 @@ class Mixture:
         return found
 
     def config(self) -> dict[str, Any]:
-        """In core's words."""
+        """The configuration in core's words."""
         whole = self.expected()
         found: dict[str, Any] = (
             {"mtp_loss_scaling_factor": 0.1} | whole["base"] | whole["runs"][self.run]["config"]
@@ -126,7 +126,7 @@ def describe(case: Mixture) -> tuple[ModelConfig, Balancing]:
 
 
 def canonical(config: ModelConfig, file: Path) -> dict[str, np.ndarray]:
-    """What a file of core's whole tensors holds, in our pieces."""
+    """The canonical tensors in a file of core's whole tensors."""
     rows, layout = family(config.family).rows, Layout(stage_layers=(config.layer_count,))
     (chunk,) = layout.chunks()
     found = {
@@ -263,7 +263,7 @@ MORE_LAYOUTS = [
 def test_ten_steps_at_a_layout_are_megatron_cores_in_one_process(
     case: Mixture, world: World
 ) -> None:
-    """Also where core itself goes wrong: tp 2 with whole experts on every rank."""
+    """This includes a case in which core itself is wrong: tp 2 with whole experts on every rank."""
     for found, _ in world.run(case.world, train, case):
         compare(case, found)
 

@@ -40,7 +40,7 @@ TOKENS = torch.randint(7, VOCAB, (2, 33), generator=torch.Generator().manual_see
 
 
 def compute(variant: Variant, directory: Path) -> None:
-    """What transformers makes of a new model: weights, gradients, logits and loss, saved.
+    """Save the results of transformers for a new model: weights, gradients, logits and loss.
 
     Gradients are saved as if they were a model's weights, so that the converter finds out which is which.
     """
@@ -69,7 +69,7 @@ def compare(
     of_gradients: float = TOLERANCE,
     sequence_parallel: bool = True,
 ) -> None:
-    """On each rank. The gradient of what several ranks have is whole on each of them.
+    """Compare on each rank. A gradient of a tensor that several ranks hold is whole on each of them.
 
     family: computes the model in place of the family of the files.
     """

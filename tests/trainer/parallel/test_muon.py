@@ -186,7 +186,7 @@ def test_each_rank_has_whole_matrices_and_about_as_many_elements(world: World) -
 
 
 def test_parts_alone_are_another_optimizer(world: World) -> None:
-    """As Megatron's: its default, blockwise, depends on the tensor parallel size."""
+    """Megatron's default, blockwise, also depends on the tensor-parallel size."""
     case = replace(LAYOUTS[0], tp=2, steps=5, muon=MuonOptions(precision="highest"))
     (expected,) = world.run(1, train, case.alone())
     (found, _) = world.run(2, train, case)

@@ -203,7 +203,8 @@ def test_a_parameter_takes_as_many_bytes_as_promised(
 
 
 def one_layer(dtype: str, scale: float = 1.0) -> Engine:
-    """With one batch of a step it is quick enough for fp16, which CPUs have no instructions for."""
+    """An engine with one layer. One batch for each step is fast enough in fp16, for which CPUs have no
+    instructions."""
     config = changed(MODELS["qwen3"], {"layers.count": 1})
     loss_scale = LossScale(initial=scale, window=2, hysteresis=1)
     grid = make_grid(Layout(stage_layers=(1,)), 1, torch.device("cpu"))
@@ -306,7 +307,7 @@ def test_a_run_goes_on_from_its_state_to_the_same_bits(case: Case, world: World)
 
 @pytest.mark.parametrize("model", ["gpt2", "mixtral"])
 def test_an_engine_that_nothing_refers_to_is_freed(model: str) -> None:
-    """Else its parameters, and its groups with three threads each, would stay until the process ends."""
+    """Otherwise its parameters and its groups, with three threads each, would stay until the process ends."""
     case = Case(model)
     engine = make_engine(case)
     step(engine, case, 0)

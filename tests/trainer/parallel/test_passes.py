@@ -1,4 +1,4 @@
-"""What one pass of a microbatch is told: positions, documents, a cache; and what passes between stages, and comes out as losses."""
+"""One pass of a microbatch: its positions, documents and cache, the tensors between stages, and its losses."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -148,13 +148,13 @@ def pass_three_tensors(rank: int) -> list[list[float]]:
 def test_several_tensors_pass_between_stages_and_gradients_of_those_that_have_any(
     world: World,
 ) -> None:
-    """Of 3w comes (n + 1)(3w)², whose gradient is 18(n + 1)w."""
+    """3w becomes (n + 1)(3w)², whose gradient is 18(n + 1)w."""
     first, _ = world.run(2, pass_three_tensors)
     assert first == [[18.0] * 6, [72.0] * 6]
 
 
 class AnotherLoss:
-    """In place of a chunk's: twice the loss, of every second label."""
+    """A loss that replaces that of a chunk: twice the loss of every second label."""
 
     def __init__(self, chunk: Network) -> None:
         self._loss = chunk.loss

@@ -114,7 +114,7 @@ def make(case: Case, device: torch.device = CPU) -> Engine:
 
 
 def own(engine: Engine, step: int, reference: Tensor | None) -> list[Microbatch]:
-    """Of this data-parallel rank, two pairs a microbatch. reference: [pairs, 2]."""
+    """The microbatches of this data-parallel rank, with two pairs each. reference: [pairs, 2]."""
     every = []
     for index, first in enumerate(range(0, PAIRS, 2)):
         rows = [torch.cat(parts) for parts in zip(*pairs(step)[first : first + 2], strict=True)]

@@ -46,7 +46,8 @@ def test_a_product_of_few_rows_is_that_of_many(rows: int, biased: bool) -> None:
 def test_a_product_in_bf16_is_that_of_its_numbers_in_float64(
     rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On any processor, as on one that has no instructions for bf16; with several blocks of the matrix."""
+    """This holds on any processor, also on one without instructions for bf16, and for several blocks of the
+    matrix."""
     monkeypatch.setattr(product, "lacks_bf16", lambda device: True)
     monkeypatch.setattr(product, "_BLOCK", 24 * 7)
     inputs = [leaf.detach().bfloat16() for leaf in leaves((2, rows, 24), (40, 24), (40,))]
@@ -72,7 +73,7 @@ def test_a_norm_on_a_cpu_is_what_pytorch_makes_of_its_formula() -> None:
 
 
 def test_a_product_is_compiled_for_any_number_of_rows() -> None:
-    """As layers are whose sequence tensor ranks share: sizes are symbols then."""
+    """Layers need this if tensor ranks share their sequence: sizes are then symbols."""
     compiled = torch.compile(linear, backend="eager", dynamic=True, fullgraph=True)
     weight = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     for rows in (TURNED_ROUND.start, TURNED_ROUND.stop):

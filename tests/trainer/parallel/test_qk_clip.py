@@ -95,7 +95,7 @@ def test_context_ranks_together_meet_all_scores(how: str, world: World) -> None:
 
 
 def core_attention(kind: Any, largest: torch.Tensor, **sizes: Any) -> Any:
-    """What clip_qk of a module of Megatron core touches, without the module."""
+    """The attributes that clip_qk of Megatron core uses of a module, without the module."""
     fake = SimpleNamespace(
         core_attention=SimpleNamespace(current_max_attn_logits=largest.clone()),
         num_attention_heads_per_partition=len(largest),
@@ -162,7 +162,7 @@ def test_rows_of_latent_attention_shrink_as_those_of_megatron_core(q_rank: int |
 
 
 def test_heads_without_a_score_above_0_are_left_alone() -> None:
-    """Where Megatron core divides the threshold by such a score, and makes NaN of the weights."""
+    """Megatron core divides the threshold by such a score, and the weights become NaN."""
     found = rows_of_qkv(torch.tensor([-3.0, 0.0, 200.0]), 3, 1, 1, QkClip())
     assert found[:6].tolist() == [1.0] * 6
     assert found[6:].tolist() == pytest.approx([0.5**0.5, 0.5**0.5, 1.0])
@@ -174,7 +174,8 @@ def clipped(model: str, **more: Any) -> Case:
 
 @pytest.mark.parametrize("model", ["gpt2", "llama", "further tokens"])
 def test_steps_bring_the_largest_score_of_their_batch_down_to_the_threshold(model: str) -> None:
-    """With a learning rate of 0 nothing else moves. A layer's scores follow from those before it: so as many steps as layers."""
+    """With a learning rate of 0, nothing else moves. A layer's scores depend on earlier layers, so it takes as many
+    steps as layers."""
     engine = make_engine(clipped(model))
     before = weights_of(engine)
     found = [

@@ -1,4 +1,4 @@
-"""What the backward pass makes again is what was saved, however the operation that took it saved it."""
+"""The backward pass computes again exactly the tensors that were not saved, whatever the operation saves."""
 
 from collections.abc import Callable
 from dataclasses import replace

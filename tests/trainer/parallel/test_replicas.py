@@ -9,7 +9,7 @@ from tests.trainer.parallel.worlds import World
 
 
 def spoil(rank: int, case: Case, name: str | None) -> list[tuple[str, tuple[int, ...]]]:
-    """What is found after a step, with one bit of a parameter turned on the last rank."""
+    """The differing parameters after a step, with one bit of a parameter changed on the last rank."""
     engine = make_engine(case)
     step(engine, case, 0)
     engine.finish()

@@ -1,4 +1,4 @@
-"""Who knows what in the parallel core: groups, collectives, and what a model has no business with."""
+"""The knowledge of the parallel core: groups and collectives, and nothing of the model."""
 
 import ast
 

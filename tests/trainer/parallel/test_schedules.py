@@ -54,7 +54,7 @@ SIZES = [
 
 
 def test_no_order_ever_gets_stuck() -> None:
-    """And every chunk sees every microbatch forward, then backward, once each and in the order of microbatches."""
+    """Every chunk sees every microbatch once forward, then once backward, in the order of the microbatches."""
     for pp, vpp, microbatches in SIZES:
         orders = [order(pp, vpp, microbatches, rank) for rank in range(pp)]
         assert sum(1 for _ in simulate(orders, vpp)) == 2 * pp * vpp * microbatches
@@ -84,7 +84,8 @@ Communicator = tuple[Channel, frozenset[int]]
 
 
 class Turn(NamedTuple):
-    """Of a ring, inside of a pass: every rank that shares the sequence sends to the next and receives from the one before."""
+    """A turn of a ring inside a pass: every rank that shares the sequence sends to the next and receives from the
+    previous one."""
 
     action: Action
     step: int
@@ -114,7 +115,7 @@ class NCCL:
         )
 
     def uses(self, rank: int) -> Communicator | None:
-        """What this rank's next call goes through, if it is one that makes communicators."""
+        """The communicator of this rank's next call; None if the call doesn't create one."""
         item = self.next(rank)
         if isinstance(item, Meeting):
             return item.channel, frozenset(self.beside(rank, stage) for stage in item.ranks)
@@ -125,11 +126,11 @@ class NCCL:
         )
 
     def beside(self, rank: int, stage: int) -> int:
-        """Who has the same tokens on another stage."""
+        """The rank with the same tokens on another stage."""
         return stage * self.cp + rank % self.cp
 
     def turn(self, rank: int, item: Turn) -> bool:
-        """Whether the others of its ring have come to the same turn, or further."""
+        """True if the other ranks of its ring have come to the same turn, or further."""
         first, number = rank // self.cp * self.cp, self.done[rank] + 1
         ring = range(first, first + self.cp)
         self.begun[rank] = number
@@ -141,7 +142,7 @@ class NCCL:
         return over
 
     def step(self, rank: int) -> bool:
-        """Whether this rank could go on."""
+        """True if this rank could continue."""
         item, through = self.next(rank), self.uses(rank)
         if item is None:
             return False

@@ -104,7 +104,7 @@ def _most_at_a_time(_rank: int, case: Case) -> tuple[int, int, int]:
 def test_parameters_of_two_units_and_gradients_of_two_buckets_exist_at_a_time(
     recompute: Recompute,
 ) -> None:
-    """In the backward pass the unit before is on its way too, and the one behind is not yet reduced."""
+    """In the backward pass, the next unit is already being gathered, and the previous bucket is not yet reduced."""
     case = Case("qwen3", dp=2, distributed=True, zero=3, recompute=recompute)
     for buckets, parameters, gradients in run_ranks(2, _most_at_a_time, case):
         assert (buckets, parameters) == (7, 2)
@@ -141,7 +141,7 @@ SNAPSHOTS = {"torch": rank_snapshot, "torch_dist": dist_snapshot}
 
 
 def _saved(_rank: int, case: Case, form: str) -> dict[str, torch.Tensor]:
-    """What this rank saves."""
+    """The tensors that this rank saves."""
     engine = make_engine(case)
     common = {"iteration": 1, "args": Namespace(), "optimizer": {"optimizer": {"param_groups": []}}}
     snapshot: Snapshot = SNAPSHOTS[form](engine, common, with_optimizer=form == "torch_dist", impl="local")  # fmt: skip
@@ -173,7 +173,7 @@ def _shard_sizes(_rank: int, case: Case) -> list[int]:
 
 
 def test_gradients_of_whole_matrices_are_kept_by_their_owners_alone() -> None:
-    """For Muon, whose update needs a whole matrix."""
+    """Muon needs this, because its update uses whole matrices."""
     case = Case("qwen3", dp=2, distributed=True, zero=2, kind="muon")
     first, second = run_ranks(2, _shard_sizes, case)
     whole = [len(bucket.data) for bucket in make_engine(replace(case.alone())).buckets[0].buckets]

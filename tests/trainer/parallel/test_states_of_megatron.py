@@ -260,7 +260,8 @@ def train(_rank: int, case: Case, steps: int) -> Trained:
 
 
 def of_gradients(engine: Engine, name: str, clipped: float) -> dict[str, float]:
-    """How far each part of this rank's gradients is from core's, before clipping. clipped: what ours are divided by."""
+    """The distance of each part of this rank's gradients from core's, before clipping. clipped: the divisor of our
+    gradients."""
     assert engine.optimizer is not None
     theirs = canonical(name, "gradients-step1.safetensors")
     found: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What one pass makes of its batch: documents, masks, padding, windows, recomputation, dropout."""
+"""One pass over a batch: documents, masks, padding, windows, recomputation, dropout."""
 
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ from tests.trainer.parallel.worlds import World
 
 
 def test_packed_documents_are_as_if_each_was_alone() -> None:
-    """With positions that begin anew."""
+    """Positions begin anew in each document."""
     engine = make_engine(Case("gpt2"))
     tokens = next(batches(Case("gpt2"), 0)).tokens[:1]
     positions = torch.cat([torch.arange(6), torch.arange(10)])[None]
@@ -148,7 +148,7 @@ def test_a_rank_with_nothing_but_padding_does_no_harm(world: World) -> None:
 def test_what_is_computed_again_is_the_same_bits(
     model: str, recompute: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout of both kinds."""
+    """The model has both kinds of dropout."""
     options = (("hidden_dropout", 0.1), ("attention_dropout", 0.1))
     case = Case(model, options=options)
     engine, again = make_engine(case), make_engine(replace(case, recompute=recompute))  # type: ignore[arg-type]
@@ -271,7 +271,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_changes() -> None:
 
 
 def test_layers_are_traced_whole_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch.compile, with a backend that runs what was traced instead of compiling it."""
+    """torch.compile traces the layers, with a backend that runs the graphs instead of compiling them."""
     from torch._dynamo.utils import counters
 
     counters.clear()
@@ -327,7 +327,7 @@ def test_with_dropout_all_layers_share_what_was_traced_once(
 
 
 class Waits(TorchFunctionMode):
-    """What makes a program wait for a GPU, or would if its tensors were on one; seen on a CPU."""
+    """Counts operations that would make a program wait for a GPU, on a CPU."""
 
     WAITS = (
         "item",
@@ -391,7 +391,7 @@ def _train_some(_rank: int, case: Case) -> list[float]:
 
 
 class Gathering:
-    """Of a bucket, which holds no numbers before it was waited for."""
+    """A stand-in for the gathering of a bucket. The bucket is NaN until it is waited for."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data, self.arriving = data, data.clone()

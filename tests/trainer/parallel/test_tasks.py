@@ -41,7 +41,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Kind:
-    """Of a head."""
+    """A kind of head."""
 
     model: str
     rows: int = 1
@@ -153,7 +153,8 @@ def theirs(directory: Path, kind: Kind, batch: Microbatch, model: Any) -> Tensor
 
 
 def expected(directory: Path, kind: Kind) -> tuple[Figures, Tensor]:
-    """By transformers and torch's AdamW, in float64: beside rounding of its own, that of a float32 reference would count as ours."""
+    """The figures of transformers and torch's AdamW in float64. A float32 reference would add its own rounding to the
+    difference."""
     import transformers
 
     model: Any = getattr(transformers, kind.model).from_pretrained(directory, dtype=torch.float64)
@@ -240,7 +241,7 @@ def test_parameters_are_named_and_cut_as_the_table_says(kind: Kind) -> None:
 
 
 def test_a_heads_dropout_is_that_of_hidden_states() -> None:
-    """Of the pooled token, whose elements are 0 or twice as large at 0.5."""
+    """The dropout of the pooled token: at 0.5 its elements are 0 or twice as large."""
     plan = make_plan(
         config_of(CLASSES),
         Layout(stage_layers=(2,)),

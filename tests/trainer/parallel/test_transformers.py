@@ -1,4 +1,4 @@
-"""From the same files, transformers and we compute the same logits, losses and gradients."""
+"""transformers and megatron_lite compute the same logits, losses and gradients from the same files."""
 
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def engine_for(directory: Path, tp: int, options: ModelOptions) -> Engine:
 
 
 def step(_rank: int, directory: Path, tp: int, options: ModelOptions) -> Computed:
-    """Of this rank."""
+    """Compute one step on this rank."""
     engine = engine_for(directory, tp, options)
     assert engine.optimizer is not None
     logits = engine.logits(batch())
@@ -74,7 +74,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def first_row(region: Region) -> int:
-    """Of the canonical tensor."""
+    """The first row of a region in the canonical tensor."""
     return region.box.row0
 
 
@@ -143,7 +143,7 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(
 
 
 def compare(found: Computed, directory: Path, tp: int, tp_rank: int) -> None:
-    """With float64, of which float32 may stray twice as far as transformers' own does at worst."""
+    """Compare with float64. Our float32 may differ from it twice as much as transformers' float32 does at worst."""
     exact, rounded = (
         expected_gradients(directory, tp, tp_rank, dtype)
         for dtype in (torch.float64, torch.float32)

@@ -1,4 +1,5 @@
-"""What one real step does: bytes of every collective by group, bytes that forward passes keep, bytes of all that stays."""
+"""The cost of one real step: bytes of every collective by group, bytes that forward passes keep, bytes of all that
+stays."""
 
 import gc
 from collections import Counter
@@ -166,7 +167,7 @@ def step(engine: Engine, planned: Planned) -> None:
 
 
 def _of_family(engine: Engine, rows: torch.Tensor) -> dict[str, Any]:
-    """What a microbatch of a BERT or a T5 has beside its tokens and labels."""
+    """The fields of a microbatch of a BERT or a T5, beside tokens and labels."""
     if engine.config.family == "bert":
         types, seen = torch.zeros_like(rows[:, 1:]), torch.ones_like(rows[:, 1:], dtype=torch.bool)
         return {"types": types, "visible": seen, "extras": {SWAPPED_PARTS: rows[:, 0] % 2}}
@@ -261,13 +262,14 @@ def _tensor_bytes() -> int:
 
 
 def bytes_of_a_pass_by(_rank: int, planned: Planned) -> int:
-    """With the norm of many rows, as in any real run: that of few, which half of a small batch is, keeps more."""
+    """The bytes that a pass keeps. The norm is the one for many rows: the norm for few rows, as in half of a small
+    batch, keeps more."""
     with mock.patch.object(tensor, "FEW_ROWS", 0):
         return bytes_of_a_pass(planned)
 
 
 def bytes_of_a_pass(planned: Planned) -> int:
-    """That a forward pass keeps for its backward pass, beside parameters: every storage once."""
+    """The bytes that a forward pass keeps for its backward pass, without parameters, each storage once."""
     engine = make_engine(replace(planned, microbatches=1))
     storages: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""What is planned is what a run then does: counted in small runs, and in the numbers that are known of large ones."""
+"""Plans equal what runs do: counted in small runs, and compared with published numbers of large ones."""
 
 from collections import Counter
 
@@ -94,7 +94,7 @@ KEPT = [
 def test_memory_of_parameters_gradients_and_optimizer_is_that_of_a_run(
     planned: Planned, world: World
 ) -> None:
-    """Of the ranks of a stage that of the one that keeps most: Muon's matrices are dealt out whole."""
+    """A stage counts as its fullest rank. Muon's matrices are dealt out whole, so ranks differ."""
     stages = stage_memory(planned.described())
     most = [0] * planned.pp
     for pp_rank, found in world.run(planned.world, bytes_kept, planned):

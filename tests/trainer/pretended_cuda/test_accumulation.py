@@ -61,7 +61,7 @@ def test_all_experts_of_a_layer_are_added_at_once(gpu_world: PretendedWorld) -> 
 
 
 def _apex(x: Tensor, grad: Tensor, total: Tensor) -> None:
-    """What apex's function computes, and what it requires."""
+    """A stand-in with the arithmetic and the requirements of apex's function."""
     assert x.is_contiguous()
     assert grad.is_contiguous()
     assert total.is_contiguous()

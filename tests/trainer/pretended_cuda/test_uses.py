@@ -107,7 +107,8 @@ def require_same_tokens(on_cpu: Generated, on_gpu: Generated) -> None:
     ],
 )
 def test_generated_tokens_are_those_of_a_cpu(gpu_world: PretendedWorld, model: str) -> None:
-    """In a running batch and one by one; sampled too, as tokens are drawn on the CPU."""
+    """Tokens are generated one by one and in a running batch. Sampling works too, because tokens are drawn on the
+    CPU."""
     ((on_cpu, on_gpu),) = gpu_world.run(1, _generate_on_both, model)
     require_same_tokens(on_cpu, on_gpu)
 

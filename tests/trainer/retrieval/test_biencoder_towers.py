@@ -25,7 +25,7 @@ pytest.importorskip("regex")
 
 @pytest.mark.parametrize("model", ["separate", "shared", "pooler"])
 def test_vectors_are_those_of_megatrons_models(model: str) -> None:
-    """Of the first step's eight samples."""
+    """The vectors are those of the first step's eight samples."""
     towers = EngineTowers(make_engine(Case(model)), "none", build_tokenizer(TOKENIZER))
     wanted = load_file(FIXTURES / f"{model}-step1.safetensors")
     queries = towers.query(SAMPLES["train/query"][:8].astype(np.int64))

@@ -35,7 +35,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_vectors_are_means_without_special_tokens(encoder: Path, tmp_path: Path) -> None:
-    """Of the states between [CLS] and [SEP], one row at a time, truncated; an empty text is one [PAD]."""
+    """The states between [CLS] and [SEP] count, one row at a time, truncated. An empty text is one [PAD]."""
     import torch
     import transformers
 

@@ -47,7 +47,7 @@ class TableEmbedder:
 
 @pytest.fixture(autouse=True)
 def first_word_ends_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the fixture, token 0 ends documents; a NullTokenizer has its own token for that."""
+    """Let token 0 end documents, as in the fixture. A NullTokenizer has its own token for that."""
     monkeypatch.setattr(Project, "eod", lambda self, tokenizer=None: EOD)
 
 
@@ -187,7 +187,7 @@ def test_changed_data_are_refused(tmp_path: Path) -> None:
 
 
 def test_datasets_in_the_project_are_found_by_their_names(tmp_path: Path) -> None:
-    """As Megatron names them."""
+    """The names are Megatron's."""
     shutil.copytree(FIXTURE / "data", tmp_path / "project" / "data")
     project = built(tmp_path / "project", data_path=("0.7", "a", "0.3", "b"), tasks=("db-build",))
     assert_array_equal(project.database(EOD).chunks, expected()["db/train"])

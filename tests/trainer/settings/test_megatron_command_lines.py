@@ -151,7 +151,7 @@ def test_a_flag_of_another_command_is_refused_with_this_command(flag: str) -> No
 
 @pytest.mark.parametrize("flag", REPLACED)
 def test_a_flag_without_counterpart_is_refused_with_what_to_do(flag: str) -> None:
-    """Also flags of the documents' comments and scripts, which no command line has."""
+    """This includes flags of the documents' comments and scripts, which no command line has."""
     with pytest.raises(UsageError, match=f"^{flag}: {re.escape(REPLACED[flag])}$"):
         parse("pretrain", [flag, "x"])
 

@@ -257,7 +257,7 @@ LATENT = f"{DEEPSEEK} --seq-length 16 --train-iters 1 --rotary-scaling-factor 40
 
 
 def test_yarn_of_latent_attention_is_asked_for_as_in_megatrons_scripts() -> None:
-    """By a factor alone, since yarn is what latent attention has; as config.json says it."""
+    """A factor alone means yarn, the only scaling of latent attention, as in config.json."""
     yarn = {
         "rope_type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096,
     }  # fmt: skip

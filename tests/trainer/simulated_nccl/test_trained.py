@@ -100,7 +100,7 @@ def test_stages_of_unequal_length_train(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
 def test_a_schedule_trains_with_one_hardware_queue(case: Case) -> None:
-    """As CUDA_DEVICE_MAX_CONNECTIONS=1 has it."""
+    """CUDA_DEVICE_MAX_CONNECTIONS=1 means one queue."""
     _check(case, one_queue=True)
 
 

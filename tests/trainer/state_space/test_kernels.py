@@ -181,7 +181,7 @@ def test_a_convolution_by_a_kernel_is_the_one_in_torch(
 
 @pytest.mark.parametrize("name", ["hybrid", "delta nets"])
 def test_a_model_trains_by_kernels_as_by_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With packed rows, and through the backward pass."""
+    """The run has packed rows, and includes the backward pass."""
     case = Case(name)
     plain = one_step(make_engine(case), case, 0)
     called = []
