@@ -207,7 +207,8 @@ def split_stacks(
 def _explicit(layers: int, pp: int, vpp: int, stages: tuple[int, ...]) -> tuple[int, ...]:
     if len(stages) != pp * vpp:
         raise LayoutError(
-            f"the layer split has {len(stages)} stages, but pp x vpp = {pp} x {vpp} = {pp * vpp}; choose sizes of as many"
+            f"the layer split has {len(stages)} stages, but pp x vpp = {pp} x {vpp} = {pp * vpp}; "
+            "choose sizes with this product, or another split"
         )
     if sum(stages) != layers or min(stages) < 0:
         raise LayoutError(

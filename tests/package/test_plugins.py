@@ -200,6 +200,8 @@ def test_every_command_reads_what_the_saver_writes(llama: Path, tmp_path: Path) 
         assert run("diff", place, llama, "--loader-a", "pebble", "--loader-b", "hf").status == 0
         assert run("diff", place, out, "--loader", "pebble").status == 0
     convert(out / "model.pebble", tmp_path / "core", "--saver", "core", "--tp", 2)
+    sharded = ("convert", llama, tmp_path / "x", "--saver", "pebble", "--tp", 2)
+    assert_refused(run(*sharded), 2, "--tp 2: has no effect with --saver pebble")
     assert fingerprint(tmp_path / "core") == fingerprint(llama)
     with (out / "model.pebble").open("r+b") as file:
         file.seek(-200, os.SEEK_END)

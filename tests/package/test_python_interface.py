@@ -187,6 +187,13 @@ def test_what_there_is_can_be_listed() -> None:
     assert (Path(megaconv.__file__).parent / "py.typed").is_file()
 
 
+def test_every_package_that_plugins_import_has_its_types_read() -> None:
+    """Otherwise mypy takes Objective and LazyTensor for Any."""
+    root = Path(megaconv.__file__).parents[1]
+    for package in ("formats", "loaders", "savers", "megaconv", "megatron_lite"):
+        assert (root / package / "py.typed").is_file(), package
+
+
 def test_a_checkpoint_shows_itself(core: Path) -> None:
     checkpoint = megaconv.open(core)
     assert re.fullmatch(

@@ -54,10 +54,16 @@ def _alignment(options: SaveOptions) -> int:
     return int(said)
 
 
+def uses(options: SaveOptions) -> tuple[str, ...]:
+    """No field of the options: a Pebble file has no layout. megaconv refuses `--tp 2` then."""
+    return ()
+
+
 SAVER = Saver(
     name="pebble",
     description="Pebble: a model in one *.pebble file (an example of a plugin)",
     plan=plan,
+    uses=uses,
     options={
         "alignment": "bytes, to a multiple of which each tensor's place is rounded up; 64 unless said"
     },
