@@ -82,4 +82,4 @@ FIRST_TOKENS = (
     FirstToken("Llama 7B", LLAMA2_7B, "a100", 1, 2048, fp8=False, seconds=0.133),
     FirstToken("Llama 70B", LLAMA2_70B, "a100", 4, 2048, fp8=False, seconds=0.377),
 )
-"""Of LATENCIES. None is fitted."""
+"""First tokens of LATENCIES. None is fitted."""

@@ -68,7 +68,7 @@ LLAMA_405B: dict[str, Any] = {
 class Model(NamedTuple):
     config: Mapping[str, Any]
     shard_bytes: int
-    """Of one safetensors file."""
+    """The bytes of one safetensors file."""
     impossible: tuple[str, ...]
     """A layout that the model can't be sharded to."""
     many: tuple[str, ...]

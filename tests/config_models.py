@@ -467,7 +467,7 @@ OWN_KEYS: dict[str, Raw] = {
         "moe_shared_expert_intermediate_size": 40,
     },
 }
-"""What only these families say, or say otherwise."""
+"""The keys that only these families have, or for which they have other values."""
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -778,7 +778,7 @@ CHOICES: dict[str, tuple[Raw, ...]] = {
     "gpt_neox": (ALL_BIASES | {"positions.rotary_percent": 0.5},),
     "iquestcoder": ({}, ALL_BIASES),
 }
-"""What models of these families may have besides what all of them have."""
+"""Variants of the models of these families."""
 
 
 @st.composite

@@ -56,9 +56,9 @@ class Hub(ThreadingHTTPServer):
         self.after_first_range: Callable[[], None] = lambda: None
         """Called once a range has gone out."""
         self.redirects = False
-        """Whether large files are served by another host, as the real Hub's are."""
+        """True if another host serves large files, as on the real Hub."""
         self.tokens_elsewhere: list[str] = []
-        """What that host was told about who asks."""
+        """The tokens that the other host received."""
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A killed client closes its connection. The traceback would reach a later test's stderr."""
@@ -378,7 +378,7 @@ _ROUTES = {
     r"/upload/(\w+)": "upload",
     r"/stored/(\w+)/(.+)": "stored",
 }
-"""By the first that fits."""
+"""The routes. The first that fits is taken."""
 
 
 def _entry(name: str, file: File) -> dict[str, Any]:

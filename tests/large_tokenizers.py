@@ -23,11 +23,11 @@ _BYTE_LEVEL = {
 @dataclass(frozen=True)
 class Size:
     tokens: int
-    """Without the added ones."""
+    """The number of tokens, without the added ones."""
     merges: int
     added: int
     merges_as_lists: bool = True
-    """As transformers 5 saves them; else as texts, as it did before."""
+    """True for merges as lists, as transformers 5 saves them; False for texts, as before."""
 
     @property
     def words(self) -> int:

@@ -24,7 +24,7 @@ FIRST = (0, 12)
 
 CONFIGURATIONS = r"megatron/core/(?!datasets/).*config\.py"
 BASES = ("ModelParallelConfig", "TransformerConfig")
-"""Of these, and of all that inherit from them in megatron/core."""
+"""The tests cover these classes, and all that inherit from them in megatron/core."""
 
 PARSED = ("LoggerConfig", "StragglerDetectionConfig", "ProfilingConfig", "TrainingConfig", "RerunStateMachineConfig",
           "RNGConfig", "SchedulerConfig", "CheckpointConfig", "ValidationConfig", "DistributedInitConfig",

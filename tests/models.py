@@ -15,7 +15,7 @@ NAMES = {
     "bin": "pytorch_model{}.bin",
     "legacy_bin": "pytorch_model{}.bin",
 }
-"""What transformers calls weight files."""
+"""transformers' names of weight files."""
 
 
 def write_llama(

@@ -53,7 +53,7 @@ _GPT = {
     "mrope_section": None,
     "softmax_type": "vanilla",
 }
-"""Of every provider."""
+"""The fields of every provider."""
 _SAME = (
     *(
         "num_layers",

@@ -20,7 +20,7 @@ from tests.megatron_oracle import read_rank_file
 
 Tensors = dict[str, torch.Tensor]
 Slots = dict[str, Tensors]
-"""By slot and name."""
+"""Tensors by slot and name."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTERS = ("fp32_param", "param")
@@ -35,7 +35,8 @@ _PARTS = {
     "self_attention.in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"),
     "self_attention.conv1d.weight": ("query", "key", "value"),
 }
-"""What Megatron stores in a distributed checkpoint one by one. Source: mamba_mixer.py, gated_delta_net.py of core 0.16."""
+"""The parts that Megatron stores one by one in a distributed checkpoint. Source: mamba_mixer.py, gated_delta_net.py
+of core 0.16."""
 
 
 def version_of(path: Path) -> Path:

@@ -37,7 +37,7 @@ FEATURES = {
     "shared_gate": "experts.shared_gate",
     "router_bias": "experts.router_bias",
 }
-"""What a table's rows call it -> the field of the configuration."""
+"""The names of features in the rows of tables -> the fields of the configuration."""
 
 SPELLED = [
     (family, naming)
@@ -251,7 +251,7 @@ COMPRESSED: dict[str, Any] = {
     "hyper.iterations": 3,
     "hyper.epsilon": 1e-6,
 }
-"""Of a DeepSeek V4."""
+"""The fields of a DeepSeek V4."""
 
 
 def own_fields(family: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ GPT2_SIZES: dict[str, Any] = {
     "eos_token_id": 4,
 }
 OTHER_EPSILONS = ("norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
-"""What architectures with LayerNorm call it."""
+"""The key of epsilon in architectures with LayerNorm."""
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -73,7 +73,7 @@ class Variant:
     layouts: tuple[str, ...] = ()
     """The layouts that it is run at, where not at all of them."""
     quick: tuple[str, ...] = ()
-    """Those of them that are not slow, where others are."""
+    """The variants that are not slow, if others are."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """Options of the saver that this release of Megatron needs."""
 
@@ -551,13 +551,13 @@ MIXTURES = {
     ),
     "aria_text": Variant("aria_text", {"moe_num_experts": 4, "intermediate_size": 40}, {"one expert": {"moe_topk": 1}}, QUICK_WITH_EXPERTS),
 }  # fmt: skip
-"""With experts, and so with expert parallelism."""
+"""Models with experts, for expert parallelism."""
 NAMED = {
     "ernie4_5_moe": Variant(
         "ernie4_5_moe", {"moe_k": 2, "moe_num_experts": 4, "moe_num_shared_experts": 2, "moe_intermediate_size": 48, "use_bias": False}
     ),
 }  # fmt: skip
-"""What no model of Megatron's computes: names and bytes are all that can be compared."""
+"""Models that no model of Megatron computes. Only names and bytes can be compared."""
 LATENT_ALONE = {
     name: LATENT[name]
     for name in (

@@ -35,7 +35,7 @@ UNITS = {
     "tests/stores/test_trainer.py": RUNS,
     "tests/stores/": STORES,
 }
-"""By the beginning of a path; the first that fits counts."""
+"""The unit of a test by the beginning of its path. The first that fits counts."""
 
 FIRST = (WORLDS, RUNS, MEGATRON, PRETENDED, STORES, "tests/trust/test_trust.py")
 """The longest units. The rest comes by name: the tests of `tests/values` are short."""

@@ -36,7 +36,7 @@ class ForwardRequest:
     window: int | None = None
     """Tokens of a row; None: the default for a text or for built-in tokens."""
     dtype: str = "fp32"
-    """To compute in: fp32, bf16 or fp16."""
+    """The dtype to compute in: fp32, bf16 or fp16."""
     max_memory: int = MAX_MEMORY
     """Bytes for weights and activations."""
     tolerance: float = TOLERANCE

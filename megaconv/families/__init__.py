@@ -94,7 +94,8 @@ class Family:
     other_types: tuple[str, ...] = ()
     """Further values of model_type for this architecture, such as `kimi_k2`."""
     older_types: tuple[str, ...] = ()
-    """Those of them whose files have keys that transformers' class doesn't read. An output has the class's keys."""
+    """The members of `other_types` whose files have keys that transformers' class doesn't read. An output has the
+    class's keys."""
     proven: str = "megatron-core"
     """The evidence that models are converted correctly: one of PROOFS."""
     no_class: str = ""

@@ -37,7 +37,7 @@ class _Shape(NamedTuple):
     ranks: int
     contents: tuple[Contents, ...]
     chunks: tuple[Chunk, ...]
-    """Those of the first rank."""
+    """The chunks of the first rank."""
 
 
 @dataclass(frozen=True)

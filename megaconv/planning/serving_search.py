@@ -46,9 +46,9 @@ class FoundServers:
 
     gpus: int
     fitting: tuple[Served, ...]
-    """Those that fit, the most tokens per second first."""
+    """The layouts that fit, the most tokens per second first."""
     others: tuple[Served, ...]
-    """Those that are too large, with one sequence or the sequences that the user gives."""
+    """The layouts that are too large, with one sequence or with the sequences that the user gives."""
 
 
 def search_servers(config: ModelConfig, wanted: WantedServer, machine: Machine) -> FoundServers:

@@ -46,7 +46,7 @@ class _Small(NamedTuple):
 
     module: nn.Module
     name: str
-    """In the module."""
+    """The parameter's name in the module."""
     native: NativeTensor
     dtype: torch.dtype
 

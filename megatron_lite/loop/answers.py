@@ -13,7 +13,7 @@ from megatron_lite.objectives.objective import Objective
 from megatron_lite.parallel import comm
 
 LONGEST_ANSWER = 24
-"""In tokens."""
+"""The number of tokens."""
 PROMPT = 8
 """Tokens of the prompt if the whole example is learned."""
 LONGEST_PROMPT = 256

@@ -33,7 +33,7 @@ from tests.runs import assert_refused, run
 EMBEDDING = FIXTURES / "peft-qwen2-embed-save-bias"
 ITERATION = "iter_0000001"
 LAYERS, HIDDEN, HEADS, GROUPS, HEAD_DIM, FFN = 2, 32, 4, 2, 8, 56
-"""Of the base of LINEAR."""
+"""The sizes of the base of LINEAR."""
 
 
 def translate(source: Path, base: Path, target: Path, *options: object) -> None:

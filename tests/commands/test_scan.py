@@ -25,7 +25,7 @@ DATA = {
     "torch._utils._rebuild_parameter", "torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_device_tensor_from_numpy",
     "pathlib.PosixPath", "datetime.datetime", "copyreg._reconstructor",
 }  # fmt: skip
-"""Of the calls that are tried, those that only make data: wrong arguments are a fault of a file, no more."""
+"""Calls that only make data. Wrong arguments of them are no worse than a fault of a file."""
 
 
 class Program:

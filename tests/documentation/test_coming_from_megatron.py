@@ -23,7 +23,7 @@ MARKS = ("yes", "partly", "no")
 
 PROMISES = range(1, 91)
 LATER = "\N{EN DASH}"
-"""In place of a number: a row that is none of these promises."""
+"""A mark in place of a number, for a row that is no such promise."""
 
 
 class Promise(NamedTuple):

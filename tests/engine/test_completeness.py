@@ -18,7 +18,7 @@ from tests.models import write_llama
 from tests.runs import run
 
 CORE = FIXTURES / "core-llama-tp1pp1" / "checkpoint"
-"""As Megatron's own --save left it: no hf/ beside it."""
+"""A checkpoint as Megatron's own --save leaves it, without hf/ beside it."""
 
 
 def with_arguments(path: Path, **values: Any) -> Path:

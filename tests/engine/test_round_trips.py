@@ -44,7 +44,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
 }
-"""What config.json of each kind of model says that a Llama's doesn't."""
+"""The keys of config.json that each kind of model has in addition to a Llama's."""
 
 
 # An independent view of the files: by safetensors, torch, json and blake3 alone.

@@ -96,7 +96,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 NO_NAMES = "has no names in Megatron's formats"
 REFUSALS = {"molmo2_text, some layers scaled": "layers.scales_positions|norms on q and k"}
-"""What Megatron refuses in the models of families of which it has others."""
+"""The reasons for which Megatron refuses models of families that it otherwise supports."""
 
 
 @pytest.mark.parametrize(("name", "keys", "words"), REFUSED)

@@ -102,7 +102,7 @@ FOUND = (
     "head.classes",
     "head.choices",
 )
-"""Of an encoder, besides what all models have."""
+"""The fields of an encoder, in addition to those of all models."""
 
 
 def back(config: ModelConfig, *, legacy: bool) -> ModelConfig:

@@ -62,7 +62,7 @@ PARTNERS: dict[str, dict[str, Any]] = {
     "head.classes": {"head.activation": "", "head.binary": False, "tie_embeddings": False},
     "head.choices": {"head.activation": "", "head.binary": False, "tie_embeddings": False},
 }
-"""What has to change with a field for the model to be one at all."""
+"""The further fields that must change with a field, so that the result is a valid model."""
 FOLLOWS = {
     "experts.ffn": ("experts.shared_ffn",),
     "experts.count": ("experts.shared_ffn",),
@@ -94,7 +94,7 @@ FOLLOWS = {
     "layers.shares_kv": ("layers.ffn", "layers.keys_as_values", "earlier layer has a window"),
     "attention.scale": ("square root of the head size",),
 }
-"""What a family has in a fixed relation to a field, and is named in its place."""
+"""Fields in a fixed relation to another one, which messages name in place of it."""
 SCALINGS: tuple[dict[str, Any], ...] = (
     {"rope_type": "linear", "factor": 3.0},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},

@@ -19,7 +19,8 @@ HEADS, HEAD, ROPE = 2, 8, 4
 SIZES = {"index_n_heads": HEADS, "index_head_dim": HEAD, "qk_rope_head_dim": ROPE, "head_dim": ROPE}
 ATTENTION, HF = "decoder.layers.1.self_attention.", "model.layers.1.self_attn."
 IN_0_16 = {"deepseek_v32": [4, 5, 6, 7, 0, 2, 1, 3], "glm_moe_dsa": [4, 5, 6, 7, 0, 1, 2, 3]}
-"""What core 0.16 has in a head of 8, by its place in the files: first what doesn't rotate; halves become pairs of neighbours."""
+"""The elements of a head of 8 in core 0.16, by their place in the files: first those that don't rotate; halves become
+pairs of neighbours."""
 FOR_0_16: dict[str, Any] = {"saver": "core", "options": {"indexer_for": "0.16"}}
 
 

@@ -46,7 +46,8 @@ PUBLISHED_MODELS = {
 }
 
 NO_SIZE_OF_FILES = {"JSON_VALUES", "JSON_VALUE_BYTES", "PICKLE_VALUES", "PICKLE_VALUE_BYTES"}
-"""Of a file's own bytes: how many of them there have to be for each value. tests/loaders/test_large_tokenizers.py has the densest."""
+"""Ceilings of values, which follow from the bytes of a file. tests/loaders/test_large_tokenizers.py has the densest
+file."""
 
 
 def numbers(module: object) -> set[str]:

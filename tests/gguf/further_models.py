@@ -37,4 +37,4 @@ FURTHER: Mapping[str, Variant] = {
     ),
     "granite, no factors": Variant("granite"),
 }  # fmt: skip
-"""Of the architectures in megaconv/gguf/architectures.py."""
+"""Models of the architectures in megaconv/gguf/architectures.py."""

@@ -46,7 +46,7 @@ LISTED = {
     "attn_v_b", "attn_q_a_norm", "attn_kv_a_norm", "attn_output", "ffn_gate_inp", "ffn_norm", "ffn_gate", "ffn_down", "ffn_up",
     "ffn_gate_exps", "ffn_down_exps", "ffn_up_exps", "ffn_gate_shexp", "ffn_down_shexp", "ffn_up_shexp", "exp_probs_b",
 }  # fmt: skip
-"""What gguf 0.19 (gguf.MODEL_TENSORS[MODEL_ARCH.DEEPSEEK2]) lists and these models have."""
+"""The tensors of these models that gguf 0.19 lists (gguf.MODEL_TENSORS[MODEL_ARCH.DEEPSEEK2])."""
 
 
 def model(path: Path, family: str, keys: dict[str, Any]) -> Path:

@@ -22,7 +22,7 @@ from tests.runs import assert_refused, run
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 FACTORS = {"short_factor": [1.0, 1.25], "long_factor": [2.0, 3.5]}
-"""Of heads of which 4 elements rotate."""
+"""Factors of heads of which 4 elements rotate."""
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "head_dim": 8}
 GPT2 = {
     **dict.fromkeys(("hidden_size", "n_embd", "max_position_embeddings", "n_positions"), 8),

@@ -58,9 +58,10 @@ ALL_VARIANTS = {**VARIANTS, **MIXTURES}
 SEQUENCE, CONTEXT = 40, 256
 """Tokens, more than any window here; and the least positions that llama.cpp makes a context for."""
 TOLERANCE = 1e-4
-"""Of logits in float32; sums are taken in another order."""
+"""The tolerance of logits in float32, because sums have another order."""
 GATED_GELU, OF_46_LAYERS = 0.02, 0.05
-"""With gelu from a table: where a number lies between two of its own, the last bit of a sum decides, and attention hands it on."""
+"""The tolerances with gelu from a table: between two of its values, the last bit of a sum decides, and attention
+passes the error on."""
 
 GELU_MODELS = dict.fromkeys(
     ("starcoder2", "starcoder2, tied", "phi", "gpt_neox", "gpt_neox, one after the other", "bloom"),
@@ -70,7 +71,7 @@ GELU_MODELS = dict.fromkeys(
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
 _FACTORS = {"short_factor": [1.0, 1.1, 1.25, 1.5], "long_factor": [1.5, 2.0, 3.5, 6.0]}
-"""Of heads of which 8 elements rotate."""
+"""Factors of heads of which 8 elements rotate."""
 
 
 def _deepseek_yarn(mscale: float) -> dict[str, Any]:
@@ -237,7 +238,7 @@ TEXTS = (
     "Grüße 你好 ひらがな, ça va? naïve -- 3.14%",
 )
 SPLIT = {"llama-bpe": "gguf-llama3-bpe", "qwen2": "gguf-qwen2-bpe", "gpt-2": "gguf-gpt2-bpe"}
-"""How llama.cpp names a way of splitting text -> a model with such a tokenizer."""
+"""llama.cpp's name of a way of splitting text -> a model with such a tokenizer."""
 
 
 def answers(source: Path, target: Path, directory: Path) -> tuple[list[list[int]], list[list[int]]]:

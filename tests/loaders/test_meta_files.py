@@ -37,7 +37,7 @@ class Args:
     rope_theta: float = 10000.0
     scaled: bool = False
     columns: bool = True
-    """Whether shards cut the embedding by columns, as those of Llama 1 and 2 do."""
+    """True if shards cut the embedding by columns, as in Llama 1 and 2."""
     norm_eps: float = 1e-5
 
     @property

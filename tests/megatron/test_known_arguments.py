@@ -73,7 +73,7 @@ OF_TASKS = """
     faiss_match faiss_topk_retrievals orig_global_batch_size orig_micro_batch_size overlapping_eval qa_data_dev qa_data_test
     strict_lambada train_iters_per_epoch
 """
-"""Of tasks/main.py and tasks/finetune_utils.py, which those lists don't look into."""
+"""Arguments of tasks/main.py and tasks/finetune_utils.py, which those lists don't contain."""
 
 
 def test_nothing_is_listed_that_no_release_has() -> None:

@@ -25,7 +25,7 @@ NEWEST, INSTALLED = "core_v0.19.0", "core_v0.16.1"
 
 
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-"""What the code that builds a Gemma 2 has where nobody sets it."""
+"""The values that the code which builds a Gemma 2 sets if nobody else does."""
 
 
 def parsed(release: str, found: CommandLine) -> Namespace:

@@ -176,7 +176,7 @@ REAL: dict[str, tuple[str, Callable[[Path, list[str]], Slots]]] = {
     "dist-llama-optim-dp2-nondist-fp32": ("fp32", read_torch_dist),
     "dist-mixtral-optim-ep2-fully_reshardable": ("bf16", read_torch_dist),
 }
-"""What Megatron core itself wrote -> its dtype, and who reads it."""
+"""Checkpoints that Megatron core itself wrote -> their dtype and their reader."""
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -260,7 +260,7 @@ def test_the_way_back_of_what_megatron_has_no_model_for_gives_the_same(
 RECOGNIZED = [
     name for name, variant in ALL_VARIANTS.items() if families()[family_of(variant)].recognized
 ]
-"""Without those whose args are another family's: Phi-3's are a Mistral's."""
+"""The variants, without those whose args are another family's: the args of a Phi-3 are a Mistral's."""
 
 
 @pytest.mark.parametrize("variant", RECOGNIZED)

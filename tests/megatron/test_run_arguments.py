@@ -24,7 +24,7 @@ REAL = {
     "torch_dist": FIXTURES / "dist-llama-tp2pp2",
     "zarr": FIXTURES / "zarr-llama-optim-tp2pp2" / "checkpoint",
 }
-"""Of Megatron core 0.16, 0.16 and 0.7."""
+"""Checkpoints of Megatron core 0.16, 0.16 and 0.7."""
 
 GIVEN: Arguments = {
     "seq_length": 16, "encoder_seq_length": 16, "data_path": ["0.3", "a_text_document", "0.7", "b_text_document"], "split": "969,30,1",

@@ -37,7 +37,7 @@ class Pair(NamedTuple):
     """The same checkpoint."""
 
     beside: Path
-    """With hf/config.json."""
+    """The checkpoint with hf/config.json."""
     alone: Path
 
 

@@ -255,7 +255,7 @@ OPTIONAL = {
         "position_embeddings.weight",
     )
 }
-"""Without one of these a BERT or T5 is another one that there may be."""
+"""Tensors without which a BERT or T5 is another valid one."""
 
 Change = Callable[[dict[Any, Any], str], None]
 

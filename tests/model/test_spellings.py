@@ -55,7 +55,7 @@ class Memory:
     dtype: str
     data: Bytes = field(init=False)
     times: NDArray[np.int64] = field(init=False)
-    """How often each byte was written."""
+    """The number of times that each byte was written."""
 
     def __post_init__(self) -> None:
         rows, cols = matrix_shape(self.shape)

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "savers": {"megaconv", "formats"},
     "megatron_lite": {"megatron_lite", "megaconv", "formats"},
 }
-"""Of our own packages; loaders and savers don't even import each other."""
+"""The packages of ours that each package may import. Loaders and savers don't even import each other."""
 
 ROOMS = {
     "megaconv": (
@@ -95,7 +95,7 @@ ROOMS = {
         ("megatron_lite.settings",),
     ),
 }
-"""From the top of a package down: a module imports only from its own row and from those below it."""
+"""The rooms of each package from top to bottom. A module imports only from its own row and from the rows below it."""
 
 FAMILIES = "megaconv.families"
 PARTS = f"{FAMILIES}.parts"
@@ -121,7 +121,7 @@ class Import(NamedTuple):
     module: str
     line: int
     eager: bool
-    """Whether it happens as soon as the importing module is imported."""
+    """True if the import happens when the importing module is imported."""
 
 
 def modules(*packages: str) -> Iterator[tuple[str, Path]]:

@@ -16,7 +16,7 @@ class Blocked:
             raise ModuleNotFoundError(f'No module named {name!r}', name=name)
 sys.meta_path.insert(0, Blocked())
 """
-"""What an environment without these packages does with an import of them."""
+"""A start that makes imports of these packages fail, as in an environment without them."""
 
 
 def run(*arguments: object) -> Outcome:

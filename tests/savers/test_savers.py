@@ -44,7 +44,8 @@ SAVERS: dict[str, dict[str, Any]] = {
 ALWAYS = ("hf", "dcp", "deepspeed")
 """Savers that any model from Hugging Face can be written with."""
 IN_MEGATRON = ("core", "torch_dist", "zarr")
-"""And all but T5, whose relative positions Megatron core has no layers for. Models without a config.json only with these."""
+"""The formats of Megatron for all models but T5: core has no layers for its relative positions. Models without a
+config.json have only these."""
 MEGATRONS = {"biencoder": "biencoder-legacy-separate", "retro": "retro-tp2-torch"}
 """Checkpoints that Megatron wrote, of the families without a config.json."""
 NOT_READ = ("biencoder", "hf")

@@ -98,7 +98,7 @@ _READING = {
     "peft-dora": f"--loader peft --config {_MIXTRAL}",
 }
 _FILES = {"nemo-archive": "model.nemo", "gguf-experts": "qwen3moe-bpe-bf16.gguf"}
-"""What is given as the source, of those that aren't directories."""
+"""The sources that are files instead of directories."""
 
 
 @dataclass(frozen=True)

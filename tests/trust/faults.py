@@ -33,7 +33,7 @@ KINDS = {
     "mkdir": ("EIO", "ENOSPC", "EACCES"), "close": ("EIO", "EINTR"), "lock": ("EIO", "ENOLCK", "EOPNOTSUPP", "EINTR"),
     "list": ("EIO", "EMFILE"), "stat": ("EIO", "EACCES"),
 }  # fmt: skip
-"""In the order of the enum in failing_calls.c."""
+"""The errors of each call, in the order of the enum in failing_calls.c."""
 
 FOR_GOOD = {
     "exchange": ("ENOSYS", "EINVAL", "EOPNOTSUPP"), "lock": ("ENOLCK", "EOPNOTSUPP"), "allocate": ("EOPNOTSUPP",),
@@ -45,7 +45,7 @@ UNSUPPORTED = {
     ("exchange", "ENOSYS"), ("exchange", "EINVAL"), ("exchange", "EOPNOTSUPP"), ("allocate", "EOPNOTSUPP"),
     ("lock", "ENOLCK"), ("lock", "EOPNOTSUPP"),
 }  # fmt: skip
-"""What a file system may lack: the conversion goes well all the same."""
+"""The calls that a file system may lack. The conversion succeeds without them."""
 
 WAYS = {
     "fresh": "",
@@ -64,7 +64,7 @@ class Fault(NamedTuple):
     way: str
     kind: str
     call: int
-    """From 1."""
+    """The number of the call, from 1."""
     error: str
     for_good: bool
 

@@ -12,7 +12,7 @@ _STRING, _ARRAY = 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of GGUF's numbers, by type."""
 _SHOWN_ITEMS = 20
-"""Of an array, whose fields are changed."""
+"""The number of items of an array whose fields are changed."""
 
 
 class Field(NamedTuple):

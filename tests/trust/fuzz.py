@@ -55,7 +55,7 @@ from tests.trust.judging import MEMORY_BYTES, Failure
 
 BATCH = 1000
 _SECONDS = 4.0
-"""Of processor time, for one input."""
+"""Seconds of processor time for one input."""
 _BATCH_SECONDS = 300.0
 
 Maker = Callable[[Sequence[bytes], Random], bytes]

@@ -18,7 +18,7 @@ _FIELDS = {
     "flags": (8, "<H"), "method": (10, "<H"), "crc": (16, "<I"), "packed": (20, "<I"), "unpacked": (24, "<I"), "name length": (28, "<H"),
     "extra length": (30, "<H"), "comment length": (32, "<H"), "disk": (34, "<H"), "attributes": (38, "<I"), "header offset": (42, "<I"),
 }  # fmt: skip
-"""Of an entry in the central directory: (offset, layout)."""
+"""The fields of an entry in the central directory: (offset, layout)."""
 _LOCAL_FIELDS = {
     "flags": (6, "<H"), "method": (8, "<H"), "crc": (14, "<I"), "packed": (18, "<I"), "unpacked": (22, "<I"), "name length": (26, "<H"),
     "extra length": (28, "<H"),

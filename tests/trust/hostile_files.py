@@ -346,4 +346,4 @@ _TARGETS: list[tuple[str, Callable[[Path], None] | None]] = [
     ("new", _staging_is_a_link),
     ("new", _data_is_a_link),
 ]
-"""What --save-dir says, and what is done before. The working directory is the folder with everything in it."""
+"""(value of --save-dir, preparation of the folder). The working directory is the folder with everything in it."""

@@ -45,7 +45,7 @@ _NAMES = (
 class _Served(NamedTuple):
     server: Server
     content: bytes
-    """Of the file of weights."""
+    """The content of the file of weights."""
     logged: list[str]
 
 

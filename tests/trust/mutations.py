@@ -44,7 +44,7 @@ from tests.trust.strange_values import mutate_json
 
 _TORCH_ZIP = b"PK\3\4"
 FOREIGN = ("gguf", "nemo", "orbax", "bridge", "adapter")
-"""How the names of checkpoints begin that are in formats of other software."""
+"""The beginnings of the names of checkpoints in formats of other software."""
 _TEXTS = (".json", ".txt", ".zarray", ".yaml", "")
 """Suffixes of files whose every change may be a change of mind: configuration, tokenizer, tracker."""
 

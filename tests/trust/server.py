@@ -29,7 +29,7 @@ SECONDS = 30.0
 """After which a case that has not ended is one that hangs; on a quiet machine they take hundredths of one."""
 
 _ADDRESS_SPACE = 2 << 30
-"""Of a case, so that one that wants everything doesn't take the machine along."""
+"""Bytes of address space for a case, so that a case that takes everything doesn't harm the machine."""
 
 _FORBIDDEN = frozenset((
     "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn", "subprocess.Popen",
@@ -55,7 +55,7 @@ class Outcome:
     peak_bytes: int
     hung: bool = False
     events: tuple[str, ...] = ()
-    """What it did that a checkpoint must not be able to bring about."""
+    """Actions of the command that no checkpoint may cause."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ BROKEN = {
     "message": "sys.exit(3)",
     "": "print('megaconv: error: something is wrong', file=sys.stderr); sys.exit(3)",
 }
-"""What a command does, by the promise that it breaks."""
+"""The code of a command by the promise that it breaks."""
 
 SCRIPT = """
 import json, os, sys, time

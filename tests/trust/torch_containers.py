@@ -15,7 +15,7 @@ class Container(NamedTuple):
 
     checkpoint: str
     pattern: str
-    """Of its path."""
+    """A pattern of the container's path."""
     kind: str
     """`zip`, `bare` (a pickle and nothing else), `legacy` (torch before 1.6) or `envelope` (a range of a .distcp file)."""
 

@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 
 _KEPT = ("iter_0000003", "iter_0000004", "latest")
-"""What has to be there at the end. An older iteration may be there, if all of it is."""
+"""The files that must be there at the end. An older iteration may be there if it is complete."""
 
 RUNS = [
     Run(1, "--bf16"),

@@ -32,7 +32,7 @@ class Result:
     number: int
     seconds: float
     peak_bytes: int
-    """Of the largest process that this worker has judged so far."""
+    """The bytes of the largest process that this worker has judged so far."""
     promise: str = ""
     """The promise that was broken, "harness" where the attack itself went wrong, "" where all is well."""
     text: str = ""

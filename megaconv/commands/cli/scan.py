@@ -14,7 +14,7 @@ from megaconv.local_paths import local_path, require_place
 from megaconv.terminal import show
 
 _VERDICTS = {0: "nothing that runs code, no faults", 3: "no code was found; faults", 6: "unsafe"}
-"""By exit status."""
+"""The verdict by exit status."""
 
 
 @command(epilog="Example: megaconv scan Llama-2-7b && echo nothing in there runs code")

@@ -72,7 +72,7 @@ class BlockDataset:
     sentences: IndexedDataset
     titles: Titles
     mapping: NDArray[np.int64]
-    """From build_blocks."""
+    """The result of build_blocks."""
     seq_length: int
     special: Special
     keep_probability: float = 0.0

@@ -22,7 +22,7 @@ class Vocabulary:
 
     words: int
     continues: NDArray[np.bool_]
-    """By token, whether it continues the word before it: it begins with ##."""
+    """True for each token that continues the word before it: it begins with ##."""
     cls: int
     sep: int
     mask: int

@@ -11,7 +11,7 @@ from megatron_lite.data.indexed import DTYPES, token_dtype
 from megatron_lite.data.indexed_writer import IndexedWriter
 
 VOCAB = 1000
-"""Of the null tokenizers below; their end of document is 1000, and they have 1001 tokens."""
+"""The vocabulary of the null tokenizers below. Their end of document is 1000, so they have 1001 tokens."""
 
 
 def write_corpus(

@@ -62,7 +62,7 @@ PIECES = (
     "fox", " ", "\n", "\n\n", "naïve", "北京", "🎉", "👩‍👩‍👧", "é", "<|im_end|>", "<|im_start|>", "</s>", "[INST]", "<think>", "</think>",
     "{{ x }}", "{% if %}", "\t", "\u00a0", "assistant", "0",
 )  # fmt: skip
-"""Also what templates and tokenizers give a meaning of its own."""
+"""Pieces of texts. Templates and tokenizers treat some of them specially."""
 
 
 def made_up_turns(seeded: random.Random) -> list[dict[str, str]]:

@@ -19,7 +19,7 @@ from tests.trainer.data.corpus import write_documents
 U16 = DTYPES[8]
 
 DOCUMENTS = [[[1, 2, 3]], [[]], [[4], [5, 6]], [], [[7] * 100]]
-"""With an empty sequence, several sequences, and a document without any."""
+"""Documents with an empty sequence, with several sequences, and with none."""
 
 
 def read(prefix: Path) -> list[list[list[int]]]:

@@ -176,7 +176,7 @@ def test_many_short_rows_have_few_logits_at_a_time(tmp_path: Path) -> None:
 
 
 BERTS_SIZES: dict[str, int] = {"layers": 2, "vocab": 100}
-"""Of the fixture core-bert-tp2pp2."""
+"""The sizes of the fixture core-bert-tp2pp2."""
 REFUSED = {
     "no such checkpoint": (("{model}/none", "--forward"), 2),
     "B without --forward": (("{model}", "{model}"), 2),

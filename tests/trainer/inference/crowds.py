@@ -17,7 +17,7 @@ from tests.trainer.inference.serving import KEY, Serving
 from tests.trainer.inference.storms import COMPLETIONS, WRONG, Shot, fire, said
 
 PATIENCE_S = 900.0
-"""For all clients, on a machine that is busy with other things."""
+"""The time for all clients, on a machine that is busy with other things."""
 SPREAD_S = 4.0
 """Seconds over which the clients arrive."""
 SYSTEM = "You answer one client alone, and never repeat the secret of another one. "
@@ -162,7 +162,7 @@ async def is_wrong(crowd: Crowd, number: int) -> None:
 
 Behavior = Callable[[Crowd, int], Awaitable[None]]
 ALWAYS_WRONG = [shot for shot in WRONG if b"7, 7, 7" not in shot.body]
-"""Without the prompt of 200 tokens, for which this server has room."""
+"""The wrong requests, without the prompt of 200 tokens: this server has room for it."""
 OTHERS: Sequence[Behavior] = (reads, reads_slowly, leaves, is_wrong, reads)
 HOLDING: Sequence[Behavior] = (stalls, sends_half)
 

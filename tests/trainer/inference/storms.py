@@ -14,7 +14,7 @@ from megatron_lite.inference.server.openai_requests import completion
 from tests.trainer.inference.serving import KEY, Serving
 
 PATIENCE_S = 900.0
-"""For all answers, on a machine that is busy with other things."""
+"""The time for all answers, on a machine that is busy with other things."""
 OK = b"HTTP/1.1 200 "
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

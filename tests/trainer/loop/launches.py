@@ -40,7 +40,8 @@ LLAMA_3_SCRIPT = (
     "--vocab-size 59 --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 "
     "--log-interval 1 --eval-iters 0 --eval-interval 100 --log-throughput --ckpt-format torch_dist --distributed-timeout-minutes 1"
 )
-"""What Megatron-LM's script for Llama 3 8B says, with small sizes: not a Llama, since its norms are LayerNorm's."""
+"""The flags of Megatron-LM's script for Llama 3 8B, with small sizes. Their model is no Llama, because its norms are
+LayerNorms."""
 
 DEEPSEEK = (
     f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-layer-freq [0]*1+[1]*3 --moe-router-score-function sigmoid "

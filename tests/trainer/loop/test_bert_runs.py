@@ -23,7 +23,7 @@ from tests.trainer.loop.test_manners import metrics, refused
 from tests.trainer.parallel.test_bert import answers
 
 WORDS = 129
-"""Of the vocabulary, that BERT's samples know."""
+"""The number of words that BERT's samples know."""
 PLAIN = "--hidden-dropout 0 --attention-dropout 0"
 
 

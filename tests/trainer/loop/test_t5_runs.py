@@ -32,7 +32,7 @@ from tests.trainer.loop.test_manners import metrics, refused
 ROOT = Path(__file__).parents[3]
 MASKED = Path(__file__).parents[1] / "fixtures" / "masked"
 WORDS = 129
-"""Of its vocabulary that are no sentinels."""
+"""The number of words that are no sentinels."""
 DATA = (
     f"--data-path {MASKED}/corpus_text_sentence --vocab-file vocab.txt --vocab-extra-ids 40 --split 80,15,5 "
     "--encoder-seq-length 64 --decoder-seq-length 32 --global-batch-size 4 --log-interval 1 --eval-iters 0 "

@@ -40,7 +40,8 @@ from tests.transformers_oracle import (
 Changes = Mapping[str, Any]
 
 TOLERANCE = 1e-4
-"""Of the largest difference of logits against the largest logit; or twice what transformers' own float32 strays from its float64."""
+"""The largest difference of logits relative to the largest logit; or twice the distance of transformers' float32 from
+its float64."""
 DRAWS = 3
 """Further float32 runs of transformers where one is not enough: how far a single run strays is luck."""
 TOKENS = torch.randint(7, VOCAB, (2, 32), generator=torch.Generator().manual_seed(4))

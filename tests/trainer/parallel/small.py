@@ -150,7 +150,7 @@ class Case:
     clip: float = 1.0
     steps: int = 20
     masked: bool = True
-    """Whether some labels don't count, and sequences consist of documents."""
+    """True if some labels don't count, and sequences consist of documents."""
     options: tuple[tuple[str, Any], ...] = ()
     """Further fields of ModelOptions."""
     kind: str = "adamw"
@@ -158,7 +158,7 @@ class Case:
     qk_clip: QkClip | None = None
     ep: int = 1
     zero: int = 1
-    """With `distributed`: 2 shards gradients too, 3 parameters too."""
+    """The sharding stage if `distributed`: 2 shards gradients too, 3 also parameters."""
     fuses: bool = True
     """Add gradients of matrices to their sums inside the products."""
 

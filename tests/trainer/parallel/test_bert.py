@@ -106,7 +106,7 @@ def own_batches(engine: Engine, step: int) -> list[Microbatch]:
 
 
 Figures = tuple[float, float, float]
-"""Of one step: loss of hidden words, of swapped parts, norm."""
+"""The figures of one step: loss of hidden words, loss of swapped parts, norm."""
 
 
 def train(_rank: int, case: Case, steps: int = 10) -> list[Figures]:

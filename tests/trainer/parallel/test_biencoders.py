@@ -44,7 +44,7 @@ class Case:
     pp: int = 1
     dp: int = 1
     microbatches: int = 1
-    """Of each rank."""
+    """The number of microbatches of each rank."""
     sequence: bool = False
     distributed: bool = False
     recompute: str | None = None
@@ -95,7 +95,7 @@ def last_stage(engine: Engine, batch: Microbatch) -> tuple[Network, Payload, Pas
 
 
 Figures = list[float]
-"""Of one step: loss, norm, accuracies."""
+"""The figures of one step: loss, norm, accuracies."""
 
 
 def train(_rank: int, case: Case, steps: int = STEPS) -> list[Figures]:

@@ -56,7 +56,7 @@ class Drawn:
     overlap_param_gather: bool = False
     loss_rows: int | None = None
     zero: int = 1
-    """With `distributed`: 2 shards gradients too, 3 parameters too."""
+    """The sharding stage if `distributed`: 2 shards gradients too, 3 also parameters."""
 
     @property
     def world(self) -> int:

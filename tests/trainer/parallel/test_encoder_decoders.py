@@ -51,7 +51,7 @@ CONFIG = from_fields(
 class Case:
     tp: int = 1
     encoder_stages: int = 0
-    """Of a pipeline; 0: none."""
+    """The number of pipeline stages of the encoder; 0: none."""
     decoder_stages: int = 1
     dp: int = 1
     distributed: bool = False

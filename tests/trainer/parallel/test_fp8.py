@@ -159,7 +159,7 @@ def losses(_rank: int, run: Case) -> list[float]:
 
 
 SLOW = ("tensorwise", "delayed")
-"""On a CPU: torch's product by one scale of each matrix takes its elements one by one."""
+"""Recipes that are slow on a CPU: torch's product with one scale for a matrix takes the elements one by one."""
 EACH_RECIPE = [
     pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in RECIPES
 ]

@@ -31,7 +31,7 @@ made = {id(group): sorted(dist.get_process_group_ranks(group)) for group in [*gr
 assert all(rank in ranks for ranks in made.values())
 print(len(made), sum(len(ranks) - 1 for ranks in made.values() if len(ranks) < 512))
 """
-"""What backends are asked for in a world of 512, of which this process plays one rank."""
+"""A program that counts the groups requested from backends in a world of 512. This process is one rank of it."""
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ TRAINED = Path(__file__).parents[1] / "fixtures"
 ROWS, LENGTH, STEPS = 4, 16, 10
 TOLERANCE = 1e-5
 OF_WEIGHTS = {"qwen3-5": 1e-3}
-"""Of a tensor's largest element after ten steps, if not 2e-4. Delta nets round more, and Adam divides small gradients by their own
-size: 2.6e-4 is the most that is found."""
+"""The tolerance after ten steps, relative to a tensor's largest element, if not 2e-4. Delta nets round more, and Adam
+divides small gradients by their size: the largest difference found is 2.6e-4."""
 NONE = Recompute()
 
 
@@ -47,7 +47,7 @@ class Case:
     lora: LoRA | None = None
     """None: as the fixture's adapter is."""
     directory: Path | None = None
-    """Of the base, where it is none of the fixtures."""
+    """The directory of the base; None for a fixture."""
 
     @property
     def world(self) -> int:

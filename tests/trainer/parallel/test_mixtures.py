@@ -179,7 +179,8 @@ def own_batches(case: Mixture, engine: Engine, step: int) -> list[Microbatch]:
 
 
 Figures = tuple[float, float, list[list[float]], list[float]]
-"""Of one step: loss, norm, after it the experts' biases of this rank's routers that have them, losses of further tokens."""
+"""The figures of one step: loss, norm, then the experts' biases of this rank's routers that have them, and losses of
+further tokens."""
 
 
 def train(
@@ -309,7 +310,7 @@ LOGGED = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "z_loss": "z_loss",
 }
-"""In core's words."""
+"""The losses in core's words."""
 
 
 @pytest.mark.parametrize("case", [Mixture(run="two_losses"), Mixture("qwen", "qwen")], ids=str)

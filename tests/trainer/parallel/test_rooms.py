@@ -10,7 +10,7 @@ GROUPS_AND_COLLECTIVES = {f"{ROOM}comm", f"{ROOM}grid"}
 OF_A_LAYER = {
     f"{ROOM}{name}" for name in ("comm", "tensor", "parameter_kinds", "payload", "context")
 }
-"""What of the parallel core a model is made with."""
+"""The parts of the parallel core that models are made with."""
 
 
 def inside(*rooms: str) -> list[str]:

@@ -97,7 +97,7 @@ def batches(kind: Kind, step: int) -> list[Microbatch]:
 
 
 Figures = list[tuple[float, float, float]]
-"""Of each step: loss, accuracy, norm of gradients."""
+"""The figures of each step: loss, accuracy, norm of gradients."""
 
 
 def scores_of(engine: Engine, batch: Microbatch) -> Tensor | None:

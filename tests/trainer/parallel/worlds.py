@@ -25,7 +25,7 @@ class World:
     """The parent's side. Processes start when they are first needed, and anew after one has failed."""
 
     context: ClassVar[Any] = FORKS
-    """Of multiprocessing: how processes start."""
+    """The context of multiprocessing, which decides how processes start."""
 
     def __init__(self, directory: Path) -> None:
         """directory: an empty one, where processes find each other."""

@@ -64,7 +64,7 @@ class Planned:
     sequence: bool = False
     distributed: bool = False
     zero: int = 1
-    """With `distributed`: 2 shards gradients too, 3 parameters too."""
+    """The sharding stage if `distributed`: 2 shards gradients too, 3 also parameters."""
     recompute: Recompute = NONE
     dtype: str = "float32"
     microbatches: int = 2

@@ -15,7 +15,7 @@ class Record:
     """Counters of what happened since the last clear()."""
 
     launches: Counter[str] = field(default_factory=Counter)
-    """By kernel."""
+    """The number of launches by kernel."""
     waits: Counter[str] = field(default_factory=Counter)
     """Times that the host waits for the device, by kind and place."""
     unpinned: Counter[str] = field(default_factory=Counter)

@@ -41,7 +41,7 @@ CASES = [
     Case("llama", pp=2, vpp=2, dp=2, distributed=True, zero=3),
     Case("mixtral", dp=2, ep=2, distributed=True, zero=3, recompute=FULL),
 ]
-"""At most 8 ranks."""
+"""Cases with at most 8 ranks."""
 LARGE = [
     Case("qwen3", tp=2, pp=2, cp=2, dp=2, sequence_parallel=True, distributed=True),
     Case("llama", pp=4, dp=4, distributed=True),
