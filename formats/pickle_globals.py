@@ -125,7 +125,7 @@ def call(function: object, args: tuple[object, ...], tensor: TensorHook) -> obje
     if key in _BY_TYPE:
         made = call(args[0], _tuple(args[2]), tensor)
         if type(made) is Opaque and len(args) > 3:
-            made.state = args[3]  # for a DTensor: the place of its own part in the whole
+            made.state = args[3]  # the place of a DTensor's part in the whole
         return made
     if key == ("copyreg", "_reconstructor"):
         return call(args[0], (), tensor)

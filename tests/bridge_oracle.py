@@ -172,7 +172,7 @@ if __name__ == "__main__":
     import_bridge()
     for each in map(Path, sys.argv[2:]):
         for name in [name for name in os.environ if name.startswith("NVTE_")]:
-            del os.environ[name]  # by which core remembers the attention of the model before
+            del os.environ[name]  # core remembers the attention of the previous model there
         try:
             reply = answer(each, Path(sys.argv[1]), each.with_name(f"{each.name}.npy"))
         except Exception as error:

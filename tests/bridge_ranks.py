@@ -143,7 +143,7 @@ def serve(rank: int, world: int, rendezvous: str, jobs: list[dict[str, Any]]) ->
     with run_on_cpu():
         for number, job in enumerate(jobs):
             for name in [name for name in os.environ if name.startswith("NVTE_")]:
-                del os.environ[name]  # by which core remembers the attention of the model before
+                del os.environ[name]  # core remembers the attention of the previous model there
             try:
                 reply = answer(job, rank, world, f"{rendezvous}-{number}")
             except (Exception, CheckpointException) as error:

@@ -151,7 +151,14 @@ def warm_up() -> None:
     registry.all_loaders()
     registry.all_savers()
     families()
-    for name in ("httpx", "httpx2", "tqdm.auto", "filelock", "yaml"):  # what huggingface_hub needs
+    for name in (
+        "httpx",
+        "httpx2",
+        "tqdm.auto",
+        "filelock",
+        "yaml",
+    ):
+        # Dependencies of huggingface_hub.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     late = {"huggingface_hub", "torch", "transformers"} & set(sys.modules)

@@ -20,7 +20,7 @@ FILE = Path(__file__).parent / "fixtures" / "megatron_flags.json"
 
 _LIST_FLAGS = """
 import argparse, json, sys, typing
-typing.override = getattr(typing, "override", lambda function: function)  # of Python 3.12
+typing.override = getattr(typing, "override", lambda function: function)  # exists from Python 3.12 on
 from megatron.training.arguments import add_megatron_arguments
 parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 found = {}

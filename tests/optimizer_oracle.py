@@ -165,7 +165,7 @@ def take_step(rank: int, checkpoint: Path, target: Path) -> None:
     args = read_rank_file(
         min([*version.glob("common.pt"), *version.glob("mp_rank_*/model_optim_rng.pt")])
     )["args"]
-    args.rank, args.world_size = rank, WORLD  # as Megatron does when it starts
+    args.rank, args.world_size = rank, WORLD  # Megatron sets these at its start
     target.parent.mkdir(parents=True, exist_ok=True)
     with process_groups(args, rank, target.with_suffix(".rendezvous")):
         stages = range(virtual_stages(args) or 1)

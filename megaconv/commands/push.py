@@ -185,7 +185,7 @@ def _push_files(
     missing: Sequence[str],
 ) -> PushReport:
     files = _files(path, options)
-    fetch_whole(files.values())  # of a store; the Hub wants hashes before the content
+    fetch_whole(files.values())  # files of a store: the Hub wants hashes before the content
     notices = list[str]()
     made: dict[str, bytes] = {}
     is_signed = SIGNATURE_NAME in files

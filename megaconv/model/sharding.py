@@ -23,7 +23,7 @@ class Sharded(NamedTuple):
 
 SHARDED = (
     Sharded("heads", "tp"),
-    Sharded("kv_heads", "tp", when="!compressed_layers"),  # whose one key is on every rank
+    Sharded("kv_heads", "tp", when="!compressed_layers"),  # the one key is on every rank
     Sharded("out_groups", "tp", when="compressed"),
     Sharded("linear_key_heads", "tp", when="linear"),
     Sharded("linear_value_heads", "tp", when="linear"),

@@ -29,7 +29,7 @@ _READ = (
 _HARMLESS = (
     "producer", "version", "logits_dtype", "rank", "runtime_defaults", "disable_weight_only_quant_plugin",
     "tie_word_embeddings",  # the tensors show it
-    "moe_normalization_mode", "moe_top_k", "moe_tp_mode",  # of experts
+    "moe_normalization_mode", "moe_top_k", "moe_tp_mode",  # keys of experts
 )  # fmt: skip
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "embedding_sharding_dim": (0,),

@@ -164,7 +164,7 @@ class RankComputation(RankParameters):
         """Run all actions. criterion: the loss; None: the engine's. drops: dropout is on also without gradients."""
         wanted = criterion or self.criterion
         last_chunk = len(self.chunks) - 1
-        passes: dict[int, Pass] = {}  # of microbatches that have not reached the last chunk
+        passes: dict[int, Pass] = {}  # passes that have not reached the last chunk, by microbatch
 
         def forward(action: Action, taken: Payload) -> Payload:
             chunk = self.chunks[action.chunk]

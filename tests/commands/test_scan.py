@@ -49,7 +49,7 @@ def test_every_call_that_would_run_something_is_unsafe_in_every_form(form: int) 
     missed = []
     for module, name, arguments in CALLS:
         if form_name == "alone" and name == "ndarray":
-            continue  # which every array is made of
+            continue  # every array is made of these
         found = scan_pickle(b"\x80\x04" + build(module, name, arguments) + b".")
         wanted = NAMED if form_name == "alone" else UNSAFE
         if wanted not in found.names.values() and f"{module}.{name}" not in DATA:

@@ -96,7 +96,7 @@ def test_layers_that_can_not_be_shared_out_evenly_are_refused_with_a_split_that_
     assert convert(model, "--pp", 3, *split.split(), "--dry-run").status == 0
     refused = convert(model, "--pp", 3, saver="legacy")
     assert_refused(refused, 2, "layers = 5")
-    assert "--layer-split" not in refused.err  # which legacy models can't have
+    assert "--layer-split" not in refused.err  # legacy models can't have it
 
 
 @pytest.mark.usefixtures("_no_reading")

@@ -77,7 +77,7 @@ def test_a_page_has_a_goal_and_all_sections(page: Path) -> None:
 def test_every_page_is_run() -> None:
     run_by_a_test = {*CONVERTING, *(page for pages in TRAINING.values() for page in pages)}
     run_by_a_test.add(SERVING)
-    run_by_a_test.add("object-stores.md")  # by tests/stores/test_page.py, which has a store
+    run_by_a_test.add("object-stores.md")  # tests/stores/test_page.py runs it with a store
     assert {page.name for page in PAGES} == run_by_a_test
     assert all(commands(page) for page in run_by_a_test)
 

@@ -503,7 +503,7 @@ def test_arguments_with_impossible_values_never_end_in_a_traceback(
     ckpt: Path, name: str, value: object
 ) -> None:
     """If a value has no effect, the conversion may also succeed."""
-    shutil.rmtree(ckpt / "hf")  # with config.json the arguments are not asked
+    shutil.rmtree(ckpt / "hf")  # with a config.json, the arguments would not be read
     edit_rank(
         rank_file(ckpt, 0, 0),
         lambda state: state["args"].__dict__.update(

@@ -190,7 +190,7 @@ def test_an_interrupted_slow_conversion_ends_at_once(
     with unchanged(model.parent), under_way(model, before=slow(marker, seconds=3)) as process:
         wait(marker.exists)
         process.send_signal(number)
-        assert_interrupted(finish(process, 20))  # of a minute
+        assert_interrupted(finish(process, 20))  # undisturbed, it takes a minute
 
 
 def test_an_impatient_ctrl_c_leaves_nothing_either(large: Path) -> None:
@@ -238,7 +238,7 @@ def test_an_interrupted_reading_command_ends_at_once(
     process = start(command, *models, before=slow(marker, seconds=3))
     wait(marker.exists)
     process.send_signal(signal.SIGINT)
-    assert_interrupted(finish(process, 20))  # of a minute
+    assert_interrupted(finish(process, 20))  # undisturbed, it takes a minute
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -29,7 +29,7 @@ SILENT = {
     *((name, key) for name in ("youtu", "minicpm3", "axk1", "mistral4") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
     *(("axk2", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
     *(("sarvam_mla", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads", "q_head_dim")),
-    # what another key says layer by layer
+    # another key says it layer by layer
     ("deepseek_v32", "first_k_dense_replace"), ("glm_moe_dsa", "first_k_dense_replace"),
     ("axk1", "first_k_dense_replace"), ("axk2", "first_k_dense_replace"), ("lfm2", "full_attn_idxs"),
     ("bailing_hybrid", "layer_group_size"), ("bailing_hybrid", "first_k_dense_replace"), ("bailing_hybrid", "short_conv_kernel_size"),
@@ -37,14 +37,14 @@ SILENT = {
     ("bailing_hybrid", "num_nextn_predict_layers"), ("deepseek_v4", "num_nextn_predict_layers"),
     # a width that mamba_d_ssm gives, and the place of a norm that this model lacks
     ("falcon_h1", "mamba_expand"), ("falcon_h1", "mamba_norm_before_gate"),
-    # what linear_attn_config says
+    # linear_attn_config says it
     *(("kimi_linear", f"linear_{size}") for size in ("head_dim", "num_heads", "conv_kernel_dim")),
     ("exaone_moe", "sliding_window_pattern"), ("exaone_moe", "first_k_dense_replace"),
     # without effect in the older architecture, which multi_query describes
     ("falcon", "num_kv_heads"),
     # written by the class, and computed anew from other keys when it reads a file
     ("gpt_bigcode", "num_key_value_heads"), ("gpt_neo", "attention_layers"),
-    # which the class has and doesn't read
+    # the class has these and doesn't read them
     ("biogpt", "layer_norm_eps"),
     # without effect without shared experts, or with a softmax
     ("cohere2_moe", "shared_expert_combination_strategy"), ("cohere2_moe", "norm_topk_prob"),
@@ -52,16 +52,16 @@ SILENT = {
     *(("ernie4_5_vl_moe_text", f"moe_layer_{word}") for word in ("start_index", "end_index", "interval")),
     # another form of mlp_layer_types, which wins
     ("minimax_m3_vl_text", "moe_layer_freq"), ("minimax_m3_vl_text", "sparse_attention_config"),
-    # of layers for multi-token prediction, which are left out
+    # keys of layers for multi-token prediction, which are left out
     *(("step3p5", key) for key in ("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")),
     # older forms of rope_parameters and mlp_layer_types, which win
     *(("step3p5", key) for key in ("rope_theta", "rope_scaling", "partial_rotary_factors", "moe_layers_enum", "attention_other_setting")),
     # the same number as max_position_embeddings
     ("baichuan", "model_max_length"),
-    # of generation alone
+    # keys of generation alone
     ("gpt_neox", "is_decoder"), ("gpt_neox_japanese", "is_decoder"), ("xglm", "decoder_start_token_id"),
     ("t5", "decoder_start_token_id"),
-    # of a scaling of rope, which none of these has
+    # keys of rope scaling, which none of these models has
     *((name, "original_max_position_embeddings") for name in FAMILIES),
     # another name for num_experts, which wins where both are there
     ("qwen2_moe", "num_local_experts"), ("qwen3_moe", "num_local_experts"), ("flint", "num_local_experts"),
@@ -76,7 +76,7 @@ SILENT = {
     *(("mellum", key) for key in ("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")),
     # beyond the tokens up to which the model is described
     ("qwen", "use_dynamic_ntk"), ("qwen", "use_logn_attn"),
-    # which class it is, and which dtype the weights have: other tests
+    # the class and the dtype of the weights: other tests check them
     ("bert", "architectures"), ("bert", "model_type"),
 }  # fmt: skip
 """(family, key) whose value changes nothing that is read, for the reason above."""

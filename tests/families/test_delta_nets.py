@@ -354,7 +354,7 @@ def test_the_layer_for_multi_token_prediction_goes_to_megatron_and_back(
     }
     wanted = MTP | (MTP_DENSE if name == "qwen3_5" else MTP_EXPERTS)
     assert {key for key in found if ".experts." not in key} == wanted
-    torch.save({**state, "model": of_bridge}, file)  # as later releases have it
+    torch.save({**state, "model": of_bridge}, file)  # the form of later releases
     (tmp_path / "again/megaconv.json").unlink()
     megaconv.convert(tmp_path / "again", tmp_path / "from later", saver="hf")
     assert_same(tmp_path / "from later", hf)

@@ -877,7 +877,7 @@ def test_what_proves_a_family_is_what_the_oracles_do() -> None:
     """The oracles' variants show it, and the modules of their own that the oracles run them with."""
     proven = {**VARIANTS, **MIXTURES, **UNTRAINED}
     computed = {family_of(variant) for variant in proven.values()} | {"bert", "t5"}
-    computed.add("retro")  # by core 0.15.3: tests/megatron/test_retro_loads.py
+    computed.add("retro")  # core 0.15.3 computes it (tests/megatron/test_retro_loads.py)
     # Gemma's embedding is scaled by the oracle, norms of some of Llama 4's layers are left out; the kernel of Mamba's scan is its own.
     custom = {*NEEDS, "bamba", "gemma", "llama4", "mamba2", "nemotron_h", "vaultgemma"}
     for name, family in families().items():

@@ -72,7 +72,7 @@ def as_transformers_has_it(raw: Raw) -> Any:
         return gpt2_as_transformers_has_it(config)
     if raw["model_type"] == "nemotron_h":
         return hybrid_as_transformers_has_it(config)
-    config.standardize_rope_params()  # as its model does once more, after all keys have become attributes
+    config.standardize_rope_params()  # the model does this again after all keys have become attributes
     rope, local = dict(config.rope_parameters), {}
     if "full_attention" in rope:
         local = two_ropes_as_transformers_has_them(raw["model_type"], rope)
@@ -726,11 +726,11 @@ def test_what_is_written_for_hugging_face_means_the_same_to_transformers(
         config = changed(config, {"attention.heads": heads, "hidden": heads * config.hidden})
     if config.family.startswith(("gemma", "vaultgemma")):
         config = changed(config, {"embedding_scale": config.hidden**0.5})
-    if config.family == "cwm":  # whose class takes no null here
+    if config.family == "cwm":  # its class takes no null here
         config = changed(config, {"bos_token_id": 1})
     if config.family == "stablelm":
         config = changed(config, {"hidden": config.attention.heads * config.attention.head_dim})
-    if config.family in ("glm", "glm4"):  # whose class has tokens of its own where the key is null
+    if config.family in ("glm", "glm4"):  # their classes have default tokens for null
         config = changed(config, {"eos_token_id": 2})
     theirs = as_transformers_has_it(family(config.family).write_hf(config))
     ours = as_we_have_it(config)

@@ -156,7 +156,7 @@ def test_from_hugging_face_and_back_are_the_same_files(
     assert weights(alone) == weights(source)
     written, said = said_by(alone), said_by(source)
     for name in (*SIZES, "architectures", "model_type", "hidden_act"):
-        assert written[name] == said[name] or name == "pad_token_id"  # which no args tell
+        assert written[name] == said[name] or name == "pad_token_id"  # no args record it
 
 
 def said_by(directory: Path) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def further_logits(path: Path, tokens: "torch.Tensor", directory: Path) -> "torc
     with torch.no_grad():
         main = load(path).model(input_ids=tokens).last_hidden_state
         following = tokens.roll(-1, 1)
-        following[:, -1] = 0  # what Megatron puts after the end
+        following[:, -1] = 0  # Megatron puts 0 after the end
         both = torch.cat(
             [norm(model.model.embed_tokens(following), "enorm"), norm(main, "hnorm")], -1
         )

@@ -220,9 +220,7 @@ def test_damaged_padding_is_found_by_verify_and_fingerprint(tmp_path: Path) -> N
     assert isinstance(state, dict)
     embedding = state["model"]["embedding.word_embeddings.weight"]
     content = bytearray(file.read_bytes())
-    content[embedding.offset + embedding.shape[1] * 2 * 100] ^= (
-        1  # of row 100, behind the vocabulary
-    )
+    content[embedding.offset + embedding.shape[1] * 2 * 100] ^= 1  # row 100 is after the vocabulary
     file.write_bytes(content)
     for command in (megaconv.verify, megaconv.fingerprint):
         with pytest.raises(CorruptCheckpoint, match="checksum"):

@@ -348,7 +348,7 @@ def test_a_second_writer_is_refused_until_the_first_one_is_done(target: Path) ->
     second = Staging(target)
     with pytest.raises(TargetExists, match="another run"):
         second.open({"plan": "a"}, resume=False)
-    second.discard()  # what a conversion does on every error
+    second.discard()  # a conversion does this on every error
     file.write(0, b"1234")
     first.commit()
     assert (target / "file").read_bytes() == b"1234"

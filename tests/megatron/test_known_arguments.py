@@ -159,7 +159,7 @@ def test_what_is_read_as_text_are_the_real_fields() -> None:
         assert own <= names
         for field in dataclasses.fields(real):
             limit = {**LIMITED, **REFUSED}.get(field.name)
-            if limit and field.name != "activation_func":  # by which gelu is meant
+            if limit and field.name != "activation_func":  # this name means gelu
                 assert field.default in limit.accepted, field.name
 
 
@@ -189,7 +189,7 @@ def test_what_is_asked_for_is_what_is_listed_as_read(monkeypatch: pytest.MonkeyP
     for path in real_checkpoints():
         if ONE_OF_EACH_KIND & set(path.parts):
             open_checkpoint(path)
-    hybrid = FIXTURES / "hybrid-nemotron-h-tp2"  # of Megatron's own arguments it has few
+    hybrid = FIXTURES / "hybrid-nemotron-h-tp2"  # it has few of Megatron's own arguments
     open_checkpoint(hybrid, LoadOptions(config=hybrid / "hf"))
 
     @given(configs())
@@ -199,7 +199,7 @@ def test_what_is_asked_for_is_what_is_listed_as_read(monkeypatch: pytest.MonkeyP
         read_layout(args, from_arguments(args, found_in_tensors(config)))
 
     models()
-    indexed = read(raw_config("deepseek_v32"))  # which chance may leave out
+    indexed = read(raw_config("deepseek_v32"))  # random draws may leave this family out
     from_arguments(Namespace(**arguments(indexed)), found_in_tensors(indexed))
     old = arguments(LLAMA) | {"kv_channels": None, "use_rotary_position_embeddings": True}
     del old["position_embedding_type"]
@@ -326,7 +326,7 @@ def test_a_refused_argument_is_named_with_its_value_and_what_it_computes(
 def test_what_is_off_changes_nothing(name: str, real: Read) -> None:
     expected = real.config()
     for value in REFUSED[name].accepted:
-        if name != "softmax_type":  # which the tensors show
+        if name != "softmax_type":  # the tensors show it
             assert real.config(**{name: value}) == expected
             assert real.config(**{name: [value, value]}) == expected
 

@@ -218,7 +218,8 @@ def test_a_head_that_the_stage_of_mtp_layers_never_computes_with_has_state_and_m
     state["model"]["output_layer.weight"].zero_()
     torch.save(state, file)
     (out / "megaconv.json").unlink()
-    if not distributed:  # whose buffers are proven by the weights, this one's too
+    if not distributed:
+        # The weights prove buffers of a distributed optimizer, also of this parameter.
         assert prints(out)[0] == prints(tied_hybrid)[0]
     megaconv.convert(out, tmp_path / "hf", saver="hf", optimizer=False)
     assert megaconv.diff(tmp_path / "hf", tied_hybrid, optimizer=False).same
@@ -551,10 +552,10 @@ def assert_one_step(before: Any, after: Any, case: str) -> None:
     """AdamW (or SGD) on the full tensors; sums of two fp32 products may be rounded once or twice."""
     state = before.header.training.optimizer
     kept = ADAM if any(key.slot in ADAM for key in before.slots) else SGD
-    if kept == ADAM:  # with SGD nothing counts the steps
+    if kept == ADAM:  # SGD counts no steps
         assert after.header.training.optimizer.step == state.step + 1, case
     for name, weight in before.tensors.items():
-        if name not in state.group_of:  # what routers choose by, which no optimizer has
+        if name not in state.group_of:  # routers' expert biases, which no optimizer has
             assert name.endswith("router.bias"), case
             assert torch.equal(values(weight), values(after.tensors[name])), f"{case}: {name}"
             continue

@@ -22,7 +22,7 @@ def test_literal_bytes_of_each_form() -> None:
     new, base = bytes_of(1, 2, 3, 4), bytes_of(1, 2, 3, 5)
     block = encode(new, base, 2)
     assert block[0] == XOR
-    assert zstandard.ZstdDecompressor().decompress(block[1:]) == bytes([0, 0, 0, 1])  # by planes
+    assert zstandard.ZstdDecompressor().decompress(block[1:]) == bytes([0, 0, 0, 1])  # byte planes
     block = encode(new, None, 2)
     assert block[0] == WHOLE
     assert zstandard.ZstdDecompressor().decompress(block[1:]) == bytes([1, 3, 2, 4])

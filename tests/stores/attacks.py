@@ -287,7 +287,7 @@ def main() -> int:
         scenarios = [
             undisturbed(store, ("convert", source, "s3://models/out", *way.split())) for way in ways
         ]
-        gc.freeze()  # else the collector would go through all modules again and again
+        gc.freeze()  # keeps the collector from visiting all modules again and again
         for count in range(options.kills):
             if time.monotonic() > until:
                 break

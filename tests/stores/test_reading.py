@@ -92,7 +92,7 @@ def test_entries_of_a_torch_file_are_looked_up_together(store: Proxy, tmp_path: 
     uri = put(store, source, "model")
     assert run("inspect", uri).status == 0
     reads = [each for each in store.requests if each.key.endswith(".bin")]
-    assert len(reads) < 20  # of 218 entries, each with a header of its own
+    assert len(reads) < 20  # there are 218 entries with separate headers
     assert sum(each.sent for each in reads) < (source / "pytorch_model.bin").stat().st_size / 2
 
 

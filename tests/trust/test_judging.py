@@ -35,7 +35,7 @@ for promise, code in broken.items():
         return 0
     def prepare():
         cli.main = command
-    seconds = 2 if promise == "hang" else 40  # what a busy machine may take for the others
+    seconds = 2 if promise == "hang" else 40  # a busy machine may take this long
     outcome = server.run("inspect", folder=folder, prepare=prepare, outside=outside, seconds=seconds)
     try:
         check_conduct(outcome)

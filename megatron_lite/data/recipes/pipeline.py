@@ -127,7 +127,7 @@ class WriteFile:
         name = self.names[rank]
         paths = self.kept / name, self.removed / name
         for path in paths:
-            path.unlink(missing_ok=True)  # of a task that was interrupted
+            path.unlink(missing_ok=True)  # left by an interrupted task
         with opened_for_writing(paths[0]) as kept, opened_for_writing(paths[1]) as removed:
             for document in data:
                 fields = {**document.metadata[_ORIGINAL], self.key: document.text}

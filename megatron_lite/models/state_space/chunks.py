@@ -61,7 +61,7 @@ def decay_between(decay: Tensor, bounds: Boundaries | None) -> Tensor:
     mask = mask.masked_fill_(hidden, -torch.inf)
     by_head = decay.transpose(
         2, 3
-    ).contiguous()  # else all larger tensors would have the heads innermost
+    ).contiguous()  # otherwise the heads would be innermost in all larger tensors
     exponent = by_head.unsqueeze(-1) - by_head.unsqueeze(-2)
     return exponent.add_(mask).exp_()
 

@@ -66,7 +66,7 @@ def write_together(
         patch.setattr(rank_file, "BLOCK_BYTES", BLOCK)
         saver = Saver(root, "torch", rank, saving, {}, asynchronous=copied)
         saver.save(rank_snapshot(engine, common(), with_optimizer=True, impl="transformer_engine"))
-        if copied:  # what training changes meanwhile is not what was saved
+        if copied:  # later changes by training are not saved
             assert engine.optimizer is not None
             for owned in engine.optimizer.ranges():
                 for tensor in owned.tensors.values():

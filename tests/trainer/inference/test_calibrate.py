@@ -62,7 +62,7 @@ def test_statistics_are_those_of_transformers_and_belong_to_the_weights(tmp_path
     factors = {name for name in found if name.endswith(".awq_scale")}
     assert found.keys() - factors == expected.keys()
     assert len(factors) == 7
-    one_step = 2**-7  # of bfloat16
+    one_step = 2**-7  # one step of bfloat16
     for name, tensor in expected.items():
         assert found[name].shape == tensor.shape, name
         off = (found[name] - tensor).abs()

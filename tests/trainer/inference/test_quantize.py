@@ -206,7 +206,7 @@ def test_the_plain_model_never_exists_in_memory(tmp_path: Path) -> None:
     sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 6}
     save(tmp_path, "llama", **sizes)
     weights = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-    opened(tmp_path, load=str(tmp_path))  # what is made once is there now
+    opened(tmp_path, load=str(tmp_path))  # warm-up
     with growth() as plain:
         kept = opened(tmp_path, quantize=None)
     del kept

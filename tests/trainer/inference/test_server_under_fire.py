@@ -75,7 +75,7 @@ def test_200_requests_at_once_are_answered_or_refused_and_leave_nothing_behind(
 ) -> None:
     shots = mixed(alone, 200)
     assert len(shots) >= 200
-    judge(shots, storm(serving, shots))  # what is made once is there now
+    judge(shots, storm(serving, shots))  # warm-up
     serving.settle()
     memory, files, before = resident(serving), descriptors(serving), counted(serving)
     generated = serving.metric("generated_tokens_total")
@@ -100,7 +100,7 @@ def test_200_streams_of_which_every_second_client_leaves_are_whole_and_free_thei
     serving: Serving, alone: Opened
 ) -> None:
     shots = streams(alone, 200)
-    judge(shots, storm(serving, shots))  # what is made once is there now
+    judge(shots, storm(serving, shots))  # warm-up
     serving.settle()
     memory, files, before = resident(serving), descriptors(serving), counted(serving)
     judge(shots, storm(serving, shots))
@@ -130,7 +130,7 @@ def test_200_clients_that_come_read_slowly_stall_and_leave_see_their_own_text_al
     save(tmp_path, max_position_embeddings=512)
     serving = Serving(tmp_path, "--slots", "5", "--served-model-name", "tiny")
     crowd = Crowd(serving, opened(tmp_path))
-    visit(crowd, 200, seed=0)  # what is made once is there now
+    visit(crowd, 200, seed=0)  # warm-up
     serving.settle()
     memory, files, workers = resident(serving), descriptors(serving), threads(serving)
     reused = serving.metric("prompt_tokens_reused_total")

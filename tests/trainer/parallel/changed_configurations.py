@@ -260,7 +260,7 @@ def _save(model_type: str, settings: Mapping[str, Any], directory: Path) -> None
 
 def _logits(directory: Path) -> tuple[torch.Tensor, torch.Tensor]:
     model = load(directory)
-    model.config._experts_implementation = "eager"  # whose products there are in float64 too
+    model.config._experts_implementation = "eager"  # computes in float64 too
     with torch.no_grad():
         rounded = model(input_ids=TOKENS).logits
         return model.double()(input_ids=TOKENS).logits, rounded
