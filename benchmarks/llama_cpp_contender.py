@@ -21,6 +21,7 @@ def opened(file: str, threads: int) -> Any:
     llama_cpp.llama_backend_init()
     parameters = llama_cpp.llama_model_default_params()
     parameters.n_gpu_layers = 0
+    parameters.use_extra_bufts = False  # its kernels for AMX end in a protection fault
     model = llama_cpp.llama_model_load_from_file(file.encode(), parameters)
     settings = llama_cpp.llama_context_default_params()
     settings.n_ctx, settings.n_seq_max = SEQUENCES * TOKENS, SEQUENCES

@@ -92,8 +92,9 @@ def test_an_adapter_scores_as_the_merged_model(
     adapter: int | None, directory: str, together: Opened, models: Path
 ) -> None:
     [scored] = together.model.score([PROMPT], adapter=adapter)
+    # Log-probabilities near -6 differ by up to 2e-5 on processors with AVX-512: the adapter's scores are large.
     torch.testing.assert_close(
-        scored.log_probs, merged_scores(models, directory), atol=1e-5, rtol=0
+        scored.log_probs, merged_scores(models, directory), atol=1e-5, rtol=1e-5
     )
 
 

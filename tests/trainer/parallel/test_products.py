@@ -6,7 +6,13 @@ import torch.nn.functional as F  # noqa: N812
 
 from megatron_lite.parallel.tensor import rms_normalize
 from megatron_lite.products import product
-from megatron_lite.products.product import IN_FLOAT32, TURNED_ROUND, lacks_bf16, linear
+from megatron_lite.products.product import (
+    IN_FLOAT32,
+    TURNED_ROUND,
+    TURNED_ROUND_IN_BF16,
+    lacks_bf16,
+    linear,
+)
 
 
 def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -41,21 +47,24 @@ def test_a_product_of_few_rows_is_that_of_many(rows: int, biased: bool) -> None:
     compare(linear(*inputs), F.linear(*inputs), inputs)
 
 
-@pytest.mark.parametrize("rows", [1, IN_FLOAT32, TURNED_ROUND.start, 70])
+@pytest.mark.parametrize("lacks", [True, False])
+@pytest.mark.parametrize(
+    "rows", [1, IN_FLOAT32, TURNED_ROUND.start, TURNED_ROUND_IN_BF16.stop - 1, 70]
+)
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_product_in_bf16_is_that_of_its_numbers_in_float64(
-    rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch
+    lacks: bool, rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds on any processor, also on one without instructions for bf16, and for several blocks of the
-    matrix."""
-    monkeypatch.setattr(product, "lacks_bf16", lambda device: True)
+    """This holds on processors with and without instructions for bf16, and for several blocks of the matrix."""
+    monkeypatch.setattr(product, "lacks_bf16", lambda device: lacks)
     monkeypatch.setattr(product, "_BLOCK", 24 * 7)
-    inputs = [leaf.detach().bfloat16() for leaf in leaves((2, rows, 24), (40, 24), (40,))]
+    inputs = [leaf.detach().bfloat16() for leaf in leaves((1, rows, 24), (40, 24), (40,))]
     inputs = inputs[: 2 + biased]
     with torch.inference_mode():
         made = linear(*inputs)
     assert made.dtype == torch.bfloat16
-    assert made.shape == (2, rows, 40)
+    assert made.shape == (1, rows, 40)
+    assert made.is_contiguous()
     exact = F.linear(*(each.double() for each in inputs))
     torch.testing.assert_close(made.double(), exact, rtol=2**-7, atol=0.05)
     plain = linear(*inputs)
