@@ -6,7 +6,7 @@ which needs only bytes. Dtypes are torch's names, and buffers are arrays of byte
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -94,11 +94,31 @@ class LazyTensor(Protocol):
         ...
 
 
-def announce(tensor: LazyTensor) -> None:
-    """Tell that all of a tensor will be read soon. Bytes in a store are fetched ahead, if the tensor says where they are."""
+Part = tuple[float, float]
+"""A part of a tensor, from a share of its bytes to another: (0.0, 1.0) is all of it."""
+WHOLE: Part = (0.0, 1.0)
+
+
+def announce(tensor: LazyTensor, part: Part = WHOLE) -> None:
+    """Tell that a part of a tensor will be read soon, and the rest later. Bytes in a store are fetched ahead, if the tensor
+    says where they are.
+    """
     method = getattr(tensor, "announce", None)
     if method is not None:
-        method()
+        method(part)
+
+
+def announce_in_step(tensors: Sequence[LazyTensor]) -> None:
+    """Announce tensors that will be read in step: of all of them the first share, then the second one, and so on."""
+    nbytes = sum(byte_count(tensor.shape, tensor.dtype) for tensor in tensors)
+    count = -(-nbytes // _STEP_BYTES) if len(tensors) > 1 else 1
+    for number in range(count):
+        for tensor in tensors:
+            announce(tensor, (number / count, (number + 1) / count))
+
+
+_STEP_BYTES = 32 << 20
+"""Bytes of a share of all tensors that are read in step."""
 
 
 def row_blocks(shape: Shape, dtype: str, block_bytes: int) -> Iterator[Box]:
@@ -150,9 +170,11 @@ class FileTensor:
     def _span(self) -> tuple[int, int]:
         return self.offset, self.offset + byte_count(self.shape, self.dtype)
 
-    def announce(self) -> None:
-        """Have the bytes fetched ahead."""
-        self.file.announce(self._span)
+    def announce(self, part: Part) -> None:
+        """Have the bytes of a part fetched ahead."""
+        start, end = self._span
+        first, last = (start + int(share * (end - start)) for share in part)
+        self.file.announce((first, last))
 
     def read_into(self, box: Box, out: Bytes) -> None:
         itemsize = ITEMSIZE[self.dtype]
@@ -259,9 +281,9 @@ class ComputedTensor:
     def dtype(self) -> str:
         return self.source.dtype
 
-    def announce(self) -> None:
-        """Have the other tensor's bytes fetched ahead."""
-        announce(self.source)
+    def announce(self, part: Part) -> None:
+        """Have the bytes of a part of the other tensor fetched ahead."""
+        announce(self.source, part)
 
 
 @dataclass(frozen=True)
@@ -275,9 +297,9 @@ class ReshapedTensor:
     def dtype(self) -> str:
         return self.source.dtype
 
-    def announce(self) -> None:
-        """Have the other tensor's bytes fetched ahead."""
-        announce(self.source)
+    def announce(self, part: Part) -> None:
+        """Have the bytes of a part of the other tensor fetched ahead."""
+        announce(self.source, part)
 
     def read_into(self, box: Box, out: Bytes) -> None:
         cols, stored_cols = matrix_shape(self.shape)[1], matrix_shape(self.source.shape)[1]

@@ -28,15 +28,17 @@ class Announced:
         if span[0] < span[1]:
             self._reached.setdefault((owner, span), span[0])
 
-    def note(self, owner: Owner, span: Span, reached: int) -> None:
-        """Note that a range is being fetched up to a position: its reader was faster."""
-        position = self._reached.get((owner, span))
-        if position is None or reached <= position:
-            return
-        if reached < span[1]:
-            self._reached[owner, span] = reached
-        else:
+    def note(self, owner: Owner, tensor: Span, reached: int) -> None:
+        """Note that a tensor is being fetched up to a position: its reader was faster than the ranges of it."""
+        for each, span in list(self._reached):
+            if each is owner and tensor[0] <= span[0] and span[1] <= tensor[1]:
+                self._advance(owner, span, reached)
+
+    def _advance(self, owner: Owner, span: Span, reached: int) -> None:
+        if reached >= span[1]:
             del self._reached[owner, span]
+        elif reached > self._reached[owner, span]:
+            self._reached[owner, span] = reached
 
     def forget(self, owner: Owner) -> None:
         """Forget the ranges of an object."""
@@ -50,4 +52,4 @@ class Announced:
             reached = owner.fetch_from(position)
             if reached is None:
                 return
-            self.note(owner, span, reached)
+            self._advance(owner, span, reached)

@@ -51,7 +51,7 @@ class _Window:
 
 
 class _Reader:
-    """The last read of one thread: where it ended, and the length of the run of reads that it continues."""
+    """The last read of a tensor by one thread: where it ended, and the length of the run of reads that it continues."""
 
     __slots__ = ("end", "entered", "pages", "window")
 
@@ -69,7 +69,7 @@ class Windows:
     def __init__(self, size: int, fill: Fill) -> None:
         self._size, self._fill = size, fill
         self._pages: dict[int, _Window] = {}
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[tuple[int, Span | None], _Reader] = {}
 
     def read_into(self, offset: int, out: memoryview, tensor: Span | None) -> None:
         """Fill a buffer. tensor: the range of the tensor that is read, for fetching ahead."""
@@ -86,7 +86,9 @@ class Windows:
             position = stop
             self._go_on(tensor, window)
         reader.end = end
-        if tensor is not None and reader.pages * PAGE >= WINDOW:
+        if tensor is not None and end >= tensor[1]:
+            self._readers.pop((threading.get_ident(), tensor), None)
+        elif tensor is not None and reader.pages * PAGE >= WINDOW:
             self._fetch_ahead(end, tensor[1], reader)
 
     def _go_on(self, tensor: Span | None, window: _Window) -> None:
@@ -128,14 +130,14 @@ class Windows:
         return bytes(window.content[start - window.start : end - window.start])
 
     def _reader(self, offset: int, tensor: Span | None) -> _Reader:
-        """The reader of this thread, with the number of pages to fetch at once."""
-        thread = threading.get_ident()
-        reader = self._readers.get(thread)
+        """The reader of this tensor in this thread, with the number of pages to fetch at once."""
+        where = threading.get_ident(), tensor
+        reader = self._readers.get(where)
         if reader is not None and reader.end == offset:
             reader.pages = min(2 * reader.pages, WINDOW // PAGE)
             return reader
         is_start = tensor is not None and tensor[0] == offset
-        reader = self._readers[thread] = _Reader(offset, WINDOW // PAGE if is_start else 1)
+        reader = self._readers[where] = _Reader(offset, WINDOW // PAGE if is_start else 1)
         return reader
 
     def _window_at(self, position: int, end: int, pages: int) -> _Window:

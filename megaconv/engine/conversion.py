@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from formats.opened import OpenedFiles
 from formats.stores.addresses import is_store
 from formats.target import Target
-from formats.tensor import announce
+from formats.tensor import announce_in_step
 from megaconv import registry
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.engine.gathered import entries_left_to, gather_digests
@@ -92,7 +92,10 @@ def rehearse(
     report = prepare(found, save_dir, registry.saver(saver), options)[1]
     if not is_store(str(save_dir)):
         return report
-    return replace(report, waiting=parts_of(report.plan, options, workers_of(options))[1])
+    return replace(
+        report,
+        waiting=parts_of(report.plan, report.header.manifest, options, workers_of(options))[1],
+    )
 
 
 def _require_kept(place: Place, save_dir: str | Path, options: ConvertOptions) -> None:
@@ -151,7 +154,8 @@ def _ready(
     shares = share_out(report.plan, source.header.manifest, ranks.size)
     parts: PartPlan | None = None
     if is_store(str(save_dir)):
-        parts, waiting = parts_of(shares[ranks.rank].plan, options, workers_of(options))
+        share = shares[ranks.rank].plan
+        parts, waiting = parts_of(share, source.header.manifest, options, workers_of(options))
         cast("StoreTarget", staging).expect(waiting)
         report = replace(report, waiting=waiting)
     return _Job(
@@ -303,11 +307,12 @@ def _send(
     try:
         stream.put_header(source.header)
         count = 0
-        for key, tensor in source.tensors() if order is None else in_order(source, order):
-            if count < MAX_WAITING and key in early:
-                announce(tensor)
-            stream.put(key, tensor)
-            count += 1
+        alone = ([found] for found in source.tensors())
+        for unit in alone if order is None else in_order(source, order):
+            if count < MAX_WAITING and all(key in early for key, _ in unit):
+                announce_in_step([tensor for _, tensor in unit])
+            stream.put_unit(unit)
+            count += len(unit)
         stream.end(count)
     except Cancelled:
         pass

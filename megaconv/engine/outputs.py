@@ -1,5 +1,6 @@
 """The place of an output: a directory on a disk, or a prefix of an object store."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,12 @@ from formats.stores.waiting import MEMORY_BYTES, Terms, Waiting
 from formats.target import Target
 from megaconv._version import __version__
 from megaconv.engine.open_parts import most_open
-from megaconv.engine.parts import PartPlan, in_parts
+from megaconv.engine.parts import PartPlan, in_parts, orders
 from megaconv.engine.plan import OutputPlan
 from megaconv.engine.ranks import ALONE, Ranks
 from megaconv.engine.record import RECORD_NAME
 from megaconv.errors import UsageError
+from megaconv.model.ir import Key, TensorInfo
 from megaconv.options import ConvertOptions
 from megaconv.store_inputs import parsed, writable_store
 
@@ -56,14 +58,26 @@ def _refuse_store_options(options: ConvertOptions) -> None:
             raise UsageError(f"{name}: is for an output in an object store; leave it out")
 
 
-def parts_of(plan: OutputPlan, options: ConvertOptions, workers: int) -> tuple[PartPlan, Waiting]:
+def parts_of(
+    plan: OutputPlan, manifest: Mapping[Key, TensorInfo], options: ConvertOptions, workers: int
+) -> tuple[PartPlan, Waiting]:
     """(a plan in parts, the places of the parts that wait).
 
     As many tensors are written at the same time as leave memory to parts that are being sent.
     """
-    parts = in_parts(plan)
     memory = max(MEMORY_BYTES, options.max_memory // 4)
     most = max(_MOST_AHEAD, workers)
+    found: list[tuple[PartPlan, Waiting]] = []
+    for order in orders(plan):
+        parts, waiting = _in_memory(in_parts(plan, manifest, order), most, memory)
+        if parts.ahead == most and not waiting.is_spooled:
+            return parts, waiting
+        found.append((parts, waiting))
+    return min(found, key=lambda each: (each[1].spool_bytes, -each[0].ahead))
+
+
+def _in_memory(parts: PartPlan, most: int, memory: int) -> tuple[PartPlan, Waiting]:
+    """The plan with so many tensors at the same time that parts wait in memory, if possible. most: the most of them."""
     planned = {ahead: _waiting(parts, ahead, memory) for ahead in range(most, 0, -1)}
     for ahead, waiting in planned.items():
         if waiting.open_bytes <= memory - memory // 4:
@@ -75,4 +89,4 @@ def parts_of(plan: OutputPlan, options: ConvertOptions, workers: int) -> tuple[P
 
 def _waiting(parts: PartPlan, ahead: int, memory: int) -> Waiting:
     most = most_open(parts.periods, ahead)
-    return Waiting(parts.largest_part, most.nbytes, most.count, memory)
+    return Waiting(parts.largest_part, most.nbytes, most.number, memory)

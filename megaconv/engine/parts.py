@@ -7,14 +7,17 @@ parts are incomplete at the same time. Everything is known from the plan, before
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 from formats.output import FileLayout, Piece, pieces
 from formats.partial_files import Span
 from formats.stores.part_sizes import gaps
-from formats.tensor import LazyTensor
+from formats.tensor import LazyTensor, matrix_shape
+from megaconv.engine.in_step import units
 from megaconv.engine.open_parts import Period, open_periods, spans
 from megaconv.engine.plan import OutputPlan
-from megaconv.model.ir import Key, Source
+from megaconv.engine.stream import Unit
+from megaconv.model.ir import Key, Source, TensorInfo
 
 
 @dataclass(frozen=True)
@@ -32,22 +35,24 @@ class PartPlan:
     """An output in parts."""
 
     order: Mapping[Key, int]
-    """The place of each tensor in the order of writing."""
+    """The place of each tensor in the order of writing. Tensors that are moved in step have the same place."""
     files: Mapping[str, FileParts]
     """The files with tensors, by name."""
     periods: Sequence[Period]
     """The periods in which parts are incomplete."""
     ahead: int = 1
-    """A tensor is begun only if less than this number of tensors come after the first unfinished one."""
+    """A place is begun only if less than this number of places come after the first unfinished one."""
 
     @property
     def largest_part(self) -> int:
         return max((period.nbytes for period in self.periods), default=0)
 
 
-def in_parts(plan: OutputPlan) -> PartPlan:
-    """The plan of an output in parts, with one tensor at a time."""
-    order = {key: place for place, key in enumerate(_in_order(plan))}
+def in_parts(
+    plan: OutputPlan, manifest: Mapping[Key, TensorInfo], order: Mapping[Key, int]
+) -> PartPlan:
+    """The plan of an output in parts, with one place at a time. order: one of `orders`."""
+    rows = {key: matrix_shape(manifest[key].shape)[0] for key in order}
     zeros = _zeros(plan)
     files = {
         name: _file_parts(layout, zeros.get(name, ()))
@@ -55,36 +60,68 @@ def in_parts(plan: OutputPlan) -> PartPlan:
         if layout.records
     }
     headers = {name: of_file.pieces for name, of_file in files.items()}
-    return PartPlan(order, files, open_periods(plan, order, headers))
+    return PartPlan(order, files, open_periods(plan, order, rows, headers))
 
 
-def in_order(source: Source, order: Mapping[Key, int]) -> Iterator[tuple[Key, LazyTensor]]:
-    """The tensors of a source in this order; those without a place last.
+def in_order(source: Source, order: Mapping[Key, int]) -> Iterator[Unit]:
+    """The tensors of a source in this order, those of one place together; those without a place last.
 
     Only tensors that are read later can be put in order. A plugin's arrays in memory come as they come.
     """
     waiting: list[tuple[int, int, Key, LazyTensor]] = []
     for number, (key, tensor) in enumerate(source.tensors()):
         if hasattr(tensor, "nbytes"):
-            yield key, tensor
+            yield [(key, tensor)]
         else:
-            waiting.append((order.get(key, len(order)), number, key, tensor))
-    for _, _, key, tensor in sorted(waiting, key=lambda entry: entry[:2]):
-        yield key, tensor
+            waiting.append((order.get(key, len(order) + number), number, key, tensor))
+    waiting.sort(key=lambda entry: entry[:2])
+    for _, entries in groupby(waiting, key=lambda entry: entry[0]):
+        yield [(key, tensor) for _, _, key, tensor in entries]
 
 
-def _in_order(plan: OutputPlan) -> list[Key]:
-    """All tensors with a place, by the first byte that they fill."""
-    numbers = {name: number for number, name in enumerate(plan.files)}
+def orders(plan: OutputPlan) -> list[dict[Key, int]]:
+    """The possible orders of writing: file after file, and files with shards of the same tensors side by side.
 
-    def first(key: Key) -> tuple[int, int]:
-        return min(
-            (numbers[place.file], start)
-            for place in plan.placements[key]
-            for start, _ in spans(plan.files[place.file], place)
-        )
+    Neither is always better. Side by side, a few parts of each of these files are open. File after file, the parts of later
+    files that hold an early tensor are open until the rest of them comes.
+    """
+    extents: dict[tuple[str, Key], Span] = {}
+    for key, places in plan.placements.items():
+        for place in places:
+            for start, end in spans(plan.files[place.file], place):
+                known = extents.get((place.file, key), (start, end))
+                extents[place.file, key] = min(known[0], start), max(known[1], end)
+    found = units(plan, extents)
+    one_by_one = {name: number for number, name in enumerate(plan.files)}
+    both = [_order(found, extents, ranks) for ranks in (one_by_one, _side_by_side(plan))]
+    return both if both[0] != both[1] else both[:1]
 
-    return sorted((key for key, places in plan.placements.items() if places), key=first)
+
+def _order(
+    found: Sequence[Sequence[Key]],
+    extents: Mapping[tuple[str, Key], Span],
+    ranks: Mapping[str, int],
+) -> dict[Key, int]:
+    """The places of all tensors, by the first byte that the tensors of a place fill. ranks: the rank of each file."""
+    first: dict[Key, tuple[int, int]] = {}
+    for (file, key), (start, _) in extents.items():
+        begin = ranks[file], start
+        first[key] = min(first.get(key, begin), begin)
+    in_order = sorted(found, key=lambda keys: min(first[key] for key in keys))
+    return {key: number for number, keys in enumerate(in_order) for key in keys}
+
+
+def _side_by_side(plan: OutputPlan) -> dict[str, int]:
+    """A number of each file, which is the same for files that hold shards or copies of one tensor."""
+    sets = {name: {name} for name in plan.files}
+    for places in plan.placements.values():
+        for place in places[1:]:
+            joined, added = sets[places[0].file], sets[place.file]
+            if joined is not added:
+                joined |= added
+                sets.update(dict.fromkeys(added, joined))
+    numbers: dict[int, int] = {}
+    return {name: numbers.setdefault(id(sets[name]), len(numbers)) for name in plan.files}
 
 
 def _zeros(plan: OutputPlan) -> dict[str, list[Span]]:

@@ -5,7 +5,7 @@ until it is taken. Both sides run concurrently. If one side ends, the other side
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush, nsmallest
 from typing import Any
 
@@ -16,7 +16,10 @@ from megaconv.model.check import Ledger
 from megaconv.model.ir import Header, Key
 
 MAX_WAITING = 64
-"""The largest number of lazy tensors in the queue."""
+"""The largest number of units in the queue, if they are lazy."""
+
+Unit = Sequence[tuple[Key, LazyTensor]]
+"""One tensor, or tensors that a worker moves in step."""
 
 
 class ArrayTensor:
@@ -56,15 +59,15 @@ class Stream:
     """The queue. One loader thread puts tensors, any number of saver threads take them."""
 
     def __init__(self, budget_bytes: int, ahead: int | None = None) -> None:
-        """ahead: distribute the tensors in the order of their arrival, and only this number of tensors from the first
+        """ahead: distribute the units in the order of their arrival, and only this number of units from the first
         unfinished one on. None: the largest first.
         """
         self._budget_bytes, self._ahead = budget_bytes, ahead
         self._unfinished: set[int] = set()
-        """Numbers of the tensors that are being written."""
+        """Numbers of the units that are being written."""
         self._held_bytes = 0
-        self._waiting: list[tuple[int, int, Key, LazyTensor]] = []
-        """A heap of (-bytes, number, key, tensor): the largest tensor first, equal sizes in the order of arrival."""
+        self._waiting: list[tuple[int, int, Unit]] = []
+        """A heap of (-bytes, number, unit): the largest unit first, equal sizes in the order of arrival."""
         self._count = 0
         self._changed = threading.Condition()
         self._header: Header | None = None
@@ -85,18 +88,24 @@ class Stream:
 
         Raises TensorMismatch if the tensor contradicts the manifest.
         """
-        lazy = as_lazy(tensor)
-        size = getattr(lazy, "nbytes", 0)
+        self.put_unit([(key, tensor)])
+
+    def put_unit(self, tensors: Sequence[tuple[Key, Any]]) -> None:
+        """Put tensors that one worker moves in step, as `put`."""
+        unit = [(key, as_lazy(tensor)) for key, tensor in tensors]
+        size = _held(unit)
         with self._changed:
             if self._ledger is None:
-                raise TensorMismatch(f"{key}: a tensor came before the header")
-            self._ledger.enter(key, lazy)
+                raise TensorMismatch(f"{unit[0][0]}: a tensor came before the header")
+            for key, tensor in unit:
+                self._ledger.enter(key, tensor)
             self._changed.wait_for(lambda: self._error is not None or self._has_room(size))
             self._raise_if_failed()
             self._held_bytes += size
             self._count += 1
-            rank = -byte_count(lazy.shape, lazy.dtype) if self._ahead is None else 0
-            heappush(self._waiting, (rank, self._count, key, lazy))
+            nbytes = sum(byte_count(tensor.shape, tensor.dtype) for _, tensor in unit)
+            rank = -nbytes if self._ahead is None else 0
+            heappush(self._waiting, (rank, self._count, unit))
             self._changed.notify_all()
 
     def _has_room(self, size: int) -> bool:
@@ -124,10 +133,10 @@ class Stream:
             assert self._header is not None
             return self._header
 
-    def __iter__(self) -> Iterator[tuple[Key, LazyTensor]]:
-        """Distribute tensors among all threads that iterate. Ends after the last tensor of the manifest.
+    def __iter__(self) -> Iterator[Unit]:
+        """Distribute units among all threads that iterate. Ends after the last tensor of the manifest.
 
-        The largest waiting tensor comes first. If it came last (the head of a language model), one thread would work
+        The largest waiting unit comes first. If it came last (the head of a language model), one thread would work
         alone at the end.
         """
         while True:
@@ -138,30 +147,30 @@ class Stream:
                 self._raise_if_failed()
                 if not self._waiting:
                     return
-                _, number, key, tensor = heappop(self._waiting)
+                _, number, unit = heappop(self._waiting)
                 self._unfinished.add(number)
                 self._changed.notify_all()
             try:
-                yield key, tensor
+                yield unit
             finally:
                 with self._changed:
                     self._unfinished.discard(number)
-                    self._held_bytes -= getattr(tensor, "nbytes", 0)
+                    self._held_bytes -= _held(unit)
                     self._changed.notify_all()
 
     def _is_over(self) -> bool:
         return self._ended and not self._waiting
 
     def _may_take(self) -> bool:
-        """True if a tensor waits that a thread may begin."""
+        """True if a unit waits that a thread may begin."""
         if not self._waiting or self._ahead is None or not self._unfinished:
             return bool(self._waiting)
         return self._waiting[0][1] < min(self._unfinished) + self._ahead
 
-    def upcoming(self, count: int) -> list[tuple[Key, LazyTensor]]:
-        """The tensors that come next, in their order, as far as they are in the queue."""
+    def upcoming(self, count: int) -> list[Unit]:
+        """The units that come next, in their order, as far as they are in the queue."""
         with self._changed:
-            return [(key, tensor) for _, _, key, tensor in nsmallest(count, self._waiting)]
+            return [unit for _, _, unit in nsmallest(count, self._waiting)]
 
     # Either side.
 
@@ -180,3 +189,8 @@ class Stream:
     def _raise_if_failed(self) -> None:
         if self._error is not None:
             raise Cancelled("the other side ended first") from self._error
+
+
+def _held(unit: Unit) -> int:
+    """The bytes of a unit's tensors that are in memory already."""
+    return sum(getattr(tensor, "nbytes", 0) for _, tensor in unit)

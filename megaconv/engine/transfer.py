@@ -8,42 +8,25 @@ gap or overlap.
 
 import threading
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from isal import isal_zlib
-
 from formats.entry_check import Entry
 from formats.opened import begun_entries
-from formats.output import FileLayout, Unwritten
+from formats.output import Unwritten
 from formats.partial_files import displayed, local
 from formats.target import OutputFile, Target
-from formats.tensor import (
-    ITEMSIZE,
-    Box,
-    Bytes,
-    LazyTensor,
-    announce,
-    box_blocks,
-    byte_count,
-    check_later,
-    matrix_shape,
-)
+from formats.tensor import LazyTensor, announce_in_step, byte_count, check_later
 from megaconv.engine.early_headers import EarlyHeaders
-from megaconv.engine.fingerprints import tensor_hasher
+from megaconv.engine.in_step import in_step
+from megaconv.engine.moving import Buffers, Destination, Moving
 from megaconv.engine.parts import PartPlan
-from megaconv.engine.plan import Placement, needed_boxes
 from megaconv.engine.runs import Run, total, zeros
 from megaconv.engine.shares import Share
-from megaconv.engine.stream import MAX_WAITING, Stream
-from megaconv.errors import Cancelled, UsageError
-from megaconv.model.assembled import overlap, window
+from megaconv.engine.stream import MAX_WAITING, Stream, Unit
+from megaconv.errors import Cancelled
 from megaconv.model.ir import Key
-from megaconv.model.natives import Region
-from megaconv.values.shifted import add_or_refuse
 
 JOURNAL_SECONDS = 5.0
 """Seconds between two journal entries. Finished tensors are flushed to disk before they are entered."""
@@ -182,81 +165,66 @@ class Transfer:
                 self._early.enter(finished.runs)
 
     def _work(self, stream: Stream) -> None:
-        buffers = _Buffers(self._block_bytes)
+        buffers = Buffers(self._block_bytes)
         try:
-            for key, tensor in stream:
-                self._announce([(key, tensor), *stream.upcoming(MAX_WAITING)])
-                hashed = key in self._hashed
-                if key in self._done:
-                    self._advance(byte_count(tensor.shape, tensor.dtype) if hashed else 0)
-                    continue
-                if not hashed and key not in self._plan.placements:
-                    continue  # only another rank needs it
-                finished = self._move(stream, key, tensor, buffers)
-                if self._early is not None:
-                    self._early.enter(finished.runs)
-                with self._lock:
-                    self._done[key] = finished
-                    self._unrecorded.append(finished)
+            for unit in stream:
+                self._announce([unit, *stream.upcoming(MAX_WAITING)])
+                begun = [self._begin_move(*each, buffers) for each in unit if self._is_left(*each)]
+                self._move(stream, begun)
+                for moved in begun:
+                    finished = _Finished(moved.key, moved.fingerprint(), moved.runs())
+                    if self._early is not None:
+                        self._early.enter(finished.runs)
+                    with self._lock:
+                        self._done[finished.key] = finished
+                        self._unrecorded.append(finished)
         except Cancelled:
             pass
         except BaseException as error:
             stream.fail(error)
 
-    def _announce(self, upcoming: Sequence[tuple[Key, LazyTensor]]) -> None:
+    def _announce(self, upcoming: Sequence[Unit]) -> None:
         """Have tensors that come next fetched ahead, if all of their bytes are needed."""
         with self._lock:
-            new = [(key, tensor) for key, tensor in upcoming if self._is_new(key)]
-            self._announced.update(key for key, _ in new)
-        for _, tensor in new:
-            announce(tensor)
+            new = [
+                [(key, tensor) for key, tensor in unit if self._is_new(key)] for unit in upcoming
+            ]
+            self._announced.update(key for unit in new for key, _ in unit)
+        for unit in new:
+            announce_in_step([tensor for _, tensor in unit])
 
     def _is_new(self, key: Key) -> bool:
         is_needed = key in self._hashed and key not in self._done
         return is_needed and key not in self._announced
 
-    def _move(self, stream: Stream, key: Key, tensor: LazyTensor, buffers: "_Buffers") -> _Finished:
-        places = self._plan.placements.get(key, ())
-        targets = [self._target(place, key, tensor.dtype, buffers) for place in places]
-        hasher = tensor_hasher(tensor) if key in self._hashed else None
-        # The dequantized bytes, if readers get other values than are stored.
-        as_read = getattr(tensor, "as_read", None)
-        itemsize = ITEMSIZE[tensor.dtype]
-        for box in self._blocks(tensor, places, whole=hasher is not None):
-            block = buffers.block(box.rows, box.cols * itemsize)
+    def _is_left(self, key: Key, tensor: LazyTensor) -> bool:
+        """True if a tensor is still to be moved: not finished by an earlier run, and not only for another rank."""
+        if key in self._done:
+            self._advance(byte_count(tensor.shape, tensor.dtype) if key in self._hashed else 0)
+            return False
+        return key in self._hashed or key in self._plan.placements
+
+    def _begin_move(self, key: Key, tensor: LazyTensor, buffers: Buffers) -> Moving:
+        destinations = [
+            Destination(
+                place,
+                self._files[place.file],
+                self._plan.files[place.file],
+                key,
+                tensor.dtype,
+                buffers,
+            )
+            for place in self._plan.placements.get(key, ())
+        ]
+        advance = self._advance if key in self._hashed else None
+        return Moving(key, tensor, destinations, buffers, advance)
+
+    def _move(self, stream: Stream, unit: Sequence[Moving]) -> None:
+        """Move tensors in step."""
+        for number, box in in_step([(each.rows, each.blocks(self._block_bytes)) for each in unit]):
             if stream.error is not None:
                 raise Cancelled("the run has ended")
-            tensor.read_into(box, block)
-            for target in targets:
-                target.write(box, block)
-            if hasher is not None:
-                read = block if as_read is None else as_read(box, block)
-                hasher.update(read.reshape(-1))
-                self._advance(read.nbytes)
-        finished = _Finished(key, hasher.hexdigest() if hasher else None)
-        for target in targets:
-            where = target.place.file, target.place.record
-            finished.runs.setdefault(where, []).extend(target.native.runs)
-        return finished
-
-    def _blocks(
-        self, tensor: LazyTensor, places: Sequence[Placement], *, whole: bool
-    ) -> Iterator[Box]:
-        """Yield the blocks of a tensor that are read: all of it if `whole`, otherwise only what its places need."""
-        rows, cols = matrix_shape(tensor.shape)
-        wanted = [Box(0, rows, 0, cols)] if whole else needed_boxes(places)
-        row_bytes = cols * ITEMSIZE[tensor.dtype]
-        if getattr(tensor, "whole_rows", False) and row_bytes > self._block_bytes:
-            raise UsageError(
-                f"--max-memory: a row of {row_bytes:,} bytes doesn't fit into a block of {self._block_bytes:,}; allow more memory"
-            )
-        for box in wanted:
-            yield from box_blocks(box, tensor.dtype, self._block_bytes)
-
-    def _target(self, place: Placement, key: Key, dtype: str, buffers: "_Buffers") -> "_Target":
-        layout = self._plan.files[place.file]
-        native = _NativeFile(self._files[place.file], layout, place, dtype, buffers)
-        return _Target(place, native, key, dtype, buffers)
+            unit[number].move(box)
 
     def _record(self) -> None:
         with self._lock:
@@ -313,94 +281,3 @@ def _entry(stored: Sequence[Any]) -> Entry:
     """A zip entry in the journal. An object of a store has its URI there, since its stand-in is another in each run."""
     path, *rest = stored
     return Entry(local(path), *rest)
-
-
-class _Buffers:
-    """The two blocks that a worker owns: one to read into, one to rearrange rows in."""
-
-    def __init__(self, size: int) -> None:
-        self._read = np.empty(size, np.uint8)
-        self._gather = np.empty(size, np.uint8)
-
-    def block(self, rows: int, row_bytes: int) -> Bytes:
-        return self._read[: rows * row_bytes].reshape(rows, row_bytes)
-
-    def gather(self, rows: int, row_bytes: int) -> Bytes:
-        return self._gather[: rows * row_bytes].reshape(rows, row_bytes)
-
-    def contiguous(self, rows: Bytes) -> Bytes:
-        """The same rows without gaps, if necessary as a copy in the second block."""
-        if rows.flags.c_contiguous:
-            return rows
-        gathered = self.gather(*rows.shape)
-        np.copyto(gathered, rows)
-        return gathered
-
-
-class _NativeFile:
-    """A native tensor in a staged file. It notes the ranges of bytes that were written."""
-
-    def __init__(
-        self, file: OutputFile, layout: FileLayout, place: Placement, dtype: str, buffers: _Buffers
-    ) -> None:
-        self.itemsize = ITEMSIZE[dtype]
-        self.runs = list[Run]()
-        self._file, self._buffers = file, buffers
-        self._row_bytes, self._offset = place.row_bytes, place.offset
-        self._record_offset = layout.records[place.record].offset
-        self._checksum = isal_zlib.crc32 if layout.needs_checksums else None
-
-    def scratch(self, box: Box) -> Bytes:
-        return self._buffers.gather(box.rows, box.cols * self.itemsize)
-
-    def write(self, box: Box, rows: Bytes) -> None:
-        """Write a rectangle: at once if it has full rows (or a single row), otherwise row by row."""
-        offset = self._offset + box.row0 * self._row_bytes + box.col0 * self.itemsize
-        is_one_range = rows.shape[1] == self._row_bytes or len(rows) == 1
-        if is_one_range:
-            self._write_range(offset, self._buffers.contiguous(rows).reshape(-1))
-        elif self._checksum is not None:
-            for row in rows:
-                self._write_range(offset, row)
-                offset += self._row_bytes
-        else:
-            # Without checksums, one entry stands for the whole rectangle.
-            self.runs.append(Run(offset, rows.size, 0))
-            for row in rows:
-                self._file.write(self._record_offset + offset, row)
-                offset += self._row_bytes
-
-    def _write_range(self, offset: int, data: Bytes) -> None:
-        self._file.write(self._record_offset + offset, data)
-        checksum = self._checksum(data) if self._checksum is not None else 0
-        self.runs.append(Run(offset, data.nbytes, checksum))
-
-
-class _Target:
-    """A canonical tensor's regions in one native tensor."""
-
-    def __init__(
-        self, place: Placement, native: _NativeFile, key: Key, dtype: str, buffers: _Buffers
-    ) -> None:
-        self.place, self.native = place, native
-        self._key, self._dtype, self._buffers = key, dtype, buffers
-        self._regions: Sequence[Region] = sorted(place.regions, key=lambda region: region.box.row1)
-        self._ends = [region.box.row1 for region in self._regions]
-
-    def write(self, box: Box, block: Bytes) -> None:
-        """Write the part of a block that belongs into this native tensor. box: the block's place in the tensor."""
-        for region in self._regions[bisect_left(self._ends, box.row0 + 1) :]:
-            if region.box.row0 >= box.row1:
-                break
-            wanted = overlap(region.box, box)
-            if wanted is not None:
-                rows = self._shifted(window(block, box, wanted, self.native.itemsize))
-                region.order.write(region, wanted, self.native, rows)
-
-    def _shifted(self, rows: Bytes) -> Bytes:
-        """The values as the native tensor stores them."""
-        if not self.place.shift:
-            return rows
-        return add_or_refuse(
-            self._buffers.contiguous(rows), self._dtype, self.place.shift, str(self._key)
-        )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from formats.lazy_numpy import np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, announce, reshaped
+from formats.tensor import Part as Share
 from megaconv.errors import TensorMismatch
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.natives import NativeTensor, Region
@@ -62,10 +63,10 @@ class Assembled:
     """
     _reported: set[str] | None = field(default=None, repr=False)
 
-    def announce(self) -> None:
-        """Have the bytes of all parts fetched ahead."""
-        for part in self.parts:
-            announce(part.source)
+    def announce(self, part: Share) -> None:
+        """Have the bytes of this part of all native tensors fetched ahead."""
+        for each in self.parts:
+            announce(each.source, part)
 
     def read_into(self, box: Box, out: Bytes) -> None:
         itemsize = ITEMSIZE[self.dtype]

@@ -98,7 +98,7 @@ def test_what_is_put_comes_out_in_order(header: Header) -> None:
             stream.put(key, Lazy())
         stream.end(3)
 
-    assert run_threads(put, lambda: taken.extend(key for key, _ in stream)) == [None, None]
+    assert run_threads(put, lambda: taken.extend(key for ((key, _),) in stream)) == [None, None]
     assert taken == [A, B, C]
 
 
@@ -113,7 +113,7 @@ def test_the_largest_tensor_of_those_that_wait_is_taken_first(header: Header) ->
     for key, shape in shapes.items():
         stream.put(key, Lazy(shape))
     stream.end(3)
-    assert [key for key, _ in stream] == [C, A, B]
+    assert [key for ((key, _),) in stream] == [C, A, B]
 
 
 def test_several_takers_share_the_tensors_out(header: Header) -> None:
@@ -129,7 +129,7 @@ def test_several_takers_share_the_tensors_out(header: Header) -> None:
         stream.end(len(keys))
 
     def take() -> None:
-        taken.extend(key for key, _ in stream)
+        taken.extend(key for ((key, _),) in stream)
 
     assert run_threads(put, take, take, take) == [None] * 4
     assert sorted(taken) == sorted(keys)
@@ -326,7 +326,10 @@ def test_a_tensor_larger_than_the_budget_passes_alone(header: Header) -> None:
     stream = Stream(10)
     put = put_all(stream, header, lambda: np.zeros(1000, np.float32), 5)
     taken: list[LazyTensor] = []
-    assert run_threads(put, lambda: taken.extend(tensor for _, tensor in stream)) == [None, None]
+    assert run_threads(put, lambda: taken.extend(tensor for ((_, tensor),) in stream)) == [
+        None,
+        None,
+    ]
     assert len(taken) == 5
 
 

@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import pytest
 
+from benchmarks.very_large import MODELS, make_hugging_face
 from formats.stores.checksums import CRC32
 from formats.stores.part_file import PartFile, Sender
 from formats.stores.part_sizes import PART_BYTES, part_bytes, part_count
 from formats.stores.slots import Slots
+from formats.stores.waiting import MEMORY_BYTES
 from formats.stores.writing import Held, Upload, WritableStore
 from megaconv import convert
 from tests.stores.conftest import BUCKET
@@ -92,6 +94,60 @@ def test_the_files_of_a_70b_model_fit_into_the_parts_of_s3(
     assert waiting.is_spooled or waiting.open_bytes <= waiting.memory_bytes
     assert waiting.spool_bytes < 16 << 30
     assert not writable.of("put")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"tp": 1},
+        {"tp": 2},
+        {"tp": 8},
+        {"ckpt_format": "torch_dist"},
+        pytest.param({"tp": 8, "pp": 4}, marks=pytest.mark.slow),
+        pytest.param({"ckpt_format": "torch_dist", "tp": 8}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_parts_of_a_70b_model_need_no_spool(
+    writable: SmallStore, llama_70b: Path, words: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("formats.stores.part_sizes.PART_BYTES", PART_BYTES)
+    _require_no_spool(llama_70b, words)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("llama_405b", {"tp": 8, "pp": 9}),
+        ("llama_405b", {"ckpt_format": "torch_dist"}),
+        pytest.param("llama_405b", {"tp": 2, "pp": 9}, marks=pytest.mark.slow),
+        pytest.param("llama_405b", {"tp": 1, "pp": 9}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {"ckpt_format": "torch_dist"}, marks=pytest.mark.slow),
+        pytest.param(
+            "deepseek_v3",
+            {"tp": 2, "pp": 16, "decoder_last_pipeline_num_layers": 1},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_the_parts_of_the_largest_models_need_no_spool(
+    writable: SmallStore,
+    tmp_path: Path,
+    name: str,
+    words: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_hugging_face(tmp_path, MODELS[name])
+    monkeypatch.setattr("formats.stores.part_sizes.PART_BYTES", PART_BYTES)
+    _require_no_spool(tmp_path, words)
+
+
+def _require_no_spool(source: Path, words: dict[str, Any]) -> None:
+    report = convert(source, f"s3://{BUCKET}/out", saver="core", dry_run=True, workers=3, **words)
+    assert report.waiting is not None
+    assert not report.waiting.is_spooled, report.waiting
+    assert report.waiting.memory_bytes == MEMORY_BYTES
 
 
 class _Discarding:
