@@ -16,11 +16,13 @@ from formats.tensor import LazyTensor, matrix_shape
 from megaconv.engine.preparation import open_source
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.huggingface.weight_files import has_weights
 from megaconv.input import find_input
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key, Source
 from megaconv.model.natives import NativeTensor
 from megaconv.model.training import ADAM, MASTER, SGD
+from megaconv.store_inputs import is_store
 from megatron_lite.checkpoint import amax
 from megatron_lite.checkpoint.places import holds_checkpoint, readable
 from megatron_lite.checkpoint.state import (
@@ -65,6 +67,8 @@ def find_start(settings: Settings, *, finetune: bool) -> Start | None:
     saved = saving.save if saving.save and holds_checkpoint(saving.save) else None
     if saved is not None and saving.resume and not settings.lora.wanted:
         return _open(saved, settings, continued=True)
+    if saved is None:
+        _refuse_model(saving.save)
     if settings.lora.wanted:
         _check_base(settings, saved)
     if saving.load is None:
@@ -136,6 +140,17 @@ def _check_unused(saved: str | None) -> None:
     if saved is not None:
         raise UsageError(
             f"--save {saved} holds the checkpoint of another run: --resume continues it, another directory keeps it"
+        )
+
+
+def _refuse_model(save: str | None) -> None:
+    """Raise UsageError if a Hugging Face model is at --save: megaconv would read the run there, and transformers the model."""
+    if save is None or is_store(save):
+        return
+    place = Path(save)
+    if (place / CONFIG_NAME).is_file() or has_weights(place):
+        raise UsageError(
+            f"--save {save}: is the directory of a Hugging Face model, which a run would hide; choose another directory"
         )
 
 

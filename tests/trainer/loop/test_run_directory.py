@@ -12,6 +12,7 @@ import megaconv
 from formats.run_lock import RunLock
 from megaconv.errors import TargetExists, UsageError
 from megatron_lite.loop import run_directory
+from tests.models import write_llama
 from tests.trainer.loop.launches import LLAMA, Running, launch, train
 from tests.trainer.loop.test_manners import metrics, refused
 from tests.trainer.loop.test_starts import WORDS
@@ -48,6 +49,15 @@ def test_no_command_saves_over_the_run_of_another(command: str, tmp_path: Path) 
     )
     assert saved_iterations(tmp_path) == ["iter_0000002"]
     assert megaconv.fingerprint(tmp_path / "ckpt") == before
+
+
+@pytest.mark.parametrize("flags", ["", "--resume", "--lora-rank 2"])
+def test_no_run_is_saved_into_a_hugging_face_model(flags: str, tmp_path: Path) -> None:
+    """Programs would read two models there: some the old one, some the new one."""
+    write_llama(tmp_path / "model", vocab=60)
+    error = refused(tmp_path, f"finetune --load model {WORDS} --train-iters 3 --save model {flags}")
+    assert error.startswith("--save model: is the directory of a Hugging Face model")
+    assert not list((tmp_path / "model").glob("iter_*"))
 
 
 @pytest.mark.parametrize("size", [1, 2])
