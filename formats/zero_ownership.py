@@ -29,10 +29,16 @@ Slices = Mapping[str, tuple[int, int]]
 """Parameter -> (first element in a rank's partition, number of elements)."""
 
 
+def _ranks_in(name: str) -> tuple[int, int] | None:
+    """(data-parallel rank, model-parallel rank) in the name of a file or a folder; None if it has none."""
+    found = _RANK.search(name)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
 def require_own_name(file: Path, folder: str | None) -> None:
     """Raise CorruptCheckpoint if the file is another rank's. folder: name of the folder in its archive."""
-    saved, here = _RANK.search(folder or ""), _RANK.search(file.name)
-    if saved and here and (int(saved[1]), int(saved[2])) != (int(here[1]), int(here[2])):
+    saved_as, named = _ranks_in(folder or ""), _ranks_in(file.name)
+    if saved_as is not None and named is not None and saved_as != named:
         raise CorruptCheckpoint(
             f"{file}: was saved as {folder}, the file of another rank; copy the checkpoint again"
         )

@@ -38,8 +38,10 @@ def _one_a(
     parts: Sequence[str], weights: Mapping[str, LowRank], found: dict[Key, LazyTensor]
 ) -> dict[str, LowRank]:
     """The adapters of a fused module's parts with one shared A; empty if the parts have different ones."""
-    lows = [weights[name] for name in parts if name in weights]
-    if len(parts) < 2 or len(lows) < len(parts) or len({(low.rank, low.alpha) for low in lows}) > 1:
+    if len(parts) < 2 or any(name not in weights for name in parts):
+        return {}
+    lows = [weights[name] for name in parts]
+    if len({(low.rank, low.alpha) for low in lows}) > 1:
         return {}
     sources = [found[Key(low.a)] for low in lows]
     if len({low.a for low in lows}) > 1 and not are_equal(sources):

@@ -211,11 +211,12 @@ class EngineModel:
         world, device = self.grid.group("world"), self.grid.device
         if world is None:
             return
+        in_head, rest = words[: _HEAD - 1], words[_HEAD - 1 :]
         head = torch.zeros(_HEAD, dtype=torch.int64)
-        head[: min(len(words), _HEAD - 1) + 1] = torch.tensor([len(words), *words[: _HEAD - 1]])
+        head[: len(in_head) + 1] = torch.tensor([len(words), *in_head])
         comm.broadcast(head.to(device), 0, world)
-        if len(words) >= _HEAD:
-            comm.broadcast(torch.tensor(words[_HEAD - 1 :], device=device), 0, world)
+        if rest:
+            comm.broadcast(torch.tensor(rest, device=device), 0, world)
 
     def _receive(self) -> list[int]:
         world, device = self.grid.group("world"), self.grid.device

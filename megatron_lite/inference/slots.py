@@ -155,4 +155,5 @@ def judge(logits: Tensor, tokens: Tensor, top: int) -> Scored:
     log_probs = logits.log_softmax(-1)
     best = log_probs.topk(max(top, 1), -1)
     picked = log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return Scored(picked, best.indices[:, 0] == tokens, best.indices[:, :top], best.values[:, :top])
+    is_best = best.indices[:, 0] == tokens
+    return Scored(picked, is_best, best.indices[:, :top], best.values[:, :top])

@@ -296,14 +296,15 @@ def with_sink(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> tuple[Tensor, 
     # One element for the sink's score, and zeros up to a multiple of 8.
     more = 8 - q.shape[-1] % 8
     # Queries contain the score and the sink's key a 1, so that their product is the score.
-    marks = F.pad(scores.to(q.dtype)[:, None], (0, more - 1)).expand(*q.shape[:3], -1)
-    sink = F.pad(k.new_ones(1), (k.shape[-1], more - 1)).expand(1, *k.shape[1:3], -1)
+    tokens, batch, heads, _ = q.shape
+    _, _, key_heads, width = k.shape
+    of_heads = F.pad(scores.to(q.dtype)[:, None], (0, more - 1))
+    queries = torch.cat((q, of_heads.expand(tokens, batch, heads, -1)), -1)
+    sink = F.pad(k.new_ones(1), (width, more - 1)).expand(1, batch, key_heads, -1)
     keys = torch.cat((sink, F.pad(k, (0, more))))
-    return (
-        torch.cat((q, marks), -1),
-        keys,
-        F.pad(v, (0, keys.shape[-1] - v.shape[-1], 0, 0, 0, 0, 1, 0)),
-    )
+    # The sink's value is 0, and values are as wide as keys.
+    values = F.pad(v, (0, keys.shape[-1] - v.shape[-1], 0, 0, 0, 0, 1, 0))
+    return queries, keys, values
 
 
 def _back(window: int | None) -> tuple[int, int]:

@@ -55,7 +55,9 @@ class Sequences:
     ) -> tuple[list[int], list[int], list[int]]:
         tokens = [self.cls, *first, self.sep, *second]
         types = [0] * (len(first) + 2) + [1] * len(second)
-        tokens, types = [*tokens[: self.length - 1], self.sep], [*types[: self.length - 1], 1]
+        # Every row ends with a separator, truncated or not.
+        tokens = [*tokens[: self.length - 1], self.sep]
+        types = [*types[: self.length - 1], 1]
         padding = self.length - len(tokens)
         return (
             tokens + [self.pad] * padding,

@@ -83,19 +83,17 @@ class Route:
             x = self.among_experts.there(x)
         if self.among_parts is not None:
             x = self.among_parts.there(x.repeat(len(self.among_parts.sent), 1))
-        return (
-            x
-            if self.arrival is None or self.departure is None
-            else permuted(x, self.arrival, self.departure)
-        )
+        if self.arrival is None or self.departure is None:
+            return x
+        return permuted(x, self.arrival, self.departure)
 
     def back(self, y: Tensor) -> Tensor:
         """Send the outputs of experts, or of their parts, back. Returns the sums over the parts for this rank's rows."""
         if self.arrival is not None and self.departure is not None:
             y = permuted(y, self.departure, self.arrival)
         if self.among_parts is not None:
-            sent = self.among_parts.sent
-            y = self.among_parts.back(y).view(len(sent), sent[0], -1).sum(0) if sent[0] else y[:0]
+            ranks, rows = len(self.among_parts.sent), self.among_parts.sent[0]
+            y = self.among_parts.back(y).view(ranks, rows, -1).sum(0) if rows else y[:0]
         return y if self.among_experts is None else self.among_experts.back(y)
 
 
