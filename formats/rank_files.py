@@ -140,8 +140,9 @@ def read(version: Path) -> RankFiles:
             )
         files[numbers] = file
     if len({len(numbers) for numbers in files}) != 1:
+        names = ", ".join(file.parent.name for file in files.values())
         raise CorruptCheckpoint(
-            f"{version}: rank directories of different kinds in one place: {', '.join(f.parent.name for f in files.values())}"
+            f"{version}: rank directories of different kinds in one place: {names}"
         )
     match = re.fullmatch(r"iter_(\d+)", version.name)
     return RankFiles(version, int(match[1]) if match else None, files)

@@ -26,8 +26,14 @@ def one_line(text: object, encoding: str | None = None) -> str:
     if len(line) > LONGEST:
         line = f"{line[:LONGEST]} ... ({len(line) - LONGEST:,} more characters)"
     if not line.isprintable():
-        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+        line = "".join(map(_printable, line))
     return line if encoding is None else line.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _printable(character: str) -> str:
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 def show(text: object, file: TextIO | None = None) -> None:

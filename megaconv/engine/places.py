@@ -40,7 +40,7 @@ def places(tensor: LazyTensor) -> list[Place]:
         return [Place("", "", tuple(_files(tensor)), Box(0, rows, 0, cols), copy=False)]
     own = [_place(part, copy=False) for part in tensor.parts]
     return sorted(_joined(own), key=lambda place: place.box) + list(
-        _joined([_place(c.part, copy=True) for c in tensor.copies])
+        _joined([_place(copy.part, copy=True) for copy in tensor.copies])
     )
 
 

@@ -122,7 +122,8 @@ class OutputPlan:
         }
         places = {
             f"{key.name}/{key.slot}": [
-                [p.file, p.record, p.offset, p.shift, list(p.regions)] for p in placements
+                [place.file, place.record, place.offset, place.shift, list(place.regions)]
+                for place in placements
             ]
             for key, placements in self.placements.items()
         }

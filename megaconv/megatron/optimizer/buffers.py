@@ -82,10 +82,12 @@ def _round_up(number: int, multiple: int) -> int:
 
 def gaps(buffer: Buffer, parameters: Iterable[BufferParameter]) -> Iterator[tuple[int, int]]:
     """(start, length) of each range that belongs to no parameter, in all buckets one after another."""
+    filled: list[tuple[int, int]] = []
+    for parameter in parameters:
+        start = buffer.offset(parameter.name)
+        filled.append((start, start + prod(parameter.shape)))
     position = 0
-    for start, end in sorted(
-        (buffer.offset(p.name), buffer.offset(p.name) + prod(p.shape)) for p in parameters
-    ):
+    for start, end in sorted(filled):
         if start > position:
             yield position, start - position
         position = end

@@ -151,7 +151,9 @@ class OptimizerWriter:
         for number, experts in enumerate(self.optimizers()):
             planned.state.append(self.wrapped({"param_groups": self.groups(experts)}, {}))
             theirs = [
-                p for p in parameters if experts is None or is_expert(p.native.name) == experts
+                each
+                for each in parameters
+                if experts is None or is_expert(each.native.name) == experts
             ]
             gathered = gathers_dense or experts is not False
             buffers.append(
@@ -176,7 +178,10 @@ class OptimizerWriter:
     ) -> Iterator[tuple[int, list[Parameter]]]:
         """(index of a group, its parameters on this rank) for all groups of any rank, in order."""
         for index in self._order[experts]:
-            yield index, [p for p in parameters if self._is_member(p.native, index, experts)]
+            yield (
+                index,
+                [each for each in parameters if self._is_member(each.native, index, experts)],
+            )
 
     @cached_property
     def _order(self) -> dict[bool | None, list[int]]:
@@ -234,7 +239,9 @@ class OptimizerWriter:
             by_dtype.setdefault((parameter.model, dtype), []).append(parameter)
         made: dict[Any, Any] = {"buckets_coalesced": True}
         for index, ((_, dtype), theirs) in enumerate(by_dtype.items()):
-            listed = [BufferParameter(p.label, p.native.shape, p.shared) for p in theirs]
+            listed = [
+                BufferParameter(each.label, each.native.shape, each.shared) for each in theirs
+            ]
             buffer = fill(listed)
             gradients = "float32" if dtype == "bfloat16" or self.gradients_in_fp32 else dtype
             entry: dict[str, Any] = {}

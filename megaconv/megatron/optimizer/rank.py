@@ -272,7 +272,7 @@ class _Part:
         masters = self.part.get("fp32_from_fp16_params", [[]] * len(listed))
         members = self._members_that_fit([len(group["params"]) for group in listed])
         for group, ids, theirs, copies in zip(
-            self.groups, (g["params"] for g in listed), members, masters, strict=True
+            self.groups, (group["params"] for group in listed), members, masters, strict=True
         ):
             unread = iter(copies)
             for index, parameter in zip(ids, theirs, strict=True):
@@ -383,7 +383,7 @@ class _Part:
             else [int(first.shape[0])]
         )
         unpadded = _unpadded(flat, stored, index, dtype, sizes)
-        listed = [BufferParameter(p.name, p.shape, p.shared) for p in theirs]
+        listed = [BufferParameter(each.name, each.shape, each.shared) for each in theirs]
         if isinstance(first, list):
             # A list has a tensor per bucket, so the buckets' sizes are known; otherwise try the likely bucket sizes.
             buffer = fitting(listed, unpadded)

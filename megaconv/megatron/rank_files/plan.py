@@ -269,7 +269,8 @@ class _Planner:
         dense, experts = self._tensors
         if (tp_rank, chunk) not in self._dense:
             natives = dense.of(tp_rank, chunk)
-            self._dense[tp_rank, chunk] = [n for n in natives if n.copy is None or n.copy.written]
+            written = [each for each in natives if each.copy is None or each.copy.written]
+            self._dense[tp_rank, chunk] = written
         found = [*self._dense[tp_rank, chunk], *experts.of(tp_rank, chunk, ep_rank)]
         return sorted(found, key=lambda native: self._order(native.name))
 
