@@ -64,31 +64,11 @@ def common_state(
         grouped_experts=False, vocab_divisor=divisor, padded_vocab=padded_vocab(config.vocab, divisor, sizes.layout.tp),
         beside_config=True,
     )  # fmt: skip
-    arguments |= (
-        dict(dropouts)
-        | latent_norm_argument(config)
-        | time_step_argument(config)
-        | {
-            "params_dtype": getattr(torch, arguments["params_dtype"]),
-            "consumed_train_samples": progress.consumed_samples,
-            "consumed_valid_samples": progress.consumed_valid_samples,
-            "skipped_train_samples": progress.consumed_samples - progress.scheduled_samples,
-            "data_parallel_size": sizes.dp,
-            "context_parallel_size": sizes.cp,
-            "world_size": sizes.dp * sizes.cp * sizes.layout.tp * sizes.layout.pp,
-            "sequence_parallel": settings.parallel.sequence_parallel,
-            "seq_length": sizes.seq,
-            **(
-                {"encoder_seq_length": sizes.seq, "decoder_seq_length": sizes.decoder_seq}
-                if sizes.decoder_seq
-                else {}
-            ),
-            "ckpt_format": settings.checkpointing.ckpt_format,
-            "global_batch_size": sizes.batch.full,
-            "no_save_optim": True if not with_optimizer else None,
-            "no_save_rng": True,  # there is no generator state: seed and step determine dropout
-        }
-    )
+    arguments |= dict(dropouts) | latent_norm_argument(config) | time_step_argument(config)
+    arguments["params_dtype"] = getattr(torch, arguments["params_dtype"])
+    arguments |= _of_run(settings, sizes, progress)
+    arguments["no_save_optim"] = True if not with_optimizer else None
+    arguments["no_save_rng"] = True  # there is no generator state: seed and step determine dropout
     state: dict[str, Any] = {
         "args": Namespace(**arguments),
         "checkpoint_version": 3.0,
@@ -103,6 +83,26 @@ def common_state(
             **_grad_scaler(config, progress),
         }
     return state
+
+
+def _of_run(settings: Settings, sizes: Sizes, progress: Progress) -> dict[str, Any]:
+    """Return the arguments that follow from the sizes and the progress of the run."""
+    found: dict[str, Any] = {
+        "consumed_train_samples": progress.consumed_samples,
+        "consumed_valid_samples": progress.consumed_valid_samples,
+        "skipped_train_samples": progress.consumed_samples - progress.scheduled_samples,
+        "data_parallel_size": sizes.dp,
+        "context_parallel_size": sizes.cp,
+        "world_size": sizes.dp * sizes.cp * sizes.layout.tp * sizes.layout.pp,
+        "sequence_parallel": settings.parallel.sequence_parallel,
+        "seq_length": sizes.seq,
+    }
+    if sizes.decoder_seq:
+        found["encoder_seq_length"] = sizes.seq
+        found["decoder_seq_length"] = sizes.decoder_seq
+    found["ckpt_format"] = settings.checkpointing.ckpt_format
+    found["global_batch_size"] = sizes.batch.full
+    return found
 
 
 def _plain_settings(settings: Settings) -> dict[str, Any]:
