@@ -140,13 +140,13 @@ def _require_same_model(file: Path, header: GgufHeader, family: str, config: Mod
         raise UnsupportedInput(
             f"{file}: has {_UNSPLIT}, as older converters of llama.cpp wrote; convert the model again with a newer one"
         )
-    said = {
+    expected_values = {
         "attention.head_count": config.attention.heads,
         "block_count": config.layer_count,
         "expert_used_count": config.experts.per_token if config.experts.count else None,
         "rope.freq_base": config.positions.theta,
     }
-    for name, expected in said.items():
+    for name, expected in expected_values.items():
         found: Any = header.keys.get(f"{architecture}.{name}")
         if found is None or expected is None:
             continue

@@ -159,10 +159,10 @@ def _config_of(file: Path, described: GgufHeader) -> ModelConfig:
     embedding = described.tensors.get("token_embd.weight")
     if embedding is None:
         raise TensorMismatch(f"{file}: has no token_embd.weight", code="missing-tensor")
-    said = {name: value for name, value in described.keys.items() if ".rope.scaling." not in name}
+    keys = {name: value for name, value in described.keys.items() if ".rope.scaling." not in name}
     where = str(file)
     raw = config_of(
-        said,
+        keys,
         tensors=[name for name in described.tensors if name not in DIVISORS],
         vocab=embedding.shape[0],
         where=where,
@@ -229,12 +229,12 @@ def _natives(config: ModelConfig) -> list[NativeTensor]:
 
 def _require_kept(config: ModelConfig, values: Mapping[str, Value], names: Collection[str]) -> None:
     """Raise NotExpressible, with the field's name, if the metadata read back give another model."""
-    said = {name: value.value for name, value in values.items()}
+    keys = {name: value.value for name, value in values.items()}
     if divisors(config):  # the divisors replace the metadata of position scaling
         config = changed(config, {"positions.scaling": None})
-        said = {name: value for name, value in said.items() if ".rope.scaling." not in name}
+        keys = {name: value for name, value in keys.items() if ".rope.scaling." not in name}
     tensors = [name for name in names if name not in DIVISORS]
-    raw = config_of(said, tensors, config.vocab, where="--saver gguf")
+    raw = config_of(keys, tensors, config.vocab, where="--saver gguf")
     back = family_of_hf(raw, "--saver gguf").read_hf(raw)
     require_kept(
         _comparable(config),

@@ -94,12 +94,12 @@ class AzureContainer:
         return self._named("read", key)
 
     def fetch(self, key: str, state: RemoteState, start: int, out: memoryview) -> Iterator[int]:
-        told: dict[str, str] = {}
+        noted: dict[str, str] = {}
         try:
             download = self._blob(key).download_blob(
                 offset=start,
                 length=len(out),
-                raw_response_hook=_noting(told),
+                raw_response_hook=_noting(noted),
                 **_condition(state.tag),
             )
             content = download.readall()
@@ -108,10 +108,10 @@ class AzureContainer:
             if answer.is_absent or answer.is_condition:
                 raise replaced(state) from None
             raise self._failure(error, self.request(key)) from None
-        if _tag(told.get("etag", "")) != state.tag:
+        if _tag(noted.get("etag", "")) != state.tag:
             raise replaced(state)
         expected = f"bytes {start}-{start + len(out) - 1}/{state.size}"
-        if len(content) != len(out) or told.get("content-range") != expected:
+        if len(content) != len(out) or noted.get("content-range") != expected:
             raise CheckpointError(
                 f"{state.uri}: the store answered a request for {expected} with {len(content)} bytes; is a proxy in between?",
                 code="store-unreachable",
@@ -151,13 +151,13 @@ class AzureContainer:
             return there.tag
 
     def get(self, key: str) -> Small | None:
-        told: dict[str, str] = {}
+        noted: dict[str, str] = {}
 
         def get() -> Small:
-            download = self._blob(key).download_blob(raw_response_hook=_noting(told))
+            download = self._blob(key).download_blob(raw_response_hook=_noting(noted))
             content, state = download.readall(), download.properties
             require_same(CRC32.of(content), _crc_of(state))
-            age = parsedate_to_datetime(told["date"]) - state.last_modified
+            age = parsedate_to_datetime(noted["date"]) - state.last_modified
             return Small(content, _tag(state.etag), max(0.0, age.total_seconds()))
 
         return self._requests.found(self.request(key), get)
@@ -297,12 +297,12 @@ def _tag(etag: str | None) -> str:
     return (etag or "").strip('"')
 
 
-def _noting(told: dict[str, str]) -> Callable[[Any], None]:
+def _noting(noted: dict[str, str]) -> Callable[[Any], None]:
     """A hook that notes the headers of an answer."""
 
     def note(response: Any) -> None:
         headers = response.http_response.headers
-        told.update({name.lower(): value for name, value in headers.items()})
+        noted.update({name.lower(): value for name, value in headers.items()})
 
     return note
 

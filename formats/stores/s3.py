@@ -132,14 +132,14 @@ def _common_prefix(names: Sequence[str]) -> str:
 
 def _require_range(answer: Any, state: RemoteState, start: int, count: int) -> None:
     """Check that an answer holds the range that was asked for, of the object that was listed."""
-    told = str(answer.get("ContentRange", ""))
+    content_range = str(answer.get("ContentRange", ""))
     if answer.get("ETag") != state.tag:
         raise replaced(state)
     status = answer["ResponseMetadata"]["HTTPStatusCode"]
     encoding = answer.get("ContentEncoding") or "identity"
     expected = f"bytes {start}-{start + count - 1}/{state.size}"
-    if status != 206 or told != expected or encoding not in ("identity", "aws-chunked"):
-        found = f"status {status}, {told or 'no Content-Range'}, encoding {encoding}"
+    if status != 206 or content_range != expected or encoding not in ("identity", "aws-chunked"):
+        found = f"status {status}, {content_range or 'no Content-Range'}, encoding {encoding}"
         raise CheckpointError(
             f"{state.uri}: the store answered a request for {expected} with {found}; is a proxy in between?",
             code="store-unreachable",

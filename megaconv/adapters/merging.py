@@ -117,18 +117,12 @@ class MergedSource:
     @property
     def notices(self) -> tuple[str, ...]:
         untied = self.config.tie_embeddings != self.source.header.config.tie_embeddings
-        said = (
-            ("head and embedding are no longer tied: the adapter changes one of them",)
-            if untied
-            else ()
-        )
-        quantized = (self.source.header.config.hf or {}).get("quantization_config")
-        plain = (
-            ("the base is quantized: adapters are merged into its dequantized weights",)
-            if quantized
-            else ()
-        )
-        return (*(each.summary for each in self.merged), *said, *plain)
+        found = [each.summary for each in self.merged]
+        if untied:
+            found.append("head and embedding are no longer tied: the adapter changes one of them")
+        if (self.source.header.config.hf or {}).get("quantization_config"):
+            found.append("the base is quantized: adapters are merged into its dequantized weights")
+        return tuple(found)
 
 
 def _changed(name: str, tensor: LazyTensor, changes: Changes) -> LazyTensor:

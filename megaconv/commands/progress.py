@@ -20,7 +20,7 @@ class Progress:
         self._bar: Any = None
         self._lock = Lock()
         self._done = self._total = 0
-        self._started = self._told = time.monotonic()
+        self._started = self._last_line = time.monotonic()
 
     def __enter__(self) -> "Progress":
         return self
@@ -29,7 +29,7 @@ class Progress:
         """Begin to count, or begin again for another pass. total: bytes of the pass. In a terminal, the bar appears."""
         self._stop()
         self._done, self._total = 0, total
-        self._started = self._told = time.monotonic()
+        self._started = self._last_line = time.monotonic()
         if self._shown and sys.stderr.isatty():
             from megaconv.commands.bar import make_bar
 
@@ -48,8 +48,8 @@ class Progress:
         with self._lock:
             self._done += count
             now = time.monotonic()
-            due = now - self._told >= LINE_SECONDS
-            self._told = now if due else self._told
+            due = now - self._last_line >= LINE_SECONDS
+            self._last_line = now if due else self._last_line
             return due
 
     def _tell(self) -> None:

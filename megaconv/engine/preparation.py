@@ -142,8 +142,8 @@ def prepare(
     header = streamed.source.header
     check = _checked(found, opened, header, streamed.altered, options)
     plan = saver.plan(header, save)
-    told = tuple(_told(header, reason))
-    plan = replace(plan, notices=(*told, *plan.notices))
+    notices = tuple(_notices(header, reason))
+    plan = replace(plan, notices=(*notices, *plan.notices))
     require_complete(plan, header.manifest)
     report = _report(
         found,
@@ -157,7 +157,7 @@ def prepare(
     return streamed.source, report
 
 
-def _told(header: Header, reason: str | None) -> Iterator[str]:
+def _notices(header: Header, reason: str | None) -> Iterator[str]:
     """Notices for the user. reason: the reason why optimizer state is left out, if it is."""
     unknown = header.config.own_names
     if unknown is not None:

@@ -80,11 +80,11 @@ def _write_layers(config: ModelConfig) -> Raw:
 
 def _read_widths(raw: Raw) -> Fields:
     """The widths of the MLPs: one for all layers, or one for each."""
-    layers, said = need_size(raw, "num_hidden_layers"), raw.get(_WIDTH)
-    if not isinstance(said, list):
+    layers, stated = need_size(raw, "num_hidden_layers"), raw.get(_WIDTH)
+    if not isinstance(stated, list):
         return {"mlp.ffn": need_size(raw, _WIDTH, 16384)}
-    require_each_layer(_WIDTH, said, layers)
-    widths = [need_size({_WIDTH: width}, _WIDTH) for width in said]
+    require_each_layer(_WIDTH, stated, layers)
+    widths = [need_size({_WIDTH: width}, _WIDTH) for width in stated]
     widest = max(widths)
     own = tuple(None if width == widest else width for width in widths)
     return {"mlp.ffn": widest, "layers.ffn": one_or_each(own)}
@@ -97,12 +97,12 @@ def _write_widths(config: ModelConfig) -> Raw:
 
 def _read_sparsity(raw: Raw) -> Fields:
     """The sparsity of the MLPs. If the key is missing, the first ten of more than ten layers have one."""
-    layers, said = need_size(raw, "num_hidden_layers"), raw.get(_SPARSITY)
+    layers, stated = need_size(raw, "num_hidden_layers"), raw.get(_SPARSITY)
     sparse = 10 if layers > 10 else 0
-    shares: Any = [0.95] * sparse + [0.0] * (layers - sparse) if said is None else said
+    shares: Any = [0.95] * sparse + [0.0] * (layers - sparse) if stated is None else stated
     if not isinstance(shares, list) or not all(type(each) in (int, float) for each in shares):
         raise CorruptCheckpoint(
-            f"{CONFIG_NAME}: {_SPARSITY} should be a list of numbers, found {said!r:.60}"
+            f"{CONFIG_NAME}: {_SPARSITY} should be a list of numbers, found {stated!r:.60}"
         )
     require_each_layer(_SPARSITY, shares, layers)
     return {"layers.sparsity": one_or_each(tuple(float(each) for each in shares))}

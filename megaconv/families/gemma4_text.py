@@ -98,12 +98,14 @@ _ROPES = {
 
 def _read_ropes(raw: Raw) -> Fields:
     """Rope of both kinds of layers. `proportional` rotates a share of the pairs that a whole head has."""
-    said: Any = raw.get("rope_parameters") or _ROPES
-    if not isinstance(said, dict) or not all(isinstance(said.get(kind), dict) for kind in _KINDS):
+    stated: Any = raw.get("rope_parameters") or _ROPES
+    if not isinstance(stated, dict) or not all(
+        isinstance(stated.get(kind), dict) for kind in _KINDS
+    ):
         raise CorruptCheckpoint(
-            f"{CONFIG_NAME}: rope_parameters should have {' and '.join(_KINDS)}, found {said!r}"
+            f"{CONFIG_NAME}: rope_parameters should have {' and '.join(_KINDS)}, found {stated!r}"
         )
-    full, windowed = (said[kind] for kind in _KINDS)
+    full, windowed = (stated[kind] for kind in _KINDS)
     kind = full.get("rope_type", "default")
     if kind not in ("default", "proportional") or windowed.get("rope_type", "default") != "default":
         raise UnknownFamily(

@@ -28,9 +28,9 @@ def _read_biases(raw: Raw) -> Fields:
 def _write_biases(config: ModelConfig) -> Raw:
     found = {name: value_of(config, name) for name in _BIASES}
     if len(set(found.values())) > 1:
-        told = ", ".join(f"{name} {value}" for name, value in found.items())
+        stated = ", ".join(f"{name} {value}" for name, value in found.items())
         raise NotExpressible(
-            f"the model has {told}; an InternLM 3 has all of these biases, or none"
+            f"the model has {stated}; an InternLM 3 has all of these biases, or none"
         )
     return {_OF_ATTENTION: config.attention.qkv_bias, _OF_MLP: config.mlp.bias}
 

@@ -127,11 +127,11 @@ def _write_windows(config: ModelConfig) -> Raw:
 def _read_mlps(raw: Raw) -> Fields:
     """The layers with experts: those that a list names, or all from the fourth on."""
     layers = need_size(raw, "num_hidden_layers")
-    said = raw.get(_ENUM)
-    named = said.split(",") if isinstance(said, str) else said or []
+    stated = raw.get(_ENUM)
+    named = stated.split(",") if isinstance(stated, str) else stated or []
     sparse = (
         [int(layer) for layer in named if str(layer).strip()]
-        if said is not None
+        if stated is not None
         else range(3, layers)
     )
     usual = ["sparse" if layer in sparse else "dense" for layer in range(layers)]
@@ -168,9 +168,9 @@ _ROPES = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_facto
 
 def _rope_of_kind(raw: Raw, kind: str, layers: list[int]) -> dict[str, Any]:
     """The rope object of one kind of layers: as transformers 5 has it, or from the lists of older files."""
-    said = raw.get("rope_parameters") or {}
-    if isinstance(said.get(kind), dict):
-        return dict(said[kind])
+    stated = raw.get("rope_parameters") or {}
+    if isinstance(stated.get(kind), dict):
+        return dict(stated[kind])
     count = need_size(raw, "num_hidden_layers")
     theta = raw.get("rope_theta", 10000.0)
     thetas = _of_layers(

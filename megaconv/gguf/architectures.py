@@ -32,7 +32,7 @@ JOINED: Mapping[str, Spelling] = {
 """q, k and v in one tensor."""
 
 Fields = dict[str, Any]
-Told = Callable[[str], Any]
+Get = Callable[[str], Any]
 """A function that gives the value of a key without the architecture's prefix; None for a missing key."""
 
 
@@ -48,8 +48,8 @@ class Number:
     inverse: bool = False
     neutral: float = 1.0
 
-    def read(self, told: Told) -> Any:
-        value = told(self.key)
+    def read(self, get: Get) -> Any:
+        value = get(self.key)
         if value is None or value == self.neutral:
             return None
         return 1 / value if self.inverse else value
@@ -68,8 +68,8 @@ class Flag:
     field: str
     key: str
 
-    def read(self, told: Told) -> bool:
-        return bool(told(self.key))
+    def read(self, get: Get) -> bool:
+        return bool(get(self.key))
 
     def stored(self, value: bool) -> bool:
         return value
@@ -88,14 +88,14 @@ class Architecture:
     """Names of rows that differ from the usual ones (names.py)."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields with the only value that llama.cpp computes."""
-    layers: Callable[[int, Told], Fields] = lambda layers, told: {}
+    layers: Callable[[int, Get], Fields] = lambda layers, get: {}
     """Fields of layers that llama.cpp computes without a key, or from one."""
 
 
-def _command_layers(layers: int, told: Told) -> Fields:
+def _command_layers(layers: int, get: Get) -> Fields:
     """Cohere 2: three of four layers have a window, and these alone rotate."""
     windowed = [bool((layer + 1) % 4) for layer in range(layers)]
-    window = told("attention.sliding_window")
+    window = get("attention.sliding_window")
     return {
         "layers.window": tuple(window if each else None for each in windowed),
         "layers.rotates": tuple(windowed),
@@ -156,48 +156,48 @@ _BY_TENSOR = {
 """Field -> names of tensors of which a file has one if the field is true."""
 
 
-def needed(told: Told) -> str | None:
+def needed(get: Get) -> str | None:
     """A key that the file lacks; None if it has all."""
-    if all(told(key) is None for key in _EPSILONS):
+    if all(get(key) is None for key in _EPSILONS):
         return _EPSILONS[0]
-    return next((key for key in _SIZES.values() if told(key) is None), None)
+    return next((key for key in _SIZES.values() if get(key) is None), None)
 
 
 def described(
-    architecture: str, told: Told, tensors: Collection[str], vocab: int, tokens: Fields
+    architecture: str, get: Get, tensors: Collection[str], vocab: int, tokens: Fields
 ) -> dict[str, Any]:
     """The config.json of a model. Raises NotExpressible if the family can't represent it.
 
-    told: of the file's metadata, which has the keys of `needed`. tensors: names of its tensors. vocab: rows of the
+    get: gives values of the file's metadata, which has the keys of `needed`. tensors: names of its tensors. vocab: rows of the
     embedding. tokens: ids of the special tokens by the names of their fields.
     """
     record = BY_NAME[architecture]
     its_family = family(record.family)
-    fields: Fields = {name: told(key) for name, key in _SIZES.items()}
+    fields: Fields = {name: get(key) for name, key in _SIZES.items()}
     require_possible(fields)  # before anything is listed for each layer
-    fields |= _heads(fields, told)
+    fields |= _heads(fields, get)
     fields |= {
         name: any(each in tensors for each in names)
         for name, names in _BY_TENSOR.items()
         if name not in its_family.fixed
     }
-    fields["norm.epsilon"] = next(told(key) for key in _EPSILONS if told(key) is not None)
-    fields |= {each.field: each.read(told) for each in record.own}
-    fields |= record.layers(fields["layers.count"], told)
+    fields["norm.epsilon"] = next(get(key) for key in _EPSILONS if get(key) is not None)
+    fields |= {each.field: each.read(get) for each in record.own}
+    fields |= record.layers(fields["layers.count"], get)
     fields |= {"vocab": vocab, "tie_embeddings": "output.weight" not in tensors, **tokens}
     config = from_fields(record.family, {**its_family.fixed, **record.fixed, **fields})
     return its_family.write_hf(config)
 
 
-def _heads(fields: Fields, told: Told) -> Fields:
+def _heads(fields: Fields, get: Get) -> Fields:
     """Heads and rope."""
     heads = fields["attention.heads"]
-    head_dim = told("attention.key_length") or fields["hidden"] // heads
-    rotating = told("rope.dimension_count") or head_dim
+    head_dim = get("attention.key_length") or fields["hidden"] // heads
+    rotating = get("rope.dimension_count") or head_dim
     return {
-        "attention.kv_heads": told("attention.head_count_kv") or heads,
+        "attention.kv_heads": get("attention.head_count_kv") or heads,
         "attention.head_dim": head_dim,
-        "positions.theta": told("rope.freq_base") or 10000.0,
+        "positions.theta": get("rope.freq_base") or 10000.0,
         "positions.rotary_percent": rotating / head_dim,
     }
 

@@ -59,7 +59,7 @@ _FURTHER: Mapping[str, Mapping[str, str]] = {
 """Further keys of some architectures, in addition to _LLAMA_LIKE."""
 _GATED = {1: ("DeepseekV2ForCausalLM", "deepseek_v2"), 2: ("DeepseekV3ForCausalLM", "deepseek_v3")}
 """expert_gating_func -> (class, model_type)."""
-_Said = Callable[[str], Any]
+_Get = Callable[[str], Any]
 _Raw = dict[str, Any]
 
 _CLASSES = {
@@ -106,22 +106,22 @@ def config_of(
             f"{where}: is of llama.cpp's architecture {architecture!r:.40}; supported are {supported}"
         )
 
-    def said(name: str) -> Any:
+    def get(name: str) -> Any:
         value = keys.get(f"{architecture}.{name}")
         return shortest(value) if isinstance(value, float) else value
 
     if architecture in BY_NAME:
-        missing = needed(said)
+        missing = needed(get)
         if missing is not None:
             raise _config_needed(where, f"doesn't say {architecture}.{missing}")
-        _require_told(architecture, said, (), tensors, where)
+        _require_keys(architecture, get, (), tensors, where)
         tokens = {key: keys.get(name) for key, name in _TOKEN_IDS.items()}
-        return described(architecture, said, tensors, vocab, tokens)
+        return described(architecture, get, tensors, vocab, tokens)
     names = _GPT2 if architecture == "gpt2" else {**_LLAMA_LIKE, **_FURTHER.get(architecture, {})}
-    _require_told(architecture, said, names.values(), tensors, where)
-    is_mixtral = architecture == "llama" and said("expert_count")
+    _require_keys(architecture, get, names.values(), tensors, where)
+    is_mixtral = architecture == "llama" and get("expert_count")
     model, model_type = _CLASSES["mixtral" if is_mixtral else architecture]
-    found = {key: said(name) for key, name in names.items()}
+    found = {key: get(name) for key, name in names.items()}
     found |= {"architectures": [model], "model_type": model_type, "vocab_size": vocab}
     found["tie_word_embeddings"] = _TIED.get(architecture, "output.weight" not in tensors)
     for key, name in _TOKEN_IDS.items():
@@ -129,38 +129,38 @@ def config_of(
     if architecture == "gpt2":
         return found | {"activation_function": "gelu_new"}
     found |= {
-        "rope_theta": said("rope.freq_base") or 10000.0,
+        "rope_theta": get("rope.freq_base") or 10000.0,
         "hidden_act": "silu",
-        "rope_scaling": _scaling(said),
+        "rope_scaling": _scaling(get),
     }
     if architecture == "deepseek2":
-        return found | _latent(said, where)
+        return found | _latent(get, where)
     found["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
-    if architecture not in SHARED_HEADS and said("attention.key_length"):
-        found["head_dim"] = said("attention.key_length")
-    if said("expert_count"):
-        found |= _experts(said)
+    if architecture not in SHARED_HEADS and get("attention.key_length"):
+        found["head_dim"] = get("attention.key_length")
+    if get("expert_count"):
+        found |= _experts(get)
     own = _OWN.get(architecture)
-    return found | (own(said, found, tensors) if own else {})
+    return found | (own(get, found, tensors) if own else {})
 
 
-def _require_told(
-    architecture: str, said: _Said, names: Collection[str], tensors: Collection[str], where: str
+def _require_keys(
+    architecture: str, get: _Get, names: Collection[str], tensors: Collection[str], where: str
 ) -> None:
     """Raise UsageError if the file lacks one of these keys, or scales positions in a way that the metadata don't fully
     describe."""
-    kind = said(_TYPE) or ("linear" if said(_FACTOR) is not None else "none")
+    kind = get(_TYPE) or ("linear" if get(_FACTOR) is not None else "none")
     needed = list(names)
     if architecture == "deepseek2":
         needed.append("expert_gating_func")
     if architecture == "deepseek2" and kind == "yarn":
         needed.append(_MSCALE)
     needed += _NEEDED_TO_SCALE.get(kind, ())
-    missing = [name for name in needed if said(name) is None]
+    missing = [name for name in needed if get(name) is None]
     if missing:
         raise _config_needed(where, f"doesn't say {architecture}.{missing[0]}")
     has_divisors = any(name in tensors for name in DIVISORS)
-    if kind not in _NEEDED_TO_SCALE or has_divisors or said("rope.scaling.attn_factor") is not None:
+    if kind not in _NEEDED_TO_SCALE or has_divisors or get("rope.scaling.attn_factor") is not None:
         raise _config_needed(where, "scales positions, and not by which numbers")
 
 
@@ -174,90 +174,90 @@ def _config_needed(where: str, what: str) -> UsageError:
 _MSCALE = "rope.scaling.yarn_log_multiplier"
 
 
-def _scaling(said: _Said) -> _Raw | None:
-    kind = said(_TYPE) or "linear"
-    if said(_FACTOR) is None or kind == "none":
+def _scaling(get: _Get) -> _Raw | None:
+    kind = get(_TYPE) or "linear"
+    if get(_FACTOR) is None or kind == "none":
         return None
-    found = {"rope_type": kind, "factor": said(_FACTOR)}
+    found = {"rope_type": kind, "factor": get(_FACTOR)}
     if kind == "linear":
         return found
-    found["original_max_position_embeddings"] = said(_ORIGINAL)
-    if said(_MSCALE) is not None:
-        mscale = float(f"{10 * said(_MSCALE):.6g}")
+    found["original_max_position_embeddings"] = get(_ORIGINAL)
+    if get(_MSCALE) is not None:
+        mscale = float(f"{10 * get(_MSCALE):.6g}")
         found |= {"mscale": mscale, "mscale_all_dim": mscale}
     for key in ("beta_fast", "beta_slow"):
-        beta = said(f"rope.scaling.yarn_{key}")
+        beta = get(f"rope.scaling.yarn_{key}")
         if beta is not None:
             found[key] = beta
     return found
 
 
-def _experts(said: _Said) -> _Raw:
-    count = said("expert_count")
+def _experts(get: _Get) -> _Raw:
+    count = get("expert_count")
     return {
         "num_local_experts": count,
         "num_experts": count,
-        "num_experts_per_tok": said("expert_used_count"),
+        "num_experts_per_tok": get("expert_used_count"),
     }
 
 
-def _latent(said: _Said, where: str) -> _Raw:
+def _latent(get: _Get, where: str) -> _Raw:
     """The keys of deepseek2. Raises UnsupportedInput for a router that neither V2 nor V3 has."""
-    gate = said("expert_gating_func")
+    gate = get("expert_gating_func")
     if gate not in _GATED:
         raise UnsupportedInput(
             f"{where}: says deepseek2.expert_gating_func = {gate!r:.40}; supported are 1 (V2) and 2 (V3)"
         )
     model, model_type = _GATED[gate]
-    found = {key: said(name) for key, name in _LATENT.items()}
+    found = {key: get(name) for key, name in _LATENT.items()}
     found["qk_nope_head_dim"] -= found["qk_rope_head_dim"]
     found |= {
         "architectures": [model],
         "model_type": model_type,
-        "num_key_value_heads": said("attention.head_count"),
+        "num_key_value_heads": get("attention.head_count"),
     }
     found |= {
-        "q_lora_rank": said("attention.q_lora_rank") or None,
+        "q_lora_rank": get("attention.q_lora_rank") or None,
         "attention_bias": False,
         "num_nextn_predict_layers": 0,
     }
-    found["norm_topk_prob"] = bool(said("expert_weights_norm"))
+    found["norm_topk_prob"] = bool(get("expert_weights_norm"))
     if model_type == "deepseek_v3":
         found |= {
-            "n_group": said("expert_group_count") or 1,
-            "topk_group": said("expert_group_used_count") or 1,
+            "n_group": get("expert_group_count") or 1,
+            "topk_group": get("expert_group_used_count") or 1,
         }
     return found
 
 
-def _llama(said: _Said, found: _Raw, tensors: Collection[str]) -> _Raw:
+def _llama(get: _Get, found: _Raw, tensors: Collection[str]) -> _Raw:
     return {
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
 
 
-def _qwen_moe(said: _Said, found: _Raw, tensors: Collection[str]) -> _Raw:
+def _qwen_moe(get: _Get, found: _Raw, tensors: Collection[str]) -> _Raw:
     """The keys of Qwen's experts. Qwen 3's expert weights sum up to 1; Qwen 2's are the output of softmax."""
     sums_up = found["model_type"] == "qwen3_moe"
     return {"norm_topk_prob": sums_up, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
-def _phi3(said: _Said, found: _Raw, tensors: Collection[str]) -> _Raw:
-    rotating = said("rope.dimension_count") or found["head_dim"]
-    original = said(_ORIGINAL) or found["max_position_embeddings"]
+def _phi3(get: _Get, found: _Raw, tensors: Collection[str]) -> _Raw:
+    rotating = get("rope.dimension_count") or found["head_dim"]
+    original = get(_ORIGINAL) or found["max_position_embeddings"]
     return {
         "partial_rotary_factor": rotating / found["head_dim"],
-        "sliding_window": said("attention.sliding_window") or None,
+        "sliding_window": get("attention.sliding_window") or None,
         "original_max_position_embeddings": original,
     }
 
 
-def _gemma(said: _Said, found: _Raw, tensors: Collection[str]) -> _Raw:
+def _gemma(get: _Get, found: _Raw, tensors: Collection[str]) -> _Raw:
     return {"hidden_act": "gelu_pytorch_tanh"}
 
 
-def _gemma2(said: _Said, found: _Raw, tensors: Collection[str]) -> _Raw:
+def _gemma2(get: _Get, found: _Raw, tensors: Collection[str]) -> _Raw:
     """The keys of Gemma 2 and 3. All Gemma 2 models have caps.
 
     The number of layers identifies the largest models, whose scores are scaled by another number.
@@ -267,18 +267,18 @@ def _gemma2(said: _Said, found: _Raw, tensors: Collection[str]) -> _Raw:
     hidden_per_head = found["hidden_size"] // found["num_attention_heads"]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
-        "attn_logit_softcapping": said("attn_logit_softcapping") or (50.0 if is_gemma2 else None),
-        "final_logit_softcapping": said("final_logit_softcapping") or (30.0 if is_gemma2 else None),
+        "attn_logit_softcapping": get("attn_logit_softcapping") or (50.0 if is_gemma2 else None),
+        "final_logit_softcapping": get("final_logit_softcapping") or (30.0 if is_gemma2 else None),
         "query_pre_attn_scalar": hidden_per_head if is_27b else found["head_dim"],
-        "rope_local_base_freq": said("rope.freq_base_swa") or 10000.0,
-        **_windows(said, found),
+        "rope_local_base_freq": get("rope.freq_base_swa") or 10000.0,
+        **_windows(get, found),
     }
 
 
-def _windows(said: _Said, found: _Raw) -> _Raw:
+def _windows(get: _Get, found: _Raw) -> _Raw:
     """The layers with a window. If the file has no pattern, they follow llama.cpp's default pattern."""
-    layers, window = found["num_hidden_layers"], said("attention.sliding_window")
-    pattern = said("attention.sliding_window_pattern")
+    layers, window = found["num_hidden_layers"], get("attention.sliding_window")
+    pattern = get("attention.sliding_window_pattern")
     if not isinstance(pattern, list):
         every = pattern or full_every(found["model_type"])
         pattern = [bool((layer + 1) % every) for layer in range(layers)]
@@ -288,6 +288,6 @@ def _windows(said: _Said, found: _Raw) -> _Raw:
     return {"sliding_window": window, "layer_types": kinds}
 
 
-_OWN: Mapping[str, Callable[[_Said, _Raw, Collection[str]], _Raw]] = {
+_OWN: Mapping[str, Callable[[_Get, _Raw, Collection[str]], _Raw]] = {
     "llama": _llama, "qwen2moe": _qwen_moe, "qwen3moe": _qwen_moe, "phi3": _phi3, "gemma": _gemma, "gemma2": _gemma2, "gemma3": _gemma2,
 }  # fmt: skip

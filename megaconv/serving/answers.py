@@ -58,8 +58,8 @@ def _whole(status: int, content: bytes, kind: str, headers: Mapping[str, str] = 
 
 def document(value: Any, status: int = 200, **headers: str) -> Answer:
     """A JSON document."""
-    told = {name.replace("_", "-"): text for name, text in headers.items()}
-    return _whole(status, json.dumps(value).encode(), "application/json", told)
+    sent = {name.replace("_", "-"): text for name, text in headers.items()}
+    return _whole(status, json.dumps(value).encode(), "application/json", sent)
 
 
 def refusal(status: int, message: str, code: str = "") -> Answer:

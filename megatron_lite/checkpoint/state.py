@@ -231,8 +231,8 @@ def read_dropouts(
     raw = dict(hf or {})
     found = {}
     for name, others in _DROPOUTS.items():
-        said = next((raw[key] for key in (name, *others) if key in raw), 0.0)
-        found[name] = float(args.get(name, said) or 0.0)
+        default = next((raw[key] for key in (name, *others) if key in raw), 0.0)
+        found[name] = float(args.get(name, default) or 0.0)
     return found
 
 

@@ -60,12 +60,12 @@ def _talk(opened: Opened, batch: RunningBatch, given: argparse.Namespace) -> Non
             continue
         messages.append({"role": "user", "content": line})
         try:
-            said = _answer(opened, batch, given, encode_chat(opened.tokenizer, messages))
+            answer = _answer(opened, batch, given, encode_chat(opened.tokenizer, messages))
         except (UsageError, NotFinite) as error:
             print(f"{error}; /new begins another conversation", file=sys.stderr)
             messages.pop()
             continue
-        messages.append({"role": "assistant", "content": said})
+        messages.append({"role": "assistant", "content": answer})
 
 
 def _lines(opened: Opened) -> Iterator[str]:
@@ -100,20 +100,20 @@ def _answer(
             f"the conversation has {len(prompt)} tokens; there is room for {opened.model.length}"
         )
     stops = frozenset() if given.ignore_eos else opened.stop_ids
-    text, said = TextStream(opened.tokenizer.detokenize, given.stop), ""
+    text, answer = TextStream(opened.tokenizer.detokenize, given.stop), ""
     number = batch.add(Request(prompt, min(given.max_new_tokens, room), sampling_of(given), stops))
     with _interruptible(opened) as interrupted:
         for step in steps(batch):
             if step.end == "error":
                 raise NotFinite
             piece = "" if step.end == "stop" else text.add(step.token)
-            said += piece
+            answer += piece
             say(piece)
             if text.stopped or interrupted.is_set():
                 batch.cancel(number)
     rest = text.finish()
     say(rest + "\n")
-    return said + rest
+    return answer + rest
 
 
 @contextmanager

@@ -166,14 +166,14 @@ def _stream(opened: Opened, given: argparse.Namespace, questions: Questions) -> 
         say(question.text)
         for step in steps(batch):
             failed |= step.end == "error"
-            say(said(step, text))
+            say(new_text(step, text))
             if text.stopped:
                 batch.cancel(request)
         say(text.finish() + "\n")
     return failed
 
 
-def said(step: Step, text: TextStream) -> str:
+def new_text(step: Step, text: TextStream) -> str:
     """Return the text of a step that can be printed already. The token that ends an answer has no text."""
     return "" if step.end == "stop" or step.token == NO_TOKEN else text.add(step.token)
 
@@ -195,7 +195,7 @@ def request_of(opened: Opened, given: argparse.Namespace, question: Question) ->
 class _Answer:
     question: Question
     text: TextStream
-    said: str = ""
+    shown: str = ""
     tokens: list[int] = field(default_factory=list)
     likelihoods: list[Likelihood] = field(default_factory=list)
     end: str | None = None
@@ -231,12 +231,12 @@ def answers(
             answer.tokens.append(step.token)
         if step.likelihood is not None:
             answer.likelihoods.append(step.likelihood)
-        answer.said += said(step, answer.text)
+        answer.shown += new_text(step, answer.text)
         answer.end, answer.beams = "stop" if answer.text.stopped else step.end, step.beams
         if answer.text.stopped:
             batch.cancel(step.number)
         if answer.end:
-            answer.said += answer.text.finish()
+            answer.shown += answer.text.finish()
         while waiting and (first := next(iter(waiting.values()))).end:
             del waiting[next(iter(waiting))]
             line = _line(opened, first)
@@ -263,7 +263,7 @@ def _line(opened: Opened, answer: _Answer) -> dict[str, Any]:
 def _plain(answer: _Answer) -> dict[str, Any]:
     found: dict[str, Any] = {
         "prompt": answer.question.text,
-        "text": answer.said,
+        "text": answer.shown,
         "tokens": answer.tokens,
         "finish_reason": answer.end,
     }

@@ -59,11 +59,11 @@ def encode_chat(
             "the tokenizer has no chat template: the model was not made to chat; take `generate`"
         )
     try:
-        said = [dict(message) for message in messages]
+        conversation = [dict(message) for message in messages]
         offered = [dict(tool) for tool in tools] or None
         ids = bounded(
             lambda: tokenizer.inner.apply_chat_template(
-                said, tools=offered, chat_template=template, add_generation_prompt=True
+                conversation, tools=offered, chat_template=template, add_generation_prompt=True
             )
         )
     except Exception as error:  # templates raise errors of any class

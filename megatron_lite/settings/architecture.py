@@ -127,9 +127,9 @@ def with_layers(settings: Settings) -> Settings:
         if (count := getattr(model, name)) is not None
     }
     if len(set(named.values())) > 1:
-        said = " and ".join(f"--{name.replace('_', '-')} {count}" for name, count in named.items())
+        given = " and ".join(f"--{name.replace('_', '-')} {count}" for name, count in named.items())
         raise UsageError(
-            f"{said}: Megatron core gives a T5's decoder as many layers as its encoder; give one number"
+            f"{given}: Megatron core gives a T5's decoder as many layers as its encoder; give one number"
         )
     return replace(settings, model=replace(model, num_layers=next(iter(named.values()), None)))
 
@@ -176,13 +176,14 @@ def _with_experts(model: Model) -> list[bool]:
 
     The flag is a number N for every N-th layer from the first on, or lists of 0 and 1: `[0]*3+[1]*58`.
     """
-    said, layers = (model.moe_layer_freq or "1").replace(" ", "").strip("()"), model.num_layers or 0
-    if said.isdigit() and int(said):
-        return [layer % int(said) == 0 for layer in range(layers)]
-    found = read_list(said)
+    text = (model.moe_layer_freq or "1").replace(" ", "").strip("()")
+    layers = model.num_layers or 0
+    if text.isdigit() and int(text):
+        return [layer % int(text) == 0 for layer in range(layers)]
+    found = read_list(text)
     if found is None or len(found) != layers:
         raise UsageError(
-            f"--moe-layer-freq {said} should be a number, or as many 0 and 1 as layers ({layers}): [0]*1+[1]*{layers - 1}"
+            f"--moe-layer-freq {text} should be a number, or as many 0 and 1 as layers ({layers}): [0]*1+[1]*{layers - 1}"
         )
     return found
 

@@ -65,14 +65,14 @@ def _counts(settings: Settings) -> Judged:
 def _optimizer(settings: Settings) -> Judged:
     """Checks of runs that an optimizer can't train."""
     chosen = OPTIMIZERS[settings.optimizer.optimizer]
-    said = f"--optimizer {chosen.kind}"
+    flag = f"--optimizer {chosen.kind}"
     yield (
         settings.lora.wanted and not chosen.trains_adapters,
-        f"{said} is for whole matrices; take adam to train adapters",
+        f"{flag} is for whole matrices; take adam to train adapters",
     )
     yield (
         settings.precision.fp16 and not chosen.trains_fp16,
-        f"{said} is for bf16 and fp32, as in Megatron core; leave --fp16 out",
+        f"{flag} is for bf16 and fp32, as in Megatron core; leave --fp16 out",
     )
 
 
@@ -80,15 +80,15 @@ def _sharding(settings: Settings) -> Judged:
     """Checks of the state, gradients and parameters that data-parallel ranks shard."""
     parallel = settings.parallel
     strategy = parallel.data_parallel_sharding_strategy
-    said = f"--data-parallel-sharding-strategy {strategy}"
+    flag = f"--data-parallel-sharding-strategy {strategy}"
     sharded_by = OPTIMIZERS[settings.optimizer.optimizer].distributed
     yield (
         strategy == "no_shard" and (parallel.use_distributed_optimizer or sharded_by),
-        f"{said} contradicts the distributed optimizer, which shards its state: leave one of them out",
+        f"{flag} contradicts the distributed optimizer, which shards its state: leave one of them out",
     )
     yield (
         strategy == "optim_grads" and parallel.pipeline_model_parallel_size > 1,
-        f"{said} requires --pp 1, because it would reduce all gradients once for each microbatch; "
+        f"{flag} requires --pp 1, because it would reduce all gradients once for each microbatch; "
         "take optim, or optim_grads_params if memory is short",
     )
 
@@ -130,8 +130,8 @@ def _levels(parallel: Parallel) -> Judged:
         )
         return
     fits = levels is not None and len(levels) == 2 and min(levels) > 1 and prod(levels) == cp
-    said = "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes NEAR FAR, of 2 or more, which make"
-    yield not fits, f"{said} --cp = {cp}"
+    rule = "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes NEAR FAR, of 2 or more, which make"
+    yield not fits, f"{rule} --cp = {cp}"
 
 
 def _balance(balance: Balance) -> Judged:

@@ -34,8 +34,8 @@ def hybrid_fields(model: Model) -> dict[str, Any]:
 def is_mamba_hybrid(model: Model) -> bool:
     """Return whether the flags describe a hybrid with Mamba layers."""
     ratios = model.hybrid_attention_ratio, model.hybrid_mlp_ratio
-    said = model.hybrid_override_pattern or model.spec or model.is_hybrid_model
-    return any(ratios) or bool(said)
+    is_asked_for = model.hybrid_override_pattern or model.spec or model.is_hybrid_model
+    return any(ratios) or bool(is_asked_for)
 
 
 def _pattern(model: Model) -> str | None:
@@ -118,12 +118,13 @@ def _of_mamba(model: Model, pattern: str) -> dict[str, Any]:
 
 def linear_layers(model: Model) -> list[bool]:
     """Return for each layer whether it has a delta net, from --linear-attention-freq. Raises UsageError."""
-    said, layers = (model.linear_attention_freq or "").replace(" ", ""), model.num_layers or 0
-    if said.isdigit() and int(said):
-        return [bool((layer + 1) % int(said)) for layer in range(layers)]
-    found = read_list(said)
+    text = (model.linear_attention_freq or "").replace(" ", "")
+    layers = model.num_layers or 0
+    if text.isdigit() and int(text):
+        return [bool((layer + 1) % int(text)) for layer in range(layers)]
+    found = read_list(text)
     if found is None or len(found) != layers:
         raise UsageError(
-            f"--linear-attention-freq {said or 'is missing; it'} should be a number, or as many 0 and 1 as layers ({layers}): [1]*3+[0]*1"
+            f"--linear-attention-freq {text or 'is missing; it'} should be a number, or as many 0 and 1 as layers ({layers}): [1]*3+[0]*1"
         )
     return found

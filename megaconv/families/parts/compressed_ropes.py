@@ -24,16 +24,18 @@ def compressed_ropes() -> Keys:
 
 
 def _read_ropes(raw: Raw) -> Fields:
-    said: Any = raw.get("rope_scaling") or raw.get(_OBJECT) or {}
-    if not isinstance(said, dict):
-        raise CorruptCheckpoint(f"{CONFIG_NAME}: {_OBJECT} should be an object, found {said!r:.60}")
-    if all(isinstance(said.get(kind), dict) for kind in _KINDS):
-        return _read_nested(raw, said)
+    parameters: Any = raw.get("rope_scaling") or raw.get(_OBJECT) or {}
+    if not isinstance(parameters, dict):
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: {_OBJECT} should be an object, found {parameters!r:.60}"
+        )
+    if all(isinstance(parameters.get(kind), dict) for kind in _KINDS):
+        return _read_nested(raw, parameters)
     base, entry_base = (
         need_number(raw, "rope_theta", _THETA),
         need_number(raw, "compress_rope_theta", _ENTRY_THETA),
     )
-    flat = {key: value for key, value in said.items() if key not in _KINDS}
+    flat = {key: value for key, value in parameters.items() if key not in _KINDS}
     # The class adds an attention_factor of 1 where the key is missing. null stays, and means yarn's own.
     factor = _yarn_factor(flat.get("factor")) if "attention_factor" in flat else 1.0
     return _ropes(base, entry_base, _scaling(raw, flat, factor), _share(raw))
@@ -46,9 +48,9 @@ def _share(raw: Raw) -> float:
     return usual if raw.get(_SHARE) is None else need_number(raw, _SHARE, usual)
 
 
-def _read_nested(raw: Raw, said: Raw) -> Fields:
+def _read_nested(raw: Raw, parameters: Raw) -> Fields:
     """Both ropes in the form of transformers 5. Missing bases and shares may be next to the object."""
-    main, compress = (said[kind] for kind in _KINDS)
+    main, compress = (parameters[kind] for kind in _KINDS)
     if main.get("rope_type", "default") != "default":
         raise UnknownFamily(f"{CONFIG_NAME}: {_OBJECT} scales main, which is not supported: {main}")
     base = need_number(raw, "rope_theta", _THETA)
@@ -83,20 +85,20 @@ def _ropes(base: float, entry_base: float, scaling: Raw | None, share: float) ->
     }
 
 
-def _scaling(raw: Raw, said: Raw, factor: float) -> Raw | None:
+def _scaling(raw: Raw, parameters: Raw, factor: float) -> Raw | None:
     """The scaling of layers with entries. factor: yarn's attention_factor if it is missing; the field lacks a factor of 1."""
-    _, found = read_rope({"rope_scaling": dict(said)}, _THETA)
+    _, found = read_rope({"rope_scaling": dict(parameters)}, _THETA)
     if found is None:
         return None
     if found["rope_type"] != "yarn":
         raise UnknownFamily(
             f"{CONFIG_NAME}: rope scaling {found['rope_type']!r} is not supported in this architecture, only 'yarn' is"
         )
-    given = said.get("attention_factor")
+    given = parameters.get("attention_factor")
     stated = factor if given is None else given
-    if given is None and factor != 1 and said.get("mscale"):
+    if given is None and factor != 1 and parameters.get("mscale"):
         raise UnknownFamily(
-            f"{CONFIG_NAME}: mscale {said['mscale']!r} is not supported in this architecture; give attention_factor"
+            f"{CONFIG_NAME}: mscale {parameters['mscale']!r} is not supported in this architecture; give attention_factor"
         )
     kept = {
         key: value

@@ -79,9 +79,9 @@ def partial_layer_ropes(
     }
 
     def read(raw: Raw) -> Fields:
-        said = raw.get("rope_parameters") or usual
-        found = ropes.read({"rope_parameters": said})
-        shares = [need_number(said.get(kind) or {}, _PERCENT, missing_share) for kind in _KINDS]
+        stated = raw.get("rope_parameters") or usual
+        found = ropes.read({"rope_parameters": stated})
+        shares = [need_number(stated.get(kind) or {}, _PERCENT, missing_share) for kind in _KINDS]
         own = None if shares[1] == shares[0] else shares[1]
         return {
             **found,
@@ -104,11 +104,11 @@ def _nested(raw: Raw, theta: float, local_theta: float | None) -> tuple[Rope, Ro
 
     A rope_scaling next to it belongs to the layers without a window. Missing bases may also be next to it.
     """
-    said = raw.get("rope_parameters")
-    if not said:
+    stated = raw.get("rope_parameters")
+    if not stated:
         return None
-    _require_kinds(said)
-    full, windowed = (said.get(kind) or {} for kind in _KINDS)
+    _require_kinds(stated)
+    full, windowed = (stated.get(kind) or {} for kind in _KINDS)
     scaled = {**full, **(raw.get("rope_scaling") or {})}
     base = need_number(raw, "rope_theta", theta)
     local_base = theta if local_theta is None else need_number(raw, _LOCAL, local_theta)
@@ -118,10 +118,12 @@ def _nested(raw: Raw, theta: float, local_theta: float | None) -> tuple[Rope, Ro
     )
 
 
-def _require_kinds(said: Any) -> None:
-    if not isinstance(said, dict) or not any(isinstance(said.get(kind), dict) for kind in _KINDS):
+def _require_kinds(stated: Any) -> None:
+    if not isinstance(stated, dict) or not any(
+        isinstance(stated.get(kind), dict) for kind in _KINDS
+    ):
         raise CorruptCheckpoint(
-            f"{CONFIG_NAME}: rope_parameters should have {' and '.join(_KINDS)}, found {said!r}"
+            f"{CONFIG_NAME}: rope_parameters should have {' and '.join(_KINDS)}, found {stated!r}"
         )
 
 

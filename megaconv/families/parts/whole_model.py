@@ -96,31 +96,31 @@ def _with_tower(whole: Whole, kind: str) -> Whole:
 
 
 def whole_in_megatron(
-    whole: Whole, tensors: Mapping[str, Shape], said: Whole | None, where: str
+    whole: Whole, tensors: Mapping[str, Shape], recorded: Whole | None, where: str
 ) -> Whole:
     """The multimodal model of a Megatron checkpoint.
 
-    tensors: name -> shape of the tensors outside the language model. said: the original names, if the checkpoint stores
+    tensors: name -> shape of the tensors outside the language model. recorded: the original names, if the checkpoint stores
     them.
     Raises UnsupportedInput if transformers' names of these tensors are unknown.
     """
     kind = str(whole.config.get("model_type"))
-    if said is None and kind not in _AS_BRIDGE_HAS_THEM:
+    if recorded is None and kind not in _AS_BRIDGE_HAS_THEM:
         raise UnsupportedInput(
             f"{where}: the names of the tensors of {named(whole.config)} in transformers' files are missing, and "
             "its names in Megatron-Bridge aren't known; --text-only converts its language model"
         )
-    if said is None:
+    if recorded is None:
         (begin, inside), renamed = _AS_BRIDGE_HAS_THEM[kind]
-        said = Whole(whole.config, begin, inside, renamed=renamed)
-    found = replace(said, config=whole.config)
+        recorded = Whole(whole.config, begin, inside, renamed=renamed)
+    found = replace(recorded, config=whole.config)
     if kind in TOWERS and any(name.startswith(TOWER) for name in tensors):
         found = _with_tower(found, kind)
     listed: list[Beside] = []
     for name, shape in tensors.items():
         in_tower = found.tower and name.startswith(TOWER)
         if not in_tower:
-            in_files = _in_files(name, said.renamed)
+            in_files = _in_files(name, recorded.renamed)
             listed.append(_beside(name, in_files, shape))
     found = replace(found, tensors=tuple(listed))
     _require_distinct(found, where)

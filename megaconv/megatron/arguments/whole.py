@@ -64,8 +64,8 @@ def read_whole(whole: Whole, tensors: Mapping[str, Shape], args: Namespace, wher
         )
     given = getattr(args, HF_NAMES, None)
     with well_formed(f"{where}: {HF_NAMES}"):
-        said = None if given is None else _said(whole.config, given)
-    return whole_in_megatron(whole, tensors, said, where)
+        recorded = None if given is None else _recorded(whole.config, given)
+    return whole_in_megatron(whole, tensors, recorded, where)
 
 
 def without_images(args: Namespace) -> Namespace:
@@ -75,7 +75,7 @@ def without_images(args: Namespace) -> Namespace:
     return Namespace(**{**vars(args), "position_embedding_type": "rope", "mrope_section": None})
 
 
-def _said(config: Mapping[str, Any], given: Mapping[str, Any]) -> Whole:
+def _recorded(config: Mapping[str, Any], given: Mapping[str, Any]) -> Whole:
     begin, inside, experts = given["begin"], given["inside"], tuple(given["experts"])
     if not all(isinstance(word, str) for word in (begin, inside, *experts)):
         raise ValueError("names should be words")

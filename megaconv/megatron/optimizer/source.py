@@ -190,13 +190,13 @@ def _grad_scaler(found: Iterable[RankOptimizer]) -> Mapping[str, Any] | None:
         first = scalers[0][0]
         if scaler != first:  # the experts' optimizer keeps a separate count
             raise NotExpressible(
-                f"{where}: the optimizers of one run have different loss scales ({_told(first)} and {_told(scaler)}), which can't be "
+                f"{where}: the optimizers of one run have different loss scales ({_shown(first)} and {_shown(scaler)}), which can't be "
                 f"kept in another layout; {WITHOUT}"
             )
     return scalers[0][0] if scalers else None
 
 
-def _told(scaler: Mapping[str, Any]) -> str:
+def _shown(scaler: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in scaler.items())
 
 

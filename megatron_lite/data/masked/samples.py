@@ -149,18 +149,18 @@ def t5_sample(
         tokens[:longest], longest, masking, random, continues=words.continues, never=frozenset((words.cls, words.sep)),
         draw=lambda _: words.mask,
     )  # fmt: skip
-    shown, said = _around_sentinels(masked, words)
-    if len(said) + 1 > decoder_length:
+    shown, target = _around_sentinels(masked, words)
+    if len(target) + 1 > decoder_length:
         raise UsageError(
-            f"a sample hides {len(said)} tokens and sentinels, the decoder has room for {decoder_length - 1}; "
+            f"a sample hides {len(target)} tokens and sentinels, the decoder has room for {decoder_length - 1}; "
             "give a longer --decoder-seq-length, or hide less (--mask-prob)"
         )
     encoder, decoder = (
         _padded(shown, length, words.filler),
-        _padded([words.bos, *said], decoder_length, words.filler),
+        _padded([words.bos, *target], decoder_length, words.filler),
     )
-    labels = _padded([*said, words.eos], decoder_length, -1)
-    loss_mask = (np.arange(decoder_length) <= len(said)).astype(np.int64)
+    labels = _padded([*target, words.eos], decoder_length, -1)
+    loss_mask = (np.arange(decoder_length) <= len(target)).astype(np.int64)
     masks = [(text != words.filler).astype(np.int64) for text in (encoder, decoder)]
     for text in (encoder, decoder, labels):
         text[text == words.filler] = 0
@@ -175,13 +175,13 @@ def _around_sentinels(masked: Masked, words: Vocabulary) -> tuple[list[int], lis
             f"--vocab-extra-ids must be {len(masked.spans)} or more"
         )
     shown: list[int] = []
-    said: list[int] = []
+    target: list[int] = []
     done = 0
     for sentinel, span in zip(words.sentinels, masked.spans, strict=False):
         shown += [*masked.tokens[done : span.places[0]], sentinel]
-        said += [sentinel, *span.tokens]
+        target += [sentinel, *span.tokens]
         done = span.places[-1] + 1
-    return shown + masked.tokens[done:], said
+    return shown + masked.tokens[done:], target
 
 
 def _padded(tokens: Sequence[int], length: int, filler: int) -> Array:

@@ -73,10 +73,10 @@ class Form:
         """Return the whole answer."""
         made = []
         for number, choice in enumerate(choices):
-            said: dict[str, Any] = {"text": choice.text}
+            fields: dict[str, Any] = {"text": choice.text}
             if self.chat:
-                said = {"message": _message(choice)}
-            made.append(self._choice(number, said, choice.tokens, choice.end, 0))
+                fields = {"message": _message(choice)}
+            made.append(self._choice(number, fields, choice.tokens, choice.end, 0))
         return self._envelope(made, streamed=False) | {"usage": usage(prompt_tokens, generated)}
 
     def part(self, piece: Piece, offset: int, *, first: bool) -> dict[str, Any]:
@@ -84,14 +84,14 @@ class Form:
 
         offset: characters of the choice before this chunk. first: whether it is the choice's first chunk.
         """
-        said: dict[str, Any] = {"text": piece.text}
+        fields: dict[str, Any] = {"text": piece.text}
         if self.chat:
             role = {"role": "assistant"} if first else {}
             content = {"content": piece.text} if piece.text or first else {}
             calls = [{"index": number, **call} for number, call in enumerate(piece.calls)]
-            said = {"delta": role | content | ({"tool_calls": calls} if calls else {})}
+            fields = {"delta": role | content | ({"tool_calls": calls} if calls else {})}
         return self._envelope(
-            [self._choice(piece.choice, said, piece.tokens, piece.end, offset)], streamed=True
+            [self._choice(piece.choice, fields, piece.tokens, piece.end, offset)], streamed=True
         )
 
     def last(self, prompt_tokens: int, generated: int) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Form:
     def _choice(
         self,
         number: int,
-        said: dict[str, Any],
+        fields: dict[str, Any],
         tokens: Sequence[tuple[int, Likelihood | None]],
         end: str | None,
         offset: int,
@@ -124,7 +124,7 @@ class Form:
         found = None
         if self.log_probs:
             found = self._of_chat(tokens) if self.chat else self._of_completion(tokens, offset)
-        return {"index": number, **said, "logprobs": found, "finish_reason": end}
+        return {"index": number, **fields, "logprobs": found, "finish_reason": end}
 
     def _of_completion(
         self, tokens: Sequence[tuple[int, Likelihood | None]], offset: int

@@ -35,15 +35,15 @@ async def pieces(
             if text is None:
                 continue  # it ended with a stop word in an earlier turn
             is_stop = step.token in stop_ids
-            said = "" if is_stop else text.add(step.token)
+            new_text = "" if is_stop else text.add(step.token)
             tokens = () if is_stop else ((step.token, step.likelihood),)
             reason = "stop" if text.stopped else step.end
             if text.stopped:
                 worker.cancel_one(ticket, which)
             if reason is not None:
-                said += text.finish()
+                new_text += text.finish()
                 del texts[which]
-            yield Piece(which, said, tokens, reason)
+            yield Piece(which, new_text, tokens, reason)
     finally:
         worker.cancel(ticket)
 
