@@ -60,16 +60,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--report", type=local_path, metavar="FILE", help="write the report as JSON too")
 
 
-def run(words: argparse.Namespace) -> AnswerReport:
+def run(given: argparse.Namespace) -> AnswerReport:
     """Measure the answers. Raises CorruptCheckpoint, UsageError."""
-    if words.n_gram < 1:
-        raise UsageError(f"--n-gram {words.n_gram} must be 1 or more")
+    if given.n_gram < 1:
+        raise UsageError(f"--n-gram {given.n_gram} must be 1 or more")
     report = AnswerReport()
-    lines = zip_longest(_records(words.input), _records(words.references))
-    for number, (given, wanted) in enumerate(lines, 1):
-        text, answers = _pair(given, wanted, f"{words.input}, line {number}")
+    lines = zip_longest(_records(given.input), _records(given.references))
+    for number, (answered, wanted) in enumerate(lines, 1):
+        text, answers = _pair(answered, wanted, f"{given.input}, line {number}")
         report.answers += 1
-        report.f1 += f1(text, answers[0], words.n_gram)
+        report.f1 += f1(text, answers[0], given.n_gram)
         report.exact += exact_match(text, answers)
     return report
 
@@ -88,14 +88,14 @@ def _records(path: Path) -> Iterator[Any]:
             raise CorruptCheckpoint(f"{path}, line {number}: is not JSON: {error}") from error
 
 
-def _pair(given: Any, wanted: Any, where: str) -> tuple[str, Sequence[str]]:
+def _pair(answered: Any, wanted: Any, where: str) -> tuple[str, Sequence[str]]:
     """Return (the text, the answers). Raises CorruptCheckpoint if the files are not of the same questions."""
-    if not isinstance(given, dict) or not isinstance(wanted, dict):
+    if not isinstance(answered, dict) or not isinstance(wanted, dict):
         raise CorruptCheckpoint(f"{where}: the files have different numbers of lines")
-    text, answers = given.get("text"), wanted.get("answers")
+    text, answers = answered.get("text"), wanted.get("answers")
     if not isinstance(text, str) or not isinstance(answers, list) or not answers:
         raise CorruptCheckpoint(f'{where}: expected "text" here, and "answers" in the references')
-    if given.get("prompt") != wanted.get("prompt"):
+    if answered.get("prompt") != wanted.get("prompt"):
         raise CorruptCheckpoint(f"{where}: the reference is of another prompt")
     return text, answers
 

@@ -18,7 +18,7 @@ from typing import Any
 from megaconv.errors import UsageError
 from megaconv.local_paths import local_word
 from megatron_lite.data.packages import package
-from megatron_lite.data.recipes.flags import add_common, given_of
+from megatron_lite.data.recipes.flags import add_common, recipe_places
 from megatron_lite.data.recipes.pipeline import (
     PipelineReport,
     Run,
@@ -203,45 +203,45 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--merge-file", type=local_word, metavar="PATH", help="merges of a GPT-2 tokenizer")
 
 
-def run(words: argparse.Namespace) -> PipelineReport:
+def run(given: argparse.Namespace) -> PipelineReport:
     """Clean the corpus. Raises CorruptCheckpoint, UsageError, TargetExists."""
     require_datatrove()
-    cleaning = _cleaning(words)
-    if words.workers < 1:
-        raise UsageError(f"--workers {words.workers} must be 1 or more")
-    task = Run(given_of(words), words.workers, words.resume, {"cleaning": cleaning})
+    cleaning = _cleaning(given)
+    if given.workers < 1:
+        raise UsageError(f"--workers {given.workers} must be 1 or more")
+    task = Run(recipe_places(given), given.workers, given.resume, {"cleaning": cleaning})
     read, write = first_and_last(task)
     steps = [read, *cleaning.steps(), write]
-    return perform(task, lambda place: [Stage(steps, len(task.given.files))])
+    return perform(task, lambda place: [Stage(steps, len(task.places.files))])
 
 
-def _cleaning(words: argparse.Namespace) -> Cleaning:
+def _cleaning(given: argparse.Namespace) -> Cleaning:
     """Return the options, checked before any text is read. Raises UsageError, CorruptCheckpoint."""
-    unasked = 0 if words.recipe == "wikipedia" else 128
-    minimum = unasked if words.min_tokens is None else words.min_tokens
+    unasked = 0 if given.recipe == "wikipedia" else 128
+    minimum = unasked if given.min_tokens is None else given.min_tokens
     options = None
     if minimum:
-        if words.tokenizer_type is None:
+        if given.tokenizer_type is None:
             raise UsageError(
                 f"--min-tokens {minimum} needs --tokenizer-type and its files; --min-tokens 0 keeps short texts"
             )
         vocabulary, merges = (
-            Path(path) if path else None for path in (words.vocab_file, words.merge_file)
+            Path(path) if path else None for path in (given.vocab_file, given.merge_file)
         )
-        options = TokenizerOptions(words.tokenizer_type, words.tokenizer_model, vocabulary, merges)
+        options = TokenizerOptions(given.tokenizer_type, given.tokenizer_model, vocabulary, merges)
         build_tokenizer(options)
     cleaning = Cleaning(
-        words.recipe,
-        words.language,
-        words.language_probability,
+        given.recipe,
+        given.language,
+        given.language_probability,
         minimum,
-        words.general_cleaning,
+        given.general_cleaning,
         options,
     )
-    if words.recipe != "wikipedia" and words.language != "any":
+    if given.recipe != "wikipedia" and given.language != "any":
         package(
             "lingua",
-            f"--language {words.language} (--language any keeps all languages)",
+            f"--language {given.language} (--language any keeps all languages)",
             "data-recipes",
         )
     return cleaning

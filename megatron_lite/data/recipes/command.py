@@ -92,14 +92,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(words: argparse.Namespace) -> None:
-    if words.report is not None and not words.report.absolute().parent.is_dir():
-        raise UsageError(f"--report {words.report}: its directory doesn't exist; create it first")
-    report: Report = RECIPES[words.name_of_recipe].run(words)
+def _run(given: argparse.Namespace) -> None:
+    if given.report is not None and not given.report.absolute().parent.is_dir():
+        raise UsageError(f"--report {given.report}: its directory doesn't exist; create it first")
+    report: Report = RECIPES[given.name_of_recipe].run(given)
     for line in report.lines():
         print(line)
-    if words.report is not None:
-        _write_report(words.report, report)
+    if given.report is not None:
+        _write_report(given.report, report)
 
 
 def _write_report(path: Path, report: Report) -> None:

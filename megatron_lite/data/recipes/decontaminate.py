@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from megaconv.errors import UsageError
 from megatron_lite.data.finetuning.records import find_files
 from megatron_lite.data.recipes.documents import Document, Reader, texts_of
-from megatron_lite.data.recipes.flags import Given, add_common, given_of
+from megatron_lite.data.recipes.flags import RecipePlaces, add_common, recipe_places
 from megatron_lite.data.recipes.ngrams import Finder, NgramSizes, count, ngrams_of
 from megatron_lite.data.recipes.removal import Corpus, Report
 
@@ -85,21 +85,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, type=int, default=default, help=f"{text} ({default})")
 
 
-def run(words: argparse.Namespace) -> Report:
+def run(given: argparse.Namespace) -> Report:
     """Decontaminate the corpus. Raises CorruptCheckpoint, UsageError, TargetExists."""
-    given = given_of(words)
-    sizes = NgramSizes(words.min_ngram_size, words.max_ngram_size)
+    places = recipe_places(given)
+    sizes = NgramSizes(given.min_ngram_size, given.max_ngram_size)
     cutting = Cutting(
-        words.key_threshold,
-        words.remove_char_each_side,
-        words.filter_text_char_len,
-        words.splits_count,
+        given.key_threshold,
+        given.remove_char_each_side,
+        given.filter_text_char_len,
+        given.splits_count,
     )
     _require_sizes(sizes, cutting)
-    tasks = tasks_of(words.against)
-    search = _search(tasks, Reader(words.against_key), given, sizes, cutting)
+    tasks = tasks_of(given.against)
+    search = _search(tasks, Reader(given.against_key), places, sizes, cutting)
     prefix = "-".join(task.name for task in tasks)
-    with Corpus(given) as corpus:
+    with Corpus(places) as corpus:
         for number, document in enumerate(corpus.documents(), 1):
             pieces = search.pieces(number, document.text, cutting)
             _write(corpus, document, pieces, cutting, f"{prefix}-{number:010d}")
@@ -137,7 +137,7 @@ def _name_and_file(word: str) -> tuple[str, str]:
 
 
 def _search(
-    tasks: Sequence[Task], reader: Reader, given: Given, sizes: NgramSizes, cutting: Cutting
+    tasks: Sequence[Task], reader: Reader, places: RecipePlaces, sizes: NgramSizes, cutting: Cutting
 ) -> Search:
     """Search the corpus for the tasks' n-grams, and leave out those that are common in it."""
     files = [file for task in tasks for file in task.files]
@@ -149,7 +149,7 @@ def _search(
     all_ngrams = Finder(ngrams, sizes.longest)
     counts: Counter[str] = Counter()
     suspects: set[int] = set()
-    for number, text in enumerate(texts_of(given.reader, given.files), 1):
+    for number, text in enumerate(texts_of(places.reader, places.files), 1):
         if count(all_ngrams, text, counts):
             suspects.add(number)
     common = {ngram for ngram, number in counts.items() if number >= cutting.key_threshold}

@@ -18,7 +18,7 @@ from typing import Any
 
 from megaconv.errors import UsageError
 from megatron_lite.data.packages import package
-from megatron_lite.data.recipes.flags import add_common, given_of
+from megatron_lite.data.recipes.flags import add_common, recipe_places
 from megatron_lite.data.recipes.pipeline import (
     PipelineReport,
     ReadFile,
@@ -135,25 +135,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=1, metavar="N", help="of the hash functions (1)")
 
 
-def run(words: argparse.Namespace) -> PipelineReport:
+def run(given: argparse.Namespace) -> PipelineReport:
     """Remove the near-duplicates. Raises CorruptCheckpoint, UsageError, TargetExists."""
     require_datatrove()
-    if words.ngram < 1 or words.workers < 1:
+    if given.ngram < 1 or given.workers < 1:
         raise UsageError("--ngram and --workers must be 1 or more")
-    buckets, hashes = BUCKETS_AND_HASHES[words.threshold]
+    buckets, hashes = BUCKETS_AND_HASHES[given.threshold]
     options = {
         "recipe": "dedup",
         "buckets": buckets,
         "hashes": hashes,
-        "ngram": words.ngram,
-        "seed": words.seed,
+        "ngram": given.ngram,
+        "seed": given.seed,
     }
-    given = given_of(words)
-    given = replace(given, files=preferred_first(given.files, words.prefer))
-    task = Run(given, words.workers, words.resume, options)
+    places = recipe_places(given)
+    places = replace(places, files=preferred_first(places.files, given.prefer))
+    task = Run(places, given.workers, given.resume, options)
     minhash = package("datatrove.pipeline.dedup.minhash", "data dedup")
     config = minhash.MinhashConfig(
-        n_grams=words.ngram, num_buckets=buckets, hashes_per_bucket=hashes, seed=words.seed
+        n_grams=given.ngram, num_buckets=buckets, hashes_per_bucket=hashes, seed=given.seed
     )
     return perform(task, lambda place: _stages(task, place, minhash, config))
 
@@ -180,9 +180,9 @@ def _stages(run: Run, place: Path, minhash: Any, config: Any) -> Iterator[Stage]
     signatures = str(place / "signatures")
     pairs = place / "pairs"
     listed = place / "listed"
-    files = len(run.given.files)
+    files = len(run.places.files)
 
-    read = ReadFile(run.given.files, run.given.reader)
+    read = ReadFile(run.places.files, run.places.reader)
     yield Stage([read, Signatures(signatures, config)], files)
 
     compare = minhash.MinhashDedupBuckets(

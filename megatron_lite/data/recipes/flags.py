@@ -13,7 +13,7 @@ from megatron_lite.data.recipes.documents import Reader
 
 
 @dataclass(frozen=True)
-class Given:
+class RecipePlaces:
     """The corpus and the outputs of a recipe."""
 
     files: tuple[str, ...]
@@ -38,9 +38,9 @@ def add_input(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def reader_of(words: argparse.Namespace) -> tuple[list[str], Reader]:
+def reader_of(given: argparse.Namespace) -> tuple[list[str], Reader]:
     """Return the files of the corpus and their reader. Raises UsageError for a missing file."""
-    return find_files(words.input, "--input"), Reader(words.text_key, words.skip_bad_lines, _warn)
+    return find_files(given.input, "--input"), Reader(given.text_key, given.skip_bad_lines, _warn)
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -59,20 +59,20 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace existing outputs")
 
 
-def given_of(words: argparse.Namespace) -> Given:
+def recipe_places(given: argparse.Namespace) -> RecipePlaces:
     """Return the corpus and the outputs. Raises UsageError for a missing file."""
-    output: Path = words.output
+    output: Path = given.output
     beside = output.absolute().with_name(f"{output.absolute().name}-removed")
-    removed: Path = words.keep_removed or beside
-    found, reader = reader_of(words)
+    removed: Path = given.keep_removed or beside
+    found, reader = reader_of(given)
     files = tuple(found)
     _require_separate(files, output, removed)
-    return Given(
+    return RecipePlaces(
         files=files,
         reader=reader,
         output=output,
         keep_removed=removed,
-        overwrite=words.overwrite,
+        overwrite=given.overwrite,
     )
 
 

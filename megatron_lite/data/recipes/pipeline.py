@@ -25,7 +25,7 @@ from megaconv.errors import UsageError
 from megaconv.extras import install
 from megatron_lite.data.packages import package
 from megatron_lite.data.recipes.documents import Document, Reader, json_line
-from megatron_lite.data.recipes.flags import Given
+from megatron_lite.data.recipes.flags import RecipePlaces
 from megatron_lite.data.recipes.outputs import (
     opened_for_writing,
     output_names,
@@ -70,7 +70,7 @@ class PipelineReport(Report):
 class Run:
     """The files and options of a recipe."""
 
-    given: Given
+    places: RecipePlaces
     workers: int
     resume: bool
     options: Mapping[str, Any]
@@ -79,7 +79,7 @@ class Run:
     @property
     def partial(self) -> Path:
         """The directory of an unfinished run."""
-        output = self.given.output.absolute()
+        output = self.places.output.absolute()
         return output.with_name(f".{output.name}.partial")
 
 
@@ -182,21 +182,21 @@ def perform(run: Run, stages: Callable[[Path], Iterable[Stage]]) -> PipelineRepo
     Raises CorruptCheckpoint, UsageError, TargetExists.
     """
     started = time.monotonic()
-    given, partial = run.given, run.partial
-    for target in (given.output, given.keep_removed):
-        require_free(target, overwrite=given.overwrite)
+    places, partial = run.places, run.partial
+    for target in (places.output, places.keep_removed):
+        require_free(target, overwrite=places.overwrite)
     options = _prepare(run)
     with _stderr_in(partial / "log.txt"):
         for number, stage in enumerate(stages(partial)):
             _execute(stage, run.workers, partial / f"logs-{number}")
     report = _report(run)
     report.options, report.seconds = options, time.monotonic() - started
-    place = ", ".join(given.files)
+    place = ", ".join(places.files)
     if not report.read.documents:
         raise CorruptCheckpoint(f"{place}: there are no documents")
     if not report.adds_up():
         raise CheckpointError(f"{place}: kept and removed documents don't add up")
-    for name, target in (("kept", given.output), ("removed", given.keep_removed)):
+    for name, target in (("kept", places.output), ("removed", places.keep_removed)):
         target.parent.mkdir(parents=True, exist_ok=True)
         take_place(partial / name, target)
     shutil.rmtree(partial)
@@ -205,10 +205,10 @@ def perform(run: Run, stages: Callable[[Path], Iterable[Stage]]) -> PipelineRepo
 
 def first_and_last(run: Run) -> tuple[ReadFile, WriteFile]:
     """Return the first and the last step of a stage that writes the output."""
-    given, partial = run.given, run.partial
-    read = ReadFile(given.files, given.reader, partial / _COUNTS)
-    names = tuple(output_names(given.files))
-    return read, WriteFile(names, given.reader.key, partial / "kept", partial / "removed")
+    places, partial = run.places, run.partial
+    read = ReadFile(places.files, places.reader, partial / _COUNTS)
+    names = tuple(output_names(places.files))
+    return read, WriteFile(names, places.reader.key, partial / "kept", partial / "removed")
 
 
 def _prepare(run: Run) -> str:
@@ -227,11 +227,11 @@ def _prepare(run: Run) -> str:
 
 def _hash_of(run: Run) -> str:
     """Return a hash of everything that changes the output."""
-    given = run.given
+    places = run.places
     everything = {
-        "files": [(file, Path(file).stat().st_size) for file in given.files],
-        "key": given.reader.key,
-        "skip": given.reader.skip_bad_lines,
+        "files": [(file, Path(file).stat().st_size) for file in places.files],
+        "key": places.reader.key,
+        "skip": places.reader.skip_bad_lines,
         **run.options,
     }
     text = json.dumps(everything, sort_keys=True, default=str)
@@ -266,16 +266,16 @@ def _stderr_in(path: Path) -> Iterator[None]:
 
 def _report(run: Run) -> PipelineReport:
     """Count the documents in the outputs, and compare them later with what was read."""
-    given, partial = run.given, run.partial
+    places, partial = run.places, run.partial
     report = PipelineReport()
     for path in sorted((partial / _COUNTS).iterdir()):
         documents, size, warnings = json.loads(path.read_text(encoding="utf-8"))
         report.read.documents += documents
         report.read.bytes += size
         for message in warnings:
-            given.reader.warn(message)
-    written = Reader(given.reader.key)
-    for name in output_names(given.files):
+            places.reader.warn(message)
+    written = Reader(places.reader.key)
+    for name in output_names(places.files):
         for document in written.documents(str(partial / "kept" / name)):
             report.kept.add(document.size)
         for document in written.documents(str(partial / "removed" / name)):

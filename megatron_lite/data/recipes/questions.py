@@ -79,20 +79,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--report", type=local_path, metavar="FILE", help="write the report as JSON too")
 
 
-def run(words: argparse.Namespace) -> QuestionReport:
+def run(given: argparse.Namespace) -> QuestionReport:
     """Write the prompts. Raises CorruptCheckpoint, UsageError, TargetExists."""
-    if words.output.exists() and not words.overwrite:
-        raise TargetExists(f"{words.output}: exists; pass --overwrite, or choose another")
-    form = QuestionForm() if words.form is None else read_form(words.form)
+    if given.output.exists() and not given.overwrite:
+        raise TargetExists(f"{given.output}: exists; pass --overwrite, or choose another")
+    form = QuestionForm() if given.form is None else read_form(given.form)
     report, lines = QuestionReport(), list[str]()
-    for asked in read_questions(words.input):
-        prompt, is_cut = prompt_of(asked, form, words.neighbors, words.max_words)
+    for asked in read_questions(given.input):
+        prompt, is_cut = prompt_of(asked, form, given.neighbors, given.max_words)
         completion = form.answer.format(answer=asked.answers[0])
         record = {"prompt": prompt, "completion": completion, "answers": list(asked.answers)}
         lines.append(json.dumps(record, ensure_ascii=False))
         report.questions += 1
         report.cut += is_cut
-    words.output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    given.output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return report
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from formats.errors import CheckpointError, CorruptCheckpoint
 from megatron_lite.data.recipes.documents import Document, json_line
-from megatron_lite.data.recipes.flags import Given
+from megatron_lite.data.recipes.flags import RecipePlaces
 from megatron_lite.data.recipes.outputs import opened_for_writing, output_names, staged_directory
 
 REASON = "removed_because"
@@ -81,19 +81,19 @@ class Corpus:
     An error leaves no output.
     """
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, places: RecipePlaces) -> None:
         self.report = Report()
-        self.key = given.reader.key
-        self._given = given
-        self._names = output_names(given.files)
+        self.key = places.reader.key
+        self._places = places
+        self._names = output_names(places.files)
         self._stack = ExitStack()
 
     def __enter__(self) -> "Corpus":
-        given = self._given
+        places = self._places
         with ExitStack() as stack:
             enter = stack.enter_context
-            self._output = enter(staged_directory(given.output, overwrite=given.overwrite))
-            self._removed = enter(staged_directory(given.keep_removed, overwrite=given.overwrite))
+            self._output = enter(staged_directory(places.output, overwrite=places.overwrite))
+            self._removed = enter(staged_directory(places.keep_removed, overwrite=places.overwrite))
             self._stack = stack.pop_all()
         return self
 
@@ -102,12 +102,12 @@ class Corpus:
 
     def documents(self) -> Iterator[Document]:
         """Yield all documents, in order. Each must be kept, split or removed before the next."""
-        for file, name in zip(self._given.files, self._names, strict=True):
+        for file, name in zip(self._places.files, self._names, strict=True):
             with (
                 opened_for_writing(self._output / name) as self._kept_file,
                 opened_for_writing(self._removed / name) as self._removed_file,
             ):
-                for document in self._given.reader.documents(file):
+                for document in self._places.reader.documents(file):
                     self.report.read.add(document.size)
                     yield document
 
@@ -131,7 +131,7 @@ class Corpus:
 
     def finish(self) -> None:
         """Raise CorruptCheckpoint for a corpus without documents, and for a report that doesn't add up."""
-        place = ", ".join(self._given.files)
+        place = ", ".join(self._places.files)
         if not self.report.read.documents:
             raise CorruptCheckpoint(f"{place}: there are no documents")
         if not self.report.adds_up():

@@ -54,20 +54,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--report", type=local_path, metavar="FILE", help="write the report as JSON too")
 
 
-def run(words: argparse.Namespace) -> RunReport:
+def run(given: argparse.Namespace) -> RunReport:
     """Run the file's executors. Raises UsageError, and CheckpointError for a failed step."""
     require_datatrove()
-    if words.tasks < 1 or words.workers < 1:
+    if given.tasks < 1 or given.workers < 1:
         raise UsageError("--tasks and --workers must be 1 or more")
-    executors = _executors(_loaded(words.file), words)
+    executors = _executors(_loaded(given.file), given)
     for executor in executors:
         try:
             executor.run()
         except CheckpointError:
             raise
         except Exception as error:  # a user's step may raise anything
-            raise CheckpointError(f"{words.file}: {type(error).__name__}: {error}") from error
-    return RunReport(str(words.file), [type(executor).__name__ for executor in executors])
+            raise CheckpointError(f"{given.file}: {type(error).__name__}: {error}") from error
+    return RunReport(str(given.file), [type(executor).__name__ for executor in executors])
 
 
 def _loaded(path: Path) -> ModuleType:
@@ -84,7 +84,7 @@ def _loaded(path: Path) -> ModuleType:
     return module
 
 
-def _executors(module: ModuleType, words: argparse.Namespace) -> list[Any]:
+def _executors(module: ModuleType, given: argparse.Namespace) -> list[Any]:
     several = getattr(module, "executors", None)
     if several is not None:
         return list(several)
@@ -93,7 +93,7 @@ def _executors(module: ModuleType, words: argparse.Namespace) -> list[Any]:
         return [one]
     pipeline = getattr(module, "pipeline", None)
     if pipeline is None:
-        raise UsageError(f"{words.file}: defines none of `executor`, `executors`, `pipeline`")
-    logs = words.logs or words.file.with_name(f"{words.file.stem}-logs")
+        raise UsageError(f"{given.file}: defines none of `executor`, `executors`, `pipeline`")
+    logs = given.logs or given.file.with_name(f"{given.file.stem}-logs")
     local = package("datatrove.executor.local", "data run").LocalPipelineExecutor
-    return [local(list(pipeline), tasks=words.tasks, workers=words.workers, logging_dir=str(logs))]
+    return [local(list(pipeline), tasks=given.tasks, workers=given.workers, logging_dir=str(logs))]

@@ -113,21 +113,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(words: argparse.Namespace) -> ScoreReport:
+def run(given: argparse.Namespace) -> ScoreReport:
     """Score the texts. Raises CorruptCheckpoint, UsageError, TargetExists."""
     options = ScorerOptions(
-        words.batch_size, words.activation, words.max_tokens, tuple(words.attributes),
-        words.requests_per_second, words.perspective_url,
+        given.batch_size, given.activation, given.max_tokens, tuple(given.attributes),
+        given.requests_per_second, given.perspective_url,
     )  # fmt: skip
-    files = find_files(words.input, "--input")
-    if any(Path(file).resolve() == words.output.resolve() for file in files):
-        raise UsageError(f"--output {words.output}: is an input too; choose another file")
-    reader = Reader(words.text_key, words.skip_bad_lines, _warn)
+    files = find_files(given.input, "--input")
+    if any(Path(file).resolve() == given.output.resolve() for file in files):
+        raise UsageError(f"--output {given.output}: is an input too; choose another file")
+    reader = Reader(given.text_key, given.skip_bad_lines, _warn)
     documents = (document for file in files for document in reader.documents(file))
     lines = ResumableLines(
-        words.output, resume=words.resume, overwrite=words.overwrite, block=options.batch_size
+        given.output, resume=given.resume, overwrite=given.overwrite, block=options.batch_size
     )
-    scorer = make_scorer(words.scorer, options)
+    scorer = make_scorer(given.scorer, options)
     with lines:
         return _score(documents, scorer, lines, options.batch_size)
 

@@ -96,25 +96,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--report", type=local_path, metavar="FILE", help="write the report as JSON too")
 
 
-def run(words: argparse.Namespace) -> SelectReport:
+def run(given: argparse.Namespace) -> SelectReport:
     """Choose the records. Raises CorruptCheckpoint, UsageError, TargetExists."""
-    _check(words)
-    scored = read_scores(words.input, words.by)
-    count = int(scored.records * words.lowest)
+    _check(given)
+    scored = read_scores(given.input, given.by)
+    count = int(scored.records * given.lowest)
     lowest = np.argsort(scored.scores, kind="stable")[:count]
-    random = np.random.RandomState(words.seed)
-    chosen = random.permutation(lowest) if words.shuffle else np.sort(lowest)
-    _copy_lines(words.input, scored.starts[chosen], words.output)
+    random = np.random.RandomState(given.seed)
+    chosen = random.permutation(lowest) if given.shuffle else np.sort(lowest)
+    _copy_lines(given.input, scored.starts[chosen], given.output)
     return SelectReport(scored.records, scored.scores, scored.scores[chosen])
 
 
-def _check(words: argparse.Namespace) -> None:
-    if not 0 < words.lowest <= 1:
-        raise UsageError(f"--lowest {words.lowest} must be above 0 and at most 1")
-    if words.output.exists() and not words.overwrite:
-        raise TargetExists(f"{words.output}: exists; choose another file, or pass --overwrite")
-    if words.output.resolve() == words.input.resolve():
-        raise UsageError(f"--output {words.output}: is the input too; choose another file")
+def _check(given: argparse.Namespace) -> None:
+    if not 0 < given.lowest <= 1:
+        raise UsageError(f"--lowest {given.lowest} must be above 0 and at most 1")
+    if given.output.exists() and not given.overwrite:
+        raise TargetExists(f"{given.output}: exists; choose another file, or pass --overwrite")
+    if given.output.resolve() == given.input.resolve():
+        raise UsageError(f"--output {given.output}: is the input too; choose another file")
 
 
 def read_scores(path: Path, by: str) -> Scored:

@@ -60,18 +60,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace an existing output")
 
 
-def run(words: argparse.Namespace) -> SplitReport:
+def run(given: argparse.Namespace) -> SplitReport:
     """Divide the corpus. Raises CorruptCheckpoint, UsageError, TargetExists."""
-    fractions: list[float] = words.test_fraction
+    fractions: list[float] = given.test_fraction
     if len(fractions) > 2 or any(not 0 < each < 1 for each in fractions) or sum(fractions) >= 1:
         raise UsageError("--test-fraction: give one or two numbers above 0 whose sum is below 1")
-    files, reader = reader_of(words)
+    files, reader = reader_of(given)
     names = PARTS[: 1 + len(fractions)]
     bounds = np.cumsum(fractions)
-    random = np.random.RandomState(words.seed)
+    random = np.random.RandomState(given.seed)
     report = SplitReport({name: Share() for name in names})
     with (
-        staged_directory(words.output, overwrite=words.overwrite) as directory,
+        staged_directory(given.output, overwrite=given.overwrite) as directory,
         ExitStack() as stack,
     ):
         outputs = {

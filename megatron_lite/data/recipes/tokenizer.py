@@ -84,26 +84,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace an existing output")
 
 
-def run(words: argparse.Namespace) -> TokenizerReport:
+def run(given: argparse.Namespace) -> TokenizerReport:
     """Train the tokenizer. Raises CorruptCheckpoint, UsageError, TargetExists."""
-    if words.vocab_size < 10:
-        raise UsageError(f"--vocab-size {words.vocab_size} must be 10 or more")
-    if words.cased and words.type != "wordpiece":
+    if given.vocab_size < 10:
+        raise UsageError(f"--vocab-size {given.vocab_size} must be 10 or more")
+    if given.cased and given.type != "wordpiece":
         raise UsageError("--cased requires --type wordpiece")
-    files, reader = reader_of(words)
+    files, reader = reader_of(given)
     texts = _Texts(reader, files)
-    with staged_directory(words.output, overwrite=words.overwrite) as directory:
-        size = _TRAINERS[words.type](texts, words, directory)
+    with staged_directory(given.output, overwrite=given.overwrite) as directory:
+        size = _TRAINERS[given.type](texts, given, directory)
         if not texts.count:
             raise UsageError(f"--input: {', '.join(files)}: there are no documents")
-    return TokenizerReport(words.type, size, texts.count)
+    return TokenizerReport(given.type, size, texts.count)
 
 
-def _bpe(texts: _Texts, words: argparse.Namespace, directory: Path) -> int:
+def _bpe(texts: _Texts, given: argparse.Namespace, directory: Path) -> int:
     tokenizers = package("tokenizers", "data tokenizer")
     trained = tokenizers.ByteLevelBPETokenizer()
     trained.train_from_iterator(
-        iter(texts), vocab_size=words.vocab_size, min_frequency=2, show_progress=False,
+        iter(texts), vocab_size=given.vocab_size, min_frequency=2, show_progress=False,
         special_tokens=[END_OF_TEXT],
     )  # fmt: skip
     trained.save_model(str(directory))
@@ -113,14 +113,14 @@ def _bpe(texts: _Texts, words: argparse.Namespace, directory: Path) -> int:
     return int(trained.get_vocab_size())
 
 
-def _wordpiece(texts: _Texts, words: argparse.Namespace, directory: Path) -> int:
+def _wordpiece(texts: _Texts, given: argparse.Namespace, directory: Path) -> int:
     tokenizers = package("tokenizers", "data tokenizer")
-    lowercase = not words.cased
+    lowercase = not given.cased
     trained = tokenizers.BertWordPieceTokenizer(lowercase=lowercase)
     # The package numbers the letters inside of words in random order, which decides between equally frequent pieces.
     letters = [f"##{letter}" for letter in _inner_letters(texts, trained)]
     trained.train_from_iterator(
-        iter(texts), vocab_size=words.vocab_size, min_frequency=2, show_progress=False,
+        iter(texts), vocab_size=given.vocab_size, min_frequency=2, show_progress=False,
         limit_alphabet=_LETTERS, special_tokens=[*BERT_SPECIAL, *letters],
     )  # fmt: skip
     # In a new object, these letters aren't special tokens.
@@ -129,7 +129,7 @@ def _wordpiece(texts: _Texts, words: argparse.Namespace, directory: Path) -> int
     trained.save(str(directory / "tokenizer.json"))
     names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
     special = dict(zip(names, BERT_SPECIAL, strict=True))
-    fields = {"tokenizer_class": "BertTokenizer", "do_lower_case": not words.cased, **special}
+    fields = {"tokenizer_class": "BertTokenizer", "do_lower_case": not given.cased, **special}
     _write_config(directory, fields)
     return int(trained.get_vocab_size())
 
@@ -145,27 +145,27 @@ def _inner_letters(texts: _Texts, tokenizer: Any) -> list[str]:
     return sorted(frequent)
 
 
-def _unigram(texts: _Texts, words: argparse.Namespace, directory: Path) -> int:
+def _unigram(texts: _Texts, given: argparse.Namespace, directory: Path) -> int:
     sentencepiece = package("sentencepiece", "data tokenizer --type unigram")
     model = io.BytesIO()
     lines = (line for text in texts for line in text.splitlines() if line.strip())
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=lines, model_writer=model, model_type="unigram",
-            vocab_size=words.vocab_size, character_coverage=_CHARACTER_COVERAGE,
+            vocab_size=given.vocab_size, character_coverage=_CHARACTER_COVERAGE,
             max_sentence_length=_LONGEST_SENTENCE, num_threads=1, minloglevel=2,
             **_IDS,
         )  # fmt: skip
     except (RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(
-            f"--vocab-size {words.vocab_size}: sentencepiece says: {reason}"
+            f"--vocab-size {given.vocab_size}: sentencepiece says: {reason}"
         ) from error
     (directory / "tokenizer.model").write_bytes(model.getvalue())
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     fields = {"tokenizer_class": "T5Tokenizer", "extra_ids": 0, **special}
     _write_config(directory, {**fields, "additional_special_tokens": []})
-    return int(words.vocab_size)
+    return int(given.vocab_size)
 
 
 _TRAINERS = {"bpe": _bpe, "wordpiece": _wordpiece, "unigram": _unigram}

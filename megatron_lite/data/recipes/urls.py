@@ -113,19 +113,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace existing outputs")
 
 
-def run(words: argparse.Namespace) -> UrlReport:
+def run(given: argparse.Namespace) -> UrlReport:
     """Filter the URLs. Raises CorruptCheckpoint, UsageError, TargetExists."""
-    output: Path = words.output
-    removed: Path = words.keep_removed or output.with_name(f"{output.name}-removed")
-    files = find_files(words.input, "--input")
+    output: Path = given.output
+    removed: Path = given.keep_removed or output.with_name(f"{output.name}-removed")
+    files = find_files(given.input, "--input")
     for target in (output, removed):
-        if target.exists() and not words.overwrite:
+        if target.exists() and not given.overwrite:
             raise TargetExists(f"{target}: exists; choose another file, or pass --overwrite")
         if any(Path(file).resolve() == target.resolve() for file in files):
             raise UsageError(f"{target}: is an input too; choose another file")
     rules = Rules(
-        frozenset(_words(words.domains) if words.domains else ()),
-        frozenset(_words(words.endings) if words.endings else ENDINGS),
+        frozenset(_words(given.domains) if given.domains else ()),
+        frozenset(_words(given.endings) if given.endings else ENDINGS),
     )
     return _filter(files, rules, output, removed)
 
