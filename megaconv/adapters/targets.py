@@ -23,6 +23,9 @@ from megaconv.model.regions import Region
 from megaconv.model.table import canonical_shapes
 
 
+_HEAD = "lm_head"
+
+
 @dataclass
 class Changes:
     """The changes of a model by one adapter, by canonical name."""
@@ -142,13 +145,26 @@ class _Names:
         name = self.tensor(name)
         native = self.natives.get(name) or self.natives.get(self.family.prefix + name)
         if native is None:
-            raise TensorMismatch(f"{self.where}: {name} is not in the model", code="unknown-tensor")
+            raise TensorMismatch(
+                f"{self.where}: {name} is not in the model{self._reason(name)}",
+                code="unknown-tensor",
+            )
         if native.copy is not None:
             raise NotExpressible(
                 f"{self.where}: has an adapter of {name}, which the model keeps tied (ensure_weight_tying); "
                 "the embedding's own adapter holds for both"
             )
         return native
+
+    def _reason(self, name: str) -> str:
+        """Why files of a model without a family lack a module that its class has; empty for other models."""
+        if self.paths is None:
+            return ""
+        if _HEAD in name.split(".") and not any(_HEAD in each.split(".") for each in self.natives):
+            return (
+                "; its head is tied to the embedding, and has no tensor of its own. Merge with peft"
+            )
+        return "; modules are found by the names in its files. If its class has other names, merge with peft"
 
     def target(self, module: ModuleAdapter) -> NativeTensor:
         """The weight that a module's adapter changes."""
@@ -162,7 +178,7 @@ class _Names:
         fitting = [native for native in stacked if len(native.shape) == 3 and _fits(module, native)]
         if not stacked:
             raise TensorMismatch(
-                f"{self.where}: {module.module}: the model has no such module",
+                f"{self.where}: {module.module}: the model has no such module{self._reason(path)}",
                 code="unknown-tensor",
             )
         if len(fitting) != 1:
@@ -218,7 +234,8 @@ def _changes_of_module(
 ) -> Iterator[tuple[str, Change]]:
     if len(module.a.shape) != 2 or len(module.b.shape) != 2:
         raise TensorMismatch(
-            f"{adapter.weights}: {module.module}: its matrices have to have two axes"
+            f"{adapter.weights}: {module.module}: has tensors of shapes {list(module.a.shape)} and {list(module.b.shape)}, as for a "
+            "convolution; only adapters with matrices, of two axes, are merged"
         )
     native, path = names.target(module), module_path(module.module)
     experts, outs, ins = _sizes(native) if len(native.shape) > 1 else (1, native.shape[0], 1)

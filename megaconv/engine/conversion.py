@@ -15,7 +15,7 @@ from formats.tensor import announce_in_step
 from megaconv import registry
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.engine.gathered import entries_left_to, gather_digests
-from megaconv.engine.lineage import source_name
+from megaconv.engine.lineage import patched_places, source_name
 from megaconv.engine.output_check import verify_fingerprint
 from megaconv.engine.outputs import output_at, parts_of
 from megaconv.engine.parts import PartPlan, in_order
@@ -104,6 +104,7 @@ def _require_kept(place: Place, save_dir: str | Path, options: ConvertOptions) -
         options.load.config,
         options.save.base,
         *(Path(each.place) for each in options.adapters),
+        *patched_places(options.all_extra()),
     )
     refuse_loss(save_dir, place, others, RECORD_NAME, overwrite=options.overwrite)
 

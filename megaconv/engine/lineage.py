@@ -137,6 +137,11 @@ def _further(options: ConvertOptions, extra: Mapping[str, str | None]) -> Iterat
         yield "patch", place
 
 
+def patched_places(extra: Mapping[str, str]) -> list[str]:
+    """The base of a patch and the patches before it. extra: options of the loader's own."""
+    return [*places_in(extra.get(_EARLIER, "")), *([extra[_BASE]] if extra.get(_BASE) else [])]
+
+
 def places_in(text: str) -> list[str]:
     """The places in the value of the option `earlier`. A colon before `//` belongs to a URI."""
     return [place for place in re.split(f"{os.pathsep}(?!//)", text) if place]

@@ -39,7 +39,7 @@ def refuse_place(target: str | Path) -> None:
 def refuse_loss(
     target: str | Path,
     source: Path | str,
-    others: Iterable[Path | None],
+    others: Iterable[Path | str | None],
     record: str,
     *,
     overwrite: bool,

@@ -226,6 +226,31 @@ def test_an_adapter_of_a_multimodal_model_is_merged(
     assert_is_known_again(tmp_path / "out", tmp_path / "same")
 
 
+@pytest.mark.parametrize(
+    ("module", "shape", "words"),
+    [
+        ("lm_head", (8, 8), "lm_head: the model has no such module; its head is tied to the embedding"),
+        ("model.vision_tower.blocks.0.attn.qkv", (8, 8), "modules are found by the names in its files"),
+        ("model.visual.patch_embed.proj", (3, 2, 14, 14), "as for a convolution; only adapters with"),
+    ],
+)  # fmt: skip
+def test_an_adapter_of_modules_that_the_files_lack_is_refused_with_the_reason(
+    module: str, shape: tuple[int, ...], words: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(FIXTURES / "whole-qwen2_5_vl", source)
+    held = {name: each for name, each in weights(source).items() if name != "lm_head.weight"}
+    save_file(held, source / "model.safetensors", {"format": "pt"})
+    raw = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": True}))
+    write_adapter(tmp_path / "adapter", {module: torch.zeros(8, 8)})
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    tensors = {name: torch.zeros(shape) for name in load_file(file)}
+    save_file(tensors, file)
+    outcome = run("merge", source, tmp_path / "adapter", "--save-dir", tmp_path / "out")
+    assert_refused(outcome, 3, words)
+
+
 def test_a_module_that_no_path_or_several_paths_could_be_is_not_guessed() -> None:
     paths = FilePaths(["model.layers.0.q.weight", "visual.layers.0.q.weight", "model.head.bias"])
     assert paths.module("model.language_model.layers.0.q") == "model.layers.0.q"

@@ -326,13 +326,25 @@ def test_overwrite_replaces_neither_an_input_nor_other_files(old: Path, tmp_path
     letters = tmp_path / "letters"
     letters.mkdir()
     (letters / "dear.txt").write_text("dear")
-    with unchanged(tmp_path):
+    patch, second = tmp_path / "patch", tmp_path / "second"
+    make(old, new, patch)
+    make(new, trained(new, tmp_path / "newer", seed=2), second)
+    with unchanged(old), unchanged(tmp_path):
         for words in ((), ("--sparse", "vllm")):
             outcome = run("delta", old, new, "--save-dir", new, "--overwrite", *words)
             assert_refused(outcome, 2, "is the source", "which it would replace")
             outcome = run("delta", old, new, "--save-dir", letters, "--overwrite", *words)
             assert_refused(outcome, 2, "--overwrite replaces checkpoints")
-        outcome = run("delta", old, new, "--save-dir", tmp_path / "patch", "--take-over")
+        for words in (
+            ("apply", old, patch, "--save-dir", old),
+            ("apply", old, patch, second, "--save-dir", old),
+            ("apply", old, patch, second, "--save-dir", patch),
+            ("apply", old, patch, second, "--save-dir", second),
+            ("convert", patch, old, "--saver", "hf", "--option", f"base={old}"),
+        ):
+            outcome = run(*words, "--overwrite")
+            assert_refused(outcome, 2, "is the source", "which it would replace")
+        outcome = run("delta", old, new, "--save-dir", tmp_path / "other", "--take-over")
         assert_refused(outcome, 2, "--take-over: is for an output in an object store")
 
 
