@@ -22,7 +22,6 @@ from megaconv.model.natives import NativeTensor, unsharded_tensors
 from megaconv.model.regions import Region
 from megaconv.model.table import canonical_shapes
 
-
 _HEAD = "lm_head"
 
 
