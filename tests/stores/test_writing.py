@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from formats.partial_files import Span
 from formats.stores import claim, slots, waiting, windows
@@ -269,6 +271,21 @@ def test_few_parts_of_a_large_tensor_wait(
     planned = few_places.pop()
     assert planned.open_parts < 64
     assert planned.open_bytes <= most
+
+
+def test_tensors_without_elements_are_written(writable: SmallStore, tmp_path: Path) -> None:
+    """They fill no byte of any part."""
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text('{"architectures": ["Nova"], "model_type": "nova"}')
+    shapes = {"first": (0, 4), "full": (300, 40), "middle": (5, 0), "other": (70, 3), "last": (0,)}
+    tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    for words in ("--saver hf", "--saver hf --max-shard-size 20KB --workers 3", "--saver dcp"):
+        writable.clear()
+        outcome = run("convert", source, OUT, *words.split())
+        assert outcome.status == 0, outcome.err
+        assert_only(writable, local(words, tmp_path / words.replace(" ", ""), source))
 
 
 def test_a_second_run_is_refused(writable: SmallStore, tmp_path: Path) -> None:
