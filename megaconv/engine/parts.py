@@ -88,7 +88,8 @@ def orders(plan: OutputPlan) -> list[dict[Key, int]]:
     extents: dict[tuple[str, Key], Span] = {}
     for key, places in plan.placements.items():
         for place in places:
-            for start, end in spans(plan.files[place.file], place):
+            # A tensor without elements fills no byte; its place is the file's beginning.
+            for start, end in list(spans(plan.files[place.file], place)) or [(0, 0)]:
                 known = extents.get((place.file, key), (start, end))
                 extents[place.file, key] = min(known[0], start), max(known[1], end)
     found = units(plan, extents)
