@@ -39,7 +39,7 @@ from megaconv.values.fp8_blocks import BLOCK, grid
 from megaconv.values.nvfp4 import GROUP, scales_shape
 from megaconv.values.quantizing import SCALE, SCALE_2
 
-_LINEAR = re.compile(r"(.*\.)?(attn|mlp)\.(?!router\.|indexer\.|.*_norm\.).*\.weight")
+_LINEAR = re.compile(r"(.*\.)?(attn|mlp)\.(?!.*router\.|indexer\.|.*_norm\.).*\.weight")
 _JOINED = {
     **dict.fromkeys(("q", "k", "v"), "qkv"),
     **dict.fromkeys(("gate", "up"), "gate_up"),

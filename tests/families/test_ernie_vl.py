@@ -303,6 +303,18 @@ def test_models_that_transformers_class_does_not_compute_are_refused_by_name(
         family(NAME).read_hf(raw_config(NAME, **keys))
 
 
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", ["fp8-block", "fp8-per-channel", "nvfp4"])
+def test_no_router_is_quantized(kind: str, source: Path, tmp_path: Path) -> None:
+    """Neither that of text nor that of images."""
+    output = tmp_path / "out"
+    options: dict[str, Any] = {"quantize": kind, "text_only": True, "workers": 1}
+    megaconv.convert(source, output, saver="hf", **options)
+    scaled = {name for name in weights(output) if "_scale" in name}
+    assert any("shared_experts.up_proj.weight" in name for name in scaled)
+    assert not [name for name in scaled if "gate.weight" in name]
+
+
 def test_the_trainer_and_megatrons_formats_refuse_the_model(source: Path, tmp_path: Path) -> None:
     _, config = read_config(source / "config.json", text_only=True)
     with pytest.raises(NotExpressible, match="two mixtures of experts in a layer"):
