@@ -31,12 +31,12 @@ from formats.partial_files import fetch_whole
 from formats.regular_files import read_small
 from megaconv import registry
 from megaconv.commands.model_card import CARD, describe, published_record
+from megaconv.commands.recorded import require_recorded
 from megaconv.engine.completeness import TOKENIZER, has_tokenizer
 from megaconv.engine.conversion import convert
 from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME, find_record
 from megaconv.engine.report import Report
-from megaconv.engine.source_check import check_source
 from megaconv.errors import CheckpointError, Interrupted, ModelsDiffer, UnsafeContent, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.hub import nothing_at
@@ -195,7 +195,7 @@ def _push_files(
             found,
             LoadOptions(options.config, metadata_only=True, optimizer=False, own_names=True),
         )
-        check_source(path, source)
+        require_recorded(found, source, options.config, is_signed=is_signed)
         if options.card and CARD not in files and not is_signed:
             made[CARD], notices = describe(path, repository, source.header, find_record(path))
         if RECORD_NAME in files and find_record(path) is not None and not is_signed:

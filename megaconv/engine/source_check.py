@@ -23,6 +23,8 @@ from megaconv.options import LoadOptions
 PATCH = "delta"
 """The saver in the record of a patch. Its tensors follow from the base that the user names."""
 
+ACCEPTED = "--no-check-source accepts it"
+
 
 def as_stored(place: Place, record: Record) -> Stored | None:
     """The source with its stored values and names, for an output that readers may get with others; None for other outputs.
@@ -74,6 +76,8 @@ class SourceCheck:
     stored: Source | None = None
     """The same tensors as they are stored, if readers get other values. They are read in addition."""
     damaged: list[str] = field(default_factory=list)
+    remedy: str = ACCEPTED
+    """The end of the message about a difference."""
 
     def expects(self, key: Key) -> str | None:
         """The recorded fingerprint of a tensor that is read as it was written, otherwise None."""
@@ -99,6 +103,7 @@ class SourceCheck:
             _refuse(
                 self.record,
                 f"{len(self.damaged)} tensors have other values than were written: {listing(sorted(self.damaged))}",
+                self.remedy,
             )
 
     def _read_stored(self) -> None:
@@ -126,12 +131,13 @@ def check_source(
     other_shapes: bool = False,
     other_dtypes: bool = False,
     altered: Collection[Key] = (),
+    remedy: str = ACCEPTED,
 ) -> SourceCheck:
     """Compare an opened source with its record, if it has one. Raises CorruptCheckpoint if names or shapes differ.
 
     streamed: the tensors in the requested dtypes. other_shapes: True if the user has given the vocabulary's size.
     other_dtypes: True if the user has given a dtype, which readers of quantized weights dequantize to.
-    altered: tensors that something else is merged into.
+    altered: tensors that something else is merged into. remedy: the end of the message about a difference.
     """
     record = find_record(place)
     if record is None:
@@ -150,10 +156,10 @@ def check_source(
 
     refused = [f"{name} {what}" for name, what in differing.items() if not was_asked_for(name)]
     if refused:
-        _refuse(record, f"{len(refused)} tensors are not as written: {listing(refused)}")
+        _refuse(record, f"{len(refused)} tensors are not as written: {listing(refused)}", remedy)
     described = changed_descriptions(record, stored)
     if described:
-        _refuse(record, f"the metadata in {listing(sorted(described))} are not as written")
+        _refuse(record, f"the metadata in {listing(sorted(described))} are not as written", remedy)
     cast = {
         str(key)
         for key, info in written.items()
@@ -165,11 +171,11 @@ def check_source(
         for name, kind in record.changed_files().items()
     )
     if stored is not None:
-        return SourceCheck(record, frozenset(differing), notices, stored.source)
-    return SourceCheck(record, frozenset(cast | differing.keys()), notices)
+        return SourceCheck(record, frozenset(differing), notices, stored.source, remedy=remedy)
+    return SourceCheck(record, frozenset(cast | differing.keys()), notices, remedy=remedy)
 
 
-def _refuse(record: Record, what: str) -> None:
+def _refuse(record: Record, what: str, remedy: str) -> None:
     if record.saver == PATCH:
         raise ModelsDiffer(
             f"{record.root}: {what}. The patch was read on another base than its own: check --option base and "
@@ -177,6 +183,6 @@ def _refuse(record: Record, what: str) -> None:
             code="wrong-base",
         )
     raise CorruptCheckpoint(
-        f"{record.root}: {what}. It was damaged or changed since ({RECORD_NAME}); --no-check-source accepts it",
+        f"{record.root}: {what}. It was damaged or changed since ({RECORD_NAME}); {remedy}",
         code="changed-since-written",
     )

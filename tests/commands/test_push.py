@@ -243,6 +243,19 @@ def test_a_model_without_a_tokenizer_is_not_pushed_without_a_word(
     assert json.loads(whole.out)["missing"] == []
 
 
+def test_a_model_that_differs_from_its_record_is_not_published(model: Path, tmp_path: Path) -> None:
+    """Another program has trained it in place. The card would name the fingerprint of the old weights."""
+    megaconv.convert(model, tmp_path / "out", saver="hf")
+    file = tmp_path / "out" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    outcome = run("push", tmp_path / "out", NAME, "--dry-run")
+    assert_refused(outcome, 3, "other values than were written", "remove megaconv.json")
+    (tmp_path / "out" / "megaconv.json").unlink()
+    assert run("push", tmp_path / "out", NAME, "--dry-run").status == 0
+
+
 def test_a_sealed_model_is_pushed_as_it_was_signed(hub: Hub, model: Path, tmp_path: Path) -> None:
     sealed = Path(shutil.copytree(model, tmp_path / "sealed"))
     megaconv.seal(sealed, key=write_keys(tmp_path / "keys").private)
