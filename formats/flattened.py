@@ -133,17 +133,22 @@ def _parts(start: int, stop: int, shape: Shape) -> Iterator[tuple[Shape, Shape, 
         if start < stop:
             yield (start,) * len(shape), (stop - start,) * len(shape), start
         return
-    row_elements = prod(shape[1:])
-    # If the first or the last row is incomplete, it ends at `head` or begins at `tail`.
-    head = min(stop, -(-start // row_elements) * row_elements)
-    tail = max(head, stop // row_elements * row_elements)
-    first_row = start // row_elements
-    first_whole, last = head // row_elements, tail // row_elements
+    # The elements up to `head` and from `tail` on lie in incomplete rows. Whole rows are between them.
+    width = prod(shape[1:])
+    head = min(stop, -(-start // width) * width)
+    tail = max(head, stop // width * width)
+    first_whole, after_whole = head // width, tail // width
+    yield from _parts_of_row(start // width, start, head, shape)
+    yield from _parts_of_row(after_whole, tail, stop, shape)
+    if first_whole < after_whole:
+        inner_corner = (0,) * (len(shape) - 1)
+        yield (first_whole, *inner_corner), (after_whole - first_whole, *shape[1:]), head
 
-    for row, begin, end in ((first_row, start, head), (last, tail, stop)):
-        above = row * row_elements
-        for place, part, element in _parts(begin - above, end - above, shape[1:]):
-            yield (row, *place), (1, *part), above + element
-    if first_whole < last:
-        corner = (first_whole, *(0,) * (len(shape) - 1))
-        yield corner, (last - first_whole, *shape[1:]), first_whole * row_elements
+
+def _parts_of_row(
+    row: int, start: int, stop: int, shape: Shape
+) -> Iterator[tuple[Shape, Shape, int]]:
+    """Yield elements start to stop as _parts does. All of them lie in one row."""
+    above = row * prod(shape[1:])
+    for place, part, element in _parts(start - above, stop - above, shape[1:]):
+        yield (row, *place), (1, *part), above + element

@@ -624,19 +624,18 @@ def test_a_cast_of_any_bits_in_any_rectangle_is_what_torch_does(
     source: str, target: str, data: st.DataObject
 ) -> None:
     rows, cols = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
-    dtype = getattr(torch, source)
-    content = data.draw(
-        st.binary(min_size=rows * cols * dtype.itemsize, max_size=rows * cols * dtype.itemsize)
-    )
-    values = torch.frombuffer(bytearray(content), dtype=dtype).reshape(rows, cols)
+    before, after = getattr(torch, source), getattr(torch, target)
+    nbytes = rows * cols * before.itemsize
+    content = data.draw(st.binary(min_size=nbytes, max_size=nbytes))
+    values = torch.frombuffer(bytearray(content), dtype=before).reshape(rows, cols)
     cast = CastTensor(as_lazy(values), target, "x", overflow=True)
-    expected = values.to(getattr(torch, target))
-    found = torch.from_numpy(read_tensor(cast)).view(getattr(torch, target))
+    expected = values.to(after)
+    found = torch.from_numpy(read_tensor(cast)).view(after)
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
-    part = torch.empty(rows, 1, dtype=getattr(torch, target))
-    cast.read_into(Box(0, rows, cols - 1, cols), part.view(torch.uint8).numpy())
-    assert torch.equal(part.nan_to_num(nan=0.0), expected[:, -1:].nan_to_num(nan=0.0))
+    last_column = torch.empty(rows, 1, dtype=after)
+    cast.read_into(Box(0, rows, cols - 1, cols), last_column.view(torch.uint8).numpy())
+    assert torch.equal(last_column.nan_to_num(nan=0.0), expected[:, -1:].nan_to_num(nan=0.0))
 
 
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:

@@ -89,14 +89,14 @@ def test_blocks_that_do_not_fill_the_matrix_and_any_rectangles(data: st.DataObje
     rows, cols, high, wide = (data.draw(st.integers(1, size)) for size in (9, 9, 4, 4))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     values = torch.randn(rows, cols, generator=generator).to(torch.float8_e4m3fn)
-    scales = torch.rand(-(-rows // high), -(-cols // wide), generator=generator)
+    blocks_down, blocks_across = -(-rows // high), -(-cols // wide)
+    scales = torch.rand(blocks_down, blocks_across, generator=generator)
     tensors = {"x.weight": as_lazy(values), "x.weight_scale_inv": as_lazy(scales)}
     (found,) = dequantize(tensors, fp8_config(high, wide), None, "here").values()
-    spread = scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :cols]
-    expected = (values.float() * spread).bfloat16()
-    assert_same(
-        in_rectangles(found, data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))), expected
-    )
+    scale_of_each = scales.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :cols]
+    expected = (values.float() * scale_of_each).bfloat16()
+    rows_at_once, cols_at_once = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    assert_same(in_rectangles(found, rows_at_once, cols_at_once), expected)
 
 
 # MXFP4.

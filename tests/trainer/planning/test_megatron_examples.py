@@ -84,13 +84,17 @@ def test_a_dry_run_of_an_encoder_does_so_too(name: str, tmp_path: Path) -> None:
 
 def test_a_dry_run_of_the_hybrid_plans_megatrons_layers_from_their_shares(tmp_path: Path) -> None:
     found = planned(MAMBA, tmp_path)
-    hidden, inner, groups_and_states, heads = 1024, 2048, 2 * 8 * 128, 32
-    in_and_out = hidden * (2 * inner + groups_and_states + heads) + inner * hidden
-    of_mamba = in_and_out + 5 * (inner + groups_and_states) + 3 * heads + inner + hidden
-    of_attention = 3 * hidden**2 + hidden
-    of_mlp = 8 * hidden**2 + hidden
-    of_ends = 2 * 256000 * hidden + hidden
-    assert found["parameters"] == 20 * of_mamba + 4 * of_attention + 24 * of_mlp + of_ends
+    hidden, inner, heads, vocab = 1024, 2048, 32, 256000
+    groups_and_states = 2 * 8 * 128
+    norm = hidden
+    projections = hidden * (2 * inner + groups_and_states + heads) + inner * hidden
+    convolution = 5 * (inner + groups_and_states)  # width 4, and a bias
+    of_heads = 3 * heads  # A_log, D and dt_bias
+    mamba = projections + convolution + of_heads + inner + norm
+    attention = 3 * hidden**2 + norm
+    mlp = 8 * hidden**2 + norm
+    ends = 2 * vocab * hidden + norm
+    assert found["parameters"] == 20 * mamba + 4 * attention + 24 * mlp + ends
     assert [found["layout"][size] for size in ("tp", "pp", "dp")] == [1, 1, 8]
     assert found["stages"][0]["activation_bytes"] > 0
 

@@ -82,15 +82,18 @@ def _row_backward(
     q, k, v = qkv
     found = _scores(q, k, v, causal, how)
     weights = (found.scores - logs.clamp(min=-1e30).unsqueeze(-1)).exp()
-    of_out, wide_out = (x.float().permute(0, 2, 1, 3) for x in (grad, out))
-    of_weights = of_out @ found.v.transpose(-1, -2)
-    along = (of_out * wide_out).sum(-1, keepdim=True)
-    of_scores = weights * (of_weights - along) * found.scale
-    of_q, of_k = of_scores @ found.k, of_scores.transpose(-1, -2) @ found.q
-    of_v = weights.transpose(-1, -2) @ of_out
-    of_k, of_v = (x.unflatten(1, (-1, found.queries_per_key)).sum(2) for x in (of_k, of_v))
-    each = zip((of_q, of_k, of_v), (q, k, v), strict=True)
-    return [x.permute(0, 2, 1, 3).to(like.dtype) for x, like in each]
+    grad_out = grad.float().permute(0, 2, 1, 3)
+    grad_weights = grad_out @ found.v.mT
+    along = (grad_out * out.float().permute(0, 2, 1, 3)).sum(-1, keepdim=True)
+    grad_scores = weights * (grad_weights - along) * found.scale
+    grad_q = grad_scores @ found.k
+    grad_k = grad_scores.mT @ found.q
+    grad_v = weights.mT @ grad_out
+    # Sum over the query heads that share a key head.
+    grad_k = grad_k.unflatten(1, (-1, found.queries_per_key)).sum(2)
+    grad_v = grad_v.unflatten(1, (-1, found.queries_per_key)).sum(2)
+    gradients = zip((grad_q, grad_k, grad_v), qkv, strict=True)
+    return [x.permute(0, 2, 1, 3).to(like.dtype) for x, like in gradients]
 
 
 def _documents(starts: Tensor) -> list[slice]:
