@@ -22,7 +22,8 @@ from megatron_lite.engine import Engine
 from megatron_lite.models.ends import Head
 from megatron_lite.parallel.parameters import ParameterInfo, replace_parameter
 from megatron_lite.parallel.tensor import VocabEmbedding
-from megatron_lite.products.int8 import Int8Matrix, Int8Product, has_int8_products, quantize
+from megatron_lite.products.int8 import Int8Matrix, Int8Product, quantize
+from megatron_lite.products.int8_kernels import has_int8_products
 from megatron_lite.products.product import PLAIN
 
 BLOCK_ELEMENTS = 2 << 20

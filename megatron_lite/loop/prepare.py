@@ -45,7 +45,7 @@ from megatron_lite.parallel.grid import make_grid
 from megatron_lite.processes.failure import all_or_none
 from megatron_lite.processes.launch import Place
 from megatron_lite.processes.node import once_a_node
-from megatron_lite.products.product import lacks_bf16
+from megatron_lite.products.processor import lacks_bf16
 from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
 from megatron_lite.settings.config import Settings, subjects
 from megatron_lite.settings.contradictions import check_flags, check_steps

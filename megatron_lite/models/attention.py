@@ -20,7 +20,7 @@ from megatron_lite.models.passes import Packed, Pass
 from megatron_lite.models.scored_attention import Rules, attend_by_scores
 from megatron_lite.models.scores import raise_by_rows
 from megatron_lite.parallel.context import ContextGroup, heads_for_tokens, tokens_for_heads
-from megatron_lite.products.product import lacks_bf16
+from megatron_lite.products.processor import lacks_bf16
 
 KERNELS = {
     "flash": (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),

@@ -3,41 +3,29 @@
     weights       w = q s: q int8 in -127..127, s float32, one for each row of the matrix
     activations   x = (h + l / 126) a / 63: h and l integers in -63..63, a the largest of the row's absolute values
 
-FBGEMM multiplies h and l with q as two rows of one product, whose sums are exact in int32. x is therefore precise to
+A kernel multiplies h and l with q as two rows of one product, whose sums are exact in int32. x is therefore precise to
 14 bits. With 8 bits, one large value in a row would cost the small ones their precision. Sums of the AVX2 instruction
 overflow beyond 7 bits of one operand, and h and l have 7.
 
 A row's result depends on the row alone, not on other rows of the product.
 """
 
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_lite.products.int8_kernels import kernel_of
 from megatron_lite.products.product import Product
 
-ENGINE = "fbgemm"
-"""torch's name of the library."""
 WEIGHT_STEPS, STEPS = 127, 63
 """Largest integers of weights, and of the two parts of activations."""
 _FINER = 2 * STEPS
 """The second part of an activation counts so many times less than the first."""
-_ZERO = STEPS + 1
-"""The kernel takes activations as uint8, with this zero point."""
 _SMALLEST = 1e-30
 """Least divisor of a row, for rows of zeros."""
 _ROWS = 512
 """Rows of a product that are computed at a time, which bounds the memory for both parts."""
-
-
-def has_int8_products() -> bool:
-    """Return whether this torch has the kernel for this processor: x86-64 with AVX2."""
-    return ENGINE in torch.backends.quantized.supported_engines
 
 
 @dataclass(frozen=True)
@@ -76,7 +64,7 @@ class Int8Product(Product):
         """Copy the matrix into the kernel's order of memory."""
         self.shape = tuple(matrix.values.shape)
         self.nbytes = matrix.nbytes
-        self._packed = _packed(matrix)
+        self._kernel = kernel_of(matrix.values, matrix.scales)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., in], bias [out] -> [..., out] in the dtype of x. weight: is not used, and may have no memory."""
@@ -101,33 +89,5 @@ class Int8Product(Product):
         fine = scaled.sub_(coarse).mul_(_FINER)
         both = torch.cat((coarse, fine))
         # The kernel rounds the fine part to integers.
-        made: Tensor = _kernel()(both, 1.0, _ZERO, self._packed)
-        found, rest = torch.split(made, len(x))
+        found, rest = torch.split(self._kernel(both), len(x))
         return found.add_(rest, alpha=1 / _FINER).mul_(scale)
-
-
-@cache
-def _kernel() -> Callable[[Tensor, float, int, Any], Tensor]:
-    """Return torch's product: rows [rows, in], their scale and zero point, the packed matrix -> float32 [rows, out].
-
-    The overload is named, because torch takes 15 us to find it for each call.
-    """
-    found: Callable[[Tensor, float, int, Any], Tensor]
-    found = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
-    return found
-
-
-def _packed(matrix: Int8Matrix) -> Any:
-    """Return the kernel's object."""
-    zeros = torch.zeros(len(matrix.scales), dtype=torch.int64)
-    scales = matrix.scales.double()
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = ENGINE
-    try:
-        with warnings.catch_warnings():
-            # torch announces that tensors of this kind will go.
-            warnings.simplefilter("ignore")
-            quantized = torch._make_per_channel_quantized_tensor(matrix.values, scales, zeros, 0)
-            return torch.ops.quantized.linear_prepack(quantized, None)
-    finally:
-        torch.backends.quantized.engine = before

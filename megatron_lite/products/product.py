@@ -3,9 +3,7 @@
 A module with a matrix has the attribute `product`. It is PLAIN unless another implementation was set (products/selection.py).
 """
 
-import platform
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from megatron_lite.products import compiled
 from megatron_lite.products.accumulating import GradientSum, gradient_sum_of, without_content
+from megatron_lite.products.processor import has_tiles, lacks_bf16
 
 TURNED_ROUND = range(8, 16)
 """Numbers of rows for which MKL computes W x' faster than x W' in float32.
@@ -21,11 +20,11 @@ TURNED_ROUND = range(8, 16)
 W x' is up to 2.8 times as fast, for 15 rows and a matrix of 4096 by 4096.
 """
 
-TURNED_ROUND_IN_BF16 = range(2, 33)
-"""Numbers of rows for which oneDNN computes W x' faster than x W' in bf16.
+TURNED_ROUND_IN_TILES = range(2, 33)
+"""Numbers of rows for which a processor with AMX computes W x' faster than x W' in bf16.
 
-For 16 rows and a matrix of 5632 by 1024, W x' is 1.3 times as fast. One row is fastest as a vector, 1.4 times as fast as x W'
-(Xeon with AMX, one thread).
+For 16 rows and a matrix of 5632 by 1024, W x' is 1.3 times as fast. One row is fastest as a vector, 1.4 times as fast as x W'.
+Without AMX, both are slower than x W'.
 """
 
 IN_FLOAT32 = 6
@@ -58,13 +57,15 @@ def _quickest(rows: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]
     count = len(rows)
     if rows.dtype == torch.float32:
         return _turned_round if count in TURNED_ROUND else F.linear
-    if rows.dtype != torch.bfloat16 or not _is_x86(rows.device.type):
+    if rows.dtype != torch.bfloat16:
         return F.linear
     if lacks_bf16(rows.device.type):
         return _in_float32 if count >= IN_FLOAT32 else F.linear
+    if not has_tiles(rows.device.type):
+        return F.linear
     if count == 1:
         return _as_vector
-    return _turned_round if count in TURNED_ROUND_IN_BF16 else F.linear
+    return _turned_round if count in TURNED_ROUND_IN_TILES else F.linear
 
 
 def _turned_round(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -88,17 +89,6 @@ def _in_float32(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     for block, out in zip(torch.split(weight, step), torch.split(made, step, 1), strict=True):
         out.copy_(floats @ block.float().t())
     return made if bias is None else made + bias
-
-
-@cache
-def _is_x86(device: str) -> bool:
-    return device == "cpu" and platform.machine() in ("x86_64", "AMD64")
-
-
-@cache
-def lacks_bf16(device: str) -> bool:
-    """Return whether the processor has no instructions for bf16, so that torch's product is a plain loop."""
-    return _is_x86(device) and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class Product:

@@ -17,7 +17,7 @@ from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import Scored
 from megatron_lite.models.ends import Head
 from megatron_lite.processes import launch
-from megatron_lite.products.int8 import has_int8_products
+from megatron_lite.products.int8_kernels import has_int8_products
 from megatron_lite.settings.parallel import Parallel
 from tests.memory import growth
 from tests.trainer.inference.conversations import save

@@ -4,12 +4,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.products.int8 import Int8Matrix, Int8Product, has_int8_products, quantize
+from megatron_lite.products import int8_kernels
+from megatron_lite.products.int8 import Int8Matrix, Int8Product, quantize
+from megatron_lite.products.int8_kernels import has_int8_products
 
 pytestmark = pytest.mark.skipif(
     not has_int8_products(), reason="this torch has no int8 kernel for this processor"
 )
 OUT, IN = 37, 210
+
+
+@pytest.fixture(autouse=True, params=["fbgemm", "onednn"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute with both kernels, whatever the processor has."""
+    monkeypatch.setattr(int8_kernels, "has_int8_sums", lambda: request.param == "onednn")
 
 
 def normal(*shape: int) -> Tensor:

@@ -6,13 +6,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from megatron_lite.parallel.tensor import rms_normalize
 from megatron_lite.products import product
-from megatron_lite.products.product import (
-    IN_FLOAT32,
-    TURNED_ROUND,
-    TURNED_ROUND_IN_BF16,
-    lacks_bf16,
-    linear,
-)
+from megatron_lite.products.processor import lacks_bf16
+from megatron_lite.products.product import IN_FLOAT32, TURNED_ROUND, TURNED_ROUND_IN_TILES, linear
 
 
 def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -49,14 +44,15 @@ def test_a_product_of_few_rows_is_that_of_many(rows: int, biased: bool) -> None:
 
 @pytest.mark.parametrize("lacks", [True, False])
 @pytest.mark.parametrize(
-    "rows", [1, IN_FLOAT32, TURNED_ROUND.start, TURNED_ROUND_IN_BF16.stop - 1, 70]
+    "rows", [1, IN_FLOAT32, TURNED_ROUND.start, TURNED_ROUND_IN_TILES.stop - 1, 70]
 )
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_product_in_bf16_is_that_of_its_numbers_in_float64(
     lacks: bool, rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds on processors with and without instructions for bf16, and for several blocks of the matrix."""
+    """This holds on processors without instructions for bf16 and with tiles, and for several blocks of the matrix."""
     monkeypatch.setattr(product, "lacks_bf16", lambda device: lacks)
+    monkeypatch.setattr(product, "has_tiles", lambda device: not lacks)
     monkeypatch.setattr(product, "_BLOCK", 24 * 7)
     inputs = [leaf.detach().bfloat16() for leaf in leaves((1, rows, 24), (40, 24), (40,))]
     inputs = inputs[: 2 + biased]
