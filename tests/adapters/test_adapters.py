@@ -406,7 +406,7 @@ def test_an_adapter_that_is_not_there_is_told_apart_from_a_directory_of_somethin
     assert_refused(run("merge", model, model, "--save-dir", out), 2, "has no adapter_config.json")
 
 
-def test_of_a_run_that_trains_an_adapter_the_newest_is_merged_and_named(tmp_path: Path) -> None:
+def test_the_newest_adapter_of_a_run_is_merged_and_named(tmp_path: Path) -> None:
     case, run_of_it = LINEAR, tmp_path / "run"
     shutil.copytree(case / "adapter", run_of_it / "iter_0000012")
     edited(case / "adapter", run_of_it / "iter_0000010", {"lora_alpha": 1})

@@ -66,7 +66,7 @@ def test_a_bin_file_is_listed(tmp_path: Path, format: str) -> None:  # noqa: A00
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "model.gguf"])
-def test_of_a_single_damaged_file_its_own_fault_is_told_not_what_lies_beside(
+def test_the_error_for_a_damaged_file_is_about_the_file_and_not_its_neighbours(
     name: str, tmp_path: Path
 ) -> None:
     write_llama(tmp_path / "model", layers=1)

@@ -63,7 +63,9 @@ def rank_file(path: Path) -> Path:
     return one_rank(path) / "model_optim_rng.pt"
 
 
-def test_of_many_checkpoints_below_some_are_listed_and_more_are_said(tmp_path: Path) -> None:
+def test_an_error_about_many_checkpoints_below_lists_some_and_counts_the_rest(
+    tmp_path: Path,
+) -> None:
     for number in range(6):
         shutil.copytree(CORE / "checkpoint", tmp_path / f"run{number}")
     outcome = run("fingerprint", tmp_path)

@@ -76,7 +76,9 @@ def test_every_type_of_a_gguf_output_is_read_back(source: Path, kind: str, tmp_p
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("family", FURTHER)
-def test_so_are_families_that_are_stored_otherwise(family: str, kind: str, tmp_path: Path) -> None:
+def test_families_with_other_stored_forms_are_read_back(
+    family: str, kind: str, tmp_path: Path
+) -> None:
     source = write_model(tmp_path / "hf", family, max_position_embeddings=64, **FURTHER[family])
     require_verified(write(source, tmp_path / "out", kind, "--option", "tokenizer=none"))
 
@@ -108,7 +110,7 @@ def test_one_bit_that_reads_back_otherwise_ends_the_run(
 
 
 @pytest.mark.parametrize("name", ["token_embd.weight", "output_norm.weight"])
-def test_so_does_a_header_that_calls_a_tensor_otherwise(
+def test_a_header_with_another_name_for_a_tensor_ends_the_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def damage(path: Path) -> None:

@@ -40,7 +40,7 @@ def test_a_link_out_of_the_model_is_not_copied(
     assert run("inspect", model).status == 0
 
 
-def test_nor_is_one_in_an_original(model: Path, tmp_path: Path, secret: Path) -> None:
+def test_a_link_out_of_an_original_is_not_copied(model: Path, tmp_path: Path, secret: Path) -> None:
     original = write_llama(tmp_path / "original", layers=1)
     (original / "notes.txt").symlink_to(secret)
     with unchanged(tmp_path):
@@ -49,7 +49,7 @@ def test_nor_is_one_in_an_original(model: Path, tmp_path: Path, secret: Path) ->
 
 
 @pytest.mark.parametrize("saver", SAVERS)
-def test_a_link_within_the_model_is(model: Path, tmp_path: Path, saver: str) -> None:
+def test_a_link_within_the_model_is_copied(model: Path, tmp_path: Path, saver: str) -> None:
     (model / "files").mkdir()
     (model / "files" / "real").write_text("{}")
     (model / "tokenizer.json").symlink_to("files/real")
@@ -60,8 +60,10 @@ def test_a_link_within_the_model_is(model: Path, tmp_path: Path, saver: str) -> 
 
 
 @pytest.mark.parametrize("place", ["models--org--name/snapshots/abc", "elsewhere/llama"])
-def test_so_is_one_into_the_cache_of_the_hub(model: Path, tmp_path: Path, place: str) -> None:
-    """Its snapshots, and what older versions of its client put into a directory of the user's choice."""
+def test_a_link_into_the_cache_of_the_hub_is_copied(
+    model: Path, tmp_path: Path, place: str
+) -> None:
+    """Snapshots have such links. Older versions of the client also put them into a directory of the user's choice."""
     blobs = tmp_path / "models--org--name" / "blobs"
     blobs.mkdir(parents=True)
     (blobs / "0123").write_text("{}")

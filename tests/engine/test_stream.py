@@ -201,7 +201,7 @@ def test_missing_tensors_are_named(stream: Stream) -> None:
         stream.end(1)
 
 
-def test_of_many_missing_tensors_some_are_named_and_the_rest_counted(header: Header) -> None:
+def test_an_error_about_many_missing_tensors_names_some_and_counts_the_rest(header: Header) -> None:
     stream = Stream(1)
     stream.put_header(
         replace(

@@ -216,7 +216,9 @@ def test_a_tasks_head_has_the_names_of_megatrons_tasks_in_its_legacy_files(
     assert first["model"].keys() == {"language_model"}
 
 
-def test_for_core_it_is_said_that_core_has_no_such_head(models: Models, tmp_path: Path) -> None:
+def test_the_refusal_for_core_says_that_core_has_no_such_head(
+    models: Models, tmp_path: Path
+) -> None:
     report = megaconv.convert(
         models("MegatronBertForMultipleChoice"), tmp_path / "core", saver="core"
     )

@@ -245,7 +245,7 @@ def test_repetitions_of_a_record_that_the_memo_would_be_changed_by_are_followed_
     assert same(data)
 
 
-def test_as_many_values_are_allowed_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_allow_as_many_values_as_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("formats.pickle_machine.PICKLE_VALUES", 1000)
     data = CLASS + b"q\0h\0" + b")\x81}bh\0" * 20_000 + b"."
     assert outcome(data, Machine) == outcome(data, OneByOne)

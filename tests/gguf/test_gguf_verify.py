@@ -44,7 +44,9 @@ def test_what_was_written_is_found_again(source: Path, kind: str, tmp_path: Path
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("family", FURTHER)
-def test_so_are_families_that_are_stored_otherwise(family: str, kind: str, tmp_path: Path) -> None:
+def test_families_with_other_stored_forms_are_verified(
+    family: str, kind: str, tmp_path: Path
+) -> None:
     source = write_model(tmp_path / "hf", family, max_position_embeddings=64, **FURTHER[family])
     out = written(source, tmp_path / "out", kind, tokenizer="none")
     found = megaconv.verify(out)

@@ -89,7 +89,7 @@ def test_a_cast_and_several_files_are_served_too(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_so_is_every_order_of_elements(name: str, tmp_path: Path) -> None:
+def test_every_order_of_elements_is_that_of_a_conversion(name: str, tmp_path: Path) -> None:
     from tests.transformers_oracle import MIXTURES, VARIANTS, create
 
     create((VARIANTS | MIXTURES)[name], tmp_path / "source")

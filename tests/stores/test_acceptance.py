@@ -81,7 +81,7 @@ def test_six_requests_read_the_metadata_of_a_distributed_checkpoint(
 
 
 @pytest.mark.slow
-def test_of_two_runs_on_one_target_exactly_one_wins(writable: SmallStore, tmp_path: Path) -> None:
+def test_exactly_one_of_two_runs_on_one_target_wins(writable: SmallStore, tmp_path: Path) -> None:
     """Acceptance 7, a sample: two processes that begin at random moments. The loser touches nothing."""
     words = ("convert", LLAMA, f"s3://{BUCKET}/out", "--saver", "hf")
     assert run(*words).status == 0

@@ -128,7 +128,7 @@ def test_masks_of_templates_that_remove_thinking_are_those_of_transformers(
     assert "minus" not in learned_text(marked, ChatTemplate(marked), Chat(THOUGHT))
 
 
-def test_of_a_template_with_marks_the_last_answer_is_learned_as_it_is_marked(
+def test_a_template_with_marks_decides_which_part_of_the_last_answer_is_learned(
     tmp_path: Path,
 ) -> None:
     """The thinking is left out if the marks leave it out."""

@@ -58,7 +58,7 @@ def test_the_completion_and_the_end_are_learned_and_the_prompt_is_not(tmp_path: 
     assert sample.documents.tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
 
 
-def test_of_a_text_all_is_learned(tmp_path: Path) -> None:
+def test_a_whole_text_is_learned(tmp_path: Path) -> None:
     dataset = build(tmp_path, [{"text": "1 2"}, {"input": "3", "output": "4"}], seed=3)[0]
     assert dataset is not None
     first, second = sorted(

@@ -130,7 +130,7 @@ CHATS = {
     "template", [MARKED["chatml"], without_marks(MARKED["chatml"])], ids=["marked", "unmarked"]
 )
 @pytest.mark.parametrize("form", CHATS)
-def test_of_a_conversation_the_last_answer_alone_is_compared(
+def test_only_the_last_answer_of_a_conversation_is_compared(
     form: str, template: str, tmp_path: Path
 ) -> None:
     tokenizer = chatty(tmp_path, template)

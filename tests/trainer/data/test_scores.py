@@ -171,7 +171,7 @@ def test_a_classifier_gives_what_the_pipeline_of_transformers_gives(
 
 
 @pytest.mark.oracle
-def test_of_a_long_text_the_highest_window_counts(tmp_path: Path, classifier: Path) -> None:
+def test_the_highest_window_of_a_long_text_counts(tmp_path: Path, classifier: Path) -> None:
     parts = ["fine " * 6, "bad " * 6, "more words " * 3]
     source = write(tmp_path / "in.jsonl", [*parts, "".join(parts)])
     words = ("--max-tokens", 8)

@@ -109,7 +109,7 @@ def test_a_prompt_is_judged_without_generating(serving: Serving, model: tuple[Pa
     )
 
 
-def test_as_many_likeliest_tokens_are_told_as_were_asked_for(serving: Serving) -> None:
+def test_an_answer_has_the_requested_number_of_likeliest_tokens(serving: Serving) -> None:
     """Half of this tokenizer's tokens are parts of characters, which have no text of their own."""
     body = {"prompt": "Hello", "max_tokens": 8, "temperature": 1.0, "seed": 1, "logprobs": 5}
     logprobs = serving.ask("/v1/completions", body)[1]["choices"][0]["logprobs"]

@@ -129,7 +129,7 @@ def test_ctrl_c_before_the_first_step_ends_with_one_line(tmp_path: Path) -> None
         ([signal.SIGHUP, signal.SIGWINCH, signal.SIGINT], False, False),
     ],
 )
-def test_which_signals_end_a_run_at_once(
+def test_these_signals_end_a_run_at_once(
     arriving: list[int], torchrun: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchrun makes SIGTERM of a second Ctrl-C; a batch system that sends one asks for a save."""

@@ -81,7 +81,7 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(
     ],
     ids=str,
 )
-def test_and_at_other_layouts(
+def test_other_layouts_compute_the_same(
     name: str, layout: Layout, sequence_parallel: bool, tmp_path: Path, world: World
 ) -> None:
     made(name, tmp_path)

@@ -37,7 +37,9 @@ print(len(made), sum(len(ranks) - 1 for ranks in made.values() if len(ranks) < 5
 @pytest.mark.parametrize(
     ("rank", "groups", "peers"), [(0, 6, 27), (130, 5, 26)], ids=["an end", "the middle"]
 )
-def test_of_512_ranks_each_has_groups_with_a_few_alone(rank: int, groups: int, peers: int) -> None:
+def test_each_of_512_ranks_has_groups_with_only_a_few_others(
+    rank: int, groups: int, peers: int
+) -> None:
     """The world; 8 tensor ranks, which share experts, too; 16 replicas; 2 of a sequence; 4 stages, and at these ends 2 of them."""
     found = subprocess.run(
         [sys.executable, "-c", COUNT_GROUPS, str(rank)],

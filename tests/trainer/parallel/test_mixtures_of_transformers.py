@@ -128,7 +128,7 @@ def test_a_family_without_a_class_computes_what_its_relative_does(
 
 @pytest.mark.parametrize("tp", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", RELATIVES)
-def test_and_such_a_family_at_other_layouts(
+def test_such_a_family_computes_the_same_at_other_layouts(
     family: str, tp: int, tmp_path: Path, world: World
 ) -> None:
     experts = 1 if family == "mimo" else 2
@@ -214,6 +214,8 @@ def test_and_such_a_family_at_other_layouts(
     ],
     ids=str,
 )
-def test_and_at_other_layouts(name: str, layout: Layout, tmp_path: Path, world: World) -> None:
+def test_other_layouts_compute_the_same(
+    name: str, layout: Layout, tmp_path: Path, world: World
+) -> None:
     compute(VARIANTS[name], tmp_path)
     world.run(layout.tp * layout.pp, compare, tmp_path, layout)

@@ -134,9 +134,7 @@ def test_a_plan_for_people_names_every_stage_and_group(
         assert f"\n{group:>8}  " in out
 
 
-def test_of_one_rank_there_is_nothing_to_say_about_traffic(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_one_rank_has_no_traffic(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--load", str(write_llama(tmp_path / "model"))]) == 0
     assert "hands over" not in capsys.readouterr().out
 
