@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from formats import rank_files
+from megaconv.adapters.peft_files import adapter_directory
 from megaconv.commands.stored import (
     SUFFIXES,
     Contents,
@@ -95,6 +96,8 @@ class Survey:
 def survey(path: Path, error: CheckpointError) -> Survey | None:
     """A description of an input that a loader refused with this error; None if nothing is known.
 
+    The description of a run that trains an adapter is that of the newest one.
+
     Raises UnsafeContent for files that ask for code to be run.
     """
     if error.code not in CODES and not (
@@ -102,8 +105,9 @@ def survey(path: Path, error: CheckpointError) -> Survey | None:
     ):
         return None
     try:
-        contents = _contents(path)
-        facts = {**(adapter_facts(path) or {}), **config_facts(path)} if path.is_dir() else {}
+        place = adapter_directory(path) if path.is_dir() else path
+        contents = _contents(place)
+        facts = {**(adapter_facts(place) or {}), **config_facts(place)} if place.is_dir() else {}
     except UnsafeContent:
         raise
     except CheckpointError:

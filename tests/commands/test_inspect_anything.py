@@ -130,6 +130,16 @@ def test_a_gguf_file_that_ends_too_early_is_refused(tmp_path: Path, length: int)
         gguf_header.read(tmp_path / "x.gguf")
 
 
+def test_a_run_that_trains_an_adapter_shows_the_newest(tmp_path: Path) -> None:
+    for name in ("iter_0000001", "iter_0000002"):
+        shutil.copytree(ADAPTER, tmp_path / "run" / name)
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("2")
+    found = inspected(tmp_path / "run")
+    assert "adapter" in found["format"]
+    assert "megaconv merge" in found["reason"]
+    assert_tensors(found, load_file(ADAPTER / "adapter_model.safetensors"))
+
+
 def test_an_adapter_says_what_it_adapts() -> None:
     found = inspected(ADAPTER)
     assert "adapter" in found["format"]
