@@ -10,7 +10,7 @@ from formats.stores.waiting import MEMORY_BYTES, Terms, Waiting
 from formats.target import Target
 from megaconv._version import __version__
 from megaconv.engine.open_parts import most_open
-from megaconv.engine.parts import PartPlan, in_parts, orders
+from megaconv.engine.parts import PartPlan, in_parts
 from megaconv.engine.plan import OutputPlan
 from megaconv.engine.ranks import ALONE, Ranks
 from megaconv.engine.record import RECORD_NAME
@@ -68,12 +68,12 @@ def parts_of(
     memory = max(MEMORY_BYTES, options.max_memory // 4)
     most = max(_MOST_AHEAD, workers)
     found: list[tuple[PartPlan, Waiting]] = []
-    for order in orders(plan):
-        parts, waiting = _in_memory(in_parts(plan, manifest, order), most, memory)
+    for each in in_parts(plan, manifest):
+        parts, waiting = _in_memory(each, most, memory)
         if parts.ahead == most and not waiting.is_spooled:
             return parts, waiting
         found.append((parts, waiting))
-    return min(found, key=lambda each: (each[1].spool_bytes, -each[0].ahead))
+    return min(found, key=lambda one: (one[1].spool_bytes, -one[0].ahead))
 
 
 def _in_memory(parts: PartPlan, most: int, memory: int) -> tuple[PartPlan, Waiting]:

@@ -48,11 +48,8 @@ class PartPlan:
         return max((period.nbytes for period in self.periods), default=0)
 
 
-def in_parts(
-    plan: OutputPlan, manifest: Mapping[Key, TensorInfo], order: Mapping[Key, int]
-) -> PartPlan:
-    """The plan of an output in parts, with one place at a time. order: one of `orders`."""
-    rows = {key: matrix_shape(manifest[key].shape)[0] for key in order}
+def in_parts(plan: OutputPlan, manifest: Mapping[Key, TensorInfo]) -> Iterator[PartPlan]:
+    """Yield the plans of an output in parts, in each of the possible orders, with one place at a time."""
     zeros = _zeros(plan)
     files = {
         name: _file_parts(layout, zeros.get(name, ()))
@@ -60,7 +57,10 @@ def in_parts(
         if layout.records
     }
     headers = {name: of_file.pieces for name, of_file in files.items()}
-    return PartPlan(order, files, open_periods(plan, order, rows, headers))
+    written = [key for key, places in plan.placements.items() if places]
+    rows = {key: matrix_shape(manifest[key].shape)[0] for key in written}
+    for order in orders(plan):
+        yield PartPlan(order, files, open_periods(plan, order, rows, headers))
 
 
 def in_order(source: Source, order: Mapping[Key, int]) -> Iterator[Unit]:
