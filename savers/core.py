@@ -114,10 +114,11 @@ def fit_adapter(source: Source, options: SaveOptions) -> Source:
 
 
 def refuse(config: ModelConfig, options: SaveOptions, *, has_layout: bool) -> None:
-    """Raise LayoutError for requested sizes that the model can't be sharded to.
+    """Raise LayoutError for requested sizes that the model can't be sharded to, NotExpressible for a model without names.
 
     has_layout: True if the input has a layout. Sizes that are not requested are then not known yet.
     """
+    require_names(config)  # no other sizes would help
     asked = Layout(tp=options.tp or 1, ep=options.ep or 1, etp=options.etp or 1)
     rank_sizes(
         config, asked if has_layout else choose_layout(config, None, options), shares_heads=True

@@ -142,8 +142,9 @@ def require_names(config: ModelConfig) -> None:
     """Raise NotExpressible for a model of a family without names in Megatron core."""
     found = family(config.family)
     if not found.rows[0].spelling(CORE):
+        savers = "hf or dcp" if config.whole is not None else "hf, dcp or deepspeed"
         raise NotExpressible(
-            f"{found.architectures[0]} has no names in Megatron's formats (see docs/families.md); choose --saver hf, dcp or deepspeed"
+            f"{found.architectures[0]} has no names in Megatron's formats (see docs/families.md); choose --saver {savers}"
         )
 
 
