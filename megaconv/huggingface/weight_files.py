@@ -78,6 +78,15 @@ def read_directory(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
             continue
         if name.endswith(".index.json"):
             return weights, read_sharded(weights)
+        index = path / f"{name}.index.json"
+        if index.is_file():
+            _log.warning(
+                "%s: holds %s and %s, two models; %s is read, as in transformers. Remove the other one",
+                path,
+                name,
+                index.name,
+                name,
+            )
         return weights, read_file(weights)
     raise no_weights(path)
 

@@ -183,6 +183,18 @@ def test_a_missing_shard_is_named(sharded: Path) -> None:
     )
 
 
+def test_a_whole_model_beside_shards_is_read_with_a_warning(
+    sharded: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As transformers does: the one file hides the shards, from an earlier or a later save."""
+    other = write_llama(tmp_path / "other", layers=2, seed=7)
+    shutil.copy(other / "model.safetensors", sharded)
+    outcome = run("convert", sharded, tmp_path / "out", "--saver", "hf")
+    assert outcome.status == 0
+    assert "model.safetensors.index.json, two models; model.safetensors is read" in caplog.text
+    assert run("diff", other, tmp_path / "out").status == 0
+
+
 def test_shards_without_their_index_are_no_mystery(sharded: Path) -> None:
     (sharded / "model.safetensors.index.json").unlink()
     assert_convert_refuses(
