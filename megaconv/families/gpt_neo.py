@@ -48,8 +48,14 @@ _USUAL_WINDOW = 256
 def _read_windows(raw: Raw) -> Fields:
     """The windows of `local` layers. attention_types has groups of layers, each with the number of its repetitions."""
     groups: Any = raw.get(_TYPES) or [[["global", "local"], 12]]
+    layers = need_size(raw, "num_layers")
+    for _, times in groups:
+        if type(times) is not int or times > layers:
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: {_TYPES} should repeat a group at most {layers} times, found {times!r:.60}"
+            )
     kinds = [kind for names, times in groups for _ in range(times) for kind in names]
-    require_each_layer(_TYPES, kinds, need_size(raw, "num_layers"))
+    require_each_layer(_TYPES, kinds, layers)
     unknown = set(kinds) - {"global", "local"}
     if unknown:
         raise CorruptCheckpoint(

@@ -9,7 +9,9 @@ import pytest
 
 import megaconv
 from megaconv.errors import CorruptCheckpoint
+from megaconv.families import family
 from tests import hub_server
+from tests.config_models import raw_config
 from tests.families.test_families import CONFIG_KEYS, write_model
 from tests.families.test_language_models_inside import MODELS, create
 from tests.forks import start
@@ -162,6 +164,9 @@ def test_a_config_json_of_something_else_is_refused_by_name(alone: Path) -> None
         ({"torch_dtype": "auto"}, "config.json: dtype 'auto' is not known; expected one such as"),
         ({"dtype": 5}, "config.json: dtype '5' is not known"),
         ({"rms_norm_eps": ["x"] * 99}, "config.json: rms_norm_eps should be a number, found ['x',"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures should be a list of class names"),
+        ({"architectures": [["x"]]}, "architectures should be a list of class names"),
+        ({"model_type": 5}, "config.json: model_type should be a name, found 5"),
         ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope_scaling: has a value of a wrong kind"),
         (
             {"rms_norm_eps": float("inf")},
@@ -178,6 +183,12 @@ def test_a_value_that_no_model_has_is_refused_by_the_names_of_file_and_key(
         outcome = run(*words, file)
         assert_refused(outcome, 3, said, str(alone))
         assert len(outcome.err) < 400
+
+
+def test_groups_of_layers_are_not_repeated_for_ever() -> None:
+    raw = raw_config("gpt_neo", attention_types=[[[], 10**30]])
+    with pytest.raises(CorruptCheckpoint, match="should repeat a group at most"):
+        family("gpt_neo").read_hf(raw)
 
 
 def test_a_model_that_sees_is_looked_at_by_its_language_model(tmp_path: Path) -> None:
@@ -201,9 +212,9 @@ def test_a_model_that_sees_is_looked_at_by_its_language_model(tmp_path: Path) ->
     assert megaconv.inspect(file, text_only=True).header.config.family == "qwen2"
 
 
-@pytest.mark.parametrize("family", sorted(CONFIG_KEYS))
-def test_shapes_are_those_of_the_files_of_every_family(family: str, tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", family)
+@pytest.mark.parametrize("name", sorted(CONFIG_KEYS))
+def test_shapes_are_those_of_the_files_of_every_family(name: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", name)
     found, whole = megaconv.inspect(model / "config.json").header, megaconv.inspect(model).header
     assert {key: info.shape for key, info in found.manifest.items()} == {
         key: info.shape for key, info in whole.manifest.items()

@@ -15,7 +15,7 @@ QUANT_METHODS = ("fp8", "mxfp4", "modelopt", "compressed-tensors")
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """The content of a config.json. Raises CorruptCheckpoint if the file is not a JSON object."""
+    """The content of a config.json. Raises CorruptCheckpoint if it isn't a JSON object, or names no class properly."""
     if not path.exists():
         raise CorruptCheckpoint(
             f"{path}: no such file; a Hugging Face model directory has a {CONFIG_NAME}",
@@ -24,7 +24,22 @@ def load_config(path: Path) -> dict[str, Any]:
     config = read_json(path, CONFIG_BYTES)
     if not isinstance(config, dict):
         raise CorruptCheckpoint(f"{path}: expected a JSON object, found {type(config).__name__}")
+    _require_names(config, path)
     return config
+
+
+def _require_names(config: Mapping[str, Any], path: Path) -> None:
+    """Raise CorruptCheckpoint if the names of the class and of the kind of model aren't text."""
+    classes, kind = config.get("architectures"), config.get("model_type")
+    are_names = isinstance(classes or [], list) and all(
+        isinstance(name, str) for name in classes or []
+    )
+    if not are_names:
+        raise CorruptCheckpoint(
+            f"{path}: architectures should be a list of class names, found {classes!r:.60}"
+        )
+    if not isinstance(kind or "", str):
+        raise CorruptCheckpoint(f"{path}: model_type should be a name, found {kind!r:.60}")
 
 
 QUANTIZATION = "quantization_config"
