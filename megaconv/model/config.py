@@ -1,9 +1,10 @@
 """The configuration of a model: everything that any target format has to write, and what follows from it."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from megaconv.model.described import DescribedModel
-from megaconv.model.features import FEATURES, parsed
+from megaconv.model.features import OF_LAYER, OF_MODEL, parsed
 from megaconv.model.sizes import SIZES
 from megaconv.model.soundness import require_sound
 
@@ -15,6 +16,7 @@ class ModelConfig(DescribedModel):
     _features: dict[int, frozenset[str]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+    """The features of each layer that was asked about, with those of the model."""
 
     def __post_init__(self) -> None:
         """Raise CorruptCheckpoint for values that no model has."""
@@ -27,16 +29,22 @@ class ModelConfig(DescribedModel):
     def has(self, features: str, layer: int = 0) -> bool:
         """True if a layer has all of these features, such as `moe !shared_ffn`.
 
-        features: names of FEATURES, separated by spaces. The prefix `!` means that the layer must not have the feature.
+        features: names of OF_MODEL and OF_LAYER, separated by spaces. The prefix `!` means that the layer must not have the feature.
         layer: a number after the last layer stands for the last layer's kind. Raises KeyError for an unknown feature.
         """
         found = self._features.get(layer)
         if found is None:
-            kind = self.layers[min(layer, self.layer_count - 1)]
-            found = frozenset(name for name, holds in FEATURES.items() if holds(self, kind, layer))
-            self._features[layer] = found
+            found = self._features[layer] = self._features_of_model | self._features_of(layer)
         wanted, unwanted = parsed(features)
         return wanted <= found and unwanted.isdisjoint(found)
+
+    @cached_property
+    def _features_of_model(self) -> frozenset[str]:
+        return frozenset(name for name, holds in OF_MODEL.items() if holds(self))
+
+    def _features_of(self, layer: int) -> frozenset[str]:
+        kind = self.layers[min(layer, self.layer_count - 1)]
+        return frozenset(name for name, holds in OF_LAYER.items() if holds(self, kind, layer))
 
     def sizes(self) -> dict[str, int]:
         """The sizes that shapes are written in, by name. Layers may have their own of some (own_sizes)."""

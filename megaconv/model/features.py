@@ -14,161 +14,143 @@ def _without_words(config: DescribedModel) -> bool:
     return bool(of_task) and not config.head.activation
 
 
-Holds = Callable[[DescribedModel, LayerKind, int], bool]
-FEATURES: Mapping[str, Holds] = {
-    # Features of the whole model.
-    "untied": lambda config, kind, layer: not config.tie_embeddings and not _without_words(config),
-    "rope": lambda config, kind, layer: config.positions.kind == "rope",
-    "interleaved": lambda config, kind, layer: config.positions.interleaved,
-    "skips_rope": lambda config, kind, layer: not all(each.rotates for each in config.layers),
-    "learned": lambda config, kind, layer: config.positions.kind == "learned",
-    "relative": lambda config, kind, layer: config.positions.kind == "relative",
-    "norm_bias": lambda config, kind, layer: (
+OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
+    "untied": lambda config: not config.tie_embeddings and not _without_words(config),
+    "rope": lambda config: config.positions.kind == "rope",
+    "interleaved": lambda config: config.positions.interleaved,
+    "skips_rope": lambda config: not all(each.rotates for each in config.layers),
+    "learned": lambda config: config.positions.kind == "learned",
+    "relative": lambda config: config.positions.kind == "relative",
+    "norm_bias": lambda config: (
         config.norm.kind == "LayerNorm" and config.norm.bias and config.norm.weight
     ),
-    "norm_weight": lambda config, kind, layer: config.norm.weight,
-    "shared_norm": lambda config, kind, layer: config.norm.shared and config.parallel_residual,
-    "inner_norm": lambda config, kind, layer: config.norm.inner,
-    "expert_output_norm": lambda config, kind, layer: config.norm.after_experts,
-    "embedding_norm": lambda config, kind, layer: config.norm.embedding,
-    "parallel": lambda config, kind, layer: config.parallel_residual,
-    "zero_centered": lambda config, kind, layer: config.norm.zero_centered,
-    "pre_norm": lambda config, kind, layer: config.norm.place == "before",
-    "post_norm": lambda config, kind, layer: config.norm.place == "after_sum",
-    "output_norm": lambda config, kind, layer: config.norm.place == "after",
-    "sandwich_norm": lambda config, kind, layer: config.norm.place == "both",
-    "norm_by_mixer": lambda config, kind, layer: config.norm.place == "by_mixer",
-    "final_norm": lambda config, kind, layer: config.norm.final,
-    "qkv_bias": lambda config, kind, layer: config.attention.qkv_bias,
-    "o_bias": lambda config, kind, layer: config.attention.o_bias,
-    "qk_norm": lambda config, kind, layer: config.attention.qk_norm,
-    "wide_qk_norm": lambda config, kind, layer: (
+    "norm_weight": lambda config: config.norm.weight,
+    "shared_norm": lambda config: config.norm.shared and config.parallel_residual,
+    "inner_norm": lambda config: config.norm.inner,
+    "expert_output_norm": lambda config: config.norm.after_experts,
+    "embedding_norm": lambda config: config.norm.embedding,
+    "parallel": lambda config: config.parallel_residual,
+    "zero_centered": lambda config: config.norm.zero_centered,
+    "pre_norm": lambda config: config.norm.place == "before",
+    "post_norm": lambda config: config.norm.place == "after_sum",
+    "output_norm": lambda config: config.norm.place == "after",
+    "sandwich_norm": lambda config: config.norm.place == "both",
+    "norm_by_mixer": lambda config: config.norm.place == "by_mixer",
+    "final_norm": lambda config: config.norm.final,
+    "qkv_bias": lambda config: config.attention.qkv_bias,
+    "o_bias": lambda config: config.attention.o_bias,
+    "qk_norm": lambda config: config.attention.qk_norm,
+    "wide_qk_norm": lambda config: (
         config.attention.qk_norm and config.attention.qk_norm_width == "all"
     ),
-    "qk_norm_bias": lambda config, kind, layer: (
-        config.attention.qk_norm and config.attention.qk_norm_bias
-    ),
-    "own_qk_norm": lambda config, kind, layer: (
+    "qk_norm_bias": lambda config: config.attention.qk_norm and config.attention.qk_norm_bias,
+    "own_qk_norm": lambda config: (
         config.attention.qk_norm and config.attention.qk_norm_width == "own"
     ),
-    "qk_l2_norm": lambda config, kind, layer: config.attention.qk_l2_norm,
-    "qkv_alone": lambda config, kind, layer: (
-        config.attention.qkv_bias and not config.attention.o_bias
-    ),
-    "scaled_scores": lambda config, kind, layer: config.attention.scale is not None,
-    "capped_scores": lambda config, kind, layer: config.attention.score_cap is not None,
-    "block_indexer": lambda config, kind, layer: any(each.indexed for each in config.layers),
-    "head_gate": lambda config, kind, layer: config.attention.head_gate,
-    "limits": lambda config, kind, layer: any(
+    "qk_l2_norm": lambda config: config.attention.qk_l2_norm,
+    "qkv_alone": lambda config: config.attention.qkv_bias and not config.attention.o_bias,
+    "scaled_scores": lambda config: config.attention.scale is not None,
+    "capped_scores": lambda config: config.attention.score_cap is not None,
+    "block_indexer": lambda config: any(each.indexed for each in config.layers),
+    "head_gate": lambda config: config.attention.head_gate,
+    "limits": lambda config: any(
         each.limit is not None or each.shared_limit is not None for each in config.layers
     ),
-    "two_rotations": lambda config, kind, layer: config.positions.local_rotary_percent is not None,
-    "normalized_head": lambda config, kind, layer: config.head.normalized,
-    "shorter_head": lambda config, kind, layer: config.head.unpredicted > 0,
-    "partly_scaled": lambda config, kind, layer: (
+    "two_rotations": lambda config: config.positions.local_rotary_percent is not None,
+    "normalized_head": lambda config: config.head.normalized,
+    "shorter_head": lambda config: config.head.unpredicted > 0,
+    "partly_scaled": lambda config: (
         config.positions.scaling is not None
         and not all(each.scales_positions for each in config.layers)
     ),
-    "capped_logits": lambda config, kind, layer: config.head.logit_cap is not None,
-    "scaled_embedding": lambda config, kind, layer: config.embedding_scale is not None,
-    "tempered": lambda config, kind, layer: config.temperature.scale != 0,
-    "chunks": lambda config, kind, layer: any(each.chunk is not None for each in config.layers),
-    "two_ropes": lambda config, kind, layer: config.positions.local_theta is not None,
-    "sinks": lambda config, kind, layer: config.attention.sinks,
-    "output_gate": lambda config, kind, layer: config.attention.output_gate,
-    "linear_layers": lambda config, kind, layer: any(
-        each.mixer == "linear" for each in config.layers
-    ),
-    "kda_layers": lambda config, kind, layer: any(each.mixer == "kda" for each in config.layers),
-    "full_rank_out_gate": lambda config, kind, layer: config.linear.full_rank_out_gate,
-    "compressed_layers": lambda config, kind, layer: any(
-        each.mixer == "compressed" for each in config.layers
-    ),
-    "hyper_connections": lambda config, kind, layer: config.hyper.streams > 0,
-    "hash_layers": lambda config, kind, layer: any(each.hashed for each in config.layers),
-    "mamba_layers": lambda config, kind, layer: any(
+    "capped_logits": lambda config: config.head.logit_cap is not None,
+    "scaled_embedding": lambda config: config.embedding_scale is not None,
+    "tempered": lambda config: config.temperature.scale != 0,
+    "chunks": lambda config: any(each.chunk is not None for each in config.layers),
+    "two_ropes": lambda config: config.positions.local_theta is not None,
+    "sinks": lambda config: config.attention.sinks,
+    "output_gate": lambda config: config.attention.output_gate,
+    "linear_layers": lambda config: any(each.mixer == "linear" for each in config.layers),
+    "kda_layers": lambda config: any(each.mixer == "kda" for each in config.layers),
+    "full_rank_out_gate": lambda config: config.linear.full_rank_out_gate,
+    "compressed_layers": lambda config: any(each.mixer == "compressed" for each in config.layers),
+    "hyper_connections": lambda config: config.hyper.streams > 0,
+    "hash_layers": lambda config: any(each.hashed for each in config.layers),
+    "mamba_layers": lambda config: any(
         each.mixer in ("mamba", "side_by_side") for each in config.layers
     ),
-    "side_by_side": lambda config, kind, layer: any(
-        each.mixer == "side_by_side" for each in config.layers
-    ),
-    "mamba_norm": lambda config, kind, layer: config.mamba.norm != "none",
-    "convolution_layers": lambda config, kind, layer: any(
-        each.mixer == "convolution" for each in config.layers
-    ),
-    "hybrid_stack": lambda config, kind, layer: any(
+    "side_by_side": lambda config: any(each.mixer == "side_by_side" for each in config.layers),
+    "mamba_norm": lambda config: config.mamba.norm != "none",
+    "convolution_layers": lambda config: any(each.mixer == "convolution" for each in config.layers),
+    "hybrid_stack": lambda config: any(
         each.mixer in ("mamba", "none") or each.mlp == "none" for each in config.layers
     ),
-    "only_mamba": lambda config, kind, layer: all(
+    "only_mamba": lambda config: all(
         each.mixer == "mamba" and each.mlp == "none" for each in config.layers
     ),
-    "mlp_bias": lambda config, kind, layer: config.mlp.bias,
-    "gated": lambda config, kind, layer: config.mlp.gated,
-    "plain": lambda config, kind, layer: not config.mlp.gated,
-    "silu": lambda config, kind, layer: config.mlp.activation == "silu",
-    "gelu_tanh": lambda config, kind, layer: config.mlp.activation == "gelu_tanh",
-    "quick_gelu": lambda config, kind, layer: config.mlp.activation == "quick_gelu",
-    "relu2": lambda config, kind, layer: config.mlp.activation == "relu2",
-    "clamped": lambda config, kind, layer: config.mlp.clamp is not None or bool(config.mlp.offset),
-    "mla": lambda config, kind, layer: config.latent.kv_rank > 0,
-    "q_latent": lambda config, kind, layer: config.latent.q_rank > 0,
-    "q_direct": lambda config, kind, layer: config.latent.q_rank == 0,
-    "indexer": lambda config, kind, layer: config.indexer.heads > 0,
-    "interleaved_indexer": lambda config, kind, layer: config.indexer.interleaved,
-    "mixture": lambda config, kind, layer: config.experts.count > 0,
-    "sigmoid_router": lambda config, kind, layer: config.experts.score == "sigmoid",
-    "shared_ffn": lambda config, kind, layer: config.experts.shared_ffn > 0,
-    "vision_experts": lambda config, kind, layer: config.experts.vision_ffn > 0,
-    "shared_gate": lambda config, kind, layer: config.experts.shared_gate,
-    "router_bias": lambda config, kind, layer: config.experts.router_bias,
-    "expert_norms": lambda config, kind, layer: config.experts.own_norms,
-    "layer_inputs": lambda config, kind, layer: config.layer_inputs.width > 0,
-    "streams": lambda config, kind, layer: config.streams.count > 0,
-    "sparse_mlp": lambda config, kind, layer: any(each.sparsity for each in config.layers),
-    "layer_scale": lambda config, kind, layer: config.layer_scale,
-    "attention_residuals": lambda config, kind, layer: config.residual_block > 0,
-    "situ": lambda config, kind, layer: config.mlp.activation == "situ",
-    "layers_differ": lambda config, kind, layer: any(
+    "mlp_bias": lambda config: config.mlp.bias,
+    "gated": lambda config: config.mlp.gated,
+    "plain": lambda config: not config.mlp.gated,
+    "silu": lambda config: config.mlp.activation == "silu",
+    "gelu_tanh": lambda config: config.mlp.activation == "gelu_tanh",
+    "quick_gelu": lambda config: config.mlp.activation == "quick_gelu",
+    "relu2": lambda config: config.mlp.activation == "relu2",
+    "clamped": lambda config: config.mlp.clamp is not None or bool(config.mlp.offset),
+    "mla": lambda config: config.latent.kv_rank > 0,
+    "q_latent": lambda config: config.latent.q_rank > 0,
+    "q_direct": lambda config: config.latent.q_rank == 0,
+    "indexer": lambda config: config.indexer.heads > 0,
+    "interleaved_indexer": lambda config: config.indexer.interleaved,
+    "mixture": lambda config: config.experts.count > 0,
+    "sigmoid_router": lambda config: config.experts.score == "sigmoid",
+    "shared_ffn": lambda config: config.experts.shared_ffn > 0,
+    "vision_experts": lambda config: config.experts.vision_ffn > 0,
+    "shared_gate": lambda config: config.experts.shared_gate,
+    "router_bias": lambda config: config.experts.router_bias,
+    "expert_norms": lambda config: config.experts.own_norms,
+    "layer_inputs": lambda config: config.layer_inputs.width > 0,
+    "streams": lambda config: config.streams.count > 0,
+    "sparse_mlp": lambda config: any(each.sparsity for each in config.layers),
+    "layer_scale": lambda config: config.layer_scale,
+    "attention_residuals": lambda config: config.residual_block > 0,
+    "situ": lambda config: config.mlp.activation == "situ",
+    "layers_differ": lambda config: any(
         config.own_sizes(each) for each in range(config.layer_count)
     ),
-    "shared_kv": lambda config, kind, layer: any(each.shares_kv for each in config.layers),
-    "keys_as_values": lambda config, kind, layer: any(
-        each.keys_as_values for each in config.layers
-    ),
-    "v_norm": lambda config, kind, layer: config.attention.v_norm,
-    "probs_on_input": lambda config, kind, layer: config.experts.probs_on_input,
-    "expert_latent": lambda config, kind, layer: config.experts.latent > 0,
-    "expert_latent_norm": lambda config, kind, layer: config.experts.latent_norm,
-    "encoder": lambda config, kind, layer: config.encoder.layers > 0,
-    "retrieval": lambda config, kind, layer: config.retrieval.layers > 0,
-    "retrieval_from_6": lambda config, kind, layer: config.retrieving[:1] == range(5, 6),
-    "retrieval_from_9": lambda config, kind, layer: config.retrieving[:1] == range(8, 9),
-    "token_types": lambda config, kind, layer: config.token_types > 0,
-    "binary_head": lambda config, kind, layer: config.head.binary,
-    "classification_head": lambda config, kind, layer: config.head.classes > 0,
-    "multichoice_head": lambda config, kind, layer: config.head.choices,
-    "pooler": lambda config, kind, layer: (
-        config.head.binary or bool(config.head.classes or config.head.choices)
-    ),
-    "both_ways": lambda config, kind, layer: bool(
+    "shared_kv": lambda config: any(each.shares_kv for each in config.layers),
+    "keys_as_values": lambda config: any(each.keys_as_values for each in config.layers),
+    "v_norm": lambda config: config.attention.v_norm,
+    "probs_on_input": lambda config: config.experts.probs_on_input,
+    "expert_latent": lambda config: config.experts.latent > 0,
+    "expert_latent_norm": lambda config: config.experts.latent_norm,
+    "encoder": lambda config: config.encoder.layers > 0,
+    "retrieval": lambda config: config.retrieval.layers > 0,
+    "retrieval_from_6": lambda config: config.retrieving[:1] == range(5, 6),
+    "retrieval_from_9": lambda config: config.retrieving[:1] == range(8, 9),
+    "token_types": lambda config: config.token_types > 0,
+    "binary_head": lambda config: config.head.binary,
+    "classification_head": lambda config: config.head.classes > 0,
+    "multichoice_head": lambda config: config.head.choices,
+    "pooler": lambda config: config.head.binary or bool(config.head.classes or config.head.choices),
+    "both_ways": lambda config: bool(
         config.head.activation
         or config.head.classes
         or config.head.choices
         or config.retriever.towers
     ),
-    "retriever": lambda config, kind, layer: bool(config.retriever.towers),
-    "separate_towers": lambda config, kind, layer: config.retriever.towers == "separate",
-    "shared_tower": lambda config, kind, layer: config.retriever.towers == "shared",
-    "projection": lambda config, kind, layer: config.retriever.projection > 0,
-    "tower_pooler": lambda config, kind, layer: config.retriever.pooler,
-    "head_bias": lambda config, kind, layer: config.head.bias,
-    "transform": lambda config, kind, layer: bool(config.head.activation),
-    "windows": lambda config, kind, layer: config.window is not None,
-    "tower": lambda config, kind, layer: config.whole is not None and bool(config.whole.tower),
-    "only_windows": lambda config, kind, layer: all(
-        each.window is not None for each in config.layers
-    ),
-    # Features of one layer.
+    "retriever": lambda config: bool(config.retriever.towers),
+    "separate_towers": lambda config: config.retriever.towers == "separate",
+    "shared_tower": lambda config: config.retriever.towers == "shared",
+    "projection": lambda config: config.retriever.projection > 0,
+    "tower_pooler": lambda config: config.retriever.pooler,
+    "head_bias": lambda config: config.head.bias,
+    "transform": lambda config: bool(config.head.activation),
+    "windows": lambda config: config.window is not None,
+    "tower": lambda config: config.whole is not None and bool(config.whole.tower),
+    "only_windows": lambda config: all(each.window is not None for each in config.layers),
+}
+"""Features that all layers of a model have, or none. A table's row or a family may depend on them."""
+OF_LAYER: Mapping[str, Callable[[DescribedModel, LayerKind, int], bool]] = {
     "attention": lambda config, kind, layer: kind.mixer in ("attention", "side_by_side"),
     "linear": lambda config, kind, layer: kind.mixer == "linear",
     "kda": lambda config, kind, layer: kind.mixer == "kda",
@@ -200,14 +182,15 @@ FEATURES: Mapping[str, Holds] = {
     "first_layer": lambda config, kind, layer: layer == 0,
     "later_layer": lambda config, kind, layer: layer > 0,
 }
-"""The features that a table's row or a family may depend on. Each function takes (config, kind, layer)."""
+"""Features of one layer. Each function takes (config, kind, layer)."""
 
 
 @cache
 def parsed(features: str) -> tuple[frozenset[str], frozenset[str]]:
-    """(wanted, unwanted) features of a text such as `moe !shared_ffn`."""
+    """(wanted, unwanted) features of a text such as `moe !shared_ffn`. Raises KeyError for an unknown feature."""
     names = features.split()
-    for name in names:
-        FEATURES[name.removeprefix("!")]
+    for name in (name.removeprefix("!") for name in names):
+        if name not in OF_MODEL and name not in OF_LAYER:
+            raise KeyError(name)
     unwanted = frozenset(name[1:] for name in names if name.startswith("!"))
     return frozenset(name for name in names if not name.startswith("!")), unwanted
