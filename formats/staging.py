@@ -53,6 +53,8 @@ from formats.tensor import Bytes
 
 _SUFFIX = ".megaconv-partial"
 _PROBE = "probe"
+_WRITEBACK_BYTES = 16 << 20
+"""Bytes of a file that are on their way to the disk together."""
 _SYNC_FILE_RANGE_WRITE = 2
 # None on systems other than Linux.
 _sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
@@ -77,6 +79,7 @@ class StagedFile:
     def __init__(self, path: Path, size: int, *, keep: bool) -> None:
         self.path = path
         self._writing = Lock()
+        self._waiting = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             flags = (
@@ -93,22 +96,26 @@ class StagedFile:
             raise _explain(error, path) from error
 
     def write(self, offset: int, data: Bytes | bytes) -> None:
-        """Write contiguous bytes at their offset, and start their way to the disk."""
+        """Write contiguous bytes at their offset. From time to time, start the way of all bytes to the disk."""
         view = memoryview(data) if isinstance(data, bytes) else data.data.cast("B")
         try:
             # The kernel lets one thread write a file and others spin. With this lock they sleep, and free a processor.
             with self._writing:
                 write_at(self._descriptor, view, offset)
+                self._waiting += len(view)
+                are_many = self._waiting >= _WRITEBACK_BYTES
+                if are_many:
+                    self._waiting = 0
         except OSError as error:
             raise _explain(error, self.path) from error
-        if _sync_file_range is not None and len(view) >= 1 << 16:
-            # Only a hint: it keeps the disk busy from the first block on, so the final fsync has little left to do.
-            _sync_file_range(
-                self._descriptor,
-                ctypes.c_int64(offset),
-                ctypes.c_int64(len(view)),
-                _SYNC_FILE_RANGE_WRITE,
-            )
+        if are_many:
+            self._start_writeback()
+
+    def _start_writeback(self) -> None:
+        """Keep the disk busy from the beginning, so the final fsync has little left to do. This is only a hint."""
+        if _sync_file_range is not None:
+            start, to_the_end = ctypes.c_int64(0), ctypes.c_int64(0)
+            _sync_file_range(self._descriptor, start, to_the_end, _SYNC_FILE_RANGE_WRITE)
 
     def holds(self, start: int, end: int) -> bool:
         """True: sync() brings any range to the disk."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from formats.signals import ENDING
 from megaconv.engine.store_watch import StoreWatch, silence
@@ -134,8 +134,12 @@ class Joined(Ranks):
         if self.rank:
             # All ranks make the same plan, and rank 0 prints its warnings.
             logging.disable(logging.WARNING)
-        self._watch.start()
         self._store_watch = StoreWatch(self._address, self._lose_store)
+        try:
+            # The watch interrupts at once if another rank has ended already.
+            self._watch.start()
+        except BaseException as error:
+            self._end(error)
         return self
 
     def _join(self) -> None:
@@ -180,8 +184,11 @@ class Joined(Ranks):
                 self._finish()
             except BaseException as late:
                 error = late
-        if error is None:
-            return
+        if error is not None:
+            self._end(error)
+
+    def _end(self, error: BaseException) -> NoReturn:
+        """End this rank and the others. Raises what this rank reports, or SystemExit if another rank reports the cause."""
         self.fail(error)
         self._leave()
         if not self._reports:
@@ -248,8 +255,7 @@ class Joined(Ranks):
     # Failures.
 
     def fail(self, error: BaseException) -> bool:
-        for number in ENDING:
-            signal.signal(number, signal.SIG_IGN)
+        _ignore_signals()
         interrupted = is_interruption(error)
         if interrupted and self._first is None:
             self._watch.join(_PATIENCE_SECONDS)
@@ -357,6 +363,19 @@ class Joined(Ranks):
         if known == _ENDED and self._state != _ENDED:
             self._state = _ENDED
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _ignore_signals() -> None:
+    """Ignore the signals that end a process, and one that arrives meanwhile."""
+    while True:
+        try:
+            for number in ENDING:
+                signal.signal(number, signal.SIG_IGN)
+        except BaseException as error:
+            if not is_interruption(error):
+                raise
+        else:
+            return
 
 
 def _send(rank: int, *words: int) -> None:

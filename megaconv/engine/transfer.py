@@ -186,9 +186,8 @@ class Transfer:
     def _announce(self, upcoming: Sequence[Unit]) -> None:
         """Have tensors that come next fetched ahead, if all of their bytes are needed."""
         with self._lock:
-            new = [
-                [(key, tensor) for key, tensor in unit if self._is_new(key)] for unit in upcoming
-            ]
+            found = ([each for each in unit if self._is_new(each[0])] for unit in upcoming)
+            new = [unit for unit in found if unit]
             self._announced.update(key for unit in new for key, _ in unit)
         for unit in new:
             announce_in_step([tensor for _, tensor in unit])

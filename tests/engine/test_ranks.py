@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import zipfile
@@ -275,6 +276,27 @@ def test_a_broken_source_is_told_once(model: Path, folder: Path) -> None:
     (model / "config.json").write_text("{")
     with unchanged(model.parent):
         assert_reported_once(Fleet(folder, 3, command(model), {}).outcomes(), "config.json")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_learns_of_the_end_while_it_starts_reports_nothing(
+    rank: int, model: Path, folder: Path
+) -> None:
+    """The others fail while this rank still starts its watch, which interrupts it."""
+    (model / "config.json").write_text("{")
+
+    def start_slowly() -> None:
+        start = threading.Thread.start
+
+        def slow(thread: threading.Thread) -> None:
+            start(thread)
+            if thread.name == "watch":
+                time.sleep(5)
+
+        threading.Thread.start = slow  # type: ignore[method-assign]
+
+    fleet = Fleet(folder, 3, command(model), {rank: start_slowly})
+    assert_reported_once(fleet.outcomes(), "config.json")
 
 
 @pytest.mark.parametrize("record", ["data/0", "data/1", "data/2"])
