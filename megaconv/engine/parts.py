@@ -85,17 +85,28 @@ def orders(plan: OutputPlan) -> list[dict[Key, int]]:
     Neither is always better. Side by side, a few parts of each of these files are open. File after file, the parts of later
     files that hold an early tensor are open until the rest of them comes.
     """
-    extents: dict[tuple[str, Key], Span] = {}
-    for key, places in plan.placements.items():
-        for place in places:
-            # A tensor without elements fills no byte; its place is the file's beginning.
-            for start, end in list(spans(plan.files[place.file], place)) or [(0, 0)]:
-                known = extents.get((place.file, key), (start, end))
-                extents[place.file, key] = min(known[0], start), max(known[1], end)
+    extents = _extents(plan)
     found = units(plan, extents)
     one_by_one = {name: number for number, name in enumerate(plan.files)}
     both = [_order(found, extents, ranks) for ranks in (one_by_one, _side_by_side(plan))]
     return both if both[0] != both[1] else both[:1]
+
+
+def _extents(plan: OutputPlan) -> dict[tuple[str, Key], Span]:
+    """The range from the first to the last byte of each tensor in each file."""
+    filled: dict[tuple[str, Key], list[Span]] = {}
+    for key, places in plan.placements.items():
+        for place in places:
+            of_file = filled.setdefault((place.file, key), [])
+            of_file += spans(plan.files[place.file], place)
+    return {where: _extent(ranges) for where, ranges in filled.items()}
+
+
+def _extent(ranges: Sequence[Span]) -> Span:
+    """A tensor without elements fills no byte. Its place is the beginning of the file."""
+    if not ranges:
+        return 0, 0
+    return min(start for start, _ in ranges), max(end for _, end in ranges)
 
 
 def _order(

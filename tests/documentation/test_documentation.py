@@ -8,7 +8,7 @@ import pytest
 
 from megaconv import registry
 from megaconv.families import Family
-from megaconv.model import config, subjects
+from megaconv.model import config, features, subjects
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -72,5 +72,7 @@ def test_fields_live_where_the_documentation_says() -> None:
     assert "fields are in `megaconv/model/subjects.py`" in page
     for kind in (subjects.Attention, subjects.Norm, subjects.Positions, subjects.Experts):
         assert kind.__module__ == "megaconv.model.subjects"
-    assert config.FEATURES
+    assert "`OF_MODEL` or `OF_LAYER`" in page
+    assert features.OF_MODEL
+    assert features.OF_LAYER
     assert config.SIZES

@@ -49,7 +49,7 @@ NOT_RUN = {
     "is a variable of the command after it": (r"^export MEGATRON_LITE_API_KEY",),
     "measures or tests for many minutes": (
         r"^make ",
-        r"python benchmarks/",
+        r"python (-m )?benchmarks[./]",
         r"-m tests\.trust",
         r"-m pytest",
     ),

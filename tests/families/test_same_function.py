@@ -18,7 +18,7 @@ from megaconv.megatron.arguments.read import from_arguments, tensor_fields
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
-from megaconv.model.features import FEATURES
+from megaconv.model.features import OF_LAYER, OF_MODEL
 from megaconv.model.fields import FIELDS, NOT_COMPUTED, changed
 from megaconv.model.layout import Layout
 from megaconv.model.meaning import lost_fields, meaning_of
@@ -322,7 +322,7 @@ def test_tables_and_families_name_only_features_that_there_are() -> None:
         for word in (row.when or "").split()
     }
     named |= {word for table in families().values() for word in (table.recognized or "").split()}
-    assert {word.removeprefix("!") for word in named} <= set(FEATURES)
+    assert {word.removeprefix("!") for word in named} <= OF_MODEL.keys() | OF_LAYER.keys()
 
 
 # A run that goes on with other arguments than the config.json of its beginning.

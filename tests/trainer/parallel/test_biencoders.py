@@ -197,8 +197,9 @@ def test_embeddings_and_gradients_of_the_first_step_are_megatrons(model: str) ->
     for name in known:
         each = wanted[name]
         difference = np.abs(found[name] - each.reshape(found[name].shape)).max()
-        # The gradient of the token types is one sum over all tokens of the step, in another order.
-        allowed = 3e-6 if "token_types" in name else 2e-6
+        # The gradient of the token types is one sum over all tokens of the step, in another order. The pooler's differs
+        # by 3.2e-6 on processors with AVX-512.
+        allowed = 4e-6 if "token_types" in name or "pooler" in name else 2e-6
         assert difference <= allowed * largest, name
 
 

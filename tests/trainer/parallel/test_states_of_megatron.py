@@ -321,9 +321,9 @@ FURTHER = [
 )
 def test_ten_steps_are_those_of_megatron_core(case: Case, world: World) -> None:
     wanted, allowed = expected(case.model), TOLERANCES[case.model]
-    # Ranks sum the terms of a decay's gradient, which almost cancel, in another order. With Mamba 2, TP2 and CP2 its
-    # gradient is 2.2e-5 off.
-    of_decays = allowed.gradients * (1 if case.world == 1 else 2)
+    # The terms of a decay's gradient almost cancel. Ranks, and processors with AVX-512, sum them in another order. With
+    # Mamba 2, its gradient is 2.2e-5 off with TP2 and CP2, and 2.3e-5 with AVX-512.
+    of_decays = 2 * allowed.gradients
     for found in world.run(case.world, train, case, len(wanted["loss"])):
         assert found.logits is None or found.logits < allowed.logits
         too_far = {
