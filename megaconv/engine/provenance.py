@@ -5,7 +5,7 @@ An adapter contains no proof of its base: all models of a size have the same sha
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,16 +58,21 @@ def other_bases(
     base: the base as the user gave it. place: the resolved base. config: the base's config.json.
     """
     origin = source_of(record).get("path") if record is not None else None
-    given = (base.partition("@")[0], str(place), (config or {}).get("_name_or_path"), origin)
-    names = {_name(str(each)) for each in given if each}
+    names = [base.partition("@")[0], str(place), (config or {}).get("_name_or_path"), origin]
     found: list[str] = []
     for each in merged:
         wanted = each.adapter.config.base
-        if wanted and _name(wanted) not in names:
+        if names_another(wanted, names):
             found.append(
                 f"adapter {each.choice.place} was trained on {wanted!r}, and the base here is {base}: make sure that this is the same model"
             )
     return tuple(found)
+
+
+def names_another(wanted: str | None, given: Iterable[object]) -> bool:
+    """True if a path or Hub id names another model than all that are given. None and "" name no model."""
+    names = {_name(str(each)) for each in given if each}
+    return bool(wanted) and _name(str(wanted)) not in names
 
 
 def _name(place: str) -> str:

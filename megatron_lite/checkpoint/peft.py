@@ -115,6 +115,8 @@ class ReadAdapter:
     options: LoRA
     tensors: Mapping[str, LazyTensor]
     """Whole matrices by the names that load_adapters uses."""
+    base: str | None
+    """The model that it was trained on, if its configuration names one."""
 
 
 def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
@@ -158,6 +160,7 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
     return ReadAdapter(
         LoRA(described.rank, described.alpha, tuple(sorted(targets)), rslora=described.rslora),
         tensors,
+        described.base,
     )
 
 

@@ -3,13 +3,14 @@
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from formats.tensor import LazyTensor
 from megaconv.commands.forward_pass import MAX_MEMORY
+from megaconv.engine.provenance import names_another
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
@@ -21,7 +22,12 @@ from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.forward.opening import open_streamed
-from megatron_lite.inference.adapters import AdapterBank, joint_options, read_adapters
+from megatron_lite.inference.adapters import (
+    AdapterBank,
+    NamedAdapter,
+    joint_options,
+    read_adapters,
+)
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.prompts import stop_ids
 from megatron_lite.inference.quantizing import check_quantize, load_quantized
@@ -146,6 +152,8 @@ def open_engine(given: argparse.Namespace, parallel: Parallel, place: launch.Pla
         engine = _streamed(given, described, tensors, place, length)
         return OpenedEngine(engine, start, tokenizer, length, None)
     adapters = all_or_none(lambda: read_adapters(given.adapter, config))
+    if not place.rank:
+        _warn_of_other_bases(adapters, given.load, config)
     plain = not given.quantize
     if not plain:
         check_quantize(place.device)
@@ -160,6 +168,18 @@ def open_engine(given: argparse.Namespace, parallel: Parallel, place: launch.Pla
             show(str(quantized), sys.stderr)
     bank = AdapterBank(engine, adapters) if adapters else None
     return OpenedEngine(engine, start, tokenizer, length, bank)
+
+
+def _warn_of_other_bases(adapters: Sequence[NamedAdapter], load: str, config: ModelConfig) -> None:
+    """Print a line for each adapter whose configuration names another model."""
+    names = [load.partition("@")[0], (config.hf or {}).get("_name_or_path")]
+    for adapter in adapters:
+        base = adapter.read.base
+        if names_another(base, names):
+            show(
+                f"warning: the adapter {adapter.name} was trained on {base}, but --load is {load}",
+                sys.stderr,
+            )
 
 
 def _streamed(

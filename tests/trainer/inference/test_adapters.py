@@ -98,6 +98,18 @@ def test_an_adapter_scores_as_the_merged_model(
     )
 
 
+def test_an_adapter_of_another_base_is_pointed_out(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened(models / "base", str(models / "small"))
+    assert "warning" not in capsys.readouterr().err
+    opened(models / "large-merged", f"chat={models / 'small'}")
+    assert (
+        f"warning: the adapter chat was trained on {models / 'base'}, but --load is {models / 'large-merged'}"
+        in capsys.readouterr().err
+    )
+
+
 def test_adapters_differ(models: Path) -> None:
     small, large, base = (
         merged_scores(models, name) for name in ("small-merged", "large-merged", "base")
