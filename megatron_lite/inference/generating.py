@@ -21,7 +21,7 @@ from megatron_lite.inference.retrieved import neighbors_of, read_retrieved
 from megatron_lite.inference.retrieving import FindNeighbors, RetrievingModel, same_for_all
 from megatron_lite.inference.sampling import Likelihood, Sampling
 from megatron_lite.inference.slots import NotFinite, require_known
-from megatron_lite.inference.text import TextStream, say
+from megatron_lite.inference.text import TextStream, continuation, say
 
 BLOCK_TURNS = 64
 """Rows of a block for each slot."""
@@ -157,12 +157,10 @@ def _stream(opened: Opened, given: argparse.Namespace, questions: Questions) -> 
     for number, question in enumerate(questions.part(0, len(questions))):
         if len(questions) > 1:
             print(f"{'' if number == 0 else chr(10)}[{number + 1}] ", end="")
-        batch, text = (
-            RunningBatch(opened.answering),
-            TextStream(opened.tokenizer.detokenize, given.stop),
-        )
+        batch, wanted = RunningBatch(opened.answering), request_of(opened, given, question)
+        text = TextStream(opened.tokenizer.detokenize, given.stop, wanted.prompt)
         # This may raise, so it comes before the prompt is printed.
-        request = batch.add(request_of(opened, given, question))
+        request = batch.add(wanted)
         say(question.text)
         for step in steps(batch):
             failed |= step.end == "error"
@@ -194,6 +192,7 @@ def request_of(opened: Opened, given: argparse.Namespace, question: Question) ->
 @dataclass
 class _Answer:
     question: Question
+    prompt: tuple[int, ...]
     text: TextStream
     shown: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -223,8 +222,9 @@ def answers(
     batch = RunningBatch(opened.answering)
     waiting: dict[int, _Answer] = {}
     for question in asked:
-        text = TextStream(opened.tokenizer.detokenize, given.stop)
-        waiting[batch.add(request_of(opened, given, question))] = _Answer(question, text)
+        wanted = request_of(opened, given, question)
+        text = TextStream(opened.tokenizer.detokenize, given.stop, wanted.prompt)
+        waiting[batch.add(wanted)] = _Answer(question, wanted.prompt, text)
     for step in steps(batch):
         answer = waiting[step.number]
         if step.token != NO_TOKEN:
@@ -252,9 +252,13 @@ def _of_sample(line: Mapping[str, Any]) -> dict[str, Any]:
 
 def _line(opened: Opened, answer: _Answer) -> dict[str, Any]:
     if answer.beams:
-        texts = [(opened.tokenizer.detokenize(beam.tokens), beam) for beam in answer.beams]
         found = [
-            {"text": text, "tokens": list(beam.tokens), "score": beam.score} for text, beam in texts
+            {
+                "text": continuation(opened.tokenizer.detokenize, answer.prompt, beam.tokens),
+                "tokens": list(beam.tokens),
+                "score": beam.score,
+            }
+            for beam in answer.beams
         ]
         return {"prompt": answer.question.text, "beams": found}
     return _plain(answer)

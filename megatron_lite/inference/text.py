@@ -7,6 +7,8 @@ Detokenize = Callable[[Sequence[int]], str]
 
 _UNFINISHED = "�"
 """The character that decoders produce for an incomplete character."""
+_NEIGHBOURS = 16
+"""Tokens of a prompt on which the text of the next token may depend."""
 
 
 def say(text: str) -> None:
@@ -19,13 +21,22 @@ def say(text: str) -> None:
     print(text, end="", flush=True)
 
 
+def continuation(detokenize: Detokenize, before: Sequence[int], tokens: Sequence[int]) -> str:
+    """Return the text of tokens that continue others."""
+    stream = TextStream(detokenize, after=before)
+    return "".join(map(stream.add, tokens)) + stream.finish()
+
+
 class TextStream:
     """The text of one row as far as it is final. Text that may become a stop word, and partial characters, are held back."""
 
-    def __init__(self, detokenize: Detokenize, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, detokenize: Detokenize, stop: Sequence[str] = (), after: Sequence[int] = ()
+    ) -> None:
+        """after: the tokens that the text continues. A tokenizer such as Llama 2's omits the first word's space otherwise."""
         self._detokenize, self._stop = detokenize, tuple(word for word in stop if word)
-        self._ids: list[int] = []
-        self._before = self._read = 0
+        self._ids = list(after[-_NEIGHBOURS:])
+        self._before, self._read = 0, len(self._ids)
         """Ids from _before on are decoded together, because the text of an id depends on its neighbours.
 
         The text of ids below _read is returned already.

@@ -42,6 +42,8 @@ class Wanted:
     stream: bool
     usage: bool
     """True if a stream ends with the numbers of tokens."""
+    continues: bool = False
+    """True if an answer continues the text of its prompt; False if it is a message of its own."""
     model: str = ""
     """The name that the answer states."""
     adapter: int | None = None
@@ -90,7 +92,7 @@ def completion(fields: Fields, opened: Opened, name: str) -> Wanted:
         choices,
         fields.integer("logprobs", None, 0, MOST_ALTERNATIVES),
     )
-    return replace(wanted, echo=echo)
+    return replace(wanted, echo=echo, continues=True)
 
 
 def chat(fields: Fields, opened: Opened, name: str) -> Wanted:

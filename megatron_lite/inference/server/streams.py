@@ -25,7 +25,10 @@ async def pieces(
     """
     requests = wanted.requests(stop_ids)
     ticket = worker.submit(requests)
-    texts = {which: TextStream(detokenize, wanted.stop) for which in range(len(requests))}
+    texts = {
+        which: TextStream(detokenize, wanted.stop, request.prompt if wanted.continues else ())
+        for which, request in enumerate(requests)
+    }
     try:
         while texts:
             which, step = await deadline.of(ticket.steps.get())

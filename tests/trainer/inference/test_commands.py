@@ -220,7 +220,7 @@ def test_token_ids_are_continued_without_a_tokenizer(
     )
     line = json.loads((tmp_path / "out.jsonl").read_text())
     assert line["tokens"] == found[0, 3:].tolist()
-    assert line["text"] == " ".join(map(str, line["tokens"]))
+    assert line["prompt"] + line["text"] == " ".join(map(str, [7, 9, 30, *line["tokens"]]))
 
 
 def test_tasks_of_token_ids_are_measured_without_a_tokenizer(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_lite.inference.text import TextStream
+from megatron_lite.inference.text import TextStream, continuation
 
 
 def of_bytes(ids: Sequence[int]) -> str:
@@ -23,6 +23,20 @@ def test_half_a_character_at_the_end_is_shown_as_such() -> None:
     stream = TextStream(of_bytes)
     assert [stream.add(byte) for byte in "a🙂".encode()[:3]] == ["a", "", ""]
     assert stream.finish() == "�"
+
+
+def of_words(ids: Sequence[int]) -> str:
+    """Words with a space before each but the first, as Llama 2's tokenizer gives them."""
+    return " ".join(map(str, ids))
+
+
+def test_a_text_that_continues_another_begins_with_its_space() -> None:
+    stream = TextStream(of_words, after=(5, 6))
+    assert [stream.add(token) for token in (7, 8)] == [" 7", " 8"]
+    assert continuation(of_words, (5, 6), (7, 8)) == " 7 8"
+    assert continuation(of_words, (), (7, 8)) == "7 8"
+    many = range(100)
+    assert continuation(of_words, many, (7,)) == " 7"
 
 
 @pytest.mark.parametrize(
