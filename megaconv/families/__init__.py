@@ -318,16 +318,18 @@ def read_config(
     whole: take it as a part of the multimodal model, which is refused otherwise.
     own_names: take a model that no family describes too, unless it is the language model inside another.
     """
+    raw = load_config(path)
     try:
-        return _described(path, text_only=text_only, whole=whole)
+        return _described(raw, path, text_only=text_only, whole=whole)
     except (UnknownFamily, NotExpressible, UnsupportedInput) as error:
         if text_only or not own_names:
             raise
-        return _WITHOUT_FAMILY, without_family(load_config(path), str(error))
+        return _WITHOUT_FAMILY, without_family(raw, str(error))
 
 
-def _described(path: Path, *, text_only: bool, whole: bool) -> tuple[Family, ModelConfig]:
-    raw = load_config(path)
+def _described(
+    raw: dict[str, Any], path: Path, *, text_only: bool, whole: bool
+) -> tuple[Family, ModelConfig]:
     require_countable(raw, str(path))
     with naming_file(path), well_formed(str(path)):
         larger = Whole(raw) if whole and not text_only and _is_multimodal(raw) else None
