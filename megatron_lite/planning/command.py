@@ -77,6 +77,8 @@ def _own_parser() -> argparse.ArgumentParser:
 
 def describe(world: int | None, words: list[str]) -> Described:
     """Return the run that flags of pretrain describe. Raises CheckpointError for flags that pretrain refuses too."""
+    if world is not None and world < 1:
+        raise UsageError(f"--world-size {world} must be 1 or more")
     settings, _ = parse("pretrain", words)
     training, precision = settings.training, settings.precision
     if not (training.train_iters or training.train_samples or training.epochs):

@@ -143,8 +143,10 @@ def test_what_pretrain_refuses_is_no_plan_either(capsys: pytest.CaptureFixture[s
     assert main(f"{GPT3} --tp 7".split()) == 2
     assert main(f"{GPT3} --world-size 12 --tp 8".split()) == 2
     assert main(f"{GPT3} --dpo".split()) == 2
+    assert main(f"{GPT3} --world-size 0".split()) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 3
+    assert len(errors) == 4
+    assert "--world-size 0 must be 1 or more" in errors[3]
     assert "adapters, --dpo and --grpo can't be planned yet" in errors[2]
     assert "12 processes can't be divided" in errors[1]
     with pytest.raises(UsageError, match="--vocab-size is missing"):
