@@ -267,7 +267,7 @@ VARIANTS = {
     "ministral3": Variant(
         "ministral3",
         {"head_dim": 12, **rope(5000.0, **{**YARN, "original_max_position_embeddings": 64}, llama_4_scaling_beta=0.1)},
-        {"no scaling": rope(5000.0)},
+        {"no scaling": rope(5000.0, original_max_position_embeddings=64, llama_4_scaling_beta=0.0)},
         quick=QUICK,
     ),
     "ministral": Variant(
