@@ -82,7 +82,7 @@ def in_order(source: Source, order: Mapping[Key, int]) -> Iterator[Unit]:
 def orders(plan: OutputPlan) -> list[dict[Key, int]]:
     """The possible orders of writing: file after file, and files with shards of the same tensors side by side.
 
-    Neither is always better. Side by side, a few parts of each of these files are open. File after file, the parts of later
+    Each is better for some outputs. Side by side, a few parts of each of these files are open. File after file, the parts of later
     files that hold an early tensor are open until the rest of them comes.
     """
     extents = _extents(plan)

@@ -17,6 +17,7 @@ from megatron_lite.inference import batching, sampling
 from megatron_lite.processes import launch
 from tests.trainer.inference.conversations import decoded, save
 from tests.trainer.inference.models import slots_of
+from tests.trainer.inference.serving import ForkedServing
 from tests.trainer.loop.launches import train
 
 pytestmark = pytest.mark.oracle
@@ -221,6 +222,20 @@ def test_token_ids_are_continued_without_a_tokenizer(
     line = json.loads((tmp_path / "out.jsonl").read_text())
     assert line["tokens"] == found[0, 3:].tolist()
     assert line["prompt"] + line["text"] == " ".join(map(str, [7, 9, 30, *line["tokens"]]))
+
+
+def test_the_server_separates_prompt_and_answer(model: tuple[Path, Any]) -> None:
+    server = ForkedServing(model[0], *NUMBERS)
+    try:
+        asked = {"prompt": [7, 9, 30], "max_tokens": 3, "temperature": 0}
+        answers = [
+            server.ask("/v1/completions", asked | {"echo": echo})[1] for echo in (False, True)
+        ]
+    finally:
+        server.end()
+    alone, echoed = (answer["choices"][0]["text"] for answer in answers)
+    assert len(alone.split(" ")) == 4
+    assert echoed == f"7 9 30{alone}"
 
 
 def test_tasks_of_token_ids_are_measured_without_a_tokenizer(

@@ -198,7 +198,7 @@ def test_embeddings_and_gradients_of_the_first_step_are_megatrons(model: str) ->
         each = wanted[name]
         difference = np.abs(found[name] - each.reshape(found[name].shape)).max()
         # The gradient of the token types is one sum over all tokens of the step, in another order. The pooler's differs
-        # by 3.2e-6 on processors with AVX-512.
+        # by 2.2e-6 to 3.2e-6: the kernels for AVX-512, AVX2 and plain SSE round each in their own way.
         allowed = 4e-6 if "token_types" in name or "pooler" in name else 2e-6
         assert difference <= allowed * largest, name
 
