@@ -34,11 +34,14 @@ def boundaries(documents: Tensor, chunk: int) -> Boundaries:
     The numbers of a row never decrease. An initial state belongs to the row's first document. Padding belongs to the
     last document, so that the last state stays the state after the last token.
     """
-    padding = -documents.shape[1] % chunk
-    padded = torch.cat((documents, documents[:, -1:].expand(-1, padding)), 1)
+    padding = documents[:, -1:].expand(-1, -documents.shape[1] % chunk)
+    padded = torch.cat((documents, padding), 1)
+    # [batch, chunks, chunk]
     numbers = padded.view(len(padded), -1, chunk)
+    # [batch, chunks]: the documents of the last token of each chunk, and of the last token before it
     last = numbers[:, :, -1]
-    before = torch.cat((numbers[:, :1, 0], last[:, :-1]), 1)
+    first_of_row = numbers[:, :1, 0]
+    before = torch.cat((first_of_row, last[:, :-1]), 1)
     return Boundaries(
         same=numbers.unsqueeze(-1) == numbers.unsqueeze(-2),
         continues=numbers == before.unsqueeze(-1),
@@ -54,14 +57,14 @@ def decay_between(decay: Tensor, bounds: Boundaries | None) -> Tensor:
     The mask is added to the exponent. A product with a mask after exp would give inf * 0 = NaN in the backward pass.
     """
     chunk = decay.shape[2]
+    # [t, s], with documents [batch, chunks, 1, t, s]: later tokens, and tokens of other documents
     hidden = torch.ones(chunk, chunk, dtype=torch.bool, device=decay.device).triu(1)
     if bounds is not None:
         hidden = (hidden | ~bounds.same).unsqueeze(2)
     mask = torch.zeros(hidden.shape, dtype=decay.dtype, device=decay.device)
     mask = mask.masked_fill_(hidden, -torch.inf)
-    by_head = decay.transpose(
-        2, 3
-    ).contiguous()  # otherwise the heads would be innermost in all larger tensors
+    # Contiguous, because the heads would otherwise be the innermost axis of all larger tensors.
+    by_head = decay.transpose(2, 3).contiguous()
     exponent = by_head.unsqueeze(-1) - by_head.unsqueeze(-2)
     return exponent.add_(mask).exp_()
 
@@ -79,12 +82,16 @@ class Passed(NamedTuple):
 
 def passed(decay: Tensor, bounds: Boundaries | None) -> Passed:
     """Return the factors of all chunks. decay: as in decay_between."""
-    last = decay[:, :, -1:]
-    found = Passed(decay.exp(), (last - decay).exp(), last[:, :, 0].exp())
+    at_end = decay[:, :, -1:]
+    found = Passed(
+        into=decay.exp(),
+        out=(at_end - decay).exp(),
+        through=at_end[:, :, 0].exp(),
+    )
     if bounds is None:
         return found
     return Passed(
-        found.into * bounds.continues.unsqueeze(-1),
-        found.out * bounds.ends.unsqueeze(-1),
-        found.through * bounds.whole.unsqueeze(-1),
+        into=found.into * bounds.continues.unsqueeze(-1),
+        out=found.out * bounds.ends.unsqueeze(-1),
+        through=found.through * bounds.whole.unsqueeze(-1),
     )

@@ -2,13 +2,22 @@
 
     S <- exp(g_t) S        S <- S + k_t (beta_t (v_t - S' k_t))'        y_t = S' q_t        for each head, S [key, value]
 
-Within a chunk, the corrections of all tokens are the solution of one triangular system (the WY form).
+Within a chunk, the values that all tokens write are the solution of one triangular system (the WY form). The
+package's docstring explains the names of shapes and factors.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_lite.models.state_space.chunks import boundaries, decay_between, in_chunks, passed
+from megatron_lite.models.state_space.chunks import (
+    Passed,
+    boundaries,
+    decay_between,
+    in_chunks,
+    passed,
+)
 from megatron_lite.models.state_space.kernels import delta_by, delta_kernel
 
 CHUNK = 64
@@ -38,34 +47,52 @@ def gated_delta_rule(
     if kernel is not None:
         return delta_by(kernel, q, k, v, g, beta, documents=documents, state=state)
     dtype = torch.promote_types(v.dtype, torch.float32)
-    bounds = None if documents is None else boundaries(documents, chunk)
     queries = _by_head(q, dtype, chunk)
     keys = _by_head(k, dtype, chunk)
     values = _by_head(v, dtype, chunk)
+    strengths = _by_head(beta, dtype, chunk).unsqueeze(-1)
+
     decay = in_chunks(g.to(dtype), chunk).cumsum(2)
-    writes = _by_head(beta, dtype, chunk).unsqueeze(-1)
-    factors = passed(decay, bounds)
-    into = factors.into.transpose(2, 3).unsqueeze(-1)
-    out = factors.out.transpose(2, 3).unsqueeze(-1)
-    between = decay_between(decay, bounds)
+    bounds = None if documents is None else boundaries(documents, chunk)
+    factors = _Factors.of(passed(decay, bounds), between=decay_between(decay, bounds))
 
-    served = v.shape[2] // k.shape[2]
-    each_key = keys.repeat_interleave(served, 2)
-    key_products = _products(keys, keys, served)
-    system = (key_products * between * writes).tril(-1)
-    known = torch.cat((values * writes, each_key * (writes * into)), -1)
-    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    corrections, from_state = solved.split((values.shape[-1], keys.shape[-1]), -1)
-    to_end = each_key * out
-    before, written, last = _pass_on(corrections, from_state, to_end, factors.through, state)
+    heads_per_key = v.shape[2] // k.shape[2]
+    key_of_head = keys.repeat_interleave(heads_per_key, 2)
+    key_key = _products(keys, keys, heads_per_key)
+    parts = _written_parts(key_key, key_of_head, values, strengths, factors)
+    before, written, last = _pass_on(parts, key_of_head * factors.out, factors.through, state)
 
-    query_products = _products(queries, keys, served)
-    inside = (query_products * between) @ written
-    each_query = queries.repeat_interleave(served, 2) * into
-    y = inside + each_query @ before
+    query_key = _products(queries, keys, heads_per_key)
+    from_chunk = (query_key * factors.between) @ written
+    query_of_head = queries.repeat_interleave(heads_per_key, 2)
+    from_state = (query_of_head * factors.into) @ before
+    y = from_chunk + from_state
+
     by_token = y.transpose(2, 3).flatten(1, 2)
-    tokens = v.shape[1]
-    return by_token[:, :tokens].to(v.dtype), last
+    without_padding = by_token[:, : v.shape[1]]
+    return without_padding.to(v.dtype), last
+
+
+class _Factors(NamedTuple):
+    """The factors of the decay, with the heads before the tokens."""
+
+    between: Tensor
+    """[batch, chunks, heads, t, s]."""
+    into: Tensor
+    """[batch, chunks, heads, chunk, 1]."""
+    out: Tensor
+    """[batch, chunks, heads, chunk, 1]."""
+    through: Tensor
+    """[batch, chunks, heads]."""
+
+    @classmethod
+    def of(cls, factors: Passed, between: Tensor) -> "_Factors":
+        return cls(
+            between=between,
+            into=factors.into.transpose(2, 3).unsqueeze(-1),
+            out=factors.out.transpose(2, 3).unsqueeze(-1),
+            through=factors.through,
+        )
 
 
 def _by_head(x: Tensor, dtype: torch.dtype, chunk: int) -> Tensor:
@@ -73,34 +100,58 @@ def _by_head(x: Tensor, dtype: torch.dtype, chunk: int) -> Tensor:
     return in_chunks(x.to(dtype), chunk).transpose(2, 3)
 
 
-def _products(left: Tensor, keys: Tensor, served: int) -> Tensor:
-    """Return the products of a chunk's tokens [batch, chunks, heads, t, s], equal for all heads that a key head serves."""
-    return (left @ keys.transpose(-1, -2)).repeat_interleave(served, 2)
+def _products(left: Tensor, keys: Tensor, heads_per_key: int) -> Tensor:
+    """Return the products of a chunk's tokens [batch, chunks, heads, t, s]: equal for all heads of a key head."""
+    return (left @ keys.transpose(-1, -2)).repeat_interleave(heads_per_key, 2)
+
+
+class _WrittenParts(NamedTuple):
+    """The values that tokens write: alone - of_state @ (the state before the chunk)."""
+
+    alone: Tensor
+    """[batch, chunks, heads, chunk, value]: the values if the state before the chunk is zero."""
+    of_state: Tensor
+    """[batch, chunks, heads, chunk, key]."""
+
+
+def _written_parts(
+    key_key: Tensor, key_of_head: Tensor, values: Tensor, strengths: Tensor, factors: _Factors
+) -> _WrittenParts:
+    """Solve (1 + system) @ written = known for each chunk, where `known` depends on the state before the chunk.
+
+    key_key [batch, chunks, heads, t, s]; key_of_head [batch, chunks, heads, chunk, key]; values [batch, chunks, heads,
+    chunk, value]; strengths (beta) [batch, chunks, heads, chunk, 1].
+    """
+    system = (key_key * factors.between * strengths).tril(-1)
+    known_alone = values * strengths
+    known_of_state = key_of_head * (strengths * factors.into)
+    known = torch.cat((known_alone, known_of_state), -1)
+    # unitriangular: the solver takes the diagonal as 1.
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    alone, of_state = solved.split((values.shape[-1], key_of_head.shape[-1]), -1)
+    return _WrittenParts(alone, of_state)
 
 
 def _pass_on(
-    corrections: Tensor, from_state: Tensor, keys: Tensor, through: Tensor, state: Tensor | None
+    parts: _WrittenParts, keys_at_end: Tensor, through: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (states before each chunk, values that each chunk writes, the last state).
 
-    corrections: values that the chunks write if the state before them is zero. from_state: the factor of this state.
-    keys: scaled by their decay up to the chunk's end.
+    keys_at_end [batch, chunks, heads, chunk, key]: the keys, scaled by their decay up to the chunk's end. through: as in
+    _Factors.
     """
-    batch, _, heads, _, width = keys.shape
-    now = (
-        keys.new_zeros(batch, heads, width, corrections.shape[-1])
-        if state is None
-        else state.to(keys.dtype)
-    )
+    if state is None:
+        batch, _, heads, _, key = keys_at_end.shape
+        now = keys_at_end.new_zeros(batch, heads, key, parts.alone.shape[-1])
+    else:
+        now = state.to(keys_at_end.dtype)
     before, written = [], []
-    chunks = zip(
-        *(each.unbind(1) for each in (corrections, from_state, keys, through)), strict=True
-    )
-    for correction, factor, key, decay in chunks:
+    by_chunk = (each.unbind(1) for each in (parts.alone, parts.of_state, keys_at_end, through))
+    for alone, of_state, keys, factor in zip(*by_chunk, strict=True):
         before.append(now)
-        new = correction - factor @ now
+        new = alone - of_state @ now
         written.append(new)
-        now = now * decay[..., None, None] + key.transpose(-1, -2) @ new
+        now = now * factor[..., None, None] + keys.transpose(-1, -2) @ new
     return torch.stack(before, 1), torch.stack(written, 1), now
 
 
@@ -111,11 +162,14 @@ def gated_delta_step(
 
     q, k [batch, key heads, key], v [batch, heads, value], g and beta [batch, heads]; state: as in gated_delta_rule.
     """
-    served = v.shape[1] // k.shape[1]
-    query, key = (each.to(state.dtype).repeat_interleave(served, 1) for each in (q, k))
-    state = state * g.to(state.dtype).exp()[..., None, None]
-    read = (key.unsqueeze(-2) @ state).squeeze(-2)
-    new = (v.to(state.dtype) - read) * beta.to(state.dtype).unsqueeze(-1)
-    state = state + key.unsqueeze(-1) * new.unsqueeze(-2)
+    dtype = state.dtype
+    heads_per_key = v.shape[1] // k.shape[1]
+    query = q.to(dtype).repeat_interleave(heads_per_key, 1)
+    key = k.to(dtype).repeat_interleave(heads_per_key, 1)
+    strength = beta.to(dtype).unsqueeze(-1)
+    state = state * g.to(dtype).exp()[..., None, None]
+    stored_value = (key.unsqueeze(-2) @ state).squeeze(-2)
+    written = (v.to(dtype) - stored_value) * strength
+    state = state + key.unsqueeze(-1) * written.unsqueeze(-2)
     y = (query.unsqueeze(-2) @ state).squeeze(-2)
     return y.to(v.dtype), state

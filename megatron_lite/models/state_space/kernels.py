@@ -6,6 +6,8 @@
 | gated_delta_rule | fla-core    | `fla.ops.gated_delta_rule`     | bf16 and fp16                          |
 | convolution      | causal-conv1d | `causal_conv1d`              | 2 to 4 positions, channels by eights   |
 
+Each takes the documents of packed rows or a state before the first token, but not both.
+
 A package is imported only for a tensor on a GPU: some of them can be imported without a GPU, and fail at the first call.
 Sources: the packages' own files; tests/fixtures/signatures.json has the signatures.
 """
@@ -70,8 +72,8 @@ def installed(package: Package) -> Kernel | None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # an import can't be traced
 def scan_kernel(x: Tensor, documents: Tensor | None, state: Tensor | None) -> Kernel | None:
     """Return mamba_ssm's scan for these inputs of ssd, or None."""
-    both = documents is not None and state is not None
-    if not x.is_cuda or x.dtype == torch.float64 or both:
+    has_both = documents is not None and state is not None
+    if not x.is_cuda or x.dtype == torch.float64 or has_both:
         return None
     kernel: Kernel | None = installed(SCAN)
     return kernel
@@ -80,8 +82,8 @@ def scan_kernel(x: Tensor, documents: Tensor | None, state: Tensor | None) -> Ke
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def delta_kernel(v: Tensor, documents: Tensor | None, state: Tensor | None) -> Kernel | None:
     """Return the gated delta rule of flash-linear-attention for these inputs, or None."""
-    both = documents is not None and state is not None
-    if not v.is_cuda or v.dtype not in IN_16_BITS or both:
+    has_both = documents is not None and state is not None
+    if not v.is_cuda or v.dtype not in IN_16_BITS or has_both:
         return None
     kernel: Kernel | None = installed(DELTA)
     return kernel
@@ -92,9 +94,11 @@ def convolution_kernel(
     x: Tensor, width: int, documents: Tensor | None, before: Tensor | None
 ) -> Kernel | None:
     """Return causal_conv1d's convolution for x [tokens, batch, channels], or None."""
-    both = documents is not None and before is not None
+    has_both = documents is not None and before is not None
     fits = 2 <= width <= 4 and x.shape[-1] % 8 == 0 and len(x) > 1
-    if not x.is_cuda or x.dtype == torch.float64 or both or not fits:
+    if not fits or has_both:
+        return None
+    if not x.is_cuda or x.dtype == torch.float64:
         return None
     kernel: Kernel | None = installed(CONVOLUTION)
     return kernel
@@ -145,22 +149,25 @@ def delta_by(
 
     Its earlier versions need as many key heads as heads.
     """
-    served = v.shape[2] // k.shape[2]
-    queries, keys = (each.to(v.dtype).repeat_interleave(served, 2) for each in (q, k))
+    heads_per_key = v.shape[2] // k.shape[2]
+    queries = q.to(v.dtype).repeat_interleave(heads_per_key, 2)
+    keys = k.to(v.dtype).repeat_interleave(heads_per_key, 2)
     inputs = [queries, keys, v, g.float(), beta.to(v.dtype)]
-    ends = None
-    if documents is not None:
-        # The kernel takes documents of one row: all rows, one after another.
-        ends = _ends(documents)
-        inputs = [each.flatten(0, 1).unsqueeze(0) for each in inputs]
-    y, last = kernel(
-        *inputs, scale=1.0, initial_state=state, output_final_state=True, cu_seqlens=ends
+    if documents is None:
+        y, last = kernel(
+            *inputs, scale=1.0, initial_state=state, output_final_state=True, cu_seqlens=None
+        )
+        return y.to(v.dtype), last.float()
+    # The kernel takes the documents of one row only. Therefore all rows are joined to one.
+    joined = [each.flatten(0, 1).unsqueeze(0) for each in inputs]
+    limits = _document_limits(documents)
+    y, last_states = kernel(
+        *joined, scale=1.0, initial_state=state, output_final_state=True, cu_seqlens=limits
     )
-    if documents is not None and ends is not None:
-        y = y.view(v.shape)
-        ends_of_rows = torch.arange(1, len(v) + 1, device=v.device) * v.shape[1]
-        last = last[torch.searchsorted(ends, ends_of_rows) - 1]
-    return y.to(v.dtype), last.float()
+    rows, tokens = v.shape[:2]
+    ends_of_rows = torch.arange(1, rows + 1, device=v.device) * tokens
+    last_documents = torch.searchsorted(limits, ends_of_rows) - 1
+    return y.view(v.shape).to(v.dtype), last_states[last_documents].float()
 
 
 def convolution_by(
@@ -196,12 +203,14 @@ def _numbers_of_rows(documents: Tensor | None) -> Tensor | None:
     return (documents - documents[:, :1]).to(torch.int32).contiguous()
 
 
-def _ends(documents: Tensor) -> Tensor:
+def _document_limits(documents: Tensor) -> Tensor:
     """Return int64 [documents + 1]: the start of each document in all rows, and the end of the last one.
 
     A row's first token begins a document even if its number is that of the last row's document.
     """
     first = torch.ones_like(documents[:, :1], dtype=torch.bool)
-    begins = torch.cat((first, documents.diff(dim=1) != 0), 1).flatten()
+    changes = documents.diff(dim=1) != 0
+    begins = torch.cat((first, changes), 1).flatten()
     starts = begins.nonzero().squeeze(1)
-    return torch.cat((starts, starts.new_tensor([begins.numel()])))
+    end = starts.new_tensor([begins.numel()])
+    return torch.cat((starts, end))

@@ -3,6 +3,8 @@
     S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t'        y_t = S_t C_t + D x_t        for each head, S [width, state]
 
 Within a chunk, tokens act on each other by one matrix product, as in attention. Between chunks, only the state passes.
+B is the key with which a token writes into the state, and C the query with which it reads. The package's docstring
+explains the names of shapes and factors.
 """
 
 from typing import NamedTuple
@@ -49,10 +51,9 @@ def ssd(
     bounds = None if documents is None else boundaries(documents, chunk)
     wide = _Inputs(x, dt, a, b, c, d).widened()
     padded, last = _chunked(wide, chunk, bounds, state)
-    tokens = x.shape[1]
-    from_state = padded[:, :tokens]
+    through_state = padded[:, : x.shape[1]]
     past_the_state = wide.d.unsqueeze(-1) * wide.x
-    y = from_state + past_the_state
+    y = through_state + past_the_state
     return y.to(x.dtype), last
 
 
@@ -77,8 +78,9 @@ def _chunked(
 ) -> tuple[Tensor, Tensor]:
     """Return (y without the term past the state, padded to whole chunks, the last state)."""
     times = in_chunks(wide.dt, chunk)
-    x = in_chunks(wide.x, chunk)
-    inputs = x * times.unsqueeze(-1)
+    # [batch, chunks, chunk, heads, width]
+    inputs = in_chunks(wide.x, chunk) * times.unsqueeze(-1)
+    # [batch, chunks, groups, chunk, state]
     keys = in_chunks(wide.b, chunk).transpose(2, 3)
     queries = in_chunks(wide.c, chunk).transpose(2, 3)
 
@@ -86,32 +88,32 @@ def _chunked(
     between = decay_between(decay, bounds)
     factors = passed(decay, bounds)
 
-    inside = _inside(queries, keys, between, inputs)
-    groups = wide.b.shape[2]
-    at_end = inputs * factors.out.unsqueeze(-1)
-    to_end = _by_group(at_end, groups)
-    added = to_end.transpose(-1, -2) @ keys
+    from_chunk = _read_chunk(queries, keys, between, inputs)
+
+    inputs_at_end = inputs * factors.out.unsqueeze(-1)
+    added = _by_group(inputs_at_end, groups=wide.b.shape[2]).transpose(-1, -2) @ keys
     before, last = _pass_on(added, factors.through, state)
-    read = _read(queries, before).reshape(inputs.shape)
-    from_before = read * factors.into.unsqueeze(-1)
-    y = inside + from_before
+    stored = _read_state(queries, before).reshape(inputs.shape)
+    from_state = stored * factors.into.unsqueeze(-1)
+
+    y = from_chunk + from_state
     return y.flatten(1, 2), last
 
 
-def _read(queries: Tensor, before: Tensor) -> Tensor:
+def _read_state(queries: Tensor, before: Tensor) -> Tensor:
     """Return what each token reads from the state before its chunk, [batch, chunks, chunk, groups, heads of a group * width]."""
     found = queries @ before.transpose(-1, -2)
     return found.transpose(2, 3)
 
 
-def _inside(queries: Tensor, keys: Tensor, between: Tensor, inputs: Tensor) -> Tensor:
-    """Return what the tokens of a chunk give each other, [batch, chunks, chunk, heads, width]."""
+def _read_chunk(queries: Tensor, keys: Tensor, between: Tensor, inputs: Tensor) -> Tensor:
+    """Return what each token reads from the tokens of its chunk, [batch, chunks, chunk, heads, width]."""
     # [batch, chunks, groups, 1, t, s]: the products are equal for all heads of a group.
     products = (queries @ keys.transpose(-1, -2)).unsqueeze(3)
     by_group = between.view(*products.shape[:3], -1, *products.shape[4:])
     weights = (products * by_group).reshape(between.shape)
-    made = weights @ inputs.transpose(2, 3)
-    return made.transpose(2, 3)
+    read = weights @ inputs.transpose(2, 3)
+    return read.transpose(2, 3)
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
@@ -124,11 +126,12 @@ def _pass_on(added: Tensor, through: Tensor, state: Tensor | None) -> tuple[Tens
 
     added: what each chunk adds, of the shape of the states. through: see Passed. state: before the first chunk.
     """
-    shape = added.shape[0], through.shape[-1], -1, added.shape[-1]
-    each_added = added.reshape(*added.shape[:2], *shape[1:])
-    now = each_added.new_zeros(each_added[:, 0].shape) if state is None else state.to(added.dtype)
+    batch, chunks, _, _, state_width = added.shape
+    heads = through.shape[-1]
+    added_by_head = added.reshape(batch, chunks, heads, -1, state_width)
+    now = added.new_zeros(added_by_head[:, 0].shape) if state is None else state.to(added.dtype)
     before = []
-    for more, factor in zip(each_added.unbind(1), through.unbind(1), strict=True):
+    for more, factor in zip(added_by_head.unbind(1), through.unbind(1), strict=True):
         before.append(now)
         now = now * factor[..., None, None] + more
     return torch.stack(before, 1).view(added.shape), now
@@ -141,11 +144,14 @@ def ssd_step(
 
     x [batch, heads, width], dt [batch, heads], b and c [batch, groups, state]; a, d, state: as in ssd.
     """
-    wide, times = x.to(state.dtype), dt.to(state.dtype)
+    wide = _Inputs(*[tensor.to(state.dtype) for tensor in (x, dt, a, b, c, d)])
     heads_of_group = x.shape[1] // b.shape[1]
-    keys, queries = (each.to(state.dtype).repeat_interleave(heads_of_group, 1) for each in (b, c))
-    factor = (times * a.to(state.dtype)).exp()
-    new = (times.unsqueeze(-1) * wide).unsqueeze(-1) * keys.unsqueeze(-2)
-    state = state * factor[..., None, None] + new
-    y = (state @ queries.unsqueeze(-1)).squeeze(-1) + d.to(state.dtype).unsqueeze(-1) * wide
-    return y.to(x.dtype), state
+    keys = wide.b.repeat_interleave(heads_of_group, 1)
+    queries = wide.c.repeat_interleave(heads_of_group, 1)
+    decay = (wide.dt * wide.a).exp()
+    inputs = wide.dt.unsqueeze(-1) * wide.x
+    written = inputs.unsqueeze(-1) * keys.unsqueeze(-2)
+    state = state * decay[..., None, None] + written
+    through_state = (state @ queries.unsqueeze(-1)).squeeze(-1)
+    past_the_state = wide.d.unsqueeze(-1) * wide.x
+    return (through_state + past_the_state).to(x.dtype), state
