@@ -2,39 +2,33 @@
 
 Megatron core 0.9 to 0.19 needs metadata.json, common.pt, the tracker, and an `_extra_state` object for every module
 that has one. The modules of Transformer Engine's versions differ, so the objects of all versions are written.
-Source: megatron/core/dist_checkpointing and sharded_state_dict() of Megatron core's modules.
+`global_model.py` lists the tensors and objects. This module gives them files.
+Source: megatron/core/dist_checkpointing.
 """
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
-from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from formats import rank_files, torch_dist, torch_zip, zarr_arrays
 from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
 from formats.tensor import ITEMSIZE, Box, Shape
-from megaconv.engine.plan import OutputPlan, Placement, native_dtype, native_shift
-from megaconv.errors import LayoutError, NotExpressible
-from megaconv.families import family
+from megaconv.engine.plan import OutputPlan, Placement, native_shift
+from megaconv.errors import LayoutError
 from megaconv.megatron.arguments.sparse import INDEXER_ORDER
 from megaconv.megatron.distributed.bridge_files import CONTENT, bridge_files, is_for_bridge
-from megaconv.megatron.distributed.chunks import PlannedChunk, chunks_of
-from megaconv.megatron.distributed.keys import pieces, stack, stacks_layers
+from megaconv.megatron.distributed.chunks import PlannedChunk
+from megaconv.megatron.distributed.global_model import GlobalModel, PlacedObject
 from megaconv.megatron.distributed.optimizer_plan import OptimizerForm, choose_form
 from megaconv.megatron.optimizer.training_output import OutputTraining, output_training
 from megaconv.megatron.rank_files.iteration import at_iteration, directory_iteration
 from megaconv.megatron.rank_files.plan import megatron_args, tracker_and_sidecars
-from megaconv.megatron.states.names import extra_states, is_of_linear_layer
-from megaconv.megatron.states.whole_names import in_whole
-from megaconv.model.beside import BESIDE
 from megaconv.model.config import ModelConfig
-from megaconv.model.ir import WEIGHT, Header, Key
+from megaconv.model.ir import Header, Key
 from megaconv.model.layout import Layout, divide
-from megaconv.model.naming import CORE, CORE_LOCAL, CORE_LOCAL_KEYS, with_rope_last
-from megaconv.model.natives import NativeTensor, Region, unsharded_tensors
+from megaconv.model.natives import Region
 from megaconv.model.regions import Repeated
 from megaconv.model.sharding import rank_sizes
 from megaconv.options import SaveOptions
@@ -45,56 +39,74 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
 
     Raises LayoutError for a model that can't be sharded this way, NotExpressible.
     """
-    if layout.encoder_stage_layers:
-        raise LayoutError(
-            f"pp = {layout.pp}: a distributed checkpoint of a model with an encoder and a decoder is written for one pipeline stage "
-            "(Megatron core's own for several don't hold its head); choose --pp 1, or --ckpt-format torch"
-        )
-    rank_sizes(header.config, layout, shares_heads=True)
+    _check_layout(header.config, layout)
     for_bridge = is_for_bridge(options)
     header = at_iteration(header, options, without_releases=for_bridge)
-    arguments = megatron_args(header, options, layout, transformer_impl=options.transformer_impl)
-    backend = options.ckpt_format
-    arguments.ckpt_format = backend
-    arguments.use_dist_ckpt = True
-    arguments.dist_ckpt_format = backend
-    divide(arguments.padded_vocab_size, layout.tp, "padded vocabulary", "tensor parallel size (tp)")
-    iteration = directory_iteration(header.training)
-    version = rank_files.iteration_directory(iteration)
+    arguments = _arguments(header, options, layout)
     kept = output_training(
         header, layout, keeps_rng=layout.ep == 1, distributed=bool(options.distributed_optimizer)
     )
     optimizer = choose_form(kept, options)
     vars(arguments).update(kept.arguments(distributed=optimizer.distributed))
-    local = options.transformer_impl == "local"
     model = GlobalModel.of(
         header,
         layout,
         arguments.padded_vocab_size,
         optimizer,
-        local=local,
+        local=options.transformer_impl == "local",
         rope_last=hasattr(arguments, INDEXER_ORDER),
     )
+    model.objects.extend(_rng_objects(kept, layout))
+
+    iteration = directory_iteration(header.training)
+    version = rank_files.iteration_directory(iteration)
+    stored = _stored(model, options)
+    placements, zeros = place(_chunks_in(version, stored), header, options)
+
     common = _common(header, arguments, kept, optimizer, model, for_bridge=for_bridge)
-    for (tp_rank, pp_rank, _), state in kept.rng.items():
-        place_in_grid, grid = (pp_rank, tp_rank), (layout.pp, layout.tp)
-        model.objects.append(("rng_state", place_in_grid, grid, state))
-    stored: Stored = _Zarr(model) if backend == "zarr" else _TorchDist(model, options.files or 1)
-    # Cached, because hundreds of thousands of chunks lie in a few files.
-    in_version = cache(f"{version}/{{}}".format)
-    chunks = ((chunk, in_version(file), record) for chunk, file, record in stored.chunks())
-    placements, zeros = place(chunks, header, options)
-    files: dict[str, FileLayout] = {
-        f"{version}/{name}": layout for name, layout in stored.files().items()
+    in_version: dict[str, FileLayout] = {
+        **stored.files(),
+        torch_dist.COMMON_FILE: torch_zip.plan(common, "common"),
+        torch_dist.FORMAT_FILE: PlainFile(torch_dist.format_json(options.ckpt_format)),
     }
-    files[f"{version}/{torch_dist.COMMON_FILE}"] = torch_zip.plan(common, "common")
-    files[f"{version}/{torch_dist.FORMAT_FILE}"] = PlainFile(torch_dist.format_json(backend))
+    files = {f"{version}/{name}": file for name, file in in_version.items()}
     if for_bridge:
-        has = {"with_optimizer": optimizer.writer is not None, "with_rng": bool(kept.rng)}
-        files |= bridge_files(header, layout, arguments, iteration, **has)
-    return OutputPlan(
-        files | tracker_and_sidecars(header, iteration), placements, zeros, kept.notices
-    )
+        files |= bridge_files(
+            header,
+            layout,
+            arguments,
+            iteration,
+            with_optimizer=optimizer.writer is not None,
+            with_rng=bool(kept.rng),
+        )
+    files |= tracker_and_sidecars(header, iteration)
+    return OutputPlan(files, placements, zeros, kept.notices)
+
+
+def _check_layout(config: ModelConfig, layout: Layout) -> None:
+    """Raise LayoutError for a model that can't be sharded for this layout."""
+    if layout.encoder_stage_layers:
+        raise LayoutError(
+            f"pp = {layout.pp}: a distributed checkpoint of a model with an encoder and a decoder is written for one pipeline stage "
+            "(Megatron core's own for several don't hold its head); choose --pp 1, or --ckpt-format torch"
+        )
+    rank_sizes(config, layout, shares_heads=True)
+
+
+def _arguments(header: Header, options: SaveOptions, layout: Layout) -> Namespace:
+    """The arguments of a run that saves in this format."""
+    arguments = megatron_args(header, options, layout, transformer_impl=options.transformer_impl)
+    arguments.ckpt_format = options.ckpt_format
+    arguments.use_dist_ckpt = True
+    arguments.dist_ckpt_format = options.ckpt_format
+    divide(arguments.padded_vocab_size, layout.tp, "padded vocabulary", "tensor parallel size (tp)")
+    return arguments
+
+
+def _rng_objects(kept: OutputTraining, layout: Layout) -> Iterator[PlacedObject]:
+    """The states of the random-number generators, in the grid of pipeline and tensor-parallel ranks."""
+    for (tp_rank, pp_rank, _), state in kept.rng.items():
+        yield PlacedObject("rng_state", (pp_rank, tp_rank), (layout.pp, layout.tp), state)
 
 
 def _common(
@@ -102,7 +114,7 @@ def _common(
     arguments: Namespace,
     kept: OutputTraining,
     optimizer: OptimizerForm,
-    model: "GlobalModel",
+    model: GlobalModel,
     *,
     for_bridge: bool,
 ) -> dict[str, Any]:
@@ -122,148 +134,6 @@ def _common(
     return common
 
 
-class PlacedTensor(NamedTuple):
-    """A native tensor of a single rank, placed in a global tensor."""
-
-    native: NativeTensor
-    key: str
-    """Key of the global tensor."""
-    place: Shape
-    """Position in the first axes of the global tensor."""
-    dtype: str
-    ranks: int
-    """The number of ranks that the tensor is split for."""
-    slot: str
-
-
-@dataclass(frozen=True)
-class GlobalModel:
-    """The tensors and objects of a whole model by their keys."""
-
-    stacked: bool
-    """True if layers are stacked, which they aren't if they differ."""
-    tensors: list[PlacedTensor]
-    shapes: Mapping[str, Shape]
-    """Shapes of the global tensors, by key."""
-    objects: list[tuple[str, Shape, Shape, Any]]
-    """(key, place, grid, value) of an empty `_extra_state` for every module that has one."""
-
-    @classmethod
-    def of(
-        cls,
-        header: Header,
-        layout: Layout,
-        padded: int,
-        optimizer: OptimizerForm,
-        *,
-        local: bool,
-        rope_last: bool,
-    ) -> "GlobalModel":
-        """The model in one piece. layout: the layout whose ranks the chunks are made for. padded: rows of the vocabulary.
-
-        local: True for Megatron's own layers instead of Transformer Engine's. rope_last: True if indexers have their
-        rotary elements last.
-        """
-        config = header.config
-        is_renamed = local and _renames_local_layers(config)
-        naming = CORE
-        if local:
-            naming = CORE_LOCAL_KEYS if is_renamed else CORE_LOCAL
-        if rope_last:
-            naming = with_rope_last(naming)
-        rows = family(config.family).rows
-        every = unsharded_tensors(rows, config, naming, vocab_rows=padded)
-        natives = [each for each in every if each.copy is None or each.copy.written]
-        stacked = stacks_layers(config)
-        # A language model inside a multimodal model has a prefix.
-        full_key = in_whole if config.whole else str
-        # If a parameter has several names, Megatron's optimizer uses the last.
-        last_names = {tuple(native.parts): native.name for native in natives if native.copy}
-        inside = [native for native in natives if not native.name.startswith(BESIDE)]
-        beside = [native for native in natives if native.name.startswith(BESIDE)]
-        tensors: list[PlacedTensor] = []
-        shapes: dict[str, Shape] = {}
-        last_places: dict[str, Shape] = {}
-        for native in chain(beside, *map(pieces, inside)):
-            name = native.name.removeprefix(BESIDE)
-            key, place = stack(name, layers=stacked, local=is_renamed)
-            if name == native.name:
-                key = full_key(key)
-            ranks = layout.etp if native.of_experts else layout.tp
-            pairs = zip(place, last_places.get(key, place), strict=True)
-            last_places[key] = tuple(max(pair) for pair in pairs)
-            is_trained_name = native.name == last_names.get(tuple(native.parts), native.name)
-            slots = optimizer.tensors(native) if is_trained_name else ()
-            for prefix, slot in (("", WEIGHT), *slots):
-                dtype = native_dtype(header, native, slot)
-                tensors.append(PlacedTensor(native, prefix + key, place, dtype, ranks, slot))
-                grid = (last + 1 for last in last_places[key])
-                shapes[prefix + key] = (*grid, *native.shape)
-        _require_one_dtype(tensors)
-        names = [native.name for native in inside]
-        objects = [(full_key(key), *rest) for key, *rest in _extra_objects(names, stacked, local)]
-        if config.whole is not None:
-            built = [native.name for native in beside if config.whole.builds(native.name)]
-            tower = [name.removeprefix(BESIDE) for name in built]
-            objects += _extra_objects(tower, stacked, local)
-        return cls(stacked, tensors, shapes, objects)
-
-    def chunks(self) -> Iterator[PlannedChunk]:
-        """The chunks of all tensors. Each call makes them anew, because a large model has hundreds of thousands."""
-        for native, key, place, dtype, ranks, slot in self.tensors:
-            yield from chunks_of(native, key, place, dtype, ranks, slot)
-
-
-def _renames_local_layers(config: ModelConfig) -> bool:
-    """True if local layers use Transformer Engine's names as keys. Latent attention and hybrids keep their own names."""
-    return not config.latent.kv_rank and not config.has("hybrid_stack")
-
-
-def _require_one_dtype(tensors: list[PlacedTensor]) -> None:
-    dtypes: dict[str, str] = {}
-    for tensor in tensors:
-        if dtypes.setdefault(tensor.key, tensor.dtype) != tensor.dtype:
-            raise NotExpressible(
-                f"{tensor.key}: would stack layers of {dtypes[tensor.key]} and {tensor.dtype}; give --dtype to have them all the same"
-            )
-
-
-def _extra_objects(
-    names: list[str], stacked: bool, local: bool
-) -> Iterator[tuple[str, Shape, Shape, Any]]:
-    """(key, place, grid, None) of the extra state of each module. names: tensors of the modules."""
-    # GPTModel leaves out the extra state of the head; MambaModel, BertModel and T5Model have it.
-    with_head = any(name.startswith(("decoder.final_norm.", "lm_head.")) for name in names)
-
-    def is_saved(name: str) -> bool:
-        if is_of_linear_layer(name):
-            return True
-        return with_head if "output_layer" in name else not local
-
-    modules = [
-        name for name in extra_states(names, CORE_LOCAL if local else CORE) if is_saved(name)
-    ]
-    if not local:
-        norms = [name for name in names if name.endswith(_NORMS_WITH_STATE)]
-        modules += [name.removesuffix("weight") + "_extra_state" for name in norms]
-    placed = [stack(name, layers=stacked) for name in modules]
-    grids: dict[str, Shape] = {}
-    for key, place in placed:
-        pairs = zip(grids.get(key, place), place, strict=True)
-        grids[key] = tuple(max(size, index + 1) for size, index in pairs)
-    for key, place in placed:
-        yield key, place or (0,), grids[key] or (1,), None
-
-
-_NORMS_WITH_STATE = (
-    "q_layernorm.weight",
-    "k_layernorm.weight",
-    "kv_layernorm.weight",
-    "indexer.k_norm.weight",
-)
-"""Endings of further tensors whose modules in Transformer Engine have an extra state."""
-
-
 class Stored(Protocol):
     """The files of one format."""
 
@@ -274,6 +144,20 @@ class Stored(Protocol):
     def files(self) -> Mapping[str, FileLayout]:
         """All files. Call it after every chunk has its place."""
         ...
+
+
+def _stored(model: GlobalModel, options: SaveOptions) -> Stored:
+    if options.ckpt_format == "zarr":
+        return _Zarr(model)
+    return _TorchDist(model, options.files or 1)
+
+
+def _chunks_in(version: str, stored: Stored) -> Iterator[tuple[PlannedChunk, str, str]]:
+    """(chunk, path below the root, record) of every chunk."""
+    # Cached, because hundreds of thousands of chunks lie in a few files.
+    path_of = cache(f"{version}/{{}}".format)
+    for chunk, file, record in stored.chunks():
+        yield chunk, path_of(file), record
 
 
 class _TorchDist:
@@ -292,8 +176,9 @@ class _TorchDist:
 
     def files(self) -> Mapping[str, FileLayout]:
         for key, place_in_grid, grid, value in self._model.objects:
-            name = f"{key}/shard_{'.'.join(map(str, place_in_grid))}_{'.'.join(map(str, grid))}"
-            self._files.add_object(name, [value])
+            index = ".".join(map(str, place_in_grid))
+            size = ".".join(map(str, grid))
+            self._files.add_object(f"{key}/shard_{index}_{size}", [value])
         return self._files.layouts(nested_keys=False)
 
 
@@ -342,21 +227,27 @@ def place(
     """(placements, zeros) of all chunks, from (chunk, file, record)."""
     placements: dict[Key, list[Placement]] = {}
     zeros: list[tuple[str, str, int, int]] = []
+    repeats_last_token = options.vocab_padding == "repeat"
     for chunk, file, record in chunks:
         row_bytes = chunk.cols * ITEMSIZE[chunk.dtype]
         padding, parts = chunk.padding, chunk.parts
-        if padding and options.vocab_padding == "repeat":
-            ((name, regions),) = parts
-            tokens = header.config.tokens_of(name)
-            last_row = Box(tokens - 1, tokens, 0, chunk.cols)
-            again = Region(last_row, padding.start, order=Repeated(len(padding)))
-            parts = [(name, (*regions, again))]
+        if padding and repeats_last_token:
+            parts = [_with_padding(chunk, header.config)]
         elif padding:
             zeros.append((file, record, padding.start * row_bytes, len(padding) * row_bytes))
         for name, regions in parts:
             if regions:
                 key = Key(name, chunk.slot)
                 shift = native_shift(header, chunk.shift, key)
-                at = Placement(file, record, row_bytes, regions, shift=shift)
-                placements.setdefault(key, []).append(at)
+                placement = Placement(file, record, row_bytes, regions, shift=shift)
+                placements.setdefault(key, []).append(placement)
     return placements, zeros
+
+
+def _with_padding(chunk: PlannedChunk, config: ModelConfig) -> tuple[str, tuple[Region, ...]]:
+    """The only part of a chunk with padding. The vocabulary's last row is repeated in the padding."""
+    ((name, regions),) = chunk.parts
+    tokens = config.tokens_of(name)
+    last_row = Box(tokens - 1, tokens, 0, chunk.cols)
+    repeated = Region(last_row, chunk.padding.start, order=Repeated(len(chunk.padding)))
+    return name, (*regions, repeated)
