@@ -89,11 +89,8 @@ def verify(
     if signed is not None and isinstance(place, Path) and not has_record(place):
         return Verification(str(path), "", "", 0, signed=signed, is_recorded=False)
     record = _need_record(place)
+    options = _as_recorded(options, place, record)
     changed = record.changed_files()
-    alone = not any(name.startswith(BESIDE) for name in record.tensors)
-    if isinstance(place, Path) and alone and is_multimodal(place):
-        # The record describes what --base put back into the original.
-        options = replace(options, text_only=True)
     opened = OpenedFiles()
     with opened:
         try:
@@ -112,23 +109,30 @@ def verify(
     changed |= changed_descriptions(record, stored)
     if not record.has_intact_provenance:
         changed[f"{RECORD_NAME}: provenance"] = "changed"
-    others = record.other_tensors(source.header.manifest)
-    # _differences lists the missing tensors too.
-    shapes = {name: what for name, what in others.items() if what != "missing"}
     return Verification(
         path=str(path),
         recorded=record.fingerprint,
         found=found.weights,
         tensors=len(record.tensors),
-        differences=_differences(record.tensors, found) | shapes | changed,
+        differences=_differences(record, source, found) | changed,
         files=len(record.files),
         signed=signed,
         has_unchecked_signature=signed is None and has_signature(place),
     )
 
 
+def _as_recorded(options: LoadOptions, place: Place, record: Record) -> LoadOptions:
+    """The options that open the part of the model that the record describes."""
+    is_language_model = not any(name.startswith(BESIDE) for name in record.tensors)
+    if isinstance(place, Path) and is_language_model and is_multimodal(place):
+        # With --base, a language model was put back into its multimodal original.
+        return replace(options, text_only=True)
+    return options
+
+
 def _source(path: str | Path, place: Place, loader: str | None, options: LoadOptions) -> Source:
-    return open_source(input_at(path, place, loader, options), replace(options, own_names=True))
+    given = input_at(path, place, loader, options)
+    return open_source(given, replace(options, own_names=True))
 
 
 def _need_record(place: Place) -> Record:
@@ -156,7 +160,15 @@ def _need_record(place: Place) -> Record:
     )
 
 
-def _differences(recorded: Mapping[str, str], found: Fingerprint) -> dict[str, str]:
+def _differences(record: Record, source: Source, found: Fingerprint) -> dict[str, str]:
+    """Difference by tensor: `changed`, `missing` or `added`, or both shapes."""
+    others = record.other_tensors(source.header.manifest)
+    # _changed_values lists the missing tensors.
+    shapes = {name: what for name, what in others.items() if what != "missing"}
+    return _changed_values(record.tensors, found) | shapes
+
+
+def _changed_values(recorded: Mapping[str, str], found: Fingerprint) -> dict[str, str]:
     """Difference by tensor: `changed`, `missing` or `added`."""
     now = {str(key): digest for key, digest in found.tensors.items()}
     both = [name for name in recorded if name in now]

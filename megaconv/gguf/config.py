@@ -110,24 +110,34 @@ def config_of(
         value = keys.get(f"{architecture}.{name}")
         return shortest(value) if isinstance(value, float) else value
 
+    tokens = {key: keys.get(name) for key, name in _TOKEN_IDS.items()}
     if architecture in BY_NAME:
         missing = needed(get)
         if missing is not None:
             raise _config_needed(where, f"doesn't say {architecture}.{missing}")
         _require_keys(architecture, get, (), tensors, where)
-        tokens = {key: keys.get(name) for key, name in _TOKEN_IDS.items()}
         return described(architecture, get, tensors, vocab, tokens)
     names = _GPT2 if architecture == "gpt2" else {**_LLAMA_LIKE, **_FURTHER.get(architecture, {})}
     _require_keys(architecture, get, names.values(), tensors, where)
     is_mixtral = architecture == "llama" and get("expert_count")
     model, model_type = _CLASSES["mixtral" if is_mixtral else architecture]
-    found = {key: get(name) for key, name in names.items()}
-    found |= {"architectures": [model], "model_type": model_type, "vocab_size": vocab}
-    found["tie_word_embeddings"] = _TIED.get(architecture, "output.weight" not in tensors)
-    for key, name in _TOKEN_IDS.items():
-        found[key] = keys.get(name)
+    found = {
+        **{key: get(name) for key, name in names.items()},
+        "architectures": [model],
+        "model_type": model_type,
+        "vocab_size": vocab,
+        "tie_word_embeddings": _TIED.get(architecture, "output.weight" not in tensors),
+        **tokens,
+    }
     if architecture == "gpt2":
         return found | {"activation_function": "gelu_new"}
+    return _llama_like(architecture, get, found, tensors, where)
+
+
+def _llama_like(
+    architecture: str, get: _Get, found: _Raw, tensors: Collection[str], where: str
+) -> _Raw:
+    """The config.json of a model with RMSNorm and rotary positions. found: the keys of all architectures."""
     found |= {
         "rope_theta": get("rope.freq_base") or 10000.0,
         "hidden_act": "silu",

@@ -26,7 +26,7 @@ from megaconv.model.fields import FIELDS, NOT_COMPUTED
 from megaconv.model.layout import Layout, split_arguments
 from megaconv.model.meaning import lost_fields, require_kept
 from megaconv.model.naming import CORE
-from megaconv.model.subjects import RANKED_BY
+from megaconv.model.subjects import RANKED_BY, Experts
 from megaconv.model.training import TrainingState
 
 LEFT_OUT = "megaconv_left_out"
@@ -58,9 +58,7 @@ def to_arguments(
     (`run_arguments.py`). Raises NotExpressible for a model that Megatron doesn't support.
     """
     require_names(config)
-    for refused, reason in _refusals(config, legacy=legacy, beside_config=beside_config):
-        if refused:
-            raise NotExpressible(reason)
+    _require_representable(config, legacy=legacy, beside_config=beside_config)
     settings = _settings(config, training)
     written = (
         _architecture(config)
@@ -78,17 +76,21 @@ def to_arguments(
         | split_rank_arguments(layout, legacy=legacy)
         | _output(config, transformer_impl, legacy)
     )
-    allowed = FIELDS if beside_config else ("positions.scaling",) if allow_lossy else ()
+    allowed = _allowed_losses(allow_lossy=allow_lossy, beside_config=beside_config)
     left_out = _require_kept(config, settings | written, allowed, legacy=legacy)
-    own: dict[str, Any] = {LEFT_OUT: left_out} if left_out else {}
-    if not training.arguments:
-        return settings | written | own
-    found = _with_run_arguments(
-        config, layout, training, settings, written, left_out, legacy=legacy
-    )
-    if layout.tp == 1:  # as in Megatron itself
-        found["sequence_parallel"] = False
-    return found | own
+    found = settings | written
+    if training.arguments:
+        found = _with_run_arguments(
+            config, layout, training, settings, written, left_out, legacy=legacy
+        )
+    return found | ({LEFT_OUT: left_out} if left_out else {})
+
+
+def _allowed_losses(*, allow_lossy: bool, beside_config: bool) -> Collection[str]:
+    """The fields that the arguments may lack."""
+    if beside_config:
+        return FIELDS
+    return ("positions.scaling",) if allow_lossy else ()
 
 
 def _with_run_arguments(
@@ -109,20 +111,19 @@ def _with_run_arguments(
     same_modules = run.get("transformer_impl") == written["transformer_impl"]
     kept = of_run(run, same_layout=same_layout, same_modules=same_modules)
     if not config.experts.count and kept.get("moe_ffn_hidden_size") is not None:
-        kept["moe_ffn_hidden_size"] = (
-            None  # early releases always have a number here, which core 0.16 refuses without experts
-        )
+        # Early releases always have a number here, which core 0.16 refuses without experts.
+        kept["moe_ffn_hidden_size"] = None
     placed = {name: kept[name] for name in LAYOUT if name in kept and same_layout}
     found = {**settings, **kept, **written, **placed}
-    # An argument of the run that this model doesn't use may have another meaning beside the written ones.
-    if _describes(config, found, left_out, legacy=legacy):
-        return found
-    computing = that_compute(kept)
-    return {
-        **settings,
-        **{name: value for name, value in kept.items() if name not in computing},
-        **written,
-    }
+    if not _describes(config, found, left_out, legacy=legacy):
+        # An argument of the run that this model doesn't use has another meaning beside the written ones.
+        computing = that_compute(kept)
+        harmless = {name: value for name, value in kept.items() if name not in computing}
+        found = {**settings, **harmless, **written}
+    if layout.tp == 1:
+        # As in Megatron itself.
+        found["sequence_parallel"] = False
+    return found
 
 
 def _describes(
@@ -146,6 +147,13 @@ def require_names(config: ModelConfig) -> None:
         raise NotExpressible(
             f"{found.architectures[0]} has no names in Megatron's formats (see docs/families.md); choose --saver {savers}"
         )
+
+
+def _require_representable(config: ModelConfig, *, legacy: bool, beside_config: bool) -> None:
+    """Raise NotExpressible for the first problem that applies."""
+    for applies, reason in _refusals(config, legacy=legacy, beside_config=beside_config):
+        if applies:
+            raise NotExpressible(reason)
 
 
 def _refusals(
@@ -240,50 +248,55 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _experts(config: ModelConfig, grouped: bool) -> dict[str, Any]:
-    if config.experts.score == "sigmoid" and config.experts.renormalize != (
-        config.experts.per_token > 1
-    ):
+def _require_representable_router(experts: Experts) -> None:
+    """Raise NotExpressible for a router that Megatron doesn't have."""
+    sums_up_in_megatron = experts.per_token > 1
+    if experts.score == "sigmoid" and experts.renormalize != sums_up_in_megatron:
         raise NotExpressible(
             "Megatron's sigmoid router makes the weights of several experts sum up to 1, and leaves that of a single one as it is; "
-            f"this model's, with {config.experts.per_token} a token, has experts.renormalize = {config.experts.renormalize}"
+            f"this model's, with {experts.per_token} a token, has experts.renormalize = {experts.renormalize}"
         )
-    if config.experts.probs_on_input and config.experts.per_token > 1:
+    if experts.probs_on_input and experts.per_token > 1:
         raise NotExpressible(
-            f"the model scales the input of {config.experts.per_token} experts a token; Megatron (moe_apply_probs_on_input) that of one"
+            f"the model scales the input of {experts.per_token} experts a token; Megatron (moe_apply_probs_on_input) that of one"
         )
-    if (config.experts.groups or 1) > 1 and config.experts.per_token // (
-        config.experts.group_topk or 1
-    ) != RANKED_BY:
+    has_groups = (experts.groups or 1) > 1
+    ranked_by_in_megatron = experts.per_token // (experts.group_topk or 1)
+    if has_groups and ranked_by_in_megatron != RANKED_BY:
         raise NotExpressible(
             f"Megatron ranks a group by its experts_per_token // router_group_topk best experts, this model by its best {RANKED_BY}: "
-            f"{config.experts.per_token} experts of {config.experts.group_topk} groups aren't {RANKED_BY} of each"
+            f"{experts.per_token} experts of {experts.group_topk} groups aren't {RANKED_BY} of each"
         )
-    if not config.experts.count:
+
+
+def _experts(config: ModelConfig, grouped: bool) -> dict[str, Any]:
+    experts = config.experts
+    _require_representable_router(experts)
+    if not experts.count:
         return {
             "num_experts": None,
             "moe_grouped_gemm": False,
             "moe_use_legacy_grouped_gemm": False,
         }
     with_experts = [int(config.has("moe", layer)) for layer in range(config.layer_count)]
+    is_before_softmax = experts.score == "softmax" and not experts.renormalize
     return {
-        "num_experts": config.experts.count,
-        "moe_ffn_hidden_size": config.experts.ffn,
+        "num_experts": experts.count,
+        "moe_ffn_hidden_size": experts.ffn,
         "moe_layer_freq": 1 if all(with_experts) else with_experts,
         "moe_grouped_gemm": grouped,
         "moe_use_legacy_grouped_gemm": False,
-        "moe_router_topk": config.experts.per_token,
-        "moe_router_score_function": config.experts.score,
-        "moe_router_pre_softmax": config.experts.score == "softmax"
-        and not config.experts.renormalize,
-        "moe_router_topk_scaling_factor": config.experts.scale,
-        "moe_apply_probs_on_input": config.experts.probs_on_input,
-        "moe_router_enable_expert_bias": config.experts.router_bias,
-        "moe_router_num_groups": config.experts.groups,
-        "moe_router_group_topk": config.experts.group_topk,
-        "moe_shared_expert_intermediate_size": config.experts.shared_ffn or None,
-        "moe_shared_expert_gate": config.experts.shared_gate,
-        **({"moe_latent_size": config.experts.latent} if config.experts.latent else {}),
+        "moe_router_topk": experts.per_token,
+        "moe_router_score_function": experts.score,
+        "moe_router_pre_softmax": is_before_softmax,
+        "moe_router_topk_scaling_factor": experts.scale,
+        "moe_apply_probs_on_input": experts.probs_on_input,
+        "moe_router_enable_expert_bias": experts.router_bias,
+        "moe_router_num_groups": experts.groups,
+        "moe_router_group_topk": experts.group_topk,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
+        "moe_shared_expert_gate": experts.shared_gate,
+        **({"moe_latent_size": experts.latent} if experts.latent else {}),
     }
 
 
@@ -303,28 +316,25 @@ def _window_pattern(config: ModelConfig) -> list[int] | None:
 
 
 def _positions(config: ModelConfig, allow_lossy: bool, *, legacy: bool) -> dict[str, Any]:
-    theta = (
-        int(config.positions.theta)
-        if float(config.positions.theta).is_integer()
-        else config.positions.theta
-    )
+    positions = config.positions
+    theta = int(positions.theta) if float(positions.theta).is_integer() else positions.theta
+    kind = "learned_absolute" if positions.kind == "learned" else positions.kind
+    layers_without_rope = [int(not layer.rotates) for layer in config.layers]
+    scaling = {} if config.latent.kv_rank else write_scaling(config, allow_lossy, legacy=legacy)
     return {
         "max_position_embeddings": config.max_positions,
-        "position_embedding_type": {"learned": "learned_absolute"}.get(
-            config.positions.kind, config.positions.kind
-        ),
+        "position_embedding_type": kind,
         "add_position_embedding": True,
         "use_rotary_position_embeddings": False,
         "rotary_base": theta,
-        "rotary_percent": config.positions.rotary_percent,
-        "rotary_interleaved": config.positions.interleaved,
-        "no_rope_freq": [int(not kind.rotates) for kind in config.layers]
-        if config.has("skips_rope")
-        else None,
+        "rotary_percent": positions.rotary_percent,
+        "rotary_interleaved": positions.interleaved,
+        "no_rope_freq": layers_without_rope if config.has("skips_rope") else None,
         "use_rope_scaling": False,
         "rope_scaling_factor": 8.0,
         "rotary_seq_len_interpolation_factor": None,
-    } | ({} if config.latent.kv_rank else write_scaling(config, allow_lossy, legacy=legacy))
+        **scaling,
+    }
 
 
 def _vocabulary(
@@ -341,10 +351,11 @@ def _vocabulary(
 
 def _parallelism(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     split = split_arguments(layout)
-    if split["pipeline_model_parallel_layout"] is not None:
-        split["pipeline_model_parallel_layout"] = (
-            split["pipeline_model_parallel_layout"][:-1] + "m" * config.mtp_layers + "L"
-        )
+    stages = split["pipeline_model_parallel_layout"]
+    if stages is not None:
+        # The loss (L) comes last, after the MTP layers (m).
+        mtp_layers = "m" * config.mtp_layers
+        split["pipeline_model_parallel_layout"] = stages.removesuffix("L") + mtp_layers + "L"
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
