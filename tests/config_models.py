@@ -143,6 +143,22 @@ SHARES_ROTATE = {
     "full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 5e5},
     "sliding_attention": {"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": 7e3},
 }
+GEMMA_4: Raw = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 10,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 1,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 5e5,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 7e3},
+    },
+}
 MISTRAL_YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -334,27 +350,15 @@ OWN_KEYS: dict[str, Raw] = {
         "rope_parameters": SHARES_ROTATE,
     },
     "gemma4_text": {
-        "hidden_act": "gelu_pytorch_tanh",
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "global_head_dim": 10,
-        "num_global_key_value_heads": 2,
-        "attention_k_eq_v": True,
-        "num_kv_shared_layers": 1,
+        **GEMMA_4,
         "num_experts": 6,
         "top_k_experts": 2,
         "moe_intermediate_size": 24,
         "enable_moe_block": True,
         "hidden_size_per_layer_input": 5,
         "vocab_size_per_layer_input": 120,
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "proportional",
-                "partial_rotary_factor": 0.25,
-                "rope_theta": 5e5,
-            },
-            "sliding_attention": {"rope_type": "default", "rope_theta": 7e3},
-        },
     },
+    "gemma4_unified_text": {**GEMMA_4, "use_double_wide_mlp": True},
     "molmo2_text": {"additional_vocab_size": 8, "rope_scaling_layers": [1, 3]},
     "baichuan": {"head_dim": 4, "num_key_value_heads": 8},
     "minimax_m3_vl_text": {

@@ -222,6 +222,7 @@ BETWEEN_FILES = (
         "kimi_linear",
         "gemma3n_text",
         "gemma4_text",
+        "gemma4_unified_text",
         "minimax_m3_vl_text",
         "nemotron_nas",
     ),

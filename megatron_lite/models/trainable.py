@@ -42,6 +42,7 @@ CONVERTED_ONLY = {
     "kimi_linear": "Kimi delta attention, whose state forgets each channel by itself",
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
     "gemma4_text": "layers that share keys and values or have sizes of their own, and experts with norms of their own",
+    "gemma4_unified_text": "layers that share keys and values or have sizes of their own",
     "laguna": "numbers of heads by layer, and a softplus that gates attention",
     "mimo_v2_flash": "layers with other numbers of key/value heads, sinks in some layers, and values with a width of their own",
     "minimax_m3_vl_text": "indexers that select blocks of keys",

@@ -137,7 +137,14 @@ OTHER: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-CAPS_LOGITS = ("gemma2", "gemma3n_text", "gemma4_text", "nanochat", "vaultgemma")
+CAPS_LOGITS = (
+    "gemma2",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "nanochat",
+    "vaultgemma",
+)
 """Families whose config.json may have a cap of logits."""
 
 TOWERS = {"retriever.towers": "separate", "retriever.projection": 7}

@@ -46,6 +46,12 @@ _QWEN2_VL = {
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
 }
+_GEMMA_4 = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+}
 _MHA_32 = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {**_MHA_32, "vocab_size": 32000, "intermediate_size": 11008},
@@ -64,7 +70,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 768, "norm_topk_prob": True, "rope_theta": 1e6,
     },
     "gemma3n_text": {"vocab_size": 262400, "hidden_size": 2048, "num_hidden_layers": 35, "num_attention_heads": 8},
-    "gemma4_text": {"vocab_size": 262144, "hidden_size": 2304, "num_hidden_layers": 30, "num_attention_heads": 8},
+    "gemma4_text": _GEMMA_4,
+    "gemma4_unified_text": _GEMMA_4,
     "minimax_m3_vl_text": {"vocab_size": 200064, "hidden_size": 6144, "num_hidden_layers": 60, "num_attention_heads": 64},
     "ernie4_5_vl_moe_text": {"vocab_size": 103424, "hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20},
     "molmo2_text": {"vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32},
