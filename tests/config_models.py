@@ -194,6 +194,14 @@ OWN_KEYS: dict[str, Raw] = {
     "glm": {"partial_rotary_factor": 0.5},
     "bamba": {**MIXED, "attn_layer_indices": [1, 2]},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "norm_eps": 1e-5},
+    "lfm3": {
+        "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+        "norm_eps": 1e-5,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default"},
+        },
+    },
     "deepseek_v4": {
         "intermediate_size": 24,
         "num_key_value_heads": 1,

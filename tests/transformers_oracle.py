@@ -591,6 +591,29 @@ LFM2: dict[str, Any] = {
     "layer_types": ["conv", "full_attention", "conv", "conv"],
     "tie_word_embeddings": False,
 }
+
+
+def lfm3_ropes(
+    theta: float = 5000.0,
+    local_theta: float = 700.0,
+    share: float = 0.25,
+    kind: str = "proportional",
+    **scaling: Any,
+) -> dict[str, Any]:
+    """Rope keys of an LFM 3."""
+    full = {"rope_type": kind, "partial_rotary_factor": share, "rope_theta": theta, **scaling}
+    return two_ropes(full, rope_of(local_theta))
+
+
+LFM3: dict[str, Any] = {
+    "head_dim": 16,
+    "conv_L_cache": 4,
+    "norm_eps": 1e-3,
+    "sliding_window": WINDOW,
+    "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+    "tie_word_embeddings": False,
+    **lfm3_ropes(),
+}
 FALCON: dict[str, Any] = {"layer_norm_epsilon": 1e-3, **rope(5000.0)}
 BEYOND_MEGATRON = {
     "granite": Variant(
@@ -841,6 +864,19 @@ CONVERTED = {
         "bailing_hybrid",
         {**{name: size for name, size in KIMI.items() if not name.startswith("linear_")}, "head_dim": 6, "short_conv_kernel_size": 3},
         {"another bound": {"kda_lower_bound": -3.0}, "no bound": {"kda_safe_gate": False}, "all groups": {"topk_group": 2}},
+    ),
+    "lfm3": Variant(
+        "lfm3", LFM3,
+        {"one less": {"sliding_window": WINDOW - 1}, "epsilon": {"norm_eps": 1e-2}, "no gate": {"use_attention_gate": False},
+         "no norms after": {"use_sandwich_norm": False}, "larger share": lfm3_ropes(share=0.75), "whole heads": lfm3_ropes(kind="default"),
+         "base": lfm3_ropes(theta=900.0), "base in windows": lfm3_ropes(local_theta=5000.0), "slower": lfm3_ropes(factor=2.0),
+         "other layers": {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"]}},
+    ),
+    "lfm3, tied": Variant(
+        "lfm3",
+        {**LFM3, "tie_word_embeddings": True, "use_attention_gate": False, "use_sandwich_norm": False, "attention_bias": True,
+         "layer_types": ["full_attention", "conv", "conv", "full_attention"], "rope_parameters": None},
+        {"epsilon": {"norm_eps": 1e-2}},
     ),
     "minimax_m3_vl_text": Variant(
         "minimax_m3_vl_text",

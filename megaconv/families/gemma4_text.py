@@ -11,7 +11,7 @@ therefore converted between Hugging Face's files only.
 
 from typing import Any
 
-from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
+from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, decoder_keys
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP, ROPE_FREQUENCIES
@@ -25,11 +25,11 @@ from megaconv.families.parts.keys import (
     choice,
     follows,
     maybe_number,
-    need_number,
     need_size,
 )
 from megaconv.families.parts.layer_inputs import LAYER_INPUT_KEYS, LAYER_INPUTS
 from megaconv.families.parts.norm_places import norms_at
+from megaconv.families.parts.proportional_ropes import proportional_ropes
 from megaconv.families.parts.row_changes import hf_only, in_all_forms, without_biases
 from megaconv.families.parts.shared_kv import (
     SHARED_LAYERS,
@@ -83,53 +83,6 @@ _ALL = (
     EMBEDDING, *with_shared_kv(SANDWICHED), _NORM_OF_EXPERTS, *_EXPERTS, *_OWN_NORMS, *LAYER_INPUTS, _SCALE, *HEAD,
 )  # fmt: skip
 ROWS = hf_only(_ALL)
-
-_KINDS = ("full_attention", "sliding_attention")
-_ROPES = {
-    "full_attention": {
-        "rope_type": "proportional",
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 1e6,
-    },
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
-"""transformers' defaults."""
-
-
-def _read_ropes(raw: Raw) -> Fields:
-    """Rope of both kinds of layers. `proportional` rotates a share of the pairs that a whole head has."""
-    stated: Any = raw.get("rope_parameters") or _ROPES
-    if not isinstance(stated, dict) or not all(
-        isinstance(stated.get(kind), dict) for kind in _KINDS
-    ):
-        raise CorruptCheckpoint(
-            f"{CONFIG_NAME}: rope_parameters should have {' and '.join(_KINDS)}, found {stated!r}"
-        )
-    full, windowed = (stated[kind] for kind in _KINDS)
-    kind = full.get("rope_type", "default")
-    if kind not in ("default", "proportional") or windowed.get("rope_type", "default") != "default":
-        raise UnknownFamily(
-            f"{CONFIG_NAME}: rope_parameters has rope of types {kind!r} and {windowed.get('rope_type')!r}; supported are "
-            "'proportional' or 'default' without a window, and 'default' with one"
-        )
-    share = need_number(full, "partial_rotary_factor", 1.0)
-    factor = {"factor": full["factor"]} if "factor" in full else {}
-    scaling = {"rope_type": kind, "partial_rotary_factor": share, **factor}
-    return {
-        "positions.theta": need_number(full, "rope_theta", 1e6),
-        "positions.scaling": None if kind == "default" else scaling,
-        "positions.local_theta": need_number(windowed, "rope_theta", 1e4),
-    }
-
-
-def _write_ropes(config: ModelConfig) -> Raw:
-    positions = config.positions
-    base, scaling = positions.theta, positions.scaling or {}
-    local = base if positions.local_theta is None else positions.local_theta
-    full = {"rope_type": "default", **scaling, "rope_theta": base}
-    windowed = {"rope_type": "default", "rope_theta": local}
-    return {"rope_parameters": dict(zip(_KINDS, (full, windowed), strict=True))}
-
 
 _TYPES, _WINDOW, _TIED = "layer_types", "sliding_window", "attention_k_eq_v"
 _HEAD_DIM, _KV_HEADS = "global_head_dim", "num_global_key_value_heads"
@@ -242,7 +195,7 @@ EMBEDDING_AND_ACTIVATION = (
     follows("embedding_scale", lambda raw: raw["hidden_size"] ** 0.5),
 )
 _BODY = decoder_keys(
-    positions=131072, kv_heads=4, head_dim=256, rotation=Keys(("rope_parameters",), _read_ropes, _write_ropes),
+    positions=131072, kv_heads=4, head_dim=256, rotation=proportional_ropes(theta=1e6, share=0.25, local_theta=1e4),
     tokens=(2, 1, 0), tied=True,
 )  # fmt: skip
 _KEYS = (

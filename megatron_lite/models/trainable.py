@@ -44,6 +44,7 @@ CONVERTED_ONLY = {
     "gemma4_text": "layers that share keys and values or have sizes of their own, and experts with norms of their own",
     "gemma4_unified_text": "layers that share keys and values or have sizes of their own",
     "laguna": "numbers of heads by layer, and a softplus that gates attention",
+    "lfm3": "short convolutions beside layers with a window, norms after them, and gates of whole heads",
     "mimo_v2_flash": "layers with other numbers of key/value heads, sinks in some layers, and values with a width of their own",
     "minimax_m3_vl_text": "indexers that select blocks of keys",
     "step3p5": "layers with numbers of heads of their own, and gates of whole heads",

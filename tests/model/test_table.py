@@ -213,8 +213,10 @@ def every_kind(family: str) -> list[ModelConfig]:
         return [config, changed(config, {"layers.mixer": ("kda", "attention"), **linear, **gates})]
     if family == "kimi_k3":
         return kinds_of_kimi_k3(config)
-    if family in ("lfm2", "lfm2_moe"):
+    if family in ("lfm2", "lfm2_moe", "lfm3"):
         mixers = {"layers.mixer": ("convolution", "attention"), "convolution.width": 3}
+        if family == "lfm3":
+            mixers |= {"attention.head_gate": True, "norm.place": "both"}
         return [config, changed(config, mixers)]
     if family == "falcon":
         shared = {"parallel_residual": True, "norm.shared": True}
