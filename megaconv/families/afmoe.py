@@ -84,6 +84,16 @@ _FIXED = {
 }
 
 FAMILY = Family(
-    "afmoe", ("AfmoeForCausalLM",), "afmoe", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY, ignored=ROPE_FREQUENCIES,
-    features=("qk_norm", "output_gate"), recognized=None, proven="names", notices=no_norm_after_experts,
-)  # fmt: skip
+    name="afmoe",
+    architectures=("AfmoeForCausalLM",),
+    model_type="afmoe",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=_ONLY,
+    ignored=ROPE_FREQUENCIES,
+    features=("qk_norm", "output_gate"),
+    recognized=None,
+    proven="names",
+    notices=no_norm_after_experts,
+)

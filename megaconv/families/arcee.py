@@ -19,7 +19,13 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "arcee", ("ArceeForCausalLM",), "arcee", in_core(without_gate(LLAMA_ROWS)), keys=_KEYS,
-    fixed=LLAMA_LIKE | SQUARED_RELU, only={"hidden_act": "relu2"}, ignored=ROPE_FREQUENCIES,
+    name="arcee",
+    architectures=("ArceeForCausalLM",),
+    model_type="arcee",
+    rows=in_core(without_gate(LLAMA_ROWS)),
+    keys=_KEYS,
+    fixed=LLAMA_LIKE | SQUARED_RELU,
+    only={"hidden_act": "relu2"},
+    ignored=ROPE_FREQUENCIES,
     recognized=f"{DENSE} !norm_bias relu2 plain",
-)  # fmt: skip
+)

@@ -65,7 +65,16 @@ _KEYS = (
 _FIXED = {**LLAMA_LIKE, **SIGMOID_ROUTER, **LATENT_NORMS, "latent.gated": True}
 
 FAMILY = Family(
-    "axk2", ("AXK2ForCausalLM",), "axk2", ROWS, keys=_KEYS, fixed=_FIXED,
-    only={**SILU, "attention_bias": False, "moe_layer_freq": 1}, ignored=ROPE_FREQUENCIES,
-    features=("mla", "q_latent", "indexer"), recognized=None, proven="names", aliases={"num_local_experts": "n_routed_experts"},
-)  # fmt: skip
+    name="axk2",
+    architectures=("AXK2ForCausalLM",),
+    model_type="axk2",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only={**SILU, "attention_bias": False, "moe_layer_freq": 1},
+    ignored=ROPE_FREQUENCIES,
+    features=("mla", "q_latent", "indexer"),
+    recognized=None,
+    proven="names",
+    aliases={"num_local_experts": "n_routed_experts"},
+)

@@ -58,7 +58,15 @@ _KEYS = (
 _FIXED = {name: value for name, value in LLAMA_LIKE.items() if name != "positions.kind"}
 
 FAMILY = Family(
-    "baichuan", ("BaichuanForCausalLM", "BaiChuanForCausalLM"), "baichuan", in_core(respelled(without_biases(LLAMA_ROWS), _QKV)),
-    keys=_KEYS, fixed=_FIXED, only=SILU, ignored=ROPE_FREQUENCIES, recognized=None, proven="names",
-)  # fmt: skip
+    name="baichuan",
+    architectures=("BaichuanForCausalLM", "BaiChuanForCausalLM"),
+    model_type="baichuan",
+    rows=in_core(respelled(without_biases(LLAMA_ROWS), _QKV)),
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    recognized=None,
+    proven="names",
+)
 """`recognized` is None, since Megatron's arguments don't distinguish Baichuan 1 from Llama."""

@@ -168,7 +168,18 @@ _FIXED = {
 _ONLY = {**SILU, "attention_bias": False}
 
 FAMILY = Family(
-    "bailing_hybrid", ("BailingHybridForCausalLM",), "bailing_hybrid", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY,
-    aliases={**KIMI.aliases, "num_mtp_layers": _MTP}, ignored=ROPE_FREQUENCIES, features=("mla",), left_out=MTP_LEFT_OUT,
-    other_names=_mtp_apart, recognized=None, proven="names",
-)  # fmt: skip
+    name="bailing_hybrid",
+    architectures=("BailingHybridForCausalLM",),
+    model_type="bailing_hybrid",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=_ONLY,
+    aliases={**KIMI.aliases, "num_mtp_layers": _MTP},
+    ignored=ROPE_FREQUENCIES,
+    features=("mla",),
+    left_out=MTP_LEFT_OUT,
+    other_names=_mtp_apart,
+    recognized=None,
+    proven="names",
+)

@@ -50,8 +50,17 @@ _KEYS = (
 )  # fmt: skip
 
 FAMILY = Family(
-    "bailing_moe2", ("BailingMoeV2ForCausalLM",), "bailing_moe_v2", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID_ROUTER},
-    only={**ONLY, "score_function": "sigmoid"}, ignored=ROPE_FREQUENCIES, complete=without_missing, recognized=None, proven="names",
-)  # fmt: skip
+    name="bailing_moe2",
+    architectures=("BailingMoeV2ForCausalLM",),
+    model_type="bailing_moe_v2",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER},
+    only={**ONLY, "score_function": "sigmoid"},
+    ignored=ROPE_FREQUENCIES,
+    complete=without_missing,
+    recognized=None,
+    proven="names",
+)
 """`recognized` is None, since Megatron's arguments don't distinguish this family from GLM 4.5. Defaults and names come
 from Megatron-Bridge's copy of the class, at 067f987df03b."""

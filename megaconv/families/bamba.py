@@ -94,7 +94,14 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "bamba", ("BambaForCausalLM",), "bamba", ROWS, keys=_KEYS, fixed=LLAMA_LIKE, only=MAMBA_ONLY,
+    name="bamba",
+    architectures=("BambaForCausalLM",),
+    model_type="bamba",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=LLAMA_LIKE,
+    only=MAMBA_ONLY,
     recognized="hybrid_stack mamba_layers rope !norm_bias !zero_centered silu gated !mixture",
-    aliases={"layer_types": "layers_block_type"}, proven="custom module",
-)  # fmt: skip
+    aliases={"layer_types": "layers_block_type"},
+    proven="custom module",
+)

@@ -171,12 +171,10 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
-_PRETRAINING, _MASKED, _CLASSES, _CHOICES = (
-    "ForPreTraining",
-    "ForMaskedLM",
-    "ForSequenceClassification",
-    "ForMultipleChoice",
-)
+_PRETRAINING = "ForPreTraining"
+_MASKED = "ForMaskedLM"
+_CLASSES = "ForSequenceClassification"
+_CHOICES = "ForMultipleChoice"
 _MODELS = (_PRETRAINING, _MASKED, _CLASSES, _CHOICES)
 _ORIGINAL = tuple("Bert" + model for model in _MODELS)
 _MEGATRON = tuple("MegatronBert" + model for model in _MODELS)
@@ -298,7 +296,16 @@ def complete(config: ModelConfig, names: Collection[str]) -> ModelConfig:
 
 
 FAMILY = Family(
-    "bert", (*_MEGATRON, *_ORIGINAL), "megatron-bert", ROWS, keys=_KEYS, fixed=LEARNED_POSITIONS | ALL_BIASES, only=_ONLY, ignored=IGNORED,
-    prefix="bert.", older={".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}, complete=complete,
+    name="bert",
+    architectures=(*_MEGATRON, *_ORIGINAL),
+    model_type="megatron-bert",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=LEARNED_POSITIONS | ALL_BIASES,
+    only=_ONLY,
+    ignored=IGNORED,
+    prefix="bert.",
+    older={".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"},
+    complete=complete,
     recognized="learned norm_bias !gated !encoder both_ways !retriever !mixture",
-)  # fmt: skip
+)

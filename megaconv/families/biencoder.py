@@ -65,6 +65,12 @@ def _no_writing(config: ModelConfig) -> Raw:
 
 
 FAMILY = Family(
-    "biencoder", ("BiEncoderModel",), "biencoder", ROWS, keys=(Keys((), _no_reading, _no_writing),),
-    recognized="learned norm_bias !gated !encoder both_ways retriever !mixture", proven="names", reads_hf=False,
-)  # fmt: skip
+    name="biencoder",
+    architectures=("BiEncoderModel",),
+    model_type="biencoder",
+    rows=ROWS,
+    keys=(Keys((), _no_reading, _no_writing),),
+    recognized="learned norm_bias !gated !encoder both_ways retriever !mixture",
+    proven="names",
+    reads_hf=False,
+)

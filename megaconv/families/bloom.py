@@ -70,7 +70,15 @@ _FIXED = {
 _ALIASES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
 FAMILY = Family(
-    "bloom", ("BloomForCausalLM",), "bloom", ROWS, keys=_KEYS, fixed=_FIXED,
-    only={"apply_residual_connection_post_layernorm": False}, aliases=_ALIASES, prefix="transformer.", recognized=None,
+    name="bloom",
+    architectures=("BloomForCausalLM",),
+    model_type="bloom",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only={"apply_residual_connection_post_layernorm": False},
+    aliases=_ALIASES,
+    prefix="transformer.",
+    recognized=None,
     proven="names",
-)  # fmt: skip
+)

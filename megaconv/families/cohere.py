@@ -42,7 +42,14 @@ def command_keys(theta: float) -> tuple[Keys, ...]:
 
 
 FAMILY = Family(
-    "cohere", ("CohereForCausalLM",), "cohere", ROWS,
-    keys=(*command_keys(500000.0), flags("use_qk_norm", ("attention.qk_norm",), default=False)), fixed=FIXED, only=SILU,
-    ignored=ROPE_FREQUENCIES, recognized=None, proven="names",
-)  # fmt: skip
+    name="cohere",
+    architectures=("CohereForCausalLM",),
+    model_type="cohere",
+    rows=ROWS,
+    keys=(*command_keys(500000.0), flags("use_qk_norm", ("attention.qk_norm",), default=False)),
+    fixed=FIXED,
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    recognized=None,
+    proven="names",
+)

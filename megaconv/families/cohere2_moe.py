@@ -148,6 +148,14 @@ _KEYS = (
 _FIXED = {**LLAMA_LIKE, **PARALLEL, "norm.bias": False, "positions.interleaved": True}
 
 FAMILY = Family(
-    "cohere2_moe", ("Cohere2MoeForCausalLM",), "cohere2_moe", ROWS, keys=_KEYS, fixed=_FIXED, only=SILU, ignored=ROPE_FREQUENCIES,
-    recognized=None, proven="names",
-)  # fmt: skip
+    name="cohere2_moe",
+    architectures=("Cohere2MoeForCausalLM",),
+    model_type="cohere2_moe",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    recognized=None,
+    proven="names",
+)

@@ -56,6 +56,15 @@ _FIXED = {
 }
 
 FAMILY = Family(
-    "ctrl", ("CTRLLMHeadModel",), "ctrl", ROWS, keys=_KEYS, fixed=_FIXED, only={"layer_norm_epsilon": 1e-6}, aliases=GPT2.aliases,
-    prefix="transformer.", recognized=None, proven="names",
-)  # fmt: skip
+    name="ctrl",
+    architectures=("CTRLLMHeadModel",),
+    model_type="ctrl",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only={"layer_norm_epsilon": 1e-6},
+    aliases=GPT2.aliases,
+    prefix="transformer.",
+    recognized=None,
+    proven="names",
+)

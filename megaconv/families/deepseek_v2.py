@@ -57,8 +57,16 @@ _ONLY = {
 }
 
 FAMILY = Family(
-    "deepseek_v2", ("DeepseekV2ForCausalLM",), "deepseek_v2", ROWS, keys=_KEYS,
-    fixed={**LLAMA_LIKE, **LATENT_NORMS, "experts.renormalize": False}, only=_ONLY, ignored=ROPE_FREQUENCIES, features=("mla",),
-    recognized="mla mixture !sigmoid_router !router_bias !indexer", notices=one_epsilon,
+    name="deepseek_v2",
+    architectures=("DeepseekV2ForCausalLM",),
+    model_type="deepseek_v2",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, **LATENT_NORMS, "experts.renormalize": False},
+    only=_ONLY,
+    ignored=ROPE_FREQUENCIES,
+    features=("mla",),
+    recognized="mla mixture !sigmoid_router !router_bias !indexer",
+    notices=one_epsilon,
     aliases={"num_experts": "n_routed_experts"},
-)  # fmt: skip
+)

@@ -46,8 +46,18 @@ _ONLY = {
 }
 
 FAMILY = Family(
-    "deepseek_v3", ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"), "deepseek_v3", ROWS, keys=_KEYS,
-    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, **LATENT_NORMS}, only=_ONLY, ignored=ROPE_FREQUENCIES, features=("mla", "q_latent"),
-    complete=without_missing, recognized="mla mixture sigmoid_router router_bias !indexer", other_types=("kimi_k2",), notices=one_epsilon,
+    name="deepseek_v3",
+    architectures=("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"),
+    model_type="deepseek_v3",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, **LATENT_NORMS},
+    only=_ONLY,
+    ignored=ROPE_FREQUENCIES,
+    features=("mla", "q_latent"),
+    complete=without_missing,
+    recognized="mla mixture sigmoid_router router_bias !indexer",
+    other_types=("kimi_k2",),
+    notices=one_epsilon,
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
-)  # fmt: skip
+)

@@ -40,8 +40,17 @@ ONLY = {
 }
 
 FAMILY = Family(
-    "deepseek_v32", ("DeepseekV32ForCausalLM",), "deepseek_v32", ROWS, keys=_KEYS,
-    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, **LATENT_NORMS}, only=ONLY, ignored=ROPE_FREQUENCIES, features=("mla", "q_latent", "indexer"),
-    complete=without_missing, recognized="mla mixture sigmoid_router router_bias indexer !interleaved_indexer",
-    notices=sparse_notices, aliases={"num_local_experts": "n_routed_experts"},
-)  # fmt: skip
+    name="deepseek_v32",
+    architectures=("DeepseekV32ForCausalLM",),
+    model_type="deepseek_v32",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, **LATENT_NORMS},
+    only=ONLY,
+    ignored=ROPE_FREQUENCIES,
+    features=("mla", "q_latent", "indexer"),
+    complete=without_missing,
+    recognized="mla mixture sigmoid_router router_bias indexer !interleaved_indexer",
+    notices=sparse_notices,
+    aliases={"num_local_experts": "n_routed_experts"},
+)

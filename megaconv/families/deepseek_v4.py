@@ -129,6 +129,16 @@ _ONLY = {
 _ALIASES = {"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"}
 
 FAMILY = Family(
-    "deepseek_v4", ("DeepseekV4ForCausalLM",), "deepseek_v4", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY, aliases=_ALIASES,
-    left_out=MTP_LEFT_OUT, other_names=_published_names, recognized=None, proven="names",
-)  # fmt: skip
+    name="deepseek_v4",
+    architectures=("DeepseekV4ForCausalLM",),
+    model_type="deepseek_v4",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=_ONLY,
+    aliases=_ALIASES,
+    left_out=MTP_LEFT_OUT,
+    other_names=_published_names,
+    recognized=None,
+    proven="names",
+)

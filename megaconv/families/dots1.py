@@ -46,9 +46,16 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "dots1", ("Dots1ForCausalLM",), "dots1", in_core(MIXTURE_ROWS), keys=_KEYS,
-    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, "attention.qk_norm": True}, only={**SILU, "attention_bias": False}, ignored=ROPE_FREQUENCIES,
-    features=("qk_norm",), recognized=None,
+    name="dots1",
+    architectures=("Dots1ForCausalLM",),
+    model_type="dots1",
+    rows=in_core(MIXTURE_ROWS),
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, "attention.qk_norm": True},
+    only={**SILU, "attention_bias": False},
+    ignored=ROPE_FREQUENCIES,
+    features=("qk_norm",),
+    recognized=None,
     aliases={"num_local_experts": "n_routed_experts"},
-)  # fmt: skip
+)
 """`recognized` is None, since Megatron's arguments don't distinguish this family from GLM 4.5."""

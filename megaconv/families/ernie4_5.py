@@ -21,7 +21,13 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "ernie4_5", ("Ernie4_5ForCausalLM",), "ernie4_5", in_core(LLAMA_ROWS), keys=_KEYS,
-    fixed=LLAMA_LIKE | {"positions.interleaved": True}, only=SILU, ignored=ROPE_FREQUENCIES,
+    name="ernie4_5",
+    architectures=("Ernie4_5ForCausalLM",),
+    model_type="ernie4_5",
+    rows=in_core(LLAMA_ROWS),
+    keys=_KEYS,
+    fixed=LLAMA_LIKE | {"positions.interleaved": True},
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
     recognized=f"{PLAIN.replace('!interleaved', 'interleaved')} !qkv_alone",
-)  # fmt: skip
+)

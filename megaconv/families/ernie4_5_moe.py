@@ -71,10 +71,17 @@ def _notices(config: ModelConfig) -> tuple[str, ...]:
 
 
 FAMILY = Family(
-    "ernie4_5_moe", ("Ernie4_5_MoeForCausalLM",), "ernie4_5_moe", ROWS, keys=_KEYS,
+    name="ernie4_5_moe",
+    architectures=("Ernie4_5_MoeForCausalLM",),
+    model_type="ernie4_5_moe",
+    rows=ROWS,
+    keys=_KEYS,
     fixed=LLAMA_LIKE | {"positions.interleaved": True, "experts.router_bias": True},
     only={**SILU, "use_bias": False, "moe_norm_min": 1e-12},
-    aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}, ignored=ROPE_FREQUENCIES, left_out=MTP_LEFT_OUT,
-    recognized=f"{MIXTURE.replace('!interleaved', 'interleaved')} !sigmoid_router router_bias", notices=_notices,
+    aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+    ignored=ROPE_FREQUENCIES,
+    left_out=MTP_LEFT_OUT,
+    recognized=f"{MIXTURE.replace('!interleaved', 'interleaved')} !sigmoid_router router_bias",
+    notices=_notices,
     proven="names",
-)  # fmt: skip
+)

@@ -223,9 +223,17 @@ _OLDER_TYPES = ("ernie4_5_moe_vl",)
 """model_type of files for Baidu's own class, which have the keys of the language model beside the others."""
 
 FAMILY = Family(
-    "ernie4_5_vl_moe_text", ("Ernie4_5_VLMoeTextModel",), "ernie4_5_vl_moe_text", ROWS, keys=_KEYS,
+    name="ernie4_5_vl_moe_text",
+    architectures=("Ernie4_5_VLMoeTextModel",),
+    model_type="ernie4_5_vl_moe_text",
+    rows=ROWS,
+    keys=_KEYS,
     fixed=LLAMA_LIKE | {"positions.interleaved": True, "experts.router_bias": True},
-    only={**SILU, "use_bias": False, "moe_norm_min": 1e-12}, other_types=_OLDER_TYPES, older_types=_OLDER_TYPES,
-    aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}, ignored=ROPE_FREQUENCIES,
-    recognized=None, proven="names",
-)  # fmt: skip
+    only={**SILU, "use_bias": False, "moe_norm_min": 1e-12},
+    other_types=_OLDER_TYPES,
+    older_types=_OLDER_TYPES,
+    aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+    ignored=ROPE_FREQUENCIES,
+    recognized=None,
+    proven="names",
+)

@@ -67,8 +67,15 @@ _KEYS = (
 _PLAIN = PLAIN.replace(" !skips_rope", "").replace("pre_norm", "output_norm")
 
 FAMILY = Family(
-    "exaone4", ("Exaone4ForCausalLM",), "exaone4", ROWS, keys=_KEYS, only=SILU, ignored=ROPE_FREQUENCIES,
+    name="exaone4",
+    architectures=("Exaone4ForCausalLM",),
+    model_type="exaone4",
+    rows=ROWS,
+    keys=_KEYS,
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
     fixed={**LLAMA_LIKE, "attention.qk_norm": True, "norm.place": "after"},
-    features=("qk_norm",), recognized=f"{_PLAIN} qk_norm !wide_qk_norm",
+    features=("qk_norm",),
+    recognized=f"{_PLAIN} qk_norm !wide_qk_norm",
     proven="custom module",
-)  # fmt: skip
+)

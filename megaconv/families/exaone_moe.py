@@ -65,7 +65,15 @@ _BIAS = {
 ROWS = in_core(respelled(MIXTURE_ROWS, {ROUTER_BIAS.canonical: _BIAS}))
 
 FAMILY = Family(
-    "exaone_moe", ("ExaoneMoeForCausalLM",), "exaone_moe", ROWS, keys=_KEYS,
-    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, "attention.qk_norm": True}, only=SILU, ignored=ROPE_FREQUENCIES, left_out=MTP_LEFT_OUT,
-    features=("qk_norm",), recognized=f"{MIXTURE.replace('!skips_rope', 'skips_rope')} sigmoid_router",
-)  # fmt: skip
+    name="exaone_moe",
+    architectures=("ExaoneMoeForCausalLM",),
+    model_type="exaone_moe",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, "attention.qk_norm": True},
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    left_out=MTP_LEFT_OUT,
+    features=("qk_norm",),
+    recognized=f"{MIXTURE.replace('!skips_rope', 'skips_rope')} sigmoid_router",
+)

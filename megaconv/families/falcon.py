@@ -121,6 +121,14 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "falcon", ("FalconForCausalLM",), "falcon", ROWS, keys=_KEYS, fixed={**LAYER_NORM, "mlp.gated": False},
-    only={"alibi": False}, prefix="transformer.", recognized=None, proven="names",
-)  # fmt: skip
+    name="falcon",
+    architectures=("FalconForCausalLM",),
+    model_type="falcon",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**LAYER_NORM, "mlp.gated": False},
+    only={"alibi": False},
+    prefix="transformer.",
+    recognized=None,
+    proven="names",
+)

@@ -114,6 +114,15 @@ _ONLY = {
 }
 
 FAMILY = Family(
-    "falcon_h1", ("FalconH1ForCausalLM",), "falcon_h1", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, "layers.mixer": "side_by_side"},
-    only=_ONLY, aliases={"layer_types": "layers_block_type"}, ignored=ROPE_FREQUENCIES, recognized=None, proven="names",
-)  # fmt: skip
+    name="falcon_h1",
+    architectures=("FalconH1ForCausalLM",),
+    model_type="falcon_h1",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, "layers.mixer": "side_by_side"},
+    only=_ONLY,
+    aliases={"layer_types": "layers_block_type"},
+    ignored=ROPE_FREQUENCIES,
+    recognized=None,
+    proven="names",
+)

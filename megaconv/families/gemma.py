@@ -52,8 +52,15 @@ _KEYS = (
 _GEMMA = {"mlp.activation": "gelu_tanh", "norm.zero_centered": True}
 
 FAMILY = Family(
-    "gemma", ("GemmaForCausalLM",), "gemma", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | _GEMMA, ignored=ROPE_FREQUENCIES,
-    features=("zero_centered",), recognized="rope pre_norm !norm_bias zero_centered gelu_tanh gated !mixture !mla !sinks",
+    name="gemma",
+    architectures=("GemmaForCausalLM",),
+    model_type="gemma",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=LLAMA_LIKE | _GEMMA,
+    ignored=ROPE_FREQUENCIES,
+    features=("zero_centered",),
+    recognized="rope pre_norm !norm_bias zero_centered gelu_tanh gated !mixture !mla !sinks",
     assumed=lambda fields: {"embedding_scale": fields["hidden"] ** 0.5},
     proven="custom module",
-)  # fmt: skip
+)

@@ -63,8 +63,16 @@ GEMMA_2 = {
 GEMMA_LIKE = "rope !interleaved !skips_rope !norm_bias zero_centered sandwich_norm gelu_tanh gated !mixture !mla !sinks"
 
 FAMILY = Family(
-    "gemma2", ("Gemma2ForCausalLM",), "gemma2", ROWS, keys=_KEYS, fixed=GEMMA_2, ignored=ROPE_FREQUENCIES,
-    features=("zero_centered",), recognized=f"{GEMMA_LIKE} !qk_norm", beyond_core=("attention.score_cap", "head.logit_cap"),
+    name="gemma2",
+    architectures=("Gemma2ForCausalLM",),
+    model_type="gemma2",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=GEMMA_2,
+    ignored=ROPE_FREQUENCIES,
+    features=("zero_centered",),
+    recognized=f"{GEMMA_LIKE} !qk_norm",
+    beyond_core=("attention.score_cap", "head.logit_cap"),
     assumed=lambda fields: {"embedding_scale": fields["hidden"] ** 0.5},
     proven="custom module",
-)  # fmt: skip
+)

@@ -27,9 +27,17 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "gemma3_text", ("Gemma3ForCausalLM",), "gemma3_text", ROWS, keys=_KEYS, fixed={**GEMMA_2, "attention.qk_norm": True},
-    only={"attn_logit_softcapping": None, "final_logit_softcapping": None}, ignored=ROPE_FREQUENCIES,
-    features=("zero_centered", "qk_norm"), recognized=f"{GEMMA_LIKE} qk_norm", beyond_core=("positions.local_theta",),
+    name="gemma3_text",
+    architectures=("Gemma3ForCausalLM",),
+    model_type="gemma3_text",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**GEMMA_2, "attention.qk_norm": True},
+    only={"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ignored=ROPE_FREQUENCIES,
+    features=("zero_centered", "qk_norm"),
+    recognized=f"{GEMMA_LIKE} qk_norm",
+    beyond_core=("positions.local_theta",),
     assumed=lambda fields: {"embedding_scale": fields["hidden"] ** 0.5},
     proven="custom module",
-)  # fmt: skip
+)

@@ -130,7 +130,16 @@ _KEYS = (
 )  # fmt: skip
 
 FAMILY = Family(
-    "gemma3n_text", ("Gemma3nForCausalLM",), "gemma3n_text", ROWS, keys=_KEYS, fixed={**NORMED_VALUES, "streams.count": 4},
-    only={"attention_bias": False, "altup_num_inputs": 4}, ignored=ROPE_FREQUENCIES, unused=unused_keys_and_values,
-    features=("qk_norm",), recognized=None, proven="names",
-)  # fmt: skip
+    name="gemma3n_text",
+    architectures=("Gemma3nForCausalLM",),
+    model_type="gemma3n_text",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**NORMED_VALUES, "streams.count": 4},
+    only={"attention_bias": False, "altup_num_inputs": 4},
+    ignored=ROPE_FREQUENCIES,
+    unused=unused_keys_and_values,
+    features=("qk_norm",),
+    recognized=None,
+    proven="names",
+)

@@ -218,7 +218,16 @@ NORMED_VALUES = {
 """Fields that Gemma 3n has as well."""
 
 FAMILY = Family(
-    "gemma4_text", ("Gemma4ForCausalLM",), "gemma4_text", ROWS, keys=_KEYS, fixed={**NORMED_VALUES, "layer_scale": True},
-    only={"attention_bias": False}, ignored=ROPE_FREQUENCIES, unused=unused_keys_and_values, features=("qk_norm",),
-    recognized=None, proven="names",
-)  # fmt: skip
+    name="gemma4_text",
+    architectures=("Gemma4ForCausalLM",),
+    model_type="gemma4_text",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**NORMED_VALUES, "layer_scale": True},
+    only={"attention_bias": False},
+    ignored=ROPE_FREQUENCIES,
+    unused=unused_keys_and_values,
+    features=("qk_norm",),
+    recognized=None,
+    proven="names",
+)

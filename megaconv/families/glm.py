@@ -22,6 +22,13 @@ GLM_KEYS = (
 )  # fmt: skip
 
 FAMILY = Family(
-    "glm", ("GlmForCausalLM",), "glm", ROWS, keys=GLM_KEYS, fixed=LLAMA_LIKE | {"positions.interleaved": True}, only=SILU,
-    ignored=ROPE_FREQUENCIES, recognized=f"{PLAIN.replace('!interleaved', 'interleaved')} qkv_alone",
-)  # fmt: skip
+    name="glm",
+    architectures=("GlmForCausalLM",),
+    model_type="glm",
+    rows=ROWS,
+    keys=GLM_KEYS,
+    fixed=LLAMA_LIKE | {"positions.interleaved": True},
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    recognized=f"{PLAIN.replace('!interleaved', 'interleaved')} qkv_alone",
+)

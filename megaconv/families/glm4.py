@@ -18,8 +18,16 @@ _LAYER = norms_at(
 ROWS = in_core(respelled((EMBEDDING, *_LAYER, *HEAD), GATE_UP))
 
 FAMILY = Family(
-    "glm4", ("Glm4ForCausalLM",), "glm4", ROWS, keys=GLM_KEYS,
-    fixed={**LLAMA_LIKE, "positions.interleaved": True, "norm.place": "both"}, only=SILU, ignored=ROPE_FREQUENCIES,
-    recognized=PLAIN.replace("!interleaved", "interleaved").replace("pre_norm", "sandwich_norm !qk_norm"),
+    name="glm4",
+    architectures=("Glm4ForCausalLM",),
+    model_type="glm4",
+    rows=ROWS,
+    keys=GLM_KEYS,
+    fixed={**LLAMA_LIKE, "positions.interleaved": True, "norm.place": "both"},
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    recognized=PLAIN.replace("!interleaved", "interleaved").replace(
+        "pre_norm", "sandwich_norm !qk_norm"
+    ),
     proven="custom module",
-)  # fmt: skip
+)

@@ -28,7 +28,15 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "glm4_moe", ("Glm4MoeForCausalLM",), "glm4_moe", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID_ROUTER}, only=SILU,
-    ignored=ROPE_FREQUENCIES, complete=without_missing, recognized=f"{MIXTURE} sigmoid_router !wide_qk_norm",
+    name="glm4_moe",
+    architectures=("Glm4MoeForCausalLM",),
+    model_type="glm4_moe",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER},
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    complete=without_missing,
+    recognized=f"{MIXTURE} sigmoid_router !wide_qk_norm",
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
-)  # fmt: skip
+)

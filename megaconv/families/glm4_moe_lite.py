@@ -26,9 +26,18 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "glm4_moe_lite", ("Glm4MoeLiteForCausalLM",), "glm4_moe_lite", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, **LATENT_NORMS},
-    only={"attention_bias": False, "rope_interleave": True, **SILU}, ignored=ROPE_FREQUENCIES, features=("mla", "q_latent"),
-    complete=without_missing, recognized=None, notices=one_epsilon,
+    name="glm4_moe_lite",
+    architectures=("Glm4MoeLiteForCausalLM",),
+    model_type="glm4_moe_lite",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, **LATENT_NORMS},
+    only={"attention_bias": False, "rope_interleave": True, **SILU},
+    ignored=ROPE_FREQUENCIES,
+    features=("mla", "q_latent"),
+    complete=without_missing,
+    recognized=None,
+    notices=one_epsilon,
     aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
-)  # fmt: skip
+)
 """`recognized` is None, since Megatron's arguments are those of DeepSeek V3, whose class computes the same."""

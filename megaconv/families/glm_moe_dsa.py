@@ -45,9 +45,18 @@ _KEYS = (
 _PAIRS = {"indexer.interleaved": True}
 
 FAMILY = Family(
-    "glm_moe_dsa", ("GlmMoeDsaForCausalLM",), "glm_moe_dsa", ROWS, keys=_KEYS,
-    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, **LATENT_NORMS, **_PAIRS}, only={**ONLY, "indexer_rope_interleave": True},
-    ignored=ROPE_FREQUENCIES, features=("mla", "q_latent", "indexer"), complete=without_missing,
-    recognized="mla mixture sigmoid_router router_bias indexer interleaved_indexer", assumed=lambda fields: _PAIRS,
-    notices=sparse_notices, aliases={"num_local_experts": "n_routed_experts"},
-)  # fmt: skip
+    name="glm_moe_dsa",
+    architectures=("GlmMoeDsaForCausalLM",),
+    model_type="glm_moe_dsa",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, **LATENT_NORMS, **_PAIRS},
+    only={**ONLY, "indexer_rope_interleave": True},
+    ignored=ROPE_FREQUENCIES,
+    features=("mla", "q_latent", "indexer"),
+    complete=without_missing,
+    recognized="mla mixture sigmoid_router router_bias indexer interleaved_indexer",
+    assumed=lambda fields: _PAIRS,
+    notices=sparse_notices,
+    aliases={"num_local_experts": "n_routed_experts"},
+)

@@ -116,6 +116,15 @@ _ONLY = {
 }
 
 FAMILY = Family(
-    "gpt2", ("GPT2LMHeadModel",), "gpt2", ROWS, keys=_KEYS, fixed=LEARNED_POSITIONS | ALL_BIASES, only=_ONLY, aliases=_ALIASES,
-    ignored=IGNORED, prefix="transformer.", recognized="learned norm_bias !gated !encoder !both_ways !mixture",
-)  # fmt: skip
+    name="gpt2",
+    architectures=("GPT2LMHeadModel",),
+    model_type="gpt2",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=LEARNED_POSITIONS | ALL_BIASES,
+    only=_ONLY,
+    aliases=_ALIASES,
+    ignored=IGNORED,
+    prefix="transformer.",
+    recognized="learned norm_bias !gated !encoder !both_ways !mixture",
+)

@@ -93,6 +93,15 @@ _MASKS = (r"(transformer\.)?h\.\d+\.attn\.attention\.(bias|masked_bias)",)
 """Older files store the causal mask."""
 
 FAMILY = Family(
-    "gpt_neo", ("GPTNeoForCausalLM",), "gpt_neo", ROWS, keys=_KEYS, fixed=_FIXED, aliases=_ALIASES, ignored=_MASKS,
-    prefix="transformer.", recognized=None, proven="names",
-)  # fmt: skip
+    name="gpt_neo",
+    architectures=("GPTNeoForCausalLM",),
+    model_type="gpt_neo",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    aliases=_ALIASES,
+    ignored=_MASKS,
+    prefix="transformer.",
+    recognized=None,
+    proven="names",
+)

@@ -85,7 +85,13 @@ _MASKS = (r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.i
 """Older files store the causal mask and the rotary frequencies."""
 
 FAMILY = Family(
-    "gpt_neox", ("GPTNeoXForCausalLM",), "gpt_neox",
-    in_core(respelled(with_norm_biases(without_gate(LLAMA_ROWS)), _NAMES)), keys=_KEYS,
-    fixed=LAYER_NORM | {"mlp.gated": False, "mlp.bias": True}, ignored=_MASKS, prefix="gpt_neox.", recognized=None,
-)  # fmt: skip
+    name="gpt_neox",
+    architectures=("GPTNeoXForCausalLM",),
+    model_type="gpt_neox",
+    rows=in_core(respelled(with_norm_biases(without_gate(LLAMA_ROWS)), _NAMES)),
+    keys=_KEYS,
+    fixed=LAYER_NORM | {"mlp.gated": False, "mlp.bias": True},
+    ignored=_MASKS,
+    prefix="gpt_neox.",
+    recognized=None,
+)

@@ -98,7 +98,14 @@ _GPT_OSS = {
 }
 
 FAMILY = Family(
-    "gpt_oss", ("GptOssForCausalLM",), "gpt_oss", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | _GPT_OSS, only=SILU,
-    ignored=ROPE_FREQUENCIES, recognized="rope !norm_bias gated quick_gelu clamped sinks mlp_bias mixture !mla !zero_centered",
+    name="gpt_oss",
+    architectures=("GptOssForCausalLM",),
+    model_type="gpt_oss",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=LLAMA_LIKE | _GPT_OSS,
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    recognized="rope !norm_bias gated quick_gelu clamped sinks mlp_bias mixture !mla !zero_centered",
     aliases={"num_experts": "num_local_experts"},
-)  # fmt: skip
+)

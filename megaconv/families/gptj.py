@@ -88,6 +88,15 @@ _MASKS = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias|causal_mask|embed_po
 """Older files store the causal mask."""
 
 FAMILY = Family(
-    "gptj", ("GPTJForCausalLM",), "gptj", ROWS, keys=KEYS, fixed=FIXED, aliases=GPT2.aliases, ignored=_MASKS,
-    prefix="transformer.", recognized=None, proven="names",
-)  # fmt: skip
+    name="gptj",
+    architectures=("GPTJForCausalLM",),
+    model_type="gptj",
+    rows=ROWS,
+    keys=KEYS,
+    fixed=FIXED,
+    aliases=GPT2.aliases,
+    ignored=_MASKS,
+    prefix="transformer.",
+    recognized=None,
+    proven="names",
+)

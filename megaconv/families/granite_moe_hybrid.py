@@ -82,6 +82,14 @@ _KEYS = (
 _FIXED = {name: value for name, value in LLAMA_LIKE.items() if name != "positions.kind"}
 
 FAMILY = Family(
-    "granite_moe_hybrid", ("GraniteMoeHybridForCausalLM",), "granitemoehybrid", ROWS, keys=_KEYS, fixed=_FIXED, only=MAMBA_ONLY,
-    recognized=None, aliases={"layers_block_type": "layer_types"}, proven="names",
-)  # fmt: skip
+    name="granite_moe_hybrid",
+    architectures=("GraniteMoeHybridForCausalLM",),
+    model_type="granitemoehybrid",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=MAMBA_ONLY,
+    recognized=None,
+    aliases={"layers_block_type": "layer_types"},
+    proven="names",
+)

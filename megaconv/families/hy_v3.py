@@ -47,9 +47,17 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "hy_v3", ("HYV3ForCausalLM",), "hy_v3", ROWS, keys=_KEYS,
-    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, "attention.qk_norm": True}, only={**SILU, "attention_bias": False, "mlp_bias": False},
-    ignored=ROPE_FREQUENCIES, features=("qk_norm",), complete=without_missing, recognized=None,
+    name="hy_v3",
+    architectures=("HYV3ForCausalLM",),
+    model_type="hy_v3",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, "attention.qk_norm": True},
+    only={**SILU, "attention_bias": False, "mlp_bias": False},
+    ignored=ROPE_FREQUENCIES,
+    features=("qk_norm",),
+    complete=without_missing,
+    recognized=None,
     aliases={"num_local_experts": "num_experts"},
-)  # fmt: skip
+)
 """`recognized` is None, since Megatron's arguments don't distinguish this family from GLM 4.5."""

@@ -15,7 +15,13 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "jais2", ("Jais2ForCausalLM",), "jais2", in_core(with_norm_biases(without_gate(LLAMA_ROWS))), keys=_KEYS,
-    fixed=LAYER_NORM | SQUARED_RELU, only={"hidden_act": "relu2"}, ignored=ROPE_FREQUENCIES,
+    name="jais2",
+    architectures=("Jais2ForCausalLM",),
+    model_type="jais2",
+    rows=in_core(with_norm_biases(without_gate(LLAMA_ROWS))),
+    keys=_KEYS,
+    fixed=LAYER_NORM | SQUARED_RELU,
+    only={"hidden_act": "relu2"},
+    ignored=ROPE_FREQUENCIES,
     recognized=f"{DENSE} norm_bias !zero_centered relu2 plain",
-)  # fmt: skip
+)

@@ -260,7 +260,17 @@ _ONLY = {
 }
 
 FAMILY = Family(
-    "kimi_k3", ("KimiLinearForCausalLM",), "kimi_linear", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY,
-    aliases={"n_routed_experts": "num_experts"}, features=("mla",), describes=is_kimi_k3, complete=_with_stored_decays,
-    recognized=None, proven="names",
-)  # fmt: skip
+    name="kimi_k3",
+    architectures=("KimiLinearForCausalLM",),
+    model_type="kimi_linear",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=_ONLY,
+    aliases={"n_routed_experts": "num_experts"},
+    features=("mla",),
+    describes=is_kimi_k3,
+    complete=_with_stored_decays,
+    recognized=None,
+    proven="names",
+)

@@ -160,7 +160,18 @@ _ALIASES = {
 }
 
 FAMILY = Family(
-    "kimi_linear", ("KimiLinearForCausalLM",), "kimi_linear", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY, aliases=_ALIASES,
-    ignored=ROPE_FREQUENCIES, features=("mla",), other_names=_usual_names, recognized=None, proven="names",
+    name="kimi_linear",
+    architectures=("KimiLinearForCausalLM",),
+    model_type="kimi_linear",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=_ONLY,
+    aliases=_ALIASES,
+    ignored=ROPE_FREQUENCIES,
+    features=("mla",),
+    other_names=_usual_names,
+    recognized=None,
+    proven="names",
     describes=is_kimi_linear,
-)  # fmt: skip
+)

@@ -80,6 +80,17 @@ _ONLY = {**SILU, "attention_bias": False, "use_sliding_window": True}
 """transformers' class knows only the first. Published files have all of them."""
 
 FAMILY = Family(
-    "kolibri1", ("Kolibri1ForCausalLM",), "kolibri1", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY, ignored=ROPE_FREQUENCIES,
-    features=("qk_norm",), recognized=None, proven="names", notices=no_norm_after_experts, aliases={"num_experts": "num_local_experts"},
-)  # fmt: skip
+    name="kolibri1",
+    architectures=("Kolibri1ForCausalLM",),
+    model_type="kolibri1",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=_ONLY,
+    ignored=ROPE_FREQUENCIES,
+    features=("qk_norm",),
+    recognized=None,
+    proven="names",
+    notices=no_norm_after_experts,
+    aliases={"num_experts": "num_local_experts"},
+)

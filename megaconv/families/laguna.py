@@ -121,6 +121,15 @@ _FIXED = {
 }
 
 FAMILY = Family(
-    "laguna", ("LagunaForCausalLM",), "laguna", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY, ignored=ROPE_FREQUENCIES,
-    features=("qk_norm",), recognized=None, proven="names",
-)  # fmt: skip
+    name="laguna",
+    architectures=("LagunaForCausalLM",),
+    model_type="laguna",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=_ONLY,
+    ignored=ROPE_FREQUENCIES,
+    features=("qk_norm",),
+    recognized=None,
+    proven="names",
+)

@@ -123,6 +123,15 @@ ONLY = {"conv_bias": False}
 ALIASES = {"block_ff_dim": _WIDTH, "tie_embedding": "tie_word_embeddings"}
 
 FAMILY = Family(
-    "lfm2", ("Lfm2ForCausalLM",), "lfm2", (*ENDS[:1], *MIXERS, *in_core(MLP), *ENDS[1:]), keys=_KEYS, fixed=FIXED, only=ONLY,
-    aliases=ALIASES, features=("qk_norm",), recognized=None, proven="names",
-)  # fmt: skip
+    name="lfm2",
+    architectures=("Lfm2ForCausalLM",),
+    model_type="lfm2",
+    rows=(*ENDS[:1], *MIXERS, *in_core(MLP), *ENDS[1:]),
+    keys=_KEYS,
+    fixed=FIXED,
+    only=ONLY,
+    aliases=ALIASES,
+    features=("qk_norm",),
+    recognized=None,
+    proven="names",
+)

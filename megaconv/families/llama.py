@@ -19,6 +19,12 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "llama", ("LlamaForCausalLM", "LLaMAForCausalLM"), "llama", LLAMA_ROWS, keys=_KEYS,
-    fixed=LLAMA_LIKE, ignored=ROPE_FREQUENCIES, recognized=f"{PLAIN} !qkv_alone !qk_norm !only_windows",
-)  # fmt: skip
+    name="llama",
+    architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),
+    model_type="llama",
+    rows=LLAMA_ROWS,
+    keys=_KEYS,
+    fixed=LLAMA_LIKE,
+    ignored=ROPE_FREQUENCIES,
+    recognized=f"{PLAIN} !qkv_alone !qk_norm !only_windows",
+)

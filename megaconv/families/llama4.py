@@ -67,10 +67,8 @@ def _write_widths(config: ModelConfig) -> Raw:
 
 
 def _read_experts(raw: Raw) -> Fields:
-    layers, step = (
-        need_size(raw, "num_hidden_layers"),
-        need_size(raw, "interleave_moe_layer_step", 1),
-    )
+    layers = need_size(raw, "num_hidden_layers")
+    step = need_size(raw, "interleave_moe_layer_step", 1)
     chosen = raw.get("moe_layers")
     chosen = range(step - 1, layers, step) if chosen is None else chosen
     return {"layers.mlp": per_layer(chosen, layers, "experts", "dense")}
@@ -192,9 +190,18 @@ def _notices(config: ModelConfig) -> tuple[str, ...]:
 
 
 FAMILY = Family(
-    "llama4", ("Llama4ForCausalLM",), "llama4_text", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | _FIXED, only=SILU, ignored=ROPE_FREQUENCIES,
+    name="llama4",
+    architectures=("Llama4ForCausalLM",),
+    model_type="llama4_text",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=LLAMA_LIKE | _FIXED,
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
     recognized="rope interleaved pre_norm !norm_bias silu gated !zero_centered !mla mixture sigmoid_router probs_on_input",
-    notices=_notices, assumed=_assumed, proven="custom module",
-)  # fmt: skip
+    notices=_notices,
+    assumed=_assumed,
+    proven="custom module",
+)
 """The custom module is IdentityOp, in the place of q and k norms. Models without such norms (Maverick) need only
 megatron-core's own modules."""

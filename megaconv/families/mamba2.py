@@ -91,6 +91,15 @@ _ONLY = {
 }
 
 FAMILY = Family(
-    "mamba2", ("Mamba2ForCausalLM",), "mamba2", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY, older={"embedding.weight": "embeddings.weight"},
-    recognized="only_mamba !learned !norm_bias !zero_centered", assumed=_assumed, proven="custom module",
-)  # fmt: skip
+    name="mamba2",
+    architectures=("Mamba2ForCausalLM",),
+    model_type="mamba2",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=_ONLY,
+    older={"embedding.weight": "embeddings.weight"},
+    recognized="only_mamba !learned !norm_bias !zero_centered",
+    assumed=_assumed,
+    proven="custom module",
+)

@@ -24,10 +24,17 @@ _OWN = OwnLayer(
 """The layer joins the hidden state's half before the embedding's half; Megatron uses the other order."""
 
 FAMILY = Family(
-    "mimo", ("MiMoForCausalLM",), "mimo", _OWN.rows(in_core(LLAMA_ROWS)),
+    name="mimo",
+    architectures=("MiMoForCausalLM",),
+    model_type="mimo",
+    rows=_OWN.rows(in_core(LLAMA_ROWS)),
     keys=(*decoder_keys(positions=32768, kv_heads=32), QWEN_WINDOWS, _OWN.keys),
-    fixed=LLAMA_LIKE | {"attention.qkv_bias": True}, only={**SILU, "attention_bias": True}, ignored=ROPE_FREQUENCIES,
-    complete=_OWN.complete, features=("qkv_bias",), proven="names",
-)  # fmt: skip
+    fixed=LLAMA_LIKE | {"attention.qkv_bias": True},
+    only={**SILU, "attention_bias": True},
+    ignored=ROPE_FREQUENCIES,
+    complete=_OWN.complete,
+    features=("qkv_bias",),
+    proven="names",
+)
 """`recognized` is None, since Megatron's arguments don't distinguish this family from Qwen 2. Defaults are those of
 Qwen 2's class, and names those of Megatron-Bridge at 067f987df03b."""

@@ -178,6 +178,16 @@ _FIXED = {
 }
 
 FAMILY = Family(
-    "mimo_v2_flash", ("MiMoV2FlashForCausalLM",), "mimo_v2_flash", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY,
-    ignored=ROPE_FREQUENCIES, left_out=MTP_LEFT_OUT, recognized=None, proven="names", aliases={"num_local_experts": "n_routed_experts"},
-)  # fmt: skip
+    name="mimo_v2_flash",
+    architectures=("MiMoV2FlashForCausalLM",),
+    model_type="mimo_v2_flash",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=_ONLY,
+    ignored=ROPE_FREQUENCIES,
+    left_out=MTP_LEFT_OUT,
+    recognized=None,
+    proven="names",
+    aliases={"num_local_experts": "n_routed_experts"},
+)

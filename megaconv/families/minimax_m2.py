@@ -57,8 +57,16 @@ _ONLY = {
 }
 
 FAMILY = Family(
-    "minimax_m2", ("MiniMaxM2ForCausalLM",), "minimax_m2", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, **_FIXED},
-    only=_ONLY, ignored=ROPE_FREQUENCIES, features=("qk_norm",), recognized=f"{MIXTURE} sigmoid_router !shared_ffn wide_qk_norm",
+    name="minimax_m2",
+    architectures=("MiniMaxM2ForCausalLM",),
+    model_type="minimax_m2",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, **_FIXED},
+    only=_ONLY,
+    ignored=ROPE_FREQUENCIES,
+    features=("qk_norm",),
+    recognized=f"{MIXTURE} sigmoid_router !shared_ffn wide_qk_norm",
     proven="custom module",
     aliases={"num_experts": "num_local_experts"},
-)  # fmt: skip
+)

@@ -193,7 +193,17 @@ _ONLY = {
 }  # fmt: skip
 
 FAMILY = Family(
-    "minimax_m3_vl_text", ("MiniMaxM3VLForCausalLM",), "minimax_m3_vl_text", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY,
-    ignored=ROPE_FREQUENCIES, left_out=MTP_LEFT_OUT, features=("qk_norm", "zero_centered"), recognized=None, proven="names",
+    name="minimax_m3_vl_text",
+    architectures=("MiniMaxM3VLForCausalLM",),
+    model_type="minimax_m3_vl_text",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=_ONLY,
+    ignored=ROPE_FREQUENCIES,
+    left_out=MTP_LEFT_OUT,
+    features=("qk_norm", "zero_centered"),
+    recognized=None,
+    proven="names",
     aliases={"num_experts": "num_local_experts"},
-)  # fmt: skip
+)

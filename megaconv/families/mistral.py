@@ -6,7 +6,13 @@ from megaconv.families.parts.decoder_rows import LLAMA_ROWS, ROPE_FREQUENCIES
 from megaconv.families.parts.windows import window
 
 FAMILY = Family(
-    "mistral", ("MistralForCausalLM",), "mistral", LLAMA_ROWS,
+    name="mistral",
+    architectures=("MistralForCausalLM",),
+    model_type="mistral",
+    rows=LLAMA_ROWS,
     keys=(*decoder_keys(positions=131072, kv_heads=8, tokens=(1, 2, None)), window(4096)),
-    fixed=LLAMA_LIKE, only=SILU, ignored=ROPE_FREQUENCIES, recognized=f"{PLAIN} !qkv_bias !o_bias !qk_norm only_windows",
-)  # fmt: skip
+    fixed=LLAMA_LIKE,
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    recognized=f"{PLAIN} !qkv_bias !o_bias !qk_norm only_windows",
+)

@@ -90,8 +90,18 @@ def _notices(config: ModelConfig) -> tuple[str, ...]:
 
 
 FAMILY = Family(
-    "mistral4", ("Mistral4ForCausalLM",), "mistral4", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **LATENT_NORMS},
-    only=_ONLY, ignored=ROPE_FREQUENCIES, features=("mla",), recognized=None, notices=_notices, assumed=usual_temperature,
+    name="mistral4",
+    architectures=("Mistral4ForCausalLM",),
+    model_type="mistral4",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, **LATENT_NORMS},
+    only=_ONLY,
+    ignored=ROPE_FREQUENCIES,
+    features=("mla",),
+    recognized=None,
+    notices=_notices,
+    assumed=usual_temperature,
     aliases={"num_local_experts": "n_routed_experts"},
-)  # fmt: skip
+)
 """`recognized` is None, since Megatron's arguments are those of DeepSeek V2."""

@@ -33,7 +33,14 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "mixtral", ("MixtralForCausalLM",), "mixtral", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | {"layers.mlp": "experts"}, only=SILU,
-    ignored=ROPE_FREQUENCIES, recognized=f"{MIXTURE} !sigmoid_router !shared_ffn !qk_norm",
+    name="mixtral",
+    architectures=("MixtralForCausalLM",),
+    model_type="mixtral",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=LLAMA_LIKE | {"layers.mlp": "experts"},
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    recognized=f"{MIXTURE} !sigmoid_router !shared_ffn !qk_norm",
     aliases={"num_experts": "num_local_experts"},
-)  # fmt: skip
+)

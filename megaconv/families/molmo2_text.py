@@ -127,8 +127,19 @@ def _notices(config: ModelConfig) -> tuple[str, ...]:
 
 
 FAMILY = Family(
-    "molmo2_text", ("Molmo2TextModel",), "molmo2_text", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | {"attention.qk_norm": True},
-    only=_ONLY, ignored=ROPE_FREQUENCIES, features=("qk_norm",), recognized=None, notices=_notices, proven="custom module",
-    beyond_core=("head.unpredicted",), aliases={"qkv_bias": "attention_bias", "layer_norm_eps": "rms_norm_eps"},
-)  # fmt: skip
+    name="molmo2_text",
+    architectures=("Molmo2TextModel",),
+    model_type="molmo2_text",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=LLAMA_LIKE | {"attention.qk_norm": True},
+    only=_ONLY,
+    ignored=ROPE_FREQUENCIES,
+    features=("qk_norm",),
+    recognized=None,
+    notices=_notices,
+    proven="custom module",
+    beyond_core=("head.unpredicted",),
+    aliases={"qkv_bias": "attention_bias", "layer_norm_eps": "rms_norm_eps"},
+)
 """`recognized` is None: Megatron's arguments describe a Qwen 3 or an OLMo 2 in the same way."""

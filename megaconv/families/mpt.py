@@ -101,6 +101,15 @@ _ALIASES = {
 }
 
 FAMILY = Family(
-    "mpt", ("MptForCausalLM", "MPTForCausalLM"), "mpt", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY, aliases=_ALIASES,
-    prefix="transformer.", recognized=None, proven="names",
-)  # fmt: skip
+    name="mpt",
+    architectures=("MptForCausalLM", "MPTForCausalLM"),
+    model_type="mpt",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=_ONLY,
+    aliases=_ALIASES,
+    prefix="transformer.",
+    recognized=None,
+    proven="names",
+)

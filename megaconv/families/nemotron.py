@@ -21,7 +21,14 @@ _KEYS = (
 )  # fmt: skip
 
 FAMILY = Family(
-    "nemotron", ("NemotronForCausalLM",), "nemotron", in_core(with_norm_biases(without_gate(LLAMA_ROWS))), keys=_KEYS,
-    fixed=LAYER_NORM | SQUARED_RELU | {"norm.zero_centered": True}, only={"hidden_act": "relu2"}, ignored=ROPE_FREQUENCIES,
-    features=("zero_centered",), recognized=f"{DENSE} norm_bias zero_centered relu2 plain",
-)  # fmt: skip
+    name="nemotron",
+    architectures=("NemotronForCausalLM",),
+    model_type="nemotron",
+    rows=in_core(with_norm_biases(without_gate(LLAMA_ROWS))),
+    keys=_KEYS,
+    fixed=LAYER_NORM | SQUARED_RELU | {"norm.zero_centered": True},
+    only={"hidden_act": "relu2"},
+    ignored=ROPE_FREQUENCIES,
+    features=("zero_centered",),
+    recognized=f"{DENSE} norm_bias zero_centered relu2 plain",
+)

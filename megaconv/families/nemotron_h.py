@@ -142,9 +142,17 @@ _ONLY = {
 }
 
 FAMILY = Family(
-    "nemotron_h", ("NemotronHForCausalLM",), "nemotron_h", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY, left_out=MTP_LEFT_OUT,
+    name="nemotron_h",
+    architectures=("NemotronHForCausalLM",),
+    model_type="nemotron_h",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=_ONLY,
+    left_out=MTP_LEFT_OUT,
     renamed={"model.": "backbone."},
-    recognized="hybrid_stack !only_mamba !rope !learned !norm_bias !zero_centered plain", proven="custom module",
+    recognized="hybrid_stack !only_mamba !rope !learned !norm_bias !zero_centered plain",
+    proven="custom module",
     notices=limited_time_steps,
     aliases={"num_local_experts": "n_routed_experts"},
-)  # fmt: skip
+)

@@ -32,8 +32,15 @@ OLMO_2 = {
 OLMO_LIKE = PLAIN.replace("pre_norm", "output_norm wide_qk_norm")
 
 FAMILY = Family(
-    "olmo2", ("Olmo2ForCausalLM",), "olmo2", ROWS,
-    keys=(*decoder_keys(positions=2048, epsilon=1e-5, tokens=(None, 50279, 1)), ATTENTION_BIASES), fixed=OLMO_2, only=SILU,
-    ignored=ROPE_FREQUENCIES, features=("qk_norm",), recognized=f"{OLMO_LIKE} !windows",
+    name="olmo2",
+    architectures=("Olmo2ForCausalLM",),
+    model_type="olmo2",
+    rows=ROWS,
+    keys=(*decoder_keys(positions=2048, epsilon=1e-5, tokens=(None, 50279, 1)), ATTENTION_BIASES),
+    fixed=OLMO_2,
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    features=("qk_norm",),
+    recognized=f"{OLMO_LIKE} !windows",
     proven="custom module",
-)  # fmt: skip
+)

@@ -14,7 +14,15 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "olmo3", ("Olmo3ForCausalLM",), "olmo3", ROWS, keys=_KEYS, fixed=OLMO_2, only=SILU, ignored=ROPE_FREQUENCIES,
-    features=("qk_norm",), recognized=f"{OLMO_LIKE} windows",
+    name="olmo3",
+    architectures=("Olmo3ForCausalLM",),
+    model_type="olmo3",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=OLMO_2,
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    features=("qk_norm",),
+    recognized=f"{OLMO_LIKE} windows",
     proven="custom module",
-)  # fmt: skip
+)

@@ -143,6 +143,16 @@ _FIXED = {
 }
 
 FAMILY = Family(
-    "olmo_hybrid", ("OlmoHybridForCausalLM",), "olmo_hybrid", ROWS, keys=_KEYS, fixed=_FIXED, only=SILU, ignored=ROPE_FREQUENCIES,
-    other_names=_usual_names, features=("qk_norm",), recognized=None, proven="names",
-)  # fmt: skip
+    name="olmo_hybrid",
+    architectures=("OlmoHybridForCausalLM",),
+    model_type="olmo_hybrid",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    other_names=_usual_names,
+    features=("qk_norm",),
+    recognized=None,
+    proven="names",
+)

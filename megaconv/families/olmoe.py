@@ -31,8 +31,16 @@ _KEYS = (
 _FIXED = {"attention.qk_norm": True, "attention.qk_norm_width": "all", "layers.mlp": "experts"}
 
 FAMILY = Family(
-    "olmoe", ("OlmoeForCausalLM",), "olmoe", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | _FIXED, only={**SILU, "clip_qkv": None},
-    ignored=ROPE_FREQUENCIES, features=("qk_norm",), recognized=f"{MIXTURE} !sigmoid_router !shared_ffn wide_qk_norm",
+    name="olmoe",
+    architectures=("OlmoeForCausalLM",),
+    model_type="olmoe",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=LLAMA_LIKE | _FIXED,
+    only={**SILU, "clip_qkv": None},
+    ignored=ROPE_FREQUENCIES,
+    features=("qk_norm",),
+    recognized=f"{MIXTURE} !sigmoid_router !shared_ffn wide_qk_norm",
     proven="custom module",
     aliases={"num_local_experts": "num_experts"},
-)  # fmt: skip
+)

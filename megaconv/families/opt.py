@@ -62,5 +62,14 @@ _ONLY = {
 FIXED = {**LEARNED_POSITIONS, "positions.offset": 2, "norm.epsilon": 1e-5}
 
 FAMILY = Family(
-    "opt", ("OPTForCausalLM",), "opt", ROWS, keys=_KEYS, fixed=FIXED, only=_ONLY, prefix="model.", recognized=None, proven="names",
-)  # fmt: skip
+    name="opt",
+    architectures=("OPTForCausalLM",),
+    model_type="opt",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=FIXED,
+    only=_ONLY,
+    prefix="model.",
+    recognized=None,
+    proven="names",
+)

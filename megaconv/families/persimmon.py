@@ -53,6 +53,14 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "persimmon", ("PersimmonForCausalLM",), "persimmon", ROWS, keys=_KEYS, fixed={**LAYER_NORM, **ALL_BIASES, **SQUARED_RELU},
-    only={"hidden_act": "relu2"}, ignored=ROPE_FREQUENCIES, recognized=None, proven="names",
-)  # fmt: skip
+    name="persimmon",
+    architectures=("PersimmonForCausalLM",),
+    model_type="persimmon",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**LAYER_NORM, **ALL_BIASES, **SQUARED_RELU},
+    only={"hidden_act": "relu2"},
+    ignored=ROPE_FREQUENCIES,
+    recognized=None,
+    proven="names",
+)

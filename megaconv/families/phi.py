@@ -50,5 +50,13 @@ _KEYS = (
 _FIXED = {**LAYER_NORM, **ALL_BIASES, **PARALLEL, "mlp.gated": False, "head.bias": True}
 
 FAMILY = Family(
-    "phi", ("PhiForCausalLM",), "phi", ROWS, keys=_KEYS, fixed=_FIXED, ignored=ROPE_FREQUENCIES, recognized=None, proven="names",
-)  # fmt: skip
+    name="phi",
+    architectures=("PhiForCausalLM",),
+    model_type="phi",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    ignored=ROPE_FREQUENCIES,
+    recognized=None,
+    proven="names",
+)

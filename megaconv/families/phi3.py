@@ -100,7 +100,13 @@ _ROPE = Keys(("rope_theta", "rope_scaling", "rope_parameters", _ORIGINAL), _read
 _USUAL: Any = {"positions": 4096, "epsilon": 1e-5, "tokens": (1, 32000, 32000)}
 
 FAMILY = Family(
-    "phi3", ("Phi3ForCausalLM",), "phi3", ROWS,
+    name="phi3",
+    architectures=("Phi3ForCausalLM",),
+    model_type="phi3",
+    rows=ROWS,
     keys=(*decoder_keys(**_USUAL, rotation=_ROPE, partial=partial_rotation(1.0)), window(None)),
-    fixed=LLAMA_LIKE, only=SILU, ignored=ROPE_FREQUENCIES, recognized=None,
-)  # fmt: skip
+    fixed=LLAMA_LIKE,
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    recognized=None,
+)

@@ -54,8 +54,16 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "qwen", ("QWenLMHeadModel",), "qwen", in_core(respelled(LLAMA_ROWS, _NAMES)), keys=_KEYS,
-    fixed=LLAMA_LIKE | {"attention.qkv_bias": True}, only={"rotary_pct": 1.0, "no_bias": True, "scale_attn_weights": True},
-    ignored=(r"transformer\.rotary_emb\.inv_freq",), features=("qkv_bias",), recognized=None, proven="names",
-)  # fmt: skip
+    name="qwen",
+    architectures=("QWenLMHeadModel",),
+    model_type="qwen",
+    rows=in_core(respelled(LLAMA_ROWS, _NAMES)),
+    keys=_KEYS,
+    fixed=LLAMA_LIKE | {"attention.qkv_bias": True},
+    only={"rotary_pct": 1.0, "no_bias": True, "scale_attn_weights": True},
+    ignored=(r"transformer\.rotary_emb\.inv_freq",),
+    features=("qkv_bias",),
+    recognized=None,
+    proven="names",
+)
 """`recognized` is None, since Megatron's arguments don't distinguish this family from Qwen 2."""

@@ -6,8 +6,14 @@ from megaconv.families.parts.decoder_rows import LLAMA_ROWS, ROPE_FREQUENCIES
 from megaconv.families.parts.windows import QWEN_WINDOWS
 
 FAMILY = Family(
-    "qwen2", ("Qwen2ForCausalLM",), "qwen2", LLAMA_ROWS,
+    name="qwen2",
+    architectures=("Qwen2ForCausalLM",),
+    model_type="qwen2",
+    rows=LLAMA_ROWS,
     keys=(*decoder_keys(positions=32768, kv_heads=32), QWEN_WINDOWS),
-    fixed=LLAMA_LIKE | {"attention.qkv_bias": True}, only=SILU, ignored=ROPE_FREQUENCIES, features=("qkv_bias",),
+    fixed=LLAMA_LIKE | {"attention.qkv_bias": True},
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    features=("qkv_bias",),
     recognized=f"{PLAIN} qkv_alone !qk_norm",
-)  # fmt: skip
+)

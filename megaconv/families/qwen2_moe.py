@@ -33,6 +33,14 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "qwen2_moe", ("Qwen2MoeForCausalLM",), "qwen2_moe", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | {"experts.shared_gate": True},
-    only=SILU, ignored=ROPE_FREQUENCIES, features=("qkv_bias",), recognized=f"{MIXTURE} !sigmoid_router shared_ffn",
-)  # fmt: skip
+    name="qwen2_moe",
+    architectures=("Qwen2MoeForCausalLM",),
+    model_type="qwen2_moe",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=LLAMA_LIKE | {"experts.shared_gate": True},
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    features=("qkv_bias",),
+    recognized=f"{MIXTURE} !sigmoid_router shared_ffn",
+)

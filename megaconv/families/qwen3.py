@@ -12,8 +12,18 @@ from megaconv.families.parts.decoder_rows import LLAMA_ROWS, ROPE_FREQUENCIES
 from megaconv.families.parts.windows import QWEN_WINDOWS
 
 FAMILY = Family(
-    "qwen3", ("Qwen3ForCausalLM",), "qwen3", LLAMA_ROWS,
-    keys=(*decoder_keys(positions=32768, kv_heads=32, head_dim=128), QWEN_WINDOWS, ATTENTION_BIASES),
-    fixed=LLAMA_LIKE | {"attention.qk_norm": True}, only=SILU, ignored=ROPE_FREQUENCIES, features=("qk_norm",),
+    name="qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    model_type="qwen3",
+    rows=LLAMA_ROWS,
+    keys=(
+        *decoder_keys(positions=32768, kv_heads=32, head_dim=128),
+        QWEN_WINDOWS,
+        ATTENTION_BIASES,
+    ),
+    fixed=LLAMA_LIKE | {"attention.qk_norm": True},
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    features=("qk_norm",),
     recognized=f"{PLAIN} qk_norm !wide_qk_norm",
-)  # fmt: skip
+)

@@ -19,7 +19,15 @@ MIXERS = (EMBEDDING, *GATED_ATTENTION, *linear_rows(PROJECTIONS))
 _ROWS = (*MIXERS, *MLP, *HEAD)
 
 FAMILY = Family(
-    "qwen3_5", ("Qwen3_5ForCausalLM",), "qwen3_5_text", OF_QWEN.rows(in_core(_ROWS)),
-    keys=(*hybrid_keys(kv_heads=4), OF_QWEN.keys), fixed=HYBRID, only=HYBRID_ONLY, ignored=ROPE_FREQUENCIES, complete=OF_QWEN.complete,
-    features=HYBRID_FEATURES, recognized=f"{RECOGNIZED} !mixture",
-)  # fmt: skip
+    name="qwen3_5",
+    architectures=("Qwen3_5ForCausalLM",),
+    model_type="qwen3_5_text",
+    rows=OF_QWEN.rows(in_core(_ROWS)),
+    keys=(*hybrid_keys(kv_heads=4), OF_QWEN.keys),
+    fixed=HYBRID,
+    only=HYBRID_ONLY,
+    ignored=ROPE_FREQUENCIES,
+    complete=OF_QWEN.complete,
+    features=HYBRID_FEATURES,
+    recognized=f"{RECOGNIZED} !mixture",
+)

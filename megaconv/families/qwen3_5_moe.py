@@ -26,7 +26,15 @@ _KEYS = (
 _ALL_EXPERTS = {"layers.mlp": "experts", "experts.shared_gate": True, "experts.renormalize": True}
 
 FAMILY = Family(
-    "qwen3_5_moe", ("Qwen3_5MoeForCausalLM",), "qwen3_5_moe_text",
-    OF_QWEN.rows(in_core(_ROWS)), keys=_KEYS, fixed=HYBRID | _ALL_EXPERTS, only=HYBRID_ONLY, ignored=ROPE_FREQUENCIES,
-    complete=OF_QWEN.complete, features=HYBRID_FEATURES, recognized=None,
-)  # fmt: skip
+    name="qwen3_5_moe",
+    architectures=("Qwen3_5MoeForCausalLM",),
+    model_type="qwen3_5_moe_text",
+    rows=OF_QWEN.rows(in_core(_ROWS)),
+    keys=_KEYS,
+    fixed=HYBRID | _ALL_EXPERTS,
+    only=HYBRID_ONLY,
+    ignored=ROPE_FREQUENCIES,
+    complete=OF_QWEN.complete,
+    features=HYBRID_FEATURES,
+    recognized=None,
+)

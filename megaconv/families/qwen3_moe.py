@@ -38,6 +38,14 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "qwen3_moe", ("Qwen3MoeForCausalLM",), "qwen3_moe", ROWS, keys=_KEYS, fixed=LLAMA_LIKE | {"attention.qk_norm": True},
-    only=SILU, ignored=ROPE_FREQUENCIES, features=("qk_norm",), recognized=f"{MIXTURE} !sigmoid_router !shared_ffn qk_norm !wide_qk_norm",
-)  # fmt: skip
+    name="qwen3_moe",
+    architectures=("Qwen3MoeForCausalLM",),
+    model_type="qwen3_moe",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=LLAMA_LIKE | {"attention.qk_norm": True},
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    features=("qk_norm",),
+    recognized=f"{MIXTURE} !sigmoid_router !shared_ffn qk_norm !wide_qk_norm",
+)

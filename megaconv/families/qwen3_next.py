@@ -21,13 +21,20 @@ _MIXERS = (*GATED_ATTENTION, *linear_rows(GROUPED_PROJECTIONS))
 _ROWS = (EMBEDDING, *_MIXERS, *MLP, MOE_NORM, *QWEN_EXPERTS, *QWEN_SHARED, *HEAD)
 
 FAMILY = Family(
-    "qwen3_next", ("Qwen3NextForCausalLM",), "qwen3_next", OF_QWEN.rows(in_core(_ROWS)),
+    name="qwen3_next",
+    architectures=("Qwen3NextForCausalLM",),
+    model_type="qwen3_next",
+    rows=OF_QWEN.rows(in_core(_ROWS)),
     keys=(
         *hybrid_keys(kv_heads=2),
         OF_QWEN.keys,
         *qwen_expert_keys(count=512, per_token=10, width=512, renormalize=True),
         size("shared_expert_intermediate_size", "experts.shared_ffn", 512),
     ),
-    fixed=HYBRID | {"experts.shared_gate": True}, only=HYBRID_ONLY, ignored=ROPE_FREQUENCIES, complete=OF_QWEN.complete,
-    features=HYBRID_FEATURES, recognized=f"{RECOGNIZED} mixture !sigmoid_router shared_ffn",
-)  # fmt: skip
+    fixed=HYBRID | {"experts.shared_gate": True},
+    only=HYBRID_ONLY,
+    ignored=ROPE_FREQUENCIES,
+    complete=OF_QWEN.complete,
+    features=HYBRID_FEATURES,
+    recognized=f"{RECOGNIZED} mixture !sigmoid_router shared_ffn",
+)

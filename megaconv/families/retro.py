@@ -99,6 +99,11 @@ ROWS = (
 )
 
 FAMILY = Family(
-    "retro", (), "retro", ROWS, keys=(), recognized="retrieval", no_class="transformers has no class for a Retro; "
-    "--drop-retrieval converts the GPT inside it",
-)  # fmt: skip
+    name="retro",
+    architectures=(),
+    model_type="retro",
+    rows=ROWS,
+    keys=(),
+    recognized="retrieval",
+    no_class="transformers has no class for a Retro; --drop-retrieval converts the GPT inside it",
+)

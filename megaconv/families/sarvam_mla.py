@@ -82,9 +82,18 @@ _ONLY = {
 }
 
 FAMILY = Family(
-    "sarvam_mla", ("SarvamMLAForCausalLM",), "sarvam_mla", in_core(WITHOUT_MTP), keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID_ROUTER},
-    only=_ONLY, ignored=ROPE_FREQUENCIES, features=("mla",), recognized=None, proven="names",
-)  # fmt: skip
+    name="sarvam_mla",
+    architectures=("SarvamMLAForCausalLM",),
+    model_type="sarvam_mla",
+    rows=in_core(WITHOUT_MTP),
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER},
+    only=_ONLY,
+    ignored=ROPE_FREQUENCIES,
+    features=("mla",),
+    recognized=None,
+    proven="names",
+)
 """`recognized` is None, since Megatron's arguments don't distinguish this family from DeepSeek V3. Names come from
 Megatron-Bridge at 067f987df03b. Defaults come from sarvam_mla.py, a configuration class of vLLM with the same defaults
 as the class in the model's files."""

@@ -27,8 +27,16 @@ _KEYS = (
 )  # fmt: skip
 
 FAMILY = Family(
-    "sarvam_moe", ("SarvamMoEForCausalLM",), "sarvam_moe", PLAIN, keys=_KEYS, fixed={**LLAMA_LIKE, **SIGMOID_ROUTER}, only=ONLY,
-    ignored=ROPE_FREQUENCIES, recognized=None, proven="names",
-)  # fmt: skip
+    name="sarvam_moe",
+    architectures=("SarvamMoEForCausalLM",),
+    model_type="sarvam_moe",
+    rows=PLAIN,
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER},
+    only=ONLY,
+    ignored=ROPE_FREQUENCIES,
+    recognized=None,
+    proven="names",
+)
 """`recognized` is None, since Megatron's arguments don't distinguish this family from GLM 4.5. Names come from
 Megatron-Bridge at 067f987df03b. Defaults come from configuration_sarvam_moe.py, the class in the model's files."""

@@ -14,7 +14,14 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "seed_oss", ("SeedOssForCausalLM",), "seed_oss", in_core(LLAMA_ROWS), keys=_KEYS, fixed=LLAMA_LIKE, only=SILU,
-    ignored=ROPE_FREQUENCIES, recognized=None,
-)  # fmt: skip
+    name="seed_oss",
+    architectures=("SeedOssForCausalLM",),
+    model_type="seed_oss",
+    rows=in_core(LLAMA_ROWS),
+    keys=_KEYS,
+    fixed=LLAMA_LIKE,
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    recognized=None,
+)
 """`recognized` is None, since Megatron's arguments don't distinguish this family from Qwen 2."""

@@ -85,6 +85,13 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "smollm3", ("SmolLM3ForCausalLM",), "smollm3", in_core(LLAMA_ROWS), keys=_KEYS, fixed=LLAMA_LIKE, only=SILU,
-    ignored=ROPE_FREQUENCIES, recognized=f"{PLAIN.replace('!skips_rope', 'skips_rope')} !qkv_alone !qk_norm",
-)  # fmt: skip
+    name="smollm3",
+    architectures=("SmolLM3ForCausalLM",),
+    model_type="smollm3",
+    rows=in_core(LLAMA_ROWS),
+    keys=_KEYS,
+    fixed=LLAMA_LIKE,
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    recognized=f"{PLAIN.replace('!skips_rope', 'skips_rope')} !qkv_alone !qk_norm",
+)

@@ -25,8 +25,15 @@ _KEYS = (
 )  # fmt: skip
 
 FAMILY = Family(
-    "solar_open", ("SolarOpenForCausalLM",), "solar_open", in_core(MIXTURE_ROWS), keys=_KEYS,
-    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, "layers.mlp": "experts"}, only=SILU, ignored=ROPE_FREQUENCIES, recognized=None,
+    name="solar_open",
+    architectures=("SolarOpenForCausalLM",),
+    model_type="solar_open",
+    rows=in_core(MIXTURE_ROWS),
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, "layers.mlp": "experts"},
+    only=SILU,
+    ignored=ROPE_FREQUENCIES,
+    recognized=None,
     aliases={"num_local_experts": "n_routed_experts"},
-)  # fmt: skip
+)
 """`recognized` is None, since Megatron's arguments don't distinguish this family from GLM 4.5."""

@@ -34,6 +34,13 @@ _ONLY = {**SILU, "use_parallel_residual": False, "qk_layernorm": False}
 single head."""
 
 FAMILY = Family(
-    "stablelm", ("StableLmForCausalLM",), "stablelm", in_core(with_norm_biases(LLAMA_ROWS)), keys=_KEYS,
-    fixed=LLAMA_LIKE | LAYER_NORM, only=_ONLY, ignored=ROPE_FREQUENCIES, recognized=f"{DENSE} norm_bias silu gated",
-)  # fmt: skip
+    name="stablelm",
+    architectures=("StableLmForCausalLM",),
+    model_type="stablelm",
+    rows=in_core(with_norm_biases(LLAMA_ROWS)),
+    keys=_KEYS,
+    fixed=LLAMA_LIKE | LAYER_NORM,
+    only=_ONLY,
+    ignored=ROPE_FREQUENCIES,
+    recognized=f"{DENSE} norm_bias silu gated",
+)

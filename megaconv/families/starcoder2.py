@@ -27,8 +27,13 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "starcoder2", ("Starcoder2ForCausalLM",), "starcoder2",
-    in_core(respelled(with_norm_biases(without_gate(LLAMA_ROWS)), _NAMES)), keys=_KEYS,
-    fixed=LAYER_NORM | {"mlp.activation": "gelu_tanh", "mlp.gated": False}, only={"hidden_act": "gelu_pytorch_tanh"},
-    ignored=ROPE_FREQUENCIES, recognized=f"{DENSE} norm_bias gelu_tanh plain",
-)  # fmt: skip
+    name="starcoder2",
+    architectures=("Starcoder2ForCausalLM",),
+    model_type="starcoder2",
+    rows=in_core(respelled(with_norm_biases(without_gate(LLAMA_ROWS)), _NAMES)),
+    keys=_KEYS,
+    fixed=LAYER_NORM | {"mlp.activation": "gelu_tanh", "mlp.gated": False},
+    only={"hidden_act": "gelu_pytorch_tanh"},
+    ignored=ROPE_FREQUENCIES,
+    recognized=f"{DENSE} norm_bias gelu_tanh plain",
+)

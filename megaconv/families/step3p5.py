@@ -288,6 +288,16 @@ _ALIASES = {
 }
 
 FAMILY = Family(
-    "step3p5", ("Step3p5ForCausalLM",), "step3p5", ROWS, keys=_KEYS, fixed=_FIXED, only=_ONLY, aliases=_ALIASES,
-    unused=_further_layers, features=("qk_norm", "zero_centered"), recognized=None, proven="names",
-)  # fmt: skip
+    name="step3p5",
+    architectures=("Step3p5ForCausalLM",),
+    model_type="step3p5",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=_ONLY,
+    aliases=_ALIASES,
+    unused=_further_layers,
+    features=("qk_norm", "zero_centered"),
+    recognized=None,
+    proven="names",
+)

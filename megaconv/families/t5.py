@@ -304,7 +304,19 @@ _KEYS = (
 )
 
 FAMILY = Family(
-    "t5", ("T5ForConditionalGeneration",), "t5", ROWS, keys=_KEYS, fixed=_T5, only={"is_encoder_decoder": True, "is_decoder": False},
-    ignored=IGNORED, recognized="encoder",
-    aliases={"hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "head_dim": "d_kv"},
-)  # fmt: skip
+    name="t5",
+    architectures=("T5ForConditionalGeneration",),
+    model_type="t5",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_T5,
+    only={"is_encoder_decoder": True, "is_decoder": False},
+    ignored=IGNORED,
+    recognized="encoder",
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    },
+)

@@ -19,6 +19,15 @@ _KEYS = (
 _ONLY = {**SILU, "attention_bias": False, "rope_interleave": True}
 
 FAMILY = Family(
-    "youtu", ("YoutuForCausalLM",), "youtu", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, **LATENT_NORMS}, only=_ONLY,
-    ignored=ROPE_FREQUENCIES, features=("mla",), recognized="mla !mixture !indexer silu gated", notices=one_epsilon,
-)  # fmt: skip
+    name="youtu",
+    architectures=("YoutuForCausalLM",),
+    model_type="youtu",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, **LATENT_NORMS},
+    only=_ONLY,
+    ignored=ROPE_FREQUENCIES,
+    features=("mla",),
+    recognized="mla !mixture !indexer silu gated",
+    notices=one_epsilon,
+)

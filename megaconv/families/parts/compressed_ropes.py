@@ -31,10 +31,8 @@ def _read_ropes(raw: Raw) -> Fields:
         )
     if all(isinstance(parameters.get(kind), dict) for kind in _KINDS):
         return _read_nested(raw, parameters)
-    base, entry_base = (
-        need_number(raw, "rope_theta", _THETA),
-        need_number(raw, "compress_rope_theta", _ENTRY_THETA),
-    )
+    base = need_number(raw, "rope_theta", _THETA)
+    entry_base = need_number(raw, "compress_rope_theta", _ENTRY_THETA)
     flat = {key: value for key, value in parameters.items() if key not in _KINDS}
     # The class adds an attention_factor of 1 where the key is missing. null stays, and means yarn's own.
     factor = _yarn_factor(flat.get("factor")) if "attention_factor" in flat else 1.0

@@ -80,9 +80,8 @@ def model_keys(*, tied: bool, tokens: Tokens) -> tuple[Keys, ...]:
 
 
 def _read_dtype(raw: Raw) -> Fields:
-    return {
-        "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    }
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    return {"dtype": str(dtype).removeprefix("torch.")}
 
 
 def heads(kv_heads: int | None, head_dim: int | None = None, *, own_size: bool = True) -> Keys:
@@ -180,15 +179,23 @@ def body_keys(
 ) -> tuple[Keys, ...]:
     """The keys of every Llama-like architecture, except those of attention heads and activation.
 
-    The numbers are transformers' own defaults for optional keys: max_position_embeddings, intermediate_size (None: the
-    key is required), epsilon_key (None: there is no such key), rope (None: a base of 10000), tied embeddings, and token ids.
+    The arguments are transformers' own defaults for optional keys, unless this list says otherwise:
+
+    positions   max_position_embeddings
+    ffn         intermediate_size; None: the key is required
+    epsilon     the key `epsilon_key`, which is a name; None: there is no such key
+    rotation    the declaration of rope's keys; None: rope with a base of 10000
+    partial     the declaration of the share of each head that rotates
+    tied        tie_word_embeddings
+    tokens      bos_token_id, eos_token_id and pad_token_id
     """
+    epsilon_keys = () if epsilon_key is None else (number(epsilon_key, "norm.epsilon", epsilon),)
     return (
         size("hidden_size", "hidden"),
         size("num_hidden_layers", "layers.count"),
         size("intermediate_size", "mlp.ffn", ffn),
         size("max_position_embeddings", "max_positions", positions),
-        *(() if epsilon_key is None else (number(epsilon_key, "norm.epsilon", epsilon),)),
+        *epsilon_keys,
         rotation or rope(10000.0),
         partial,
         *model_keys(tied=tied, tokens=tokens),
@@ -208,10 +215,19 @@ def decoder_keys(
     tied: bool = False,
     tokens: Tokens = (None, None, None),
 ) -> tuple[Keys, ...]:
-    """The same keys, plus grouped queries: num_key_value_heads (None: as many as heads), head_dim (None: hidden_size /
-    heads)."""
+    """The keys of body_keys, plus those of attention heads.
+
+    kv_heads    num_key_value_heads; None: as many as heads
+    head_dim    head_dim; None: hidden_size / heads
+    """
     body = body_keys(
-        positions=positions, ffn=ffn, epsilon=epsilon, epsilon_key=epsilon_key, rotation=rotation, partial=partial, tied=tied,
+        positions=positions,
+        ffn=ffn,
+        epsilon=epsilon,
+        epsilon_key=epsilon_key,
+        rotation=rotation,
+        partial=partial,
+        tied=tied,
         tokens=tokens,
-    )  # fmt: skip
+    )
     return (*body, heads(kv_heads, head_dim))

@@ -84,11 +84,9 @@ def qwen_expert_keys(
     """Routed experts in Qwen's keys. The numbers are the defaults for missing keys."""
 
     def read(raw: Raw) -> Fields:
-        layers, step, dense = (
-            need_size(raw, "num_hidden_layers"),
-            need_size(raw, "decoder_sparse_step", 1),
-            raw.get("mlp_only_layers"),
-        )
+        layers = need_size(raw, "num_hidden_layers")
+        step = need_size(raw, "decoder_sparse_step", 1)
+        dense = raw.get("mlp_only_layers")
         chosen = [
             layer
             for layer in range(layers)

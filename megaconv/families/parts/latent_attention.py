@@ -62,10 +62,8 @@ def latent_heads(*, kv_rank: int, q_rank: int, rope: int, nope: int, v: int) -> 
 
     def read(raw: Raw) -> Fields:
         given = {**usual, **raw}
-        heads, rope_dim = (
-            need_size(raw, "num_attention_heads"),
-            need_size(given, "qk_rope_head_dim"),
-        )
+        heads = need_size(raw, "num_attention_heads")
+        rope_dim = need_size(given, "qk_rope_head_dim")
         return {
             "attention.heads": heads,
             "attention.kv_heads": heads,

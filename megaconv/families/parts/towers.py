@@ -126,10 +126,8 @@ def _merger_norm(name: str, hf: str, width: str, stage: str) -> Row:
 
 
 _PATCH = "tower_hidden tower_channels tower_frames tower_patch tower_patch"
-_DEEPSTACK, _HF_DEEPSTACK = (
-    _CORE + "decoder.deepstack_merger_list.{l}.",
-    _HF + "deepstack_merger_list.{l}.",
-)
+_DEEPSTACK = _CORE + "decoder.deepstack_merger_list.{l}."
+_HF_DEEPSTACK = _HF + "deepstack_merger_list.{l}."
 QWEN3 = (
     _first("patch_embed.proj.weight", "patch_embed.proj.weight", _PATCH),
     _first("patch_embed.proj.bias", "patch_embed.proj.bias", _HIDDEN),
