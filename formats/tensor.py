@@ -155,11 +155,9 @@ class FileTensor:
     """The check of the zip entry that holds the tensor, if the entry has a checksum."""
 
     def __post_init__(self) -> None:
-        if (
-            self.offset < 0
-            or min(self.shape, default=0) < 0
-            or self.offset + byte_count(self.shape, self.dtype) > self.file.size
-        ):
+        is_possible = self.offset >= 0 and min(self.shape, default=0) >= 0
+        _, end = self._span
+        if not is_possible or end > self.file.size:
             raise CorruptCheckpoint(
                 f"{self.file.path}: a tensor {list(self.shape)} of {self.dtype} at byte {self.offset} "
                 f"reaches past the end of the file ({self.file.size} bytes); is the file complete?",
@@ -212,20 +210,14 @@ class StridedTensor:
     """Strides in elements, one per axis."""
 
     def __post_init__(self) -> None:
-        if (
-            min(self.strides) < 0
-            or self.offset + self._extent * ITEMSIZE[self.dtype] > self.file.size
-        ):
+        end = self.offset + self._extent * ITEMSIZE[self.dtype]
+        if min(self.strides) < 0 or end > self.file.size:
             raise CorruptCheckpoint(
                 f"{self.file.path}: a strided tensor {list(self.shape)} reaches past the end of the file"
             )
-        if len(
-            {
-                index
-                for index, size in enumerate(self.shape)
-                if size > 1 and self.strides[index] == 0
-            }
-        ):
+        axes = zip(self.shape, self.strides, strict=True)
+        is_expanded = any(size > 1 and stride == 0 for size, stride in axes)
+        if is_expanded:
             raise CorruptCheckpoint(
                 f"{self.file.path}: an expanded tensor {list(self.shape)} (stride 0); save it with .contiguous()"
             )
@@ -327,11 +319,9 @@ class ReshapedTensor:
 
 def reshaped(tensor: LazyTensor, shape: Shape) -> LazyTensor:
     """A tensor in another shape, with the same number of elements in the same row-major order."""
-    return (
-        replace(tensor, shape=shape)
-        if isinstance(tensor, FileTensor)
-        else ReshapedTensor(tensor, shape)
-    )
+    if isinstance(tensor, FileTensor):
+        return replace(tensor, shape=shape)
+    return ReshapedTensor(tensor, shape)
 
 
 def number(value: Any) -> Any:

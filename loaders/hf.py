@@ -50,16 +50,17 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     weights, stored = read_directory(path)
     quantized = _quantized_config(path, directory, config)
     found = dequantize(stored, quantized, options.dtype, weights.name)
-    left_out, carried = dict[str, int](), dict[str, LazyTensor]()
+    left_out: dict[str, int] = {}
+    beside: dict[str, LazyTensor] = {}
     if options.text_only:
         found, config, left_out = _language_model(found, config, family, weights.name)
     elif config.whole is not None:
-        found, carried, config = split_whole(found, config, family.rows, weights.name)
+        found, beside, config = split_whole(found, config, family.rows, weights.name)
         config = _tied_without_head(config, found)
     found = _with_names_of_family(found, family, weights.name)
     # MXFP4 stores experts as rows, while plain weights may be transposed.
     naming = HF_STACKED if quant_method(quantized, weights.name) == "mxfp4" else HF
-    config, tensors = whole_model(family, config, naming, found | carried, weights.name)
+    config, tensors = whole_model(family, config, naming, found | beside, weights.name)
     manifest = describe(tensors)
     header = Header(
         replace(config, dtype=main_dtype(manifest)),
@@ -88,14 +89,12 @@ def _with_names_of_family(
 ) -> dict[str, LazyTensor]:
     """The tensors by the names in the family's table. Files may lack its prefix, or have other names for some tensors."""
     if family.prefix and not any(name.startswith(family.prefix) for name in found):
-        names = {
-            name: name if name.startswith("lm_head.") else family.prefix + name for name in found
-        }
+        names = {name: family.prefix + name for name in found}
+        names |= {name: name for name in found if name.startswith("lm_head.")}
         found = renamed(found, names, where)
     for old, new in family.older.items():
-        names = {
-            name: name.removesuffix(old) + new if name.endswith(old) else name for name in found
-        }
+        names = {name: name for name in found}
+        names |= {name: name.removesuffix(old) + new for name in found if name.endswith(old)}
         found = renamed(found, names, where)
     others = family.other_names(found)
     if not others:
@@ -111,10 +110,15 @@ def _language_model(
     The configuration has tied embeddings if the files hold no head.
     """
     names = inner_names(found, family.rows)
-    others = (name.split(".") for name in found if name not in names)
-    beside = Counter(".".join(words[: 2 if words[0] == "model" else 1]) for words in others)
+    left_out = Counter(_module(name) for name in found if name not in names)
     kept = renamed(found, names, where)
-    return kept, _tied_without_head(config, kept), dict(beside)
+    return kept, _tied_without_head(config, kept), dict(left_out)
+
+
+def _module(name: str) -> str:
+    """The module of a tensor, for people: `model.visual` or `lm_head`."""
+    words = name.split(".")
+    return ".".join(words[:2]) if words[0] == "model" else words[0]
 
 
 def _tied_without_head(config: ModelConfig, names: Collection[str]) -> ModelConfig:

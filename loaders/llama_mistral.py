@@ -182,10 +182,8 @@ def _found(
 def _check_count(path: Path, shards: Shards, config: ModelConfig) -> None:
     """Check the number of shards by the sizes of their tensors. Nothing else shows that the last shards are missing."""
     name = "layers.0.attention.wq.weight"
-    query, rows = (
-        next(iter(shards.values())).get(name),
-        config.attention.heads * config.attention.head_dim,
-    )
+    query = next(iter(shards.values())).get(name)
+    rows = config.attention.heads * config.attention.head_dim
     if query is None or not query.shape or not query.shape[0] or rows % query.shape[0]:
         return
     expected = rows // query.shape[0]

@@ -113,9 +113,8 @@ def detect(place: Place) -> Loader:
     Raises UnknownFormat, or an error of `next_steps`, with what the input is and what to do.
     """
     for found in _in_order():
-        if (isinstance(place, Path) or scheme_of(place) in found.schemes) and _recognises(
-            found, place
-        ):
+        takes_place = isinstance(place, Path) or scheme_of(place) in found.schemes
+        if takes_place and _recognises(found, place):
             return found
     if isinstance(place, str):
         raise _unknown_scheme(place)
@@ -127,7 +126,8 @@ def detect(place: Place) -> Loader:
     if is_description:
         return description
     if (place / CONFIG_NAME).is_file():
-        return loader("hf")  # its error names the missing files
+        # The loader's error names the missing files.
+        return loader("hf")
     raise UnknownFormat(
         f"{place}: is not a checkpoint of a known format; one has a config.json with weights (Hugging Face), mp_rank_* directories or "
         "metadata.json (Megatron), .metadata (PyTorch) or params.json (Meta, Mistral)"
@@ -135,10 +135,10 @@ def detect(place: Place) -> Loader:
 
 
 def _unknown_scheme(uri: str) -> UnknownFormat:
-    of_loaders = (scheme for found in all_loaders().values() for scheme in found.schemes)
-    known = ", ".join(
-        f"{scheme}://" for scheme in sorted({"hf", "s3", "gs", "az", "abfs", *of_loaders})
-    )
+    schemes = {"hf", "s3", "gs", "az", "abfs"}
+    for found in all_loaders().values():
+        schemes.update(found.schemes)
+    known = ", ".join(f"{scheme}://" for scheme in sorted(schemes))
     return UnknownFormat(
         f"{uri}: no loader takes it; known: {known}, and those of packages that aren't installed"
     )
@@ -170,7 +170,8 @@ def _recognises(found: Loader, place: Place) -> bool:
         return found.detect(place)
     try:
         return found.detect(place)
-    except Exception as error:  # an error in another package must not prevent the other loaders
+    except Exception as error:
+        # An error in another package must not prevent the other loaders.
         plugins.leave_out("loaders", found.name, error)
         return False
 

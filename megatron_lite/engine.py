@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from math import isfinite, sqrt
 from typing import Any
 
@@ -58,7 +59,9 @@ class Engine(RankComputation):
         allocates: False for parameters without memory, which are read when they are used (megatron_lite/forward).
         Raises NotExpressible if the model can't be trained, LayoutError if it can't be sharded.
         """
-        self.config, self.grid, self.options = config, grid, options
+        self.config = config
+        self.grid = grid
+        self.options = options
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         self.step = 0
         """Calls of train_step so far; part of the seed of dropout. Set it when a run resumes."""
@@ -81,12 +84,13 @@ class Engine(RankComputation):
         self.buckets: list[ChunkBuckets] = []
         self.optimizer: Optimizer | None = None
         self._watch: ScoreWatch | None = None
-        scale = None
+        loss_scale = None
         if optimizer is not None and self.dtype == torch.float16:
-            scale = optimizer.loss_scale
-        self.scaler = LossScaler(scale)
-        several = comm.size(grid.group("replicas")) > 1
-        self.shards_parameters = several and optimizer is not None and optimizer.shards_parameters
+            loss_scale = optimizer.loss_scale
+        self.scaler = LossScaler(loss_scale)
+        has_replicas = comm.size(grid.group("replicas")) > 1
+        wants_shards = optimizer is not None and optimizer.shards_parameters
+        self.shards_parameters = has_replicas and wants_shards
         if allocates:
             allocate_untrained(
                 built,
@@ -163,12 +167,7 @@ class Engine(RankComputation):
             factor = positions / tokens / scale
             norm = sqrt(totals.square) * factor if isfinite(totals.square) else float("inf")
             skipped = not isfinite(norm)
-            self.scaler.update(overflow=skipped)
-            self._move_expert_biases()
-            if not skipped:
-                factor *= clip_factor(norm, optimizer.options.clip_grad)
-                rates = Rates(lr, weight_decay, decoupled_lr)
-                optimizer.step(rates, factor, self._row_factors(scores))
+            self._update(norm, factor, Rates(lr, weight_decay, decoupled_lr), scores)
         end_step(self._delayed, partial(raise_to_largest, grid=grid))
         self.step += 1
         return StepReport(
@@ -181,6 +180,19 @@ class Engine(RankComputation):
             others=totals.means_of_others(self._loss_names),
             largest_score=largest_score,
         )
+
+    def _update(self, norm: float, factor: float, rates: Rates, scores: StepScores | None) -> None:
+        """Update the parameters, or only the loss scale and the expert biases if the gradients are not finite.
+
+        norm: the norm of the gradients. factor: multiplies the gradients in the buckets before they are clipped.
+        """
+        assert self.optimizer is not None
+        overflow = not isfinite(norm)
+        self.scaler.update(overflow=overflow)
+        self._move_expert_biases()
+        if not overflow:
+            factor *= clip_factor(norm, self.optimizer.options.clip_grad)
+            self.optimizer.step(rates, factor, self._row_factors(scores))
 
     def _begin_step(self) -> None:
         for buckets in self.buckets:
@@ -247,8 +259,9 @@ class Engine(RankComputation):
         """Return the parameters that differ between data-parallel ranks, where they should be equal. Collective."""
         self.finish()
         if self.shards_parameters:
-            return []  # no rank holds what another one holds
-        infos = (info for of_chunk in self.infos for info in of_chunk)
+            # No rank holds what another one holds.
+            return []
+        infos = chain.from_iterable(self.infos)
         tensors = (tensor for _, _, tensor in self.parameters())
         return differing(zip(infos, tensors, strict=True), self.grid)
 

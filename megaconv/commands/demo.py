@@ -51,10 +51,8 @@ def make_model(path: Path) -> None:
 
 def _write_weights(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     """Write random bfloat16 weights, the same every time."""
-    layout, random = (
-        SafetensorsLayout({name: (shape, "bfloat16") for name, shape in shapes.items()}),
-        np.random.default_rng(0),
-    )
+    layout = SafetensorsLayout({name: (shape, "bfloat16") for name, shape in shapes.items()})
+    random = np.random.default_rng(0)
     with path.open("wb") as file:
         for offset, data in layout.headers({}):
             file.seek(offset)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from megaconv.engine.record import RECORD_NAME, record_json
 from megaconv.engine.report import Report
 from megaconv.engine.run_identity import revision_of, run_identity, source_digest
 from megaconv.engine.shares import Share, share_out
-from megaconv.engine.stream import MAX_WAITING, Stream
+from megaconv.engine.stream import MAX_WAITING, Stream, Unit
 from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.engine.transfer import Transfer
 from megaconv.errors import Cancelled, CheckpointError, Interrupted, is_interruption
@@ -55,6 +55,7 @@ def convert(
     planned: called once, before the first byte is written, with the planned report.
     ranks: the processes that convert together. Each calls this with the same arguments and gets the same report.
     """
+    # _convert adds save_dir as soon as the output is in place. An error may still follow, for example on another rank.
     complete: list[str] = []
     try:
         with ranks:
@@ -89,13 +90,12 @@ def rehearse(
     place = resolve(load_dir, cache=options.load.cache)
     _require_kept(place, save_dir, options)
     found = input_at(load_dir, place, options.loader, options.load)
-    report = prepare(found, save_dir, registry.saver(saver), options)[1]
+    _, report = prepare(found, save_dir, registry.saver(saver), options)
     if not is_store(str(save_dir)):
         return report
-    return replace(
-        report,
-        waiting=parts_of(report.plan, report.header.manifest, options, workers_of(options))[1],
-    )
+    manifest = report.header.manifest
+    _, waiting = parts_of(report.plan, manifest, options, workers_of(options))
+    return replace(report, waiting=waiting)
 
 
 def _require_kept(place: Place, save_dir: str | Path, options: ConvertOptions) -> None:
@@ -211,22 +211,24 @@ def _convert(
 def _write(job: _Job, advance: Callable[[int], None]) -> Fingerprint:
     """Write the output, check it, and put it in its place. Returns its fingerprint. Waits for all ranks."""
     ranks, staging, report = job.ranks, job.staging, job.report
+    is_first = ranks.rank == 0
     with job.opened:
         digests = _transfer(job, advance)
     job.opened.require_as_stored(entries_left_to(ranks, job.opened))
-    if ranks.rank:
-        staging.finish()  # rank 0 does this in commit()
+    if not is_first:
+        # The first rank does this in commit().
+        staging.finish()
     gathered = gather_digests(ranks, job.shares, digests)
     manifest = report.header.manifest
     fingerprint = combine({key: digest for key, digest in gathered.items() if key in manifest})
-    if not ranks.rank:
+    if is_first:
         report.check.compare(fingerprint)
     if job.options.verify:
         _verify(job, fingerprint)
-    if ranks.rank:
-        staging.keep()
-    else:
+    if is_first:
         _commit(job, fingerprint)
+    else:
+        staging.keep()
     return fingerprint
 
 
@@ -308,8 +310,11 @@ def _send(
     try:
         stream.put_header(source.header)
         count = 0
-        alone = ([found] for found in source.tensors())
-        for unit in alone if order is None else in_order(source, order):
+        if order is None:
+            units: Iterable[Unit] = ([found] for found in source.tensors())
+        else:
+            units = in_order(source, order)
+        for unit in units:
             if count < MAX_WAITING and all(key in early for key, _ in unit):
                 announce_in_step([tensor for _, tensor in unit])
             stream.put_unit(unit)

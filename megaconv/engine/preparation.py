@@ -132,6 +132,7 @@ def prepare(
     opened, extra = open_input(found, saver, options)
     reason = reason_to_leave_out(opened.header, saver, options)
     if reason is not None:
+        # Only the opened source shows the reason. The source is opened again, without optimizer state.
         opened, extra = open_input(found, saver, replace(options, optimizer=False))
     refuse_source(opened.header, found, saver, options)
     options = with_trained_weights(opened.header, saver, options)
@@ -142,18 +143,10 @@ def prepare(
     header = streamed.source.header
     check = _checked(found, opened, header, streamed.altered, options)
     plan = saver.plan(header, save)
-    notices = tuple(_notices(header, reason))
-    plan = replace(plan, notices=(*notices, *plan.notices))
+    plan = replace(plan, notices=(*_notices(header, reason), *plan.notices))
     require_complete(plan, header.manifest)
-    report = _report(
-        found,
-        str(save_dir) if is_store(str(save_dir)) else Path(save_dir),
-        saver,
-        options,
-        streamed,
-        plan,
-        check,
-    )
+    target = str(save_dir) if is_store(str(save_dir)) else Path(save_dir)
+    report = _report(found, target, saver, options, streamed, plan, check)
     return streamed.source, report
 
 
@@ -176,10 +169,6 @@ class _Streamed(NamedTuple):
     stored: "StoredSource | None"
 
     @property
-    def is_quantized(self) -> bool:
-        return self.stored is not None and self.stored.is_quantized
-
-    @property
     def read_header(self) -> Header:
         """The header for readers of the output."""
         if self.stored is not None and self.stored.is_quantized:
@@ -200,12 +189,12 @@ def _streamed(
     """The source as the output stores it: fitted, merged, cast, canonical, in the saver's forms. Each only if needed."""
     if source.header.adapter is not None and saver.fit_adapter is not None:
         source = saver.fit_adapter(source, save)
-    source, merged = _changed(source, options)
+    source, merged = _merged_and_cast(source, options)
     may_round = "out_norm" in save.allow_lossy
     if may_round or not saver.holds_shifted:
         source = PlainSource(source, exact=not may_round)
     parameters = source.header.parameters
-    source, stored = _stored(source, saver, options, save, processes)
+    source, stored = _in_stored_forms(source, saver, options, save, processes)
     return _Streamed(source, parameters, merged, stored)
 
 
@@ -232,6 +221,9 @@ def _report(
 ) -> Report:  # fmt: skip
     header = streamed.read_header
     adapters, merging = _adapters(found, streamed.merged, header, check)
+    rounding = None
+    if streamed.stored is not None and streamed.stored.is_quantized:
+        rounding = streamed.stored.errors
     added = [] if streamed.merged is None else [each.to_json() for each in streamed.merged.merged]
     lineage = lineage_of(found, saver, options, header.revision, added)
     blank = combine(dict.fromkeys(header.manifest, "0" * 64))
@@ -260,9 +252,7 @@ def _report(
         adapters=adapters,
         merging=merging,
         lineage=lineage,
-        rounding=streamed.stored.errors
-        if streamed.stored is not None and streamed.is_quantized
-        else None,
+        rounding=rounding,
     )
 
 
@@ -279,7 +269,9 @@ def _adapters(
     return (*earlier, *added), (*merged.notices, *warnings)
 
 
-def _changed(source: Source, options: ConvertOptions) -> tuple[Source, "MergedSource | None"]:
+def _merged_and_cast(
+    source: Source, options: ConvertOptions
+) -> tuple[Source, "MergedSource | None"]:
     """(the source with its adapters merged, in the requested dtype; the part of it that merges, or None).
 
     Adapters are merged in the wider of the two dtypes, so that nothing is rounded before the addition.
@@ -293,15 +285,15 @@ def _changed(source: Source, options: ConvertOptions) -> tuple[Source, "MergedSo
     if cast is None:
         merged = merge(source, options.adapters)
         return merged, merged
-    stored = main_dtype(source.header.manifest)
-    if ITEMSIZE[cast] > ITEMSIZE[stored]:
+    is_wider = ITEMSIZE[cast] > ITEMSIZE[main_dtype(source.header.manifest)]
+    if is_wider:
         merged = merge(CastSource(source, cast, overflow), options.adapters)
         return merged, merged
     merged = merge(source, options.adapters)
     return CastSource(merged, cast, overflow), merged
 
 
-def _stored(
+def _in_stored_forms(
     source: Source, saver: Saver, options: ConvertOptions, save: SaveOptions, processes: int
 ) -> "tuple[Source, StoredSource | None]":
     """(the source as the output stores it, the StoredSource among its parts or None). The saver's `forms` decides."""
@@ -349,7 +341,8 @@ def load_options(saver: Saver, options: ConvertOptions) -> LoadOptions:
     )
     dtype = None if options.dtype is None else dtype_name(options.dtype)
     if dtype == "float16":
-        dtype = "float32"  # Cast quantized weights via float32, so that a value too large for float16 is detected.
+        # Cast quantized weights via float32, so that a value too large for float16 is detected.
+        dtype = "float32"
     # An adapter of a multimodal model is merged by the names of its modules.
     holds_whole = saver.holds_whole and not options.adapters
     return replace(

@@ -83,10 +83,8 @@ class Layout:
 
     def _with_encoder(self, chunk: Chunk) -> Chunk:
         rank, split = chunk.pp_rank, self.split_rank
-        start, stop = (
-            sum(self.encoder_stage_layers[:rank]),
-            sum(self.encoder_stage_layers[: rank + 1]),
-        )
+        start = sum(self.encoder_stage_layers[:rank])
+        stop = sum(self.encoder_stage_layers[: rank + 1])
         return chunk._replace(
             encoder=range(start, stop), ends_encoder=rank == split - 1, starts_decoder=rank == split
         )

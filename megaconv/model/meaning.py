@@ -178,10 +178,8 @@ def _full_scaling(config: ModelConfig) -> dict[str, Any] | None:
 
 def config_differences(left: ModelConfig, right: ModelConfig) -> list[tuple[str, Any, Any]]:
     """(field, left value, right value) for each field that differs in meaning. None: the model has no such field."""
-    ours, theirs = (
-        {"family": left.family} | _described(left),
-        {"family": right.family} | _described(right),
-    )
+    ours = {"family": left.family} | _described(left)
+    theirs = {"family": right.family} | _described(right)
     names = dict.fromkeys((*ours, *theirs))
     return [
         (name, ours.get(name), theirs.get(name))

@@ -22,7 +22,7 @@ __all__ = ["Copy", "NativeTensor", "RankTensors", "Region", "native_tensors"]
 
 
 _Evaluated = tuple[Row, tuple[tuple[str, int], ...], int, int, int]
-"""A row, the sizes of its layer's own, and the numbers of a rank: what templates depend on."""
+"""A row, the sizes that its layer has of its own, and the numbers of a rank. Equal values give equal templates."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,8 @@ class RankTensors:
         """
         whole, sizes = self._sizes
         etp_rank = tp_rank % self.layout.etp if etp_rank is None else etp_rank
-        chunk_natives = _ChunkTensors(
-            self, Rank(self.layout, whole, sizes, tp_rank, ep_rank, etp_rank), chunk
-        )
-        yield from chunk_natives.all()
+        rank = Rank(self.layout, whole, sizes, tp_rank, ep_rank, etp_rank)
+        yield from _ChunkTensors(self, rank, chunk).all()
 
     @cached_property
     def _sizes(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -65,7 +63,8 @@ class RankTensors:
         # Only Megatron core lets tensor-parallel ranks share key/value heads.
         sizes = rank_sizes(self.config, self.layout, shares_heads=self.naming.scheme == "core")
         padded = {"vocab": self.vocab_rows}
-        if self.naming.scheme != "hf":  # Megatron's head is as long as its embedding
+        if self.naming.scheme != "hf":
+            # Megatron's head is as long as its embedding.
             padded["predicted"] = self.vocab_rows
         return whole | padded, sizes
 
@@ -233,7 +232,8 @@ class _ChunkTensors:
             yield Copy(written=True, used=False)
         if row.has_copies("stacks") and not self._is_own_stage(row):
             of_encoder = bool(self.chunk.encoder)
-            used = of_encoder == (row.stage == "between")  # each stack uses its own copy
+            # Each stack uses its own copy.
+            used = of_encoder == (row.stage == "between")
             yield Copy(written=True, used=used, must_equal=used)
 
     @property

@@ -138,7 +138,9 @@ class Row:
     def _check_spellings(self, key: str, spellings: tuple[Separate, ...]) -> None:
         if key not in KEYS:
             raise self._wrong(f"{key!r} is not a naming scheme's key; known: {', '.join(KEYS)}")
-        held = [number for _, members in self.shared_out(spellings) for number in members]
+        held: list[int] = []
+        for _, members in self.shared_out(spellings):
+            held += members
         if sorted(held) != list(range(len(self.shapes))):
             raise self._wrong(f"{key} has to hold each of its tensors once")
         if key.partition("_")[0] not in SHARDED:
@@ -154,15 +156,21 @@ class Row:
     def spelling(self, naming: Naming) -> tuple[Separate, ...]:
         """The spellings that together hold the row's canonical tensors; empty if the naming scheme has no name for
         them."""
+        # The scheme's keys are in order: its variant (`core_local`) comes before the scheme itself (`core`).
         return next((self.names[key] for key in naming.keys if key in self.names), ())
 
     def shared_out(
         self, spellings: tuple[Separate, ...]
     ) -> Iterator[tuple[Separate, tuple[int, ...]]]:
-        """Yield (spelling, numbers of the canonical tensors that it holds)."""
-        named = {number for spelling in spellings for number in spelling.members or ()}
+        """Yield (spelling, numbers of the canonical tensors that it holds).
+
+        A spelling without `members` holds all tensors that no other spelling names.
+        """
+        named: set[int] = set()
         for spelling in spellings:
-            rest = tuple(number for number in range(len(self.shapes)) if number not in named)
+            named.update(spelling.members or ())
+        rest = tuple(number for number in range(len(self.shapes)) if number not in named)
+        for spelling in spellings:
             yield spelling, rest if spelling.members is None else spelling.members
 
     def templates(self, spelled: tuple[Separate, ...], rank: Rank) -> Iterator[Template]:
@@ -185,9 +193,8 @@ class Row:
 
     def renamed(self, **spelled: Spelling) -> "Row":
         """The same row with additional or replaced names."""
-        return replace(
-            self, names={**self.names, **{key: _spellings(value) for key, value in spelled.items()}}
-        )
+        more = {key: _spellings(value) for key, value in spelled.items()}
+        return replace(self, names={**self.names, **more})
 
     def shaped(self, *shapes: str) -> "Row":
         """The same row with other shapes."""

@@ -92,14 +92,15 @@ def _beside(tensor: Beside) -> Row:
     and `|`."""
     name, hf = BESIDE + tensor.name, BESIDE + tensor.hf
     shape = " ".join(map(str, tensor.shape))
-    return Row(
-        name, (shape,), stage="first", hf=Transposed(hf) if tensor.transposed else hf, core=name
-    )
+    spelling = Transposed(hf) if tensor.transposed else hf
+    return Row(name, (shape,), stage="first", hf=spelling, core=name)
 
 
 def canonical_shapes(rows: tuple[Row, ...], config: ModelConfig) -> dict[str, Shape]:
     """The shape of every canonical tensor of a model, in model order."""
-    sizes, shapes = config.sizes(), dict[str, Shape]()
+    sizes = config.sizes()
+    shapes: dict[str, Shape] = {}
+    # Each row is evaluated once for all layers of equal sizes.
     shaped: dict[tuple[Row, tuple[tuple[str, int], ...]], list[tuple[str, Shape]]] = {}
     experts = [str(expert) for expert in range(sizes["experts"])]
     for row, layer in _model_order(with_beside(rows, config), config):
@@ -123,9 +124,9 @@ def _model_order(rows: tuple[Row, ...], config: ModelConfig) -> Iterator[tuple[R
     for stage in STAGES:
         staged = [row for row in rows if row.stage == stage]
         for _, layer in layers_of(stage, config, whole):
-            for row in staged:
-                if row.exists(config, config.layer_count - 1 if stage == "mtp" else layer):
-                    yield row, layer
+            # MTP layers have the features of the last layer.
+            described_by = config.layer_count - 1 if stage == "mtp" else layer
+            yield from ((row, layer) for row in staged if row.exists(config, described_by))
 
 
 def encoder_layers(config: ModelConfig, chunk: Chunk) -> range:
@@ -142,10 +143,10 @@ def layers_of(stage: str, config: ModelConfig, chunk: Chunk) -> Iterator[tuple[i
     Encoder layers are with the embedding unless the encoder has its own stages. Retro's encoder always is. A stage
     before all layers counts as one layer of number 0. A stage after all layers counts as one layer, with the number after the last.
     """
-    if stage == "last":
-        yield from [(config.layer_count, config.layer_count)] if chunk.is_last else []
-    else:
+    if stage != "last":
         yield from enumerate(_numbers(stage, config, chunk))
+    elif chunk.is_last:
+        yield config.layer_count, config.layer_count
 
 
 def _numbers(stage: str, config: ModelConfig, chunk: Chunk) -> range:

@@ -40,10 +40,8 @@ class Rounding:
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def add(self, errors: Floats) -> None:
-        largest, squares = (
-            float(np.abs(errors).max(initial=0)),
-            float(np.square(errors, dtype=np.float64).sum()),
-        )
+        largest = float(np.abs(errors).max(initial=0))
+        squares = float(np.square(errors, dtype=np.float64).sum())
         with self._lock:
             self.largest, self.squares = max(self.largest, largest), self.squares + squares
             self.count += errors.size

@@ -185,11 +185,9 @@ def read_progress(common: Mapping[str, Any] | None, training: TrainingState) -> 
     """Return the progress: complete from this trainer's checkpoints, from others the values that megaconv finds."""
     if common is not None and isinstance(common.get(OURS), dict):
         return Progress(**common[OURS])
-    iteration, consumed, optimizer = (
-        training.iteration or 0,
-        training.consumed_train_samples,
-        training.optimizer,
-    )
+    iteration = training.iteration or 0
+    consumed = training.consumed_train_samples
+    optimizer = training.optimizer
     scheduled = (training.scheduler or {}).get("num_steps", consumed)
     flops = float(training.floating_point_operations)
     if training.release:

@@ -169,11 +169,9 @@ class _Search:
         best = sums.sort(descending=True)
         vocab, going = logits.shape[-1], []
         for rank in range(min(2 * rules.width, len(sums))):
-            beam, token, score = (
-                int(best.indices[rank]) // vocab,
-                int(best.indices[rank]) % vocab,
-                best.values[rank],
-            )
+            beam = int(best.indices[rank]) // vocab
+            token = int(best.indices[rank]) % vocab
+            score = best.values[rank]
             if token != rules.stop_token:
                 going.append((beam, token, score))
             elif rank < rules.width:

@@ -104,11 +104,9 @@ class Meter:
 
     def add(self, samples: int, tokens: int) -> None:
         """Count a step. tokens: of all its sequences, whether or not they count in the loss."""
-        self.steps, self.samples, self.tokens = (
-            self.steps + 1,
-            self.samples + samples,
-            self.tokens + tokens,
-        )
+        self.steps += 1
+        self.samples += samples
+        self.tokens += tokens
 
     def restart(self) -> None:
         """Restart the measurement, to exclude time that is not training: a save, an evaluation."""

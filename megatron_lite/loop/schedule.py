@@ -152,10 +152,8 @@ def learning_rate(optimizer: Optimizer, training: Training, batch: int) -> Learn
         warmup, last = optimizer.lr_warmup_samples, optimizer.lr_wsd_decay_samples or 0
     else:
         decay = (optimizer.lr_decay_iters or training.train_iters or 0) * batch
-        warmup, last = (
-            optimizer.lr_warmup_iters * batch,
-            (optimizer.lr_wsd_decay_iters or 0) * batch,
-        )
+        warmup = optimizer.lr_warmup_iters * batch
+        last = (optimizer.lr_wsd_decay_iters or 0) * batch
     if optimizer.lr_warmup_fraction is not None:
         warmup = int(optimizer.lr_warmup_fraction * decay)
     if warmup and warmup >= decay:

@@ -109,10 +109,8 @@ def _time_is_up(run: Run, started: float) -> bool:
 
 def _steps(run: Run) -> Iterator[tuple[int, int]]:
     """Yield (samples consumed before, batch size) of every remaining step."""
-    consumed, total = (
-        run.progress.consumed_samples,
-        total_samples(run.settings, run.sizes, run.progress),
-    )
+    consumed = run.progress.consumed_samples
+    total = total_samples(run.settings, run.sizes, run.progress)
     while consumed < total:
         size = run.sizes.batch.at(consumed)
         yield consumed, size

@@ -106,10 +106,8 @@ def _of_document(
     """Yield the blocks for the document of tokens [start, end) of some rows. Documents don't attend to each other."""
     for here, block in enumerate(ranks.blocks(ranks.rank)):
         for there, other in enumerate(ranks.blocks(source)):
-            queries, keys = (
-                _part(block, here, half, start, end),
-                _part(other, there, half, start, end),
-            )
+            queries = _part(block, here, half, start, end)
+            keys = _part(other, there, half, start, end)
             if other <= block and queries is not None and keys is not None:
                 yield Block(rows, queries, keys, other == block)
 

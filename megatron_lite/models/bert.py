@@ -43,10 +43,8 @@ class Dense(nn.Module):
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
-        self.weight, self.bias = (
-            nn.Parameter(torch.empty(out, width)),
-            nn.Parameter(torch.empty(out)),
-        )
+        self.weight = nn.Parameter(torch.empty(out, width))
+        self.bias = nn.Parameter(torch.empty(out))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)

@@ -38,11 +38,9 @@ class Embedding(nn.Module):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         config = plan.config
-        self.ranks, self.dropout, self.at = (
-            plan.ranks,
-            plan.options.hidden_dropout,
-            rng.At(0, rng.EMBEDDING),
-        )
+        self.ranks = plan.ranks
+        self.dropout = plan.options.hidden_dropout
+        self.at = rng.At(0, rng.EMBEDDING)
         self.scale = config.embedding_scale
         self.word_embeddings = VocabEmbedding(
             plan.vocab_rows // plan.ranks.size, config.hidden, plan.ranks

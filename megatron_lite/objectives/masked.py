@@ -84,11 +84,9 @@ class MaskedSpans(Objective):
         return settings.masked.vocab_extra_ids
 
     def sampling(self, setup: Setup) -> Sampling | None:
-        masked, training, seq_length = (
-            setup.settings.masked,
-            setup.settings.training,
-            setup.sizes.seq,
-        )
+        masked = setup.settings.masked
+        training = setup.settings.training
+        seq_length = setup.sizes.seq
         words = vocabulary(setup.tokenizer, ("cls", "sep", "mask", "pad", "bos", "eos"))
         if not words.sentinels:
             raise UsageError(

@@ -38,10 +38,8 @@ def made_of(
     Layout and batch are among them: another order of sums changes the last bits, and losses have to be equal bit by
     bit.
     """
-    pieces, computed = (
-        dataset.pieces,
-        (sizes.layout, sizes.dp, sizes.cp, sizes.micro_batch, sizes.batch.full, options.fp8),
-    )
+    pieces = dataset.pieces
+    computed = (sizes.layout, sizes.dp, sizes.cp, sizes.micro_batch, sizes.batch.full, options.fp8)
     data = {
         "tokens": pieces.examples.tokens,
         "learned": pieces.examples.learned,

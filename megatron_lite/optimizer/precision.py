@@ -41,7 +41,5 @@ class LossScaler:
     def load_state(self, state: Mapping[str, Any]) -> None:
         if self.options is not None and self.options.constant is None:
             self.scale = float(state["scale"])
-            self._good_steps, self._overflows_left = (
-                int(state["good_steps"]),
-                int(state["overflows_left"]),
-            )
+            self._good_steps = int(state["good_steps"])
+            self._overflows_left = int(state["overflows_left"])

@@ -48,12 +48,10 @@ class _ColumnLinear(torch.autograd.Function):
         product: Product,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence, ctx.has_bias, ctx.product = (
-            group,
-            sequence,
-            bias is not None,
-            product,
-        )
+        ctx.group = group
+        ctx.sequence = sequence
+        ctx.has_bias = bias is not None
+        ctx.product = product
         ctx.gradient_sum = product.gradient_sum(weight)
         return product.forward(comm.gathered(x, group) if sequence else x, weight, bias)
 

@@ -67,10 +67,8 @@ def _held(run: Described, pp_rank: int, share: RankShare) -> Iterator[Held]:
         yield Held(share.experts, run.run.expert_dp, chosen)
         return
     taken = _taken(run, pp_rank, chosen)
-    dense, experts = (
-        ("replicas", share.dense, run.run.replicas),
-        ("edp", share.experts, run.run.expert_dp),
-    )
+    dense = ("replicas", share.dense, run.run.replicas)
+    experts = ("edp", share.experts, run.run.expert_dp)
     for axis, parameters, ranks in (dense, experts):
         by_rank = taken.get(axis, [0])
         elements = sum(by_rank)

@@ -149,10 +149,8 @@ def _end_without_store() -> None:
 
 def _device(parallel: Parallel) -> torch.device:
     """Return this process's device. Raises UsageError if NCCL is used and there is no GPU for each process of this machine."""
-    local, here = (
-        int(os.environ.get("LOCAL_RANK", "0")),
-        int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-    )
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if parallel.distributed_backend == "gloo" or (
         not found and parallel.distributed_backend is None

@@ -216,10 +216,8 @@ def _saving(settings: Settings) -> Judged:
 
 
 def _recompute(settings: Settings) -> Judged:
-    full, method = (
-        settings.recompute.recompute_granularity == "full",
-        settings.recompute.recompute_method,
-    )
+    full = settings.recompute.recompute_granularity == "full"
+    method = settings.recompute.recompute_method
     yield (
         full and not method,
         "--recompute-granularity full needs --recompute-method uniform or block",

@@ -66,10 +66,8 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
             "--qk-clip does nothing here but shrink weights: norms of q and k come after them; leave it out"
         )
     layout = _layout(settings.parallel, config, world, options)
-    seq, micro = (
-        _sequence(training) or min(config.max_positions, LONGEST_UNASKED),
-        training.micro_batch_size,
-    )
+    seq = _sequence(training) or min(config.max_positions, LONGEST_UNASKED)
+    micro = training.micro_batch_size
     decoder_seq = training.decoder_seq_length if config.encoder.layers else 0
     cp = settings.parallel.context_parallel_size
     dp = check_sizes(
@@ -253,11 +251,9 @@ def _check_heads_of_states(config: ModelConfig, tp: int, cp: int) -> None:
 
 def _layout(parallel: Parallel, config: ModelConfig, world: int, options: ModelOptions) -> Layout:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    cp, ep, etp = (
-        parallel.context_parallel_size,
-        parallel.expert_model_parallel_size,
-        parallel.expert_tensor_parallel_size,
-    )
+    cp = parallel.context_parallel_size
+    ep = parallel.expert_model_parallel_size
+    etp = parallel.expert_tensor_parallel_size
     if min(tp, pp, cp, ep, 1 if etp is None else etp) < 1:
         shown = f"tp = {tp}, pp = {pp}, cp = {cp}, ep = {ep}" + (
             "" if etp is None else f", etp = {etp}"
@@ -296,10 +292,8 @@ def _expert_parts(config: ModelConfig, tp: int, ep: int, ranks: int, options: Mo
 
 def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) -> int:
     pp, listed = parallel.pipeline_model_parallel_size, split.stages()
-    each, count = (
-        parallel.num_layers_per_virtual_pipeline_stage,
-        parallel.num_virtual_stages_per_pipeline_rank,
-    )
+    each = parallel.num_layers_per_virtual_pipeline_stage
+    count = parallel.num_virtual_stages_per_pipeline_rank
     if each is not None and count is not None:
         raise UsageError(
             "give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both"

@@ -26,10 +26,8 @@ def check_one_stack(parallel: Parallel) -> None:
 def layout_of_two_stacks(parallel: Parallel, config: ModelConfig) -> Layout:
     """Return the layout of a T5. Raises UsageError, LayoutError."""
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    split, encoder = (
-        parallel.pipeline_model_parallel_split_rank,
-        parallel.encoder_pipeline_model_parallel_size,
-    )
+    split = parallel.pipeline_model_parallel_split_rank
+    encoder = parallel.encoder_pipeline_model_parallel_size
     for name in OF_ONE_STACK:
         if getattr(parallel, name):
             raise UsageError(

@@ -40,11 +40,9 @@ def beyond_core_arguments(config: ModelConfig, *, legacy: bool) -> dict[str, Any
 
     A family that may have caps gets their arguments even for a model without caps.
     """
-    needed, positions, scale = (
-        family(config.family).beyond_core,
-        config.positions,
-        config.attention.scale,
-    )
+    needed = family(config.family).beyond_core
+    positions = config.positions
+    scale = config.attention.scale
     written = {
         name: value_of(config, field)
         for name, field in _CAPS.items()
@@ -73,10 +71,8 @@ def read_beyond_core(args: Namespace, head_dim: int) -> dict[str, Any]:
     given: dict[str, Any] = {
         field: positive_number(args, name) for name, field in _CAPS.items() if hasattr(args, name)
     }
-    scale, scalar = (
-        positive_number(args, "softmax_scale"),
-        positive_number(args, "query_pre_attn_scalar"),
-    )
+    scale = positive_number(args, "softmax_scale")
+    scalar = positive_number(args, "query_pre_attn_scalar")
     if scale is None and scalar is not None:
         scale = scalar**-0.5
     if scale is not None and not getattr(args, "multi_latent_attention", False):

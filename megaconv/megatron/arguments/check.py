@@ -80,10 +80,8 @@ def _check_old_positions(args: Namespace, found: Mapping[str, Any]) -> None:
         args, "use_rotary_position_embeddings"
     ):
         return
-    table, rotary = (
-        found.get("positions.kind") == "learned",
-        bool(args.use_rotary_position_embeddings),
-    )
+    table = found.get("positions.kind") == "learned"
+    rotary = bool(args.use_rotary_position_embeddings)
     if table == rotary:
         raise UnknownFamily(
             f"the checkpoint's use_rotary_position_embeddings is {rotary}, and its tensors have {'a' if table else 'no'} "

@@ -253,11 +253,9 @@ def _rotating_layers(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any
 def _windows(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
     if not hasattr(args, "window_size"):
         return {}
-    size, pattern, layers = (
-        args.window_size,
-        getattr(args, "window_attn_skip_freq", None),
-        found["layers.count"],
-    )
+    size = args.window_size
+    pattern = getattr(args, "window_attn_skip_freq", None)
+    layers = found["layers.count"]
     if not size or size[0] < 0:
         return {"layers.window": None}
     if size[1] != 0:

@@ -45,10 +45,8 @@ from megaconv.options import LoadOptions
 
 ADAPTER = ".adapter."
 """A part of the names of an adapter's tensors."""
-LORA, CANONICAL = (
-    "megatron.bridge.peft.lora.LoRA",
-    "megatron.bridge.peft.canonical_lora.CanonicalLoRA",
-)
+LORA = "megatron.bridge.peft.lora.LoRA"
+CANONICAL = "megatron.bridge.peft.canonical_lora.CanonicalLoRA"
 OPTION = "lora_alpha"
 DORA = "megatron.bridge.peft.dora.DoRA"
 _TENSOR = re.compile(

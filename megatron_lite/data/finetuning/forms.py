@@ -67,11 +67,9 @@ def _conversations(record: Mapping[str, Any]) -> Chat:
 
 
 def _alpaca(record: Mapping[str, Any]) -> Chat:
-    asked, more, answer = (
-        read_text(record, "instruction"),
-        read_text(record, "input"),
-        read_text(record, "output"),
-    )
+    asked = read_text(record, "instruction")
+    more = read_text(record, "input")
+    answer = read_text(record, "output")
     question = f"{asked}\n\n{more}" if more else asked
     turns = [
         *read_system(record),

@@ -155,10 +155,8 @@ def t5_sample(
             f"a sample hides {len(target)} tokens and sentinels, the decoder has room for {decoder_length - 1}; "
             "give a longer --decoder-seq-length, or hide less (--mask-prob)"
         )
-    encoder, decoder = (
-        _padded(shown, length, words.filler),
-        _padded([words.bos, *target], decoder_length, words.filler),
-    )
+    encoder = _padded(shown, length, words.filler)
+    decoder = _padded([words.bos, *target], decoder_length, words.filler)
     labels = _padded([*target, words.eos], decoder_length, -1)
     loss_mask = (np.arange(decoder_length) <= len(target)).astype(np.int64)
     masks = [(text != words.filler).astype(np.int64) for text in (encoder, decoder)]

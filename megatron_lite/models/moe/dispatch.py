@@ -108,10 +108,8 @@ def by_exchange(
 ) -> Tensor:
     """x [tokens, hidden], weights [tokens, k], chosen int64 [tokens, k], number of experts -> [tokens, hidden]. Collective."""
     way = route(chosen, count, ranks, read_rows)
-    rows, scaled = (
-        way.there(way.copies.of(x)),
-        way.there(weights.flatten().index_select(0, way.slot).unsqueeze(1)),
-    )
+    rows = way.there(way.copies.of(x))
+    scaled = way.there(weights.flatten().index_select(0, way.slot).unsqueeze(1))
     made = way.back(compute(rows, scaled, way.counts))
     return way.copies.summed(made, x)
 

@@ -49,12 +49,10 @@ class Router(nn.Module):
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
         experts = plan.config.experts
-        self.layer, self.experts, self.ranks, self.options = (
-            layer,
-            experts,
-            plan.ranks,
-            plan.options.balance,
-        )
+        self.layer = layer
+        self.experts = experts
+        self.ranks = plan.ranks
+        self.options = plan.options.balance
         self.weight = nn.Parameter(torch.empty(experts.count, plan.config.hidden))
         self.bias = nn.Parameter(torch.empty(experts.count)) if plan.config.mlp.bias else None
         free = torch.empty(experts.count, dtype=torch.float32)
