@@ -17,11 +17,10 @@ EXAMPLES = """examples:
   python -m megatron_lite preprocess --input corpus.jsonl --output-prefix corpus --append-eod \\
       --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt --workers 8
   python -m megatron_lite preprocess --input 'data/*.jsonl.zst' extra.parquet --output-prefix corpus --json-keys text title \\
-      --tokenizer-type HuggingFaceTokenizer --tokenizer-model Llama-2-7b --append-eod
-  python -m megatron_lite preprocess --input books/ --output-prefix books --append-eod \\
-      --tokenizer-type HuggingFaceTokenizer --tokenizer-model Llama-2-7b
+      --tokenizer-model Llama-2-7b --append-eod
+  python -m megatron_lite preprocess --input books/ --output-prefix books --append-eod --tokenizer-model Llama-2-7b
   zcat corpus.jsonl.gz | python -m megatron_lite preprocess --input - --output-prefix corpus \\
-      --tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model
+      --tokenizer-model tokenizer.model
 
 writes PREFIX_KEY_document.bin and .idx for every key; --data-path wants PREFIX_KEY_document."""
 
@@ -72,7 +71,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="leave out, and report, lines that can't be read; else they end the run",
     )
     add = parser.add_argument_group("tokens").add_argument
-    add("--tokenizer-type", required=True, metavar="TYPE", help=_types())
+    add(
+        "--tokenizer-type",
+        metavar="TYPE",
+        help=f"{_types()} (the type of the given files: of --tokenizer-model DIR, HuggingFaceTokenizer)",
+    )
     add(
         "--tokenizer-model",
         metavar="PATH",
@@ -156,7 +159,7 @@ def _report(message: str, status: int) -> int:
 def _run(given: argparse.Namespace) -> None:
     from megatron_lite.data.encoding import EncodingOptions
     from megatron_lite.data.text_pipeline import PreprocessOptions, preprocess
-    from megatron_lite.data.tokenizer import TokenizerOptions
+    from megatron_lite.data.tokenizer import TokenizerOptions, type_of_files
 
     if given.workers < 1:
         raise UsageError(f"--workers {given.workers}: expected 1 or more")
@@ -164,8 +167,15 @@ def _run(given: argparse.Namespace) -> None:
         raise UsageError(
             "--split-sentences looks for sentences, --presplit-sentences takes lines as sentences; give one"
         )
+    found = type_of_files(given.tokenizer_model, given.vocab_file, given.merge_file)
+    kind = given.tokenizer_type or found
+    if kind is None:
+        raise UsageError(
+            "--tokenizer-model is missing; it names the model's directory, whose tokenizer is used, or a sentencepiece model "
+            "(or give --vocab-file, or --tokenizer-type NullTokenizer --vocab-size N for text of token ids)"
+        )
     tokenizer = TokenizerOptions(
-        given.tokenizer_type,
+        kind,
         given.tokenizer_model,
         given.vocab_file,
         given.merge_file,

@@ -77,6 +77,19 @@ class Tokenizer(Protocol):
         ...
 
 
+def type_of_files(model: str | None, vocab_file: object, merge_file: object) -> str | None:
+    """Return the type of a tokenizer of which only files are given, or None if there are none.
+
+    The arguments are the values of --tokenizer-model, --vocab-file and --merge-file.
+    """
+    if vocab_file:
+        return "GPT2BPETokenizer" if merge_file else "BertWordPieceLowerCase"
+    if model is None:
+        return None
+    is_sentencepiece = model.endswith(".model") and Path(model).is_file()
+    return "Llama2Tokenizer" if is_sentencepiece else "HuggingFaceTokenizer"
+
+
 def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
     """Build a tokenizer. Raises UsageError for a missing flag or package, CorruptCheckpoint for files that are no tokenizer."""
     kind = options.type
@@ -133,7 +146,13 @@ class NullTokenizer:
         self.begin: list[int] = []
 
     def tokenize(self, text: str) -> list[int]:
-        return [int(word) for word in text.split(" ")]
+        try:
+            return [int(word) for word in text.split(" ")]
+        except ValueError as error:
+            raise ValueError(
+                f"the text {text[:60]!r} is not a row of token ids, such as '5 17 3', which is all that can be read without "
+                "a tokenizer; --tokenizer-model DIR gives one"
+            ) from error
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))

@@ -34,10 +34,7 @@ def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
         return tokenizer.tokenize(text)
     except (ValueError, TypeError) as error:
         if isinstance(tokenizer, NullTokenizer):
-            raise UsageError(
-                f"the text {text[:60]!r} is no row of token ids with single spaces between them, and the NullTokenizer reads "
-                "nothing else; --tokenizer-model gives another tokenizer"
-            ) from error
+            raise UsageError(str(error)) from error
         raise UsageError(f"the text {text[:60]!r} can't be tokenized: {error}") from error
 
 
@@ -52,6 +49,8 @@ def encode_chat(
     tools: descriptions of the tools that the model may call, in OpenAI's form. template: in place of the tokenizer's.
     Raises UsageError if there is no template, or if it refuses the conversation.
     """
+    if isinstance(tokenizer, NullTokenizer):
+        raise UsageError("the model has no tokenizer; --tokenizer-model DIR gives one")
     if not isinstance(tokenizer, HuggingFaceTokenizer) or not (
         template or tokenizer.inner.chat_template
     ):

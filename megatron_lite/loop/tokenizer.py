@@ -6,9 +6,14 @@ from pathlib import Path
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.beside import tokenizer_beside
-from megatron_lite.data.tokenizer import BERT_TYPES, Tokenizer, TokenizerOptions, build_tokenizer
+from megatron_lite.data.tokenizer import (
+    BERT_TYPES,
+    Tokenizer,
+    TokenizerOptions,
+    build_tokenizer,
+    type_of_files,
+)
 from megatron_lite.settings.config import Settings
-from megatron_lite.settings.learning import Data
 
 
 def make_tokenizer(settings: Settings, start: Start | None, extra_ids: int | None) -> Tokenizer:
@@ -17,7 +22,9 @@ def make_tokenizer(settings: Settings, start: Start | None, extra_ids: int | Non
     extra_ids: see Objective.extra_ids. Raises UsageError, CorruptCheckpoint.
     """
     data, size = settings.data, settings.model.vocab_size
-    if data.tokenizer_type is None and data.tokenizer_model is None and data.vocab_file is None:
+    found = type_of_files(data.tokenizer_model, data.vocab_file, data.merge_file)
+    kind = data.tokenizer_type or found
+    if kind is None:
         beside = tokenizer_beside(start.files) if start is not None else None
         if beside is not None:
             return beside
@@ -27,7 +34,6 @@ def make_tokenizer(settings: Settings, start: Start | None, extra_ids: int | Non
                 "--tokenizer-type and --tokenizer-model are missing (or --vocab-size, for data without a tokenizer)"
             )
         return build_tokenizer(TokenizerOptions("NullTokenizer", vocab_size=vocab - 1))
-    kind = data.tokenizer_type or _kind(data)
     if kind == "NullTokenizer" and size is None and start is not None:
         size = start.config.vocab - 1
     vocabulary, merges = (
@@ -40,13 +46,3 @@ def make_tokenizer(settings: Settings, start: Start | None, extra_ids: int | Non
     # A checkpoint from elsewhere has rows only for its own vocabulary, and BERT's samples don't use Megatron's extra tokens.
     fits = start is None or extra_ids or extended.vocab_size <= start.config.vocab
     return extended if fits else build_tokenizer(options)
-
-
-def _kind(data: Data) -> str:
-    """Return the type of a tokenizer of which only files are given."""
-    if data.vocab_file:
-        return "GPT2BPETokenizer" if data.merge_file else "BertWordPieceLowerCase"
-    sentencepiece = (
-        str(data.tokenizer_model).endswith(".model") and Path(str(data.tokenizer_model)).is_file()
-    )
-    return "Llama2Tokenizer" if sentencepiece else "HuggingFaceTokenizer"

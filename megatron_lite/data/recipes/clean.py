@@ -30,7 +30,13 @@ from megatron_lite.data.recipes.pipeline import (
     perform,
     require_datatrove,
 )
-from megatron_lite.data.tokenizer import TYPES, Tokenizer, TokenizerOptions, build_tokenizer
+from megatron_lite.data.tokenizer import (
+    TYPES,
+    Tokenizer,
+    TokenizerOptions,
+    build_tokenizer,
+    type_of_files,
+)
 
 DESCRIPTION = "Clean the texts of web pages or of Wikipedia."
 EMPTY, LANGUAGE, SHORT, NO_TEXT = "empty", "language", "short", "no-main-text"
@@ -221,14 +227,16 @@ def _cleaning(given: argparse.Namespace) -> Cleaning:
     minimum = unasked if given.min_tokens is None else given.min_tokens
     options = None
     if minimum:
-        if given.tokenizer_type is None:
+        found = type_of_files(given.tokenizer_model, given.vocab_file, given.merge_file)
+        kind = given.tokenizer_type or found
+        if kind is None:
             raise UsageError(
-                f"--min-tokens {minimum} needs --tokenizer-type and its files; --min-tokens 0 keeps short texts"
+                f"--min-tokens {minimum} needs --tokenizer-model, the directory of a tokenizer; --min-tokens 0 keeps short texts"
             )
         vocabulary, merges = (
             Path(path) if path else None for path in (given.vocab_file, given.merge_file)
         )
-        options = TokenizerOptions(given.tokenizer_type, given.tokenizer_model, vocabulary, merges)
+        options = TokenizerOptions(kind, given.tokenizer_model, vocabulary, merges)
         build_tokenizer(options)
     cleaning = Cleaning(
         given.recipe,

@@ -199,7 +199,7 @@ def test_web_pages_are_repaired_and_short_ones_removed(tmp_path: Path) -> None:
         json.dumps(vocabulary | {"<|endoftext|>": len(vocabulary)})
     )
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    tokenizer = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", tmp_path / "vocab.json")
+    tokenizer: tuple[object, ...] = ("--vocab-file", tmp_path / "vocab.json")
     tokenizer = (*tokenizer, "--merge-file", tmp_path / "merges.txt", "--min-tokens", 10)
     assert run("clean", *words, "--language", "any", "--general-cleaning", *tokenizer) == 0
     kept = [line["text"] for line in read(tmp_path / "out" / "a.jsonl")]

@@ -134,8 +134,8 @@ def test_parts_for_evaluation(tmp_path: Path) -> None:
         ),
         ({"text": 1}, 'its "text" should be text, found int'),
         ([], "not a JSON object"),
-        ({"text": "one"}, "invalid literal"),
-        ({"text": ""}, "invalid literal"),
+        ({"text": "one"}, "the text 'one' is not a row of token ids, .*--tokenizer-model"),
+        ({"text": ""}, "the text '' is not a row of token ids"),
         (
             {"prompt": "1", "completion": "2", "text": "3"},
             '"text", which would be left out; .*--finetune-form messages',

@@ -292,6 +292,17 @@ def refused(
     assert err.count("\n") == 1
 
 
+def test_the_files_of_a_tokenizer_tell_its_type(
+    tmp_path: Path, text: Path, gpt2: list[str]
+) -> None:
+    vocab = Path(gpt2[3])
+    words = ("--input", text, "--output-prefix")
+    assert run(*words, tmp_path / "a", *gpt2) == 0
+    assert run(*words, tmp_path / "b", *gpt2[2:]) == 0
+    assert run(*words, tmp_path / "c", "--tokenizer-model", vocab.parent) == 0
+    assert files(tmp_path / "a") == files(tmp_path / "b") == files(tmp_path / "c")
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -356,6 +367,7 @@ def test_a_damaged_file_is_named(
         (["--input", "no*.jsonl", *NUMBERS], 2, "matches it as a pattern"),
         (["--input", "-", "-", *NUMBERS], 2, "once"),
         (["--input", __file__, "--tokenizer-type", "Null"], 2, "--tokenizer-type Null"),
+        (["--input", __file__], 2, "--tokenizer-model is missing"),
         (["--input", "x", *NUMBERS, "--workers", "0"], 2, "--workers 0"),
         (["--input", "x", *NUMBERS, "--tokens"], 2, "--tokens"),
         (["--input", __file__, *NUMBERS, "--split-sentences", "--lang", "klingon"], 2, "klingon"),

@@ -317,7 +317,7 @@ def test_ranks_started_together_generate_what_one_does(
         (["score", "--load", "MODEL", "--input", "BAD"], "line 2"),
         (
             ["score", "--load", "MODEL", "--input", "WORDS", *NUMBERS],
-            "the text 'one two' is no row of token ids",
+            "the text 'one two' is not a row of token ids",
         ),
         (
             [
@@ -330,11 +330,11 @@ def test_ranks_started_together_generate_what_one_does(
                 "WIKI",
                 *NUMBERS,
             ],
-            "test.wiki: the text 'some words\\n' is no row of token ids",
+            "test.wiki: the text 'some words\\n' is not a row of token ids",
         ),
         (
             ["evaluate", "--load", "MODEL", "--task", "LAMBADA", "--valid-data", "LAST", *NUMBERS],
-            "test.lambada, line 1: the text 'some words' is no row of token ids",
+            "test.lambada, line 1: the text 'some words' is not a row of token ids",
         ),
         (
             [
@@ -348,7 +348,7 @@ def test_ranks_started_together_generate_what_one_does(
                 "LAST",
                 *NUMBERS,
             ],
-            "test.lambada, line 1: the text ' words' is no row of token ids",
+            "test.lambada, line 1: the text ' words' is not a row of token ids",
         ),
         (
             [
@@ -371,9 +371,10 @@ def test_ranks_started_together_generate_what_one_does(
             ["generate", "--load", "MODEL", "7 -9", *NUMBERS],
             "token -9 is outside the model's vocabulary",
         ),
+        (["chat", "--load", "MODEL", *NUMBERS], "the model has no tokenizer; --tokenizer-model DIR"),
         (
             ["generate", "--load", "MODEL", "some words", *NUMBERS],
-            "--tokenizer-model gives another tokenizer",
+            "--tokenizer-model DIR gives one",
         ),
     ],
 )
