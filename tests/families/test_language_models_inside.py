@@ -119,6 +119,8 @@ MODELS = {
             },
             layout={"tp": 2, "ep": 2},
         ),
+        Inside("glm_ocr", "glm4", {"head_dim": 8, **MROPE}),
+        Inside("paddleocr_vl", "llama", {"head_dim": 8, **MROPE}),
         Inside("qwen2_audio", "qwen2", {"model_type": "qwen2", **rope(5000.0)}),
         Inside("exaone4_5", "exaone4", {"model_type": "exaone4"}),
         Inside("qwen3_asr", "qwen3", {"model_type": "qwen3", "head_dim": 8}),
@@ -196,6 +198,19 @@ def create_speaker(model_type: str, text: dict[str, Any], directory: Path) -> An
     return thinker
 
 
+BETWEEN_FILES = {
+    model.model_type: model
+    for model in (
+        Inside(
+            "granite_docling",
+            "granite",
+            {"embedding_multiplier": 3.0, "logits_scaling": 2.0, **rope(5000.0)},
+        ),
+        Inside("hunyuan_vl", "hunyuan_v1_dense", {"head_dim": 8, **MROPE}),
+    )
+}
+"""The same, with a language model that Megatron's arguments can't describe."""
+
 QUICK = ("gemma3", "qwen2_5_vl", "qwen3_vl_moe")
 
 
@@ -222,6 +237,25 @@ def test_the_language_model_computes_the_same_by_itself_and_goes_back_into_the_o
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads(
         (original / "config.json").read_text()
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BETWEEN_FILES)
+def test_a_language_model_without_names_in_megatron_goes_back_into_the_originals_files(
+    name: str, tmp_path: Path
+) -> None:
+    model, original = BETWEEN_FILES[name], tmp_path / "original"
+    whole = create(model, original)
+    tokens = torch.randint(7, 120, (2, 12), generator=torch.Generator().manual_seed(3))
+    report = megaconv.convert(original, tmp_path / "alone", saver="hf", text_only=True)
+    assert report.header.config.family == model.family
+    torch.testing.assert_close(
+        compute(load(tmp_path / "alone"), tokens), compute(whole, tokens), rtol=0, atol=2e-5
+    )
+    megaconv.convert(tmp_path / "alone", tmp_path / "back", saver="hf", base=original, verify=True)
+    megaconv.convert(original, tmp_path / "whole", saver="hf", verify=True)
+    for directory in ("back", "whole"):
+        assert_same_weights(tmp_path / directory, original)
 
 
 def test_what_lies_beside_the_language_model_is_named(tmp_path: Path) -> None:
@@ -280,8 +314,36 @@ def test_a_config_json_without_a_text_config_of_its_own_is_read(tmp_path: Path) 
     )
 
 
-# Mistral's class has other default sizes in transformers 5 than in 4.
-@pytest.mark.parametrize("kind", sorted(DEFAULTS.keys() - {"mistral"}))
+@pytest.mark.slow
+def test_the_flat_config_json_of_paddle_ocr_and_the_names_of_its_files_are_read(
+    tmp_path: Path,
+) -> None:
+    create(MODELS["paddleocr_vl"], tmp_path / "nested")
+    raw = json.loads((tmp_path / "nested/config.json").read_text())
+    text = raw.pop("text_config")
+    del text["rope_parameters"], text["model_type"]
+    flat = {
+        **text,
+        **raw,
+        "rope_theta": 5000.0,
+        "rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": [1, 1, 2]},
+    }
+    (tmp_path / "flat").mkdir()
+    (tmp_path / "flat/config.json").write_text(json.dumps(flat))
+    stored = load_file(tmp_path / "nested/model.safetensors")
+    assert {name.split(".")[0] for name in stored} == {"mlp_AR", "model", "visual"}
+    shutil.copy(tmp_path / "nested/model.safetensors", tmp_path / "flat")
+    for name in ("nested", "flat"):
+        megaconv.convert(tmp_path / name, tmp_path / f"{name} alone", saver="hf", text_only=True)
+        megaconv.convert(tmp_path / name, tmp_path / f"{name} whole", saver="hf", verify=True)
+        assert_same_weights(tmp_path / f"{name} whole", tmp_path / name)
+    assert meaning(load(tmp_path / "flat alone").config) == meaning(
+        load(tmp_path / "nested alone").config
+    )
+
+
+# Mistral's class has other default sizes in transformers 5 than in 4. `paddleocr_vl` is the whole model in transformers.
+@pytest.mark.parametrize("kind", sorted(DEFAULTS.keys() - {"mistral", "paddleocr_vl"}))
 def test_what_a_text_config_leaves_out_is_what_its_class_has(kind: str) -> None:
     from transformers import CONFIG_MAPPING
 

@@ -35,6 +35,8 @@ SAME_AS = {
     "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2",
     "qwen2_5_omni_text": "qwen2", "qwen3_omni_moe_text": "qwen3_moe", "qwen3_asr_text": "qwen3",
     "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe",
+    "glm_ocr_text": "glm4", "paddleocr_vl_text": "llama", "paddleocr_vl": "llama", "granite_docling_text": "granite",
+    "hunyuan_vl_text": "hunyuan_v1_dense",
 }  # fmt: skip
 """model_type of a language model with its own type -> model_type of the equal text model. They are equal only for
 text: then all three positions that images give a token (mrope) are the same."""
@@ -45,6 +47,17 @@ _QWEN2_VL = {
     "intermediate_size": 29568,
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
+}
+_PADDLE_OCR = {
+    "vocab_size": 103424,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
 }
 _GEMMA_4 = {
     "vocab_size": 262144,
@@ -77,6 +90,12 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "molmo2_text": {"vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32},
     "step3p5": {"vocab_size": 128815, "hidden_size": 4096, "num_hidden_layers": 45, "num_attention_heads": 64},
     "glm4v_text": {"partial_rotary_factor": 1.0},
+    "glm_ocr_text": {
+        "vocab_size": 59392, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "partial_rotary_factor": 1.0,
+    },
+    "paddleocr_vl": _PADDLE_OCR,
+    "paddleocr_vl_text": _PADDLE_OCR,
     "glm4v_moe_text": {"attention_bias": True},
     "qwen2_vl_text": {**_QWEN2_VL, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen2_5_vl_text": {**_QWEN2_VL, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
@@ -84,7 +103,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 """model_type -> keys that its text_config may leave out. transformers 4 left out a value that equals the default of its
 class."""
 
-_ALWAYS: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+_ALWAYS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+    "glm_ocr_text": {"attention_bias": False},
+}
 """model_type -> values that the model always uses, whatever its text_config says."""
 
 _OF_IMAGES = re.compile("(image|video|vision)_")
