@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megaconv.errors import UsageError
+from megatron_lite.models.flash import MULTIPLE, WIDEST
 from megatron_lite.models.masks import block_mask
 from megatron_lite.models.passes import Packed
 from megatron_lite.models.scores import raise_to
@@ -166,6 +167,10 @@ def attend_across(
     The arguments are those of attention.attend. ranks.how is a key of WALKS.
     """
     width = v.shape[-1]
+    if q.is_cuda:
+        scale = scale or q.shape[-1] ** -0.5
+        # The kernel needs a multiple of 8 elements in each head.
+        q, k = (F.pad(x, (0, -x.shape[-1] % MULTIPLE)) for x in (q, k))
     if width < k.shape[-1]:
         # Keys and values get one width, so that they are sent as one tensor.
         v = F.pad(v, (0, k.shape[-1] - width))
@@ -295,7 +300,7 @@ def _attended(
     """Return (output [length, batch, heads, width], log-sum-exp [length, batch, heads]) of one block."""
     causal = causal and seen is None
     if q.is_cuda:
-        _check_dtype(q)
+        _check_kernel(q)
         batch_first = (x.transpose(0, 1) for x in (q, k, v))
         out, logs, *_ = torch.ops.aten._flash_attention_forward(
             *batch_first,
@@ -361,7 +366,13 @@ def _gradients(
     return tuple(map(_length_first, found))
 
 
-def _check_dtype(q: Tensor) -> None:
+def _check_kernel(q: Tensor) -> None:
+    """Raise UsageError for queries [length, batch, heads, width] that flash attention does not compute."""
+    if q.shape[-1] > WIDEST:
+        raise UsageError(
+            f"context parallelism by p2p or all_gather takes heads of at most {WIDEST} elements on a GPU, "
+            f"but these have {q.shape[-1]}; take --cp-comm-type a2a"
+        )
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise UsageError(
             "context parallelism by p2p or all_gather needs --bf16 or --fp16 on a GPU; else take --cp-comm-type a2a"

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaconv.errors import UsageError
 from megatron_lite.models.across import attend_across
-from megatron_lite.models.flash import Kernel, kernel_for
+from megatron_lite.models.flash import MULTIPLE, WIDEST, Kernel, kernel_for
 from megatron_lite.models.masks import block_mask, causal_mask, narrow_mask
 from megatron_lite.models.passes import Packed, Pass
 from megatron_lite.models.scored_attention import Rules, attend_by_scores
@@ -228,7 +228,7 @@ def _flash_kernel(q: Tensor, v: Tensor, dropout: float) -> Kernel | None:
     same_width = q.shape[-1] == v.shape[-1]
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or not same_width:
         return None
-    kernel: Kernel | None = kernel_for(q.device, dropout=dropout > 0)
+    kernel: Kernel | None = kernel_for(q.device, width=q.shape[-1], dropout=dropout > 0)
     return kernel
 
 
@@ -336,7 +336,8 @@ def _packed(
         return _rows_again(made, q)
     half_precision = q.dtype in (torch.float16, torch.bfloat16)
     same_width = q.shape[-1] == v.shape[-1]
-    fits = fused and q.is_cuda and half_precision and same_width and sinks is None
+    fits_kernel = q.shape[-1] <= WIDEST and q.shape[-1] % MULTIPLE == 0
+    fits = fused and q.is_cuda and half_precision and same_width and fits_kernel and sinks is None
     if fits and not dropout and has_varlen():
         return _varlen_packed(q, k, v, packed, window, scale)
     rows = []

@@ -24,8 +24,13 @@ from megatron_lite.models.passes import Packed
 
 MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
 """The module of each version's functions."""
+HOPPER = 9
 PREFERRED = {8: (2,), 9: (3, 2, 4), 10: (4, 2), 11: (4, 2), 12: (2,)}
 """Versions by the major number of the GPU's compute capability: 8 Ampere and Ada, 9 Hopper, 10 and above Blackwell."""
+WIDEST, MULTIPLE = 256, 8
+"""Heads have at most so many elements, and a multiple of these. FlashAttention 2 pads other heads itself."""
+WIDEST_ON_BLACKWELL = 128
+"""For FlashAttention 4. Newer versions have a kernel for heads of 256 elements too."""
 OPTIONS = ("softmax_scale", "causal", "window_size", "deterministic")
 """Keywords of both functions, in all versions."""
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -133,11 +138,22 @@ def fits(function: Callable[..., Any] | None, keywords: tuple[str, ...]) -> bool
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # an import can't be traced
-def kernel_for(device: torch.device, *, dropout: bool) -> Kernel | None:
-    """Return the best installed version for a GPU, or None. dropout: whether the version has to support dropout."""
+def kernel_for(device: torch.device, *, width: int, dropout: bool) -> Kernel | None:
+    """Return the best installed version for a GPU, or None.
+
+    width: elements of a head. dropout: whether the version has to support dropout.
+    """
     major, _ = torch.cuda.get_device_capability(device)
     for version in PREFERRED.get(major, ()):
+        if not _takes_width(version, major, width):
+            continue
         kernel = kernel_of(version)
         if kernel is not None and (kernel.has_dropout or not dropout):
             return kernel
     return None
+
+
+def _takes_width(version: int, major: int, width: int) -> bool:
+    """Return whether a version computes heads of this width on a GPU of this compute capability."""
+    widest = WIDEST_ON_BLACKWELL if version == 4 and major > HOPPER else WIDEST
+    return width <= widest and (version == 2 or width % MULTIPLE == 0)

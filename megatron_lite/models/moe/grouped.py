@@ -15,6 +15,8 @@ from megatron_lite.products.accumulating import GradientSum
 from megatron_lite.products.product import PLAIN
 
 GROUPED = hasattr(F, "grouped_mm")
+MULTIPLE = 8
+"""Elements of bf16 in 16 bytes."""
 
 
 def grouped_linear(x: Tensor, weights: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
@@ -23,14 +25,18 @@ def grouped_linear(x: Tensor, weights: Sequence[Tensor], counts: Sequence[int]) 
     An expert without rows is included too: its gradient is 0. So it is if there are no rows at all, for which torch's
     grouped product has no kernel.
     """
-    kernel = takes_kernel(x)
+    kernel = takes_kernel(x, len(weights[0]))
     made: Tensor = _GroupedLinear.apply(x, list(counts), kernel, *weights)  # type: ignore[no-untyped-call]
     return made
 
 
-def takes_kernel(x: Tensor) -> bool:
-    """Return whether torch's grouped product computes with these rows: bf16 on a GPU, and at least one row."""
-    return GROUPED and len(x) > 0 and x.is_cuda and x.dtype == torch.bfloat16
+def takes_kernel(x: Tensor, out: int) -> bool:
+    """Return whether torch's grouped product computes x [rows, in] -> [rows, out]: bf16 on a GPU, and at least one row.
+
+    The kernel reads rows that begin at multiples of 16 bytes.
+    """
+    aligned = x.shape[1] % MULTIPLE == 0 and out % MULTIPLE == 0
+    return GROUPED and len(x) > 0 and x.is_cuda and x.dtype == torch.bfloat16 and aligned
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -55,8 +55,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
 
 
-def chosen(*, dropout: bool = False) -> int | None:
-    kernel: Kernel | None = kernel_for(GPU, dropout=dropout)
+def chosen(*, width: int = 128, dropout: bool = False) -> int | None:
+    kernel: Kernel | None = kernel_for(GPU, width=width, dropout=dropout)
     return None if kernel is None else kernel.version
 
 
@@ -112,6 +112,22 @@ def test_each_gpu_gets_its_best_version_and_dropout_the_one_that_has_it(
         assert chosen(dropout=True) == 2
     on_gpu(monkeypatch, (7, 5))
     assert chosen() is None
+
+
+@pytest.mark.parametrize(
+    ("width", "on_hopper", "on_blackwell"),
+    [(128, 3, 4), (100, 2, 2), (192, 3, 2), (256, 3, 2), (264, None, None)],
+)
+def test_a_version_gets_only_heads_that_it_computes(
+    monkeypatch: pytest.MonkeyPatch, width: int, on_hopper: int | None, on_blackwell: int | None
+) -> None:
+    """FlashAttention 2 pads heads that are no multiple of 8. No version computes more than 256 elements."""
+    install(monkeypatch, "flash_attn.cute", "0251105a")
+    install(monkeypatch, "flash_attn", "v2.8.3")
+    install(monkeypatch, "flash_attn_interface", "v2.8.3")
+    for capability, version in ((HOPPER, on_hopper), (BLACKWELL, on_blackwell)):
+        on_gpu(monkeypatch, capability)
+        assert chosen(width=width) == version
 
 
 def test_a_package_that_cannot_be_loaded_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:

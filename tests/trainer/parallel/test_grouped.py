@@ -13,20 +13,31 @@ class Rows(SimpleNamespace):
     """The properties of a tensor on a GPU."""
 
     def __len__(self) -> int:
-        count: int = self.rows
+        count: int = self.shape[0]
         return count
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype", "expected"),
-    [(0, torch.bfloat16, False), (1, torch.bfloat16, True), (1, torch.float16, False)],
+    ("shape", "out", "dtype", "expected"),
+    [
+        ((0, 16), 24, torch.bfloat16, False),
+        ((1, 16), 24, torch.bfloat16, True),
+        ((1, 16), 24, torch.float16, False),
+        ((1, 20), 24, torch.bfloat16, False),
+        ((1, 16), 20, torch.bfloat16, False),
+    ],
 )
-def test_torchs_grouped_product_never_gets_no_rows(
-    monkeypatch: pytest.MonkeyPatch, rows: int, dtype: torch.dtype, expected: bool
+def test_torchs_grouped_product_gets_what_it_computes(
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, int],
+    out: int,
+    dtype: torch.dtype,
+    expected: bool,
 ) -> None:
+    """It takes at least one row, bf16, and rows that begin at multiples of 16 bytes."""
     monkeypatch.setattr(grouped, "GROUPED", True)
-    x = Rows(rows=rows, is_cuda=True, dtype=dtype)
-    assert takes_kernel(x) is expected  # type: ignore[arg-type]
+    x = Rows(shape=shape, is_cuda=True, dtype=dtype)
+    assert takes_kernel(x, out) is expected  # type: ignore[arg-type]
 
 
 def test_experts_without_a_row_have_gradients_of_zero() -> None:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 ATEN = torch.ops.aten
@@ -168,8 +169,12 @@ def flash_sdpa(
     """Return scaled_dot_product_attention by one operation. q, k, v [batch, heads, length, width]."""
     require(enable_gqa or q.shape[1] == k.shape[1], "fewer key heads need enable_gqa")
     operation = ATEN._scaled_dot_product_flash_attention.default
+    width = q.shape[-1]
+    if width % 8:  # torch pads heads before it calls the kernel
+        scale = scale or width**-0.5
+        q, k, v = (F.pad(x, (0, -width % 8)) for x in (q, k, v))
     out: Tensor = operation(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
-    return out
+    return out[..., :width]
 
 
 class _FusedRMSNorm(torch.autograd.Function):
