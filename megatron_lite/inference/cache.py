@@ -21,6 +21,7 @@ class SlotCache:
     ) -> None:
         """declared: the parts of a row's cache, by layer. dtype: of the model."""
         self.slots, self.length = slots, length
+        self._device = device
         self._growing: dict[int, list[Tensor]] = {}
         self._states: dict[int, list[Tensor]] = {}
         for layer, parts in declared.items():
@@ -71,14 +72,16 @@ class SlotCache:
 
     def _choose(self, slots: Sequence[int], positions: Tensor, *, alike: bool) -> None:
         """Set the places that the next pass reads and writes. alike: whether all rows have the same positions."""
-        rows = torch.tensor(slots, device=positions.device)
         # Adjacent slots are read as a view. Other slots are copied, up to their present end.
-        self._rows = slice(slots[0], slots[0] + len(slots)) if _adjacent(slots) else rows
-        if alike and isinstance(self._rows, slice):
+        adjacent = slice(slots[0], slots[0] + len(slots)) if _adjacent(slots) else None
+        if alike and adjacent is not None:
             tokens = positions.shape[1]
-            self._new = slice(self._end - tokens, self._end), self._rows
-        else:
-            self._new = positions.t().expand(-1, len(slots)), rows
+            self._rows = adjacent
+            self._new = slice(self._end - tokens, self._end), adjacent
+            return
+        rows = torch.tensor(slots, device=positions.device)
+        self._rows = rows if adjacent is None else adjacent
+        self._new = positions.t().expand(-1, len(slots)), rows
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """See Cache.append. new: of the selected rows."""
@@ -97,15 +100,17 @@ class SlotCache:
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], used: int) -> None:
         """Copy the first `used` tokens of every source to its target. Sources are read before any target changes."""
+        to, of = self._index(targets), self._index(sources)
         for whole in _all(self._growing):
-            whole[list(targets), :, :used] = whole[list(sources), :, :used]
+            whole[to, :, :used] = whole[of, :, :used]
         for whole in _all(self._states):
-            whole[list(targets)] = whole[list(sources)]
+            whole[to] = whole[of]
 
     def forget(self, slots: Sequence[int]) -> None:
         """Set the slots to zero. If a masked key were NaN, it would still change the result."""
+        index = self._index(slots)
         for whole in (*_all(self._growing), *_all(self._states)):
-            whole[list(slots)] = 0
+            whole[index] = 0
 
     def bytes(self) -> int:
         """Return the memory of the cache."""
@@ -113,9 +118,15 @@ class SlotCache:
 
     def _begin(self, slots: Sequence[int]) -> None:
         """Set the states of slots in which a row begins to zero. Parts that grow are written before they are read."""
-        if slots:
-            for whole in _all(self._states):
-                whole[list(slots)] = 0
+        if not slots or not any(self._states.values()):
+            return
+        index = self._index(slots)
+        for whole in _all(self._states):
+            whole[index] = 0
+
+    def _index(self, slots: Sequence[int]) -> Tensor:
+        """Return int64 [slots] on the device, for all layers: each list of numbers would be copied to the device again."""
+        return torch.tensor(list(slots), dtype=torch.int64, device=self._device)
 
     def _put(self, whole: Tensor, new: Tensor) -> Tensor:
         """Store `new` [tokens, rows, heads, width] in the slots. Returns the selected rows, [end, rows, heads, width]."""

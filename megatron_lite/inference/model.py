@@ -304,13 +304,13 @@ class EngineModel:
         longest = tokens.shape[1]
         positions = self.cache.select(slots, starts, longest, device)
         batch = Microbatch(tokens, tokens, positions=positions)
+        # Only the last token of each feed needs logits. This copy to a GPU comes before the layers: it waits for them.
+        ends = [len(feed.tokens) - 1 for feed in feeds]
+        last_tokens = torch.tensor(ends, device=device)
         last = self.engine.last_stage(batch, self.cache)
         if last is None:
             return torch.zeros(len(feeds), self.vocab, device=device)
         chunk, hidden = last
-        # Only the last token of each feed needs logits.
-        ends = [len(feed.tokens) - 1 for feed in feeds]
-        last_tokens = torch.tensor(ends, device=device)
         rows = torch.arange(len(feeds), device=device)
         picked = hidden[last_tokens, rows].unsqueeze(0)
         logits = chunk.logits((picked,))

@@ -57,6 +57,13 @@ class Microbatch:
         fields: dict[str, Any] = {
             name: value for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        moved = {name: value.to(device, non_blocking=True) for name, value in fields.items()}
-        extras = {name: value.to(device, non_blocking=True) for name, value in self.extras.items()}
+        moved = {name: _moved(value, device) for name, value in fields.items()}
+        extras = {name: _moved(value, device) for name, value in self.extras.items()}
         return replace(self, extras=extras, **moved)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on the device. A copy from pageable memory to a GPU would wait for the work that is queued there."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -44,9 +44,9 @@ def _train(
     if engine.options.lora is not None:
         init_adapters(engine, seed=7)
     for number in range(STEPS):
-        own = [batch.to(device) for batch in own_batches(case, number, engine)[:MICROBATCHES]]
         if now is not None:
             now.clear()
+        own = [batch.to(device) for batch in own_batches(case, number, engine)[:MICROBATCHES]]
         report = engine.train_step(own, lr=1e-3, weight_decay=0.1)
         found.append((report.loss, report.grad_norm))
         if now is not None and number == 1:

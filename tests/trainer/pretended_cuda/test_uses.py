@@ -1,8 +1,11 @@
 """Further uses of a pretended GPU: preferences, generation, and saves. They give the results of a CPU."""
 
 from argparse import Namespace
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -117,6 +120,53 @@ def test_generated_tokens_are_those_of_a_cpu(gpu_world: PretendedWorld, model: s
 def test_two_ranks_generate_as_two_cpus(gpu_world: PretendedWorld) -> None:
     (found, _) = gpu_world.run(2, _generate_on_both, "qwen3", 2)
     require_same_tokens(*found)
+
+
+class Copies(NamedTuple):
+    """Copies from pageable memory, for which the host waits, while texts are generated."""
+
+    after_layers: int
+    """Those between a pass's layers and its head."""
+    of_beams: int
+    """Those that move the caches of beams in a pass."""
+
+
+def _copies(_rank: int) -> Copies:
+    config = MODELS["llama"]
+    late: Counter[str] = Counter()
+    with PretendedGpu() as record:
+        grid = make_grid(Layout(stage_layers=(config.layer_count,)), 1, GPU)
+        engine = Engine(config, grid, ModelOptions(dtype="float32", trains=False), None)
+        init_weights(engine, std=0.3, seed=5)
+        model = EngineModel(engine, SLOTS, LENGTH)
+        compute = engine.last_stage
+
+        def last_stage(*given: Any) -> Any:
+            found = compute(*given)
+            assert found is not None
+            chunk, hidden = found
+            before = Counter(record.unpinned)
+
+            def logits(payload: Any) -> Tensor:
+                late.update(record.unpinned - before)
+                made: Tensor = chunk.logits(payload)
+                return made
+
+            return SimpleNamespace(logits=logits), hidden
+
+        with mock.patch.object(engine, "last_stage", last_stage):
+            generate(model, REQUESTS)
+        record.clear()
+        model.cache.copy([0, 1], [1, 0], 5)
+    return Copies(late.total(), record.unpinned.total())
+
+
+def test_a_pass_of_generation_does_not_wait_between_its_layers_and_its_head(
+    gpu_world: PretendedWorld,
+) -> None:
+    (found,) = gpu_world.run(1, _copies)
+    assert found.after_layers == 0
+    assert found.of_beams <= 2
 
 
 def _save_and_train(_rank: int, root: Path, asynchronous: bool) -> dict[str, torch.Tensor]:
