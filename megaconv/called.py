@@ -4,7 +4,7 @@ Without this check, a misspelled option or text instead of a number would fail d
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Real
@@ -62,11 +62,13 @@ def require_type(where: str, value: object, hint: Any) -> None:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """True if a value fits a type hint. A generic type is checked without its arguments.
+    """True if a value fits a type hint. Of a generic type's arguments, only those of sequences are checked.
 
     A bool doesn't count as a number, and text doesn't count as a sequence.
     """
     origin = get_origin(hint)
+    if origin is Sequence and isinstance(value, (list, tuple)):
+        return all(_fits(each, get_args(hint)[0]) for each in value)
     if origin in (Union, UnionType):
         return any(_fits(value, each) for each in get_args(hint))
     if hint is Any:

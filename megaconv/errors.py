@@ -187,7 +187,7 @@ CODES = {
     "truncated-file": Cause(3, "a file of the input ends too early"),
     "mixed-iterations": Cause(
         3,
-        "files of the input are of different iterations, or not of the one that their directory names",
+        "files of the input are of different iterations or runs, or not of the iteration that their directory names",
     ),
     "misplaced-rank-file": Cause(3, "a rank file lies in the directory of another rank"),
     "no-fingerprints": Cause(3, "verify finds no megaconv.json to compare with"),

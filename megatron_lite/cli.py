@@ -1,129 +1,18 @@
-"""The command line: `megatron-lite pretrain | finetune | preprocess | generate ...`. torchrun starts it in every process."""
+"""The entry point of `megatron-lite`. It imports little, so that Ctrl-C ends a command in one line from its start on."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-
-from megaconv.errors import CheckpointError
-from megaconv.extras import require_torch
-from megaconv.terminal import hide_download_bars
-from megatron_lite.commands.catalog import OTHERS
-from megatron_lite.processes.failure import refuse
-from megatron_lite.processes.slurm import adopt
-from megatron_lite.settings.arguments import DESCRIPTIONS, make_parser, parse
-from megatron_lite.settings.help_text import short_help
-from megatron_lite.settings.short_form import ShortForm, positionals
-
-USAGE = """usage: megatron_lite COMMAND [FLAGS]
-
-commands:
-  pretrain     {pretrain}
-  finetune     {finetune}
-  plan         What a run would take: memory of each rank, bytes between ranks, the pipeline's bubble.
-  preprocess   Turn text into Megatron's indexed files.
-  data         Prepare a corpus of text: clean, dedup, decontaminate, split, score and others.
-  generate     Let a model continue texts.
-  chat         Talk with a model.
-  score        Log-probabilities of given tokens.
-  serve        A model behind OpenAI's routes and Megatron's PUT /api.
-  evaluate     Measure a model on zero-shot tasks, on a corpus, or on tasks of lm-eval.
-  calibrate    Measure the inputs of each matrix, for `megaconv convert --quantize fp8 --calibration`.
-  retro        Build or show the chunk database and the neighbours for Retro.
-  embed        Embed passages, for retrieve.
-  retrieve     Find passages for questions, and count those with an answer.
-  models       List the families of models, and which of them can be trained.
-  recipes      List settings for common models, for finetune --recipe.
-  plot         Draw the curves of runs side by side, in the terminal or as a page.
-  completion   Print a script that completes commands and flags in bash, zsh or fish.
-
-`megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:
-  torchrun --nproc-per-node 4 -m megatron_lite pretrain --tensor-model-parallel-size 2 ...
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and end the process with its exit status: 0 done, 1 failed, 2 wrong usage, 3 an input is corrupt."""
-    hide_download_bars()
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    command = words[0] if words else "--help"
-    if command in ("-h", "--help"):
-        if _is_first():
-            print(USAGE.format(**DESCRIPTIONS), end="")
-        sys.exit(0 if words else 2)
-    if command == "--version":
-        from megaconv._version import __version__
-
-        print(f"megatron-lite {__version__}")
-        sys.exit(0)
-    if command in OTHERS:
-        sys.exit(_run_other(command, words[1:]))
-    if command not in DESCRIPTIONS:
-        _refuse(f"unknown command {command!r}; there are {', '.join((*DESCRIPTIONS, *OTHERS))}")
-    _train(command, words[1:])
-
-
-def _run_other(command: str, words: list[str]) -> int | None:
-    """Run a command that doesn't train. Returns its exit status; 1 if its output can't be written."""
     try:
-        status: int | None = import_module(OTHERS[command]).main(words)
-        sys.stdout.flush()
-    except OSError as error:
-        if error.filename is not None:  # not an error of a stream
-            raise
-        # Python flushes standard output once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        is_unread = isinstance(error, BrokenPipeError)
-        return 1 if is_unread else refuse(str(error), 1)
-    return status
+        from megatron_lite.commands.command_line import run
 
-
-def _train(command: str, words: list[str]) -> None:
-    try:
-        adopt()
-        _help_if_asked(command, words)
-        short = _short_form(words) if command == "finetune" else None
-        settings, ignored = parse(command, words if short is None else words[2:], short)
-        require_torch(f"megatron-lite {command}", extras="train,data")
-    except CheckpointError as error:
-        _refuse(str(error), error.exit_status)
-    if ignored and _is_first():
-        flags = ", ".join(ignored)
-        print(f"without effect here: {flags}", file=sys.stderr)
-    from megatron_lite.loop.session import run
-
-    run(settings, finetune=command == "finetune")
-
-
-def _help_if_asked(command: str, words: Sequence[str]) -> None:
-    """Print the help and end the process, if the words ask for it."""
-    asked = {"-h", "--help", "--help-all"}.intersection(words)
-    if not asked:
-        return
-    if _is_first():
-        text = make_parser(command).format_help() if "--help-all" in asked else short_help(command)
-        print(text, end="")
-    sys.exit(0)
-
-
-def _short_form(words: Sequence[str]) -> ShortForm | None:
-    """Return MODEL and DATA, and what the processes and the device are. Raises UsageError."""
-    found = positionals(words)
-    if not found:
-        return None
-    require_torch("megatron-lite finetune", extras="train,data")
-    import torch
-
-    model, data = found
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-    return ShortForm(model, data, ranks, bf16=bf16)
-
-
-def _is_first() -> bool:
-    """Return whether this is rank 0. All ranks have the same output, so only rank 0 prints it."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _refuse(message: str, status: int = 2) -> None:
-    sys.exit(refuse(message, status))
+        run(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("megatron_lite: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

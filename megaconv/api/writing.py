@@ -64,7 +64,7 @@ def convert(
     optimizer: bool | None = None,
     use_distributed_optimizer: bool | None = None,
     allow_lossy: Sequence[str] = (),
-    adapters: Sequence[str] = (),
+    adapters: Sequence[str | Path] = (),
     dry_run: bool = False,
     verify: bool = False,
     overwrite: bool = False,
@@ -134,7 +134,7 @@ class _Counter:
 @checked
 def merge(
     base: str | Path,
-    adapters: str | Sequence[str],
+    adapters: str | Path | Sequence[str | Path],
     save_dir: str | Path,
     *,
     saver: str = "hf",
@@ -160,7 +160,7 @@ def merge(
     Raises megaconv.errors.CheckpointError.
     """
     asked = built(ConvertOptions, "merge", locals())
-    words = [adapters] if isinstance(adapters, str) else adapters
+    words = [adapters] if isinstance(adapters, (str, Path)) else adapters
     return _convert(
         base, save_dir, saver, replace(asked, adapters=adapter_choices(words)), dry_run, progress
     )

@@ -30,9 +30,11 @@ class AdapterChoice(NamedTuple):
     """The factor of the adapter's weight deltas."""
 
 
-def adapter_choices(words: Iterable[str | AdapterChoice]) -> tuple[AdapterChoice, ...]:
+def adapter_choices(words: Iterable[str | Path | AdapterChoice]) -> tuple[AdapterChoice, ...]:
     """The adapters that words such as `DIR` or `DIR:0.5` name. Raises UsageError for a weight that isn't a number."""
-    return tuple(_adapter_choice(word) if isinstance(word, str) else word for word in words)
+    return tuple(
+        word if isinstance(word, AdapterChoice) else _adapter_choice(str(word)) for word in words
+    )
 
 
 def _adapter_choice(word: str) -> AdapterChoice:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megaconv.local_paths import local_path
+from megaconv.model.ceilings import VOCABULARY
 from megaconv.model.layout import LayerSplit
 from megaconv.options.layer_split import SPLIT
 from megaconv.options.option import (
@@ -101,7 +102,7 @@ class SaveOptions:
         None,
         "--make-vocab-size-divisible-by",
         heading=FORM,
-        range=Range(1),
+        range=Range(1, VOCABULARY),
         help="Pad the vocabulary to a multiple of this number times tp; default: the source's, else 128.",
     )
     vocab_padding: str = option(

@@ -137,7 +137,7 @@ def _encoded(
         waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
         try:
             for batch in batches:
-                waiting.append((batch, pool.submit(encode, options.encoding, batch)))
+                waiting.append((batch, _submit(pool, options.encoding, batch)))
                 if len(waiting) >= QUEUED * options.workers:
                     yield _next(waiting)
             while waiting:
@@ -148,6 +148,17 @@ def _encoded(
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _submit(
+    pool: ProcessPoolExecutor, encoding: EncodingOptions, batch: Batch
+) -> "Future[Encoded]":
+    """Submit a batch. A worker that starts meanwhile never receives Ctrl-C, not even before `_start_worker`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.submit(encode, encoding, batch)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _next(waiting: deque[tuple[Batch, "Future[Encoded]"]]) -> tuple[Batch, Encoded]:

@@ -112,6 +112,17 @@ def test_two_adapters_are_merged_one_after_the_other_each_times_its_weight(tmp_p
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")[name + ".weight"], expected)
 
 
+def test_python_takes_paths_of_adapters(tmp_path: Path) -> None:
+    base, adapter = LINEAR / "base", LINEAR / "adapter"
+    named = megaconv.merge(base, str(adapter), tmp_path / "named")
+    given: list[Path | list[Path]] = [adapter, [adapter]]
+    for number, adapters in enumerate(given):
+        merged = megaconv.merge(base, adapters, tmp_path / str(number))
+        assert merged.fingerprint == named.fingerprint
+    converted = megaconv.convert(base, tmp_path / "core", saver="core", adapters=[adapter])
+    assert converted.fingerprint == named.fingerprint
+
+
 def test_an_adapter_is_merged_in_the_wider_of_two_dtypes(tmp_path: Path) -> None:
     adapter = LINEAR / "adapter"
     assert (

@@ -101,6 +101,20 @@ def test_rank_files_that_saw_another_number_of_samples_are_no_model(two_files: P
     assert refused.value.code == "mixed-iterations"
 
 
+@pytest.mark.parametrize(
+    ("name", "values"), [("seed", (1, 2)), ("lr", (1e-3, 2e-3)), ("global_batch_size", (8, 16))]
+)
+def test_rank_files_of_two_runs_at_the_same_iteration_are_no_model(
+    two_files: Path, name: str, values: tuple[float, float]
+) -> None:
+    for file, value in zip(rank_paths(two_files), values, strict=True):
+        edit([file], args={name: value})
+    expected = rf"has args.{name} {values[0]}, .* {values[1]}: they are from two runs. Copy all"
+    with pytest.raises(CorruptCheckpoint, match=expected) as refused:
+        megaconv.open(two_files)
+    assert refused.value.code == "mixed-iterations"
+
+
 def test_an_iteration_that_is_not_the_one_of_its_directory_is_refused_and_both_names_are_told(
     two_files: Path,
 ) -> None:

@@ -300,7 +300,15 @@ def test_an_unknown_option_is_a_type_error(hf: Path, tmp_path: Path) -> None:
         ),
         (
             lambda: megaconv.convert("a", "b", saver="hf", adapters="lora"),
-            r"expected Sequence\[str\], found str",
+            r"expected Sequence\[str \| Path\], found str",
+        ),
+        (
+            lambda: megaconv.convert("a", "b", saver="hf", adapters=[2]),
+            r"expected Sequence\[str \| Path\], found list",
+        ),
+        (
+            lambda: megaconv.push("a", "b/c", include=["*.json", 2]),
+            r"expected Sequence\[str\], found list",
         ),
         (lambda: megaconv.convert("a", "b"), r"convert\(\): missing a required argument: 'saver'"),
         (lambda: megaconv.diff("a", "b", tolerance=True), r"expected float, found bool"),
@@ -345,8 +353,9 @@ def test_sizes_of_numpy_are_written_as_numbers(
 
 OUT_OF_RANGE = [
     *(({name: value}, rf"--{name} {value}: expected 1 or more") for name in ("tp", "pp", "vpp", "ep", "etp") for value in (0, -1)),
-    ({"make_vocab_size_divisible_by": -128}, "--make-vocab-size-divisible-by -128: expected 1 or more"),
-    ({"make_vocab_size_divisible_by": 0}, "--make-vocab-size-divisible-by 0: expected 1 or more"),
+    ({"make_vocab_size_divisible_by": -128}, "--make-vocab-size-divisible-by -128: expected 1 to 268,435,456"),
+    ({"make_vocab_size_divisible_by": 0}, "--make-vocab-size-divisible-by 0: expected 1 to 268,435,456"),
+    ({"make_vocab_size_divisible_by": 1 << 62}, "expected 1 to 268,435,456"),
     ({"ckpt_format": "torch_dist", "dist_files": -1}, "--dist-files -1: expected 1 to 65,536"),
     ({"ckpt_format": "torch_dist", "dist_files": 0}, "--dist-files 0: expected 1 to 65,536"),
     ({"workers": -1}, "--workers -1: expected 0 to 1,024"),

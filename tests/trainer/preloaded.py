@@ -9,7 +9,7 @@ import gc
 
 import torch.distributed.checkpoint  # noqa: F401
 
-import megatron_lite.cli
+import megatron_lite.commands.command_line
 import megatron_lite.engine
 import megatron_lite.loop.session  # noqa: F401
 from megaconv.families import families

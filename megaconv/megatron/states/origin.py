@@ -2,6 +2,7 @@
 
     iteration                       of every rank file and common.pt: the same in all, and the number of iter_0000005/
     args.consumed_train_samples     the same in all files of one save
+    args.seed, args.lr and others   the same in all files of one run
     args.rank, args.world_size      the rank that wrote the file; with the sizes in args they give the file's directory
 
 Ranks are numbered over tensor parallel ranks first, then context, expert and data parallel ranks, and pipeline stages
@@ -27,6 +28,8 @@ Numbers = tuple[int, ...]
 _States = Mapping[Numbers, Mapping[str, Any]]
 _Files = Mapping[Numbers, Path]
 
+_OF_ONE_RUN = ("seed", "lr", "min_lr", "weight_decay", "global_batch_size", "train_iters")
+"""Arguments that all ranks of a run get from its command line. Files of two runs often differ in one of them."""
 _OF_A_RUN = ("rng_state", "torch_rng_state", "optimizer", "opt_param_scheduler", "lr_scheduler")
 """Keys of files that a run saved. Tools, which save every rank's file from one process, write none of them."""
 
@@ -54,25 +57,33 @@ def require_iteration(version: Path, file: Path, iteration: object) -> None:
 
 
 def require_one_save(states: _States, files: _Files, version: Path) -> None:
-    """Raises CorruptCheckpoint for files of several saves, or of another iteration than `version`.
+    """Raises CorruptCheckpoint for files of several saves or runs, or of another iteration than `version`.
 
     For several saves, the error names two of the files.
     """
     iterations = _iterations(states)
     _require_same("iteration", iterations, files, version)
     _require_same("consumed_train_samples", _samples(states), files, version)
+    for name in _OF_ONE_RUN:
+        _require_same(f"args.{name}", _argument(name, states), files, version, of_two="runs")
     for numbers, iteration in sorted(iterations.items()):
         require_iteration(version, files[numbers], iteration)
 
 
-def _require_same(what: str, values: Mapping[Numbers, int], files: _Files, version: Path) -> None:
+def _require_same(
+    what: str,
+    values: Mapping[Numbers, int | float],
+    files: _Files,
+    version: Path,
+    of_two: str = "saves, or a save was interrupted",
+) -> None:
     if len(set(values.values())) < 2:
         return
     first = min(values)
     other = min(numbers for numbers in values if values[numbers] != values[first])
     raise CorruptCheckpoint(
         f"{version}: {_name(files[first])} has {what} {values[first]}, {_name(files[other])} {values[other]}: they are from two "
-        "saves, or a save was interrupted. Copy all files of one save",
+        f"{of_two}. Copy all files of one save",
         code="mixed-iterations",
     )
 
@@ -198,11 +209,18 @@ def _is_iteration(value: object) -> TypeGuard[int]:
 
 
 def _samples(states: _States) -> dict[Numbers, int]:
-    found = {
-        numbers: getattr(state.get("args"), "consumed_train_samples", None)
-        for numbers, state in states.items()
-    }
+    found = _argument("consumed_train_samples", states)
     return {numbers: value for numbers, value in found.items() if type(value) is int}
+
+
+def _argument(name: str, states: _States) -> dict[Numbers, int | float]:
+    """The argument in each file that has it."""
+    found = {numbers: getattr(state.get("args"), name, None) for numbers, state in states.items()}
+    return {
+        numbers: value
+        for numbers, value in found.items()
+        if isinstance(value, (int, float)) and value == value  # a NaN differs from itself
+    }
 
 
 def _name(file: Path) -> str:
