@@ -371,7 +371,10 @@ def test_ranks_started_together_generate_what_one_does(
             ["generate", "--load", "MODEL", "7 -9", *NUMBERS],
             "token -9 is outside the model's vocabulary",
         ),
-        (["chat", "--load", "MODEL", *NUMBERS], "the model has no tokenizer; --tokenizer-model DIR"),
+        (
+            ["chat", "--load", "MODEL", *NUMBERS],
+            "the model has no tokenizer; --tokenizer-model DIR",
+        ),
         (
             ["generate", "--load", "MODEL", "some words", *NUMBERS],
             "--tokenizer-model DIR gives one",
