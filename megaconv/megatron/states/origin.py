@@ -65,7 +65,9 @@ def require_one_save(states: _States, files: _Files, version: Path) -> None:
     _require_same("iteration", iterations, files, version)
     _require_same("consumed_train_samples", _samples(states), files, version)
     for name in _OF_ONE_RUN:
-        _require_same(f"args.{name}", _argument(name, states), files, version, of_two="runs")
+        _require_same(
+            f"args.{name}", _argument(name, states), files, version, "they are from two runs"
+        )
     for numbers, iteration in sorted(iterations.items()):
         require_iteration(version, files[numbers], iteration)
 
@@ -75,15 +77,15 @@ def _require_same(
     values: Mapping[Numbers, int | float],
     files: _Files,
     version: Path,
-    of_two: str = "saves, or a save was interrupted",
+    cause: str = "they are from two saves, or a save was interrupted",
 ) -> None:
     if len(set(values.values())) < 2:
         return
     first = min(values)
     other = min(numbers for numbers in values if values[numbers] != values[first])
     raise CorruptCheckpoint(
-        f"{version}: {_name(files[first])} has {what} {values[first]}, {_name(files[other])} {values[other]}: they are from two "
-        f"{of_two}. Copy all files of one save",
+        f"{version}: {_name(files[first])} has {what} {values[first]}, {_name(files[other])} {values[other]}: {cause}. "
+        "Copy all files of one save",
         code="mixed-iterations",
     )
 
