@@ -7,8 +7,6 @@ prediction are left out. Converted between Hugging Face's files. Source: Bailing
 modeling_bailing_hybrid.py of transformers 5.23.
 """
 
-from collections.abc import Collection, Mapping
-
 from megaconv.errors import UnknownFamily
 from megaconv.families import Family
 from megaconv.families.kimi_linear import FAMILY as KIMI
@@ -39,7 +37,7 @@ from megaconv.families.parts.keys import (
 from megaconv.families.parts.latent_attention import LATENT_ATTENTION, LATENT_NORMS, latent_heads
 from megaconv.families.parts.layer_mixers import layer_mixers
 from megaconv.families.parts.mamba_and_mlp import rows_of
-from megaconv.families.parts.mtp import MTP_LEFT_OUT
+from megaconv.families.parts.mtp import MTP_LEFT_OUT, mtp_apart
 from megaconv.families.parts.rope import rope
 from megaconv.families.parts.row_changes import hf_only, with_modules, without_biases
 from megaconv.model.config import ModelConfig
@@ -64,12 +62,6 @@ _BIAS = ROUTER_BIAS.renamed(hf="model.layers.{l}.mlp.gate.expert_bias")
 _MLPS = (*without_biases(DEEPSEEK_MLPS), _BIAS)
 _EMBEDDING = OWN_HEAD.renamed(hf="model.word_embeddings.weight")
 ROWS = hf_only((_EMBEDDING, *_MIXERS, *_GATES, *_MLPS, *HEAD))
-
-
-def _mtp_apart(names: Collection[str]) -> Mapping[str, str]:
-    """The tensors of layers for multi-token prediction under names of their own. Such a layer has a matrix `eh_proj`."""
-    layers = tuple(name.partition("eh_proj")[0] for name in names if ".eh_proj." in name)
-    return {name: f"mtp.{name}" for name in names if layers and name.startswith(layers)}
 
 
 def _words(raw: Raw, layers: int) -> list[str]:
@@ -179,7 +171,7 @@ FAMILY = Family(
     ignored=ROPE_FREQUENCIES,
     features=("mla",),
     left_out=MTP_LEFT_OUT,
-    other_names=_mtp_apart,
+    other_names=mtp_apart,
     recognized=None,
     proven="names",
 )

@@ -8,6 +8,7 @@ from megaconv.families import Family
 from megaconv.families.glm import GATE_UP, GLM_KEYS
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, PLAIN, SILU
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP, ROPE_FREQUENCIES
+from megaconv.families.parts.mtp import MTP_LEFT_OUT, mtp_apart
 from megaconv.families.parts.norm_places import norms_at
 from megaconv.families.parts.row_changes import in_core, respelled
 
@@ -26,6 +27,8 @@ FAMILY = Family(
     fixed={**LLAMA_LIKE, "positions.interleaved": True, "norm.place": "both"},
     only=SILU,
     ignored=ROPE_FREQUENCIES,
+    left_out=MTP_LEFT_OUT,
+    other_names=mtp_apart,
     recognized=PLAIN.replace("!interleaved", "interleaved").replace(
         "pre_norm", "sandwich_norm !qk_norm"
     ),

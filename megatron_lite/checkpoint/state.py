@@ -26,6 +26,9 @@ from megatron_lite.settings.sizes import Sizes
 Rates = tuple[float, float, float | None]
 """Learning rate, weight decay, and the learning rate of embedding and head if they have a separate one."""
 
+_ENUMERATIONS = ("attention_backend",)
+"""Flags that are members of an enumeration in Megatron's args. Megatron would take their name for another value."""
+
 OURS = "megatron_lite"
 """The key of values that only this trainer needs, to continue bit by bit."""
 
@@ -113,6 +116,7 @@ def _plain_settings(settings: Settings) -> dict[str, Any]:
         name: list(value) if isinstance(value, tuple) else value
         for subject in subjects()
         for name, value in vars(getattr(settings, subject)).items()
+        if name not in _ENUMERATIONS
     }
 
 

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megaconv
+from megaconv.errors import TensorMismatch
 from megaconv.families.parts.language_model import DEFAULTS
 from tests.models import write_llama
 from tests.runs import assert_refused, run
@@ -340,6 +341,28 @@ def test_the_flat_config_json_of_paddle_ocr_and_the_names_of_its_files_are_read(
     assert meaning(load(tmp_path / "flat alone").config) == meaning(
         load(tmp_path / "nested alone").config
     )
+
+
+@pytest.mark.slow
+def test_the_layer_for_multi_token_prediction_of_glm_ocr_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    create(MODELS["glm_ocr"], tmp_path / "plain")
+    shutil.copytree(tmp_path / "plain", tmp_path / "published")
+    weights = load_file(tmp_path / "plain/model.safetensors")
+    layer = f"model.language_model.layers.{SIZES['num_hidden_layers']}."
+    further = {f"{layer}{name}.weight": torch.ones(4, 4) for name in ("eh_proj", "mlp.down_proj")}
+    save_file(weights | further, tmp_path / "published/model.safetensors")
+    for name in ("plain", "published"):
+        megaconv.convert(tmp_path / name, tmp_path / f"{name} out", saver="hf", verify=True)
+        assert_same_weights(tmp_path / f"{name} out", tmp_path / "plain")
+    assert (
+        "layers for multi-token prediction are not converted, 2 tensors are left out" in caplog.text
+    )
+    alone = {f"{layer}mlp.down_proj.weight": torch.ones(4, 4)}
+    save_file(weights | alone, tmp_path / "published/model.safetensors")
+    with pytest.raises(TensorMismatch, match="1 tensor"):
+        megaconv.convert(tmp_path / "published", tmp_path / "out", saver="hf")
 
 
 # Mistral's class has other default sizes in transformers 5 than in 4. `paddleocr_vl` is the whole model in transformers.

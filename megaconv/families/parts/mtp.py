@@ -146,6 +146,13 @@ MTP_LEFT_OUT = {r"(model\.)?mtp.*": "layers for multi-token prediction"}
 """MTP layers of architectures for which no source gives Megatron's names of these tensors."""
 
 
+def mtp_apart(names: Collection[str]) -> Mapping[str, str]:
+    """The tensors of layers for multi-token prediction under names that MTP_LEFT_OUT matches. Such a layer has a matrix
+    `eh_proj`."""
+    layers = tuple(name.partition("eh_proj")[0] for name in names if ".eh_proj." in name)
+    return {name: f"mtp.{name}" for name in names if layers and name.startswith(layers)}
+
+
 def without_missing(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     """Set the number of MTP layers to those in Hugging Face's names. transformers keeps the number in config.json, but
     doesn't save the layers."""

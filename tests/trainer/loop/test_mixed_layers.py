@@ -47,6 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 10,
         "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 4,
+        "head_dim": 4,
         "v_head_dim": 6,
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-6,
