@@ -56,7 +56,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         found, config, left_out = _language_model(found, config, family, weights.name)
     elif config.whole is not None:
         found, beside, config = split_whole(found, config, family.rows, weights.name)
-        config = _tied_without_head(config, found)
+        config = _tied_without_head(config, found, family)
     found = _with_names_of_family(found, family, weights.name)
     # MXFP4 stores experts as rows, while plain weights may be transposed.
     naming = HF_STACKED if quant_method(quantized, weights.name) == "mxfp4" else HF
@@ -112,7 +112,7 @@ def _language_model(
     names = inner_names(found, family.rows)
     left_out = Counter(_module(name) for name in found if name not in names)
     kept = renamed(found, names, where)
-    return kept, _tied_without_head(config, kept), dict(left_out)
+    return kept, _tied_without_head(config, kept, family), dict(left_out)
 
 
 def _module(name: str) -> str:
@@ -121,8 +121,17 @@ def _module(name: str) -> str:
     return ".".join(words[:2]) if words[0] == "model" else words[0]
 
 
-def _tied_without_head(config: ModelConfig, names: Collection[str]) -> ModelConfig:
-    return config if "lm_head.weight" in names else changed(config, {"tie_embeddings": True})
+def _tied_without_head(config: ModelConfig, names: Collection[str], family: Family) -> ModelConfig:
+    """The configuration, with tied embeddings if no name is that of a head in any form of Hugging Face's files."""
+    heads = {
+        spelling.name
+        for row in family.rows
+        if row.canonical == "head.weight"
+        for key, spelled in row.names.items()
+        if key.startswith(HF.scheme)
+        for spelling in spelled
+    }
+    return config if heads & set(names) else changed(config, {"tie_embeddings": True})
 
 
 def _scheme(config: Mapping[str, Any], where: str) -> str:

@@ -367,6 +367,16 @@ OWN_KEYS: dict[str, Raw] = {
         "vocab_size_per_layer_input": 120,
     },
     "gemma4_unified_text": {**GEMMA_4, "use_double_wide_mlp": True},
+    "mistral_large4_text": {
+        **{key: size for key, size in LATENT_KEYS.items() if key != "q_lora_rank"},
+        **INDEXER_KEYS,
+        **MLP_KINDS,
+        "head_dim": LATENT_SIZES["qk_rope_head_dim"],
+        "no_rope_layers": [1, 0, 0, 1],
+        "kv_source_layers": [0, 1, 1, 0],
+        "indexer_types": ["full", "shared", "full", "shared"],
+        "rope_scaling": {"rope_type": "default"},
+    },
     "molmo2_text": {"additional_vocab_size": 8, "rope_scaling_layers": [1, 3]},
     "baichuan": {"head_dim": 4, "num_key_value_heads": 8},
     "minimax_m3_vl_text": {

@@ -227,7 +227,7 @@ BETWEEN_FILES = (
         "nemotron_nas",
     ),
     "step3p5",
-    *("axk2", "laguna", "lfm3", "mimo_v2_flash"),
+    *("axk2", "laguna", "lfm3", "mimo_v2_flash", "mistral_large4_text"),
 )
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
 BEYOND_MEGATRON = (

@@ -35,9 +35,9 @@ from megaconv.model.table import canonical_shapes
 
 _log = logging.getLogger("megaconv")
 
-_SEPARATE = (".block_sparse_moe.", ".mlp.gate.weight_1")
+_SEPARATE = (".block_sparse_moe.", ".mlp.gate.weight_1", ".attention.wkv_b.")
 """Parts of names in files in which each expert has tensors of its own, under other names than in transformers' class:
-names of Mixtral's, and the second router of ERNIE 4.5 VL."""
+names of Mixtral's, the second router of ERNIE 4.5 VL, and Mistral Large 4's latent attention."""
 _FUSED = ".self_attn.att_proj."
 """Part of the names of files with q, k and v in one tensor, under other names than those of transformers' class."""
 _STACKED = (".experts.gate_up_proj", ".experts.down_proj")

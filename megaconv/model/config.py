@@ -52,6 +52,7 @@ class ModelConfig(DescribedModel):
         derived = {
             "nope_dim": self.attention.head_dim - rope_dim,
             "kv_and_rope": self.latent.kv_rank + rope_dim,
+            "rope_pairs": rope_dim // 2,
             "expert_hidden": self.experts.latent or self.hidden,
             "attn_v_dim": self.attention.v_dim or self.attention.head_dim,
             "position_rows": self.max_positions + self.positions.offset,

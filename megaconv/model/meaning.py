@@ -119,6 +119,8 @@ def _of_attention_without_effect(config: ModelConfig) -> Iterator[str]:
         yield "attention.sinks_in_windows"
     if not config.has("block_indexer"):
         yield from _fields_below("block_indexer.")
+    if not config.indexer.heads:
+        yield "layers.shares_index"
     yield from _of_entries_without_effect(config)
 
 
@@ -149,6 +151,7 @@ def _of_entries_without_effect(config: ModelConfig) -> Iterator[str]:
 _OF_ROPE = (
     "positions.theta", "positions.local_theta", "positions.scaling", "positions.rotary_percent", "positions.interleaved",
     "positions.backwards", "positions.sections", "positions.local_rotary_percent", "layers.rotates", "layers.scales_positions",
+    "positions.scaled_frequencies",
 )  # fmt: skip
 
 

@@ -104,6 +104,9 @@ class Indexer:
     """Elements of one head, of which `latent.rope_dim` rotate."""
     topk: int = 0
     """Number of positions selected for each token."""
+    from_hidden: bool = False
+    """True if queries of the indexer come from the hidden states after a LayerNorm. False: from the latent vector of
+    attention's queries."""
     interleaved: bool = False
     """True if an element rotates with its neighbour. False if it rotates with the element half of the rotating part
     further on."""

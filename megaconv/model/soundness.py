@@ -15,6 +15,7 @@ def require_sound(model: DescribedModel) -> None:
     _check_experts(model)
     _check_latent(model)
     _check_indexer(model)
+    _check_sources(model)
     _check_compressed(model)
     _check_head(model)
     _check_linear(model)
@@ -57,10 +58,27 @@ def _check_indexer(model: DescribedModel) -> None:
     if not indexer.heads:
         return
     fits = indexer.head_dim >= latent.rope_dim > 0
-    if not (latent.q_rank and fits and indexer.topk > 0):
+    has_queries = indexer.from_hidden or latent.q_rank
+    if not (has_queries and fits and indexer.topk > 0):
         what = f"{indexer.heads} heads of {indexer.head_dim} that choose {indexer.topk} positions"
         raise CorruptCheckpoint(
             f"the model's indexer can't have {what} where {latent.rope_dim} elements rotate"
+        )
+
+
+def _check_sources(model: DescribedModel) -> None:
+    """Refuses layers that take from a layer which isn't before them, or which has nothing of its own to give."""
+    for layer, kind in enumerate(model.layers):
+        source = kind.kv_source
+        if source is None:
+            continue
+        if not 0 <= source < layer or model.layers[source].kv_source is not None:
+            raise CorruptCheckpoint(
+                f"the model's layer {layer} can't take latent keys and values of layer {source}"
+            )
+    if model.indexer.heads and model.layers[0].shares_index:
+        raise CorruptCheckpoint(
+            "the model's first layer can't share positions that an earlier indexer selected"
         )
 
 

@@ -38,6 +38,10 @@ class LayerKind:
     if this layer has one."""
     keys_as_values: bool = False
     """True if the projection of keys also gives the values."""
+    kv_source: int | None = None
+    """Number of the earlier layer whose latent keys and values attention uses; None if it has its own."""
+    shares_index: bool = False
+    """True if attention reads the positions that the last indexer before this layer selected."""
     indexed: bool = False
     """True if a block indexer selects the blocks of keys that attention reads."""
     entries: str = "none"
@@ -95,6 +99,9 @@ class Attention:
     """Elements of one head's values; None for head_dim."""
     value_scale: float | None = None
     """A factor on values; None for 1."""
+    growing: bool = False
+    """True if queries of each head, also of an indexer's, are multiplied by scale * log(position + 1) + bias, with two
+    stored numbers for each head."""
     v_norm: bool = False
     """True if values are normalized like q and k, with a norm without weights."""
 
@@ -133,6 +140,8 @@ class Positions:
     """The same share in the layers with a window; None for rotary_percent."""
     interleaved: bool = False
     """True if an element rotates with its neighbour. False if it rotates with the element half a head further on."""
+    scaled_frequencies: bool = False
+    """True if a stored number for each rotating pair is the logarithm of a factor on its frequency."""
     backwards: bool = False
     """True if rope rotates in the other direction."""
     sections: tuple[int, ...] | None = None

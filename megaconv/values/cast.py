@@ -14,6 +14,8 @@ from megaconv.values import rounding
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Short names that --dtype accepts, with the full names, which it accepts too."""
 
+_KEPT = (".router.bias", "rope.alpha")
+"""Endings of the names of tensors that Megatron and transformers always keep in float32."""
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -130,8 +132,8 @@ class CastSource:
                 yield key, key, info.dtype
 
     def _dtype(self, key: Key, dtype: str) -> str:
-        if key.name.endswith(".router.bias") and ITEMSIZE[self.dtype] < ITEMSIZE[dtype]:
-            return dtype  # Megatron and transformers always keep it in float32
+        if key.name.endswith(_KEPT) and ITEMSIZE[self.dtype] < ITEMSIZE[dtype]:
+            return dtype
         return self.dtype if dtype in _FLOATS else dtype
 
     def _cast(self, key: Key, tensor: LazyTensor, dtype: str) -> LazyTensor:

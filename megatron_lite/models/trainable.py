@@ -48,6 +48,7 @@ CONVERTED_ONLY = {
     "mimo_v2_flash": "layers with other numbers of key/value heads, sinks in some layers, and values with a width of their own",
     "minimax_m3_vl_text": "indexers that select blocks of keys",
     "step3p5": "layers with numbers of heads of their own, and gates of whole heads",
+    "mistral_large4_text": "layers that share latent keys and values or an indexer's choice, and queries that grow by position",
     "molmo2_text": "a head without rows for the last tokens of the vocabulary",
     "nemotron_nas": "layers with sizes of their own, some of them without attention or without an MLP",
 }
@@ -69,6 +70,10 @@ NOT_COMPUTED = {
     "shared_kv": "layers that share keys and values",
     "keys_as_values": "keys that are the values as well",
     "v_norm": "norms of values",
+    "kv_sources": "layers that share latent keys and values",
+    "shared_index": "layers that share the positions that an indexer selected",
+    "growing_queries": "queries that grow with the position by learned numbers",
+    "scaled_frequencies": "learned factors on the frequencies of rope",
     "expert_norms": "norms of the router's and the experts' own",
     "layer_inputs": "a second embedding, with a part for each layer",
     "normalized_head": "a head whose rows are divided by their lengths",

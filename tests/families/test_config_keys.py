@@ -28,10 +28,12 @@ SILENT = {
     *((name, key) for name in ("bailing_hybrid", "kimi_linear") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
     *((name, key) for name in ("youtu", "minicpm3", "axk1", "mistral4") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
     *(("axk2", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
+    ("mistral_large4_text", "head_dim"), ("mistral_large4_text", "qk_head_dim"),
     *(("sarvam_mla", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads", "q_head_dim")),
     # another key says it layer by layer
     ("deepseek_v32", "first_k_dense_replace"), ("glm_moe_dsa", "first_k_dense_replace"),
     ("axk1", "first_k_dense_replace"), ("axk2", "first_k_dense_replace"), ("lfm2", "full_attn_idxs"),
+    *(("mistral_large4_text", key) for key in ("first_k_dense_replace", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")),
     ("bailing_hybrid", "layer_group_size"), ("bailing_hybrid", "first_k_dense_replace"), ("bailing_hybrid", "short_conv_kernel_size"),
     # layers for multi-token prediction, which are left out
     ("bailing_hybrid", "num_nextn_predict_layers"), ("deepseek_v4", "num_nextn_predict_layers"),
@@ -172,6 +174,7 @@ READ_UNDER_BOTH = {("qwen3_moe", "num_experts"), ("nemotron_h", "layer_types")}
 READ_BY_THE_CLASS = {
     "lfm2": {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
     "lfm2_moe": {"tie_embedding": "tie_word_embeddings"},
+    "mistral_large4_text": {"num_experts": "n_routed_experts"},
 }
 """Family -> further names that transformers' class reads itself, beside its attribute_map."""
 

@@ -122,6 +122,8 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "layers.sparsity": (0.5, (0.9, 0.9, 0.0, 0.0)),
     "layers.shares_kv": (False, (False, False, True, True), (True, False, False, False)),
     "layers.keys_as_values": (True, False, (False, True, False, True), (True, False, False, False)),
+    "layers.kv_source": ((None, 0, 0, 0), (None, 0, None, None)),
+    "layers.shares_index": (True, False, (False, False, True, True), (False, True, False, False)),
     "positions.sections": ((3, 2, 1),),
     "positions.kind": ("rope", "learned", "relative", "alibi"),
     "positions.scaling": SCALINGS,
@@ -142,6 +144,7 @@ CAPS_LOGITS = (
     "gemma3n_text",
     "gemma4_text",
     "gemma4_unified_text",
+    "mistral_large4_text",
     "nanochat",
     "vaultgemma",
 )

@@ -202,6 +202,8 @@ def every_kind(family: str) -> list[ModelConfig]:
         kinds = {"layers.entries": ("selected", "all"), "layers.hashed": (True, False)}
         kinds |= {"layers.mlp": "experts", "attention.kv_heads": 1}
         return [changed(config, kinds)]
+    if family == "mistral_large4_text":
+        return [config, changed(config, {"layers.rotates": (True, False)})]
     if family == "falcon_h1":
         biases = dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias"), True)
         layers = {"layers.mixer": "side_by_side", "layers.mlp": "dense"}

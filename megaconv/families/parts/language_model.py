@@ -87,6 +87,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma4_unified_text": _GEMMA_4,
     "minimax_m3_vl_text": {"vocab_size": 200064, "hidden_size": 6144, "num_hidden_layers": 60, "num_attention_heads": 64},
     "ernie4_5_vl_moe_text": {"vocab_size": 103424, "hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20},
+    "mistral_large4_text": {"vocab_size": 204800, "hidden_size": 6144, "num_hidden_layers": 72, "num_attention_heads": 64},
     "molmo2_text": {"vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32},
     "step3p5": {"vocab_size": 128815, "hidden_size": 4096, "num_hidden_layers": 45, "num_attention_heads": 64},
     "glm4v_text": {"partial_rotary_factor": 1.0},
@@ -201,7 +202,8 @@ def inner_names(names: Collection[str], rows: tuple[Row, ...]) -> dict[str, str]
         for name in names
         if name.startswith(longer) and not name.startswith(OUTSIDE)
     }
-    spelled = (spelling.name for row in rows for spelling in row.spelling(HF))
+    in_files = {key for row in rows for key in row.names if key.startswith(HF.scheme)}
+    spelled = (one.name for row in rows for key in in_files for one in row.names.get(key, ()))
     first_words = {f"{name.partition('.')[0]}." for name in spelled}
     if longer == OF_THINKER[1]:  # the encoders of a thinker are in it too
         return {old: new for old, new in found.items() if new.startswith(tuple(first_words))}
