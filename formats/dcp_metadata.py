@@ -131,7 +131,7 @@ def _range(path: Path, key: str, info: Mapping[str, Any], files: set[str]) -> Ra
         raise CorruptCheckpoint(
             f"{path}: {key} is stored through {how:.80}; save the checkpoint without extensions"
         )
-    if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
+    if any(type(number) is not int or number < 0 for number in (offset, nbytes)):
         raise ValueError(f"{key} lies at {offset!r:.40}, {nbytes!r:.40} bytes long")
     return Range(file, offset, nbytes)
 

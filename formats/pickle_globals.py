@@ -381,18 +381,11 @@ def is_ordinary(module: str, name: str) -> bool:
     """True if checkpoints use this name, as `resolve` gives it: this module reads it, or it is a class of a known
     package."""
     key = module, name
-    if (
-        key in _TENSORS
-        or key in _WRAPPERS
-        or key in _BY_TYPE
-        or key in _VALUES
-        or name in _HARMLESS.get(module, ())
-    ):
+    is_read = any(key in table for table in (_TENSORS, _WRAPPERS, _BY_TYPE, _VALUES))
+    if is_read or name in _HARMLESS.get(module, ()) or key == ("copyreg", "_reconstructor"):
         return True
     full = f"{module}.{name}"
-    return key == ("copyreg", "_reconstructor") or any(
-        pattern.fullmatch(full) for pattern in (_ORDINARY, _CLASS)
-    )
+    return any(pattern.fullmatch(full) for pattern in (_ORDINARY, _CLASS))
 
 
 def called_by(function: Global, args: tuple[object, ...]) -> list[Global]:

@@ -128,10 +128,9 @@ def require_flat(value: Any, most_levels: int = JSON_DEPTH) -> None:
         # Walk one level at a time, and only containers, so that a vocabulary's two million texts are not copied.
         below: list[Any] = []
         for each in level:
-            members = (
-                each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
-            )
-            below += [member for member in members if isinstance(member, dict | list)]
+            members = each.values() if isinstance(each, dict) else each
+            if isinstance(each, dict | list):
+                below += [member for member in members if isinstance(member, dict | list)]
         if not below:
             return
         level = below

@@ -156,6 +156,14 @@ def _require_same_model(file: Path, header: GgufHeader, family: str, config: Mod
             )
 
 
+def _main_dtype(matrices: set[str]) -> str:
+    """The dtype of the converted model. matrices: the stored dtypes of matrices, except for float32."""
+    if not matrices:
+        return "float32"
+    is_quantized = bool(matrices - {*_PLAIN})
+    return "bfloat16" if is_quantized else min(matrices)
+
+
 def _tensors(
     file: Path, header: GgufHeader, config: ModelConfig, dtype: str | None
 ) -> dict[str, LazyTensor]:
@@ -166,9 +174,7 @@ def _tensors(
         for each in header.tensors.values()
         if len(each.shape) > 1 and each.dtype != "float32"
     }
-    main = dtype or (
-        "float32" if not matrices else "bfloat16" if matrices - {*_PLAIN} else min(matrices)
-    )
+    main = dtype or _main_dtype(matrices)
     found: dict[str, LazyTensor] = {}
     for name, stored in header.tensors.items():
         if name in DIVISORS:

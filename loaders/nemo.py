@@ -126,13 +126,10 @@ def _without_root(members: list[str]) -> Mapping[str, str]:
     """Name without a common root directory -> name in the archive."""
     stripped = {name.partition("/")[2]: name for name in members if "/" in name}
     roots = {name.split("/")[0] for name in members}
-    is_inside = (
-        len(roots) == 1
-        and len(stripped) == len(members)
-        and bool(_ranks(list(stripped)))
-        and not _ranks(members)
-    )
-    return stripped if is_inside else {name: name for name in members}
+    has_one_root = len(roots) == 1 and len(stripped) == len(members)
+    if has_one_root and _ranks(list(stripped)) and not _ranks(members):
+        return stripped
+    return {name: name for name in members}
 
 
 def _parameters(state: Any, where: str) -> dict[str, Any]:

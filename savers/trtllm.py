@@ -94,12 +94,11 @@ def _ranks(header: Header, layout: Layout) -> Iterator[list[NativeTensor]]:
     tensors = RankTensors(rows, config, TRTLLM, layout, vocab)
     for chunk in layout.chunks():
         for tp_rank in range(layout.tp):
-            yield [
-                each
-                for native in tensors.of(tp_rank, chunk)
-                if native.copy is None or native.copy.written
-                for each in with_scales(native, header)
-            ]
+            found: list[NativeTensor] = []
+            for native in tensors.of(tp_rank, chunk):
+                if native.copy is None or native.copy.written:
+                    found += with_scales(native, header)
+            yield found
 
 
 def _padding(

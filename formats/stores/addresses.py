@@ -55,7 +55,8 @@ def parse(place: str) -> Address:
     is_account = kind == AZURE and bool(at) and _ACCOUNT.fullmatch(host) is not None
     is_payer = kind != AZURE and user == _REQUESTER_PAYS
     # The message repeats nothing: a secret key may contain a slash, so that a part of it looks like a prefix.
-    if (at and not is_account and not is_payer) or ":" in authority or _SIGNED.search(place):
+    has_user = bool(at) and not is_account and not is_payer
+    if has_user or ":" in authority or _SIGNED.search(place):
         raise ValueError(
             f"{scheme}://...: a URI must not hold credentials or a signature; {_CHAINS[kind]}"
         )

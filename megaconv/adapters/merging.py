@@ -36,13 +36,14 @@ class Merged:
     def summary(self) -> str:
         """A line for people: which adapter was merged, and how."""
         config, count = self.adapter.config, len(self.adapter.modules)
-        kind = "DoRA" if config.dora else "rsLoRA" if config.rslora else "LoRA"
+        kind = "LoRA"
+        if config.dora:
+            kind = "DoRA"
+        elif config.rslora:
+            kind = "rsLoRA"
         weight = "" if self.choice.weight == 1 else f" times {self.choice.weight:g}"
-        copied = (
-            f", {len(self.adapter.replaced)} tensors replaced by its own"
-            if self.adapter.replaced
-            else ""
-        )
+        replaced = len(self.adapter.replaced)
+        copied = f", {replaced} tensors replaced by its own" if replaced else ""
         return f"merged {kind} adapter {self.choice.place}{weight}: {count} modules of rank {config.rank}{copied}"
 
     def to_json(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ here.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 from formats.tensor import LazyTensor, Shape
 from megaconv.adapters.file_paths import FilePaths
@@ -204,7 +205,8 @@ class _Names:
 
 
 def _elements(shape: Shape) -> int:
-    return shape[0] * (shape[1] if len(shape) > 1 else 1) if shape else 1
+    """The number of elements of a tensor. Axes after the second one are not counted."""
+    return prod(shape[:2])
 
 
 def _flipped(native: NativeTensor) -> bool:

@@ -53,14 +53,13 @@ def adaptable_weights(
     These are linear layers, single experts' layers, and routers.
     """
     shapes = canonical_shapes(table.rows, config)
-    return {
-        native.name: native
-        for native in unsharded_tensors(table.rows, config, naming)
-        if native.copy is None
-        and native.name.endswith("weight")
-        and len(native.shape) == 2
-        and all(_is_linear(name, shapes) for name in native.parts)
-    }
+    found = {}
+    for native in unsharded_tensors(table.rows, config, naming):
+        is_matrix = native.name.endswith("weight") and len(native.shape) == 2
+        is_linear = all(_is_linear(name, shapes) for name in native.parts)
+        if native.copy is None and is_matrix and is_linear:
+            found[native.name] = native
+    return found
 
 
 def _is_linear(name: str, shapes: Mapping[str, Shape]) -> bool:

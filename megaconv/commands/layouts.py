@@ -169,7 +169,9 @@ def _sized(config: ModelConfig, layout: Layout, share: RankShare, world: int) ->
 
 def _etp(config: ModelConfig, tp: int, ep: int) -> int | None:
     """The expert tensor-parallel size: 1 if there are enough expert ranks, as Megatron advises, otherwise tp."""
-    return (1 if ep >= tp else tp) if config.experts.count else None
+    if not config.experts.count:
+        return None
+    return 1 if ep >= tp else tp
 
 
 def _powers(most: int) -> list[int]:

@@ -31,11 +31,9 @@ class Moved:
     @property
     def relative(self) -> float:
         """Norm of the difference divided by the norm of A."""
-        return (
-            sqrt(self.distance / self.squares)
-            if self.squares
-            else (0.0 if not self.distance else float("inf"))
-        )
+        if self.squares:
+            return sqrt(self.distance / self.squares)
+        return float("inf") if self.distance else 0.0
 
     def __add__(self, other: "Moved") -> "Moved":
         return Moved(

@@ -194,13 +194,11 @@ def _distcp(path: Path, shown: str) -> Contents:
         found = _dcp(path.parent, only=path.name)
         return Contents(f"a file of a {found.kind}", found.tensors, found.facts)
     file = InputFile.open(path)
-    tensors = [
-        stored(f"#{number}", value, shown, getattr(value, "offset", None))
-        for number, value in enumerate(
-            torch_zip.read_at(file, start, size) for start, size in _archives(path)
-        )
-        if isinstance(value, (FileTensor, StridedTensor))
-    ]
+    tensors = []
+    for number, (start, size) in enumerate(_archives(path)):
+        value = torch_zip.read_at(file, start, size)
+        if isinstance(value, (FileTensor, StridedTensor)):
+            tensors.append(stored(f"#{number}", value, shown, getattr(value, "offset", None)))
     facts = {"names": f"are in {METADATA_NAME}, which isn't beside it"}
     return Contents("a .distcp file alone", tuple(tensors), facts)
 
@@ -227,12 +225,10 @@ def _nemo(path: Path, shown: str) -> Contents:
     """The tensors in the torch files of an archive, with the names of the members."""
     file = InputFile.open(path)
     members = tar_archive.read_members(file)
-    tensors = [
-        tensor
-        for name, (offset, size) in members.items()
-        if name.endswith(TORCH_SUFFIXES)
-        for tensor in _torch_tensors(torch_zip.read_at(file, offset, size), f"{shown}: {name}")
-    ]
+    tensors: list[StoredTensor] = []
+    for name, (offset, size) in members.items():
+        if name.endswith(TORCH_SUFFIXES):
+            tensors += _torch_tensors(torch_zip.read_at(file, offset, size), f"{shown}: {name}")
     return Contents("a NeMo archive", tuple(tensors), {"members": f"{len(members):,} files"})
 
 

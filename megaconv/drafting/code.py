@@ -115,8 +115,10 @@ def _is_ours(entry: tuple[str, Any]) -> tuple[bool, str]:
 
 def _import_order(name: str) -> tuple[int, str]:
     """Constants, then classes, then functions."""
-    kind = 0 if name.isupper() else 1 if name[:1].isupper() else 2
-    return kind, name
+    if name.isupper():
+        return 0, name
+    is_class = name[:1].isupper()
+    return (1 if is_class else 2), name
 
 
 def _import(module: str, names: list[str]) -> Iterator[str]:

@@ -54,15 +54,13 @@ def known_families(
     families: Mapping[str, Family], models: Path, hidden: frozenset[str] = frozenset()
 ) -> tuple[Known, ...]:
     """The families that a draft may stand on, in alphabetical order. hidden: names of families that don't count."""
-    hidden_too = {name for name in families if hidden & _bases(name)}
-    return tuple(
-        Known(family, models)
-        for name, family in sorted(families.items())
-        if name not in hidden | hidden_too
-        and family.architectures
-        and not family.no_class
-        and _level(name) <= _MOST_LEVELS
-    )
+    found = []
+    for name, family in sorted(families.items()):
+        is_hidden = name in hidden or bool(hidden & _bases(name))
+        has_class = family.architectures and not family.no_class
+        if not is_hidden and has_class and _level(name) <= _MOST_LEVELS:
+            found.append(Known(family, models))
+    return tuple(found)
 
 
 def _bases(name: str) -> set[str]:

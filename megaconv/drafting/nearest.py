@@ -36,13 +36,12 @@ def template(name: str) -> str:
 
 def _likeness_of_names(reference: Reference, tensors: Collection[str], known: Known) -> float:
     """tensors: templates of the class's tensors."""
-    names = {
-        re.sub(r"\{[a-z]\S{0,2}\}", "{n}", name)
-        for row in known.family.rows
-        for spelling in row.names.get("hf", ())
-        for name in expand(spelling.name)
-        if row.when is None or re.sub(r"\{[a-z]\S{0,2}\}", "{n}", name) in tensors
-    }
+    names: set[str] = set()
+    for row in known.family.rows:
+        for spelling in row.names.get("hf", ()):
+            found = {re.sub(r"\{[a-z]\S{0,2}\}", "{n}", name) for name in expand(spelling.name)}
+            # A row with a condition counts only if the class has its tensors.
+            names |= found if row.when is None else found.intersection(tensors)
     return _overlap(tensors, names) + _overlap(reference.own_keys, known.keys - HARMLESS)
 
 

@@ -71,31 +71,28 @@ class BaseModel:
 
         held: names that the output holds. ignored: patterns of names that aren't part of a model.
         """
-        return {
-            name: tensor
-            for name, tensor in self.tensors.items()
-            if name not in held and not any(re.fullmatch(pattern, name) for pattern in ignored)
-        }
+        found = {}
+        for name, tensor in self.tensors.items():
+            is_ignored = any(re.fullmatch(pattern, name) for pattern in ignored)
+            if name not in held and not is_ignored:
+                found[name] = tensor
+        return found
 
     def config_json(self, dtype: str) -> bytes:
         """The original's config.json, with the dtype that the weights have now."""
         return whole_config_json(load_config(self.directory / CONFIG_NAME), dtype)
 
     def files(self) -> dict[str, Path]:
-        """Every file, by name, that is neither weights nor config.json nor code."""
-        found = (
-            path
-            for path in sorted(self.directory.iterdir())
-            if path.is_file() and path.name != CONFIG_NAME
-        )
-        return {
-            path.name: path
-            for path in found
-            if not is_weights(path)
-            and path.suffix != ".py"
-            and path.name[0] != "."
-            and path.stat().st_size <= SIDECAR_BYTES
-        }
+        """Every small file, by name, that is neither weights nor config.json nor code."""
+        return {path.name: path for path in sorted(self.directory.iterdir()) if _is_copied(path)}
+
+
+def _is_copied(path: Path) -> bool:
+    """True if a file of the original is copied to the output as it is."""
+    if not path.is_file() or path.name == CONFIG_NAME or is_weights(path):
+        return False
+    is_hidden_or_code = path.name[0] == "." or path.suffix == ".py"
+    return not is_hidden_or_code and path.stat().st_size <= SIDECAR_BYTES
 
 
 def open_base(directory: str | Path, dtype: str, *, overflow: bool) -> BaseModel:

@@ -48,17 +48,18 @@ def _place(part: Part, *, copy: bool) -> Place:
     return Place(part.native, part.where, tuple(_files(part.source)), part.region.box, copy)
 
 
+def _follows(place: Place, last: Place) -> bool:
+    """True if a place's rows come right after those of another place in the same native tensor."""
+    same_tensor = last[:3] == place[:3]
+    same_columns = last.box[2:] == place.box[2:]
+    return same_tensor and same_columns and last.box.row1 == place.box.row0
+
+
 def _joined(found: list[Place]) -> Iterator[Place]:
     """The places with adjacent rectangles of one native tensor merged into one place."""
     last: Place | None = None
     for place in found:
-        follows = (
-            last is not None
-            and last[:3] == place[:3]
-            and last.box.row1 == place.box.row0
-            and last.box[2:] == place.box[2:]
-        )
-        if last is not None and follows:
+        if last is not None and _follows(place, last):
             last = last._replace(box=last.box._replace(row1=place.box.row1))
             continue
         if last is not None:

@@ -265,16 +265,8 @@ def read_record(root: Path) -> tuple[Record, str | None]:
     given: Mapping[str, Any] = found if isinstance(found, dict) else {}
     whole, version = given.get("fingerprint"), given.get("version")
     tables = [given.get(name, {}) for name in ("tensors", "shapes", "files", "descriptions")]
-    texts = all(
-        isinstance(table, dict) and all(isinstance(text, str) for text in table.values())
-        for table in tables
-    )
-    if (
-        not isinstance(whole, str)
-        or "tensors" not in given
-        or not texts
-        or not isinstance(version, str | None)
-    ):
+    has_texts = isinstance(version, str | None) and all(map(_holds_texts, tables))
+    if not isinstance(whole, str) or "tensors" not in given or not has_texts:
         raise CorruptCheckpoint(
             f"{file}: expected fingerprint and tensors, which megaconv writes there"
         )
@@ -292,6 +284,10 @@ def read_record(root: Path) -> tuple[Record, str | None]:
         provenance_hash=given.get("provenance_hash"),
     )
     return record, version
+
+
+def _holds_texts(table: Any) -> bool:
+    return isinstance(table, dict) and all(isinstance(text, str) for text in table.values())
 
 
 def source_of(record: Record) -> Mapping[str, Any]:

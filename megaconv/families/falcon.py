@@ -97,8 +97,15 @@ def _write_layers(config: ModelConfig) -> Raw:
     parallel = config.parallel_residual
     # The older architecture has one key/value head or as many as heads, and no two norms before parallel sublayers.
     new = parallel and (not config.norm.shared or kv_heads not in (1, heads))
-    written = {_HEADS: heads, _NEW: new, _PARALLEL: parallel, _SHARES_KV: kv_heads == 1}
-    return written | {_KV_HEADS: kv_heads, _NORMS: 1 if config.norm.shared else 2 if new else None}
+    norms = 2 if new else None
+    return {
+        _HEADS: heads,
+        _NEW: new,
+        _PARALLEL: parallel,
+        _SHARES_KV: kv_heads == 1,
+        _KV_HEADS: kv_heads,
+        _NORMS: 1 if config.norm.shared else norms,
+    }
 
 
 def _read_width(raw: Raw) -> Fields:

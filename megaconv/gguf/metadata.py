@@ -232,22 +232,14 @@ def _yarn(config: ModelConfig, scaling: _Scaling) -> Metadata:
     """
     is_latent, mscale = bool(config.latent.kv_rank), scaling.get("mscale") or None
     betas = (scaling.get("beta_fast", 32), scaling.get("beta_slow", 1))
-    usable = (
-        bool(mscale) == is_latent
-        and mscale == (scaling.get("mscale_all_dim") or None)
-        and betas == (32, 1)
-    )
-    if (
-        not usable
-        or not scaling.get("truncate", True)
-        or scaling.keys() - _YARN
-        or _ORIGINAL not in scaling
-    ):
-        factor = (
-            "one number for mscale and mscale_all_dim"
-            if is_latent
-            else "the attention factor that follows from its factor"
-        )
+    mscale_all_dim = scaling.get("mscale_all_dim") or None
+    has_usable_factor = bool(mscale) == is_latent and mscale == mscale_all_dim
+    has_usable_range = betas == (32, 1) and scaling.get("truncate", True)
+    has_usable_keys = _ORIGINAL in scaling and not scaling.keys() - _YARN
+    if not (has_usable_factor and has_usable_range and has_usable_keys):
+        factor = "the attention factor that follows from its factor"
+        if is_latent:
+            factor = "one number for mscale and mscale_all_dim"
         raise NotExpressible(
             f"--saver gguf: rope scaling {dict(scaling)} is not supported for {config.family}: llama.cpp has yarn with {factor}, "
             f"{_ORIGINAL}, beta_fast 32, beta_slow 1 and a range of whole dimensions"

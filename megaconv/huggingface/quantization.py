@@ -8,6 +8,7 @@ listed with the others (`quantization_config.py`). `calibrated.py` has the scale
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from formats.tensor import Box, matrix_shape
 from megaconv.errors import NotExpressible, UsageError
@@ -166,17 +167,14 @@ def _joined(name: str) -> str:
 
 
 def _fills_blocks(native: NativeTensor) -> bool:
-    return all(
-        _is_whole_blocks(region, native) for regions in native.parts.values() for region in regions
-    )
+    return all(_is_whole_blocks(region, native) for region in _regions(native))
 
 
 def _is_whole_blocks(region: Region, native: NativeTensor) -> bool:
-    ends = region.row + region.box.rows
-    whole = ends == native.shape[0] or not ends % BLOCK
-    return (
-        _is_plain(region, native) and not (region.row % BLOCK or region.box.row0 % BLOCK) and whole
-    )
+    begins_block = region.row % BLOCK == 0 and region.box.row0 % BLOCK == 0
+    end = region.row + region.box.rows
+    ends_block = end == native.shape[0] or end % BLOCK == 0
+    return _is_plain(region, native) and begins_block and ends_block
 
 
 def _fills_groups(native: NativeTensor) -> bool:
@@ -185,7 +183,12 @@ def _fills_groups(native: NativeTensor) -> bool:
 
 
 def _has_whole_rows(native: NativeTensor) -> bool:
-    return all(_is_plain(region, native) for regions in native.parts.values() for region in regions)
+    return all(_is_plain(region, native) for region in _regions(native))
+
+
+def _regions(native: NativeTensor) -> Iterator[Region]:
+    """All regions of a native tensor, part by part."""
+    return chain.from_iterable(native.parts.values())
 
 
 def _is_plain(region: Region, native: NativeTensor) -> bool:
@@ -197,9 +200,8 @@ def _is_plain(region: Region, native: NativeTensor) -> bool:
 def _has_paired_groups(native: NativeTensor) -> bool:
     """True if each part has an even number of rows, and rows consist of whole groups of INT4."""
     even = all(
-        not (region.row % 2 or region.box.row0 % 2 or region.box.rows % 2)
-        for regions in native.parts.values()
-        for region in regions
+        region.row % 2 == region.box.row0 % 2 == region.box.rows % 2 == 0
+        for region in _regions(native)
     )
     return _has_whole_rows(native) and not native.shape[1] % calibrated.GROUP and even
 

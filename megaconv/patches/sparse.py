@@ -145,6 +145,22 @@ def make_sparse(
     return report
 
 
+def _compare(
+    spools: Mapping[str, "_Spool"],
+    before: Mapping[str, Slice],
+    after: Mapping[str, Slice],
+    workers: int,
+    advance: Callable[[int], None],
+) -> None:
+    """Keep the changed elements of all tensors in the spools."""
+    with thread_pool(workers) as pool:
+        for name, tensor in after.items():
+            for found in _ranges(pool, name, tensor, before[name], workers):
+                advance(2 * found.read)
+                if len(found.indices):
+                    _keep(spools, name, tensor, found)
+
+
 def _slices(source: Source) -> Mapping[str, Slice]:
     header: Header = source.header
     if header.adapter is not None:
@@ -184,12 +200,7 @@ def _write(
             dtype: _Spool(opened.enter_context(TemporaryFile(dir=directory)))
             for dtype in ("float64", _INDEX, "float32", "float16", "bfloat16")
         }
-        with thread_pool(workers) as pool:
-            for name, tensor in after.items():
-                for found in _ranges(pool, name, tensor, before[name], workers):
-                    advance(2 * found.read)
-                    if len(found.indices):
-                        _keep(spools, name, tensor, found)
+        _compare(spools, before, after, workers, advance)
         base, made = (_fingerprint(each, workers, advance) for each in ends)
         nbytes = _write_arrays(staging, spools)
     counts = {name: spools[_INDEX].sizes.get(_indices(name), 0) for name in after}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
@@ -66,10 +66,8 @@ class Parameters:
     @cached_property
     def _ends(self) -> dict[tuple[bool, bool], RankShare]:
         """(is_first, is_last) -> the parameters outside the layers."""
-        return {
-            (first, last): chunk_share(
-                self.elements, self.config, Chunk(0, 0, 0, 0, is_first=first, is_last=last)
-            )
-            for first in (False, True)
-            for last in (False, True)
-        }
+        found = {}
+        for first, last in product((False, True), repeat=2):
+            without_layers = Chunk(0, 0, 0, 0, is_first=first, is_last=last)
+            found[first, last] = chunk_share(self.elements, self.config, without_layers)
+        return found

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from math import exp, inf, isfinite
+from math import exp, inf, isfinite, isnan
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -45,7 +45,10 @@ class Losses:
         if not self.count:
             return None
         mean = self.total / self.count
-        return exp(mean) if mean < 700 else inf if mean > 0 else mean
+        if isnan(mean):
+            return mean
+        # A float can't hold exp(710).
+        return exp(mean) if mean < 700 else inf
 
 
 @dataclass

@@ -33,21 +33,22 @@ def flops_per_token(
         return _of_two_stacks(config, seq, decoder_seq)
     if config.has("retriever"):
         return _of_towers(config, seq)
-    looked_up = {"positions.weight", "token_types.weight"} | (
-        set() if config.tie_embeddings else {"embed.weight"}
-    )
-    weights, used = 0.0, config.experts.per_token / max(config.experts.count, 1)
+    # A lookup is no product. A tied embedding counts as the head.
+    looked_up = {"positions.weight", "token_types.weight"}
+    if not config.tie_embeddings:
+        looked_up.add("embed.weight")
+    share_of_experts = config.experts.per_token / max(config.experts.count, 1)
+    weights = 0.0
     for name, shape in canonical_shapes(family(config.family).rows, config).items():
-        if len(shape) == 2 and name not in looked_up:
-            # A token uses per_token of all experts, and the head once more for each further predicted token.
-            times = (
-                used
-                if ".mlp.experts." in name
-                else 1.0 + config.mtp_layers
-                if name == "head.weight"
-                else 1.0
-            )
-            weights += shape[0] * shape[1] * times
+        if len(shape) != 2 or name in looked_up:
+            continue
+        times = 1.0
+        if ".mlp.experts." in name:
+            times = share_of_experts
+        elif name == "head.weight":
+            # Each further predicted token uses the head once more.
+            times += config.mtp_layers
+        weights += shape[0] * shape[1] * times
     kinds = [layer_kind(config, layer) for layer in range(config.layer_count + config.mtp_layers)]
     mixers = [mixer_of(config, kind) for kind in kinds]
     mixed = sum(mixer.cost.operations(config, seq) for mixer in mixers if mixer is not None)

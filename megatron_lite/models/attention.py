@@ -334,11 +334,10 @@ def _packed(
         queries, keys, values = map(_row_after_row, (q, k, v))
         made = kernel.attend_packed(queries, keys, values, packed, window, dropout, scale)
         return _rows_again(made, q)
-    half_precision = q.dtype in (torch.float16, torch.bfloat16)
-    same_width = q.shape[-1] == v.shape[-1]
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    is_plain = q.shape[-1] == v.shape[-1] and sinks is None and not dropout
     fits_kernel = q.shape[-1] <= WIDEST and q.shape[-1] % MULTIPLE == 0
-    fits = fused and q.is_cuda and half_precision and same_width and fits_kernel and sinks is None
-    if fits and not dropout and has_varlen():
+    if fused and q.is_cuda and is_half and is_plain and fits_kernel and has_varlen():
         return _varlen_packed(q, k, v, packed, window, scale)
     rows = []
     for documents in packed.rows():

@@ -35,12 +35,16 @@ class ContextGroup:
     @property
     def over_heads(self) -> "ContextGroup | None":
         """The ranks that exchange heads for tokens."""
-        return self if self.how == "a2a" else None if self.levels is None else self.levels[0]
+        if self.how == "a2a":
+            return self
+        return None if self.levels is None else self.levels[0]
 
     @property
     def over_blocks(self) -> "ContextGroup | None":
         """The ranks that attend to each other's tokens block by block."""
-        return None if self.how == "a2a" else self if self.levels is None else self.levels[1]
+        if self.how == "a2a":
+            return None
+        return self if self.levels is None else self.levels[1]
 
     def blocks(self, rank: int) -> tuple[int, int]:
         """Return the two blocks of a rank, in the order in which the rank holds them."""

@@ -51,14 +51,11 @@ class Place:
 
     def __str__(self) -> str:
         """Return a text such as `4 x cpu, gloo`."""
-        name = (
-            torch.cuda.get_device_name(self.device)
-            if self.device.type == "cuda"
-            else self.device.type
-        )
-        backend = (
-            "one process" if self.world == 1 else "gloo" if self.device.type == "cpu" else "nccl"
-        )
+        is_gpu = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if is_gpu else self.device.type
+        backend = "gloo" if self.device.type == "cpu" else "nccl"
+        if self.world == 1:
+            backend = "one process"
         return f"{self.world} x {name}, {backend}"
 
     def say(self, text: str) -> None:

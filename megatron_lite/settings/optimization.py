@@ -140,7 +140,9 @@ class Precision:
     @property
     def dtype(self) -> str:
         """The dtype by torch's name."""
-        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+        if self.bf16:
+            return "bfloat16"
+        return "float16" if self.fp16 else "float32"
 
 
 PRECISION_FLAGS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

@@ -123,7 +123,8 @@ def batch_size(training: Training, dp: int) -> BatchSize:
         raise UsageError("--rampup-batch-size takes three numbers: START INCREMENT SAMPLES")
     start, increment, samples = rampup
     growth = full - start
-    if start < 1 or increment < 1 or samples < 1 or growth <= 0 or growth % increment:
+    is_positive = min(start, increment, samples, growth) >= 1
+    if not is_positive or growth % increment:
         raise UsageError(
             f"--rampup-batch-size {start} {increment} {samples}: {full} (the global batch) - {start} = {growth} "
             f"must be a positive multiple of {increment}"
@@ -280,14 +281,12 @@ def _layout(parallel: Parallel, config: ModelConfig, world: int, options: ModelO
 
 def _expert_parts(config: ModelConfig, tp: int, ep: int, ranks: int, options: ModelOptions) -> int:
     """Return the default of etp: tp as in Megatron if it fits the ranks of a stage, else 1."""
-    whole_alone = config.mlp.bias or options.lora is not None
-    fits = (
-        config.experts.count
-        and not whole_alone
-        and not ranks % (tp * ep)
-        and not config.sizes()["moe_ffn"] % tp
-    )
-    return tp if fits else 1
+    must_be_whole = config.mlp.bias or options.lora is not None
+    if not config.experts.count or must_be_whole:
+        return 1
+    fits_ranks = ranks % (tp * ep) == 0
+    fits_width = config.sizes()["moe_ffn"] % tp == 0
+    return tp if fits_ranks and fits_width else 1
 
 
 def _virtual_stages(parallel: Parallel, config: ModelConfig, split: LayerSplit) -> int:

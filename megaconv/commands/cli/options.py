@@ -195,7 +195,11 @@ def check_known_type(model_type: str | None) -> None:
 
 def check_model_type(model_type: str | None, config: "ModelConfig") -> None:
     """Raises UsageError if the model is of another type than the given one."""
-    found = "T5" if config.encoder.layers else "BERT" if config.has("both_ways") else "GPT"
+    found = "GPT"
+    if config.encoder.layers:
+        found = "T5"
+    elif config.has("both_ways"):
+        found = "BERT"
     if model_type not in (None, found):
         raise UsageError(
             f"--model-type {model_type}: the model is a {found} ({config.family}); give {found}, or leave it out"

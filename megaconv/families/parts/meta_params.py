@@ -108,7 +108,9 @@ def _read_meta(params: Mapping[str, Any], found: Mapping[str, Any]) -> ModelConf
         scaling["high_freq_factor"] = float(
             params.get("rope_high_freq_factor") or scaling["high_freq_factor"]
         )
-    positions = 131_072 if scaling else 8192 if llama3 else _positions_before_3(params, theta)
+    positions = 8192 if llama3 else _positions_before_3(params, theta)
+    if scaling:
+        positions = 131_072
     bos, eos = (128_000, 128_001) if llama3 else (1, 2)
     return from_fields(
         "llama",
@@ -128,11 +130,11 @@ def _read_meta(params: Mapping[str, Any], found: Mapping[str, Any]) -> ModelConf
 def _positions_before_3(params: Mapping[str, Any], theta: float) -> int:
     if theta > 10_000:
         return 16_384
-    return (
-        4096
-        if "n_kv_heads" in params or (params.get("norm_eps", 0) >= 1e-5 and params["dim"] < 8192)
-        else 2048
-    )
+    if "n_kv_heads" in params:
+        return 4096
+    # Llama 2 has a larger epsilon than Llama 1. In the largest models, n_kv_heads is the only difference.
+    has_epsilon_of_2 = params.get("norm_eps", 0) >= 1e-5
+    return 4096 if has_epsilon_of_2 and params["dim"] < 8192 else 2048
 
 
 def _read_mistral(params: Mapping[str, Any], found: Mapping[str, Any]) -> ModelConfig:

@@ -162,18 +162,16 @@ def without_missing(config: ModelConfig, names: Collection[str]) -> ModelConfig:
 
 
 def _as_mtp(row: Row) -> Row:
-    names = {
-        key: tuple(
-            replace(
-                one, name=one.name.replace("decoder.layers.{l}.", _CORE + "transformer_layer.", 1)
-            )
-            for one in spelled
-        )
-        for key, spelled in row.names.items()
-        if key not in ("hf_stacked", "hf_stacked_transposed")
-    }
+    names = {key: tuple(map(_with_mtp_name, spelled)) for key, spelled in row.names.items()}
+    names.pop("hf_stacked", None)
+    names.pop("hf_stacked_transposed", None)
     if "hf_stacked" in row.names:
         names[_STACKED] = row.names["hf_stacked"]
-    return replace(
-        row, canonical=row.canonical.replace("layers.{l}.", "mtp.{l}.", 1), stage="mtp", names=names
-    )
+    canonical = row.canonical.replace("layers.{l}.", "mtp.{l}.", 1)
+    return replace(row, canonical=canonical, stage="mtp", names=names)
+
+
+def _with_mtp_name(spelling: Separate) -> Separate:
+    """The spelling of a layer's tensor as that of an MTP layer's tensor. Only Megatron's names change."""
+    name = spelling.name.replace("decoder.layers.{l}.", _CORE + "transformer_layer.", 1)
+    return replace(spelling, name=name)

@@ -230,14 +230,10 @@ def _require_distinct(whole: Whole, where: str) -> None:
     in a table."""
     seen: set[str] = set()
     for each in whole.tensors:
-        back = _in_files(each.name, whole.renamed)
-        if (
-            back != each.hf
-            or each.name in seen
-            or each.name.startswith("language_model.")
-            or whole.builds(BESIDE + each.name)
-            or set("{}|") & set(each.name + each.hf)
-        ):
+        is_reversible = _in_files(each.name, whole.renamed) == each.hf and each.name not in seen
+        is_of_language_model = each.name.startswith("language_model.")
+        has_meaning = whole.builds(BESIDE + each.name) or set("{}|") & set(each.name + each.hf)
+        if not is_reversible or is_of_language_model or has_meaning:
             raise UnsupportedInput(
                 f"{where}: {each.hf}, outside the language model of {named(whole.config)}, has a name that Megatron core can't store; "
                 "--text-only converts the language model alone"

@@ -168,10 +168,13 @@ def provider_fields(config: ModelConfig, layout: Layout, args: Namespace) -> dic
         *(_OF_EXPERTS if config.experts.count else ()),
     ]
     names += (*YARN.values(), YARN_TRUNCATE) if has_yarn(config) else ()
+    provider = _YARN if has_yarn(config) else _GPT
+    if latent:
+        provider = _LATENT
     fields = {name: given[name] for name in names if name in given}
     fields |= {name: given[argument] for name, argument in RENAMED.items() if argument in given}
     fields |= {
-        "_target_": _LATENT if latent else _YARN if has_yarn(config) else _GPT,
+        "_target_": provider,
         "transformer_layer_spec": _layers(args),
         "num_moe_experts": config.experts.count or None,
         "num_query_groups": config.attention.kv_heads,

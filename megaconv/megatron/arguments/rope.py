@@ -84,13 +84,10 @@ def has_yarn(config: ModelConfig) -> bool:
     """True if GPTModel's own yarn can scale this model's positions: whole heads that rotate by halves."""
     scaling = config.positions.scaling or {}
     others = {name for name, value in scaling.items() if value is not None} - _OF_YARN
-    return (
-        scaling.get("rope_type") == "yarn"
-        and not others
-        and config.positions.rotary_percent == 1.0
-        and not config.positions.interleaved
-        and not config.latent.kv_rank
-    )
+    if scaling.get("rope_type") != "yarn" or others:
+        return False
+    rotates_whole_heads = config.positions.rotary_percent == 1.0 and not config.latent.kv_rank
+    return rotates_whole_heads and not config.positions.interleaved
 
 
 def _yarn(scaling: Mapping[str, Any], max_positions: int) -> dict[str, Any]:

@@ -111,9 +111,10 @@ def _special_tokens(contents: Mapping[str, bytes]) -> dict[str, int | tuple[int,
     for kind in ("bos_token", "eos_token"):
         given, word = settings.get(f"{kind}_id"), words.get(kind)
         word = word.get("content") if isinstance(word, dict) else word
+        has_ids = isinstance(given, list) and bool(given) and all(map(_is_id, given))
         if _is_id(given):
             found[f"{kind}_id"] = given
-        elif kind == "eos_token" and isinstance(given, list) and given and all(map(_is_id, given)):
+        elif kind == "eos_token" and has_ids:
             found["eos_token_id"] = tuple(given)
         elif isinstance(word, str) and word in known:
             found[f"{kind}_id"] = known[word]
@@ -128,13 +129,10 @@ def _ids(values: Mapping[str, Any], pieces: bytes) -> dict[str, int]:
         values.get("vocab.json"),
         values.get("added_tokens.json"),
     ]
-    found = {
-        token: number
-        for each in lists
-        if isinstance(each, dict)
-        for token, number in each.items()
-        if _is_id(number)
-    }
+    found: dict[str, int] = {}
+    for each in lists:
+        if isinstance(each, dict):
+            found |= {token: number for token, number in each.items() if _is_id(number)}
     found |= {piece: number for number, piece in enumerate(_sentence_pieces(pieces))}
     added = tokenizer.get("added_tokens")
     for entry in added if isinstance(added, list) else ():

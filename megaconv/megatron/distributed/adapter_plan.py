@@ -86,7 +86,9 @@ def plan_adapter(
         "iteration": header.training.iteration,
         "content_metadata": CONTENT,
     }
-    kind = DORA if info.is_dora else LORA if fused else CANONICAL
+    kind = LORA if fused else CANONICAL
+    if info.is_dora:
+        kind = DORA
     settings = _run_config(layout, kind, info, targets(modules, table, config), grouped=grouped)
     written: dict[str, FileLayout] = dict(files.layouts(nested_keys=False)) | {
         torch_dist.COMMON_FILE: torch_zip.plan(common, "common"),

@@ -248,15 +248,13 @@ def rows_of_b(weight: NativeTensor, kind: str, ranks: int, where: str) -> Native
         "rows of an adapter of linear_fc1",
         "tensor parallel size (tp), in two halves",
     )
-    regions = tuple(
-        Region(
-            Box((2 * rank + second) * half, (2 * rank + second + 1) * half, 0, ins),
-            (second * ranks + rank) * half,
-        )
-        for rank in range(ranks)
-        for second in (0, 1)
-    )
-    return part._replace(parts={name: regions})
+    regions = []
+    for rank in range(ranks):
+        for second in (0, 1):
+            row = (2 * rank + second) * half
+            place = (second * ranks + rank) * half
+            regions.append(Region(Box(row, row + half, 0, ins), place))
+    return part._replace(parts={name: tuple(regions)})
 
 
 def rows_of_lengths(weight: NativeTensor, ranks: int, where: str) -> NativeTensor:

@@ -162,9 +162,11 @@ def _placed_tensors(
     for native in chain.from_iterable(split):
         key, place = keys.key_and_place(native.name)
         ranks = layout.etp if native.of_experts else layout.tp
-        is_trained_name = native.name == last_names.get(tuple(native.parts), native.name)
-        slots = optimizer.tensors(native) if is_trained_name else ()
-        for prefix, slot in (("", WEIGHT), *slots):
+        slots = [("", WEIGHT)]
+        last_name = last_names.get(tuple(native.parts), native.name)
+        if native.name == last_name:
+            slots += optimizer.tensors(native)
+        for prefix, slot in slots:
             dtype = native_dtype(header, native, slot)
             yield PlacedTensor(native, prefix + key, place, dtype, ranks, slot)
 

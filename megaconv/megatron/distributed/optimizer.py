@@ -290,12 +290,10 @@ class DistOptimizer:
 
         first_only: groups of one rank, which suffice for the step.
         """
-        found = [
-            group
-            for part in parts(self._common_optimizer())
-            if isinstance(part, dict)
-            for group in part.get("optimizer", part).get("param_groups", ())
-        ]
+        found: list[dict[str, Any]] = []
+        for part in parts(self._common_optimizer()):
+            if isinstance(part, dict):
+                found += part.get("optimizer", part).get("param_groups", ())
         if found:
             return found
         names = [

@@ -360,18 +360,23 @@ def _place(
     tensors = RankTensors(rows, config, spellings.naming, layout, model.padded_vocab)
     for chunk in layout.chunks():
         seen_shards: set[tuple[int, int]] = set()
-        for tp_rank in range(layout.tp):
-            for index, rank in enumerate(ranks.of(tp_rank, chunk.pp_rank)):
-                natives = [spellings.arrange(each) for each in tensors.of(tp_rank, chunk, rank.ep)]
-                # Every expert rank stores dense tensors again, and some tensor ranks store the experts' shards again.
-                shard = (rank.ep, tp_rank % layout.etp)
-                has_new_experts = shard not in seen_shards
-                has_new_dense = index == 0
-                for placed in _place_chunk(ranks, rank, chunk, layout, natives):
-                    is_new = has_new_experts if placed.native.of_experts else has_new_dense
-                    if is_new:
-                        yield optimizers.place(placed, rank, chunk.vpp_rank)
-                seen_shards.add(shard)
+        for rank, tp_rank, is_first in _ranks_of(ranks, chunk, layout):
+            natives = [spellings.arrange(each) for each in tensors.of(tp_rank, chunk, rank.ep)]
+            # Every expert rank stores dense tensors again, and some tensor ranks store the experts' shards again.
+            shard = (rank.ep, tp_rank % layout.etp)
+            has_new_experts = shard not in seen_shards
+            for placed in _place_chunk(ranks, rank, chunk, layout, natives):
+                is_new = has_new_experts if placed.native.of_experts else is_first
+                if is_new:
+                    yield optimizers.place(placed, rank, chunk.vpp_rank)
+            seen_shards.add(shard)
+
+
+def _ranks_of(ranks: Ranks, chunk: Chunk, layout: Layout) -> Iterator[tuple[RankId, int, bool]]:
+    """(rank, tensor-parallel rank, True for the first of the ranks with the same dense tensors) of a chunk's ranks."""
+    for tp_rank in range(layout.tp):
+        for index, rank in enumerate(ranks.of(tp_rank, chunk.pp_rank)):
+            yield rank, tp_rank, index == 0
 
 
 def _place_chunk(

@@ -120,22 +120,29 @@ def _check(given: argparse.Namespace) -> None:
 def read_scores(path: Path, by: str) -> Scored:
     """Return the scores of a file of JSON lines. Raises UsageError, CorruptCheckpoint with the line."""
     scores, starts = array("d"), array("q")
-    records = start = 0
+    records = 0
+    for number, start, line in _lines(path):
+        records += 1
+        score = number_at(_parsed(line, path, number), by, f"{path}, line {number}")
+        if score is not None:
+            scores.append(score)
+            starts.append(start)
+    if not scores:
+        raise CorruptCheckpoint(f"{path}: no record has a score in {by}; see --by")
+    return Scored(records, np.array(scores), np.array(starts))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (number, first byte, content) of each line that isn't blank. Raises UsageError for an unreadable file."""
+    start = 0
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    records += 1
-                    score = number_at(_parsed(line, path, number), by, f"{path}, line {number}")
-                    if score is not None:
-                        scores.append(score)
-                        starts.append(start)
+                    yield number, start, line
                 start += len(line)
     except OSError as error:
         raise UsageError(f"--input {path}: can't be read: {error.strerror}") from error
-    if not scores:
-        raise CorruptCheckpoint(f"{path}: no record has a score in {by}; see --by")
-    return Scored(records, np.array(scores), np.array(starts))
 
 
 def _parsed(line: bytes, path: Path, number: int) -> Any:

@@ -70,12 +70,11 @@ class Fields:
     def words(self, name: str, most: int) -> tuple[str, ...]:
         """Return a field with one text or several."""
         value = self.any(name)
-        found = [] if value is None else [value] if isinstance(value, str) else value
-        if (
-            not isinstance(found, list)
-            or not all(isinstance(word, str) and word for word in found)
-            or len(found) > most
-        ):
+        found = [value] if isinstance(value, str) else value
+        if value is None:
+            found = []
+        is_list = isinstance(found, list) and len(found) <= most
+        if not is_list or not all(isinstance(word, str) and word for word in found):
             raise Refused(
                 f"{name} should be a text or up to {most} of them, found {value!r:.60}", name
             )

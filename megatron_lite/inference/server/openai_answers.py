@@ -99,11 +99,9 @@ class Form:
         return self._envelope([], streamed=True) | {"usage": usage(prompt_tokens, generated)}
 
     def _envelope(self, choices: list[dict[str, Any]], *, streamed: bool) -> dict[str, Any]:
-        kind = (
-            ("chat.completion.chunk" if streamed else "chat.completion")
-            if self.chat
-            else "text_completion"
-        )
+        kind = "text_completion"
+        if self.chat:
+            kind = "chat.completion.chunk" if streamed else "chat.completion"
         prefix = "chatcmpl" if self.chat else "cmpl"
         return {
             "id": f"{prefix}-{self.identity}",

@@ -72,7 +72,9 @@ class Experts(nn.Module):
         inner = inner if bias is None else inner + bias
         made = _products(fc2, self.activate(inner, self.shape, factors), counts)
         bias = _biases(fc2, counts)
-        return made if bias is None else made + (bias if factors is None else bias * factors)
+        if bias is None:
+            return made
+        return made + (bias if factors is None else bias * factors)
 
     def _matrices(self, name: str) -> Iterator[ExpertMatrix]:
         for expert in self.local_experts:

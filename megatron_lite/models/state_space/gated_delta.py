@@ -167,9 +167,12 @@ def gated_delta_step(
     query = q.to(dtype).repeat_interleave(heads_per_key, 1)
     key = k.to(dtype).repeat_interleave(heads_per_key, 1)
     strength = beta.to(dtype).unsqueeze(-1)
-    state = state * g.to(dtype).exp()[..., None, None]
-    stored_value = (key.unsqueeze(-2) @ state).squeeze(-2)
-    written = (v.to(dtype) - stored_value) * strength
+    decay = g.to(dtype).exp()
+
+    state = state * decay[..., None, None]
+    stored_value = key.unsqueeze(-2) @ state
+    written = (v.to(dtype) - stored_value.squeeze(-2)) * strength
     state = state + key.unsqueeze(-1) * written.unsqueeze(-2)
-    y = (query.unsqueeze(-2) @ state).squeeze(-2)
-    return y.to(v.dtype), state
+
+    y = query.unsqueeze(-2) @ state
+    return y.squeeze(-2).to(v.dtype), state

@@ -144,14 +144,19 @@ def ssd_step(
 
     x [batch, heads, width], dt [batch, heads], b and c [batch, groups, state]; a, d, state: as in ssd.
     """
-    wide = _Inputs(*[tensor.to(state.dtype) for tensor in (x, dt, a, b, c, d)])
+    dtype = state.dtype
     heads_of_group = x.shape[1] // b.shape[1]
-    keys = wide.b.repeat_interleave(heads_of_group, 1)
-    queries = wide.c.repeat_interleave(heads_of_group, 1)
-    decay = (wide.dt * wide.a).exp()
-    inputs = wide.dt.unsqueeze(-1) * wide.x
+    keys = b.to(dtype).repeat_interleave(heads_of_group, 1)
+    queries = c.to(dtype).repeat_interleave(heads_of_group, 1)
+
+    times = dt.to(dtype)
+    decay = (times * a.to(dtype)).exp()
+    wide = x.to(dtype)
+    inputs = times.unsqueeze(-1) * wide
     written = inputs.unsqueeze(-1) * keys.unsqueeze(-2)
     state = state * decay[..., None, None] + written
-    through_state = (state @ queries.unsqueeze(-1)).squeeze(-1)
-    past_the_state = wide.d.unsqueeze(-1) * wide.x
-    return (through_state + past_the_state).to(x.dtype), state
+
+    through_state = state @ queries.unsqueeze(-1)
+    past_the_state = d.to(dtype).unsqueeze(-1) * wide
+    y = through_state.squeeze(-1) + past_the_state
+    return y.to(x.dtype), state
