@@ -341,7 +341,7 @@ def dora(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     ],
     ids=lambda case: getattr(case, "name", ""),
 )
-def test_what_bridge_has_no_place_for_is_refused_by_name(
+def test_an_adapter_that_bridge_does_not_support_is_refused_by_name(
     case: Path, words: list[str], tmp_path: Path
 ) -> None:
     refused_of_peft(tmp_path, case / "adapter", case, *words)
@@ -433,7 +433,7 @@ def assert_same_function(
     return found
 
 
-def test_what_only_some_layers_and_modules_have_is_filled_up_with_zeros(tmp_path: Path) -> None:
+def test_adapters_of_some_layers_and_modules_are_filled_up_with_zeros(tmp_path: Path) -> None:
     def some(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         wanted = ("layers.1.self_attn.q_proj", "layers.1.mlp.up_proj")
         kept = {

@@ -362,7 +362,7 @@ def test_a_weight_that_is_no_number_or_a_missing_directory_is_an_error(
     ],
     ids=["all-linear", "lora-bias", "dora", "embedding"],
 )
-def test_what_peft_itself_merges_comes_out_the_same(
+def test_merged_weights_equal_those_of_peft(
     options: dict[str, Any], adapter_dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Against the installed peft, on kinds that the fixtures don't have; DoRA is compared for float32 adapters only, since

@@ -156,7 +156,7 @@ def test_quiet_prints_nothing_but_warnings_and_errors(hf: Path, tmp_path: Path) 
     assert "no tokenizer" in outcome.err
 
 
-def test_where_there_is_no_terminal_a_line_tells_progress_now_and_then(
+def test_progress_without_a_terminal_is_a_line_now_and_then(
     hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megaconv.commands.progress.LINE_SECONDS", 0.0)

@@ -163,7 +163,7 @@ def test_a_conversion_that_is_refused_says_why_by_a_code(
     assert error_of(*command, status=2)["code"] == code
 
 
-def test_what_is_wrong_with_an_input_has_codes(model: Path, tmp_path: Path) -> None:
+def test_errors_about_an_input_have_their_own_codes(model: Path, tmp_path: Path) -> None:
     assert error_of("inspect", tmp_path / "nothing", status=2)["code"] == "no-such-input"
     assert error_of("inspect", tmp_path, status=3)["code"] == "unknown-format"
     assert error_of("verify", model, status=3)["code"] == "no-fingerprints"

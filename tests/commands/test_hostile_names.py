@@ -44,7 +44,7 @@ def test_only_what_can_be_seen_is_printed(text: str, seen: str) -> None:
     ("encoding", "printed"),
     [("ascii", rb"\xe9 \u65e5"), ("latin-1", b"\xe9 \\u65e5"), ("utf-8", "é 日".encode())],
 )
-def test_what_a_terminal_has_no_characters_for_is_escaped(encoding: str, printed: bytes) -> None:
+def test_characters_that_a_terminal_lacks_are_escaped(encoding: str, printed: bytes) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     show("é 日", stream)
     stream.flush()
@@ -171,7 +171,7 @@ def test_a_call_of_torchs_or_numpys_in_a_valid_pickle_stays_inert_and_is_named(
 
 
 @pytest.mark.parametrize("name", ORDINARY)
-def test_what_checkpoints_have_is_read_without_a_warning(
+def test_ordinary_globals_of_checkpoints_are_read_without_a_warning(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     load(dumps({"ordinary": hidden(name)})[0], source="x.pt")

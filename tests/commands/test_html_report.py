@@ -141,7 +141,9 @@ def tuned(tmp_path: Path) -> tuple[Path, Path]:
     return model, other
 
 
-def test_how_far_a_model_has_moved_is_a_page_too(tuned: tuple[Path, Path], tmp_path: Path) -> None:
+def test_diff_of_a_tuned_model_writes_an_html_page(
+    tuned: tuple[Path, Path], tmp_path: Path
+) -> None:
     outcome = run("diff", *tuned, "--html", tmp_path / "diff.html")
     assert (outcome.status, outcome.err, "|A-B|" in outcome.out, "diff.html: " in outcome.out) == (
         4,

@@ -203,7 +203,7 @@ def test_only_what_is_needed_is_downloaded(online: Hub) -> None:
     assert sorted(online.downloaded) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
-def test_what_has_been_downloaded_is_not_downloaded_again(online: Hub) -> None:
+def test_a_downloaded_model_is_not_downloaded_again(online: Hub) -> None:
     first = megaconv("fingerprint", "org/name", "--cache")
     downloads = len(online.downloaded)
     assert megaconv("fingerprint", "org/name").out == first.out
@@ -282,7 +282,7 @@ def test_a_name_that_is_neither_here_nor_there_is_told_so(online: Hub) -> None:
 
 
 @pytest.mark.parametrize("place", ["hf://", "hf://a/b/c", "hf://org/na me"])
-def test_what_is_no_hub_id_is_refused_without_asking(online: Hub, place: str) -> None:
+def test_an_invalid_hub_id_is_refused_without_a_request(online: Hub, place: str) -> None:
     assert_refused(
         megaconv("inspect", place), 2, "is not a Hub id; expected hf://organisation/name"
     )

@@ -232,7 +232,7 @@ def test_torch_files_are_read_by_ranges_too(hub: Hub, tmp_path: Path) -> None:
         ("/model-00002-of", 404, "404"),
     ],
 )
-def test_what_the_hub_refuses_is_said_in_one_line(
+def test_errors_of_the_hub_are_reported_in_one_line(
     hub: Hub, sharded: Path, part: str, status: int, words: str
 ) -> None:
     put(hub, sharded)

@@ -131,7 +131,7 @@ def test_an_error_about_many_checkpoints_below_lists_some_and_counts_the_rest(
         (touch("notes.txt"), ["not a checkpoint of a known format"]),
     ],
 )
-def test_what_is_no_checkpoint_gets_its_next_step(
+def test_an_input_that_is_no_checkpoint_is_refused_with_the_next_step(
     make: Callable[[Path], Path], words: list[str], tmp_path: Path
 ) -> None:
     path = make(tmp_path / "input")
@@ -188,7 +188,7 @@ def test_an_adapter_is_merged_by_the_command_that_its_message_says() -> None:
     assert f"`megaconv merge BASE {adapter} --save-dir OUT`" in run("fingerprint", adapter).err
 
 
-def test_what_can_not_be_read_has_a_code_of_its_own(tmp_path: Path) -> None:
+def test_an_input_that_no_loader_reads_has_the_code_unsupported_input(tmp_path: Path) -> None:
     path = touch("adapter_config.json")(tmp_path / "input")
     assert (
         json.loads(run("fingerprint", path, "--json").out)["error"]["code"] == "unsupported-input"

@@ -126,7 +126,7 @@ def test_a_signal_that_comes_in_a_destructor_is_not_swallowed(model: Path) -> No
     assert names(model.parent) == ["model"]
 
 
-def test_what_else_fails_in_a_destructor_is_told_as_ever() -> None:
+def test_other_errors_in_a_destructor_are_still_reported() -> None:
     before = """
 from megaconv.commands import cli
 class Doomed:

@@ -57,9 +57,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     }
 
 
-def test_what_is_pushed_is_there_byte_by_byte_and_pushing_it_again_does_nothing(
-    hub: Hub, model: Path
-) -> None:
+def test_push_uploads_every_byte_and_a_second_push_does_nothing(hub: Hub, model: Path) -> None:
     outcome = push(model, NAME, "--private", "--json")
     assert outcome.status == 0, outcome.err
     report = json.loads(outcome.out)
@@ -116,7 +114,7 @@ def test_ctrl_c_says_how_to_go_on(hub: Hub, model: Path) -> None:
     assert list(hub.files(NAME)) == [".gitattributes"]
 
 
-def test_what_the_hub_spoils_or_drops_is_found(hub: Hub, model: Path) -> None:
+def test_push_finds_files_that_the_hub_damaged_or_dropped(hub: Hub, model: Path) -> None:
     weights = next(name for name in contents(model) if name.startswith("model-00001"))
     hub.corrupted = {weights}
     hub.dropped = {"generation_config.json", "config.json"}
@@ -187,7 +185,7 @@ def test_a_megatron_checkpoint_is_converted_or_pushed_as_it_is(hub: Hub, core: P
         ("/commit/", 429, "fewer requests"),
     ],
 )
-def test_what_the_hub_refuses_is_said_in_one_line(
+def test_errors_of_the_hub_are_reported_in_one_line(
     hub: Hub, model: Path, part: str, status: int, words: str
 ) -> None:
     hub.answers[part] = status
@@ -209,7 +207,7 @@ def test_a_dry_run_lists_what_would_be_pushed_and_asks_nobody(model: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["org", "org/", "a/b/c", "-x/y", "org/na me"])
-def test_what_is_no_repository_is_refused(model: Path, name: str) -> None:
+def test_an_invalid_repository_name_is_refused(model: Path, name: str) -> None:
     assert_refused(run("push", model, "--dry-run", "--", name), 2, "organisation/name")
 
 

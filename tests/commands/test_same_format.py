@@ -76,7 +76,7 @@ def test_sizes_in_either_spelling_are_enough(tmp_path: Path, sizes: list[object]
     assert of_saved(tmp_path / "out") == of_saved(tmp_path / "in")
 
 
-def test_what_is_asked_for_besides_is_done(tmp_path: Path) -> None:
+def test_a_conversion_to_the_same_format_applies_the_other_options(tmp_path: Path) -> None:
     source = checkpoint("core-llama-tp2pp2")
     others = ("--ckpt-format", "torch_dist", "--transformer-impl", "transformer_engine")
     assert run("convert", source, tmp_path / "out", "--tp", 1, *others).status == 0

@@ -62,7 +62,7 @@ def test_a_name_that_is_never_called_is_told_and_no_more() -> None:
     assert scan_pickle(b"\x80\x02ctorch\nSize\n(tR.").names == {"torch.Size": ORDINARY}
 
 
-def test_what_follows_an_unsafe_call_is_looked_at_too() -> None:
+def test_scan_examines_the_instructions_after_an_unsafe_call() -> None:
     found = scan_pickle(
         b"\x80\x02cos\nsystem\n(X\x01\x00\x00\x00xtR0cposix\nsystem\n(X\x01\x00\x00\x00xtR."
     )
@@ -172,7 +172,7 @@ def test_a_row_of_pickles_without_end_is_a_fault(tmp_path: Path) -> None:
         assert not any(found.fault for found in scan_file(tmp_path / name))
 
 
-def test_what_is_compressed_is_said_not_to_have_been_looked_at(tmp_path: Path) -> None:
+def test_scan_reports_compressed_files_as_not_checked(tmp_path: Path) -> None:
     (tmp_path / "state.pkl.gz").write_bytes(
         gzip.compress(pickle.dumps(Program(tmp_path / "executed")))
     )
@@ -190,7 +190,7 @@ def test_what_is_compressed_is_said_not_to_have_been_looked_at(tmp_path: Path) -
         "dcp-hf-writer",
     ],
 )
-def test_what_megatron_and_torch_write_is_safe(name: str) -> None:
+def test_scan_finds_files_of_megatron_and_torch_safe(name: str) -> None:
     outcome = run("scan", FIXTURES / name, "--json")
     found = as_json(outcome)
     assert outcome.status == 0, outcome

@@ -20,7 +20,7 @@ def written(directory: Path, saver: str) -> Path:
 
 
 @pytest.mark.parametrize("saver", ["hf", "core", "legacy"])
-def test_what_was_written_is_found_again(saver: str, tmp_path: Path) -> None:
+def test_verify_finds_an_output_as_written(saver: str, tmp_path: Path) -> None:
     out = written(tmp_path / "out", saver)
     outcome = run("verify", out)
     files = " and 1 other file" if saver == "hf" else ""

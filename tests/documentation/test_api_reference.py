@@ -40,7 +40,7 @@ OWN_RESULTS = [name for name in FUNCTIONS if name != "load_transformers"]
 
 
 @pytest.mark.parametrize("name", OWN_RESULTS)
-def test_what_a_section_says_of_a_result_is_there(name: str) -> None:
+def test_the_reference_lists_only_real_attributes_of_a_result(name: str) -> None:
     """The rows of its table: attributes of the class that the function returns."""
     kind = inspect.signature(getattr(megaconv, name)).return_annotation
     fields = {*dir(kind), *getattr(kind, "__dataclass_fields__", ())}
@@ -64,7 +64,7 @@ def test_the_reference_has_every_public_name_and_the_help_of_every_command() -> 
     assert "Usage: megaconv convert" in pages["reference/commands.md"]
 
 
-def test_what_is_shown_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_the_reference_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the reference and of the README's section, one after the other, as somebody would type it."""
     readme = (ROOT / "README.md").read_text().partition("\n## Python\n")[2].partition("\n## ")[0]
     shown = [block for name in SECTIONS for block in blocks(SECTIONS[name])[name in FUNCTIONS :]]

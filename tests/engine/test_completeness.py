@@ -52,7 +52,7 @@ def to_hf(source: Path, *options: object) -> tuple[dict[str, Any], Path]:
     return found, out
 
 
-def test_what_will_be_missing_is_said_before_the_copy(tmp_path: Path) -> None:
+def test_missing_parts_of_an_output_are_reported_before_the_copy(tmp_path: Path) -> None:
     dry = run(
         "convert", "--load-dir", CORE, "--saver", "hf", "--save-dir", tmp_path / "new", "--dry-run"
     )

@@ -177,7 +177,7 @@ def test_the_probe_leaves_nothing_and_an_old_output_as_it_is(old: bool, target: 
     assert sorted(path.name for path in target.parent.iterdir()) == ["out"] * old
 
 
-def test_what_a_killed_run_left_of_its_probe_is_in_nobodys_way(target: Path) -> None:
+def test_a_probe_of_a_killed_run_does_not_disturb_the_next_run(target: Path) -> None:
     first = Staging(target)
     first.open({"plan": "a"}, resume=False)
     first.keep()

@@ -314,7 +314,7 @@ def kill_with_most_finished(model: Path, *options: object) -> None:
         (["--ckpt-format", "torch_dist"], ["--workers", 3]),
     ],
 )
-def test_what_was_finished_before_a_kill_is_not_read_again(
+def test_tensors_finished_before_a_kill_are_not_read_again(
     model: Path, options: list[object], more: list[object]
 ) -> None:
     """This also holds for another number of threads, as on another machine."""

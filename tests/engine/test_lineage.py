@@ -68,7 +68,7 @@ def change(file: Path, **values: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["provenance", "fingerprint", "seal"])
-def test_what_was_changed_is_not_carried_on_and_a_notice_says_so(
+def test_changed_provenance_is_left_out_with_a_notice(
     what: str, model: Path, tmp_path: Path
 ) -> None:
     ckpt = tmp_path / "ckpt"

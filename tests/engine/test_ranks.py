@@ -412,7 +412,7 @@ def test_a_rank_that_is_killed_with_the_launcher_ends_the_others(model: Path, fo
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_what_ends_a_rank_after_the_commit_says_that_the_output_is_there(
+def test_a_rank_that_ends_after_the_commit_reports_the_complete_output(
     model: Path, folder: Path, number: int
 ) -> None:
     expected = complete_outcome(command(model))

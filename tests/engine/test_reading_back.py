@@ -83,7 +83,7 @@ def test_families_with_other_stored_forms_are_read_back(
     require_verified(write(source, tmp_path / "out", kind, "--option", "tokenizer=none"))
 
 
-def test_what_comes_from_many_ranks_and_is_cast_is_read_back(tmp_path: Path) -> None:
+def test_verify_reads_back_quantized_tensors_of_many_ranks_after_a_cast(tmp_path: Path) -> None:
     core = ("convert", FIXTURES / "gguf-mixtral-spm" / "hf", tmp_path / "core", "--saver", "core")
     assert run(*core, "--tp", 2, "--pp", 2, "--ep", 2).status == 0
     require_verified(write(tmp_path / "core", tmp_path / "out", "q8_0", "--dtype", "fp32"))

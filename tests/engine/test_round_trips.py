@@ -447,7 +447,7 @@ def without_true_vocab(tmp_path: Path) -> Path:
     return core
 
 
-def test_where_the_true_vocabulary_is_unknown_all_rows_are_kept_and_a_warning_says_so(
+def test_an_unknown_true_vocabulary_keeps_all_rows_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     back = convert(without_true_vocab(tmp_path), tmp_path / "back", "hf")

@@ -30,7 +30,7 @@ STAYING = (
 
 
 @pytest.mark.parametrize("name", TRAVELLING)
-def test_what_a_model_needs_beside_its_weights_travels(name: str) -> None:
+def test_files_that_a_model_needs_are_copied_with_its_weights(name: str) -> None:
     assert is_sidecar(name)
 
 
@@ -40,7 +40,7 @@ def test_weights_code_and_what_is_written_anew_stay(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in TRAVELLING if name != "Llama-LICENSE.txt"])
-def test_what_travels_is_downloaded(name: str) -> None:
+def test_files_that_are_copied_are_downloaded(name: str) -> None:
     assert any(fnmatchcase(name, pattern) for pattern in hub._PATTERNS)
 
 

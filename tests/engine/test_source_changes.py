@@ -140,7 +140,7 @@ def test_a_run_may_save_its_next_iteration_while_one_is_converted(
     assert tracker.read_text() == "20"
 
 
-def test_what_a_source_opens_later_is_watched_too(
+def test_files_that_a_source_opens_late_are_watched_for_changes(
     model: Path, meanwhile: Callable[[Callable[[], object]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loader of another package may open files this late."""

@@ -150,7 +150,7 @@ def test_an_intact_source_is_converted_without_a_word(
     assert json.loads(run("inspect", intact["source"], "--json").out)["record"] is None
 
 
-def test_what_is_cast_is_compared_where_it_stays_as_it_was(
+def test_a_cast_still_compares_unchanged_tensors_with_the_record(
     intact: dict[str, Path], tmp_path: Path
 ) -> None:
     source = copied(intact, "hf", tmp_path)
@@ -251,7 +251,7 @@ def test_an_iteration_that_is_given_itself_has_the_record_beside_it(
     assert "names and shapes match megaconv.json" in run("inspect", intact["zarr"] / "release").out
 
 
-def test_what_the_user_says_of_the_vocabulary_wins(intact: dict[str, Path], tmp_path: Path) -> None:
+def test_the_vocabulary_size_of_the_user_wins(intact: dict[str, Path], tmp_path: Path) -> None:
     source = copied(intact, "core", tmp_path)
     (source / "hf" / "config.json").unlink()
     arguments = (

@@ -88,7 +88,7 @@ def later(action: Callable[[], None]) -> None:
 # The order of things.
 
 
-def test_what_is_put_comes_out_in_order(header: Header) -> None:
+def test_the_stream_keeps_the_order_of_tensors(header: Header) -> None:
     stream = Stream(1 << 20)
     taken: list[Key] = []
 

@@ -7,7 +7,7 @@ import pytest
 from megaconv.threads import thread_pool
 
 
-def test_what_has_not_begun_when_an_interrupt_comes_is_never_begun() -> None:
+def test_an_interrupt_prevents_tasks_that_have_not_begun() -> None:
     """Wherever it comes: here after tasks were handed in, and before anybody waits for them."""
     begun = []
 

@@ -77,7 +77,9 @@ def test_views_need_shapes_or_weights(llama: Path, alone: Path, tmp_path: Path) 
         )
 
 
-def test_whatever_needs_weights_refuses_as_before(llama: Path, alone: Path, tmp_path: Path) -> None:
+def test_commands_that_need_weights_refuse_a_config_json_alone(
+    llama: Path, alone: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     for place, words in (
         (alone, "has a config.json but no weights"),

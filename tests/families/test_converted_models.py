@@ -107,7 +107,7 @@ REFUSALS = {"molmo2_text, some layers scaled": "layers.scales_positions|norms on
 
 
 @pytest.mark.parametrize(("name", "keys", "words"), REFUSED)
-def test_what_these_families_do_not_have_is_refused_by_name(
+def test_features_that_converted_families_lack_are_refused_by_name(
     name: str, keys: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(CheckpointError, match=words):

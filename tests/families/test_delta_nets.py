@@ -222,7 +222,7 @@ def test_between_two_checkpoints_of_transformer_engine_no_bit_is_touched(
     assert megaconv.fingerprint(source).weights != megaconv.fingerprint(hf).weights
 
 
-def test_what_has_no_exact_value_is_rounded_only_where_that_is_allowed(
+def test_an_out_norm_without_an_exact_value_is_rounded_only_with_allow_lossy(
     hf: Path, tmp_path: Path
 ) -> None:
     source = trained(hf, tmp_path / "trained", 0.0123)

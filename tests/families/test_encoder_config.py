@@ -197,7 +197,7 @@ REFUSED = (
         (REFUSED[1], {"encoder.layers": 7}, False, "2 in its decoder and 7 in its encoder"),
     ],
 )
-def test_what_megatron_does_not_support_is_refused(
+def test_encoders_that_megatron_does_not_support_are_refused(
     config: ModelConfig, change: dict[str, Any], legacy: bool, reason: str
 ) -> None:
     arguments(REFUSED[1], legacy=False)

@@ -322,7 +322,7 @@ def test_stacked_experts_are_read_and_come_back_as_transformers_saves_them(
     "family",
     ["mixtral", "glm4_moe", "glm4_moe_lite", "dots1", "exaone_moe", "hy_v3", "ernie4_5_moe"],
 )
-def test_what_transformers_saves_stacked_is_the_same_model(family: str, tmp_path: Path) -> None:
+def test_stacked_experts_of_transformers_give_the_same_model(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -617,7 +617,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family} {case.keys or case.sizes}")
-def test_what_cannot_be_said_is_refused(case: Refused, tmp_path: Path) -> None:
+def test_a_naming_scheme_that_cannot_represent_a_model_is_refused(
+    case: Refused, tmp_path: Path
+) -> None:
     plain = {
         "rope_interleave",
         "attention_bias",
@@ -697,7 +699,7 @@ def test_a_kimi_k2_is_a_deepseek_v3(words: dict[str, Any], tmp_path: Path) -> No
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "kimi_k2"
 
 
-def test_what_no_model_of_megatrons_computes_is_pointed_out(tmp_path: Path) -> None:
+def test_a_notice_names_a_router_that_megatron_lacks(tmp_path: Path) -> None:
     (notice,) = megaconv.convert(
         write_model(tmp_path / "hf", "ernie4_5_moe"), tmp_path / "core", saver="core"
     ).notices
@@ -780,7 +782,7 @@ def test_norms_after_sublayers_have_the_entries_that_their_kind_of_layers_has(
         ("qwen3_moe", ""),
     ],
 )
-def test_what_megatron_core_has_no_modules_for_is_pointed_out(
+def test_a_notice_names_the_modules_that_megatron_core_lacks(
     family: str, lacks: str, tmp_path: Path
 ) -> None:
     notices = megaconv.convert(
@@ -873,7 +875,7 @@ def test_a_base_given_in_python_works_too(tmp_path: Path) -> None:
         megaconv.convert(llama, tmp_path / "core", saver="core", base=llama)
 
 
-def test_what_proves_a_family_is_what_the_oracles_do() -> None:
+def test_the_stated_proof_of_a_family_equals_the_work_of_the_oracles() -> None:
     """The oracles' variants show it, and the modules of their own that the oracles run them with."""
     proven = {**VARIANTS, **MIXTURES, **UNTRAINED}
     computed = {family_of(variant) for variant in proven.values()} | {"bert", "t5"}

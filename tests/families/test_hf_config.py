@@ -83,7 +83,7 @@ def test_an_architecture_without_a_name_is_known_by_its_model_type() -> None:
     st.none() | st.integers(0, 9) | st.lists(st.integers(0, 9), min_size=1).map(tuple),
 )
 @settings(max_examples=200, deadline=None)
-def test_what_is_written_for_hugging_face_means_the_same_model(
+def test_a_written_config_json_is_read_back_as_the_same_model(
     config: ModelConfig, bos: int | None, eos: Any
 ) -> None:
     config = changed(config, {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": bos})

@@ -373,9 +373,7 @@ SAID_TWICE: dict[str, Raw] = {
 @pytest.mark.oracle
 @pytest.mark.parametrize("keys", SAID_TWICE.values(), ids=SAID_TWICE)
 @pytest.mark.parametrize("name", ["llama", "glm4", "deepseek_v3"])
-def test_what_of_rope_is_said_in_two_places_is_read_as_transformers_reads_it(
-    name: str, keys: Raw
-) -> None:
+def test_rope_keys_in_two_places_are_read_as_transformers_reads_them(name: str, keys: Raw) -> None:
     scaled = "yarn" in str(keys)
     assert_read_alike(
         raw_config(name, **keys, **({"max_position_embeddings": 96} if scaled else {}))
@@ -718,7 +716,7 @@ def test_a_mistral_has_a_window_unless_it_says_no(keys: Raw, window: int | None)
     )
 )
 @settings(max_examples=60, deadline=None)
-def test_what_is_written_for_hugging_face_means_the_same_to_transformers(
+def test_transformers_reads_a_written_config_json_as_the_same_model(
     config: ModelConfig,
 ) -> None:
     if config.family != "gpt2":

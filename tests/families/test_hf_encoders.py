@@ -298,7 +298,7 @@ def test_two_activations_are_refused_unless_that_is_allowed(models: Models, tmp_
     assert open_checkpoint(core).config.head.activation == "gelu"
 
 
-def test_what_the_allowed_loss_changes_is_small(tmp_path: Path) -> None:
+def test_the_allowed_change_of_the_activation_changes_logits_little(tmp_path: Path) -> None:
     asked, expected = question("core-bert-tp2pp2")
     hf = convert(
         FIXTURES / "core-bert-tp2pp2" / "checkpoint",

@@ -259,7 +259,7 @@ def test_a_language_model_without_names_in_megatron_goes_back_into_the_originals
         assert_same_weights(tmp_path / directory, original)
 
 
-def test_what_lies_beside_the_language_model_is_named(tmp_path: Path) -> None:
+def test_tensors_outside_the_language_model_are_named_when_left_out(tmp_path: Path) -> None:
     create(MODELS["gemma3"], tmp_path / "hf")
     outcome = run("convert", tmp_path / "hf", tmp_path / "core", "--saver", "core", "--text-only")
     assert outcome.status == 0
@@ -367,7 +367,7 @@ def test_the_layer_for_multi_token_prediction_of_glm_ocr_is_left_out(
 
 # Mistral's class has other default sizes in transformers 5 than in 4. `paddleocr_vl` is the whole model in transformers.
 @pytest.mark.parametrize("kind", sorted(DEFAULTS.keys() - {"mistral", "paddleocr_vl"}))
-def test_what_a_text_config_leaves_out_is_what_its_class_has(kind: str) -> None:
+def test_defaults_of_text_configs_equal_those_of_their_classes(kind: str) -> None:
     from transformers import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[kind]()

@@ -238,7 +238,7 @@ def test_stages_are_written_as_the_releases_of_megatron_read_them(tmp_path: Path
         ({}, {"pp": 2}, "layers = 3"),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused_by_name(
+def test_sizes_of_mamba_that_ranks_cannot_share_are_refused_by_name(
     keys: dict[str, Any], sizes: dict[str, int], message: str, tmp_path: Path
 ) -> None:
     hf = write_model(tmp_path / "hf", "nemotron_h", **keys)
@@ -303,7 +303,7 @@ def test_the_arguments_alone_describe_a_hybrid(hf: Path, tmp_path: Path) -> None
     assert {key: after[key] for key in before if key in after} == before | {"intermediate_size": 8}
 
 
-def test_what_no_tensor_shows_and_no_argument_says_is_asked_for(hf: Path, tmp_path: Path) -> None:
+def test_a_missing_number_of_mamba_groups_is_asked_for(hf: Path, tmp_path: Path) -> None:
     core = tmp_path / "core"
     megaconv.convert(hf, core, saver="core")
     shutil.rmtree(core / "hf")
@@ -352,7 +352,7 @@ def test_older_and_newer_words_of_config_json_mean_the_same(
         ("mamba_proj_bias", True, UnknownFamily),
     ],
 )
-def test_what_megatron_has_no_place_for_is_refused_by_name(
+def test_keys_that_megatron_cannot_represent_are_refused_by_name(
     key: str, value: Any, error: type[Exception], hf: Path, tmp_path: Path
 ) -> None:
     raw = json.loads((hf / "config.json").read_text())

@@ -403,7 +403,7 @@ def test_another_structure_stays_an_error(core: Path, tmp_path: Path) -> None:
     assert "it describes another model" in outcome.err
 
 
-def test_what_was_left_out_on_purpose_is_not_taken_for_a_change(
+def test_a_field_left_out_on_purpose_is_not_reported_as_a_change(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     scaling = {"rope_type": "dynamic", "factor": 4.0}

@@ -119,7 +119,7 @@ def test_arguments_say_that_images_give_a_token_three_positions(qwen: Path) -> N
     assert (args.position_embedding_type, args.mrope_section) == ("mrope", [1, 1, 2])
 
 
-def test_what_is_copied_may_be_of_any_dtype_and_shape(qwen: Path, tmp_path: Path) -> None:
+def test_copied_tensors_may_have_any_dtype_and_shape(qwen: Path, tmp_path: Path) -> None:
     hf = tmp_path / "hf"
     hf.mkdir()
     (hf / "config.json").write_bytes((qwen / "hf/config.json").read_bytes())
@@ -258,7 +258,7 @@ def test_a_language_model_alone_is_not_taken_for_the_whole(qwen: Path, tmp_path:
         (["--saver", "hf", "--quantize", "fp8"], "--quantize"),
     ],
 )
-def test_what_is_for_language_models_alone_is_refused_by_name(
+def test_options_for_language_models_only_are_refused_for_multimodal_models(
     words: list[str], said: str, qwen: Path, tmp_path: Path
 ) -> None:
     outcome = run("convert", qwen / "hf", tmp_path / "out", *words)

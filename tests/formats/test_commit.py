@@ -189,7 +189,7 @@ def leave_between_the_renames(monkeypatch: pytest.MonkeyPatch, target: Path) -> 
     assert content(partial(target) / "replaced") == "old"
 
 
-def test_what_was_moved_aside_is_put_back_by_a_run_that_may_not_replace_it_too(
+def test_an_output_moved_aside_is_put_back_also_without_overwrite(
     monkeypatch: pytest.MonkeyPatch, target: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     leave_between_the_renames(monkeypatch, target)
@@ -202,7 +202,7 @@ def test_what_was_moved_aside_is_put_back_by_a_run_that_may_not_replace_it_too(
     assert [path.name for path in target.parent.iterdir()] == ["out"]
 
 
-def test_what_was_moved_aside_is_kept_while_something_else_is_in_its_place(
+def test_an_output_moved_aside_is_kept_while_another_is_in_its_place(
     monkeypatch: pytest.MonkeyPatch, target: Path
 ) -> None:
     leave_between_the_renames(monkeypatch, target)

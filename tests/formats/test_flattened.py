@@ -126,6 +126,6 @@ def test_a_parameter_is_found_in_a_vector_however_that_is_cut(
     assert np.array_equal(array(narrowed(vector(numbers, [0, 4096]), before, shape)), wanted)
 
 
-def test_what_reaches_out_of_a_vector_is_refused(numbers: InputFile) -> None:
+def test_a_range_beyond_the_end_of_a_vector_is_refused(numbers: InputFile) -> None:
     with pytest.raises(CorruptCheckpoint, match="elements 10 to 13"):
         narrowed(vector(numbers, [0, 7, 12]), 10, (3,))

@@ -49,7 +49,9 @@ def test_no_flipped_bit_is_believed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 10, 40])
-def test_what_was_being_written_is_dropped_and_overwritten(tmp_path: Path, cut: int) -> None:
+def test_a_truncated_entry_of_a_journal_is_dropped_and_overwritten(
+    tmp_path: Path, cut: int
+) -> None:
     path = tmp_path / "journal"
     write(path)
     path.write_bytes(path.read_bytes()[:-cut])

@@ -212,7 +212,7 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_what_is_unusual_comes_out_the_same(name: str) -> None:
+def test_unusual_repetitions_give_the_same_result(name: str) -> None:
     for count in (9, 200):
         for end in (b".", b"t.", b"\x8c\2a", b")\x81}b."):
             assert same(repeated(UNUSUAL[name], count) + end)

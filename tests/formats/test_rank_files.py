@@ -102,7 +102,7 @@ def test_a_tracker_of_garbage_is_refused(tmp_path: Path, word: str) -> None:
         find_version(tmp_path)
 
 
-def test_what_a_tracker_links_to_is_not_quoted(tmp_path: Path) -> None:
+def test_the_error_about_a_tracker_does_not_quote_the_file_that_it_links_to(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("password")
     (tmp_path / "run").mkdir()

@@ -61,7 +61,7 @@ STRANGE: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("kind", STRANGE)
 @pytest.mark.parametrize("opened", [regular_size, open_regular, lambda path: read_small(path, 9)])
-def test_what_is_no_regular_file_is_refused_by_its_kind(
+def test_a_path_that_is_no_regular_file_is_refused_by_its_kind(
     opened: Callable[[Path], object], kind: str, tmp_path: Path
 ) -> None:
     STRANGE[kind](tmp_path / "x")
@@ -89,9 +89,7 @@ def test_every_reader_refuses_what_is_no_regular_file(
 
 
 @pytest.mark.parametrize("kind", STRANGE)
-def test_what_is_looked_for_by_name_is_not_found_where_it_is_no_regular_file(
-    kind: str, tmp_path: Path
-) -> None:
+def test_detection_ignores_names_that_are_no_regular_files(kind: str, tmp_path: Path) -> None:
     for name in (rank_files.TRACKER, torch_dist.FORMAT_FILE, ".metadata"):
         STRANGE[kind](tmp_path / name)
     assert rank_files.find_version(tmp_path) is None

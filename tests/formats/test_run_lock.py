@@ -86,7 +86,7 @@ def test_a_directory_that_is_removed_before_it_can_be_locked_is_made_again(
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL])
-def test_where_there_are_no_locks_a_run_warns_and_goes_on(
+def test_a_run_without_file_locks_warns_and_continues(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", failing(code))
@@ -99,7 +99,7 @@ def test_where_there_are_no_locks_a_run_warns_and_goes_on(
     assert "has no locks" in caplog.text
 
 
-def test_where_there_are_no_locks_only_the_first_of_several_processes_removes_the_directory(
+def test_without_locks_only_the_first_of_several_processes_removes_the_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))

@@ -128,7 +128,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 @settings(max_examples=60, deadline=None)
 @given(models, st.none() | st.dictionaries(st.text(max_size=5), st.text(max_size=5), min_size=1))
-def test_whatever_the_library_writes_is_read_bit_for_bit(
+def test_files_of_the_safetensors_library_are_read_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory,
     model: dict[str, torch.Tensor],
     metadata: dict[str, str] | None,
@@ -147,7 +147,7 @@ def test_whatever_the_library_writes_is_read_bit_for_bit(
 
 @settings(max_examples=60, deadline=None)
 @given(models)
-def test_whatever_we_lay_out_the_library_reads_bit_for_bit(
+def test_the_safetensors_library_reads_our_files_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory, model: dict[str, torch.Tensor]
 ) -> None:
     path = tmp_path_factory.mktemp("ours") / "x.safetensors"

@@ -230,7 +230,7 @@ def test_a_run_that_resumes_twice_finds_the_entries_of_both(target: Path) -> Non
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_what_another_plan_left_is_removed(target: Path, resume: bool) -> None:
+def test_files_of_another_plan_are_removed(target: Path, resume: bool) -> None:
     leave(target, {"n": 1}, plan="another")
     output, entries = begin(target, resume=resume)
     assert entries == []

@@ -174,7 +174,7 @@ def objects(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     value=objects(scalars | tensors | st.sampled_from([torch.float32, torch.bfloat16])),
     zipped=st.booleans(),
 )
-def test_whatever_torch_saves_is_read_as_it_was(folder: Path, value: Any, zipped: bool) -> None:
+def test_any_object_saved_by_torch_is_read_back(folder: Path, value: Any, zipped: bool) -> None:
     path = folder / "saved.pt"
     torch.save(value, path, _use_new_zipfile_serialization=zipped)
     assert_same(value, read(path))
@@ -353,7 +353,7 @@ planned = objects(scalars | placeholders | st.sampled_from(DTYPES).map(TorchDtyp
 @given(
     value=planned, root=st.sampled_from(["model_optim_rng", "x", "ü" * 30]), mapped=st.booleans()
 )
-def test_what_is_planned_is_loaded_with_weights_only(
+def test_torch_loads_planned_files_with_weights_only(
     folder: Path, value: Any, root: str, mapped: bool
 ) -> None:
     path = folder / "planned.pt"
@@ -578,7 +578,7 @@ class Subclass(dict[str, int]):
      TorchDtype("qint8"), TorchDtype("x\ncos\nsystem"), Placeholder("x", (1,), "int4"), Global("os", "system")],
     ids=repr,
 )  # fmt: skip
-def test_what_torch_might_not_load_is_not_written(value: object) -> None:
+def test_values_that_torch_might_not_load_are_not_written(value: object) -> None:
     with pytest.raises(TypeError, match="can't write"):
         dumps({"args": [value]})
 

@@ -84,7 +84,7 @@ BOMB = "a0: &a0 [x]\n" + "".join(
         ("a: \x00", "not a readable YAML file"),
     ],
 )
-def test_what_is_no_plain_yaml_is_refused_at_once(text: str, word: str, tmp_path: Path) -> None:
+def test_yaml_that_is_not_plain_is_refused_at_once(text: str, word: str, tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(CorruptCheckpoint, match=word):
         read(tmp_path, text)

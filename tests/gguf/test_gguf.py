@@ -143,7 +143,7 @@ def test_families_without_names_there_are_refused_with_the_list(tmp_path: Path) 
     assert_refused(outcome, 2, "bert", "qwen3_moe", "--saver hf")
 
 
-def test_what_can_not_be_written_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+def test_gguf_refuses_missing_tokenizers_and_unknown_types_with_a_remedy(tmp_path: Path) -> None:
     source, place = write_llama(tmp_path / "in"), ("--save-dir", tmp_path / "out")
     command = ("convert", "--load-dir", source, "--saver", "gguf", *place)
     assert_refused(run(*command), 2, "tokenizer=none", "--config")

@@ -191,7 +191,7 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_notice(tmp_path:
     assert written(tmp_path / "core", tmp_path / "again", "tokenizer=none").tensors == found.tensors
 
 
-def test_what_is_sharded_comes_out_the_same_and_is_sharded_again(tmp_path: Path) -> None:
+def test_a_sharded_deepseek_gives_the_same_gguf_and_can_be_sharded_again(tmp_path: Path) -> None:
     source = model(tmp_path / "hf", "deepseek_v3", {"num_nextn_predict_layers": 0})
     megaconv.convert(source, tmp_path / "core", saver="core", tp=2, pp=3, ep=2)
     found, expected = (

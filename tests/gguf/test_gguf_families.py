@@ -181,14 +181,14 @@ def test_longrope_without_a_factor_for_each_frequency_is_refused(
         ("deepseek_v3", {"num_hidden_layers": 26, "q_lora_rank": 16}, ("26 layers", "q_lora_rank", "V2 Lite")),
     ],
 )  # fmt: skip
-def test_what_llama_cpp_would_compute_otherwise_is_refused_by_name(
+def test_features_that_llama_cpp_computes_differently_are_refused_by_name(
     family: str, keys: dict[str, Any], words: tuple[str, ...], tmp_path: Path
 ) -> None:
     source = source_of(tmp_path / "hf", family, keys)
     refused(source, tmp_path, *words)
 
 
-def test_what_llama_cpp_does_otherwise_is_said(tmp_path: Path) -> None:
+def test_a_notice_reports_that_llama_cpp_leaves_out_a_window(tmp_path: Path) -> None:
     source = source_of(tmp_path / "hf", "phi3", {**HEADS, "sliding_window": 7})
     outcome = run(
         "convert", source, tmp_path / "out", "--saver", "gguf", "--option", "tokenizer=none"

@@ -352,7 +352,9 @@ def test_llama_cpp_computes_what_transformers_does(name: str, models: Any, tmp_p
     ("name", "other"),
     [(name, other) for name, variant in MODELS.items() for other in variant.others],
 )
-def test_what_a_model_says_moves_its_logits_by_more(name: str, other: str, models: Any) -> None:
+def test_other_settings_change_the_logits_by_more_than_the_tolerance(
+    name: str, other: str, models: Any
+) -> None:
     source, tokens, expected = models(name)
     logits = compute(load(source, **MODELS[name].others[other]), tokens)
     assert (logits - expected).abs().max().item() > 10 * (

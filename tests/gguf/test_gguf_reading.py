@@ -116,7 +116,7 @@ def test_it_is_sharded_on_the_way(tmp_path: Path) -> None:
     )
 
 
-def test_what_we_write_we_read_again(tmp_path: Path) -> None:
+def test_a_written_gguf_file_is_read_back(tmp_path: Path) -> None:
     for kind in ("f32", "bf16"):
         outcome = run(
             "convert",
@@ -155,7 +155,7 @@ def refused(path: Path, config: Path, tmp_path: Path, status: int, *words: str) 
     assert not (tmp_path / "out").exists()
 
 
-def test_what_the_file_leaves_open_is_asked_for(tmp_path: Path) -> None:
+def test_missing_values_of_a_gguf_file_are_asked_for(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     path = shutil.copy(
         next((FIXTURES / "gguf-llama3-bpe").glob("*.gguf")), tmp_path / "in/model.gguf"

@@ -30,7 +30,7 @@ def flip(file: Path, offset: int) -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("source", MODELS, ids=lambda source: source.parent.name)
-def test_what_was_written_is_found_again(source: Path, kind: str, tmp_path: Path) -> None:
+def test_verify_finds_an_output_as_written(source: Path, kind: str, tmp_path: Path) -> None:
     out = written(source, tmp_path / "out", kind)
     for place in (out, out / "model.gguf"):
         found = megaconv.verify(place)

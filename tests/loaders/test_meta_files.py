@@ -614,7 +614,9 @@ def test_a_model_that_params_json_cannot_represent_is_refused(
         ("--loader mixtral_hf", "not a Mixtral"),
     ],
 )
-def test_what_these_files_cannot_be_is_refused(options: str, words: str, tmp_path: Path) -> None:
+def test_options_that_meta_and_mistral_files_do_not_support_are_refused(
+    options: str, words: str, tmp_path: Path
+) -> None:
     hf = write_llama(tmp_path / "hf", vocab=132)
     refused(hf, tmp_path / "out", "llama_mistral", 2, words, options=options)
 

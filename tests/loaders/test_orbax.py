@@ -228,7 +228,7 @@ def refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_how_q_and_k_rotate_is_asked_for(tmp_path: Path) -> None:
+def test_maxtext_needs_an_option_for_the_order_of_rotary_pairs(tmp_path: Path) -> None:
     refused(
         SCANNED / "checkpoint",
         tmp_path,

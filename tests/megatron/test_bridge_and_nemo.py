@@ -145,7 +145,7 @@ def test_the_distributed_weights_of_an_unpacked_nemo_1_archive_are_read_with_a_c
     assert_holds(checkpoint, FIXTURES / DENSE / "expected.safetensors")
 
 
-def test_what_no_tensor_shows_and_nobody_says_is_asked_for(tmp_path: Path) -> None:
+def test_missing_fields_of_a_provider_are_asked_for(tmp_path: Path) -> None:
     fields = provider(own_args(DENSE))
     for name in ("rotary_base", "num_query_groups", "normalization", "activation_func"):
         rest = {key: value for key, value in fields.items() if key != name}
@@ -376,7 +376,7 @@ def as_provider(args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_what_is_written_by_hand_is_plain_yaml(tmp_path: Path) -> None:
+def test_our_test_files_are_plain_yaml(tmp_path: Path) -> None:
     """Megatron-Bridge and NeMo both write such YAML: with a safe dumper, and classes as `_target_`."""
     for write in (write_bridge, write_nemo):
         file = next(write(tmp_path / write.__name__, DENSE).rglob("*.yaml"))

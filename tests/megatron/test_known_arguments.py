@@ -145,7 +145,7 @@ def test_the_installed_release_has_the_fields_and_defaults_that_are_known_of_it(
 
 @pytest.mark.oracle
 @pytest.mark.slow
-def test_what_is_read_as_text_are_the_real_fields() -> None:
+def test_fields_read_from_source_text_equal_the_real_fields() -> None:
     from megatron.core.transformer.heterogeneous.heterogeneous_config import (
         HeterogeneousTransformerConfig,
     )
@@ -178,7 +178,9 @@ def test_the_default_of_every_release_is_accepted(source: str) -> None:
 # What megaconv asks for.
 
 
-def test_what_is_asked_for_is_what_is_listed_as_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_of_read_arguments_equals_the_arguments_that_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: set[str] = set()
 
     def record(self: Namespace, name: str) -> Any:
@@ -323,7 +325,7 @@ def test_a_refused_argument_is_named_with_its_value_and_what_it_computes(
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_is_off_changes_nothing(name: str, real: Read) -> None:
+def test_refused_arguments_that_are_off_change_nothing(name: str, real: Read) -> None:
     expected = real.config()
     for value in REFUSED[name].accepted:
         if name != "softmax_type":  # the tensors show it

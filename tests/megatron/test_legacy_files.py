@@ -103,7 +103,7 @@ def test_every_weight_is_read_bit_for_bit(name: str) -> None:
         ("old-gpt2-tp2pp2-ckptv3", "gelu_tanh", 3),
     ],
 )
-def test_what_old_arguments_leave_out_is_known(name: str, activation: str, version: int) -> None:
+def test_values_that_old_arguments_omit_are_known(name: str, activation: str, version: int) -> None:
     source = open_source(find_input(FIXTURES / name / "checkpoint", options=LOAD), LOAD)
     config = source.header.config
     assert (config.family, config.mlp.activation, config.positions.kind, config.norm.kind) == (
@@ -167,7 +167,7 @@ def assert_same(
 
 
 @pytest.mark.parametrize("name", NEW)
-def test_what_the_arguments_say_about_the_model_is_kept(name: str, tmp_path: Path) -> None:
+def test_an_output_keeps_the_arguments_that_describe_the_model(name: str, tmp_path: Path) -> None:
     source = FIXTURES / name / "checkpoint"
     theirs, ours = (
         next(iter(rank_files(root).values()))["args"]
@@ -283,7 +283,7 @@ def test_old_spellings_become_present_ones(old: str, new: str) -> None:
     assert present(old) == new
 
 
-def test_what_is_nested_is_flattened_again() -> None:
+def test_flattening_is_the_inverse_of_nesting() -> None:
     flat = {
         "language_model.embedding.word_embeddings.weight": 1,
         "language_model.encoder.layers.0.mlp.dense_h_to_4h.weight": 2,
@@ -505,7 +505,7 @@ def test_a_tensor_that_is_unknown_or_missing_is_named(tmp_path: Path) -> None:
     ],
     ids=["qwen3", "mistral"],
 )
-def test_what_legacy_models_do_not_have_is_refused(
+def test_features_that_legacy_models_lack_are_refused(
     words: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     hf = write_llama(tmp_path / "hf", extra_config=words)

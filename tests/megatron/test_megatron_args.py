@@ -278,7 +278,7 @@ def test_rotations_that_legacy_models_do_not_know_are_refused_for_them(family: s
         ("gemma3_text", "rotary_base", "rotary_base as a pair; give --config"),
     ],
 )
-def test_what_megatron_has_no_argument_for_is_never_guessed(
+def test_fields_without_an_argument_of_megatron_are_never_guessed(
     family: str, lacking: str, message: str
 ) -> None:
     config = read(raw_config(family))

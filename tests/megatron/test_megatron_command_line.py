@@ -99,7 +99,7 @@ def test_a_tokenizer_beside_the_checkpoint_is_named_wherever_the_run_starts(
     assert all(line.startswith("--") for line in outcome.out.splitlines())
 
 
-def test_what_no_flag_sets_is_named() -> None:
+def test_arguments_without_a_flag_are_named() -> None:
     found = command_line(
         {"position_embedding_type": "yarn", "yarn_beta_fast": 32.0, "rotary_base": 10000.5}
     )

@@ -283,7 +283,7 @@ def test_an_extended_header_of_no_whole_lines_is_refused_at_once(
         tar_archive.read_members(InputFile.open(path))
 
 
-def test_what_lies_in_an_archive_is_scanned_too(tmp_path: Path) -> None:
+def test_scan_examines_the_members_of_an_archive(tmp_path: Path) -> None:
     assert run("scan", write(tmp_path / "good.nemo", files(LLAMA))).status == 0
     calls = b"cos\nsystem\n(S'true'\ntR."
     for number, content in enumerate((b"\x80\x02" + calls, _torch_file(b"\x80\x02" + calls))):

@@ -142,7 +142,7 @@ def assert_close(found: "torch.Tensor", expected: "torch.Tensor") -> None:
     ("variant", "other"),
     [(name, other) for name, variant in ALL_VARIANTS.items() for other in variant.others],
 )
-def test_what_a_variant_is_there_to_prove_moves_its_logits(
+def test_each_setting_of_a_variant_changes_its_logits(
     variant: str, other: str, references: References
 ) -> None:
     reference = references(variant)
@@ -558,7 +558,7 @@ UNSAID = [
     UNSAID,
     ids=[f"{kind}, {'null' if nulls else 'left out'}" for kind, nulls in UNSAID],
 )
-def test_what_config_json_leaves_unsaid_is_what_transformers_takes_it_for(
+def test_missing_keys_of_config_json_mean_the_same_as_in_transformers(
     kind: str, unsaid: Mapping[str, Any], tmp_path: Path
 ) -> None:
     sizes = {

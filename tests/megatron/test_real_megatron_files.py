@@ -80,7 +80,7 @@ def assert_same_model(
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_the_arguments_say_about_the_model_is_kept(name: str, tmp_path: Path) -> None:
+def test_an_output_keeps_the_arguments_that_describe_the_model(name: str, tmp_path: Path) -> None:
     """Every attribute that --use-checkpoint-args takes, where Megatron wrote one, has the value that Megatron wrote."""
     source = FIXTURES / name / "checkpoint"
     theirs = next(iter(rank_files(source).values()))["args"]

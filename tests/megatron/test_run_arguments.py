@@ -152,7 +152,7 @@ def test_at_another_layout_only_what_says_which_rank_holds_what_is_another(
 
 
 @pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist", "zarr"])
-def test_what_a_run_was_given_is_there_after_a_conversion(
+def test_a_conversion_keeps_the_arguments_of_the_run(
     trained: Path, tmp_path: Path, ckpt_format: str
 ) -> None:
     megaconv.convert(trained, tmp_path / "out", saver="core", tp=2, ckpt_format=ckpt_format)
@@ -232,7 +232,7 @@ def test_an_argument_that_the_tensors_contradict_is_written_as_they_show_it(tmp_
     assert "decoder_seq_length" not in found
 
 
-def test_what_config_json_overrides_does_not_come_back_by_the_runs_arguments(
+def test_arguments_of_the_run_do_not_override_the_config_json_of_the_user(
     tmp_path: Path,
 ) -> None:
     """An argument that the run's model had no use for could otherwise describe a third model."""

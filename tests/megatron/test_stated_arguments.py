@@ -103,7 +103,7 @@ def other_values(value: object) -> Iterator[object]:
 @pytest.mark.parametrize(
     "family", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
-def test_what_args_state_is_never_silently_lost_beside_a_config_json(
+def test_no_stated_argument_is_silently_lost_beside_a_config_json(
     family: str, pair_of: Callable[[str], Pair], opened: Callable[..., Outcome]
 ) -> None:
     pair = pair_of(family)

@@ -372,7 +372,7 @@ def test_the_distributed_optimizers_state_is_refused_both_ways_and_can_be_left_o
         ("core", {"ckpt_format": "zarr", "pp": 2, "split_rank": 1}, "pp = 2: a distributed checkpoint"),
     ],
 )  # fmt: skip
-def test_what_a_t5_can_not_be_cut_to_is_refused(
+def test_a_layout_that_a_t5_does_not_support_is_refused(
     saver: str, options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     assert re.search(words, refused(source(DEEP), tmp_path / "out", saver, **options))

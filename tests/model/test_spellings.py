@@ -146,7 +146,9 @@ ORDERS = {
 
 @pytest.mark.parametrize("kind", ORDERS)
 @given(data=st.data())
-def test_what_an_order_writes_it_reads_again_in_any_blocks(kind: str, data: st.DataObject) -> None:
+def test_an_order_reads_back_the_elements_that_it_wrote_in_any_blocks(
+    kind: str, data: st.DataObject
+) -> None:
     region, native_shape, shape, dtype = data.draw(regions(ORDERS[kind]))
     whole = Box(0, shape[0], 0, shape[1])
     values, native = random_matrix(*shape, dtype), Memory(native_shape, dtype)
@@ -329,7 +331,7 @@ def placed(native: NativeTensor, memory: Memory) -> Placed:
     block_bytes=st.integers(1, 400),
     read_bytes=st.integers(1, 400),
 )
-def test_what_all_ranks_write_is_read_as_the_same_tensors(
+def test_tensors_written_by_all_ranks_are_read_back_unchanged(
     name: str, tp: int, dtype: str, block_bytes: int, read_bytes: int
 ) -> None:
     row = row_of(WAYS[name])

@@ -409,7 +409,7 @@ def test_a_row_has_as_many_shapes_and_names_as_canonical_tensors(family: str) ->
 
 @given(sharded_models())
 @settings(max_examples=150, deadline=None)
-def test_what_is_joined_for_all_ranks_splits_into_the_same_model(
+def test_joining_for_all_ranks_and_splitting_gives_the_same_model(
     model: tuple[ModelConfig, Naming, Layout],
 ) -> None:
     config, naming, layout = model

@@ -351,7 +351,7 @@ HEAVY = {
 }
 
 
-def test_what_is_heavy_is_imported_only_where_it_is_used() -> None:
+def test_heavy_modules_are_imported_only_inside_functions() -> None:
     fail_at(
         [
             f"{path}:{item.line}: {name} imports {item.module} when it is imported itself; import it in the function that needs it"

@@ -121,7 +121,7 @@ def test_the_example_offers_one_of_each_kind() -> None:
 
 
 @pytest.mark.usefixtures("pebble")
-def test_what_a_package_offers_is_listed() -> None:
+def test_formats_lists_the_plugins_of_a_package() -> None:
     listed, document = run("formats"), json.loads(run("formats", "--json").out)
     assert (listed.status, listed.err) == (0, "")
     assert "  pebble        Pebble: a model in one *.pebble file" in listed.out
@@ -371,7 +371,7 @@ def test_uris_that_nobody_takes_are_refused_with_those_that_are_known(store: Pat
 # What nobody has installed costs nothing.
 
 
-def test_where_there_are_no_plugins_nothing_is_imported_to_look_for_them(llama: Path) -> None:
+def test_no_search_for_plugins_is_imported_without_plugins(llama: Path) -> None:
     process = start(
         "inspect",
         llama,

@@ -167,7 +167,7 @@ def test_the_version_is_a_string() -> None:
     assert megaconv.__version__[0].isdecimal()
 
 
-def test_what_does_not_exist_is_an_attribute_error() -> None:
+def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'megaconv' has no attribute 'nonsense'"):
         _ = megaconv.nonsense
 
@@ -181,7 +181,7 @@ def test_importing_the_package_imports_nothing_else() -> None:
     assert found.stdout == "[]\n"
 
 
-def test_what_there_is_can_be_listed() -> None:
+def test_dir_lists_the_public_names() -> None:
     assert dir(megaconv) == sorted(megaconv.__all__)
     assert {"convert", "merge", "open", "plan", "push", "scan", "errors"} <= set(dir(megaconv))
     assert (Path(megaconv.__file__).parent / "py.typed").is_file()

@@ -48,7 +48,7 @@ def test_the_demonstration_runs() -> None:
     assert "All equal: the same model, bit for bit." in outcome.out
 
 
-def test_what_users_do_needs_no_torch(model: Path, tmp_path: Path) -> None:
+def test_the_usual_commands_need_no_torch(model: Path, tmp_path: Path) -> None:
     core, back, half = (tmp_path / name for name in ("core", "back", "half"))
     for arguments in (
         [
@@ -88,14 +88,14 @@ def test_what_users_do_needs_no_torch(model: Path, tmp_path: Path) -> None:
         assert outcome.status == 0, (arguments, outcome)
 
 
-def test_how_far_two_models_differ_needs_no_torch(model: Path, tmp_path: Path) -> None:
+def test_diff_measures_distances_without_torch(model: Path, tmp_path: Path) -> None:
     other = write_llama(tmp_path / "other", seed=1)
     outcome = run("diff", model, other)
     assert (outcome.status, outcome.err) == (4, "")
     assert "largest difference 0." in outcome.out
 
 
-def test_what_needs_torch_says_so_in_one_line(
+def test_loading_a_tensor_without_torch_is_an_error_of_one_line(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = f"""

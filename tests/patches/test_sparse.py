@@ -175,7 +175,9 @@ def test_a_megatron_run_and_float32_norms_become_an_update(old: Path, tmp_path: 
     require_update(as_vllm_applies, *mixed, tmp_path / "up")
 
 
-def test_what_an_update_cannot_express_is_refused(old: Path, tmp_path: Path) -> None:
+def test_a_sparse_update_refuses_changes_that_it_cannot_represent(
+    old: Path, tmp_path: Path
+) -> None:
     new = trained(old, tmp_path / "new")
     tensors = load_file(new / "model.safetensors")
     tensors["lm_head.weight"][3, 4] = float("nan")

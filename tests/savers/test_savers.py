@@ -132,7 +132,7 @@ def combinations() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("family", "words"), list(combinations()))
-def test_what_is_written_verifies_or_is_refused(
+def test_every_output_verifies_or_is_refused(
     family: str, words: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     source, target = sources[family], tmp_path / "out"

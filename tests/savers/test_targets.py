@@ -93,7 +93,9 @@ def test_the_source_and_what_lies_in_it_or_around_it_are_no_targets(
 
 
 @pytest.mark.parametrize("target", ["original", "."])
-def test_what_else_is_read_is_not_replaced_either(model: Path, tmp_path: Path, target: str) -> None:
+def test_an_output_does_not_replace_the_base_or_the_config_that_it_reads(
+    model: Path, tmp_path: Path, target: str
+) -> None:
     place = write_old_output(tmp_path / "place")
     original = write_llama(place / "original", layers=2)
     with unchanged(tmp_path):
@@ -144,7 +146,7 @@ def occupy(target: Path, what: str) -> None:
     ],
 )
 @pytest.mark.parametrize("options", [["--overwrite"], ["--overwrite", "--resume"]])
-def test_what_is_no_checkpoint_is_not_replaced(
+def test_overwrite_replaces_only_checkpoints(
     model: Path, tmp_path: Path, what: str, options: list[str]
 ) -> None:
     occupy(tmp_path / "out", what)

@@ -93,7 +93,7 @@ def test_head_has_the_headers_of_get_and_no_body(converted: Path) -> None:
         ("/etc/passwd", None),
     ],
 )
-def test_what_is_not_there_is_named_as_the_hub_names_it(path: str, code: str | None) -> None:
+def test_missing_entries_have_the_error_codes_of_the_hub(path: str, code: str | None) -> None:
     with serving({"org/run": RUN}) as server:
         reply = ask(server, path)
     assert (reply.status, reply.headers["X-Error-Code"]) == (404, code)

@@ -288,7 +288,7 @@ def test_a_link_that_was_added_is_found(model: Path, tmp_path: Path, keys: Keys)
     assert_refused(run("verify", model, "--public-key", keys.public), 3, "is a link")
 
 
-def test_what_git_changes_is_not_covered(model: Path, keys: Keys) -> None:
+def test_a_seal_does_not_cover_the_files_of_git(model: Path, keys: Keys) -> None:
     run("seal", model, "--key", keys.private)
     (model / ".git").mkdir()
     (model / ".git" / "HEAD").write_text("ref: refs/heads/main")

@@ -95,7 +95,9 @@ def test_a_corpus_that_is_replaced_ends_the_run(store: Proxy, corpus: Path, tmp_
         [dataset.get(number) for number in range(len(dataset))]
 
 
-def test_what_is_missing_is_named(writable: SmallStore, corpus: Path, tmp_path: Path) -> None:
+def test_missing_data_in_a_store_is_named(
+    writable: SmallStore, corpus: Path, tmp_path: Path
+) -> None:
     uri = f"s3://{BUCKET}/data/text_document"
     with pytest.raises(UsageError, match="give --data-cache-path"):
         DataCache(None, ROOM).dataset(uri)

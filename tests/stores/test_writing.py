@@ -172,7 +172,7 @@ def test_objects_are_replaced_only_where_that_is_said(writable: SmallStore, tmp_
     assert_only(writable, local("--saver hf", tmp_path / "local"))
 
 
-def test_what_is_no_checkpoint_is_not_replaced(writable: SmallStore) -> None:
+def test_overwrite_replaces_only_checkpoints(writable: SmallStore) -> None:
     writable.put("out/letters.txt", b"dear")
     words = ("--saver", "hf", "--overwrite", "--yes-replace-objects")
     assert_refused(run("convert", LLAMA, OUT, *words), 2, "replaces checkpoints")

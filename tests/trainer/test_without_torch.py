@@ -91,7 +91,7 @@ def test_a_run_is_planned_without_torch_as_with_it(
         ("evaluate --load nowhere --lm-eval arc_easy", "megatron-lite evaluate"),
     ],
 )
-def test_what_needs_torch_says_in_one_line_what_to_install(words: str, what: str) -> None:
+def test_commands_that_need_torch_say_in_one_line_what_to_install(words: str, what: str) -> None:
     expected = f"{what} needs torch (No module named 'torch'); in a clone of megaconv: pip install '.[train,data]'"
     assert refusal(*words.split()) == f"megatron_lite: error: {expected}"
 

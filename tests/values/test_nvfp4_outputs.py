@@ -38,7 +38,7 @@ def test_every_byte_is_the_one_that_modelopt_makes_of_the_same_weight(module: st
 
 
 @pytest.mark.parametrize("box", [Box(0, 3, 0, 32), Box(1, 2, 5, 30), Box(2, 3, 9, 10)])
-def test_what_is_fingerprinted_is_what_a_reader_gets_in_any_rectangle(box: Box) -> None:
+def test_fingerprinted_values_equal_those_that_a_reader_gets_in_any_rectangle(box: Box) -> None:
     source = as_lazy(torch.randn(3, 64, generator=torch.Generator().manual_seed(5)).bfloat16())
     values = Fp4Values(Groups(source, Joined([("x", source)])), Rounding())
     rows, all_rows = np.empty((box.rows, box.cols), np.uint8), np.empty((3, 32), np.uint8)

@@ -54,7 +54,7 @@ def test_a_sentencepiece_model_with_its_configuration_is_transformers_with_its_t
 
 
 @pytest.mark.oracle
-def test_where_transformers_misreads_a_sentencepiece_model_sentencepiece_is_taken(
+def test_sentencepiece_replaces_a_tokenizer_that_transformers_misreads(
     tmp_path: Path,
 ) -> None:
     shutil.copy(LLAMA / "tokenizer.model", tmp_path)

@@ -218,7 +218,7 @@ def test_the_cache_gives_the_same_samples_and_is_not_written_twice(
 @pytest.mark.parametrize(
     "change", [{"seed": 2}, {"seq_length": 8}, {"split": "7,2,1"}, {"samples": (99, 10, 10)}]
 )
-def test_what_changes_the_order_is_never_read_from_the_cache(
+def test_an_option_that_changes_the_order_never_uses_a_cached_index(
     corpus: Path, tmp_path: Path, change: dict[str, Any]
 ) -> None:
     options = {"data_path": [str(corpus)], "split": "8,1,1", "seed": 1}

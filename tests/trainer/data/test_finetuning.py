@@ -164,7 +164,7 @@ def test_parts_for_evaluation(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_example_is_reported_with_its_line(
+def test_a_record_that_is_no_example_is_reported_with_its_line(
     tmp_path: Path, record: Any, words: str
 ) -> None:
     with pytest.raises(CorruptCheckpoint, match=rf"examples\.jsonl:2: .*{words}"):
@@ -263,7 +263,7 @@ def test_a_directory_stands_for_its_files_and_records_are_known_by_their_first_l
     assert examples.divisible.tolist() == [False, True]
 
 
-def test_what_is_cut_or_dropped_is_counted(tmp_path: Path) -> None:
+def test_truncated_and_dropped_examples_are_counted(tmp_path: Path) -> None:
     long = " ".join("1" * 20)
     records = [
         {"prompt": "1", "completion": long},

@@ -98,7 +98,7 @@ def test_merged_datasets_are_those_of_megatron(tmp_path: Path) -> None:
     st.sampled_from([2, 3, 4, 5]),
 )
 @settings(max_examples=40, deadline=None)
-def test_what_is_written_is_read(
+def test_written_documents_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, documents: list[Any], modes: bool, code: int
 ) -> None:
     prefix = tmp_path_factory.mktemp("data") / "x"
@@ -222,7 +222,7 @@ def test_nothing_is_left_of_a_writing_that_fails(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_exists_stays_unless_it_is_to_be_replaced(prefix: Path) -> None:
+def test_existing_data_stays_unless_overwrite_is_given(prefix: Path) -> None:
     before = read(prefix)
     with pytest.raises(TargetExists, match="--overwrite"):
         IndexedWriter(prefix, U16)

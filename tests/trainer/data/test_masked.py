@@ -85,7 +85,7 @@ def test_the_64_bit_twister_is_the_standards() -> None:
     assert next(random) == 9981545732273789042
 
 
-def test_what_does_not_fit_is_told_with_the_flag() -> None:
+def test_a_masked_sample_that_does_not_fit_names_the_flag() -> None:
     words = vocabulary("t5")
     few = Vocabulary(words.words, words.continues, 2, 3, 4, 0, 5, 6, sentinels=range(129, 131))
     sentences = [list(range(30, 60))]

@@ -240,7 +240,7 @@ def chatty(tmp_path: Path, template: str) -> Tokenizer:
         ({"prompt": "1", "chosen": "2", "rejected": ""}, 'its "rejected" is empty'),
     ],
 )  # fmt: skip
-def test_what_is_no_pair_is_refused_with_line_and_field(
+def test_a_record_that_is_no_pair_is_refused_with_line_and_field(
     record: Any, words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(CorruptCheckpoint) as refused:

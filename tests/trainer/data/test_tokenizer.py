@@ -121,7 +121,7 @@ def test_numbers_are_those_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> 
     ],
     ids=lambda value: getattr(value, "type", value),
 )
-def test_what_is_missing_is_told(given: TokenizerOptions, words: str) -> None:
+def test_missing_tokenizer_settings_are_reported(given: TokenizerOptions, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         build_tokenizer(given)
 

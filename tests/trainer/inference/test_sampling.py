@@ -107,6 +107,6 @@ def test_log_probabilities_are_of_the_raw_logits() -> None:
 @pytest.mark.parametrize(
     "settings", [{"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"repetition_penalty": 0}]
 )  # fmt: skip
-def test_what_cannot_be_meant_is_refused(settings: dict[str, float]) -> None:
+def test_impossible_sampling_settings_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=next(iter(settings))):
         Sampling(**settings)  # type: ignore[arg-type]

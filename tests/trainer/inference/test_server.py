@@ -228,7 +228,7 @@ BAD: list[tuple[str, Any, int]] = [
 
 
 @pytest.mark.parametrize(("route", "body", "status"), BAD)
-def test_what_cannot_be_answered_is_refused(
+def test_bad_requests_are_refused_with_a_message(
     serving: Serving, route: str, body: Any, status: int
 ) -> None:
     found, said = serving.ask(route, body)

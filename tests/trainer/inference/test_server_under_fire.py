@@ -161,7 +161,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LONG = {"prompt": "go on", "max_tokens": 4000, "temperature": 0, "logit_bias": {}}
 
 
-def test_what_takes_too_long_is_ended_and_frees_its_slot(slow: Path) -> None:
+def test_a_request_that_times_out_frees_its_slot(slow: Path) -> None:
     running = Serving(slow, "--request-timeout", "1.5")
     status, found = running.ask(COMPLETIONS, LONG)
     assert (status, found["error"]["type"]) == (504, "timeout_error")

@@ -104,7 +104,7 @@ def test_measures_are_those_of_the_model() -> None:
     )
 
 
-def test_what_has_no_answer_is_refused(tmp_path: Path) -> None:
+def test_zero_shot_data_without_an_answer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "lambada.jsonl").write_text('{"text": "fine words"}\n{"txt": "none"}\n')
     with pytest.raises(CorruptCheckpoint, match="line 2"):
         lambada(slots_of(None), Bytes(), tmp_path / "lambada.jsonl", strict=True)  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ def test_a_bert_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert found == expected
 
 
-def test_what_a_bert_saves_is_what_transformers_computes_and_trains_on(tmp_path: Path) -> None:
+def test_a_saved_bert_computes_the_same_in_transformers_and_trains_on(tmp_path: Path) -> None:
     train(tmp_path, 1, f"pretrain {BERT} {PLAIN} --train-iters 2 --save one --ckpt-format torch")
     alone = losses(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()

@@ -76,7 +76,7 @@ def test_a_run_on_chats_chooses_what_no_flag_says_and_tells_it(tmp_path: Path) -
     assert "nothing left" in train(tmp_path, 1, f"{command} --resume --micro-batch-size 2").log(0)
 
 
-def test_what_is_cut_and_dropped_is_said(tmp_path: Path) -> None:
+def test_finetuning_reports_truncated_and_dropped_examples(tmp_path: Path) -> None:
     records = [
         {"text": "1 2 3"},
         {"text": " ".join("1" * 30)},

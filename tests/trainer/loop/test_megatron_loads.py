@@ -64,7 +64,7 @@ def test_megatron_core_loads_weights_and_optimizer_strictly(
 
 
 @pytest.mark.slow
-def test_what_megatrons_script_for_llama_3_says_is_trained_and_loaded_by_core(
+def test_settings_of_megatrons_llama_3_script_are_trained_and_loaded_by_core(
     tmp_path: Path,
 ) -> None:
     """LayerNorm that multiplies with its weight + 1, and a rate of embedding and head: losses are those that core computes."""

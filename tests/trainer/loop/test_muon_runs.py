@@ -41,7 +41,9 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
 
 
 @pytest.mark.slow
-def test_what_a_distributed_optimizer_saved_goes_on_alone_and_is_converted(tmp_path: Path) -> None:
+def test_state_of_a_distributed_optimizer_continues_in_one_process_and_is_converted(
+    tmp_path: Path,
+) -> None:
     """Weights and state are those of one process, whose own losses follow."""
     train(tmp_path, 2, f"{MUON} {ZERO} --save ckpt --exit-interval 2")
     train(tmp_path, 1, f"{MUON} --load ckpt --save other")
@@ -62,7 +64,7 @@ def test_what_a_distributed_optimizer_saved_goes_on_alone_and_is_converted(tmp_p
     assert megaconv(*core, "--no-optimizer").status == 0
 
 
-def test_what_another_optimizer_saved_is_refused_and_both_ways_out_are_named(
+def test_state_of_another_optimizer_is_refused_with_both_remedies(
     tmp_path: Path,
 ) -> None:
     train(tmp_path, 1, f"{MUON} --save ckpt --exit-interval 1")

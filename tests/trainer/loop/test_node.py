@@ -85,7 +85,7 @@ def test_a_run_of_several_processes_opens_its_checkpoint_once(tmp_path: Path) ->
         "deepspeed-zero3-llama-dp2", "gguf-llama-spm-q8_0",
     ],
 )  # fmt: skip
-def test_what_was_opened_in_any_format_reads_the_same_bytes_in_another_process(name: str) -> None:
+def test_opened_weights_of_any_format_read_the_same_bytes_in_another_process(name: str) -> None:
     """One process can show only this much: after pickling, nothing that was opened is shared."""
     place = FIXTURES / name
     inner = [

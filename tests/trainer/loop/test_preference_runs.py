@@ -64,7 +64,7 @@ def test_a_run_says_what_it_compares_and_goes_on_to_the_same_bits(tmp_path: Path
     )
 
 
-def test_what_the_reference_says_is_kept_and_a_run_with_it_has_the_same_bits(
+def test_a_cached_reference_gives_the_same_bits(
     tmp_path: Path,
 ) -> None:
     for name in ("without", "kept"):
@@ -100,7 +100,7 @@ def test_what_the_reference_says_is_kept_and_a_run_with_it_has_the_same_bits(
 
 
 @pytest.mark.slow
-def test_what_the_reference_says_is_kept_at_another_layout_and_by_adapters(tmp_path: Path) -> None:
+def test_a_cached_reference_serves_other_layouts_and_adapters(tmp_path: Path) -> None:
     write_pairs(tmp_path)
     command = f"{WORDS} --tp 2 --sequence-parallel --eval-iters 0 --lora-rank 4 --train-iters 3 --dpo-reference-cache kept"
     train(tmp_path, 2, f"{command} --save one")

@@ -222,7 +222,7 @@ def test_megatron_core_loads_weights_and_optimizer_strictly(words: str, place: P
         assert "tensors and their optimizer state" in done.stdout
 
 
-def test_what_can_not_be_saved_or_sampled_is_refused_before_anything_is_lost(place: Path) -> None:
+def test_a_t5_run_refuses_unusable_settings_before_its_first_step(place: Path) -> None:
     command = f"pretrain {T5} --train-iters 1"
     few = refused(place, command.replace("--vocab-extra-ids 40", "--vocab-extra-ids 0"))
     assert few.startswith(

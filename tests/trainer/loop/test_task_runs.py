@@ -203,7 +203,9 @@ INSTEAD = {
 }
 
 
-def test_what_a_task_can_not_do_is_refused(tmp_path: Path, pretrained: Pretrained) -> None:
+def test_options_that_a_task_does_not_support_are_refused(
+    tmp_path: Path, pretrained: Pretrained
+) -> None:
     pretrained(tmp_path, DROPOUTS)
     write_mnli(tmp_path / "train.tsv", 3)
     command = (

@@ -315,7 +315,7 @@ def test_the_same_run_twice_gives_the_same_bits(world: World) -> None:
         assert all(torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items())
 
 
-def test_what_dropout_drops_depends_on_no_layout(world: World) -> None:
+def test_dropout_is_the_same_at_every_layout(world: World) -> None:
     compare(
         Case(
             "gpt2", cp=2, tp=2, sequence_parallel=True, steps=3, options=(("hidden_dropout", 0.2),)
@@ -407,7 +407,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("model", "sizes", "options", "said"), REFUSED, ids=lambda value: str(value)[:30]
 )
-def test_what_can_not_be_is_refused_with_the_arithmetic(
+def test_impossible_sizes_are_refused_with_the_arithmetic(
     model: str, sizes: dict[str, int], options: dict[str, Any], said: str
 ) -> None:
     config = MODELS[model]

@@ -337,7 +337,7 @@ def test_a_family_of_another_package_is_not_trained_as_if_it_were_one_of_these()
         ),
     ],
 )
-def test_what_this_decoder_does_not_compute_is_refused_by_name(
+def test_features_that_the_decoder_does_not_compute_are_refused_by_name(
     fields: dict[str, Any], what: str
 ) -> None:
     model = changed(MODELS["llama"], {"layers.count": 4, **fields})

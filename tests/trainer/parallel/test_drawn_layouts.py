@@ -206,7 +206,7 @@ def test_a_layout_drawn_by_chance_computes_what_one_process_does(seed: int, worl
             assert one == pytest.approx(other, rel=1e-5, abs=1e-8), drawn
 
 
-def test_what_is_drawn_differs_in_everything() -> None:
+def test_drawn_cases_differ_in_every_option() -> None:
     """If the draws were alike, most options would not be tested."""
     every = [draw(seed) for seed in SEEDS]
     for name, value in vars(replace(every[0], seed=-1)).items():

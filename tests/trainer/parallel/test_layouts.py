@@ -110,7 +110,7 @@ def test_the_same_run_twice_gives_the_same_bits(world: World) -> None:
     ],
     ids=str,
 )
-def test_what_dropout_drops_depends_on_no_layout(case: Case, world: World) -> None:
+def test_dropout_is_the_same_at_every_layout(case: Case, world: World) -> None:
     case = replace(case, steps=3, options=(("hidden_dropout", 0.2),))
     compare(case, world)
     without = alone(replace(case, options=()).alone(), world)

@@ -222,7 +222,7 @@ def test_a_fresh_adapter_changes_nothing_and_nothing_else_is_trained() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value.targets),
 )
-def test_what_is_saved_is_merged_and_read_back(model: str, lora: LoRA, tmp_path: Path) -> None:
+def test_saved_adapters_can_be_merged_and_read_back(model: str, lora: LoRA, tmp_path: Path) -> None:
     assert_saved_and_merged(Case(model, lora=lora), lora, tmp_path)
 
 
@@ -325,7 +325,7 @@ def test_the_stacked_matrices_of_experts_are_those_of_the_file() -> None:
     assert config["target_modules"] == ["self_attn.q_proj"]
 
 
-def test_what_cannot_be_trained_is_refused() -> None:
+def test_unknown_targets_of_adapters_are_refused() -> None:
     with pytest.raises(
         UsageError,
         match="--lora-targets embed_tokens: is no matrix of this model; there are all-linear, down_proj",

@@ -97,7 +97,7 @@ def test_a_step_without_a_token_that_counts_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 32])
-def test_neither_padding_nor_the_rows_at_a_time_change_the_loss(rows: int) -> None:
+def test_padding_and_the_rows_at_a_time_leave_the_loss_unchanged(rows: int) -> None:
     losses = {}
     for divisor in (1, 64, 256):
         case = Case("llama", options=(("vocab_divisor", divisor), ("loss_rows", rows)))
@@ -145,7 +145,7 @@ def test_a_rank_with_nothing_but_padding_does_no_harm(world: World) -> None:
 
 @pytest.mark.parametrize("recompute", [FULL, BLOCK, SELECTIVE], ids=["full", "block", "selective"])
 @pytest.mark.parametrize("model", ["qwen3", "gpt2"])
-def test_what_is_computed_again_is_the_same_bits(
+def test_recomputation_gives_the_same_bits(
     model: str, recompute: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model has both kinds of dropout."""

@@ -139,7 +139,7 @@ def test_one_rank_has_no_traffic(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert "hands over" not in capsys.readouterr().out
 
 
-def test_what_pretrain_refuses_is_no_plan_either(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_refuses_the_flags_that_pretrain_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{GPT3} --tp 7".split()) == 2
     assert main(f"{GPT3} --world-size 12 --tp 8".split()) == 2
     assert main(f"{GPT3} --dpo".split()) == 2

@@ -139,7 +139,7 @@ def test_activations_of_a_context_rank_are_those_of_its_tokens(how: str, world: 
         assert found == pytest.approx(activations(planned.described().run, 0), rel=0.1)
 
 
-def test_what_is_computed_again_is_not_kept() -> None:
+def test_recomputed_activations_are_not_counted_as_kept() -> None:
     plain, selective, full = (
         activations(Planned(recompute=Recompute(granularity), microbatches=1).described().run, 0)
         for granularity in (None, "selective", "full")
