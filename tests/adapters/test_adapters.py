@@ -199,7 +199,7 @@ HUB_NAME = "meta-llama/Llama-2-7b-hf"
         ("base", "tuned", {"_name_or_path": HUB_NAME}, True),
     ],
 )
-def test_an_adapter_that_was_trained_on_a_model_of_another_name_says_so(
+def test_an_adapter_of_a_model_with_another_name_gives_a_warning(
     trained_on: str, base: str, config: dict[str, Any], warned: bool, tmp_path: Path
 ) -> None:
     adapter = edited(
@@ -404,7 +404,7 @@ def test_merged_weights_equal_those_of_peft(
     )
 
 
-def test_an_adapter_that_is_not_there_is_told_apart_from_a_directory_of_something_else(
+def test_a_missing_adapter_and_a_directory_without_one_have_different_errors(
     tmp_path: Path,
 ) -> None:
     model, out = FIXTURES / "peft-llama-all-linear" / "base", tmp_path / "out"

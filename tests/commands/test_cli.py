@@ -114,7 +114,7 @@ def test_without_a_command_help_is_shown() -> None:
     assert re.search(r"Usage: .*megaconv", "".join(run()[1:]))
 
 
-def test_the_version_is_told() -> None:
+def test_version_prints_the_version() -> None:
     assert run("--version").out == f"megaconv {megaconv.__version__}\n"
 
 
@@ -709,7 +709,7 @@ def test_files_of_megatron_are_read_without_megatron() -> None:
 # Colours.
 
 
-def test_no_escape_codes_where_nobody_looks(hf: Path, tmp_path: Path) -> None:
+def test_output_that_is_no_terminal_has_no_escape_codes(hf: Path, tmp_path: Path) -> None:
     for arguments in (
         ["inspect", hf],
         ["convert", "--load-dir", hf, "--saver", "core", "--save-dir", tmp_path / "out"],
@@ -743,7 +743,7 @@ def test_a_usage_error_ends_with_status_2(hf: Path, tmp_path: Path) -> None:
     assert_refused(run("inspect", tmp_path), 3, "is an empty directory")
 
 
-def test_a_loss_that_nobody_knows_can_not_be_allowed(hf: Path, tmp_path: Path) -> None:
+def test_an_unknown_loss_cannot_be_allowed(hf: Path, tmp_path: Path) -> None:
     options = ("--saver", "core", "--save-dir", tmp_path / "out", "--allow-lossy", "rope-scaling")
     assert_refused(run("convert", "--load-dir", hf, *options), 2, "rope-scaling", "rope_scaling")
 

@@ -118,7 +118,7 @@ def test_a_stdout_that_knows_ascii_alone_is_no_traceback(tmp_path: Path) -> None
     assert r"tokenizer-\xe9.json" in outcome.out
 
 
-def test_names_in_warnings_are_escaped_and_each_warning_is_told_once() -> None:
+def test_names_in_warnings_are_escaped_and_each_warning_appears_once() -> None:
     root, stream = logging.getLogger(), io.StringIO()
     handlers, root.handlers = root.handlers, []
     try:

@@ -44,7 +44,7 @@ def test_names_in_a_report_are_text_alone(tmp_path: Path) -> None:
     assert text.count("</script>") == 2
 
 
-def test_a_browser_shows_treemap_layout_plots_and_table_and_asks_nobody(
+def test_a_browser_shows_treemap_layout_plots_and_table_without_requests(
     tmp_path: Path, browser: Page
 ) -> None:
     target = tmp_path / "report.html"

@@ -270,7 +270,7 @@ def test_a_model_that_the_hub_does_not_have_is_an_error_in_one_line(
     assert_refused(megaconv("inspect", place), 1, place, "Hugging Face Hub")
 
 
-def test_a_name_that_is_neither_here_nor_there_is_told_so(online: Hub) -> None:
+def test_a_name_that_is_neither_local_nor_on_the_hub_is_reported(online: Hub) -> None:
     looked_for = f"looked for {Path.cwd() / 'org/other'}"
     assert_refused(
         megaconv("inspect", "org/other"),
@@ -289,7 +289,7 @@ def test_an_invalid_hub_id_is_refused_without_a_request(online: Hub, place: str)
 
 
 @pytest.mark.parametrize("place", ["org/name", "hf://org/name"])
-def test_a_hub_that_is_not_there_is_told_within_seconds(
+def test_an_unreachable_hub_is_reported_within_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     prepare(monkeypatch, f"http://127.0.0.1:{closed_port()}", tmp_path)
@@ -305,7 +305,7 @@ def closed_port() -> int:
     return port
 
 
-def test_a_hub_that_never_answers_is_told_within_seconds(
+def test_a_silent_hub_is_reported_within_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -327,7 +327,7 @@ def test_without_the_hub_a_model_that_was_downloaded_before_is_used(
     assert megaconv("fingerprint", "org/name").out == wanted
 
 
-def test_offline_mode_is_told(online: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_is_reported(online: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert_refused(megaconv("inspect", "org/name"), 2, "no such file or directory", "offline")
 

@@ -192,7 +192,7 @@ print(next(read_tensor(tensor).tobytes().hex() for key, tensor in source.tensors
 """
 
 
-def test_values_that_somebody_reads_after_all_are_fetched(hub: Hub, deep: Path) -> None:
+def test_values_that_are_read_after_all_are_fetched(hub: Hub, deep: Path) -> None:
     put(hub, deep)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
@@ -208,7 +208,7 @@ def test_values_that_somebody_reads_after_all_are_fetched(hub: Hub, deep: Path) 
     )
 
 
-def test_without_ranges_weights_are_downloaded_and_it_is_said(hub: Hub, sharded: Path) -> None:
+def test_a_hub_without_ranges_gives_a_download_and_a_notice(hub: Hub, sharded: Path) -> None:
     put(hub, sharded)
     hub.has_ranges = False
     outcome = megaconv("inspect", NAME)

@@ -74,7 +74,7 @@ def widths(drawing: ElementTree.Element) -> dict[float, float]:
     [(*SEARCH, "--pp", 4), (*SEARCH, "--pp", 1), ("--for", "infer", "--gpus", 4), ()],
     ids=["pipeline", "one stage", "server", "without times"],
 )
-def test_a_page_is_whole_and_asks_nobody(llama: Path, options: tuple[object, ...]) -> None:
+def test_a_page_is_complete_and_makes_no_requests(llama: Path, options: tuple[object, ...]) -> None:
     text = page(llama, *options)
     checked = Balanced()
     checked.feed(text)

@@ -74,7 +74,7 @@ def test_a_signal_that_comes_too_late_says_that_the_output_is_there(
     assert names(model.parent) == ["model", "out"]
 
 
-def test_a_signal_in_the_last_moment_of_a_conversion_says_so_too(model: Path) -> None:
+def test_a_signal_after_the_commit_reports_the_complete_output(model: Path) -> None:
     outcome = signalled(model, "formats.staging.Staging", "commit", signal.SIGTERM)
     assert outcome == Outcome(
         130, "", f"megaconv: interrupted; {model.parent / 'out'} is complete\n"
@@ -172,7 +172,7 @@ def test_a_conversion_needs_no_standard_streams(model: Path, closed: str) -> Non
 
 
 @pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full"])
-def test_an_error_that_nobody_can_read_keeps_its_exit_status(model: Path, stderr: str) -> None:
+def test_an_error_without_a_usable_stderr_keeps_its_exit_status(model: Path, stderr: str) -> None:
     assert in_shell(conversion(model, "--tp", 3), stderr) == Outcome(2, "", "")
 
 

@@ -200,7 +200,7 @@ def test_without_a_token_nothing_is_read_or_sent(
     assert {request for request in hub.requests if "whoami" not in request} == set()
 
 
-def test_a_dry_run_lists_what_would_be_pushed_and_asks_nobody(model: Path) -> None:
+def test_a_dry_run_of_push_lists_the_files_without_a_request(model: Path) -> None:
     outcome = run("push", model, NAME, "--dry-run", "--json")
     assert outcome.status == 0
     assert json.loads(outcome.out)["files"].keys() == contents(model).keys() | {"README.md"}

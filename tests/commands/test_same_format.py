@@ -113,7 +113,7 @@ def test_any_other_input_needs_a_saver(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_input_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
+def test_a_missing_input_is_reported(tmp_path: Path) -> None:
     assert_refused(run("convert", tmp_path / "nothing", tmp_path / "out", "--tp", 2), 2, "no such")
 
 

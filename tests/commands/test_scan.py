@@ -57,7 +57,7 @@ def test_every_call_that_would_run_something_is_unsafe_in_every_form(form: int) 
     assert missed == []
 
 
-def test_a_name_that_is_never_called_is_told_and_no_more() -> None:
+def test_a_name_that_is_never_called_is_only_reported() -> None:
     assert scan_pickle(b"\x80\x02cmycode\nConfig\n.").names == {"mycode.Config": NAMED}
     assert scan_pickle(b"\x80\x02ctorch\nSize\n(tR.").names == {"torch.Size": ORDINARY}
 

@@ -348,7 +348,7 @@ def test_a_source_is_the_same_after_a_conversion_as_before(model: Path, tmp_path
     assert snapshot(model) == before
 
 
-def test_a_conversion_without_a_saver_is_told_which_there_are(model: Path) -> None:
+def test_a_conversion_without_a_saver_is_refused_with_the_list_of_savers(model: Path) -> None:
     assert_refused(
         run("convert", model, model.parent / "out"), 2, "--saver is missing", "core", "hf", "gguf"
     )
@@ -364,7 +364,7 @@ def test_a_demo_is_not_made_over_another_one(tmp_path: Path) -> None:
     )
 
 
-def test_a_wrong_value_in_a_config_is_said_with_its_path(model: Path) -> None:
+def test_a_wrong_value_in_a_config_is_reported_with_its_path(model: Path) -> None:
     write_config(model, {"architectures": ["LlamaForCausalLM"], "hidden_size": None})
     assert_refused(
         convert(model), 3, f"{model / 'config.json'}: hidden_size should be a positive number"

@@ -62,7 +62,7 @@ def test_one_flipped_bit_in_a_file_with_checksums_is_found_while_it_is_read(tmp_
     assert f"{out / file}: the checksum of the tensor at byte" in outcome.err
 
 
-def test_tensors_that_came_and_went_are_told_apart(tmp_path: Path) -> None:
+def test_added_and_missing_tensors_are_reported_separately(tmp_path: Path) -> None:
     megaconv.convert(write_llama(tmp_path / "three", layers=3), tmp_path / "out", saver="hf")
     write_llama(tmp_path / "two", layers=2)
     for name in ("config.json", "model.safetensors"):

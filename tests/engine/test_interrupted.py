@@ -471,7 +471,7 @@ def test_a_second_run_on_the_same_target_is_refused_and_does_not_disturb_the_fir
     assert snapshot(output_of(model)) == expected
 
 
-def test_a_target_that_somebody_else_made_meanwhile_is_not_replaced(model: Path) -> None:
+def test_a_target_that_another_process_made_meanwhile_is_not_replaced(model: Path) -> None:
     with under_way(model, before=slow(Path("/dev/null"), 0.03)) as process:
         output_of(model).mkdir()
         (output_of(model) / "precious.txt").write_text("precious")

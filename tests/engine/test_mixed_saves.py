@@ -115,7 +115,7 @@ def test_rank_files_of_two_runs_at_the_same_iteration_are_no_model(
     assert refused.value.code == "mixed-iterations"
 
 
-def test_an_iteration_that_is_not_the_one_of_its_directory_is_refused_and_both_names_are_told(
+def test_an_iteration_that_differs_from_its_directory_is_refused_with_both_names(
     two_files: Path,
 ) -> None:
     edit(rank_paths(two_files), iteration=6)

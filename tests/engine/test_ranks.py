@@ -272,7 +272,7 @@ def test_a_dry_run_is_printed_once(model: Path, folder: Path) -> None:
 # Whatever ends one ends all.
 
 
-def test_a_broken_source_is_told_once(model: Path, folder: Path) -> None:
+def test_a_broken_source_is_reported_once(model: Path, folder: Path) -> None:
     (model / "config.json").write_text("{")
     with unchanged(model.parent):
         assert_reported_once(Fleet(folder, 3, command(model), {}).outcomes(), "config.json")
@@ -435,7 +435,7 @@ def test_a_rank_that_ends_after_the_commit_reports_the_complete_output(
 
 
 @pytest.mark.parametrize("ranks", [[1], [0, 1, 2]])
-def test_sigterm_to_one_rank_or_to_all_is_told_once(
+def test_sigterm_to_one_rank_or_to_all_is_reported_once(
     model: Path, folder: Path, ranks: list[int]
 ) -> None:
     with unchanged(model.parent), under_way(folder, command(model)) as fleet:
@@ -560,7 +560,7 @@ def test_torchrun_itself(model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_itself_ends_with_an_error_told_once(model: Path) -> None:
+def test_torchrun_itself_ends_with_one_report_of_an_error(model: Path) -> None:
     """It sends SIGTERM to the others, which is not the cause."""
     (model.parent / "out").mkdir()
     (model.parent / "out" / "precious.txt").write_text("precious")

@@ -175,7 +175,7 @@ def test_the_directories_of_a_biencoder_are_read_back_though_no_loader_reads_the
     assert not (tmp_path / "again").exists()
 
 
-def test_a_saver_whose_files_nobody_reads_as_stored_says_so(
+def test_verify_is_refused_for_a_saver_without_a_reader_of_stored_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("savers.gguf.SAVER", replace(registry.saver("gguf"), read_back=None))

@@ -416,7 +416,7 @@ def test_the_vocabulary_divisor_of_the_source_is_kept(tmp_path: Path) -> None:
         )
 
 
-def test_the_vocabulary_divisor_is_megatrons_own_unless_somebody_says_another(
+def test_the_default_vocabulary_divisor_is_megatrons_own(
     tmp_path: Path,
 ) -> None:
     core = convert(write_llama(tmp_path / "hf", vocab=100), tmp_path / "core")

@@ -186,7 +186,7 @@ def record(path: Path, **changes: object) -> None:
         ({"tensors": {"layers.2.attn.q.weight": "0" * 64}}, "layers.2.attn.q.weight missing"),
     ],
 )
-def test_other_names_and_shapes_are_told_from_metadata_alone(
+def test_other_names_and_shapes_are_found_from_metadata_only(
     changes: dict[str, object], word: str, intact: dict[str, Path], tmp_path: Path
 ) -> None:
     source = copied(intact, "hf", tmp_path)

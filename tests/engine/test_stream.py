@@ -246,7 +246,7 @@ def test_views_come_out_in_their_own_order() -> None:
     assert read_tensor(as_lazy(torch.from_numpy(values))).tobytes() == values.tobytes()
 
 
-def test_a_dtype_that_numpy_does_not_know_comes_out_bit_for_bit() -> None:
+def test_a_dtype_that_numpy_lacks_passes_bit_for_bit() -> None:
     tensor = torch.randn(3, 4, requires_grad=True).to(torch.bfloat16)
     lazy = as_lazy(tensor)
     assert lazy.dtype == "bfloat16"

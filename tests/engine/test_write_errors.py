@@ -197,7 +197,7 @@ def test_an_error_at_any_call_leaves_the_target_as_it_was(
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("call", CALLS[:3], ids=lambda call: call.name)
-def test_a_full_disk_at_any_call_is_told_as_such(
+def test_a_full_disk_at_any_call_is_reported_as_a_full_disk(
     model: Path, tmp_path: Path, call: Call, code: int
 ) -> None:
     assert convert_with_faults(model, tmp_path / "out", call, code, NotEnoughSpace) > 4

@@ -723,7 +723,7 @@ def test_layers_that_have_no_names_in_megatron_are_left_out_with_a_warning_and_c
 
 
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text"])
-def test_a_gemma_is_told_by_its_arguments_alone(family: str, tmp_path: Path) -> None:
+def test_a_gemma_is_recognized_by_its_arguments_alone(family: str, tmp_path: Path) -> None:
     import shutil
 
     hf = write_model(tmp_path / "hf", family)
@@ -736,7 +736,7 @@ def test_a_gemma_is_told_by_its_arguments_alone(family: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist"])
-def test_norms_over_all_heads_are_told_even_where_a_rank_has_one_head(
+def test_norms_over_all_heads_are_recognized_even_if_a_rank_has_one_head(
     ckpt_format: str, tmp_path: Path
 ) -> None:
     """Its share of the norm is then as wide as a norm of each head would be."""
@@ -798,7 +798,7 @@ def test_a_notice_names_the_modules_that_megatron_core_lacks(
     )
 
 
-def test_a_gpt_oss_is_told_by_its_arguments_and_tensors_alone(
+def test_a_gpt_oss_is_recognized_by_its_arguments_and_tensors_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     import shutil

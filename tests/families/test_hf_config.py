@@ -231,7 +231,7 @@ def test_a_feature_without_a_place_in_config_json_is_refused(
         ),
     ],
 )
-def test_an_unknown_architecture_is_told_the_nearest_and_where_all_are_listed(
+def test_an_unknown_architecture_is_refused_with_the_nearest_one_and_the_list(
     keys: Raw, asked: str, near: str
 ) -> None:
     with pytest.raises(UnknownFamily) as caught:

@@ -612,7 +612,7 @@ def test_a_gpt2_that_computes_something_else_is_refused(keys: Raw) -> None:
         ("glm4_moe", {"first_k_dense_replace": 0}, None),
     ],
 )
-def test_layers_have_experts_where_the_config_says_so(
+def test_layers_have_experts_as_the_config_says(
     name: str, keys: Raw, layers: tuple[int, ...] | None
 ) -> None:
     assert read(raw_config(name, **keys)).layers_with("moe") == (layers or (0, 1, 2, 3))
@@ -694,7 +694,7 @@ def test_sliding_windows_of_qwen_are_those_of_transformers(name: str, keys: Raw)
     ],
 )
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_a_qwen_has_its_window_only_where_it_says_so(
+def test_a_qwen_has_its_window_only_with_use_sliding_window(
     name: str, keys: Raw, windows: list[int | None]
 ) -> None:
     assert as_we_have_it(read(raw_config(name, **keys)))["windows"] == windows

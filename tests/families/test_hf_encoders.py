@@ -365,9 +365,7 @@ def test_transformers_t5_is_read_and_written_and_nothing_that_megatron_has(
     }
 
 
-def test_an_encoder_of_a_depth_that_nobody_has_is_refused_at_once(
-    hf_t5: Path, tmp_path: Path
-) -> None:
+def test_an_encoder_of_an_impossible_depth_is_refused_at_once(hf_t5: Path, tmp_path: Path) -> None:
     broken = save_as(
         tmp_path / "broken", hf_t5, load_file(hf_t5 / "model.safetensors"), num_layers=10**9
     )

@@ -368,6 +368,6 @@ def test_inspect_shows_the_pattern_and_what_it_consists_of(tmp_path: Path) -> No
     assert "4 heads of 3 in 2 groups, state 5" in outcome.out
 
 
-def test_time_steps_that_only_transformers_limits_are_told(hf: Path, tmp_path: Path) -> None:
+def test_a_notice_names_time_steps_that_only_transformers_limits(hf: Path, tmp_path: Path) -> None:
     report = megaconv.convert(hf, tmp_path / "core", saver="core")
     assert any("time_step_min" in notice for notice in report.notices)

@@ -139,7 +139,7 @@ def test_further_layers_come_back_bit_for_bit_without_a_config(
     )
 
 
-def test_without_further_layers_a_warning_says_so_and_the_original_gives_them_back(
+def test_missing_mtp_layers_give_a_warning_and_come_back_from_the_original(
     model: Path, tmp_path: Path
 ) -> None:
     """A run that trained without multi-token prediction leaves such a checkpoint."""

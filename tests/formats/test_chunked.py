@@ -94,7 +94,7 @@ def test_any_rectangle_of_any_chunks_is_read(
 
 @settings(deadline=None)
 @given(chunked())
-def test_taken_apart_along_its_first_axes_a_tensor_keeps_its_elements(
+def test_unstacking_a_tensor_keeps_its_elements(
     case: tuple[np.ndarray[Any, Any], Boxes],
 ) -> None:
     array, boxes = case

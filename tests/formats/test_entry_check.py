@@ -132,7 +132,7 @@ def test_blocks_and_columns_are_read_as_before(saved: Path) -> None:
     assert out.tobytes() == whole[:, 3:5].contiguous().numpy().tobytes()
 
 
-def test_every_flipped_bit_of_a_file_that_torch_saved_is_told_or_changes_nothing(
+def test_every_flipped_bit_of_a_file_of_torch_is_reported_or_changes_nothing(
     saved: Path, tmp_path: Path
 ) -> None:
     def everything(path: Path) -> dict[str, bytes]:

@@ -294,7 +294,7 @@ def test_a_hook_says_what_takes_the_place_of_a_tensor() -> None:
     assert load(data, source="x.pt", tensor=lambda record: record.shape) == [(2, 4)]
 
 
-def test_tensors_of_a_kind_that_nobody_may_need_become_records() -> None:
+def test_quantized_tensors_of_torch_become_records() -> None:
     loaded = read(line("torch._utils", "_rebuild_qtensor") + b"(K\x01tR.")
     assert loaded == Opaque("torch._utils", "_rebuild_qtensor", (1,))
 

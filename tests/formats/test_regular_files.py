@@ -105,7 +105,7 @@ def test_a_link_to_a_file_is_as_good_as_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "none/x", "y" * 300, "a\0b", "\udcff" * 3])
-def test_a_missing_file_is_told(name: str, tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(name: str, tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match="no such file"):
         read_small(tmp_path / name, 9)
 
@@ -151,7 +151,7 @@ def test_every_metadata_file_has_a_ceiling(
         read(tmp_path)
 
 
-def test_json_that_is_none_is_told(tmp_path: Path) -> None:
+def test_invalid_json_is_reported(tmp_path: Path) -> None:
     for content in (b"{", b"\xff", b"[" * 100_000, b"1" * 5000):
         (tmp_path / "x").write_bytes(content)
         with pytest.raises(CorruptCheckpoint, match="x: is not a readable JSON file"):

@@ -50,7 +50,7 @@ def test_nothing_is_at_the_target_until_the_commit_and_nothing_but_the_target_af
     assert (target / "deep" / "er" / "file").read_bytes() == b"abcdef"
 
 
-def test_a_file_has_its_size_from_the_beginning_and_is_zero_where_nobody_writes(
+def test_a_file_has_its_size_from_the_beginning_and_unwritten_bytes_are_zero(
     target: Path,
 ) -> None:
     output, _ = begin(target)
@@ -249,7 +249,7 @@ def test_a_run_that_cannot_go_on_says_why(target: Path, caplog: pytest.LogCaptur
 @pytest.mark.parametrize(
     ("damage", "reason"), [("file", "its files are not"), ("journal", "its journal can't be read")]
 )
-def test_a_run_that_finds_damage_says_so(
+def test_a_run_reports_damage(
     target: Path, caplog: pytest.LogCaptureFixture, damage: str, reason: str
 ) -> None:
     leave(target, {"n": 1})
@@ -424,7 +424,7 @@ def test_a_target_behind_a_symlink_is_written_where_it_points(tmp_path: Path, ta
     assert (tmp_path / "real" / "out" / "file").exists()
 
 
-def test_too_little_space_is_told_with_both_numbers(target: Path) -> None:
+def test_too_little_space_is_reported_with_both_numbers(target: Path) -> None:
     Staging(target).require_space(1)
     with pytest.raises(
         NotEnoughSpace, match=r"1,000,000,000,000,000,000 bytes are needed, .* has [\d,]+ free"

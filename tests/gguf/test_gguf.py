@@ -90,7 +90,7 @@ def test_files_hold_what_llama_cpps_converter_writes(case: Path, tmp_path: Path)
         assert found.tensors[name] == tensor, name
 
 
-def test_a_sharded_checkpoint_comes_out_as_its_hugging_face_form_does(tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_gives_the_same_gguf_as_its_hugging_face_form(tmp_path: Path) -> None:
     source = FIXTURES / "gguf-mixtral-spm" / "hf"
     megaconv.convert(source, tmp_path / "core", saver="core", tp=2, pp=2, ep=2)
     found, expected = written(tmp_path / "core", tmp_path / "a"), written(source, tmp_path / "b")

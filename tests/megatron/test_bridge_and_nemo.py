@@ -63,7 +63,7 @@ def test_the_optimizer_of_megatron_bridge_is_read_bit_for_bit(fixture: str, tmp_
     assert (training.consumed_train_samples, training.arguments) == (80, {"lr": 0.25})
 
 
-def test_the_optimizer_of_nemo_is_left_out_and_that_is_said(
+def test_the_optimizer_of_nemo_is_left_out_with_a_notice(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = megaconv.open(write_nemo(tmp_path / "in", SHARDED))
@@ -240,7 +240,7 @@ def test_a_train_state_that_can_not_be_is_refused(tmp_path: Path) -> None:
     assert_refused(run("inspect", path), 3, "train_state.pt: its step")
 
 
-def test_an_adapter_of_megatron_bridge_is_told_from_a_model(tmp_path: Path) -> None:
+def test_an_adapter_of_megatron_bridge_is_not_taken_for_a_model(tmp_path: Path) -> None:
     path = write_bridge(tmp_path / "in", DENSE, {"peft": {"dim": 8}})
     prefix_keys(
         path / ITERATION / ".metadata", "decoder.layers.0.self_attention.linear_qkv.adapter."

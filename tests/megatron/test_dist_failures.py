@@ -181,7 +181,7 @@ def rewrite(array: Path, **words: Any) -> None:
     (array / ".zarray").write_text(json.dumps(said | words))
 
 
-def test_a_format_that_nobody_knows_is_named(checkpoint: Path) -> None:
+def test_an_unknown_format_is_named(checkpoint: Path) -> None:
     (checkpoint / "iter_0000010/metadata.json").write_text('{"sharded_backend": "tar"}')
     assert_refused(run("fingerprint", checkpoint), 3, "metadata.json", "'tar'")
     (checkpoint / "iter_0000010/metadata.json").write_text("[]")

@@ -601,7 +601,7 @@ def distributed(tied: Path, tmp_path: Path) -> Path:
     return tmp_path / "distributed"
 
 
-def test_groups_in_another_order_are_told_apart_by_their_values(plain: Path, tied: Path) -> None:
+def test_groups_in_another_order_are_matched_by_their_values(plain: Path, tied: Path) -> None:
     """Stages of core 0.6 to 0.15 have such groups. Releases before 2022 also lack some keys."""
 
     def turn(state: dict[str, Any]) -> None:

@@ -156,7 +156,7 @@ def numbers(path: Path) -> Any:
 
 @pytest.mark.parametrize("number", range(FEW))
 @pytest.mark.parametrize("model", MODELS)
-def test_every_element_of_an_optimizer_comes_through_a_chain(
+def test_a_chain_of_conversions_keeps_every_element_of_an_optimizer(
     model: str, number: int, tmp_path: Path
 ) -> None:
     assert go(model, number, tmp_path) > 1
@@ -165,7 +165,7 @@ def test_every_element_of_an_optimizer_comes_through_a_chain(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(FEW, MANY))
 @pytest.mark.parametrize("model", MODELS)
-def test_every_element_of_an_optimizer_comes_through_many_more_chains(
+def test_many_more_chains_keep_every_element_of_an_optimizer(
     model: str, number: int, tmp_path: Path
 ) -> None:
     assert go(model, number, tmp_path) > 0
@@ -180,7 +180,9 @@ REAL: dict[str, tuple[str, Callable[[Path, list[str]], Slots]]] = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_every_element_that_megatron_wrote_comes_through_a_chain(name: str, tmp_path: Path) -> None:
+def test_a_chain_of_conversions_keeps_every_element_that_megatron_wrote(
+    name: str, tmp_path: Path
+) -> None:
     dtype, reader = REAL[name]
     source = FIXTURES / name / ("checkpoint" if name.startswith("zarr") else "")
     megaconv.convert(

@@ -146,7 +146,7 @@ def test_without_expert_parallelism_there_is_no_place_for_such_a_rate(tmp_path: 
         ({"no_weight_decay_cond_type": "qwen3_next"}, {}, "no_weight_decay_cond_type"),
     ],
 )
-def test_groups_whose_parameters_cannot_be_told_are_refused(
+def test_groups_with_unknown_parameters_are_refused(
     args: dict[str, Any], groups: dict[str, Any], word: str, plain: Path, tmp_path: Path
 ) -> None:
     """Megatron core 0.16 lets a run set a rate for any parameters by their names."""

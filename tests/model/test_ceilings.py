@@ -179,7 +179,7 @@ def test_a_size_of_any_number_in_params_json_is_refused_or_harmless(
     assert found.status == 0 or len(found.err.splitlines()) == 1
 
 
-def test_a_shard_of_any_number_is_told_as_missing_ones_at_once(llama: Path, tmp_path: Path) -> None:
+def test_a_shard_with_a_huge_number_is_refused_at_once(llama: Path, tmp_path: Path) -> None:
     meta = tmp_path / "meta"
     megaconv.convert(llama, meta, saver="llama_mistral")
     (meta / "consolidated.00.pth").rename(meta / "consolidated.99999999999.pth")
@@ -200,7 +200,7 @@ CORE = FIXTURES / "core-mixtral-seq-tp2pp2ep2" / "checkpoint"
     "name",
     ["mp_rank_99999999999_000_000", "mp_rank_00_99999999999_000", "mp_rank_00_000_99999999999"],
 )
-def test_a_rank_directory_of_any_number_is_told_at_once(name: str, tmp_path: Path) -> None:
+def test_a_rank_directory_with_a_huge_number_is_refused_at_once(name: str, tmp_path: Path) -> None:
     copytree(CORE, tmp_path / "x")
     (version,) = (tmp_path / "x").glob("iter_*")
     (version / "mp_rank_01_001_001").rename(version / name)
@@ -315,7 +315,7 @@ def test_a_model_without_any_one_of_its_tensors_is_refused_in_one_line(
     ]
 
 
-def test_a_layer_with_its_first_matrix_but_not_its_second_is_told(
+def test_a_layer_without_its_second_matrix_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     errors = refused("core-llama-tp1pp1", lambda model, name: model.pop(name), monkeypatch)

@@ -223,7 +223,9 @@ def test_the_arguments_of_a_layout_lead_back_to_it(layout: Layout) -> None:
         ),
     ],
 )
-def test_a_layout_is_said_in_the_simplest_words(layout: Layout, arguments: dict[str, Any]) -> None:
+def test_a_layout_is_written_with_the_simplest_arguments(
+    layout: Layout, arguments: dict[str, Any]
+) -> None:
     assert {name: value for name, value in split_arguments(layout).items() if value} == arguments
 
 

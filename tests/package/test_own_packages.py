@@ -59,7 +59,7 @@ def test_a_conversion_runs_in_such_a_directory(project: Path) -> None:
     assert (project / "out" / "latest_checkpointed_iteration.txt").is_file()
 
 
-def test_a_script_in_such_a_directory_can_use_megaconv_and_is_told_once(project: Path) -> None:
+def test_a_script_in_such_a_directory_can_use_megaconv_and_gets_one_warning(project: Path) -> None:
     write_llama(project / "model")
     done = script(
         project, "import megaconv\nprint(megaconv.inspect('model').header.config.family)\n"
@@ -72,7 +72,9 @@ def test_a_script_in_such_a_directory_can_use_megaconv_and_is_told_once(project:
         assert str(project / name) in reported[0]
 
 
-def test_a_script_that_uses_its_own_first_is_told_what_clashes(project: Path) -> None:
+def test_a_script_that_uses_its_own_package_first_gets_an_error_that_names_both(
+    project: Path,
+) -> None:
     done = script(project, "import loaders\nimport megaconv\n")
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]

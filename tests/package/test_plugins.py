@@ -350,7 +350,7 @@ def test_a_run_of_a_uri_is_resumed_only_while_the_loader_knows_it_unchanged(
     assert run(*command, "--save-dir", tmp_path / "out").status == 0
 
 
-def test_uris_that_nobody_takes_are_refused_with_those_that_are_known(store: Path) -> None:
+def test_uris_of_an_unknown_scheme_are_refused_with_the_known_schemes(store: Path) -> None:
     assert_refused(
         run("inspect", "bucket://team/model"), 3, "bucket://team/model", "hf://, pebble://"
     )
@@ -397,7 +397,7 @@ LOADER = "DESCRIPTION = 'a loader'\ndef detect(path):\n    {detect}\ndef open(pa
         (LOADER.format(detect="return path.no_such_thing"), "AttributeError: "),
     ],
 )
-def test_a_broken_loader_is_named_and_stands_in_nobodys_way(
+def test_a_broken_loader_is_named_and_does_not_disturb_others(
     site: Path, llama: Path, text: str, reason: str
 ) -> None:
     install(site, "broken", {"broken_plugin.py": text}, {"loaders": {"broken": "broken_plugin"}})

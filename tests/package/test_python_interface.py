@@ -205,7 +205,7 @@ def test_a_checkpoint_shows_itself(core: Path) -> None:
     assert "<script" not in shown
 
 
-def test_progress_is_told_in_bytes(hf: Path, tmp_path: Path) -> None:
+def test_progress_is_reported_in_bytes(hf: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     megaconv.convert(
         hf, tmp_path / "out", saver="core", progress=lambda done, total: told.append((done, total))
@@ -456,9 +456,7 @@ def test_errors_have_one_class_in_common(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not OPEN_FILES.is_dir(), reason="needs Linux's list of open files")
-def test_files_are_closed_when_nobody_needs_them_any_more(
-    hf: Path, core: Path, tmp_path: Path
-) -> None:
+def test_files_are_closed_after_their_last_use(hf: Path, core: Path, tmp_path: Path) -> None:
     gc.collect()
     before = len(list(OPEN_FILES.iterdir()))
     for number in range(5):

@@ -150,7 +150,7 @@ def test_a_delta_without_resume_discards_what_a_killed_one_left(
     assert_refused(outcome, 2, "--resume", "--sparse")
 
 
-def test_a_killed_apply_goes_on(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_a_killed_apply_can_be_resumed(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
     old, new, patch = models
     words = ("apply", old, patch, "--save-dir", tmp_path / "made", "--resume")
     assert finish(start(*words, before=DIES_IN_APPLY)).status == 9

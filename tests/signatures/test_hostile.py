@@ -148,7 +148,7 @@ def test_a_file_that_is_no_bundle_is_refused(
     assert expected in message
 
 
-def test_a_statement_that_nobody_signed_is_refused(sealed: tuple[Path, bytes], keys: Keys) -> None:
+def test_a_changed_statement_is_refused(sealed: tuple[Path, bytes], keys: Keys) -> None:
     model, original = sealed
     bundle = json.loads(original)
     payload = base64.b64decode(bundle["dsseEnvelope"]["payload"])

@@ -188,7 +188,7 @@ def test_verify_refuses_a_checkpoint_without_the_required_signature(
     assert json.loads(outcome.out)["error"]["code"] == "not-signed"
 
 
-def test_a_signature_that_nobody_asked_about_is_mentioned(model: Path, keys: Keys) -> None:
+def test_verify_mentions_a_signature_that_it_does_not_check(model: Path, keys: Keys) -> None:
     run("seal", model, "--key", keys.private)
     outcome = run("verify", model)
     assert outcome.status == 0

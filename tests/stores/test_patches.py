@@ -89,7 +89,7 @@ def test_a_damaged_patch_in_a_store_is_refused(
 
 
 @pytest.mark.slow
-def test_a_patch_in_a_store_is_replaced_only_where_that_is_said(
+def test_a_patch_in_a_store_is_replaced_only_with_the_option(
     writable: SmallStore, ends: tuple[Path, Path]
 ) -> None:
     words = ("delta", *ends, "--save-dir", OUT)

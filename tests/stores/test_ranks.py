@@ -91,7 +91,7 @@ def test_two_ranks_convert_from_store_to_store_and_go_on_after_a_failure(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_rank_that_is_killed_ends_the_run_and_the_next_run_goes_on(
+def test_a_killed_rank_ends_the_run_and_the_next_run_continues(
     writable: SmallStore, victim: int
 ) -> None:
     """SIGKILL of one of three ranks, while parts are sent."""

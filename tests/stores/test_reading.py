@@ -246,7 +246,7 @@ def test_without_credentials_requests_are_not_signed(
     assert not [headers for headers in store.headers if "Authorization" in headers]
 
 
-def test_readers_pay_only_where_the_uri_says_so(store: Proxy) -> None:
+def test_readers_pay_only_if_the_uri_says_so(store: Proxy) -> None:
     put(store, LLAMA, "model")
     assert run("inspect", f"s3://{BUCKET}/model").status == 0
     assert not [headers for headers in store.headers if "request-payer" in headers.lower()]

@@ -107,7 +107,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, target: str, words: tuple[objec
         assert run(*words, "--resume").status == 1
 
 
-def test_a_resumed_run_goes_on(
+def test_a_resumed_run_continues(
     client: Plain, target: str, large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("convert", large, target, "--saver", "hf", "--workers", "1")

@@ -163,7 +163,7 @@ def test_an_output_that_exists_is_not_touched(writable: SmallStore) -> None:
     assert_refused(run("convert", LLAMA, f"{OUT}/anything", "--saver", "hf"), 2, "is an object")
 
 
-def test_objects_are_replaced_only_where_that_is_said(writable: SmallStore, tmp_path: Path) -> None:
+def test_objects_are_replaced_only_with_the_option(writable: SmallStore, tmp_path: Path) -> None:
     assert run("convert", LLAMA, OUT, "--saver", "core").status == 0
     again = ("convert", LLAMA, OUT, "--saver", "hf", "--overwrite")
     assert_refused(run(*again), 2, "--yes-replace-objects")
@@ -443,7 +443,7 @@ def test_the_credentials_are_written_nowhere(writable: SmallStore) -> None:
     assert not [text for text in texts if re.search(r"X-Amz-Signature|Credential=", text)]
 
 
-def test_gaps_are_what_nobody_writes() -> None:
+def test_gaps_are_the_ranges_that_no_writer_fills() -> None:
     assert gaps(10, [(2, 4), (4, 6), (8, 9)]) == [(0, 2), (6, 8), (9, 10)]
     assert gaps(4, [(0, 4)]) == []
 

@@ -96,7 +96,7 @@ def test_damaged_and_hostile_patches_make_nothing_wrong(sample: Attacked) -> Non
     sample.assert_held("patches")
 
 
-def test_hostile_requests_are_refused_and_the_server_goes_on(sample: Attacked) -> None:
+def test_hostile_requests_are_refused_and_the_server_continues(sample: Attacked) -> None:
     sample.assert_held("requests")
 
 

@@ -108,7 +108,7 @@ def test_the_model_that_is_read_is_as_near_to_its_source_as_modelopts_own(
     assert 0 < error < 1.1 * their_error
 
 
-def test_a_reader_is_told_which_values_are_left_out_and_which_are_rounded(
+def test_a_notice_names_the_values_that_are_left_out_and_rounded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert run("fingerprint", EXPORTS / "fp8-kv").status == 0

@@ -94,7 +94,7 @@ def test_a_million_random_patterns_are_rounded_as_torch_does(source: str, target
         ("float64", "float16", 65519.0, -1e300),
     ],
 )
-def test_the_first_value_beyond_the_range_is_told(
+def test_the_first_value_beyond_the_range_is_reported(
     source: str, target: str, fits: float, too_large: float
 ) -> None:
     dtype = getattr(torch, source)

@@ -179,7 +179,7 @@ def test_a_corpus_with_nothing_in_a_split_leaves_its_weight_to_the_others(
     ],
     ids=str,
 )
-def test_contradictions_are_told(options: dict[str, Any], words: str) -> None:
+def test_contradictions_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         build(**options)
 
@@ -239,7 +239,7 @@ def test_a_corpus_that_changes_at_its_place_is_not_read_with_old_indices(tmp_pat
         )
 
 
-def test_a_damaged_cache_is_told(corpus: Path, tmp_path: Path) -> None:
+def test_a_damaged_cache_is_reported(corpus: Path, tmp_path: Path) -> None:
     train(corpus, data_cache_path=tmp_path)
     for path in tmp_path.rglob("sample.npy"):
         path.write_bytes(path.read_bytes()[:-8])
@@ -247,7 +247,7 @@ def test_a_damaged_cache_is_told(corpus: Path, tmp_path: Path) -> None:
         train(corpus, data_cache_path=tmp_path)
 
 
-def test_a_cache_that_cannot_be_written_is_told(corpus: Path, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_reported(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="--data-cache-path"):
         train(corpus, data_cache_path=tmp_path / "file")
@@ -358,7 +358,7 @@ def test_batches_that_cannot_be_shared_evenly_are_refused(corpus: Path) -> None:
         batches(train(corpus), 2, 0, 3).at(0, 8)
 
 
-def test_the_end_of_the_data_is_told(corpus: Path) -> None:
+def test_the_end_of_the_data_is_reported(corpus: Path) -> None:
     dataset = train(corpus)
     batches(dataset).at(len(dataset) - 2, 2)
     with pytest.raises(UsageError, match=f"the dataset has {len(dataset)}"):
@@ -377,7 +377,7 @@ def test_an_error_in_the_thread_arrives_where_the_batch_would(corpus: Path) -> N
         next(arriving)
 
 
-def test_the_thread_ends_when_nobody_wants_more(corpus: Path) -> None:
+def test_the_thread_ends_with_its_reader(corpus: Path) -> None:
     arriving = prefetch(batches(train(corpus)), ((0, 2) for _ in iter(int, 1)))
     next(arriving)
     assert any(thread.name == "prefetch" for thread in threading.enumerate())

@@ -135,7 +135,7 @@ def test_hashes_of_ngrams_are_datatroves(tmp_path: Path, ngram: int) -> None:
         assert found.tolist() == expected.tolist(), each
 
 
-def test_a_bad_line_ends_the_run_and_the_corrected_run_goes_on(
+def test_a_bad_line_ends_the_run_and_the_corrected_run_continues(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     good = write(tmp_path / "a.jsonl", [text() for _ in range(4)])

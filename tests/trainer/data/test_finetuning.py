@@ -188,7 +188,7 @@ def test_metadata_is_counted(tmp_path: Path) -> None:
     assert dict(found.unread) == {"id": 2, "source": 1}
 
 
-def test_a_file_without_examples_is_told(tmp_path: Path) -> None:
+def test_a_file_without_examples_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match="no examples"):
         read(tmp_path, [])
 

@@ -379,7 +379,7 @@ def test_a_damaged_file_is_named(
     ],
     ids=str,
 )
-def test_wrong_usage_is_told(
+def test_wrong_usage_is_reported(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
@@ -430,7 +430,7 @@ def test_an_empty_result_is_an_error_and_writes_nothing(
     ],
     ids=["nothing", "a mixture", "not UTF-8", "not numbers"],
 )
-def test_a_directory_that_cannot_be_read_is_told(
+def test_a_directory_that_cannot_be_read_is_reported(
     files: dict[str, bytes],
     status: int,
     words: str,
@@ -463,7 +463,7 @@ def test_a_pipe_in_a_directory_is_refused_at_once(
     refused(capsys, 2, "b.txt is no regular file", "--input", tmp_path / "texts", *flags)
 
 
-def test_a_missing_column_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_column_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"body": ["1"]}), tmp_path / "x.parquet")
     flags = ("--input", tmp_path / "x.parquet", "--output-prefix", tmp_path / "out", *NUMBERS)
     refused(capsys, 3, "has no column text; there are body", *flags)

@@ -150,7 +150,7 @@ def test_files_that_are_no_tokenizer_are_reported(tmp_path: Path, kind: str) -> 
     ("kind", "module"),
     [("Llama2Tokenizer", "sentencepiece"), ("HuggingFaceTokenizer", "transformers")],
 )
-def test_a_missing_package_is_told_with_what_to_install(
+def test_a_missing_package_is_reported_with_what_to_install(
     files: dict[str, Path], kind: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)

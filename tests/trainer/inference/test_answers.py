@@ -28,7 +28,7 @@ def logprobs(likelihood: Likelihood, token: int, *, chat: bool) -> Any:
     return form(chat=chat).whole([choice], 1, 1)["choices"][0]["logprobs"]
 
 
-def test_tokens_with_equal_text_keep_apart_and_the_chosen_one_has_its_text() -> None:
+def test_tokens_with_equal_text_stay_separate_and_the_chosen_one_has_its_text() -> None:
     likeliest = ((2, -0.5), (4, -1.0), (5, -1.5), (3, -2.0))
     for chosen, value in ((3, -2.0), (6, -9.0)):
         found = logprobs(Likelihood(value, likeliest), chosen, chat=False)

@@ -150,7 +150,7 @@ def test_texts_are_continued_without_a_template(
     assert "leave --system out" in capfd.readouterr().err
 
 
-def test_an_interrupted_answer_ends_and_the_conversation_goes_on(
+def test_an_interrupted_answer_ends_and_the_conversation_continues(
     model: tuple[Path, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, theirs = model

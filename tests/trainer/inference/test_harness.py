@@ -169,6 +169,6 @@ def test_the_command_prints_a_table(
     assert "choice" in capfd.readouterr().out
 
 
-def test_a_setting_that_nobody_heeds_is_refused() -> None:
+def test_an_ignored_setting_is_refused() -> None:
     with pytest.raises(harness.UsageError, match="num_beams"):
         harness._Settings({"until": [], "num_beams": 3})

@@ -353,13 +353,13 @@ def test_good_requests_among_bad_ones_and_clients_that_leave_are_all_answered(
     serving.settle()
 
 
-def test_more_than_may_wait_are_told_to_come_again(serving: Serving) -> None:
+def test_requests_beyond_the_queue_are_asked_to_retry(serving: Serving) -> None:
     status, said = serving.ask("/v1/completions", {"prompt": "x", "n": 64, "max_tokens": 2})
     assert status == 429
     assert "room for 63" in said["error"]["message"]
 
 
-def test_an_address_that_is_taken_is_told_before_a_model_is_loaded(
+def test_an_address_in_use_is_reported_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

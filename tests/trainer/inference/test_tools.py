@@ -62,7 +62,7 @@ def test_calls_are_found_in_an_answer(
     assert len({call["id"] for call in found}) == len(calls)
 
 
-def test_one_call_alone_is_taken_where_the_request_says_so() -> None:
+def test_a_request_can_limit_the_answer_to_one_call() -> None:
     tools = read(tools=[WEATHER, TIME], parallel_tool_calls=False)
     assert tools is not None
     _, calls = tools.split('[{"name": "time"}, {"name": "weather"}]')

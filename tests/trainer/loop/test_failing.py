@@ -77,7 +77,7 @@ def fail(directory: Path, size: int, words: str, step: int, victim: int, what: s
 @pytest.mark.parametrize(
     ("what", "victim"), [("raise", 1), ("kill", 0), ("exit", 1), ("refuse", 0)]
 )
-def test_a_rank_that_ends_ends_the_run_with_its_cause_told_once(
+def test_a_rank_that_ends_ends_the_run_with_one_report_of_the_cause(
     what: str, victim: int, tmp_path: Path
 ) -> None:
     fail(tmp_path, 2, "--pipeline-model-parallel-size 2", 2, victim, what)
@@ -154,7 +154,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_one_line(tmp_path: Path) -> 
         ("--tensorboard-dir /dev/null/events", 1, "/dev/null/events"),
     ],
 )
-def test_a_mistake_is_told_once_by_rank_0_and_ends_all(
+def test_a_mistake_is_reported_once_by_rank_0_and_ends_all(
     words: str, size: int, message: str, tmp_path: Path
 ) -> None:
     running = launch(tmp_path, size, f"{COMMAND} {words}")

@@ -69,7 +69,7 @@ def test_a_collective_that_ends_later_is_no_wait() -> None:
     assert blamed(beats, 600) == 0
 
 
-def test_nobody_is_to_blame_while_no_rank_has_waited_for_long() -> None:
+def test_no_rank_is_blamed_before_a_rank_has_waited_for_long() -> None:
     long_read = [beat(2000, world=(7, 7)), beat(2000, world=(7, 7))]
     assert blamed(long_read, 600) is None
     just_come = [beat(100, world=(8, 8)), beat(2000, world=(7, 7))]
@@ -84,7 +84,7 @@ def test_the_name_of_a_group_is_not_taken_for_a_rank() -> None:
     assert blamed(beats, 600) == 2
 
 
-def test_nobody_is_to_blame_where_all_wait_for_each_other() -> None:
+def test_no_rank_is_blamed_if_all_wait_for_each_other() -> None:
     assert blamed([beat(700, a=(2, 2), b=(1, 1)), beat(700, a=(1, 1), b=(2, 2))], 600) is None
 
 

@@ -155,7 +155,9 @@ def last_lines(report: str) -> list[str]:
         ),
     ],
 )  # fmt: skip
-def test_torchrun_ends_with_a_mistake_told_once(words: str, message: str, tmp_path: Path) -> None:
+def test_torchrun_ends_with_one_report_of_a_mistake(
+    words: str, message: str, tmp_path: Path
+) -> None:
     torchrun = [
         sys.executable,
         "-m",

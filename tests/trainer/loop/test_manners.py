@@ -98,7 +98,7 @@ def test_a_checkpoint_is_not_clobbered_by_another_run(tmp_path: Path) -> None:
     )
 
 
-def test_loading_and_saving_at_one_place_starts_afresh_and_goes_on(tmp_path: Path) -> None:
+def test_one_directory_for_load_and_save_starts_a_run_and_continues_it(tmp_path: Path) -> None:
     """Megatron-LM's scripts expect this of the jobs of one run."""
     command = f"{SAVED} --load ckpt --train-iters 2 --exit-interval 1"
     (tmp_path / "ckpt").mkdir()

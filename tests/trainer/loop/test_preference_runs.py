@@ -150,7 +150,7 @@ def test_flags_that_contradict_each_other_are_refused(
     )
 
 
-def test_a_pair_without_the_flag_is_told_of_it(tmp_path: Path) -> None:
+def test_a_pair_without_the_flag_is_refused_with_the_flag(tmp_path: Path) -> None:
     write_pairs(tmp_path)
     running = launch(tmp_path, 1, f"{WORDS.replace('--dpo ', '')} --train-iters 1")
     assert running.wait() == [3]

@@ -79,7 +79,7 @@ def test_two_runs_at_a_time_never_save_to_one_directory(size: int, tmp_path: Pat
     assert "continuing after step" in train(tmp_path, size, f"{ENDLESS} --exit-interval 1").log(0)
 
 
-def test_the_lock_of_a_killed_run_is_nobodys_and_no_reader_minds_it(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_run_is_free_and_readers_ignore_it(tmp_path: Path) -> None:
     first = saving(tmp_path)
     first.kill()
     first.wait()
@@ -167,7 +167,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_found_before_the_first_step(
     assert bare.wait() == [0, 0], bare.logs()
 
 
-def test_a_run_that_keeps_nothing_says_so_at_its_start(tmp_path: Path) -> None:
+def test_a_run_without_save_warns_at_its_start(tmp_path: Path) -> None:
     first, second, *_ = train(tmp_path, 1, f"pretrain {LLAMA} --train-iters 2").log(0).splitlines()
     assert "one process" in first
     assert second == "no --save: nothing of this run will be kept"

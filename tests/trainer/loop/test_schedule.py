@@ -114,7 +114,7 @@ def test_a_weight_decay_that_grows_needs_both_ends() -> None:
         weight_decay(Optimizer(start_weight_decay=0.1), 80)
 
 
-def test_samples_count_where_the_run_is_told_in_samples() -> None:
+def test_samples_count_in_a_run_with_train_samples() -> None:
     optimizer = Optimizer(
         lr=1.0, lr_decay_style="linear", lr_warmup_samples=10, lr_decay_samples=110
     )

@@ -140,7 +140,7 @@ def test_a_run_goes_on_in_its_precision_unless_a_flag_says_another(
     assert "changed since the checkpoint: precision fp32 -> bf16" in back
 
 
-def test_a_run_that_goes_on_without_fp8_says_so(tmp_path: Path) -> None:
+def test_a_run_that_continues_without_fp8_says_so(tmp_path: Path) -> None:
     command = f"pretrain {LLAMA} --bf16 --save ckpt --resume --train-iters"
     train(tmp_path, 1, f"{command} 2 --fp8-format hybrid")
     assert "changed since the checkpoint: fp8_format hybrid -> None" in train(

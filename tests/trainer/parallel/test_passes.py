@@ -112,7 +112,7 @@ def test_a_cache_goes_through_stages_and_tensor_ranks(world: World) -> None:
         torch.testing.assert_close(parts, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_full_cache_says_so() -> None:
+def test_a_full_cache_is_an_error() -> None:
     cache = SlotCache({}, 1, 4, torch.float32, CPU)
     cache.select([0], [0], 3, CPU)
     with pytest.raises(ValueError, match="5 tokens don't fit into a cache of 4"):
