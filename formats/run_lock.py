@@ -16,6 +16,8 @@ from pathlib import Path
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 _ATTEMPTS = 100
 NAME = "lock"
+OF_A_RUN = ".lock"
+"""Name of the lock file in the directory to which a training run saves."""
 _log = logging.getLogger("megaconv")
 
 
@@ -113,3 +115,18 @@ class RunLock:
                     remove()
                     break
         self.release()
+
+
+def is_in_use(folder: Path) -> bool:
+    """True if a training run saves to the directory just now. Without file locks, the result is always False."""
+    try:
+        descriptor = os.open(folder / OF_A_RUN, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # no run has begun there, or this user can't write there
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
+    return False

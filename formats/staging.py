@@ -167,6 +167,11 @@ class Staging:
 
     def _require_free(self) -> None:
         occupant = _occupant(self.target)
+        if self._overwrite and run_lock.is_in_use(self.target):
+            raise TargetExists(
+                f"{self._named}: a training run saves there just now; wait until it has ended, or choose another place",
+                code="target-busy",
+            )
         if occupant is None or (self._overwrite and occupant == self._former):
             return
         what = "was put there meanwhile" if self._overwrite else "already exists"

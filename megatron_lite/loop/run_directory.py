@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from formats.run_lock import RunLock
+from formats.run_lock import OF_A_RUN, RunLock
 from formats.stores.addresses import is_store
 from megaconv.errors import TargetExists, UsageError
 from megatron_lite.loop import store_claim
@@ -19,7 +19,6 @@ from megatron_lite.processes.launch import Place
 from megatron_lite.processes.node import once_a_node
 from megatron_lite.settings.config import Settings
 
-LOCK = ".lock"
 RESTART_PATIENCE_S = 120.0
 """Waiting time for the lock after a restart. A file server may notice late that the former rank 0 has ended."""
 
@@ -39,7 +38,7 @@ def held(settings: Settings, place: Place) -> Iterator[None]:
             yield
         return
     root = Path(saving.save)
-    lock = RunLock(Path(os.path.realpath(root)), LOCK)
+    lock = RunLock(Path(os.path.realpath(root)), OF_A_RUN)
     all_or_none(lambda: None if place.rank else _take(lock, root, _patience_s()))
     try:
         if not settings.lora.wanted:  # only rank 0 writes adapters
@@ -74,7 +73,7 @@ def _take(lock: RunLock, root: Path, patience_s: float) -> None:
 
 def _require_shared(root: Path) -> None:
     """Raise UsageError on a machine that doesn't see the file that rank 0 has created."""
-    if not (root / LOCK).is_file() or not os.access(root, os.W_OK | os.X_OK):
+    if not (root / OF_A_RUN).is_file() or not os.access(root, os.W_OK | os.X_OK):
         raise UsageError(
             f"--save {root}: {socket.gethostname()} can't write where rank 0 does; choose a directory that all machines share"
         )

@@ -54,10 +54,8 @@ class Microbatch:
 
     def to(self, device: torch.device) -> "Microbatch":
         """Return the microbatch with its tensors on the device."""
-        fields: dict[str, Any] = {
-            name: value for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        moved = {name: _moved(value, device) for name, value in fields.items()}
+        fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {name: _moved(value, device) for name, value in fields.items()}
         extras = {name: _moved(value, device) for name, value in self.extras.items()}
         return replace(self, extras=extras, **moved)
 

@@ -10,6 +10,7 @@ import pytest
 from formats import renames
 from formats.errors import NotEnoughSpace, TargetExists
 from formats.journal import Journal
+from formats.run_lock import OF_A_RUN, RunLock
 from formats.staging import StagedFile, Staging
 from megaconv.engine import transfer
 from megaconv.engine.conversion import convert
@@ -363,6 +364,33 @@ def test_after_the_end_of_the_first_writer_a_second_one_may_begin(
     second, _ = begin(target)
     second.commit()
     assert target.is_dir()
+
+
+@pytest.mark.parametrize("starts", ["before", "meanwhile"])
+def test_the_directory_to_which_a_training_run_saves_is_not_replaced(
+    target: Path, starts: str
+) -> None:
+    """It was, and the run failed at its next save, with all of its checkpoints lost."""
+    target.mkdir()
+    (target / "old").touch()
+    run = RunLock(target, OF_A_RUN)
+    busy = pytest.raises(TargetExists, match="a training run saves there just now; wait until")
+    if starts == "before":
+        run.take()
+        with busy as refused:
+            begin(target, overwrite=True)
+    else:
+        opened, _ = begin(target, overwrite=True)
+        run.take()
+        with busy as refused:
+            opened.commit()
+        opened.discard()
+    assert refused.value.code == "target-busy"
+    assert sorted(snapshot(target)) == [OF_A_RUN, "old"]
+    run.release()  # as a killed run leaves its lock file
+    opened, _ = begin(target, overwrite=True)
+    opened.commit()
+    assert not snapshot(target)
 
 
 def test_an_occupied_target_is_refused_at_once(target: Path) -> None:

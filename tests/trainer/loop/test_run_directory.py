@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import megaconv
-from formats.run_lock import RunLock
+from formats.run_lock import OF_A_RUN, RunLock
 from megaconv.errors import TargetExists, UsageError
 from megatron_lite.loop import run_directory
 from tests.models import write_llama
@@ -91,7 +91,7 @@ def test_the_lock_of_a_killed_run_is_free_and_readers_ignore_it(tmp_path: Path) 
 def test_a_run_that_is_started_again_waits_for_the_lock_of_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    former, lock = RunLock(tmp_path, run_directory.LOCK), RunLock(tmp_path, run_directory.LOCK)
+    former, lock = RunLock(tmp_path, OF_A_RUN), RunLock(tmp_path, OF_A_RUN)
     former.take()
     with pytest.raises(TargetExists, match="another run saves there just now"):
         run_directory._take(lock, tmp_path, run_directory._patience_s())
