@@ -1,5 +1,6 @@
 """Patches of `megaconv delta`, together with the checkpoint that they change: the newer checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from megaconv.engine.fingerprints import fingerprint_source
@@ -10,7 +11,7 @@ from megaconv.engine.record import find_record
 from megaconv.errors import UnknownFamily, UsageError
 from megaconv.input import Input, find_input
 from megaconv.loader import Loader
-from megaconv.model.ir import Source
+from megaconv.model.ir import Header, OpenedSource, Source
 from megaconv.options import LoadOptions
 from megaconv.patches.patch import (
     Patch,
@@ -25,9 +26,12 @@ BASE, EARLIER = "base", "earlier"
 
 
 def open_patched(path: Path, options: LoadOptions) -> Source:
-    """The newer checkpoint. Raises UsageError without the base, ModelsDiffer for another one, CorruptCheckpoint."""
+    """The newer checkpoint; without the base its header alone, if the weights are not needed.
+
+    Raises UsageError without the base, ModelsDiffer for another one, CorruptCheckpoint.
+    """
     base = options.extra.get(BASE)
-    if not base:
+    if not base and options.needs_weights:
         raise UsageError(
             f"{path}: is a patch; --option base=OLD names the checkpoint that it changes",
             code="option-needed",
@@ -38,6 +42,8 @@ def open_patched(path: Path, options: LoadOptions) -> Source:
     if unknown is not None and not options.own_names:
         raise UnknownFamily(f"{path}: {unknown.reason}")
     require_chain(patches)
+    if not base:
+        return OpenedSource(_named(patches[0]), {})
     read = patches[0].options
     found = find_input(base, None, read)
     source = open_source(found, read)
@@ -45,6 +51,12 @@ def open_patched(path: Path, options: LoadOptions) -> Source:
     for patch in patches:
         source = PatchedSource(source, patch)
     return source
+
+
+def _named(patch: Patch) -> Header:
+    """The header of the newer checkpoint. Its source names the base."""
+    source = f"{patch.header.source}, for the base with the fingerprint {patch.base['weights']}"
+    return replace(patch.header, source=source)
 
 
 def _require_recorded(patch: Patch, found: Input, source: Source) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from formats.errors import CorruptCheckpoint
 from formats.tensor import LazyTensor
+from formats.wording import counted
 from megaconv import registry
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.engine.tied_head import is_tied
@@ -127,7 +128,8 @@ def _same_numbers(path: Path, files: Mapping[int, Path], expected: int) -> None:
     )
     if expected > len(files):
         raise CorruptCheckpoint(
-            f"{path}: {expected - len(files)} of {expected} shards are missing: {', '.join(islice(missing, 8))}; a model needs all of them",
+            f"{path}: {expected - len(files)} of {counted(expected, 'shard')} missing: {', '.join(islice(missing, 8))}; "
+            "a model needs all of them",
             code="missing-file",
         )
 

@@ -9,6 +9,7 @@ from formats import gguf_header
 from formats.gguf import BLOCK_TYPES, KINDS, GgufLayout, Value
 from formats.gguf_header import GgufHeader
 from formats.tensor import ITEMSIZE, FileTensor, InputFile, LazyTensor, Shape, matrix_shape
+from formats.wording import counted
 from megaconv.engine.plan import OutputPlan, Placement
 from megaconv.engine.reading_back import Stored, as_streamed
 from megaconv.errors import NotExpressible, TensorMismatch
@@ -94,7 +95,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     ]
     if config.mtp_layers:
         notices.append(
-            f"{config.mtp_layers} MTP layer(s) are left out: {architecture} has none in llama.cpp; outputs don't change"
+            f"{counted(config.mtp_layers, 'MTP layer')} left out: {architecture} has none in llama.cpp; outputs don't change"
         )
     return OutputPlan({FILE: GgufLayout(values, tensors, constants)}, placements, notices=notices)
 

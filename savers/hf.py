@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout, index_json, shard
 from formats.tensor import LazyTensor, Shape, byte_count
+from formats.wording import counted
 from megaconv.engine.base_model import BaseModel, CopiedTensors, open_base
 from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
 from megaconv.engine.sentence_directory import plan_sentence_directory
@@ -176,9 +177,9 @@ def _warn_of_missing_mtp(config: ModelConfig) -> None:
     promised = (config.hf or {}).get("num_nextn_predict_layers") or 0
     if promised and not config.mtp_layers:
         _log.warning(
-            "%s lists %s MTP layers, which the source doesn't hold%s",
+            "%s lists %s, which the source doesn't hold%s",
             CONFIG_NAME,
-            promised,
+            counted(promised, "MTP layer"),
             "" if config.whole else "; --base ORIGINAL adds them",
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 from formats.ceilings import SIDECAR_BYTES
 from formats.regular_files import read_small
 from formats.tensor import InputFile, LazyTensor
+from formats.wording import counted
 from megaconv.adapters.low_rank import MergedTensor
 from megaconv.adapters.peft_files import CONFIG, Adapter, open_adapter
 from megaconv.adapters.targets import Changes, changes_of
@@ -43,8 +44,8 @@ class Merged:
             kind = "rsLoRA"
         weight = "" if self.choice.weight == 1 else f" times {self.choice.weight:g}"
         replaced = len(self.adapter.replaced)
-        copied = f", {replaced} tensors replaced by its own" if replaced else ""
-        return f"merged {kind} adapter {self.choice.place}{weight}: {count} modules of rank {config.rank}{copied}"
+        copied = f", {counted(replaced, 'tensor')} replaced by its own" if replaced else ""
+        return f"merged {kind} adapter {self.choice.place}{weight}: {counted(count, 'module')} of rank {config.rank}{copied}"
 
     def to_json(self) -> dict[str, Any]:
         """The entry for megaconv.json. Reads the adapter's weights."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from formats import rank_files
 from formats.tensor import ITEMSIZE
+from formats.wording import counted
 from megaconv.commands.units import readable as readable
 from megaconv.commands.units import share
 from megaconv.engine.preparation import open_source
@@ -150,7 +151,7 @@ class Inspection:
         header, config = self.header, self.header.config
         yield "format", header.source
         yield "family", config.family
-        yield "parameters", f"{header.parameters:,} in {len(header.manifest)} tensors"
+        yield "parameters", f"{header.parameters:,} in {counted(len(header.manifest), 'tensor')}"
         yield "size", self._size()
         yield (
             "shape",
@@ -163,7 +164,10 @@ class Inspection:
         elif config.head.choices:
             yield "head", "multiple choice"
         if config.whole is not None:
-            words = (f"{word} ({count} tensors)" for word, count in config.whole.parts().items())
+            words = (
+                f"{word} ({counted(count, 'tensor')})"
+                for word, count in config.whole.parts().items()
+            )
             yield "beside", f"{', '.join(words)}, of {named(config.whole.config)}"
         if config.has("mamba_layers"):
             if has_pattern(config):
@@ -236,18 +240,18 @@ def _described_optimizer(optimizer: Mapping[str, Any]) -> str:
 
 def _heads(config: ModelConfig) -> str:
     attention = config.attention
-    heads = f"{attention.heads} heads of {attention.head_dim}"
+    heads = f"{counted(attention.heads, 'head')} of {attention.head_dim}"
     if attention.kv_heads != attention.heads:
         heads = f"{heads}, {attention.kv_heads} key/value heads"
     others = sum(bool(config.own_sizes(layer)) for layer in range(config.layer_count))
-    return f"{heads}; {others} layers have other sizes" if others else heads
+    return f"{heads}; {counted(others, 'layer')} of other sizes" if others else heads
 
 
 def _window(config: ModelConfig) -> str:
     positions = f"{config.window:,} positions"
     if config.has("only_windows"):
         return positions
-    return f"{positions} in {len(config.layers_with('window'))} layers"
+    return f"{positions} in {counted(len(config.layers_with('window')), 'layer')}"
 
 
 def _number(version: str) -> str:
@@ -259,7 +263,7 @@ def _depth(config: ModelConfig) -> str:
     return (
         f"{config.encoder.layers} encoder and {config.layer_count} decoder layers"
         if config.encoder.layers
-        else f"{config.layer_count} layer{'s' * (config.layer_count != 1)}"
+        else f"{counted(config.layer_count, 'layer')}"
     )
 
 
@@ -274,7 +278,7 @@ def _pattern(config: ModelConfig) -> str:
 
 def _mamba(config: ModelConfig) -> str:
     mamba = config.mamba
-    return f"{mamba.heads} heads of {mamba.head_dim} in {mamba.groups} groups, state {mamba.state}"
+    return f"{counted(mamba.heads, 'head')} of {mamba.head_dim} in {counted(mamba.groups, 'group')}, state {mamba.state}"
 
 
 def _retrieval(config: ModelConfig) -> str:
@@ -282,7 +286,7 @@ def _retrieval(config: ModelConfig) -> str:
     layers = ", ".join(str(layer + 1) for layer in config.retrieving)
     return (
         f"{found.neighbors} neighbors of {found.retrieved} tokens for each {found.chunk}, in layers {layers}; "
-        f"encoder of {found.layers} layers"
+        f"encoder of {counted(found.layers, 'layer')}"
     )
 
 
@@ -339,22 +343,25 @@ def look(
         if is_told_what_it_is or error.code == "no-such-input" or not isinstance(place, Path):
             raise
         # Imported here, because it imports every format.
-        from megaconv.commands.survey import survey
+        from megaconv.commands.survey import survey, survey_of
 
-        surveyed = survey(place, error)
-        if surveyed is None:
+        header = _by_own_names(path, place, options)
+        found = survey(place, error) or survey_of(place, header, error)
+        if found is None:
             raise
-        keeps_names = _opens_by_own_names(path, place, options)
-        return replace(surveyed, path=str(path), keeps_names=keeps_names)
+        keeps_names = header is not None and header.has_weights
+        return replace(found, path=str(path), keeps_names=keeps_names)
 
 
-def _opens_by_own_names(path: str | Path, place: Place, options: LoadOptions) -> bool:
-    """True if a loader reads the model without a family, with its tensors under their own names."""
-    looked = replace(options, metadata_only=True, optimizer=False, own_names=True)
+def _by_own_names(path: str | Path, place: Place, options: LoadOptions) -> Header | None:
+    """The header of a model without a family, with its tensors under their own names; None if no loader reads it so."""
+    looked = replace(
+        options, metadata_only=True, needs_weights=False, optimizer=False, own_names=True
+    )
     try:
-        return open_source(input_at(path, place, None, looked), looked).header.has_weights
+        return open_source(input_at(path, place, None, looked), looked).header
     except CheckpointError:
-        return False
+        return None
 
 
 def _inspect(found: Input, options: LoadOptions, *, check_source: bool) -> Inspection:
@@ -381,13 +388,13 @@ def disk_bytes(place: Place) -> int | None:
     if not isinstance(place, Path) or not place.is_dir():
         return None
     version = _version(place)
-    counted = 0
+    size = 0
     for entry in place.iterdir():
         if version not in (None, place, entry) and rank_files.is_version(entry.name):
             continue
         files = entry.rglob("*") if entry.is_dir() else [entry]
-        counted += sum(file.stat().st_size for file in files if file.is_file())
-    return counted
+        size += sum(file.stat().st_size for file in files if file.is_file())
+    return size
 
 
 def _version(place: Path) -> Path | None:

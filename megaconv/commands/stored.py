@@ -28,6 +28,7 @@ from formats.partial_files import fetch_whole
 from formats.pickle_records import Opaque
 from formats.regular_files import read_json
 from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, StridedTensor, byte_count
+from formats.wording import counted
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 SUFFIXES = (".safetensors", ".gguf", ".distcp", ".nemo", *TORCH_SUFFIXES)
@@ -150,7 +151,7 @@ def _gguf(path: Path, shown: str) -> Contents:
     )
     facts = {name: str(value) for name, value in header.keys.items() if not isinstance(value, list)}
     facts |= {
-        name: f"{count:,} items" for name, count in header.lengths.items() if name not in facts
+        name: counted(count, "item") for name, count in header.lengths.items() if name not in facts
     }
     return Contents(
         f"GGUF version {header.version}", found, {name: text[:200] for name, text in facts.items()}
@@ -303,9 +304,11 @@ def adapter_facts(path: Path) -> dict[str, str] | None:
 def config_facts(path: Path) -> dict[str, str]:
     """Facts on the size from a config.json of any architecture; empty without one."""
     file = path / "config.json"
-    if not file.is_file():
-        return {}
-    found = _json_object(file)
+    return facts_of(_json_object(file)) if file.is_file() else {}
+
+
+def facts_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Facts on the size from the content of a config.json."""
     wanted = (
         "architectures",
         "model_type",
@@ -315,7 +318,7 @@ def config_facts(path: Path) -> dict[str, str]:
         "vocab_size",
         "quantization_config",
     )
-    return {name: _short(found[name]) for name in wanted if found.get(name) is not None}
+    return {name: _short(config[name]) for name in wanted if config.get(name) is not None}
 
 
 def _json_object(file: Path) -> Mapping[str, Any]:

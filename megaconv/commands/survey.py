@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from formats import rank_files
+from formats.tensor import byte_count
+from formats.wording import counted
 from megaconv.adapters.peft_files import adapter_directory
 from megaconv.commands.stored import (
     SUFFIXES,
@@ -15,11 +17,13 @@ from megaconv.commands.stored import (
     StoredTensor,
     adapter_facts,
     config_facts,
+    facts_of,
     read_directory,
     read_file,
 )
 from megaconv.commands.units import readable, share
 from megaconv.errors import CheckpointError, UnsafeContent
+from megaconv.model.ir import Header
 
 CODES = (
     "unknown-format",
@@ -78,9 +82,9 @@ class Survey:
     def lines(self) -> Iterator[tuple[str, str]]:
         """(label, text) lines for people."""
         count = len({tensor.file for tensor in self.tensors})
-        files = "1 file" if count == 1 else f"{count} files"
+        files = counted(count, "file")
         yield "format", self.kind
-        yield "elements", f"{self.elements:,} in {len(self.tensors)} tensors, {files}"
+        yield "elements", f"{self.elements:,} in {counted(len(self.tensors), 'tensor')}, {files}"
         yield "size", ", ".join(self._sizes())
         yield from self.facts.items()
         possible = "only by its own names, to hf and dcp" if self.keeps_names else "no"
@@ -121,6 +125,22 @@ def survey(path: Path, error: CheckpointError) -> Survey | None:
     return Survey(
         str(path), kind + contents.kind, contents.tensors, {**facts, **contents.facts}, reason
     )
+
+
+def survey_of(path: Path, header: Header | None, error: CheckpointError) -> Survey | None:
+    """A description of a model that has a header, and that no family describes; None for other inputs.
+
+    error: that of the loader without the model's own names.
+    """
+    if header is None or header.config.own_names is None:
+        return None
+    tensors = tuple(
+        StoredTensor(str(key), info.shape, info.dtype, byte_count(info.shape, info.dtype), "", None)
+        for key, info in header.manifest.items()
+    )
+    facts = facts_of(header.config.own_names.config)
+    reason = str(error).removeprefix(f"{path}: ")
+    return Survey(str(path), header.source, tensors, facts, reason)
 
 
 def _contents(path: Path) -> Contents | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.stores.waiting import Waiting
+from formats.wording import counted
 from megaconv.engine.completeness import completeness_notices
 from megaconv.engine.fingerprints import Fingerprint
 from megaconv.engine.lineage import Lineage
@@ -71,7 +72,9 @@ class Report:
         header = self.header
         found: list[str] = []
         if header.beside:
-            parts = [f"{name} ({count} tensors)" for name, count in header.beside.items()]
+            parts = [
+                f"{name} ({counted(count, 'tensor')})" for name, count in header.beside.items()
+            ]
             found.append(BESIDE.format(", ".join(parts)))
         found += completeness_notices(header, self.missing)
         found += self.merging

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from formats.wording import are, counted
 from megaconv import registry
 from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
 from megaconv.engine.plan import default_workers
@@ -102,7 +103,7 @@ class SourceCheck:
         if self.record is not None and self.damaged:
             _refuse(
                 self.record,
-                f"{len(self.damaged)} tensors have other values than were written: {listing(sorted(self.damaged))}",
+                f"{counted(len(self.damaged), 'tensor')} with other values than were written: {listing(sorted(self.damaged))}",
                 self.remedy,
             )
 
@@ -156,7 +157,9 @@ def check_source(
 
     refused = [f"{name} {what}" for name, what in differing.items() if not was_asked_for(name)]
     if refused:
-        _refuse(record, f"{len(refused)} tensors are not as written: {listing(refused)}", remedy)
+        number = len(refused)
+        which = f"{counted(number, 'tensor')} {are(number)} not as written: {listing(refused)}"
+        _refuse(record, which, remedy)
     described = changed_descriptions(record, stored)
     if described:
         _refuse(record, f"the metadata in {listing(sorted(described))} are not as written", remedy)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from formats.wording import counted
 from megaconv.errors import CorruptCheckpoint
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import GELUS, LEARNED_POSITIONS, model_keys, multi_head
@@ -52,7 +53,7 @@ def _read_windows(raw: Raw) -> Fields:
     for _, times in groups:
         if type(times) is not int or times > layers:
             raise CorruptCheckpoint(
-                f"{CONFIG_NAME}: {_TYPES} should repeat a group at most {layers} times, found {times!r:.60}"
+                f"{CONFIG_NAME}: {_TYPES} should repeat a group at most {counted(layers, 'time')}, found {times!r:.60}"
             )
     kinds = [kind for names, times in groups for _ in range(times) for kind in names]
     require_each_layer(_TYPES, kinds, layers)

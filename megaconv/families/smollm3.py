@@ -1,5 +1,6 @@
 """SmolLM3: Llama with layers whose q and k don't rotate, usually every fourth."""
 
+from formats.wording import counted
 from megaconv.errors import CorruptCheckpoint
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import (
@@ -28,7 +29,7 @@ def _read(raw: Raw) -> Fields:
     rotates = rotating_layers(raw)
     if len(rotates) < layers:
         raise CorruptCheckpoint(
-            f"{CONFIG_NAME}: no_rope_layers lists {len(rotates)} layers, the model has {layers}"
+            f"{CONFIG_NAME}: no_rope_layers lists {counted(len(rotates), 'layer')}, the model has {layers}"
         )
     without = [layer for layer in range(layers) if not rotates[layer]]
     return {

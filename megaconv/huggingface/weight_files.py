@@ -11,6 +11,7 @@ from types import MappingProxyType
 from formats import safetensors, torch_zip
 from formats.errors import CorruptCheckpoint
 from formats.tensor import LazyTensor
+from formats.wording import counted
 from megaconv.errors import TensorMismatch
 from megaconv.families import Family
 from megaconv.families.parts.keys import WEIGHT_NAMES
@@ -151,7 +152,7 @@ def _require_shards(index: Path, names: Collection[str]) -> None:
     if missing:
         # Path.exists raises OSError for names that are too long.
         raise CorruptCheckpoint(
-            f"{index.parent / missing[0]}: no such file; {index.name} names {len(names)} files, {len(missing)} are missing: "
+            f"{index.parent / missing[0]}: no such file; {index.name} names {counted(len(names), 'file')}, {len(missing)} of them missing: "
             f"{listing(missing)}. Download or copy them too",
             code="missing-file",
         )
@@ -278,10 +279,10 @@ def _warn_of_left_out(left_out: Mapping[str, str], found: Collection[str], where
         names = [name for name in found if re.fullmatch(pattern, name)]
         if names:
             _log.warning(
-                "%s: %s are not converted, %d tensors are left out: %s; --base adds them to an hf output again",
+                "%s: %s are not converted, %s left out: %s; --base adds them to an hf output again",
                 where,
                 what,
-                len(names),
+                counted(len(names), "tensor"),
                 listing(names),
             )
 

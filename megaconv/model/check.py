@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from formats.tensor import LazyTensor
+from formats.wording import are, counted
 from megaconv.errors import CorruptCheckpoint, TensorMismatch
 from megaconv.model.ir import Key, TensorInfo
 
@@ -46,7 +47,7 @@ class Ledger:
         missing = [key for key in self._manifest if key not in self._seen]
         if missing:
             raise TensorMismatch(
-                f"the loader ended without {len(missing)} tensors of its manifest: {listing(missing)}"
+                f"the loader ended without {counted(len(missing), 'tensor')} of its manifest: {listing(missing)}"
             )
         if count != len(self._manifest):
             raise TensorMismatch(
@@ -73,11 +74,11 @@ def same_names(expected: Collection[str], found: Collection[str], where: str) ->
     if missing:
         extra = f"; it has unknown ones: {listing(unknown)}" if unknown else ""
         raise TensorMismatch(
-            f"{where}: {len(missing)} tensors are missing: {listing(missing)}{extra}",
+            f"{where}: {counted(len(missing), 'tensor')} {are(len(missing))} missing: {listing(missing)}{extra}",
             code="missing-tensor",
         )
     if unknown:
         raise TensorMismatch(
-            f"{where}: {len(unknown)} tensors are unknown in this model: {listing(unknown)}",
+            f"{where}: {counted(len(unknown), 'tensor')} {are(len(unknown))} unknown in this model: {listing(unknown)}",
             code="unknown-tensor",
         )

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from formats.wording import counted
 from megaconv.errors import CorruptCheckpoint
 from megaconv.model.beside import Whole
 from megaconv.model.ceilings import require_possible
@@ -168,7 +169,7 @@ def _layers(values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
     for name, column in columns.items():
         if isinstance(column, tuple) and len(column) != count:
             raise CorruptCheckpoint(
-                f"the model has {count} layers, and layers.{name} is about {len(column)}"
+                f"the model has {counted(count, 'layer')}, and layers.{name} is about {len(column)}"
             )
     return tuple(
         LayerKind(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from formats.wording import counted
 from megaconv.errors import LayoutError
 from megaconv.model.ceilings import LAYERS, RANKS
 
@@ -205,12 +206,12 @@ def split_stacks(
 def _explicit(layers: int, pp: int, vpp: int, stages: tuple[int, ...]) -> tuple[int, ...]:
     if len(stages) != pp * vpp:
         raise LayoutError(
-            f"the layer split has {len(stages)} stages, but pp x vpp = {pp} x {vpp} = {pp * vpp}; "
+            f"the layer split has {counted(len(stages), 'stage')}, but pp x vpp = {pp} x {vpp} = {pp * vpp}; "
             "choose sizes with this product, or another split"
         )
     if sum(stages) != layers or min(stages) < 0:
         raise LayoutError(
-            f"the layer split {','.join(map(str, stages))} places {sum(stages)} layers, but the model has {layers}"
+            f"the layer split {','.join(map(str, stages))} places {counted(sum(stages), 'layer')}, but the model has {layers}"
         )
     return stages
 

@@ -11,6 +11,7 @@ from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from formats.wording import counted
 from megaconv.errors import UsageError
 
 
@@ -84,7 +85,8 @@ def byte_size(text: str | int, option: str = "") -> int:
     size = int(float(match[1]) * _UNITS[match[2]])
     if size < _LEAST_BYTES:
         raise UsageError(
-            f"{option}{text!r} is {size} bytes, expected {_LEAST_BYTES} bytes or more; write a number with a unit, such as 256MiB or 5GB"
+            f"{option}{text!r} is {counted(size, 'byte')}, expected {_LEAST_BYTES} bytes or more; "
+            "write a number with a unit, such as 256MiB or 5GB"
         )
     return size
 

@@ -16,6 +16,7 @@ from threading import Lock
 
 from formats import rank_files
 from formats.opened import OpenedFiles
+from formats.wording import counted
 from megaconv import registry
 from megaconv._version import __version__
 from megaconv.engine.preparation import prepare
@@ -109,7 +110,7 @@ def open_repositories(
     """The repositories by name. Raises UsageError for names that don't fit, CheckpointError for unreadable checkpoints."""
     if names and len(names) != len(paths):
         raise UsageError(
-            f"--name: {len(names)} names for {len(paths)} checkpoints; give one for each, in the same order, or none"
+            f"--name: {counted(len(names), 'name')} for {counted(len(paths), 'checkpoint')}; give one for each, in the same order, or none"
         )
     chosen = names or [f"local/{Path(path.rstrip('/')).name or 'model'}" for path in paths]
     found: dict[str, Repository] = {}

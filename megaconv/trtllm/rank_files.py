@@ -13,6 +13,7 @@ from pathlib import Path
 from formats import safetensors
 from formats.errors import CorruptCheckpoint
 from formats.tensor import LazyTensor
+from formats.wording import counted
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.check import listing
 
@@ -41,7 +42,7 @@ def require_all(directory: Path, ranks: int) -> None:
     missing = [rank_file(rank) for rank in sorted(expected - held)]
     if missing:
         raise CorruptCheckpoint(
-            f"{directory}: {len(missing)} of {ranks} rank files are missing: {listing(missing)}; "
+            f"{directory}: {len(missing)} of {counted(ranks, 'rank file')} missing: {listing(missing)}; "
             "a model needs all of them",
             code="missing-file",
         )

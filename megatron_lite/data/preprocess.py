@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
+from formats.wording import counted
 from megaconv.errors import CheckpointError, Interrupted, UsageError
 from megaconv.local_paths import local_path, local_word
 
@@ -198,7 +199,7 @@ def _run(given: argparse.Namespace) -> None:
     meter.end()
     for each in written:
         print(
-            f"{each.prefix}: {each.documents:,} documents, {each.tokens:,} tokens of {each.dtype}"
+            f"{each.prefix}: {counted(each.documents, 'document')}, {counted(each.tokens, 'token')} of {each.dtype}"
         )
 
 

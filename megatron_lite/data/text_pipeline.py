@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from formats.errors import CheckpointError, CorruptCheckpoint
+from formats.wording import counted
 from megatron_lite.data.encoding import Encoded, EncodingOptions, encode, encoder
 from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.data.input_files import TEXT_SUFFIXES, find_inputs, is_plain_text, read_text
@@ -115,11 +116,13 @@ def _require_tokens(
     documents = writers[0].documents
     if documents:
         keys = ", ".join(empty)
-        raise CorruptCheckpoint(f"{place}: none of {documents:,} documents has a token of {keys}")
+        raise CorruptCheckpoint(
+            f"{place}: none of {counted(documents, 'document')} has a token of {keys}"
+        )
     if skipped:
         plain_text = ", ".join(TEXT_SUFFIXES)
         raise CorruptCheckpoint(
-            f"{place}: all {skipped:,} records are bad, and nothing is left of them; records are JSON lines or parquet, "
+            f"{place}: none of {counted(skipped, 'record')} can be read; records are JSON lines or parquet, "
             f"plain text is read from {plain_text}"
         )
     raise CorruptCheckpoint(f"{place}: there are no records")

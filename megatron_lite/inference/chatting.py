@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Event
 
+from formats.wording import counted
 from megaconv.errors import UsageError
 from megatron_lite.inference.batching import Request, RunningBatch, steps
 from megatron_lite.inference.commands.chat import HELP, RAW_HELP
@@ -97,7 +98,7 @@ def _answer(
     room = opened.model.length - len(prompt)
     if room < 1:
         raise UsageError(
-            f"the conversation has {len(prompt)} tokens; there is room for {opened.model.length}"
+            f"the conversation has {counted(len(prompt), 'token')}; there is room for {opened.model.length}"
         )
     stops = frozenset() if given.ignore_eos else opened.stop_ids
     text, answer = TextStream(opened.tokenizer.detokenize, given.stop), ""

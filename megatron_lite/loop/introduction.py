@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
+from formats.wording import counted
 from megaconv.megatron.arguments.notices import core_notices, embedding_notices, script_notices
 from megaconv.planning.gpus import gpu_of
 from megatron_lite.checkpoint.adapter_runs import AdapterStart
@@ -54,7 +55,7 @@ def _introduce_model(run: Run) -> None:
     parameters = 0
     for infos in run.engine.infos:
         parameters += sum(prod(info.native.shape) for info in infos)
-    shape = f"{config.layer_count} layers of {config.hidden}"
+    shape = f"{counted(config.layer_count, 'layer')} of {config.hidden}"
     state = _bytes_each(run) if options.lora is None else "frozen"
     on_this_rank = f"{parameters:,} parameters on this rank, {state}"
     run.say(f"{config.family}, {shape}, {options.dtype}; {on_this_rank}")
@@ -73,7 +74,9 @@ def _introduce_start(run: Run, start: Start | None) -> None:
         optimizer = "with" if start.with_optimizer else "without"
         run.say(f"weights of {start.path} ({start.header.source}), {optimizer} optimizer state")
     if progress.iteration:
-        run.say(f"continuing after step {progress.iteration}, {progress.consumed_samples} samples")
+        run.say(
+            f"continuing after step {progress.iteration}, {counted(progress.consumed_samples, 'sample')}"
+        )
 
 
 def _introduce_evaluations(run: Run) -> None:

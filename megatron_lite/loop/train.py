@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from formats.stores.addresses import is_store
+from formats.wording import counted
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.batches import prefetch
 from megatron_lite.data.samples import Dataset
@@ -71,7 +72,7 @@ def _all_steps(run: Run, garbage: Garbage, profile: Profile) -> str | None:
     elif run.settings.training.epochs != 0:
         progress = run.progress
         run.say(
-            f"nothing left: the run has made its {progress.iteration} steps, {progress.consumed_samples} samples"
+            f"nothing left: the run has made its {counted(progress.iteration, 'step')}, {counted(progress.consumed_samples, 'sample')}"
         )
     for consumed, batch in prefetch(run.batches(train_data), iter(steps)):
         rates = run.schedule.at(run.scheduled)
@@ -145,7 +146,7 @@ def _check_replicas(run: Run) -> None:
     found = run.engine.differing()
     if found:
         first, ranks = found[0], ", ".join(map(str, found[0].ranks))
-        more = f" and {len(found) - 1} more parameters" if len(found) > 1 else ""
+        more = f" and {counted(len(found) - 1, 'more parameter')}" if len(found) > 1 else ""
         raise TrainingError(
             f"step {run.progress.iteration}: {first.name}{more} of data-parallel ranks {ranks} differs from rank 0: "
             "a device or a link computed a wrong value; continue from the last checkpoint on other machines"

@@ -9,6 +9,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
+from formats.wording import counted
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.checkpoint.state import Progress
@@ -29,7 +30,6 @@ from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.training_data import Exam, Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
-from megatron_lite.settings.wording import counted
 
 TASKS: Mapping[str, Task] = {task.name: task for task in (MNLI, QQP, RACE)}
 SHOWN = 3

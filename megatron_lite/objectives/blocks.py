@@ -2,6 +2,7 @@
 
 from typing import ClassVar, Self
 
+from formats.wording import counted
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.batches import Batch
@@ -19,7 +20,6 @@ from megatron_lite.objectives.towers import with_towers
 from megatron_lite.objectives.training_data import Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.learning import Data
-from megatron_lite.settings.wording import counted
 
 
 class Blocks(Objective):

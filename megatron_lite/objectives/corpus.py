@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from formats.wording import counted
 from megaconv.options.values import byte_size
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.corpora import parse_split
@@ -14,7 +15,6 @@ from megatron_lite.data.stored import DataCache
 from megatron_lite.objectives.training_data import Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
-from megatron_lite.settings.wording import counted
 
 MakeSampling = Callable[[Setup], Sampling | None]
 """See Objective.sampling."""

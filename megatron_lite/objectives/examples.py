@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from formats.wording import counted
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.finetuning.dataset import (
@@ -27,7 +28,6 @@ from megatron_lite.objectives.epochs import evaluations, training_length
 from megatron_lite.objectives.training_data import Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
-from megatron_lite.settings.wording import counted
 
 
 def read_examples_of(settings: Settings, tokenizer: Tokenizer, *, pairs: bool) -> "ExampleData":

@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 import numpy as np
 import torch
 
+from formats.wording import counted
 from megaconv.errors import LayoutError, UsageError
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.checkpoint.state import Progress
@@ -24,7 +25,6 @@ from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.training_data import Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
-from megatron_lite.settings.wording import counted
 
 NAME = "RET-FINETUNE-NQ"
 

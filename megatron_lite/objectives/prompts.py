@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import CorruptCheckpoint
+from formats.wording import counted
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.encoding import BadRecord, read_fields
@@ -25,7 +26,6 @@ from megatron_lite.objectives.rewards import Reward
 from megatron_lite.objectives.training_data import Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
-from megatron_lite.settings.wording import counted
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Fields that reward functions don't get as columns, as in TRL."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from formats.wording import counted
 from megatron_lite.checkpoint.restore import Start, find_reference, load
 from megatron_lite.data.batches import GlobalBatches, prefetch
 from megatron_lite.data.finetuning.dataset import PairDataset
@@ -19,7 +20,6 @@ from megatron_lite.objectives.training_data import Setup
 from megatron_lite.processes import launch
 from megatron_lite.processes.failure import all_or_none
 from megatron_lite.processes.node import once_a_node
-from megatron_lite.settings.wording import counted
 
 NAMES = ("training", "validation", "test")
 """Names of the datasets."""

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from formats.wording import counted
 from megaconv.errors import LayoutError
 from megaconv.model.layout import Chunk, Layout
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.mesh import REPLICAS, Mesh, dense_mesh, expert_mesh
-from megatron_lite.settings.wording import counted
 
 
 class Channel(NamedTuple):

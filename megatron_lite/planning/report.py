@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from formats.wording import counted
 from megaconv.commands.units import readable
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.planning.activations import offloaded_bytes
@@ -20,7 +21,6 @@ from megatron_lite.models.trainable import check_trained
 from megatron_lite.planning.gradients import stage_traffic
 from megatron_lite.planning.memory import Memory, stage_memory
 from megatron_lite.planning.stages import Described
-from megatron_lite.settings.wording import counted
 
 _WIDTHS = (5, 18, 14, 11, 10)
 """The widths of the columns in the table of memory."""

@@ -18,6 +18,7 @@ import blake3
 import numpy as np
 
 from formats.errors import CorruptCheckpoint
+from formats.wording import counted
 from megatron_lite.data.blocks.dataset import BlockDataset, open_titles
 from megatron_lite.data.blocks.mapping import Corpus, build_blocks
 from megatron_lite.data.blocks.samples import Special
@@ -69,7 +70,7 @@ class FileEvidence:
                 where = f"{self.path}: line {reader.line_num}"
                 if len(row) != 3:
                     raise CorruptCheckpoint(
-                        f"{where}: has {len(row)} columns; id, text and title, separated by tabs, were expected"
+                        f"{where}: has {counted(len(row), 'column')}; id, text and title, separated by tabs, were expected"
                     )
                 yield Passage(_id(where, row[0]), row[1], row[2])
 

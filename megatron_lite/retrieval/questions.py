@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from formats.ceilings import SIDECAR_BYTES
 from formats.errors import CorruptCheckpoint
 from formats.regular_files import check_size
+from formats.wording import counted
 
 
 class Question(NamedTuple):
@@ -41,7 +42,7 @@ def _from_csv(path: Path, text: str) -> Iterator[Question]:
         where = f"{path}: line {number}"
         if len(row) != 2:
             raise CorruptCheckpoint(
-                f"{where}: has {len(row)} columns; a question, a tab and a list of answers were expected"
+                f"{where}: has {counted(len(row), 'column')}; a question, a tab and a list of answers were expected"
             )
         yield _question(where, row[0], _list(where, row[1]))
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from formats.wording import counted
 from megaconv.errors import LayoutError, UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import LayerSplit, Layout, split_layers
@@ -11,7 +12,6 @@ from megatron_lite.settings.contradictions import check_flags, check_steps
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.parallel import Parallel
 from megatron_lite.settings.stacks import check_one_stack, layout_of_two_stacks
-from megatron_lite.settings.wording import counted
 
 LONGEST_UNASKED = 4096
 """Default limit for the tokens of a sequence. A model with 131,072 positions is seldom trained with as many tokens."""

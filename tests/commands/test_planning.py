@@ -86,7 +86,7 @@ def test_names_of_a_very_large_model_are_compared_in_no_time() -> None:
     same_names(names, dict.fromkeys(names), "here")
     with pytest.raises(
         TensorMismatch,
-        match=r"1 tensors are missing: model\.layers\.199\.mlp\.experts\.255\.weight$",
+        match=r"1 tensor is missing: model\.layers\.199\.mlp\.experts\.255\.weight$",
     ):
         same_names(names, dict.fromkeys(names[:-1]), "here")
     assert time.process_time() - started < 2

@@ -179,7 +179,7 @@ def test_a_missing_shard_is_named(sharded: Path) -> None:
         sharded,
         3,
         f"{sharded / 'model-00002-of-00003.safetensors'}: no such file",
-        "names 3 files, 1 are missing",
+        "names 3 files, 1 of them missing",
     )
 
 

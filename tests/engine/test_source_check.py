@@ -70,7 +70,7 @@ def test_a_damaged_source_is_not_converted(
     for saver in ("hf", "core"):
         with unchanged(tmp_path):
             words = (
-                "1 tensors have other values than were written",
+                "1 tensor with other values than were written",
                 tensor,
                 "--no-check-source",
                 "megaconv.json",
@@ -118,7 +118,7 @@ def test_a_damaged_source_is_not_compared(
     source = copied(intact, name, tmp_path)
     damage(source)
     sides = [source, intact["core"]][:: -1 if swapped else 1]
-    assert_refused(run("diff", *sides), 3, f"{source}: 1 tensors have other values", tensor)
+    assert_refused(run("diff", *sides), 3, f"{source}: 1 tensor with other values", tensor)
     assert run("diff", *sides, "--no-check-source").status == 4
     with pytest.raises(CorruptCheckpoint, match=tensor):
         megaconv.diff(*sides)

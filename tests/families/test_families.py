@@ -478,7 +478,7 @@ def test_without_the_original_a_missing_tensor_stays_an_error(tmp_path: Path) ->
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, llama / "model.safetensors")
     with pytest.raises(
-        TensorMismatch, match=r"1 tensors are missing: model\.layers\.1\.mlp\.up_proj"
+        TensorMismatch, match=r"1 tensor is missing: model\.layers\.1\.mlp\.up_proj"
     ):
         megaconv.convert(llama, tmp_path / "out", saver="hf")
 
@@ -559,7 +559,7 @@ CASES = [
         {"no_rope_layers": [1]},
         {},
         CorruptCheckpoint,
-        "no_rope_layers lists 1 layers, the model has 3",
+        "no_rope_layers lists 1 layer, the model has 3",
     ),
     Refused(
         "gemma",
@@ -715,7 +715,7 @@ def test_layers_that_have_no_names_in_megatron_are_left_out_with_a_warning_and_c
     save_file({**weights_of(hf), name: torch.ones(3).bfloat16()}, hf / "model.safetensors")
     megaconv.convert(hf, tmp_path / "core", saver="core")
     assert (
-        f"layers for multi-token prediction are not converted, 1 tensors are left out: {name}; --base adds"
+        f"layers for multi-token prediction are not converted, 1 tensor left out: {name}; --base adds"
         in caplog.text
     )
     megaconv.convert(tmp_path / "core", tmp_path / "back", saver="hf", base=hf)

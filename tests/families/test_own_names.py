@@ -165,7 +165,7 @@ def assert_is_known_again(output: Path, same: Path) -> None:
     first = next(iter(held))
     save_file(held | {first: held[first] + 1}, output / "model.safetensors", {"format": "pt"})
     outcome = run("convert", output, output.parent / "other", "--saver", "core")
-    assert_refused(outcome, 3, "have other values than were written", first)
+    assert_refused(outcome, 3, "with other values than were written", first)
 
 
 def write_adapter(directory: Path, modules: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -321,6 +321,11 @@ def test_a_patch_makes_the_newer_model_of_the_older_one(model: Path, tmp_path: P
 
     outcome = run("delta", model, newer, "--save-dir", patch)
     assert outcome.status == 0, outcome.err
+    for base in ((), ("--option", f"base={model}")):
+        shown = run("inspect", patch, *base)
+        assert shown.status == 0, shown.err
+        assert "patch of hf, safetensors" in shown.out
+        assert "only by its own names" in shown.out
     outcome = run("apply", model, patch, "--save-dir", tmp_path / "again")
     assert outcome.status == 0, outcome.err
     assert_equal(weights(tmp_path / "again"), changed)

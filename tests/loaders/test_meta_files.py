@@ -492,7 +492,7 @@ def refused(
 def test_a_missing_shard_is_named(missing: str, words: str, tmp_path: Path) -> None:
     meta = write_meta(tmp_path / "meta", LLAMA2, shards=4)
     (meta / f"consolidated.{missing}.pth").unlink()
-    refused(meta, tmp_path / "out", "hf", 3, "1 of 4 shards are missing", words)
+    refused(meta, tmp_path / "out", "hf", 3, "1 of 4 shards missing", words)
 
 
 @pytest.mark.parametrize(
@@ -504,7 +504,7 @@ def test_a_missing_shard_is_named(missing: str, words: str, tmp_path: Path) -> N
         ),
         ({"n_layers": 1}, ["consolidated.00.pth", "9 tensors are unknown", "layers.1."]),
         ({"n_kv_heads": 2}, ["consolidated.00.pth", "wk.weight", "expected [8, 64]"]),
-        ({"dim": 128}, ["consolidated.00.pth", "of 4 shards are missing"]),
+        ({"dim": 128}, ["consolidated.00.pth", "of 4 shards missing"]),
         ({"dim": None}, ["params.json", "dim is missing"]),
         ({"n_heads": 7}, ["params.json", "n_heads = 7"]),
         ({"n_heads": "8"}, ["params.json", "n_heads = '8'"]),

@@ -143,12 +143,12 @@ def with_tensor(directory: Path, name: str, tensor: torch.Tensor | None) -> None
 
 _QKV = "transformer.layers.0.attention.qkv"
 DAMAGES: list[tuple[Path, Callable[[Path], object], str]] = [
-    (LLAMA, lambda path: without(path, 0), "1 of 4 rank files are missing: rank0.safetensors"),
-    (LLAMA, lambda path: without(path, 2), "1 of 4 rank files are missing: rank2.safetensors"),
+    (LLAMA, lambda path: without(path, 0), "1 of 4 rank files missing: rank0.safetensors"),
+    (LLAMA, lambda path: without(path, 2), "1 of 4 rank files missing: rank2.safetensors"),
     (LLAMA, doubled, "rank4.safetensors: is of a rank that the model doesn't have"),
     (LLAMA, truncated, "rank1.safetensors"),
-    (LLAMA, lambda path: exchanged(path, 0, 2), "rank0.safetensors: 1 tensors are missing: transformer.vocab"),
-    (LLAMA, lambda path: with_tensor(path, "x", torch.ones(1)), "rank0.safetensors: 1 tensors are unknown"),
+    (LLAMA, lambda path: exchanged(path, 0, 2), "rank0.safetensors: 1 tensor is missing: transformer.vocab"),
+    (LLAMA, lambda path: with_tensor(path, "x", torch.ones(1)), "rank0.safetensors: 1 tensor is unknown"),
     (LLAMA, lambda path: with_tensor(path, f"{_QKV}.weight", torch.ones(2, 2).bfloat16()), "rank0.safetensors: transformer"),
     (LLAMA_FP8, lambda path: with_tensor(path, f"{_QKV}.weights_scaling_factor", None), "and there is no"),
     (LLAMA_FP8, lambda path: with_tensor(path, f"{_QKV}.weights_scaling_factor", torch.ones(2)), "one float32"),

@@ -187,7 +187,7 @@ def test_a_shard_with_a_huge_number_is_refused_at_once(llama: Path, tmp_path: Pa
     assert_refused(
         outcome,
         3,
-        "99999999999 of 100000000000 shards are missing: consolidated.00.pth, consolidated.01.pth",
+        "99999999999 of 100,000,000,000 shards missing: consolidated.00.pth, consolidated.01.pth",
     )
 
 
@@ -322,7 +322,7 @@ def test_a_layer_without_its_second_matrix_is_reported(
     for missing in ("linear_fc1.weight", "linear_fc2.weight"):
         for layer in range(4):
             name = f"decoder.layers.{layer}.mlp.{missing}"
-            assert [error for error in errors if f"1 tensors are missing: {name}" in error], errors
+            assert [error for error in errors if f"1 tensor is missing: {name}" in error], errors
 
 
 @pytest.mark.parametrize("shape", [(), (0, 0), (2, 0, 5), (1 << 62, 1 << 62)])

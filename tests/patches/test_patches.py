@@ -187,7 +187,17 @@ def test_a_patch_is_an_input_of_every_command(old: Path, tmp_path: Path) -> None
     base = ("--option", f"base={old}")
     assert run("verify", tmp_path / "patch", *base).status == 0
     assert run("diff", tmp_path / "patch", new, *base).status == 0
-    assert_refused(run("inspect", tmp_path / "patch"), 2, "--option base=OLD")
+    assert_refused(run("fingerprint", tmp_path / "patch"), 2, "--option base=OLD")
+
+
+def test_inspect_describes_a_patch_without_its_base(old: Path, tmp_path: Path) -> None:
+    report = make(old, trained(old, tmp_path / "new"), tmp_path / "patch")
+    shown = run("inspect", tmp_path / "patch")
+    assert shown.status == 0, shown.err
+    fingerprint = report["base"]["weights"]
+    assert f"patch of hf, safetensors, for the base with the fingerprint {fingerprint}" in shown.out
+    assert "record      names and shapes match megaconv.json" in shown.out
+    assert_refused(run("inspect", tmp_path / "patch", "--stats"), 2, "--option base=OLD")
 
 
 def test_a_patch_is_not_read_on_another_base_than_its_own(old: Path, tmp_path: Path) -> None:

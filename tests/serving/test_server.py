@@ -219,7 +219,7 @@ def test_the_command_prints_address_and_names_and_ends_on_a_signal(tmp_path: Pat
     [
         (["--name", "one"], "expected OWNER/MODEL"),
         (["--name", "a/../b"], "expected OWNER/MODEL"),
-        (["--name", "a/b", "--name", "c/d"], "2 names for 1 checkpoints"),
+        (["--name", "a/b", "--name", "c/d"], "2 names for 1 checkpoint;"),
     ],
 )
 def test_a_wrong_name_is_refused(words: list[str], message: str) -> None:

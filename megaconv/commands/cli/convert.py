@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from formats.wording import are, counted
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import GroupedCommand, print_json
 from megaconv.commands.cli.parameters import command
@@ -177,7 +178,9 @@ def _print_summary(save_dir: str, report: Any) -> None:
     rounding = report.rounding
     if rounding is not None:
         errors = f"at most {rounding.largest:.3g}, {rounding.rms:.3g} rms"
-        show(f"quantized   {rounding.count:,} weights are off by {errors}")
+        show(
+            f"quantized   {counted(rounding.count, 'weight')} {are(rounding.count)} off by {errors}"
+        )
     verified = " (verified)" if report.verified else ""
     fingerprint = report.fingerprint
     show(f"fingerprint {fingerprint.weights}{verified}")
@@ -191,7 +194,7 @@ def _amounts(report: Any) -> Iterator[str]:
 
     speed = readable(int(report.header.nbytes / max(report.seconds, 1e-9)))
     yield f"{report.parameters:,} parameters"
-    yield f"{readable(report.nbytes)} in {len(report.files)} files"
+    yield f"{readable(report.nbytes)} in {counted(len(report.files), 'file')}"
     yield f"{report.seconds:.2f} s ({speed}/s)"
 
 
@@ -220,7 +223,7 @@ def _dry_run(request: Request) -> None:
     _say_notices(report)
     memory = readable(report.memory)
     show(
-        f"{report.nbytes:>18,}  bytes in {len(report.files)} files; "
+        f"{report.nbytes:>18,}  bytes in {counted(len(report.files), 'file')}; "
         f"buffers will take {memory} of memory at most"
     )
     if report.waiting is not None:

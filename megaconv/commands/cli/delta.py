@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from formats.wording import counted
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
@@ -66,7 +67,8 @@ def _show_patch(report: "PatchReport", *, as_json: bool) -> None:
     for notice in report.notices:
         say(notice)
     share = 100 * report.nbytes / max(1, report.full_bytes)
-    show(f"{report.changed} of {report.tensors} tensors differ, {len(report.removed)} are removed")
+    changed = f"{report.changed} of {counted(report.tensors, 'tensor')} changed"
+    show(f"{changed}, {len(report.removed)} removed")
     show(f"{readable(report.nbytes)}, {share:.1f}% of {readable(report.full_bytes)}")
     show(f"{report.base.weights[:8]}… -> {report.new.weights[:8]}…")
 
@@ -78,6 +80,6 @@ def _show_sparse(report: "SparseReport", *, as_json: bool) -> None:
         print_json(report.to_json())
         return
     share = 100 * report.elements / max(1, report.all_elements)
-    show(f"{report.changed} of {report.tensors} tensors differ")
+    show(f"{report.changed} of {counted(report.tensors, 'tensor')} changed")
     show(f"{report.elements:,} elements, {share:.2f}%, in {readable(report.nbytes)}")
     show(f"{report.base.weights[:8]}… -> {report.new.weights[:8]}…")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from formats.wording import are, counted
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
@@ -123,11 +124,11 @@ def _verdict(found: Any, compared: str) -> str:
     """The first line of the summary."""
     within = f", {found.within} of them within the tolerance" if found.within else ""
     if not found.same:
-        return f"different: {len(found.differences)} of {found.tensors} tensors{within}"
+        return f"different: {len(found.differences)} of {counted(found.tensors, 'tensor')}{within}"
     slots = f" ({', '.join(found.slots)})" if len(found.slots) > 1 else ""
     if compared:
-        return f"the same {compared}{found.tensors} tensors{slots}{within}"
-    return f"the same: {found.tensors} tensors are equal{slots}{within}"
+        return f"the same {compared}{counted(found.tensors, 'tensor')}{slots}{within}"
+    return f"the same: {counted(found.tensors, 'tensor')} {are(found.tensors)} equal{slots}{within}"
 
 
 def _print_summary(found: Any, compared: str) -> None:

@@ -4,6 +4,7 @@ from math import isfinite
 
 import typer
 
+from formats.wording import counted
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.forward_pass import (
     ForwardPass,
@@ -52,7 +53,9 @@ def _print_result(found: ForwardPass) -> None:
         return
     first = found.first
     if first is None:
-        show(f"the same: {found.tokens} tokens, no difference beyond {request.tolerance:g}")
+        show(
+            f"the same: {counted(found.tokens, 'token')}, no difference beyond {request.tolerance:g}"
+        )
     else:
         show(
             f"different: from {first.name} on, by {first.relative:.2g}; the tolerance is {request.tolerance:g}"

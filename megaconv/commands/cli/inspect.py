@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from formats.wording import counted
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
@@ -132,6 +133,6 @@ def _show_facts(found: Any, width: int | None) -> None:
 
 def _end_if_changed(path: str, found: Any) -> None:
     if getattr(found, "differences", None):
-        what = f"names or shapes of {len(found.differences)} tensors differ from its megaconv.json"
+        what = f"names or shapes of {counted(len(found.differences), 'tensor')} differ from its megaconv.json"
         show(f"megaconv: error: {path}: {what}", sys.stderr)
         raise typer.Exit(3)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from formats.wording import counted
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
@@ -61,7 +62,7 @@ def print_push(report: "PushReport", as_json: bool) -> None:
     if as_json:
         print_json(report.to_json())
         return
-    size = f"{readable(report.nbytes)} in {len(report.files)} files"
+    size = f"{readable(report.nbytes)} in {counted(len(report.files), 'file')}"
     if report.commit is None:
         for name, file in report.files.items():
             show(f"{file.size:>18,}  {file.sha256}  {name}")

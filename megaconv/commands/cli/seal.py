@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from formats.wording import counted
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
@@ -35,8 +36,8 @@ def seal(
         print_json(found.to_json())
         return
     if found.fingerprint is not None:
-        show(f"{found.tensors} tensors, fingerprint {found.fingerprint}")
+        show(f"{counted(found.tensors, 'tensor')}, fingerprint {found.fingerprint}")
     if found.digest is None:
         show(f"sealed without a signature: {path}/megaconv.json")
     else:
-        show(f"signed by {found.signer}: {found.files} files, digest {found.digest}")
+        show(f"signed by {found.signer}: {counted(found.files, 'file')}, digest {found.digest}")

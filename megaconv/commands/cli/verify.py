@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from formats.wording import counted
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
@@ -139,8 +140,8 @@ def _show(found: "Verification") -> None:
     if not found.is_recorded:
         show("no megaconv.json: the tensors have no fingerprints to compare with")
     elif found.same:
-        files = f" and {found.files} other file{'s' * (found.files != 1)}" if found.files else ""
-        show(f"as written: {found.tensors} tensors{files}, fingerprint {found.found}")
+        files = f" and {counted(found.files, 'other file')}" if found.files else ""
+        show(f"as written: {counted(found.tensors, 'tensor')}{files}, fingerprint {found.found}")
     else:
         show(f"different: fingerprint {found.found}, written was {found.recorded}")
         for name, kind in found.differences.items():
@@ -159,6 +160,6 @@ def _require_forward(asked: dict[str, Any]) -> None:
 
 
 def _show_signature(signed: "Signed") -> None:
-    show(f"as signed: {signed.resources} files, digest {signed.root}")
+    show(f"as signed: {counted(signed.resources, 'file')}, digest {signed.root}")
     if signed.left_out:
         say(f"the signature doesn't cover {listing(signed.left_out)}")

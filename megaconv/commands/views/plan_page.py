@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from shlex import join
 
+from formats.wording import counted
 from megaconv.commands.best_layouts import BestLayouts, Placed
 from megaconv.commands.layouts import Layouts, Possible
 from megaconv.commands.served_layouts import PlacedServer, ServedLayouts
@@ -190,7 +191,7 @@ def _stages_in_words(run: Run) -> str:
     """Return the layers of each stage, in the order of the model."""
     layers = [str(chunk.layers) for chunk in run.layout.chunks()]
     if len(set(layers)) == 1:
-        return f"Each of {len(layers)} stages has {layers[0]} layers."
+        return f"Each of {len(layers)} stages has {counted(int(layers[0]), 'layer')}."
     return f"Layers of the stages, in the order of the model: {', '.join(layers)}."
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import inf, nextafter
 from typing import Any
 
+from formats.wording import counted
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
@@ -168,7 +169,7 @@ def require_each_layer(key: str, listed: Sequence[Any], layers: int) -> None:
     """Raise CorruptCheckpoint unless a key has one value for each layer."""
     if len(listed) != layers:
         raise CorruptCheckpoint(
-            f"{CONFIG_NAME}: {key} lists {len(listed)} layers, the model has {layers}"
+            f"{CONFIG_NAME}: {key} lists {counted(len(listed), 'layer')}, the model has {layers}"
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from formats.wording import counted
 from megaconv.errors import CorruptCheckpoint, LayoutError, UnknownFamily
 from megaconv.families import Family, recognize
 from megaconv.families import family as family_named
@@ -238,7 +239,7 @@ def _rotating_layers(args: Namespace, found: Mapping[str, Any]) -> dict[str, Any
     listed = isinstance(freq, (list, tuple))
     if listed and len(freq) != layers:
         raise CorruptCheckpoint(
-            f"the checkpoint's no_rope_freq is about {len(freq)} layers, the model has {layers}"
+            f"the checkpoint's no_rope_freq is about {counted(len(freq), 'layer')}, the model has {layers}"
         )
     if not listed and type(freq) is not int:
         raise CorruptCheckpoint(

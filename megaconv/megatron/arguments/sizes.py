@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from typing import Any
 
+from formats.wording import counted
 from megaconv.errors import TensorMismatch, UnknownFamily
 from megaconv.megatron.arguments.size_tensors import SizeTensors
 from megaconv.megatron.states.ranks import Ranks, Weights
@@ -37,7 +38,7 @@ def find_layout(ranks: Ranks, args: Namespace, names: SizeTensors) -> Layout:
         expected = layers
     if expected is not None and layers != expected:
         raise TensorMismatch(
-            f"the rank files hold {layers} layers ({_by_stage(counts)}), "
+            f"the rank files hold {counted(layers, 'layer')} ({_by_stage(counts)}), "
             f"their args say {expected}; is a stage missing?"
         )
     if not sum(encoder) or ranks.pp == 1:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.tensor import Shape
+from formats.wording import counted
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families.parts.language_model import TEXT
 from megaconv.families.parts.whole_model import named, pairs, whole_in_megatron
@@ -87,7 +88,8 @@ def refuse_unknown_beside(tensors: Mapping[str, Shape], where: str) -> None:
     """Raises UsageError for a checkpoint of a multimodal model without a config.json."""
     if tensors:
         words = dict.fromkeys(name.partition(".")[0] for name in tensors)
+        number = counted(len(tensors), "tensor")
         raise UsageError(
-            f"{where}: holds {len(tensors)} tensors outside the language model ({listing(words)}), and no config.json names the model; "
+            f"{where}: holds {number} outside the language model ({listing(words)}), and no config.json names the model; "
             "pass --config with the Hugging Face directory of the original, or --text-only"
         )

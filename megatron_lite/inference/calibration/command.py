@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from formats.lazy_numpy import Floats
+from formats.wording import counted
 from megaconv.engine.fingerprints import fingerprint_source
 from megaconv.engine.plan import default_workers
 from megaconv.errors import NotExpressible, UsageError
@@ -79,7 +80,9 @@ def _calibrate(
     how = {"samples": str(len(samples)), "tokens": str(tokens), "data": " ".join(given.data)}
     _write(output, calibration_bytes(fingerprint, measured, how))
     count = sum(name.endswith(INPUT_AMAX) for name in measured)
-    show(f"{output}: {count} matrices, {len(samples)} samples, {tokens:,} tokens")
+    show(
+        f"{output}: {counted(count, 'matrix', 'matrices')}, {counted(len(samples), 'sample')}, {counted(tokens, 'token')}"
+    )
     show(f"weights     {fingerprint}")
 
 

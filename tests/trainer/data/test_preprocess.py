@@ -399,9 +399,9 @@ def test_wrong_usage_is_reported(
         (
             b'{"text": "1", "title": []}\n',
             ["--json-keys", "text", "title"],
-            "none of 1 documents has a token of 'title'",
+            "none of 1 document has a token of 'title'",
         ),
-        (b"{\n[]\n", ["--skip-bad-lines"], "all 2 records are bad, and nothing is left of them"),
+        (b"{\n[]\n", ["--skip-bad-lines"], "none of 2 records can be read; records are"),
         (b"once upon a time\n", ["--skip-bad-lines"], "plain text is read from .txt, .text, .md"),
     ],
     ids=["empty", "blank lines", "no tokens", "one key without", "all bad", "plain text"],

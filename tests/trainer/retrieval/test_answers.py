@@ -111,7 +111,7 @@ def test_questions_are_read_in_every_form(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("who?\n", "line 1: has 1 columns"),
+        ("who?\n", "line 1: has 1 column;"),
         ("who?\t__import__('os')\n", "line 1: the answers are not a list"),
         ("a\t['b']\nwho?\t{1: 2}\n", "line 2: a question and a list of answers"),
         ("{", "is not JSON"),
