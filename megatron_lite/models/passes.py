@@ -52,6 +52,14 @@ class Packed:
         """int32 [documents + 1], row after row: the start of each document, and the end of the last one."""
         self.longest = max(each)
         self._numbers: Tensor | None = None
+        self._ends: Tensor | None = None
+
+    @property
+    def ends(self) -> Tensor:
+        """int64 [documents + 1]: cu_seqlens for kernels that want it so. It is the same tensor for all layers."""
+        if self._ends is None:
+            self._ends = self.cu_seqlens.long()
+        return self._ends
 
     @property
     def numbers(self) -> Tensor:

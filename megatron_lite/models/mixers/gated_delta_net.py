@@ -21,7 +21,7 @@ from megatron_lite.models.mixers.heads_over_context import (
     own_heads_of_all_tokens,
 )
 from megatron_lite.models.mixers.state_parameters import DELTA_NET_IN_FLOAT32
-from megatron_lite.models.passes import Pass
+from megatron_lite.models.passes import Packed, Pass
 from megatron_lite.models.recompute import recomputed
 from megatron_lite.models.state_space.gated_delta import gated_delta_rule, gated_delta_step
 from megatron_lite.parallel.context import tokens_for_heads
@@ -102,7 +102,7 @@ class GatedDeltaNet(nn.Module):
         inner, before = self.conv1d.apply_to(inner, weight, None, documents, before)
         decay = -a_log.float().exp() * F.softplus(forget.float() + dt_bias.float())
         written = write.float().sigmoid() * self.most_written
-        y, state = self._scan(inner, decay, written, documents, state)
+        y, state = self._scan(inner, decay, written, run.packed, state)
         if run.cache is not None:
             run.cache.keep(self.layer, before, state)
         y = y if context is None else tokens_for_heads(y, context)
@@ -115,7 +115,7 @@ class GatedDeltaNet(nn.Module):
         inner: Tensor,
         decay: Tensor,
         beta: Tensor,
-        documents: Tensor | None,
+        packed: Packed | None,
         state: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return (y [tokens, batch, heads, width], the last state). inner: q, k and v [tokens, batch, channels]."""
@@ -124,7 +124,10 @@ class GatedDeltaNet(nn.Module):
             y, state = gated_delta_step(q[0], k[0], v[0], decay[0], beta[0], state)
             return y.unsqueeze(0), state
         by_row = [each.transpose(0, 1) for each in (q, k, v, decay, beta)]
-        y, state = recomputed(gated_delta_rule, *by_row, documents=documents, state=state)
+        documents, ends = (None, None) if packed is None else (packed.numbers, packed.ends)
+        y, state = recomputed(
+            gated_delta_rule, *by_row, documents=documents, ends=ends, state=state
+        )
         return y.transpose(0, 1), state
 
     def _by_head(self, inner: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:

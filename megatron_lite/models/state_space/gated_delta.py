@@ -33,6 +33,7 @@ def gated_delta_rule(
     *,
     chunk: int = CHUNK,
     documents: Tensor | None = None,
+    ends: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (y [batch, tokens, heads, value] in v's dtype, the last state [batch, heads, key, value]).
@@ -40,12 +41,14 @@ def gated_delta_rule(
     q, k [batch, tokens, key heads, key], where each key head serves heads / key heads consecutive heads; v [batch,
     tokens, heads, value]; g [batch, tokens, heads], the logarithm of the decay; beta [batch, tokens, heads].
     documents: int [batch, tokens], numbers that never decrease. The state is zero before each document's first token.
+    ends: int64 [documents + 1], the start of each document in all rows, and the end of the last one, for a GPU's kernel.
+    None: found in `documents`, for which the host waits.
     state: before the first token, of the first document; None: zero.
     The computation and the state are float32, or float64 for float64 inputs.
     """
     kernel = delta_kernel(v, documents, state)
     if kernel is not None:
-        return delta_by(kernel, q, k, v, g, beta, documents=documents, state=state)
+        return delta_by(kernel, q, k, v, g, beta, documents=documents, ends=ends, state=state)
     dtype = torch.promote_types(v.dtype, torch.float32)
     queries = _by_head(q, dtype, chunk)
     keys = _by_head(k, dtype, chunk)

@@ -143,11 +143,13 @@ def delta_by(
     beta: Tensor,
     *,
     documents: Tensor | None,
+    ends: Tensor | None = None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return what gated_delta_rule returns, by the kernel of flash-linear-attention. The arguments: see there.
 
-    Its earlier versions need as many key heads as heads.
+    Its earlier versions need as many key heads as heads. The package reads `ends` on the host, and keeps what it found while
+    it gets the same tensor.
     """
     heads_per_key = v.shape[2] // k.shape[2]
     queries = q.to(v.dtype).repeat_interleave(heads_per_key, 2)

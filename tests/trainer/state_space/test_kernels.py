@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megatron_lite.models.mixers import convolution
+from megatron_lite.models.mixers import convolution, gated_delta_net
 from megatron_lite.models.state_space import gated_delta, kernels, mamba2
 from megatron_lite.models.state_space.gated_delta import gated_delta_rule
 from megatron_lite.models.state_space.kernels import (
@@ -206,6 +206,24 @@ def test_a_model_trains_by_kernels_as_by_torch(name: str, monkeypatch: pytest.Mo
     assert (found.loss, found.grad_norm) == pytest.approx((plain.loss, plain.grad_norm), rel=1e-4)
     scan = SCAN if name == "hybrid" else DELTA
     assert {scan.function, CONVOLUTION.function} == set(called)
+
+
+def test_all_layers_give_the_same_ends_of_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-linear-attention waits for the GPU to read them, once for each tensor that it gets."""
+    kept, plain = [], gated_delta.gated_delta_rule
+
+    def rule(*inputs: Tensor, ends: Tensor | None, **given: Any) -> Any:
+        if ends is not None:
+            kept.append(ends)
+        return plain(*inputs, ends=ends, **given)
+
+    monkeypatch.setattr(gated_delta_net, "gated_delta_rule", rule)
+    case = Case("delta nets")
+    one_step(make_engine(case), case, 0)
+    assert len(kept) >= 3, "layers with packed rows"
+    assert len({id(ends) for ends in kept}) == 1
+    assert kept[0].dtype == torch.int64
+    assert kept[0].tolist() == [0, 5, 16, 32]
 
 
 def test_no_package_is_imported_for_a_tensor_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
