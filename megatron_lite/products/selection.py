@@ -14,11 +14,16 @@ from megatron_lite.products.transformer_engine import (
     TransformerEngineProduct,
     has_transformer_engine,
     make_autocast,
+    require_loaded,
 )
 from megatron_lite.settings.options import FP8
 
 MXFP8_GPUS = (10, 11)
 """Major numbers of compute capabilities with MXFP8, from Transformer Engine's check_mxfp8_support."""
+OLDEST_FP8_GPU = (8, 9)
+"""The first compute capability with FP8, from torch's _scaled_mm and Transformer Engine's check_fp8_support."""
+OLDEST_BLOCKWISE_GPU = 9
+"""The first major number with scales of blocks, from Transformer Engine's check_fp8_block_scaling_support."""
 
 
 def use_fp8(module: nn.Module, options: FP8 | None, *, layer: int, layers: int, tp: int) -> None:
@@ -49,18 +54,30 @@ def uses_transformer_engine(options: FP8, tp: int) -> bool:
 
 
 def check_device(options: FP8 | None, device: torch.device, tp: int) -> None:
-    """Raise UsageError if the recipe has no kernel on this device."""
-    if options is None or device.type != "cuda" or options.recipe not in ("blockwise", "mxfp8"):
+    """Raise UsageError if the recipe has no kernel on this device, or if Transformer Engine can't be loaded."""
+    if options is None or device.type != "cuda":
         return
-    if not uses_transformer_engine(options, tp):
+    recipe = f"--fp8-recipe {options.recipe}"
+    engine = uses_transformer_engine(options, tp)
+    if engine:
+        require_loaded()
+    elif options.recipe in ("blockwise", "mxfp8"):
         raise UsageError(
-            f"--fp8-recipe {options.recipe} on a GPU needs Transformer Engine, at tp = 1; take tensorwise or delayed"
+            f"{recipe} on a GPU needs Transformer Engine, at tp = 1; take tensorwise or delayed"
         )
     major, minor = torch.cuda.get_device_capability(device)
+    has = f"but this one has {major}.{minor}"
+    if (major, minor) < OLDEST_FP8_GPU:
+        raise UsageError(
+            f"products in FP8 need a GPU of compute capability 8.9 (Ada, Hopper) or newer, {has}; leave --fp8-format out"
+        )
     if options.recipe == "mxfp8" and major not in MXFP8_GPUS:
         raise UsageError(
-            f"--fp8-recipe mxfp8 needs a GPU of compute capability 10 or 11 (Blackwell), "
-            f"but this one has {major}.{minor}; take blockwise, tensorwise or delayed"
+            f"{recipe} needs a GPU of compute capability 10 or 11 (Blackwell), {has}; take blockwise, tensorwise or delayed"
+        )
+    if options.recipe == "blockwise" and major < OLDEST_BLOCKWISE_GPU:
+        raise UsageError(
+            f"{recipe} needs a GPU of compute capability 9.0 (Hopper) or newer, {has}; take tensorwise or delayed"
         )
 
 

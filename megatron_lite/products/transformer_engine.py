@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -40,6 +41,17 @@ RECIPES = {
 def has_transformer_engine() -> bool:
     """Return whether Transformer Engine is installed."""
     return find_spec("transformer_engine") is not None
+
+
+def require_loaded() -> None:
+    """Raise UsageError if Transformer Engine is installed without its part for PyTorch, or made for another torch."""
+    try:
+        import_module("transformer_engine.pytorch")
+    except Exception as error:  # also AssertionError and RuntimeError, by its versions
+        raise UsageError(
+            f"Transformer Engine is installed, but transformer_engine.pytorch can't be loaded: {error}; install "
+            "transformer-engine[pytorch] for this torch, or take --transformer-impl local"
+        ) from error
 
 
 class TransformerEngineProduct(Product):

@@ -272,6 +272,7 @@ def test_recomputed_layers_are_in_fp8_too_and_leave_the_scales() -> None:
 
 def test_mxfp8_is_refused_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "uses_transformer_engine", lambda *_: True)
+    monkeypatch.setattr(selection, "require_loaded", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     options, gpu = FP8(recipe="mxfp8", format="e4m3"), torch.device("cuda")
     with pytest.raises(UsageError, match=r"compute capability 10 or 11 .* this one has 9\.0"):
@@ -279,6 +280,33 @@ def test_mxfp8_is_refused_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     selection.check_device(replace(options, recipe="blockwise"), gpu, 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     selection.check_device(options, gpu, 1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "words"),
+    [
+        ("tensorwise", (8, 0), r"8\.9 .* or newer, but this one has 8\.0; leave --fp8-format out"),
+        ("blockwise", (8, 9), r"9\.0 .* or newer, but this one has 8\.9; take tensorwise"),
+    ],
+)
+def test_fp8_is_refused_on_gpus_without_it(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, capability: tuple[int, int], words: str
+) -> None:
+    monkeypatch.setattr(selection, "uses_transformer_engine", lambda *_: recipe == "blockwise")
+    monkeypatch.setattr(selection, "require_loaded", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    with pytest.raises(UsageError, match=words):
+        selection.check_device(FP8(recipe=recipe), torch.device("cuda"), 1)
+
+
+def test_an_engine_that_can_not_be_loaded_is_refused_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`pip install transformer-engine` installs no part for PyTorch."""
+    monkeypatch.setattr(selection, "uses_transformer_engine", lambda *_: True)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    with pytest.raises(UsageError, match=r"pytorch can't be loaded: .*--transformer-impl local"):
+        selection.check_device(FP8(), torch.device("cuda"), 1)
 
 
 @pytest.mark.parametrize("version", ENGINE)
