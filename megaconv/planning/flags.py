@@ -29,7 +29,7 @@ def megatron_lm_flags(run: Run) -> list[str]:
     if run.recompute.granularity == "selective":
         modules = ["layernorm", "moe_act"] if run.config.experts.count else ["layernorm"]
         again += ["--recompute-modules", *modules]
-    return [*shared_flags(run), *sharding, *again]
+    return [*shared_flags(run), *sharding, *_overlap(run), *again]
 
 
 def megatron_lite_flags(run: Run) -> list[str]:
@@ -37,7 +37,15 @@ def megatron_lite_flags(run: Run) -> list[str]:
     sharding = ["--use-distributed-optimizer"] if run.sharding != "no_shard" else []
     if run.sharding in ("optim_grads", "optim_grads_params"):
         sharding += ["--data-parallel-sharding-strategy", run.sharding]
-    return [*shared_flags(run), *sharding, *_recompute(run)]
+    return [*shared_flags(run), *sharding, *_overlap(run), *_recompute(run)]
+
+
+def _overlap(run: Run) -> Iterator[str]:
+    """Yield the flags with which exchanges of gradients and parameters hide behind passes, as the estimate assumes."""
+    if run.replicas > 1 and run.overlaps_reduce:
+        yield "--overlap-grad-reduce"
+        if run.sharding != "no_shard" and run.overlaps_gather:
+            yield "--overlap-param-gather"
 
 
 def _sizes(run: Run) -> Iterator[str]:

@@ -73,6 +73,10 @@ class Run:
     """True if each step moves the biases of routers that have them."""
     sharding: str = "no_shard"
     """One of SHARDING (megaconv/model/memory.py): the state that data-parallel ranks share."""
+    overlaps_reduce: bool = True
+    """True if gradients are reduced during the backward pass (--overlap-grad-reduce)."""
+    overlaps_gather: bool = True
+    """True if parameters are gathered during the passes (--overlap-param-gather)."""
     vocab_divisor: int = 128
 
     @property

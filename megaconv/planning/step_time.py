@@ -94,8 +94,10 @@ def _gradient_seconds(run: Run, share: RankShare, microbatch: float, gpu: Gpu) -
     turn += _turn_seconds(share.experts, run.expert_dp, layout.ep * layout.etp, gpu)
     reduce = FLOAT32 * turn
     gather = run.itemsize * turn
-    backward = BACKWARD * microbatch
-    gathered = max(0.0, gather - FORWARD * microbatch)
+    # Without overlap, the exchanges wait for the passes, and hide behind none.
+    backward = BACKWARD * microbatch if run.overlaps_reduce else 0.0
+    forward = FORWARD * microbatch if run.overlaps_gather else 0.0
+    gathered = max(0.0, gather - forward)
     reduced = max(0.0, reduce - backward)
     if run.sharding == "no_shard":
         return max(0.0, 2 * reduce - backward)
@@ -103,7 +105,9 @@ def _gradient_seconds(run: Run, share: RankShare, microbatch: float, gpu: Gpu) -
         return reduced + gathered
     if run.sharding == "optim_grads":
         return run.microbatches * reduced + gathered
-    gathered_again = max(0.0, gather + reduce - backward)
+    gathered_again = gather + reduced
+    if run.overlaps_gather:
+        gathered_again = max(0.0, gather + reduce - backward)
     return run.microbatches * (gathered + gathered_again)
 
 

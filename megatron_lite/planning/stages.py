@@ -55,6 +55,8 @@ class Described:
             balance=tuple(kind for kind, _ in options.balance.losses),
             moves_bias=options.balance.bias_rate != 0,
             sharding=self.optimizer.sharding,
+            overlaps_reduce=self.optimizer.overlap_grad_reduce,
+            overlaps_gather=self.optimizer.overlap_param_gather,
             vocab_divisor=options.vocab_divisor,
         )
 

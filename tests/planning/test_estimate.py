@@ -1,6 +1,7 @@
 """Estimates: what is looked up in sums over layers equals what is counted layer by layer, and the schedule's bubble."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -11,6 +12,7 @@ from megaconv.model.rank_share import rank_shares
 from megaconv.planning.activations import activations
 from megaconv.planning.bubble import bubble
 from megaconv.planning.estimate import Estimator
+from megaconv.planning.flags import megatron_lite_flags, megatron_lm_flags
 from megaconv.planning.gpus import GPUS
 from megaconv.planning.in_flight import peaks
 from megaconv.planning.layer_costs import Machine
@@ -102,6 +104,27 @@ def test_sharding_more_takes_less_memory_and_no_less_time() -> None:
     assert state == sorted(state, reverse=True)
     assert state[0] / state[3] == pytest.approx(4), "18 bytes a parameter, shared by four ranks"
     assert found[3].time.total >= found[1].time.total
+
+
+@pytest.mark.parametrize("sharding", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_exchanges_without_overlap_hide_behind_no_pass(sharding: str) -> None:
+    run = run_of(LLAMA, 1, 1, 1, (8,), sharding=sharding)
+    apart = replace(run, overlaps_reduce=False, overlaps_gather=False)
+    hidden, exposed = (
+        Estimator(LLAMA, H100).estimate(each).time.communication for each in (run, apart)
+    )
+    assert exposed > hidden
+
+
+@pytest.mark.parametrize("flags_of", [megatron_lm_flags, megatron_lite_flags])
+def test_flags_ask_for_the_overlap_that_the_estimate_has(
+    flags_of: Callable[[Run], list[str]],
+) -> None:
+    run = run_of(LLAMA, 1, 1, 1, (8,), sharding="optim")
+    both = {"--overlap-grad-reduce", "--overlap-param-gather"}
+    assert both <= set(flags_of(run))
+    assert both & set(flags_of(replace(run, sharding="no_shard"))) == {"--overlap-grad-reduce"}
+    assert not both & set(flags_of(replace(run, dp=1)))
 
 
 def test_recomputing_more_takes_less_memory_and_more_time() -> None:
