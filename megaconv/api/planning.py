@@ -28,6 +28,10 @@ def plan(
     *,
     gpus: int | None = None,
     gpu_memory: int | str | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
     loader: str | None = None,
     config: str | Path | None = None,
     true_vocab_size: int | None = None,
@@ -39,11 +43,12 @@ def plan(
     """The parallel layouts that a model can have, the share of each rank, and the memory that training takes.
 
     gpus: the number of GPUs of the run; None: as few as can hold the model once.
-    gpu_memory: the memory of one GPU in bytes, or text with a unit.
+    gpu_memory: the memory of one GPU in bytes, or text with a unit. tp, pp, ep, etp: only layouts with this size.
     Raises megaconv.errors.CheckpointError.
     """
-    header = _header(path, loader, locals())
-    return layouts(header, gpus, _bytes(gpu_memory))
+    given = locals()
+    header = _header(path, loader, given)
+    return layouts(header, gpus, _bytes(gpu_memory), _fixed(given))
 
 
 @checked

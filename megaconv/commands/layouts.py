@@ -1,8 +1,9 @@
 """Lists the layouts in which a model can be trained and stored, the share of each rank, and the memory for training."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 from formats.tensor import ITEMSIZE
@@ -20,6 +21,8 @@ from megaconv.model.rank_share import RankShare, rank_shares
 from megaconv.options import SaveOptions
 
 LARGEST_TP = 16
+LISTED = ("tp", "pp", "ep", "etp")
+"""Names of the sizes that a listed layout has. A run has further ones."""
 
 
 @dataclass(frozen=True)
@@ -110,38 +113,54 @@ _COLUMNS = (
 )
 
 
-def layouts(header: Header, gpus: int | None = None, memory: int | None = None) -> Layouts:
+def layouts(
+    header: Header,
+    gpus: int | None = None,
+    memory: int | None = None,
+    fixed: Mapping[str, int] = MappingProxyType({}),
+) -> Layouts:
     """The layouts of a model.
 
     TP is a power of two, PP divides the layers, EP is a power of two that divides the experts.
 
-    gpus: GPUs of the run; None: as few as can hold the model once. memory: bytes of one GPU.
-    Raises UsageError for a number of GPUs that no layout has.
+    gpus: GPUs of the run; None: as few as can hold the model once. memory: bytes of one GPU. fixed: the sizes of LISTED
+    that every layout should have.
+    Raises UsageError if no layout has these sizes or this number of GPUs.
     """
     config = header.config
     possible, refused = list[Possible](), dict[str, str]()
-    for tp, pp, ep in product(_powers(LARGEST_TP), _stage_counts(config), _expert_counts(config)):
+    sizes = {
+        "tp": _powers(LARGEST_TP),
+        "pp": _stage_counts(config),
+        "ep": _expert_counts(config),
+    } | {name: [size] for name, size in fixed.items()}
+    for tp, pp, ep in product(sizes["tp"], sizes["pp"], sizes["ep"]):
+        etp = fixed.get("etp") or _etp(config, tp, ep)
         try:
-            found = _possible(header, tp, pp, ep, gpus)
+            found = _possible(header, tp, pp, ep, etp, gpus)
         except LayoutError as error:
             refused.setdefault(
                 str(error).partition(" can't")[0], f"TP {tp}, PP {pp}, EP {ep}: {error}"
             )
             continue
-        if found is not None:
+        if found is not None and found.layout.etp == (etp or found.layout.etp):
             possible.append(found)
+    reasons = tuple((text.partition(": ")[0], text.partition(": ")[2]) for text in refused.values())
+    if not possible and gpus is None:
+        raise UsageError("; ".join(f"{sizes}: {reason}" for sizes, reason in reasons))
     if not possible:
         raise UsageError(
             f"no layout of this model is of {gpus} GPUs; choose a multiple of a TP x PP that divides it"
         )
-    reasons = tuple((text.partition(": ")[0], text.partition(": ")[2]) for text in refused.values())
     return Layouts(tuple(possible), reasons, memory, only_in_files(config))
 
 
-def _possible(header: Header, tp: int, pp: int, ep: int, gpus: int | None) -> Possible | None:
+def _possible(
+    header: Header, tp: int, pp: int, ep: int, etp: int | None, gpus: int | None
+) -> Possible | None:
     """The layout of these sizes; None if it doesn't divide the GPUs or needs more of them. Raises LayoutError."""
     config = header.config
-    layout = choose_layout(config, None, SaveOptions(tp=tp, pp=pp, ep=ep, etp=_etp(config, tp, ep)))
+    layout = choose_layout(config, None, SaveOptions(tp=tp, pp=pp, ep=ep, etp=etp))
     once = pp * max(tp, ep * layout.etp)
     if gpus is not None and (gpus < once or gpus % once):
         return None

@@ -292,3 +292,27 @@ def test_python_refuses_what_can_not_be_planned(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         megaconv.plan_training(llama, **arguments)
+
+
+def test_sizes_are_chosen_without_a_number_of_gpus(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model", layers=4)
+    every = planned(model)
+    chosen = planned(model, "--tp", 2, "--pp", 2)
+    assert chosen == [one for one in every if (one["tp"], one["pp"]) == (2, 2)]
+    assert megaconv.plan(model, tp=2, pp=2).to_json()["layouts"] == chosen
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--pp", 3), "layers = 4 can't be divided over pp x vpp = 3"),
+        (("--ep", 2), "this model has no experts"),
+        (("--etp", 2), "this model has no experts"),
+        (("--vpp", 2), "--gpus is missing: the time of a step depends on the number of GPUs"),
+    ],
+)
+def test_sizes_that_no_layout_has_are_refused_with_the_reason(
+    options: tuple[object, ...], words: str, tmp_path: Path
+) -> None:
+    model = write_llama(tmp_path / "model", layers=4)
+    assert_refused(run("plan", model, *options), 2, words)

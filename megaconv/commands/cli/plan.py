@@ -120,7 +120,7 @@ def plan(
     PATH may also be a config.json, or a directory with nothing but one.
     """
     from megaconv.commands.inspection import inspect
-    from megaconv.commands.layouts import layouts
+    from megaconv.commands.layouts import LISTED, layouts
     from megaconv.commands.searched_layouts import layouts_for_serving, layouts_for_training
     from megaconv.commands.views.plan_page import plan_page
     from megaconv.options.values import byte_size
@@ -133,9 +133,10 @@ def plan(
         _refuse_training_flags(given, overlap_experts=overlap_experts, dispatcher=dispatcher)
     elif cache != "auto":
         raise UsageError(f"--kv-cache-dtype {cache} needs --for infer")
-    searches = seq_length or global_batch_size or gpu or given or fp8 or purpose == "lora"
+    of_a_run = given.keys() - set(LISTED) if gpus is None else given
+    searches = seq_length or global_batch_size or gpu or of_a_run or fp8 or purpose == "lora"
     if searches and gpus is None and purpose != "infer":
-        raise UsageError("--gpus is missing: a search needs the number of GPUs")
+        raise UsageError("--gpus is missing: the time of a step depends on the number of GPUs")
     if html is not None:
         require_place("--html", html)
     memory = None if gpu_memory is None else byte_size(gpu_memory, "--gpu-memory ")
@@ -153,7 +154,7 @@ def plan(
             overlap_experts=overlap_experts, dispatcher=dispatcher,
         )  # fmt: skip
     else:
-        found = layouts(header, gpus, memory)
+        found = layouts(header, gpus, memory, given)
     if html is not None:
         html.write_text(plan_page(path, found), encoding="utf-8")
     if as_json:
