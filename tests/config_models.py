@@ -367,6 +367,15 @@ OWN_KEYS: dict[str, Raw] = {
         "vocab_size_per_layer_input": 120,
     },
     "gemma4_unified_text": {**GEMMA_4, "use_double_wide_mlp": True},
+    "hy_v4": {
+        **LATENT_KEYS,
+        **INDEXER_KEYS,
+        **MLP_KINDS,
+        "head_dim": LATENT_SIZES["qk_rope_head_dim"],
+        "indexer_types": ["full", "shared", "full", "shared"],
+        "hc_mult": 2,
+        "swiglu_limit": 7.0,
+    },
     "mistral_large4_text": {
         **{key: size for key, size in LATENT_KEYS.items() if key != "q_lora_rank"},
         **INDEXER_KEYS,

@@ -227,7 +227,7 @@ BETWEEN_FILES = (
         "nemotron_nas",
     ),
     "step3p5",
-    *("axk2", "laguna", "lfm3", "mimo_v2_flash", "mistral_large4_text"),
+    *("axk2", "laguna", "lfm3", "mimo_v2_flash", "mistral_large4_text", "hy_v4"),
 )
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
 BEYOND_MEGATRON = (
@@ -269,6 +269,8 @@ def own_fields(family: str) -> dict[str, Any]:
         }
     if family == "deepseek_v4":
         inputs = COMPRESSED
+    if family == "hy_v4":
+        inputs = {"hyper.streams": 2, "experts.clamp": 7.0}
     if family == "molmo2_text":
         inputs = {"head.unpredicted": 2}
     gates = {"norm.gate_rank": 2} if family == "axk2" else {}

@@ -916,6 +916,15 @@ CONVERTED = {
          "base of entries": entry_ropes(entry_theta=900.0, **PLAIN_YARN), "narrower rope": entry_ropes(share=0.25, **PLAIN_YARN),
          "attention's factor": entry_ropes(**OLMO_YARN, attention_factor=1.5)},
     ),
+    "hy_v4": Variant(
+        "hy_v4",
+        {**LATENT, **INDEXER, "index_topk": 5, "mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "rms_norm_eps": 1e-3,
+         "indexer_types": ["full", "shared", "full", "shared"], "hc_mult": 3, "swiglu_limit": 0.2, **rope(5000.0, **PLAIN_YARN)},
+        {"epsilon": {"rms_norm_eps": 1e-5}, "fewer positions": {"index_topk": 2}, "limit": {"swiglu_limit": 0.5},
+         "magnitude": {"hc_magnitude": 1.0}, "epsilon of streams": {"hc_eps": 0.1}, "scale": {"routed_scaling_factor": 1.0},
+         "weights left as they are": {"norm_topk_prob": False}, "one expert": {"num_experts_per_tok": 1},
+         "base": rope(700.0, **PLAIN_YARN), "no scaling": rope(5000.0), "yarn's usual factor": rope(5000.0, **OLMO_YARN)},
+    ),
     "kimi_linear": Variant(
         "kimi_linear", KIMI, {"weights left as they are": {"moe_renormalize": False}, "all groups": {"topk_group": 2}},
     ),

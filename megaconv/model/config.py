@@ -61,7 +61,7 @@ class ModelConfig(DescribedModel):
             "out_group_width": self.attention.heads
             * self.attention.head_dim
             // (self.compressed.out_groups or 1),
-            "hyper_weights": (2 + self.hyper.streams) * self.hyper.streams,
+            "hyper_weights": (2 + self.hyper.mixes * self.hyper.streams) * self.hyper.streams,
             "predicted": self.predicted,
         }
         tower = {} if self.whole is None else self.whole.sizes

@@ -119,6 +119,7 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     ),
     "shared_kv": lambda config: any(each.shares_kv for each in config.layers),
     "keys_as_values": lambda config: any(each.keys_as_values for each in config.layers),
+    "clamped_experts": lambda config: config.experts.clamp is not None,
     "kv_sources": lambda config: any(each.kv_source is not None for each in config.layers),
     "shared_index": lambda config: any(each.shares_index for each in config.layers),
     "growing_queries": lambda config: config.attention.growing,

@@ -102,7 +102,7 @@ STRUCTURE = (
     ),
     *("retriever.towers", "retriever.projection", "retriever.pooler"),
     *("latent.kv_rank", "latent.q_rank", "latent.rope_dim", "latent.v_dim"),
-    *("block_indexer.heads", "block_indexer.head_dim", "hyper.streams"),
+    *("block_indexer.heads", "block_indexer.head_dim", "hyper.streams", "hyper.mixes"),
     *("compressed.q_rank", "compressed.out_groups", "compressed.out_rank", "compressed.short"),
     *("compressed.long", "compressed.index_heads", "compressed.index_dim"),
     *("indexer.heads", "indexer.head_dim", "indexer.from_hidden", "experts.own_norms"),

@@ -68,6 +68,8 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield "norm.bias"
     if not config.parallel_residual:
         yield "norm.shared"
+    if not config.hyper.mixes:
+        yield "hyper.iterations"
     if not config.layer_inputs.width:
         yield "layer_inputs.vocab"
     experts = config.experts

@@ -110,6 +110,8 @@ class Indexer:
     interleaved: bool = False
     """True if an element rotates with its neighbour. False if it rotates with the element half of the rotating part
     further on."""
+    rotates_last: bool = False
+    """True if the last elements of a head rotate. False if the first ones do."""
 
 
 @dataclass(frozen=True)

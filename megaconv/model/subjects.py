@@ -250,6 +250,8 @@ class Experts:
     work on the hidden states."""
     latent_norm: bool = False
     """True if a norm is between the routed experts' weighted sum and the projection to the hidden states."""
+    clamp: float | None = None
+    """As mlp.clamp, in routed experts alone; None: no limits."""
     probs_on_input: bool = False
     """True if the weights scale the experts' inputs instead of their outputs."""
     own_norms: bool = False
@@ -294,6 +296,10 @@ class HyperConnections:
     """Steps in which the matrix that mixes streams is divided by the sums of its rows and columns (Sinkhorn)."""
     epsilon: float = 0.0
     """A number that is added to these sums and to the weights."""
+    mixes: bool = True
+    """True if such a matrix mixes the streams. False if each stream stays what it was before a sublayer's output is added."""
+    magnitude: float = 2.0
+    """The largest weight by which a sublayer's output is added."""
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,12 @@ def sparse_attention(*, halves: bool) -> tuple[Row, ...]:
     )  # fmt: skip
 
 
+_OLDER_TYPE = "deepseek_sparse_attention"
+"""The word of older files, which transformers reads as `indexed_attention`."""
+
+
 def _read_layers(raw: Raw) -> Fields:
-    others = {*(raw.get("layer_types") or ())} - {"indexed_attention"}
+    others = {*(raw.get("layer_types") or ())} - {"indexed_attention", _OLDER_TYPE}
     if others:
         raise NotExpressible(
             f"{CONFIG_NAME}: layer_types has {min(others)!r}, which this architecture doesn't support"

@@ -95,6 +95,7 @@ HARMLESS = frozenset(
         *(
             "initializer_range",
             "initializer_factor",
+            "learnable_sink_init",
             "embedding_initializer_range",
             "attention_dropout",
             "hidden_dropout",
