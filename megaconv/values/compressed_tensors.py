@@ -22,6 +22,7 @@ from megaconv.values.four_bits import MXFP4_GROUP, Mxfp4Tensor
 from megaconv.values.modelopt import scales_of_activations
 from megaconv.values.packed_words import ColumnWords, RowWords
 from megaconv.values.scaled import ScaledTensor
+from megaconv.values.settings import value_of, weights_of_groups
 
 _WEIGHT, _PACKED, _SHAPE, _SCALE = ".weight", ".weight_packed", ".weight_shape", ".weight_scale"
 _ZERO_POINT = ".weight_zero_point"
@@ -40,10 +41,26 @@ def scheme_of(settings: Any, where: str) -> str:
         raise CorruptCheckpoint(
             f"{where}: quantization_config of compressed-tensors has no config_groups, which name the scheme of the weights"
         )
-    with well_formed(f"{where}: quantization_config"):
-        weights = [group["weights"] for group in settings["config_groups"].values()]
-        found = [_scheme(each, settings, where) for each in weights]
+    inside = f"{where}: quantization_config"
+    layout = value_of(settings, "format", str, inside)
+    groups = weights_of_groups(settings, inside)
+    for path, weights in groups.items():
+        _require_kinds(weights, path, layout)
+    with well_formed(inside):
+        found = [_scheme(weights, settings, where) for weights in groups.values()]
     return ", ".join(sorted(set(found)))
+
+
+def _require_kinds(weights: Mapping[str, Any], path: str, layout: str) -> None:
+    """Raise CorruptCheckpoint for a setting of a wrong kind. path: the keys that lead to the weights."""
+    value_of(weights, "type", str, path)
+    value_of(weights, "num_bits", int, path)
+    value_of(weights, "symmetric", bool, path)
+    strategy = value_of(weights, "strategy", str, path)
+    if strategy == "group" and layout != _MXFP4:
+        value_of(weights, "group_size", int, path)
+    if strategy == "block":
+        value_of(weights, "block_structure", list, path)
 
 
 def _scheme(weights: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> str:

@@ -22,11 +22,11 @@ from typing import Any
 from formats.tensor import LazyTensor, matrix_shape, reshaped
 from megaconv.errors import TensorMismatch, UnsupportedInput
 from megaconv.families.parts.hf_config import quant_method, quantization
-from megaconv.model.check import well_formed
 from megaconv.values import compressed_tensors, modelopt
 from megaconv.values.cast import CastTensor
 from megaconv.values.four_bits import MXFP4_GROUP, NVFP4_GROUP, Mxfp4Tensor, NvFp4Tensor
 from megaconv.values.scaled import ScaledTensor
+from megaconv.values.settings import value_of, weights_of_groups
 
 _SCALE_INV, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 _WEIGHT, _V4_SCALE, _POWERS = ".weight", ".scale", "float8_e8m0fnu"
@@ -88,13 +88,19 @@ def _from_fp8(
 ) -> dict[str, LazyTensor]:
     scale_names = {name: _scale_name(name, tensors) for name in tensors}
     are_scales = {scale for scale in scale_names.values() if scale is not None}
+    is_v4 = any(scale.endswith(_V4_SCALE) for scale in are_scales)
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         if name in are_scales:
             continue
         scale_name = scale_names[name]
-        if tensor.dtype == "float8_e4m3fn" and scale_name is None:
-            raise TensorMismatch(f"{where}: {name} is fp8, and there is no {name}{_SCALE_INV}")
+        is_packed = tensor.dtype == "int8" and is_v4
+        if scale_name is None and (tensor.dtype == "float8_e4m3fn" or is_packed):
+            kind = "fp4" if is_packed else "fp8"
+            missing = _v4_scale(name) if is_v4 else name + _SCALE_INV
+            raise TensorMismatch(
+                f"{where}: {name} is {kind}, and there is no {missing}", code="missing-tensor"
+            )
         if scale_name is None:
             found[name] = tensor
             continue
@@ -111,9 +117,13 @@ def _scale_name(name: str, tensors: Mapping[str, LazyTensor]) -> str | None:
     """The name of a tensor's scales, as DeepSeek V3 or V4 names them; None if it has none."""
     if name + _SCALE_INV in tensors:
         return name + _SCALE_INV
-    of_v4 = name.removesuffix(_WEIGHT) + _V4_SCALE
+    of_v4 = _v4_scale(name)
     is_quantized = tensors[name].dtype in ("float8_e4m3fn", "int8")
     return of_v4 if is_quantized and name.endswith(_WEIGHT) and of_v4 in tensors else None
+
+
+def _v4_scale(name: str) -> str:
+    return name.removesuffix(_WEIGHT) + _V4_SCALE
 
 
 def _require_fp8_grid(
@@ -173,14 +183,15 @@ def _from_mxfp4(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> di
 def _require_nvfp4(quantization: Mapping[str, Any], where: str) -> None:
     """Raises UnsupportedInput for another algorithm of ModelOpt, or for another group size."""
     algorithm = quantization.get("quant_algo")
-    groups = quantization.get("config_groups")
-    with well_formed(f"{where}: quantization_config"):
-        settings = [quantization]
-        if isinstance(groups, Mapping):
-            settings = [group["weights"] for group in groups.values()]
-        sizes = {
-            each.get("group_size", NVFP4_GROUP) for each in settings if isinstance(each, Mapping)
-        }
+    inside = f"{where}: quantization_config"
+    settings = {inside: quantization}
+    if isinstance(quantization.get("config_groups"), Mapping):
+        settings = weights_of_groups(quantization, inside)
+    sizes = {
+        value_of(each, "group_size", int, path)
+        for path, each in settings.items()
+        if each.get("group_size") is not None
+    } or {NVFP4_GROUP}
     if algorithm not in ("NVFP4", "W4A16_NVFP4") or sizes != {NVFP4_GROUP}:
         found = ", ".join(map(str, sizes))
         raise UnsupportedInput(

@@ -207,6 +207,24 @@ def test_other_schemes_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("num_bits", "4", "num_bits: should be a whole number, found '4'"),
+        ("symmetric", None, "symmetric: should be true or false, found None"),
+        ("group_size", [32], "group_size: should be a whole number, found [32]"),
+    ],
+)
+def test_a_setting_of_a_wrong_kind_is_named_with_its_keys(
+    key: str, value: object, words: str, tmp_path: Path
+) -> None:
+    config = json.loads(json.dumps(SCHEMES["int4-group"]))
+    name, group = next(iter(config["config_groups"].items()))
+    group["weights"][key] = value
+    found = run("inspect", write(tmp_path / "model", "int4-group", config), "--stats")
+    assert_refused(found, 3, f"quantization_config.config_groups.{name}.weights.{words}")
+
+
+@pytest.mark.parametrize(
     ("end", "tensor", "words"),
     [
         ("weight_scale", None, ["there is no", "down_proj.weight_scale"]),

@@ -140,22 +140,23 @@ def test_a_missing_scale_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "words"),
     [
-        {"config_groups": {"a": 5}},
-        {"config_groups": {"a": {}}},
-        {"config_groups": {"a": {"weights": {"group_size": {}}}}},
-        {"group_size": []},
+        ({"config_groups": {"a": 5}}, "config_groups.a: should be an object, found 5"),
+        ({"config_groups": {"a": {}}}, "config_groups.a.weights: is missing, expected an object"),
+        (
+            {"config_groups": {"a": {"weights": {"group_size": {}}}}},
+            "config_groups.a.weights.group_size: should be a whole number, found {}",
+        ),
+        ({"group_size": []}, "group_size: should be a whole number, found []"),
     ],
     ids=str,
 )
-def test_settings_of_a_wrong_kind_end_in_one_line(
-    settings: dict[str, object], tmp_path: Path
+def test_settings_of_a_wrong_kind_are_named(
+    settings: dict[str, object], words: str, tmp_path: Path
 ) -> None:
     shutil.copytree(FIXTURES / "peft-llama-all-linear/base", tmp_path / "in")
     file = tmp_path / "in/config.json"
     quantized = {"quant_method": "modelopt", "quant_algo": "NVFP4", **settings}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantized}))
-    assert_refused(
-        run("fingerprint", tmp_path / "in"), 3, "quantization_config: has a value of a wrong kind"
-    )
+    assert_refused(run("fingerprint", tmp_path / "in"), 3, f"quantization_config.{words}")

@@ -164,6 +164,13 @@ def test_fp8_and_mxfp4_without_scales_are_refused() -> None:
         TensorMismatch, match=r"x\.weight is fp8, and there is no x\.weight_scale_inv"
     ):
         dequantize({"x.weight": array((8, 8), "float8_e4m3fn")}, fp8_config(4, 4), None, "here")
+    v4 = {
+        "x.weight": array((8, 8), "float8_e4m3fn"),
+        "x.scale": array((2, 2), "float8_e8m0fnu"),
+    }
+    for dtype, kind in (("float8_e4m3fn", "fp8"), ("int8", "fp4")):
+        with pytest.raises(TensorMismatch, match=rf"y\.weight is {kind}, and there is no y\.scale"):
+            dequantize(v4 | {"y.weight": array((8, 8), dtype)}, fp8_config(4, 4), None, "here")
     with pytest.raises(TensorMismatch, match="there is no x_scales to x_blocks"):
         dequantize(
             {"x_blocks": array((2, 2, 16), "uint8")},
