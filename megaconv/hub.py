@@ -129,10 +129,24 @@ def tokenizer_directory(place: str) -> Path:
             raise _not_found(place, reason, restricted=is_restricted) from error
 
 
+def _similar(path: Path) -> Path | None:
+    """An existing path with nearly the same name, in the same directory."""
+    from difflib import get_close_matches
+
+    try:
+        names = {entry.name.lower(): entry.name for entry in path.parent.iterdir()}
+    except OSError:
+        return None
+    found = get_close_matches(path.name.lower(), names, 1, 0.8)
+    return path.with_name(names[found[0]]) if found else None
+
+
 def nothing_at(path: Path) -> UsageError:
     """The error for a path that doesn't exist. For a relative path it says where the path was looked for."""
     where = "" if path.is_absolute() else f" (looked for {path.absolute()})"
     where += f"; {UNEXPANDED}" if is_unexpanded(path) else ""
+    similar = _similar(path)
+    where += f"; did you mean {similar}?" if similar else ""
     return UsageError(f"{path}: no such file or directory{where}", code="no-such-input")
 
 

@@ -257,6 +257,8 @@ def status_of(error: Exception) -> int | None:
 
 
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+_UNREACHED = ("ConnectError", "ConnectTimeout", "ConnectionError", "ConnectionTimeout")
+"""Classes of errors of httpx and requests without a connection."""
 _REASONS = {
     401: f"the model does not exist, or it is private and you are not logged in (401); {_LOG_IN}",
     404: "the model, or its branch or commit, does not exist (404)",
@@ -267,6 +269,9 @@ _REASONS = {
 def reason(error: Exception) -> str:
     """One line that describes an error of the client."""
     text = _QUERY.sub("", str(error).strip())
-    return _REASONS.get(
-        status_of(error) or 0, text.splitlines()[0] if text else type(error).__name__
-    )
+    line = text.splitlines()[0] if text else type(error).__name__
+    if type(error).__name__ in _UNREACHED:
+        from huggingface_hub import constants
+
+        return f"{constants.ENDPOINT} can't be reached ({line})"
+    return _REASONS.get(status_of(error) or 0, line)

@@ -1,5 +1,6 @@
 """`megaconv new-family`: a draft of a family's file for a config.json."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from megaconv.drafting.draft import Draft, draft_of
@@ -27,7 +28,8 @@ def new_family(place: Path) -> Draft:
         for name, each in all_families().items()
         if reference.architecture in each.architectures
     ]
-    return draft_of(reference, families(), frozenset(existing))
+    draft = draft_of(reference, families(), frozenset(existing))
+    return replace(draft, existing=tuple(existing))
 
 
 def save(draft: Draft, file: Path) -> None:

@@ -41,6 +41,8 @@ class Draft:
     base: str
     """The name of the nearest existing family."""
     questions: tuple[str, ...]
+    existing: tuple[str, ...] = ()
+    """Names of families that the architecture has already. The draft is made as if they didn't exist."""
 
 
 def draft_of(

@@ -24,6 +24,10 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises UsageError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
+        if message == "the following arguments are required: --load":
+            raise UsageError(
+                f"--load is missing; write: {self.prog} --load MODEL; --help lists all flags"
+            )
         raise UsageError(f"{message}; --help lists all flags")
 
 

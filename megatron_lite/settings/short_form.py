@@ -82,6 +82,11 @@ def positionals(words: Sequence[str]) -> list[str]:
         if word.startswith("-"):
             break
         found.append(word)
+    if len(found) == 1:
+        raise UsageError(
+            "DATA is missing: examples, texts or the prefix of a corpus; write: megatron-lite finetune "
+            f"{found[0]} DATA --save DIRECTORY"
+        )
     if len(found) not in (0, 2):
         raise UsageError(
             f"finetune takes MODEL and DATA first, then flags; found {' '.join(found)!r} before the flags"

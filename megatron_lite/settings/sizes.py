@@ -156,8 +156,10 @@ def check_sizes(
         names, sizes = (
             ("tp x cp x pp", f"{tp} x {cp} x {pp}") if cp > 1 else ("tp x pp", f"{tp} x {pp}")
         )
+        how = f": torchrun --nproc-per-node {model} -m megatron_lite" if world == 1 else ""
         raise LayoutError(
-            f"{counted(world, 'process', 'processes')} can't be divided over {names} = {sizes} = {model}; start a multiple of {model}"
+            f"{counted(world, 'process', 'processes')} can't be divided over {names} = {sizes} = {model}; "
+            f"start a multiple of {model}{how}"
         )
     if len(layout.stage_layers) != pp * vpp or sum(layout.stage_layers) != config.layer_count:
         stages = "+".join(map(str, layout.stage_layers))

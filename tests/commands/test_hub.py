@@ -292,10 +292,12 @@ def test_an_invalid_hub_id_is_refused_without_a_request(online: Hub, place: str)
 def test_an_unreachable_hub_is_reported_within_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    prepare(monkeypatch, f"http://127.0.0.1:{closed_port()}", tmp_path)
+    port = closed_port()
+    prepare(monkeypatch, f"http://127.0.0.1:{port}", tmp_path)
     outcome = megaconv("inspect", place, seconds=15)
     status, readings = (2, ["no such file or directory"]) if place == "org/name" else (1, [])
-    assert_refused(outcome, status, f"{place}: ", *readings, "Hugging Face Hub")
+    reached = f"http://127.0.0.1:{port} can't be reached"
+    assert_refused(outcome, status, f"{place}: ", *readings, "Hugging Face Hub", reached)
 
 
 def closed_port() -> int:
@@ -330,6 +332,14 @@ def test_without_the_hub_a_model_that_was_downloaded_before_is_used(
 def test_offline_mode_is_reported(online: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert_refused(megaconv("inspect", "org/name"), 2, "no such file or directory", "offline")
+
+
+def test_a_misspelled_path_is_put_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "Llama-2-7b").mkdir()
+    for word in ("llama-2-7b", "Llama2-7b"):
+        outcome = megaconv("inspect", tmp_path / word)
+        assert_refused(outcome, 2, f"did you mean {tmp_path}/Llama-2-7b?")
 
 
 @pytest.mark.parametrize("place", ["nowhere", "./nowhere", "some/nowhere", "a/b/nowhere"])

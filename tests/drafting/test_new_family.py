@@ -17,6 +17,7 @@ from megaconv.drafting.reference import reference_of
 from megaconv.errors import CorruptCheckpoint, TargetExists, UnknownFamily, UsageError
 from megaconv.families import Family, families
 from megaconv.model.meaning import config_differences
+from tests.runs import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,6 +119,13 @@ def test_a_draft_never_replaces_a_file(tmp_path: Path) -> None:
     with pytest.raises(TargetExists, match="already exists"):
         save(Draft(families()["llama"], "draft", "llama", ()), file)
     assert file.read_text() == "mine"
+
+
+def test_an_existing_family_is_named(tmp_path: Path) -> None:
+    default_config("mistral", tmp_path)
+    outcome = run("new-family", tmp_path)
+    assert outcome.status == 0, outcome.err
+    assert "the family mistral has this architecture already" in outcome.err
 
 
 def test_a_place_without_a_config_json_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from formats.wording import counted
 from megaconv.commands.cli.parameters import command
 from megaconv.local_paths import local_path, require_place
 from megaconv.terminal import show
@@ -48,6 +49,10 @@ def new_family(
         print(found.text, end="")
     else:
         drafting.save(found, save)
-    count = len(found.questions)
-    open_questions = f"{count} question{'s' * (count != 1)} to decide"
+    if found.existing:
+        show(
+            f"megaconv: the family {' and '.join(found.existing)} has this architecture already; the draft was made without it",
+            sys.stderr,
+        )
+    open_questions = f"{counted(len(found.questions), 'question')} to decide"
     show(f"megaconv: nearest family: {found.base}; {open_questions}", sys.stderr)

@@ -315,6 +315,7 @@ def test_ranks_started_together_generate_what_one_does(
             "--model-type bert contradicts the checkpoint",
         ),
         (["score", "--load", "MODEL", "--input", "BAD"], "line 2"),
+        (["chat", "MODEL"], "--load is missing; write: megatron-lite chat --load MODEL"),
         (
             ["score", "--load", "MODEL", "--input", "WORDS", *NUMBERS],
             "the text 'one two' is not a row of token ids",

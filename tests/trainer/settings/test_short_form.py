@@ -77,7 +77,7 @@ def test_several_ranks_share_optimizer_state_and_a_gpu_computes_in_bf16(data: st
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model"], "takes MODEL and DATA first"),
+        (["model"], "DATA is missing.* megatron-lite finetune model DATA --save"),
         (["model", "data", "more", "--save", "x"], "takes MODEL and DATA first"),
     ],
 )
