@@ -70,11 +70,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     plain = {_plain(name): tensor for name, tensor in opened.items() if not _NOT_MODEL.match(name)}
     stored = {titan_names.before_03(name, plain.keys()): each for name, each in plain.items()}
     naming, prefix = (HF, "") if config.own_names else _spelling(path, family, stored)
-    found = {
-        name.removeprefix(prefix): tensor
-        for name, tensor in stored.items()
-        if name.startswith(prefix)
-    }
+    of_model = {name: tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    found = {name.removeprefix(prefix): tensor for name, tensor in of_model.items()}
     takes = takes_megatrons(options.extra)
     run = None
     if archives is not None and options.optimizer and not config.own_names:

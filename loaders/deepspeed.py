@@ -77,15 +77,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         _log.warning("%s: %s: not trained, as the module has them", step, listing(frozen))
     # Megatron's checkpoints of a run that trains only a part of a model are not supported.
     has_moments = set(zero_partitions.MOMENTS) <= found.slots.keys()
-    slots = dict[str, dict[str, LazyTensor]]()
-    if options.optimizer and has_moments and not frozen:
-        for slot, held in of_optimizer.items():
-            if slot != MASTER:
-                slots[slot] = held
-            elif not in_fp32:
-                # An fp32 weight is its own master.
-                rounded = {name for name in held if weights[name].dtype != "float32"}
-                slots[slot] = {name: master for name, master in held.items() if name in rounded}
+    keeps_optimizer = options.optimizer and has_moments and not frozen
+    slots = _slots(of_optimizer, weights, in_fp32=in_fp32) if keeps_optimizer else {}
     config, tensors = whole_model(family, config, HF, weights, str(step), slots)
     manifest = describe(tensors)
     with well_formed(str(step)):
@@ -99,6 +92,20 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         has_optimizer=bool(found.slots),
     )
     return OpenedSource(header, tensors)
+
+
+def _slots(
+    of_optimizer: Mapping[str, dict[str, LazyTensor]],
+    weights: Mapping[str, LazyTensor],
+    *,
+    in_fp32: bool,
+) -> dict[str, dict[str, LazyTensor]]:
+    """The optimizer's tensors by slot. An fp32 weight is its own master, and has no second one."""
+    slots = {slot: held for slot, held in of_optimizer.items() if slot != MASTER}
+    if MASTER in of_optimizer and not in_fp32:
+        masters = of_optimizer[MASTER].items()
+        slots[MASTER] = {name: each for name, each in masters if weights[name].dtype != "float32"}
+    return slots
 
 
 def _description(path: Path, given: Path | None) -> Path:

@@ -35,7 +35,7 @@ from megatron_lite.rank.groups import context_group, groups_of_other_tokens, rai
 from megatron_lite.rank.loss_sums import LossSum
 from megatron_lite.rank.report import StepReport
 from megatron_lite.rank.totals import sum_over_world
-from megatron_lite.settings.options import ModelOptions, OptimizerOptions
+from megatron_lite.settings.options import LossScale, ModelOptions, OptimizerOptions
 
 
 class Engine(RankComputation):
@@ -84,13 +84,8 @@ class Engine(RankComputation):
         self.buckets: list[ChunkBuckets] = []
         self.optimizer: Optimizer | None = None
         self._watch: ScoreWatch | None = None
-        loss_scale = None
-        if optimizer is not None and self.dtype == torch.float16:
-            loss_scale = optimizer.loss_scale
-        self.scaler = LossScaler(loss_scale)
-        has_replicas = comm.size(grid.group("replicas")) > 1
-        wants_shards = optimizer is not None and optimizer.shards_parameters
-        self.shards_parameters = has_replicas and wants_shards
+        self.scaler = LossScaler(_loss_scale(optimizer, self.dtype))
+        self.shards_parameters = _shards_parameters(optimizer, grid)
         if allocates:
             allocate_untrained(
                 built,
@@ -281,3 +276,14 @@ class Engine(RankComputation):
         """Wait for all communication. Call it before parameters are read (a save) and before exit."""
         if self.optimizer is not None:
             self.optimizer.wait()
+
+
+def _loss_scale(optimizer: OptimizerOptions | None, dtype: torch.dtype) -> LossScale | None:
+    """Return the options of the loss scale, which only float16 needs."""
+    return None if optimizer is None or dtype != torch.float16 else optimizer.loss_scale
+
+
+def _shards_parameters(optimizer: OptimizerOptions | None, grid: Grid) -> bool:
+    """Return whether each replica holds only a part of the parameters."""
+    has_replicas = comm.size(grid.group("replicas")) > 1
+    return has_replicas and optimizer is not None and optimizer.shards_parameters

@@ -112,14 +112,9 @@ def seal(
         return Seal(str(path), made.fingerprint, made.tensors)
     replaced = {} if made.content is None else {RECORD_NAME: made.content}
     kept = {name: file for name, file in files.items() if name not in replaced}
+    pieces = list(pieces_of(kept, method))
     statement = state_of(
-        root,
-        method,
-        list(pieces_of(kept, method)),
-        threads,
-        advance=advance,
-        expect=expect,
-        replaced=replaced,
+        root, method, pieces, threads, advance=advance, expect=expect, replaced=replaced
     )
     signed, signer = _sign(statement.to_bytes(), key, options)
     _require_readable(signature, signed, len(statement.digests))

@@ -163,19 +163,16 @@ def check_source(
     described = changed_descriptions(record, stored)
     if described:
         _refuse(record, f"the metadata in {listing(sorted(described))} are not as written", remedy)
-    cast = {
-        str(key)
-        for key, info in written.items()
-        if streamed is not None and streamed.get(key) != info
-    }
-    cast |= {str(key) for key in altered}
     notices = tuple(
         f"{name}: {kind} since the source was written (its {RECORD_NAME} says)"
         for name, kind in record.changed_files().items()
     )
     if stored is not None:
         return SourceCheck(record, frozenset(differing), notices, stored.source, remedy=remedy)
-    return SourceCheck(record, frozenset(cast | differing.keys()), notices, remedy=remedy)
+    unlike = {str(key) for key in altered} | differing.keys()
+    if streamed is not None:
+        unlike |= {str(key) for key, info in written.items() if streamed.get(key) != info}
+    return SourceCheck(record, frozenset(unlike), notices, remedy=remedy)
 
 
 def _refuse(record: Record, what: str, remedy: str) -> None:

@@ -54,24 +54,7 @@ def tokenizer_values(
     settings: Mapping[str, Any] = {}
     if "tokenizer_config.json" in files:
         settings = read_json(files["tokenizer_config.json"], SIDECAR_BYTES)
-    if "tokenizer.model" in files:
-        path = files["tokenizer.model"]
-        with well_formed(str(path)):
-            found = _sentencepiece(read_small(path, SIDECAR_BYTES), _added(files, settings), config)
-        named: Mapping[str, int] = {}
-    elif "tokenizer.json" in files:
-        path = files["tokenizer.json"]
-        with well_formed(str(path)):
-            raw = read_json(path, SIDECAR_BYTES)
-            found, named = _byte_level(raw, config, extra, str(path))
-            found |= _added_around(raw, found["pre"].value)
-    else:
-        _refuse_ranks(files)
-        raise UsageError(
-            "--saver gguf: the source has no tokenizer.model and no tokenizer.json; --config gives its Hugging Face directory, "
-            "--option tokenizer=none leaves the tokenizer out"
-        )
-    _require_distinct(found["tokens"].value, str(path))
+    found, named = _tokens(files, settings, config, extra)
     with well_formed("tokenizer_config.json"):
         found |= _ids(settings, named, config)
         for name in ("add_bos_token", "add_eos_token"):
@@ -90,6 +73,34 @@ def tokenizer_values(
     if isinstance(template, str):
         values["tokenizer.chat_template"] = Value("string", template)
     return values
+
+
+def _tokens(
+    files: Mapping[str, Path],
+    settings: Mapping[str, Any],
+    config: ModelConfig,
+    extra: Mapping[str, str],
+) -> tuple[dict[str, Value], Mapping[str, int]]:
+    """(metadata of the tokens, ids of the special tokens that have names). Raises UsageError without a tokenizer."""
+    named: Mapping[str, int] = {}
+    if "tokenizer.model" in files:
+        path = files["tokenizer.model"]
+        with well_formed(str(path)):
+            found = _sentencepiece(read_small(path, SIDECAR_BYTES), _added(files, settings), config)
+    elif "tokenizer.json" in files:
+        path = files["tokenizer.json"]
+        with well_formed(str(path)):
+            raw = read_json(path, SIDECAR_BYTES)
+            found, named = _byte_level(raw, config, extra, str(path))
+            found |= _added_around(raw, found["pre"].value)
+    else:
+        _refuse_ranks(files)
+        raise UsageError(
+            "--saver gguf: the source has no tokenizer.model and no tokenizer.json; --config gives its Hugging Face directory, "
+            "--option tokenizer=none leaves the tokenizer out"
+        )
+    _require_distinct(found["tokens"].value, str(path))
+    return found, named
 
 
 def _require_distinct(tokens: Sequence[str], where: str) -> None:

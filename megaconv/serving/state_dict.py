@@ -130,8 +130,11 @@ def state_dict(
             f"names={names!r}: a multimodal model has only names='hf'; pass text_only=True for its language model"
         )
     whole = config.whole or Whole({})
-    padded_to = divisor or header.vocab_divisor or DEFAULT_DIVISOR
-    naming = Naming("hf", whole.experts) if names == "hf" else NAMES[names]
+    if names == "hf":
+        naming, vocab_rows = Naming("hf", whole.experts), config.vocab
+    else:
+        padded_to = divisor or header.vocab_divisor or DEFAULT_DIVISOR
+        naming, vocab_rows = NAMES[names], padded_vocab(config.vocab, padded_to, tp)
     natives = native_tensors(
         family(config.family).rows,
         config,
@@ -139,17 +142,14 @@ def state_dict(
         Layout(tp=tp, stage_layers=(config.layer_count,)),
         tp_rank,
         Chunk.of_whole_model(config.layer_count),
-        config.vocab if names == "hf" else padded_vocab(config.vocab, padded_to, tp),
+        vocab_rows,
     )
-    return StateDict(
-        {
-            whole.hf_name(native.name) if names == "hf" else native.name: _slice(
-                native, header, tensors
-            )
-            for native in natives
-            if native.copy is None or native.copy.written
-        }
-    )
+    slices = {}
+    for native in natives:
+        if native.copy is None or native.copy.written:
+            name = whole.hf_name(native.name) if names == "hf" else native.name
+            slices[name] = _slice(native, header, tensors)
+    return StateDict(slices)
 
 
 def _slice(native: NativeTensor, header: Header, tensors: Mapping[Key, LazyTensor]) -> Slice:

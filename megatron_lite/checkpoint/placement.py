@@ -99,12 +99,15 @@ def places(
     vocab_rows: the vocabulary with padding. naming: the naming scheme of the model's parameters.
     local: use the norm keys of Megatron's local layers.
     """
-    padded = changed(config, {"vocab": vocab_rows})  # padding rows are placed like any others
+    # Padding rows are placed like any others.
+    padded = changed(config, {"vocab": vocab_rows})
     rows = family(config.family).rows
     # Local layers of latent attention, and of hybrids with Mamba layers, are saved under their own names.
     # Other local layers have Transformer Engine's names, except for _LOCAL.
     own_names = config.latent.kv_rank > 0 or config.has("hybrid_stack")
     keys = CORE_LOCAL if local and own_names else CORE
+    # Retro's encoder has a norm before its first MLP under a name of its own.
+    renames_norms = local and not own_names and not config.has("retrieval")
     at_rank = layout, tp_rank, chunk, vocab_rows, ep_rank, etp_rank
     named = native_tensors(rows, padded, naming, *at_rank)
     keyed = native_tensors(rows, padded, keys, *at_rank)
@@ -118,9 +121,7 @@ def places(
     for native, other in zip(named, keyed, strict=True):
         name = other.name
         whole = whole_by_name[_numbered(name, first_expert)]
-        # Retro's encoder has a norm before its first MLP under a name of its own.
-        has_own_norms = own_names or config.has("retrieval")
-        spelled = name.replace(*_LOCAL) if local and not has_own_norms else name
+        spelled = name.replace(*_LOCAL) if renames_norms else name
         key, of_layer = _key(spelled, config, chunk)
         of_expert = _expert_axis(name, config, first_expert)
         found[native.name] = Place(

@@ -112,10 +112,10 @@ class Grid:
         """Return this rank's index in its group along the axis."""
         if axis == "replicas":
             return self.cp_rank + self.cp * self.dp_rank
-        dense = self.mesh
-        return (
-            dense if axis in dict(dense.axes) else expert_mesh(self.layout, self.dp, self.cp)
-        ).place(self.rank)[axis]
+        mesh = self.mesh
+        if axis not in dict(mesh.axes):
+            mesh = expert_mesh(self.layout, self.dp, self.cp)
+        return mesh.place(self.rank)[axis]
 
     def experts_place(self) -> tuple[int, int]:
         """Return (ep rank, etp rank): the experts of this rank, and its part of each expert."""
@@ -166,8 +166,7 @@ def make_grid(
     wanted = {"tp": dense.groups("tp"), "replicas": dense.groups(*REPLICAS)}
     if experts:
         of_experts = expert_mesh(layout, dp, cp)
-        for axis in ("etp", "ep", "edp"):
-            wanted[axis] = of_experts.groups(axis)
+        wanted |= {axis: of_experts.groups(axis) for axis in ("etp", "ep", "edp")}
     if world == 1:
         return Grid(layout, dp, 0, device)
     columns = dense.groups("pp")

@@ -153,9 +153,9 @@ def check_sizes(
     tp, pp, vpp = layout.tp, layout.pp, layout.vpp
     model = tp * pp * cp
     if world % model:
-        names, sizes = (
-            ("tp x cp x pp", f"{tp} x {cp} x {pp}") if cp > 1 else ("tp x pp", f"{tp} x {pp}")
-        )
+        names, sizes = "tp x pp", f"{tp} x {pp}"
+        if cp > 1:
+            names, sizes = "tp x cp x pp", f"{tp} x {cp} x {pp}"
         how = f": torchrun --nproc-per-node {model} -m megatron_lite" if world == 1 else ""
         raise LayoutError(
             f"{counted(world, 'process', 'processes')} can't be divided over {names} = {sizes} = {model}; "
@@ -167,13 +167,7 @@ def check_sizes(
             f"stages of {stages} layers don't make {config.layer_count} layers in pp x vpp = {pp} x {vpp} stages"
         )
     rank_sizes(config, layout)
-    if layout.ep > 1 and not config.experts.count:
-        raise LayoutError(f"expert parallel size is {layout.ep}, but the model has no experts")
-    if world // pp % (layout.etp * layout.ep):
-        raise LayoutError(
-            f"expert parallelism: etp x ep = {layout.etp} x {layout.ep} = {layout.etp * layout.ep} has to divide the "
-            f"tp x dp = {world // pp} ranks of a pipeline stage"
-        )
+    _check_experts(config, layout, world // pp)
     if cp > 1:
         _check_context(config, layout, options, sequence, cp)
     check_length(config, layout, options, sequence, cp)
@@ -188,6 +182,17 @@ def check_sizes(
             f"interleaving: {microbatches} microbatches are not a multiple of {pp} pipeline stages; use {use}"
         )
     return world // model
+
+
+def _check_experts(config: ModelConfig, layout: Layout, ranks: int) -> None:
+    """Raise LayoutError if the ranks of a pipeline stage can't share the experts."""
+    if layout.ep > 1 and not config.experts.count:
+        raise LayoutError(f"expert parallel size is {layout.ep}, but the model has no experts")
+    if ranks % (layout.etp * layout.ep):
+        raise LayoutError(
+            f"expert parallelism: etp x ep = {layout.etp} x {layout.ep} = {layout.etp * layout.ep} has to divide the "
+            f"tp x dp = {ranks} ranks of a pipeline stage"
+        )
 
 
 def check_length(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -86,17 +87,14 @@ def bert_sample(
     types = np.zeros(length, np.int64)
     types[second_starts : len(tokens)] = 1
     types[len(tokens) :] = words.filler
-    never = frozenset((words.cls, words.sep))
-
-    def draw(random: np.random.RandomState) -> int | None:
-        if random.random_sample() < MASK_EACH:
-            return words.mask
-        if random.random_sample() < RANDOM_EACH:
-            return None
-        return int(random.randint(0, words.words))
-
     masked = mask(
-        tokens, longest, masking, random, continues=words.continues, never=never, draw=draw
+        tokens,
+        longest,
+        masking,
+        random,
+        continues=words.continues,
+        never=frozenset((words.cls, words.sep)),
+        draw=partial(_drawn, words=words),
     )
     text = _padded(masked.tokens, length, words.filler)
     labels = np.full(length, -1, np.int64)
@@ -108,6 +106,15 @@ def bert_sample(
     text[text == words.filler] = 0
     labels[labels == words.filler] = 0
     return BertSample(text, types, labels, int(swapped), padding_mask, loss_mask, int(truncated))
+
+
+def _drawn(random: np.random.RandomState, words: Vocabulary) -> int | None:
+    """Return the token that is shown in place of a masked token; None for the masked token itself."""
+    if random.random_sample() < MASK_EACH:
+        return words.mask
+    if random.random_sample() < RANDOM_EACH:
+        return None
+    return int(random.randint(0, words.words))
 
 
 def _trim(first: list[int], second: list[int], longest: int, random: np.random.RandomState) -> None:

@@ -100,18 +100,23 @@ def _serve(
     )  # fmt: skip
     # Listen before printing the address, so that clients can connect at once.
     bound.listen(config.backlog)
-    shown = f"[{host}]" if ":" in host else host
-    print(
-        f"serving {server.name} at http://{shown}:{port}, {opened.model.slots} slots of {opened.model.length} tokens",
-        flush=True,
-    )
-    if key is None and local_name is None:
-        print(
-            "megatron_lite: warning: anyone who reaches this address can use it: there is no --api-key",
-            file=sys.stderr,
-        )
+    _announce(name, opened, host, port, is_open=key is None and local_name is None)
     # uvicorn raises the signal that ended it again, after it has shut down.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     uvicorn.Server(config).run(sockets=[bound])
     worker.stop()
+
+
+def _announce(name: str, opened: Opened, host: str, port: int, *, is_open: bool) -> None:
+    """Print the address. is_open: True if everyone who reaches the address can use it."""
+    shown = f"[{host}]" if ":" in host else host
+    print(
+        f"serving {name} at http://{shown}:{port}, {opened.model.slots} slots of {opened.model.length} tokens",
+        flush=True,
+    )
+    if is_open:
+        print(
+            "megatron_lite: warning: anyone who reaches this address can use it: there is no --api-key",
+            file=sys.stderr,
+        )
