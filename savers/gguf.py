@@ -113,13 +113,14 @@ def _placed(
         tensors[native.name] = (native.shape, kind)
         row_bytes = _row_bytes(native, kind)
         for name, regions in native.parts.items():
-            cols = matrix_shape(manifest[Key(name)].shape)[1]
-            moved = [
-                region._replace(box=region.box._replace(col0=0, col1=cols)) for region in regions
-            ]
-            placements.setdefault(Key(name), []).append(
-                Placement(FILE, native.name, row_bytes, moved)
-            )
+            # Columns of the stored form are bytes of blocks, if the tensor is quantized.
+            _, cols = matrix_shape(manifest[Key(name)].shape)
+            stored = []
+            for region in regions:
+                box = region.box._replace(col0=0, col1=cols)
+                stored.append(region._replace(box=box))
+            placement = Placement(FILE, native.name, row_bytes, stored)
+            placements.setdefault(Key(name), []).append(placement)
     return tensors, placements
 
 
@@ -192,16 +193,12 @@ def _stored_manifest(
 
 def _stored_tensors(path: Path, described: GgufHeader) -> dict[str, LazyTensor]:
     file = InputFile.open(path)
-    return {
-        name: FileTensor(
-            file,
-            each.offset,
-            stored_shape(each.shape, Form(each.dtype)),
-            _stored_dtype(each.dtype),
-        )
-        for name, each in described.tensors.items()
-        if each.dtype in KINDS
-    }
+    found: dict[str, LazyTensor] = {}
+    for name, each in described.tensors.items():
+        if each.dtype in KINDS:
+            shape = stored_shape(each.shape, Form(each.dtype))
+            found[name] = FileTensor(file, each.offset, shape, _stored_dtype(each.dtype))
+    return found
 
 
 def _stored_dtype(kind: str) -> str:

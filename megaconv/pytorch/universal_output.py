@@ -110,18 +110,16 @@ class UniversalOutput:
 
     def _step(self, state: OptimizerState) -> int | Constant:
         steps = state.step or 0
-        return (
-            steps if self.steps_are_numbers else Constant((), "float32", struct.pack("<f", steps))
-        )
+        if self.steps_are_numbers:
+            return steps
+        return Constant((), "float32", struct.pack("<f", steps))
 
     def _add_groups(self, path: str, groups: TorchGroups, state: OptimizerState) -> None:
         settings = [_settings(group) for group in groups.groups]
         listed_groups = [each | {"params": [index]} for index, each in enumerate(settings)]
-        shared = {
-            name: value
-            for name, value in settings[0].items()
-            if all(each.get(name) == value for each in settings)
-        }
+        shared = dict(settings[0])
+        for each in settings[1:]:
+            shared = {name: value for name, value in shared.items() if each.get(name) == value}
         for_zero_3 = {"state": {0: {"step": self._step(state)}}, "param_groups": [shared]}
         value = {
             "ds_version": VERSION,

@@ -52,13 +52,13 @@ class Sampler:
         Raises NotFinite, and TrainingError for a reward function that fails.
         """
         grid = self.engine.grid
-        groups = self.grpo.num_generations
-        requests = [
-            self._request(prompt, mix(self.seed, consumed + place, generation))
-            for place, prompt in enumerate(prompts)
-            for generation in range(groups)
-        ]
-        asked = [prompt for prompt in prompts for _ in range(groups)]
+        # The completions of one prompt are adjacent.
+        asked: list[Prompt] = []
+        requests: list[Request] = []
+        for sample, prompt in enumerate(prompts, consumed):
+            for generation in range(self.grpo.num_generations):
+                asked.append(prompt)
+                requests.append(self._request(prompt, mix(self.seed, sample, generation)))
         longest = max(len(request.prompt) for request in requests)
         rows = min(-(-len(requests) // grid.dp), MOST_ROWS)
         found: Completions | None = None

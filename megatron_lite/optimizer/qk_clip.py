@@ -51,11 +51,11 @@ class StepScores:
 
     def row_factors(self, options: QkClip) -> RowFactors:
         """Return the factors of rows for Optimizer.step."""
-        return {
-            (each.chunk, f"{each.path}.{name}"): rows
-            for each, largest in self.by_attention
-            for name, rows in _rows(each.module, largest, options)
-        }
+        found = {}
+        for attention, largest in self.by_attention:
+            for name, rows in _rows(attention.module, largest, options):
+                found[attention.chunk, f"{attention.path}.{name}"] = rows
+        return found
 
 
 class ScoreWatch:
@@ -67,12 +67,11 @@ class ScoreWatch:
         """replicas: the ranks that have other tokens of the same layers and heads."""
         self._replicas, self._world = replicas, world
         self._device = next(chunks[0].parameters()).device
-        self._attentions = [
-            _Attention(index, path, module)
-            for index, chunk in enumerate(chunks)
-            for path, module in chunk.named_modules()
-            if isinstance(module, SelfAttention | LatentAttention)
-        ]
+        self._attentions: list[_Attention] = []
+        for index, chunk in enumerate(chunks):
+            for path, module in chunk.named_modules():
+                if isinstance(module, SelfAttention | LatentAttention):
+                    self._attentions.append(_Attention(index, path, module))
         self._passes: list[LargestScores] = []
 
     def begin(self) -> None:

@@ -183,11 +183,9 @@ class Planned:
         if self.traffic[busiest]:
             yield f"what a rank of stage {busiest}, the busiest, hands over in a step:"
         for item in self.traffic[busiest]:
-            what = (
-                _MESSAGES[item.group]
-                if item.kind == "send"
-                else f"{item.kind} of {item.ranks} ranks"
-            )
+            what = f"{item.kind} of {item.ranks} ranks"
+            if item.kind == "send":
+                what = _MESSAGES[item.group]
             handed_over, own = readable(round(item.bytes)), readable(round(item.sent))
             yield f"{item.group:>8}  {what:<28} {handed_over:>11}, of which it sends {own}"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from formats.errors import CorruptCheckpoint
 from megaconv.extras import require_torch
@@ -58,8 +59,21 @@ class EncoderEmbedder:
         return vectors
 
     def _embed(self, texts: Sequence[str]) -> Vectors:
+        """Return the mean of the last states of each text's own tokens."""
         import torch
 
+        ids, seen, counted = (
+            torch.from_numpy(array).to(self._device) for array in self._padded(texts)
+        )
+        with torch.inference_mode():
+            # [texts, tokens, width]
+            states = self._model(input_ids=ids, attention_mask=seen).last_hidden_state
+            mean = (states * counted).sum(1) / counted.sum(1)
+        found: Vectors = mean.float().cpu().numpy()
+        return found
+
+    def _padded(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Return (ids [texts, tokens], 1 for tokens and 0 for padding, 1 for the text's own tokens [texts, tokens, 1])."""
         pad = self._tokenizer.pad or 0
         rows = [self._tokenizer.tokenize(text)[: self._room] or [pad] for text in texts]
         longest = max(map(len, rows)) + len(self._before) + len(self._behind)
@@ -72,16 +86,7 @@ class EncoderEmbedder:
             ids[number, : len(complete)] = complete
             seen[number, : len(complete)] = 1
             counted[number, start : start + len(tokens)] = 1
-        with torch.inference_mode():
-            inputs = {
-                "input_ids": torch.from_numpy(ids).to(self._device),
-                "attention_mask": torch.from_numpy(seen).to(self._device),
-            }
-            states = self._model(**inputs).last_hidden_state
-            weights = torch.from_numpy(counted).to(self._device)
-            mean = (states * weights).sum(1) / weights.sum(1)
-        found: Vectors = mean.float().cpu().numpy()
-        return found
+        return ids, seen, counted
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
         """Return the tokens that the tokenizer puts before and behind a text."""

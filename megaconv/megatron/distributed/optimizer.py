@@ -368,23 +368,22 @@ class DistOptimizer:
         """(optimizers, buffers) as in the rank's own files; None for buffers that another rank has."""
         matches = [_OBJECT.fullmatch(name) for name in self.directory.objects()]
         prefixes = sorted({match[1] for match in matches if match})
-        # Data-parallel groups are numbered over (pp, tp), those of experts over (pp, ep, etp), before core 0.12 over
-        # (ep, pp, tp). If several ranks have the same parameters, the first one has the state: ep 0 for dense ones, a
-        # tp below etp for experts.
-        dense = rank.pp * layout.tp + rank.tp if rank.ep == 0 else None
+        # If several ranks have the same dense parameters, the rank with ep 0 has the state.
+        dense_group = rank.pp * layout.tp + rank.tp if rank.ep == 0 else None
         if len(prefixes) == 1:
-            return self._part(prefixes[0], dense)
-        etp_rank = rank.tp % layout.etp
-        if self._numbers_experts_by_stage():
-            expert = (rank.pp * layout.ep + rank.ep) * layout.etp + etp_rank
-        else:
-            expert = (rank.ep * layout.pp + rank.pp) * layout.tp + rank.tp
-        holds_experts = rank.tp == etp_rank
-        dense_optimizer, dense_buffers = self._part(prefixes[0], dense)
-        expert_optimizer, expert_buffers = self._part(
-            prefixes[1], expert if holds_experts else None
-        )
+            return self._part(prefixes[0], dense_group)
+        dense_optimizer, dense_buffers = self._part(prefixes[0], dense_group)
+        expert_optimizer, expert_buffers = self._part(prefixes[1], self._expert_group(rank, layout))
         return [dense_optimizer, expert_optimizer], [dense_buffers, expert_buffers]
+
+    def _expert_group(self, rank: RankId, layout: Layout) -> int | None:
+        """The number of the data-parallel group of a rank's experts; None if another rank has their state."""
+        etp_rank = rank.tp % layout.etp
+        if rank.tp != etp_rank:
+            return None
+        if self._numbers_experts_by_stage():
+            return (rank.pp * layout.ep + rank.ep) * layout.etp + etp_rank
+        return (rank.ep * layout.pp + rank.pp) * layout.tp + rank.tp
 
     def _numbers_experts_by_stage(self) -> bool:
         """True since core 0.12, which was the first to save these arguments."""

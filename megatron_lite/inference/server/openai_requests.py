@@ -54,24 +54,25 @@ class Wanted:
 
     def requests(self, stop_ids: frozenset[int]) -> list[Request]:
         """Return the requests; choices of one prompt are adjacent, and each has a different seed."""
-        return [
-            Request(
-                prompt,
-                self.max_tokens,
-                self._seeded(which),
-                stop_ids,
-                self.log_probs,
-                adapter=self.adapter,
-                grammar=self.grammar,
-            )
-            for prompt in self.prompts
-            for which in range(self.choices)
-        ]
+        found = []
+        for prompt in self.prompts:
+            for choice in range(self.choices):
+                request = Request(
+                    prompt,
+                    self.max_tokens,
+                    self._seeded(choice),
+                    stop_ids,
+                    self.log_probs,
+                    adapter=self.adapter,
+                    grammar=self.grammar,
+                )
+                found.append(request)
+        return found
 
-    def _seeded(self, which: int) -> Sampling:
-        return (
-            replace(self.sampling, seed=mix(self.sampling.seed, which)) if which else self.sampling
-        )
+    def _seeded(self, choice: int) -> Sampling:
+        if choice == 0:
+            return self.sampling
+        return replace(self.sampling, seed=mix(self.sampling.seed, choice))
 
 
 def completion(fields: Fields, opened: Opened, name: str) -> Wanted:

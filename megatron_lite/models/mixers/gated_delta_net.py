@@ -62,7 +62,6 @@ class GatedDeltaNet(nn.Module):
         key_heads, heads = plan.sizes["linear_key_heads"], plan.sizes["linear_value_heads"]
         self.layer, self.heads = layer, heads
         self.key_dim, self.value_dim = linear.key_dim, linear.value_dim
-        self.served = heads // key_heads
         keys, values = key_heads * linear.key_dim, heads * linear.value_dim
         self.parts = (
             Heads(key_heads, linear.key_dim),
@@ -84,25 +83,28 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """x [sequence (/ tp), batch, hidden] -> the same shape."""
+        # [tokens, batch, channels of q, k and v], [.., channels of v], [.., heads], [.., heads]
         inner, gate, write, forget = self.in_proj(x).split(self.widths, -1)
         weight: Tensor = self.conv1d.weight
         dt_bias: Tensor = self.dt_bias
         a_log: Tensor = self.A_log
         context = run.context
         if context is not None:
+            # Ranks exchange all heads of some tokens for some heads of all tokens.
             each_head = (Heads(self.heads),)
             inner = own_heads_of_all_tokens(inner, self.parts, context)
-            write, forget = (
-                own_heads_of_all_tokens(each, each_head, context) for each in (write, forget)
-            )
+            write = own_heads_of_all_tokens(write, each_head, context)
+            forget = own_heads_of_all_tokens(forget, each_head, context)
             weight = own_heads(weight, self.parts, context)
-            dt_bias, a_log = (own_heads(each, each_head, context) for each in (dt_bias, a_log))
+            dt_bias = own_heads(dt_bias, each_head, context)
+            a_log = own_heads(a_log, each_head, context)
         documents = None if run.packed is None else run.packed.numbers
         before, state = (None, None) if run.cache is None else run.cache.states(self.layer)
         inner, before = self.conv1d.apply_to(inner, weight, None, documents, before)
-        decay = -a_log.float().exp() * F.softplus(forget.float() + dt_bias.float())
-        written = write.float().sigmoid() * self.most_written
-        y, state = self._scan(inner, decay, written, run.packed, state)
+        time_steps = F.softplus(forget.float() + dt_bias.float())
+        decay = -a_log.float().exp() * time_steps
+        beta = write.float().sigmoid() * self.most_written
+        y, state = self._scan(inner, decay, beta, run.packed, state)
         if run.cache is not None:
             run.cache.keep(self.layer, before, state)
         y = y if context is None else tokens_for_heads(y, context)
