@@ -227,7 +227,7 @@ BETWEEN_FILES = (
         "nemotron_nas",
     ),
     "step3p5",
-    *("axk2", "laguna", "lfm3", "mimo_v2_flash", "mistral_large4_text", "hy_v4"),
+    *("axk2", "laguna", "lfm3", "mimo_v2_flash", "mistral_large4_text", "hy_v4", "qwen4_exp_text"),
 )
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
 BEYOND_MEGATRON = (
@@ -255,6 +255,26 @@ COMPRESSED: dict[str, Any] = {
 """The fields of a DeepSeek V4."""
 
 
+OF_QWEN_4: dict[str, Any] = {
+    "layers.indexed": True,
+    "layers.ngram_rows": 7,
+    "block_indexer.heads": 2,
+    "block_indexer.head_dim": 3,
+    "block_indexer.block": 4,
+    "block_indexer.topk": 1,
+    "block_indexer.pooled": True,
+    "hyper.streams": 2,
+    "hyper.rank": 3,
+    "ngrams.size": 3,
+    "ngrams.heads": 2,
+    "ngrams.width": 8,
+    "ngrams.conv": 4,
+    "ngrams.parts": 3,
+    "ngrams.stored_hashes": True,
+}
+"""The fields of a Qwen4-Exp."""
+
+
 def own_fields(family: str) -> dict[str, Any]:
     """The fields of a family that Megatron's arguments can't describe."""
     inputs = {"layer_inputs.width": 3, "layer_inputs.vocab": 5, "streams.laurel_rank": 2}
@@ -271,6 +291,8 @@ def own_fields(family: str) -> dict[str, Any]:
         inputs = COMPRESSED
     if family == "hy_v4":
         inputs = {"hyper.streams": 2, "experts.clamp": 7.0}
+    if family == "qwen4_exp_text":
+        inputs = OF_QWEN_4
     if family == "molmo2_text":
         inputs = {"head.unpredicted": 2}
     gates = {"norm.gate_rank": 2} if family == "axk2" else {}

@@ -829,6 +829,15 @@ DEEPSEEK_V4: dict[str, Any] = {
     "index_n_heads": 2, "index_head_dim": 12, "index_topk": 3, "hc_mult": 3, "hc_sinkhorn_iters": 3,
     **entry_ropes(**PLAIN_YARN),
 }  # fmt: skip
+QWEN_4: dict[str, Any] = {
+    **{name: size for name, size in DELTA_NET.items() if name != "layer_types"}, **rope(5000.0, partial_rotary_factor=0.5),
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2,
+    "hc_count": 3, "hc_lowrank": 10, "output_gate_type": "sigmoid",
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 4, "indexer_compress_ratio": 2,
+    "ple_layer_ids": [1, 3], "ple_embed_dim": 24, "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "split_ngram_parts": 5,
+    "make_ngram_vocab_size_divisible_by": 8, "ple_conv_kernel_size": 3,
+}  # fmt: skip
 UNTRAINED = {
     "molmo2_text": Variant(
         "molmo2_text", {**MOLMO, "num_key_value_heads": 2}, {"scaled layers": {"rope_scaling_layers": [1, 3]}, **NORMS_OF_MOLMO}, QUICK,
@@ -877,6 +886,18 @@ CONVERTED = {
         {**LFM3, "tie_word_embeddings": True, "use_attention_gate": False, "use_sandwich_norm": False, "attention_bias": True,
          "layer_types": ["full_attention", "conv", "conv", "full_attention"], "rope_parameters": None},
         {"epsilon": {"norm_eps": 1e-2}},
+    ),
+    "qwen4_exp_text": Variant(
+        "qwen4_exp_text", QWEN_4,
+        {"one block": {"indexer_budget": 2}, "larger blocks": {"indexer_compress_ratio": 4},
+         "another gate": {"output_gate_type": "silu"}, "weights left as they are": {"norm_topk_prob": False},
+         "one expert": {"num_experts_per_tok": 1}, "whole heads": rope(5000.0), "epsilon": {"rms_norm_eps": 1e-5}},
+    ),
+    "qwen4_exp_text, tied": Variant(
+        "qwen4_exp_text",
+        {**QWEN_4, "tie_word_embeddings": True, "ple_layer_ids": None, "hc_count": 2, "output_gate_type": None,
+         "layer_types": ["linear_attention", "indexed_attention"] * 2},
+        {"another gate": {"output_gate_type": "sigmoid"}},
     ),
     "minimax_m3_vl_text": Variant(
         "minimax_m3_vl_text",

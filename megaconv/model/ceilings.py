@@ -43,6 +43,8 @@ _FIELDS = {
     "layer_inputs.width": WIDTH, "layer_inputs.vocab": VOCABULARY, "head.unpredicted": VOCABULARY,
     "block_indexer.heads": WIDTH, "block_indexer.head_dim": WIDTH, "block_indexer.topk": POSITIONS, "block_indexer.block": POSITIONS,
     "streams.count": WIDTH, "streams.laurel_rank": WIDTH, "hyper.streams": EXPERTS, "hyper.iterations": EXPERTS,
+    "hyper.rank": WIDTH, "ngrams.size": EXPERTS, "ngrams.heads": EXPERTS, "ngrams.width": WIDTH, "ngrams.conv": WIDTH,
+    "ngrams.vocab": VOCABULARY, "ngrams.multiple": VOCABULARY, "ngrams.parts": EXPERTS,
     "compressed.q_rank": WIDTH, "compressed.out_groups": WIDTH, "compressed.out_rank": WIDTH, "compressed.topk": POSITIONS,
     "compressed.short": POSITIONS, "compressed.long": POSITIONS, "compressed.index_heads": WIDTH, "compressed.index_dim": WIDTH,
 }  # fmt: skip

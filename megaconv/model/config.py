@@ -63,6 +63,19 @@ class ModelConfig(DescribedModel):
             // (self.compressed.out_groups or 1),
             "hyper_weights": (2 + self.hyper.mixes * self.hyper.streams) * self.hyper.streams,
             "predicted": self.predicted,
+            **self._ngram_sizes(),
         }
         tower = {} if self.whole is None else self.whole.sizes
         return {name: size.of(self) for name, size in SIZES.items()} | derived | dict(tower)
+
+    def _ngram_sizes(self) -> dict[str, int]:
+        """The sizes of embeddings of n-grams. The rows of a table are those of its layer."""
+        ngrams = self.ngrams
+        hashes = max(0, ngrams.size - 1) * ngrams.heads
+        stored = ngrams.stored_parts
+        return {
+            "ngram_rows": 0,
+            "ngram_hashes": hashes,
+            "ngram_row_width": ngrams.width // (hashes or 1),
+            "ngram_parts": ngrams.parts if stored is None else stored,
+        }

@@ -30,6 +30,7 @@ from megaconv.model.subjects import (
     HyperConnections,
     LayerInputs,
     LayerKind,
+    NGrams,
     Norm,
     Positions,
     Retrieval,
@@ -70,6 +71,7 @@ class DescribedModel:
     layer_inputs: LayerInputs = field(default_factory=LayerInputs)
     streams: Streams = field(default_factory=Streams)
     hyper: HyperConnections = field(default_factory=HyperConnections)
+    ngrams: NGrams = field(default_factory=NGrams)
     encoder: Encoder = field(default_factory=Encoder)
     retrieval: Retrieval = field(default_factory=Retrieval)
     head: Head = field(default_factory=Head)
@@ -131,6 +133,11 @@ class DescribedModel:
         kind = self.layers[layer]
         own = {name: getattr(kind, name) for name in OF_ONE_LAYER}
         return {name: size for name, size in own.items() if size is not None}
+
+    def layer_sizes(self, layer: int) -> dict[str, int]:
+        """The sizes of one layer that differ from the model's in the shapes of its tensors."""
+        rows = self.layers[layer].ngram_rows
+        return {**self.own_sizes(layer), **({"ngram_rows": rows} if rows else {})}
 
 
 def value_of(config: DescribedModel, name: str) -> Any:

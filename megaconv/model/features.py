@@ -75,6 +75,8 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "full_rank_out_gate": lambda config: config.linear.full_rank_out_gate,
     "compressed_layers": lambda config: any(each.mixer == "compressed" for each in config.layers),
     "hyper_connections": lambda config: config.hyper.streams > 0,
+    "ngram_layers": lambda config: any(each.ngram_rows for each in config.layers),
+    "ngram_hashes": lambda config: config.ngrams.stored_hashes,
     "hash_layers": lambda config: any(each.hashed for each in config.layers),
     "mamba_layers": lambda config: any(
         each.mixer in ("mamba", "side_by_side") for each in config.layers
@@ -165,6 +167,7 @@ OF_LAYER: Mapping[str, Callable[[DescribedModel, LayerKind, int], bool]] = {
     ),
     "all_entries": lambda config, kind, layer: kind.mixer == "compressed" and kind.entries == "all",
     "hashed": lambda config, kind, layer: kind.hashed,
+    "ngrams": lambda config, kind, layer: kind.ngram_rows > 0,
     "mamba": lambda config, kind, layer: kind.mixer in ("mamba", "side_by_side"),
     "convolution": lambda config, kind, layer: kind.mixer == "convolution",
     "moe": lambda config, kind, layer: config.experts.count > 0 and kind.mlp == "experts",

@@ -56,7 +56,7 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
     # Each library uses its own value and ignores the configuration. The families' notices say so.
     yield "latent.norm_epsilon"
     yield "mamba.least_time_step"
-    yield "linear.stored_decays"
+    yield from ("linear.stored_decays", "ngrams.stored_parts", "ngrams.stored_hashes")
     for switch in _SWITCHES:
         if not value_of(config, switch):
             subject, _, _ = switch.partition(".")
@@ -72,6 +72,10 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield "hyper.iterations"
     if not config.layer_inputs.width:
         yield "layer_inputs.vocab"
+    if not config.has("ngram_layers"):
+        yield from _fields_below("ngrams.")
+    if config.hyper.rank:
+        yield from ("hyper.iterations", "hyper.epsilon", "hyper.mixes")
     experts = config.experts
     if not experts.count:
         yield "layers.hashed"

@@ -29,6 +29,8 @@ class LinearAttention:
     """True if only the gate of its output is one projection, and the gate that forgets is such a product."""
     forget_bound: float | None = None
     """The least logarithm of a decay of Kimi delta attention, which is a factor on a sigmoid. None: minus a softplus."""
+    gate: str = "silu"
+    """The function of the gate of a gated delta net's output: `silu` or `sigmoid`."""
     out_epsilon: float | None = None
     """Epsilon of the norm at the end of a delta net; None for the epsilon of all other norms."""
     stored_decays: int = field(default=0, compare=False)
@@ -128,6 +130,9 @@ class BlockIndexer:
     """Number of blocks selected for each token and head."""
     local: int = 0
     """Blocks up to the token's own that are always selected."""
+    pooled: bool = False
+    """True if a block is ranked by the mean of its keys, and its scores of all heads are added (Qwen4-Exp). The last keys
+    are then always read if they don't fill a block."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class RankTensors:
             )
         # Expert ranks differ only in names, unless one tensor holds all experts of a rank.
         stacked = any(spelling.holds_all_experts for spelling in spelled)
-        own = self.config.own_sizes(layer) if row.stage == "layer" else {}
+        own = self.config.layer_sizes(layer) if row.stage == "layer" else {}
         ranks = rank.tp_rank, rank.ep_rank if stacked else 0, rank.etp_rank
         key = row, tuple(own.items()), *ranks
         if key not in self._templates:

@@ -63,7 +63,7 @@ def row_elements(
 
 
 def _own(config: ModelConfig, layer: int) -> OwnSizes:
-    return tuple(config.own_sizes(layer).items())
+    return tuple(config.layer_sizes(layer).items())
 
 
 def chunk_share(

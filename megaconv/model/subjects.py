@@ -4,7 +4,7 @@ Each field decides what the model computes.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -53,6 +53,8 @@ class LayerKind:
     None: no limits."""
     shared_limit: float | None = None
     """The same in the MLP and in the shared expert."""
+    ngram_rows: int = 0
+    """Rows of the layer's table of n-grams (Qwen4-Exp); 0 if it has none."""
     sparsity: float = 0.0
     """The share of the elements of an MLP's first projection that become 0: those below a limit, which follows from
     their mean and deviation. 0 in a usual MLP."""
@@ -300,6 +302,39 @@ class HyperConnections:
     """True if such a matrix mixes the streams. False if each stream stays what it was before a sublayer's output is added."""
     magnitude: float = 2.0
     """The largest weight by which a sublayer's output is added."""
+    rank: int = 0
+    """Width between two matrices that give each element of each stream its weight, after a norm (Qwen4-Exp). No matrix
+    then mixes the streams, and a norm of them takes the place of the norms before sublayers. 0 as in DeepSeek V4."""
+
+
+@dataclass(frozen=True)
+class NGrams:
+    """Embeddings of n-grams in some layers (Qwen4-Exp): a hash of the last tokens chooses the rows of a table. All numbers
+    are 0 in models without them."""
+
+    size: int = 0
+    """Tokens of the longest n-gram. There are also n-grams of each smaller number of tokens from two on."""
+    heads: int = 0
+    """Hashes of each n-gram. Each has a part of the table of its own."""
+    width: int = 0
+    """Elements of a token's embedding: all rows that its n-grams choose."""
+    conv: int = 0
+    """Width of the convolution over the embeddings, whose positions are `size` tokens apart."""
+    vocab: int = 0
+    """The least number of rows of one hash. Each hash has a prime number of rows that no other hash has."""
+    multiple: int = 0
+    """Rows of a layer's table are a multiple of this number."""
+    seed: int = 0
+    """The seed of the hashes."""
+    parts: int = 0
+    """Tensors that hold a layer's table in published files."""
+    stored_parts: int | None = field(default=None, compare=False)
+    """The same in the model's own files: 0 for one tensor with the name of transformers' class; None for `parts`.
+
+    Configurations are compared without it and without the next field, since they have no effect.
+    """
+    stored_hashes: bool = field(default=False, compare=False)
+    """True if files hold the numbers that the hashes multiply and divide by. These follow from the other fields."""
 
 
 @dataclass(frozen=True)

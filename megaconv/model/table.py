@@ -25,6 +25,7 @@ from megaconv.model.spellings.other_axis import OtherAxis
 from megaconv.model.spellings.per_head import PerHead
 from megaconv.model.spellings.rope_last import RopeLast
 from megaconv.model.spellings.rotary_pairs import FusedPairs, RotaryPairs
+from megaconv.model.spellings.row_parts import RowParts
 from megaconv.model.spellings.second_half_first import SecondHalfFirst
 from megaconv.model.spellings.separate import Separate
 from megaconv.model.spellings.shifted import Shifted
@@ -42,6 +43,7 @@ __all__ = [
     "RopeLast",
     "RotaryPairs",
     "Row",
+    "RowParts",
     "SecondHalfFirst",
     "Separate",
     "Shifted",
@@ -104,7 +106,7 @@ def canonical_shapes(rows: tuple[Row, ...], config: ModelConfig) -> dict[str, Sh
     shaped: dict[tuple[Row, tuple[tuple[str, int], ...]], list[tuple[str, Shape]]] = {}
     experts = [str(expert) for expert in range(sizes["experts"])]
     for row, layer in _model_order(with_beside(rows, config), config):
-        own = config.own_sizes(layer) if row.stage == "layer" else {}
+        own = config.layer_sizes(layer) if row.stage == "layer" else {}
         key = row, tuple(own.items())
         if key not in shaped:
             evaluated = (evaluate(shape, sizes | own) for shape in row.shapes)

@@ -82,6 +82,7 @@ FOLLOWS = {
     "layers.rotates": ("layers.chunk",),
     "mlp.ffn": ("layers.ffn",),
     "layers.mlp": ("mlp.ffn",),
+    "layers.mixer": ("layers.window", "layers.indexed", "layers.ngram_rows"),
     "layers.ffn": ("use_double_wide_mlp",),
     "layers.keys_as_values": ("layers.kv_heads",),
     "layers.window": (

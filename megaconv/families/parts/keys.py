@@ -88,8 +88,9 @@ HARMLESS = frozenset(
         *("time_step_min", "time_step_rank", "linear_a_log_min", "linear_a_log_max"),
         *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
         "mtp_loss_scaling_factor",
-        # for generation: which logits are computed
+        # for generation: which logits are computed, and the states that a cache keeps
         "num_logits_to_keep",
+        "number_of_conv_states",
         # for training only
         "altup_coef_clip",
         *(
