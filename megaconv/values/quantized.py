@@ -3,6 +3,8 @@
     FP8 by blocks (DeepSeek-V3)     x.weight [out, in] float8_e4m3fn, x.weight_scale_inv [out / 128, in / 128] float32:
                                     value * the scale of its block; the last blocks of a row or column may be narrower
     the same (DeepSeek V4)          x.scale in place of x.weight_scale_inv, in float8_e8m0fnu: powers of two
+    FP8 (tables of Qwen4-Exp)       x.weight, or its rows in x.shard_0.weight ..., [rows, cols] float8_e4m3fn, x.weight_scale [1]:
+                                    value * the scale
     FP4 (experts of DeepSeek V4)    x.weight [out, in / 2] int8, x.scale [out, in / 32] float8_e8m0fnu: as MXFP4
     NVFP4 (ModelOpt)                x.weight [out, in / 2] uint8, x.weight_scale [out, in / 16] float8_e4m3fn, x.weight_scale_2
                                     float32: two values a byte, the low four bits first, times (the scale of 16 * weight_scale_2)
@@ -15,6 +17,7 @@ Products are computed in float32, where they are exact or rounded once, and then
 those of 4 bits. Source: README_WEIGHTS.md and inference/kernel.py of DeepSeek-V3.
 """
 
+import re
 from collections.abc import Mapping
 from math import prod
 from typing import Any
@@ -30,6 +33,7 @@ from megaconv.values.settings import value_of, weights_of_groups
 
 _SCALE_INV, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 _WEIGHT, _V4_SCALE, _POWERS = ".weight", ".scale", "float8_e8m0fnu"
+_TABLE_SCALE, _PART_OF_TABLE = ".weight_scale", re.compile(r"\.shard_\d+(?=\.weight$)")
 _NVFP4_SCALE, _NVFP4_SCALE_2 = "_scale", "_scale_2"
 
 
@@ -94,6 +98,9 @@ def _from_fp8(
         if name in are_scales:
             continue
         scale_name = scale_names[name]
+        if scale_name is not None and scale_name == _table_scale(name):
+            found[name] = _with_one_scale(name, tensor, tensors[scale_name], dtype, where)
+            continue
         is_packed = tensor.dtype == "int8" and is_v4
         if scale_name is None and (tensor.dtype == "float8_e4m3fn" or is_packed):
             kind = "fp4" if is_packed else "fp8"
@@ -119,7 +126,27 @@ def _scale_name(name: str, tensors: Mapping[str, LazyTensor]) -> str | None:
         return name + _SCALE_INV
     of_v4 = _v4_scale(name)
     is_quantized = tensors[name].dtype in ("float8_e4m3fn", "int8")
-    return of_v4 if is_quantized and name.endswith(_WEIGHT) and of_v4 in tensors else None
+    if not is_quantized or not name.endswith(_WEIGHT):
+        return None
+    return next((scale for scale in (of_v4, _table_scale(name)) if scale in tensors), None)
+
+
+def _table_scale(name: str) -> str:
+    """The name of the only scale of an embedding, whose rows may be in several tensors."""
+    return _PART_OF_TABLE.sub("", name).removesuffix(_WEIGHT) + _TABLE_SCALE
+
+
+def _with_one_scale(
+    name: str, tensor: LazyTensor, scale: LazyTensor, dtype: str, where: str
+) -> ScaledTensor:
+    """A matrix of FP8 with one scale. Raises TensorMismatch for more scales, or for other dtypes."""
+    is_float = scale.dtype in ("float32", "bfloat16")
+    if tensor.dtype != "float8_e4m3fn" or not is_float or prod(scale.shape) != 1:
+        raise TensorMismatch(
+            f"{where}: {name} is {tensor.dtype} with scales {list(scale.shape)} {scale.dtype}; "
+            "expected float8_e4m3fn with one scale in float32 or bfloat16"
+        )
+    return ScaledTensor(tensor, scale, matrix_shape(tensor.shape), dtype)
 
 
 def _v4_scale(name: str) -> str:

@@ -121,6 +121,24 @@ def test_a_missing_part_of_a_table_is_named(source: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.oracle
+def test_tables_in_fp8_with_one_scale_become_plain_ones(source: Path, tmp_path: Path) -> None:
+    weights = weights_of(source)
+    stored = dict(weights)
+    scale = torch.tensor([0.01])
+    for name in [name for name in weights if SHARD in name]:
+        stored[name] = (weights[name] / scale).to(torch.float8_e4m3fn)
+        weights[name] = stored[name].float() * scale
+        stored[name.partition(SHARD)[0] + ".ngram_embedding.weight_scale"] = scale.clone()
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_convert": ["ngram_embedding"]}  # fmt: skip
+    raw = json.loads((source / "config.json").read_text()) | {"quantization_config": method}
+    files = written_as(tmp_path / "fp8", stored, json.dumps(raw).encode())
+    output = converted(files, tmp_path / "out", dtype="fp32")
+    assert_equal(weights_of(output), weights)
+    assert "quantization_config" not in json.loads((output / "config.json").read_text())
+    load(output)
+
+
+@pytest.mark.oracle
 def test_a_quantized_output_leaves_routers_streams_and_tables_as_they_are(
     source: Path, tmp_path: Path
 ) -> None:

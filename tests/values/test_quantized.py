@@ -159,6 +159,34 @@ def test_scales_that_do_not_fit_are_refused(
         dequantize(tensors, fp8_config(128, 128), None, "here")
 
 
+@pytest.mark.oracle
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_an_embedding_in_fp8_with_one_scale_is_what_transformers_makes_of_it(
+    scale_dtype: torch.dtype,
+) -> None:
+    """Its rows may be in several tensors, which have one scale together."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    table = torch.arange(240).byte().reshape(20, 12).view(torch.float8_e4m3fn)
+    scale = torch.tensor([0.37], dtype=scale_dtype)
+    embedding = fp8.FP8Embedding(20, 12)
+    embedding.weight.data, embedding.weight_scale.data = table, scale
+    expected = embedding(torch.arange(20))
+    dtype = str(scale_dtype).removeprefix("torch.")
+    parts = {f"x.shard_{part}.weight": as_lazy(table[7 * part : 7 * part + 7]) for part in range(3)}
+    found = dequantize({**parts, "x.weight_scale": as_lazy(scale)}, fp8_config(4, 4), dtype, "here")
+    assert found.keys() == parts.keys()
+    assert_same(torch.cat([in_rectangles(part, 3, 5) for part in found.values()]), expected)
+    whole = {"x.weight": as_lazy(table), "x.weight_scale": as_lazy(scale)}
+    (one,) = dequantize(whole, fp8_config(4, 4), dtype, "here").values()
+    assert_same(as_torch(one), expected)
+
+
+def test_an_embedding_in_fp8_with_several_scales_is_refused() -> None:
+    tensors = {"x.shard_0.weight": array((8, 8), "float8_e4m3fn"), "x.weight_scale": array((2,), "float32")}  # fmt: skip
+    with pytest.raises(TensorMismatch, match=r"x\.shard_0\.weight .* expected .* with one scale"):
+        dequantize(tensors, fp8_config(4, 4), None, "here")
+
+
 def test_fp8_and_mxfp4_without_scales_are_refused() -> None:
     with pytest.raises(
         TensorMismatch, match=r"x\.weight is fp8, and there is no x\.weight_scale_inv"
