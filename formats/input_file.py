@@ -16,6 +16,16 @@ from formats.partial_files import find as find_partial
 from formats.regular_files import open_regular, regular_size
 
 
+def _size(path: Path) -> int:
+    """The size of a checkpoint's file. Raises CorruptCheckpoint, with a remedy for a missing one."""
+    try:
+        return regular_size(path)
+    except CorruptCheckpoint as error:
+        if error.code != "missing-file":
+            raise
+        raise CorruptCheckpoint(f"{error}; is the copy complete?", code=error.code) from None
+
+
 @dataclass
 class InputFile:
     """A file that is only read, by position, from any thread. It is opened at the first read."""
@@ -34,7 +44,7 @@ class InputFile:
     @classmethod
     def open(cls, path: Path) -> "InputFile":
         """The file at a path. Raises CorruptCheckpoint if it doesn't exist or is not regular."""
-        file = cls(path, regular_size(path), _partial=find_partial(path))
+        file = cls(path, _size(path), _partial=find_partial(path))
         note_checked(file)
         return file
 

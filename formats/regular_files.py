@@ -152,7 +152,5 @@ def _unreadable(path: Path, error: OSError | ValueError) -> CorruptCheckpoint:
         errno.ENOTDIR,
         errno.ENAMETOOLONG,
     ):
-        return CorruptCheckpoint(
-            f"{path}: no such file; is the copy complete?", code="missing-file"
-        )
+        return CorruptCheckpoint(f"{path}: no such file", code="missing-file")
     return CorruptCheckpoint(f"{path}: can't be read: {error.strerror}")

@@ -99,6 +99,7 @@ class ConvertOptions:
     max_spool: int = option(
         "16GiB",
         "--max-spool",
+        metavar="SIZE",
         commands=CONVERSIONS,
         words=str,
         read=byte_size,
@@ -115,6 +116,7 @@ class ConvertOptions:
     max_memory: int = option(
         "256MiB",
         "--max-memory",
+        metavar="SIZE",
         commands=(*CONVERSIONS, *SERVE),
         words=str,
         read=byte_size,

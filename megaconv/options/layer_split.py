@@ -9,6 +9,7 @@ SPLIT: Mapping[str, Option] = {
     "layers": Option(
         ("--layer-split",),
         heading=LAYOUT,
+        metavar="N,N,...",
         words=str | None,
         read=numbers,
         help="Layers of each pipeline stage: 3,5,5,3.",
@@ -38,6 +39,7 @@ SPLIT: Mapping[str, Option] = {
     "pattern": Option(
         ("--pipeline-model-parallel-layout",),
         heading=LAYOUT,
+        metavar="LAYOUT",
         help="Megatron's layout string: 'Et*3|(tt|)*2,tL'.",
     ),
     "split_rank": Option(

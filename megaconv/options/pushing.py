@@ -41,7 +41,7 @@ class PushOptions:
         help="Open a pull request instead of changing the branch.",
     )
     message: str | None = option(
-        None, "--message", commands=("push",), help="The commit's first line."
+        None, "--message", metavar="TEXT", commands=("push",), help="The commit's first line."
     )
     card: bool = option(
         True,

@@ -41,7 +41,7 @@ class LoadOptions:
         "--text-only",
         heading=INPUT_AND_OUTPUT,
         commands=(*CONVERT, *SERVE, "inspect", "plan", "fingerprint", "diff", "delta"),
-        help="Convert only the language model of a multimodal model (convert --base ORIGINAL puts the rest back).",
+        help="Take only the language model of a multimodal model (convert --base ORIGINAL puts the rest back).",
     )
     """Read only the language model of a multimodal model; for Hugging Face directories."""
     drop_retrieval: bool = option(

@@ -63,6 +63,7 @@ class SealOptions:
     identity_provider: str | None = option(
         None,
         "--identity-provider",
+        metavar="URL",
         commands=("verify",),
         help="The URL of the provider that vouches for --identity.",
     )

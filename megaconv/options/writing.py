@@ -135,6 +135,7 @@ class SaveOptions:
     max_shard_bytes: int = option(
         "5GB",
         "--max-shard-size",
+        metavar="SIZE",
         heading=FORM,
         words=str | None,
         tracked=True,
@@ -195,6 +196,7 @@ class SaveOptions:
     allow_lossy: tuple[str, ...] = option(
         (),
         "--allow-lossy",
+        metavar="NAME",
         heading=VALUES,
         words=list[str] | None,
         read=tuple,

@@ -61,7 +61,12 @@ def run(arguments: Sequence[str]) -> None:
     if command in OTHERS:
         sys.exit(_run_other(command, words[1:]))
     if command not in DESCRIPTIONS:
-        _refuse(f"unknown command {command!r}; there are {', '.join((*DESCRIPTIONS, *OTHERS))}")
+        from difflib import get_close_matches
+
+        known = (*DESCRIPTIONS, *OTHERS)
+        near = get_close_matches(command, known, 1)
+        meant = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+        _refuse(f"unknown command {command!r}{meant}")
     _train(command, words[1:])
 
 

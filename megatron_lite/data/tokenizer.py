@@ -199,7 +199,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, place: str) -> None:
         transformers = package("transformers", "this tokenizer")
-        directory = tokenizer_directory(place)
+        directory = _with_tokenizer(tokenizer_directory(place))
         for name in FILES:
             if os.path.lexists(path := directory / name):
                 check_size(path, SIDECAR_BYTES)
@@ -208,8 +208,14 @@ class HuggingFaceTokenizer:
                 directory, trust_remote_code=False
             )
         except Exception as error:  # its many formats raise errors of many classes
+            if not _has_tokenizer(directory):
+                raise CorruptCheckpoint(
+                    f"{place}: has no tokenizer (tokenizer.json, tokenizer.model …); name the directory of a model that has one",
+                    code="missing-file",
+                ) from error
+            reason = " ".join(str(error).split())
             raise CorruptCheckpoint(
-                f"{place}: transformers can't read a tokenizer there: {error}"
+                f"{place}: transformers can't read a tokenizer there: {reason}"
             ) from error
         one = self.inner
         self.vocab_size = len(one)
@@ -244,6 +250,16 @@ class HuggingFaceTokenizer:
     def spelled(self, ids: Sequence[int]) -> str:
         text: str = self.inner.decode(list(ids), skip_special_tokens=False)
         return text
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in FILES)
+
+
+def _with_tokenizer(directory: Path) -> Path:
+    """The directory with the tokenizer's files: a Megatron checkpoint of megaconv keeps them in hf/."""
+    inside = directory / "hf"
+    return inside if not _has_tokenizer(directory) and _has_tokenizer(inside) else directory
 
 
 def has_chat_template(tokenizer: Tokenizer) -> bool:

@@ -1,6 +1,7 @@
 """Options: each is defined once. The command line, the Python interface and docs/options.md follow."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import UnionType
@@ -46,6 +47,13 @@ def members(kind: Any) -> set[Any]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_is_a_parameter_with_the_same_default_in_python(command: str) -> None:
     assert missing(getattr(megaconv, command), options_of(command)) == []
+
+
+@pytest.mark.parametrize("command", SHOWN.commands)
+def test_help_has_a_word_for_each_value_and_no_type_of_python(command: str) -> None:
+    text = CliRunner().invoke(app, [command, "--help"]).output
+    found = re.findall(r"--[a-z-]+ (?:<[a-z_ ]+>|INTEGER|FLOAT)", text)
+    assert found == []
 
 
 def test_open_has_the_options_for_reading() -> None:

@@ -107,6 +107,7 @@ def test_a_mistake_in_flags_is_found_without_torch() -> None:
         "pretrain", "--num-layer", "4"
     )
     assert "--load" in refusal("generate", "Once")
+    assert refusal("finetun", "model", "data").endswith("did you mean finetune?")
 
 
 def test_text_becomes_data_without_torch(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ LoadDir = Annotated[
     typer.Option(
         "--load-dir",
         "--load",
+        metavar="PATH",
         help="Input: a directory of any known format, or a Hub id (org/name or hf://org/name@revision).",
         rich_help_panel=INPUT_AND_OUTPUT,
     ),

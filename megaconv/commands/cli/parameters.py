@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
+from typer.models import OptionInfo
 
 from megaconv.commands.cli.app import app
 from megaconv.local_paths import local_path
@@ -20,6 +21,9 @@ from megaconv.options import options_of
 from megaconv.options.option import Listed, Option, built, listed
 
 Command = Callable[..., None]
+
+_SHOWN: dict[type, str] = {int: "N", float: "X", str: "NAME", Path: "FILE"}
+"""The word for a value in `--help`, by its type, for options that don't have their own."""
 
 
 def command(**settings: Any) -> Callable[[Command], Command]:
@@ -50,6 +54,9 @@ def with_options(function: Command) -> Command:
 def _parameters(wanted: inspect.Parameter, command: str) -> Iterator[inspect.Parameter]:
     """typer's parameters for one parameter of a command's function."""
     if get_origin(wanted.annotation) is Annotated:
+        words, described = get_args(wanted.annotation)
+        if isinstance(described, OptionInfo) and described.metavar is None:
+            described.metavar = _metavar(words)
         yield wanted
     elif is_dataclass(wanted.annotation):
         yield from map(_parameter, listed(wanted.annotation, command))  # type: ignore[arg-type]
@@ -73,13 +80,19 @@ def _parameter(each: Listed) -> inspect.Parameter:
     )
 
 
+def _metavar(words: Any) -> str | None:
+    """The word for a value of a type, or of this type or None; None for a flag."""
+    kinds = [kind for kind in get_args(words) or (words,) if kind in _SHOWN]
+    return _SHOWN[kinds[0]] if kinds else None
+
+
 def _typer_option(option: Option, words: Any) -> Any:
     least, most = option.range or (None, None)
     is_path = Path in (words, *get_args(words))
     return typer.Option(
         *option.names,
         help=option.help,
-        metavar=option.metavar,
+        metavar=option.metavar or _metavar(words),
         min=least,
         max=most,
         parser=local_path if is_path else None,

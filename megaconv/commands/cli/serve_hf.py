@@ -35,7 +35,11 @@ def serve_hf(
     ] = 8700,
     host: Annotated[
         str,
-        typer.Option("--host", help="The address to listen at; other machines can reach 0.0.0.0."),
+        typer.Option(
+            "--host",
+            metavar="ADDRESS",
+            help="The address to listen at; other machines can reach 0.0.0.0.",
+        ),
     ] = "127.0.0.1",
     options: ConvertOptions,
 ) -> None:

@@ -73,7 +73,9 @@ def verify(
     max_memory: Annotated[
         str | None,
         typer.Option(
-            "--max-memory", help="With --forward: memory for weights and activations (4GiB)."
+            "--max-memory",
+            metavar="SIZE",
+            help="With --forward: memory for weights and activations (4GiB).",
         ),
     ] = None,
     loader: str | None,

@@ -1,5 +1,6 @@
 """Tokenizers give the ids of megatron-core's classes for the same files."""
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,19 @@ def test_numbers_are_those_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> 
 def test_missing_tokenizer_settings_are_reported(given: TokenizerOptions, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         build_tokenizer(given)
+
+
+@pytest.mark.oracle
+def test_a_megatron_checkpoint_has_the_tokenizer_in_hf(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
+    wanted = build_tokenizer(options("HuggingFaceTokenizer", files)).tokenize("The fox")
+    (tmp_path / "hf").mkdir()
+    empty = TokenizerOptions("HuggingFaceTokenizer", model=str(tmp_path))
+    with pytest.raises(CorruptCheckpoint, match=r"has no tokenizer .*; name the directory"):
+        build_tokenizer(empty)
+    shutil.copytree(files["vocab"].parent, tmp_path / "hf", dirs_exist_ok=True)
+    assert build_tokenizer(empty).tokenize("The fox") == wanted
 
 
 @pytest.mark.oracle
