@@ -20,6 +20,7 @@ from megaconv.model.mixers import (
     ShortConvolution,
 )
 from megaconv.model.own_names import OwnNames
+from megaconv.model.streams import HyperConnections, LayerInputs, NGrams, Streams
 from megaconv.model.subjects import (
     MLP,
     Attention,
@@ -27,15 +28,11 @@ from megaconv.model.subjects import (
     Experts,
     Factors,
     Head,
-    HyperConnections,
-    LayerInputs,
     LayerKind,
-    NGrams,
     Norm,
     Positions,
     Retrieval,
     Retriever,
-    Streams,
     Temperature,
     retrieving_layers,
 )
