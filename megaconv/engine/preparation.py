@@ -26,7 +26,7 @@ from megaconv.engine.sidecars import SIDECAR_DIRECTORY, code_left_out
 from megaconv.engine.source_check import SourceCheck, check_source
 from megaconv.engine.stream import as_lazy
 from megaconv.engine.without_retrieval import without_retrieval
-from megaconv.errors import UsageError
+from megaconv.errors import UnknownFamily, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.hub import nothing_at
 from megaconv.input import Input
@@ -97,13 +97,20 @@ def open_input(
     """(the source as a conversion reads it, the saver's own options). Raises CheckpointError."""
     load = load_options(saver, options)
     load = replace(load, config=description_of(load.config))
-    refuse_sizes(saver, found.place, load, options.save)
     takers: dict[str, Loader | Saver] = {
         f"loader {found.loader.name}": found.loader,
         f"saver {saver.name}": saver,
     }
     read, written = registry.share_options(options.all_extra(), takers)
-    return open_source(found, replace(load, extra=read)), written
+    try:
+        refuse_sizes(saver, found.place, load, options.save)
+        return open_source(found, replace(load, extra=read)), written
+    except UnknownFamily as error:
+        if saver.keeps_names or not found.loader.keeps_names:
+            raise
+        raise UnknownFamily(
+            f"{error}. --saver hf or dcp copies it under its own names", code=error.code
+        ) from error
 
 
 @dataclass(frozen=True)

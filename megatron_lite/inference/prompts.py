@@ -55,7 +55,7 @@ def encode_chat(
         template or tokenizer.inner.chat_template
     ):
         raise UsageError(
-            "the tokenizer has no chat template: the model was not made to chat; take `generate`"
+            "the tokenizer has no chat template: the model was not made to chat; use `generate`, or /v1/completions of the server"
         )
     try:
         conversation = [dict(message) for message in messages]
