@@ -367,6 +367,29 @@ OWN_KEYS: dict[str, Raw] = {
         "vocab_size_per_layer_input": 120,
     },
     "gemma4_unified_text": {**GEMMA_4, "use_double_wide_mlp": True},
+    "glm5_next_text": {
+        **{
+            key: size
+            for key, size in LATENT_KEYS.items()
+            if key not in ("qk_rope_head_dim", "first_k_dense_replace")
+        },
+        **INDEXER_KEYS,
+        **MLP_KINDS,
+        "head_dim": 0,
+        "index_kpool": 5,
+        "hc_mult": 2,
+        "swiglu_limit": 7.0,
+        "linear_head_dim": 5,
+        "linear_num_heads": 4,
+        "linear_conv_kernel_dim": 3,
+        "layer_types": [
+            "indexed_attention",
+            "indexed_attention",
+            "linear_attention",
+            "indexed_attention",
+        ],
+        "indexer_types": ["full", "shared", "full", "full"],
+    },
     "hy_v4": {
         **LATENT_KEYS,
         **INDEXER_KEYS,

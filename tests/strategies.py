@@ -227,7 +227,16 @@ BETWEEN_FILES = (
         "nemotron_nas",
     ),
     "step3p5",
-    *("axk2", "laguna", "lfm3", "mimo_v2_flash", "mistral_large4_text", "hy_v4", "qwen4_exp_text"),
+    *(
+        "axk2",
+        "laguna",
+        "lfm3",
+        "mimo_v2_flash",
+        "mistral_large4_text",
+        "hy_v4",
+        "qwen4_exp_text",
+        "glm5_next_text",
+    ),
 )
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
 BEYOND_MEGATRON = (
@@ -289,6 +298,8 @@ def own_fields(family: str) -> dict[str, Any]:
         }
     if family == "deepseek_v4":
         inputs = COMPRESSED
+    if family == "glm5_next_text":
+        inputs = {"hyper.streams": 2, "indexer.pool": 2}
     if family == "hy_v4":
         inputs = {"hyper.streams": 2, "experts.clamp": 7.0}
     if family == "qwen4_exp_text":

@@ -10,14 +10,12 @@ positions that an earlier indexer selected. Megatron core has no such layers: th
 Face's files. Source: MistralLarge4TextConfig, modeling_mistral_large4.py and conversion_mapping.py of transformers 5.23.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
-from formats.tensor import LazyTensor
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys
-from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD, MLP
+from megaconv.families.parts.decoder_rows import HEAD, MLP
 from megaconv.families.parts.deepseek_experts import (
     DEEPSEEK_SHARED,
     mlp_layer_types,
@@ -26,6 +24,7 @@ from megaconv.families.parts.deepseek_experts import (
     sigmoid_routing,
 )
 from megaconv.families.parts.experts import MOE_NORM, QWEN_EXPERTS
+from megaconv.families.parts.headless import EMBEDDING_ALONE, tied_without
 from megaconv.families.parts.indexer import indexer_keys
 from megaconv.families.parts.indexer_types import types_by_pattern
 from megaconv.families.parts.keys import (
@@ -42,8 +41,8 @@ from megaconv.families.parts.mtp import MTP_LEFT_OUT
 from megaconv.families.parts.rope import rope, rotating_layers
 from megaconv.families.parts.row_changes import hf_only, respelled, without_biases
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import changed, one_or_each
-from megaconv.model.table import Copied, Fused, Row, Spelling, Stacked
+from megaconv.model.fields import one_or_each
+from megaconv.model.table import Fused, Row, Spelling, Stacked
 
 _FILE, _CLASS = "layers.{l}.", "model.layers.{l}."
 _ATTENTION, _OF_CLASS = _FILE + "attention.", _CLASS + "self_attn."
@@ -92,7 +91,6 @@ _NAMES: dict[str, dict[str, Spelling]] = {
         "hf_stacked": _MLP + "shared_experts.down_proj.weight",
     },
 }  # fmt: skip
-_HEADS = Copied("head", {"hf": ("lm_head.weight", "output.weight")})
 _WHEN_ROTATING, _WHEN_STILL = "rotating", "!rotating"
 _VALUES = "heads*v_dim kv_rank"
 
@@ -152,7 +150,7 @@ _ROWS_OF_ATTENTION = (
         hf_stacked=_INDEXER_OF_CLASS + "weights_proj.weight"),
 )  # fmt: skip
 _MLPS = (*without_biases(MLP), MOE_NORM, *QWEN_EXPERTS, *DEEPSEEK_SHARED)
-ROWS = hf_only(respelled((EMBEDDING, *_ROWS_OF_ATTENTION, *_MLPS, *HEAD), _NAMES))
+ROWS = hf_only(respelled((EMBEDDING_ALONE, *_ROWS_OF_ATTENTION, *_MLPS, *HEAD), _NAMES))
 
 _LATENT = latent_heads(kv_rank=512, q_rank=0, rope=64, nope=64, v=128)
 _GROUPS, _Q_RANK = "num_key_value_heads", "q_lora_rank"
@@ -222,14 +220,6 @@ def _read_cap(raw: Raw) -> Fields:
     return {"head.logit_cap": cap}
 
 
-def _tied_without_head(config: ModelConfig, tensors: Mapping[str, LazyTensor]) -> ModelConfig:
-    """The model with tied embeddings if its files hold no head, as those of transformers' class do."""
-    heads = ("lm_head.weight", "output.weight")
-    if any(name in tensors for name in heads):
-        return config
-    return changed(config, {"tie_embeddings": True})
-
-
 _YARN = {
     "rope_type": "yarn",
     "factor": 2048.0,
@@ -265,6 +255,7 @@ _FIXED = {
 
 FAMILY = Family(
     "mistral_large4_text", ("MistralLarge4TextModel",), "mistral_large4_text", ROWS, keys=_KEYS, fixed=_FIXED,
-    only={**SILU, "attention_bias": False}, left_out=MTP_LEFT_OUT, complete=_tied_without_head, features=("mla", "indexer"),
-    aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}, recognized=None, proven="names",
+    only={**SILU, "attention_bias": False}, aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
+    left_out=MTP_LEFT_OUT, complete=tied_without("lm_head.weight", "output.weight"), features=("mla", "indexer"), recognized=None,
+    proven="names",
 )  # fmt: skip

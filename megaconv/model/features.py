@@ -102,6 +102,7 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "q_latent": lambda config: config.latent.q_rank > 0,
     "q_direct": lambda config: config.latent.q_rank == 0,
     "indexer": lambda config: config.indexer.heads > 0,
+    "index_pools": lambda config: config.indexer.pool > 0,
     "interleaved_indexer": lambda config: config.indexer.interleaved,
     "mixture": lambda config: config.experts.count > 0,
     "sigmoid_router": lambda config: config.experts.score == "sigmoid",

@@ -68,6 +68,8 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield "norm.bias"
     if not config.parallel_residual:
         yield "norm.shared"
+    if not config.indexer.pool:
+        yield "indexer.keeps_tail"
     if not config.hyper.mixes:
         yield "hyper.iterations"
     if not config.layer_inputs.width:

@@ -106,6 +106,11 @@ class Indexer:
     """Elements of one head, of which `latent.rope_dim` rotate."""
     topk: int = 0
     """Number of positions selected for each token."""
+    pool: int = 0
+    """Keys of a group, of which the indexer selects whole ones: it ranks a group by a weighted sum of its keys. 0 if there are
+    no groups."""
+    keeps_tail: bool = False
+    """True if the last keys, which don't fill a group, are always selected."""
     from_hidden: bool = False
     """True if queries of the indexer come from the hidden states after a LayerNorm. False: from the latent vector of
     attention's queries."""

@@ -44,6 +44,7 @@ SIZES: Mapping[str, Size] = {
     "v_dim": Size("latent.v_dim"),
     "index_heads": Size("indexer.heads"),
     "index_dim": Size("indexer.head_dim"),
+    "index_pool": Size("indexer.pool"),
     "linear_key_heads": Size("linear.key_heads"),
     "linear_value_heads": Size("linear.value_heads"),
     "linear_key_dim": Size("linear.key_dim"),

@@ -48,7 +48,8 @@ def _check_experts(model: DescribedModel) -> None:
 
 def _check_latent(model: DescribedModel) -> None:
     latent, width = model.latent, model.attention.head_dim
-    if latent.kv_rank and not (0 < latent.rope_dim < width and latent.v_dim):
+    rotates = latent.rope_dim > 0 or model.positions.kind == "none"
+    if latent.kv_rank and not (rotates and latent.rope_dim < width and latent.v_dim):
         what = f"heads of {width}, {latent.rope_dim} of them rotating, and values of {latent.v_dim}"
         raise CorruptCheckpoint(f"the model's latent attention can't have {what}")
 
@@ -57,7 +58,8 @@ def _check_indexer(model: DescribedModel) -> None:
     indexer, latent = model.indexer, model.latent
     if not indexer.heads:
         return
-    fits = indexer.head_dim >= latent.rope_dim > 0
+    rotates = latent.rope_dim > 0 or model.positions.kind == "none"
+    fits = rotates and indexer.head_dim >= latent.rope_dim
     has_queries = indexer.from_hidden or latent.q_rank
     if not (has_queries and fits and indexer.topk > 0):
         what = f"{indexer.heads} heads of {indexer.head_dim} that choose {indexer.topk} positions"

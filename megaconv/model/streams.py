@@ -44,6 +44,8 @@ class HyperConnections:
     """A number that is added to these sums and to the weights."""
     mixes: bool = True
     """True if such a matrix mixes the streams. False if each stream stays what it was before a sublayer's output is added."""
+    learned_head: bool = True
+    """True if a learned sum of the streams follows the last layer. False: their mean."""
     magnitude: float = 2.0
     """The largest weight by which a sublayer's output is added."""
     rank: int = 0

@@ -289,7 +289,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({**SIX, "kv_source_layers": [0, 1, 2, 2, 4, 5]}, "the last source that no_rope_layers makes like it is None"),
     ({**SIX, "kv_source_layers": [0, 1, 2, 0, 4, 1]}, "the last source that no_rope_layers makes like it is 1"),
     ({"indexer_types": ["shared", "full", "full", "full"]}, "first layer can't share positions"),
-    ({"indexer_types": ["full"]}, "indexer_types lists 1 layers, the model has 4"),
+    ({"indexer_types": ["full"]}, "indexer_types lists 1 layer, the model has 4"),
     ({"indexer_types": None, "index_topk_pattern": "FSXS"}, "indexer_types has 'X'"),
     ({"indexer_types": None, "index_topk_freq": "often"}, "index_topk_freq and index_skip_topk_offset should be numbers"),
     ({"mlp_layer_types": ["moe"] * 4}, "mlp_layer_types has 'moe'"),

@@ -87,6 +87,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma4_unified_text": _GEMMA_4,
     "minimax_m3_vl_text": {"vocab_size": 200064, "hidden_size": 6144, "num_hidden_layers": 60, "num_attention_heads": 64},
     "ernie4_5_vl_moe_text": {"vocab_size": 103424, "hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20},
+    "glm5_next_text": {"vocab_size": 154880, "hidden_size": 4096, "num_hidden_layers": 45, "num_attention_heads": 64},
     "mistral_large4_text": {"vocab_size": 204800, "hidden_size": 6144, "num_hidden_layers": 72, "num_attention_heads": 64},
     "qwen4_exp_text": {"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16},
     "molmo2_text": {"vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32},
