@@ -1,7 +1,7 @@
-"""Integers of 4 or 8 bits that compressed-tensors packs into int32 words.
+"""Integers of 4 or 8 bits that compressed-tensors, GPTQ and AWQ pack into int32 words.
 
 A word holds the numbers of the lowest bits first. Each number has half of its range added, so that it is 0 or more.
-Weights are packed along rows, zero points along columns. Source: compressed-tensors 0.20.
+compressed-tensors packs weights along rows, zero points along columns. Source: compressed-tensors 0.20.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,22 @@ class RowWords:
     """[rows, words] int32, the last word of a row padded."""
     shape: Shape
     bits: int
+    order: tuple[int, ...] = ()
+    """The place in a word of each of its numbers, counted from the lowest bits; empty: one after another."""
+    adds_one: bool = False
+    """True if each number is stored less 1."""
     dtype: str = "int8"
 
     def read_into(self, box: Box, out: Bytes) -> None:
         per_word = 32 // self.bits
         first, last = box.col0 // per_word, -(-box.col1 // per_word)
         words = read_bytes(self.values, Box(box.row0, box.row1, first, last), itemsize=4)
+        if self.adds_one:
+            words = (words.view(np.uint32) + _ones(self.bits)).view(np.uint8)
         codes = _split(words, self.bits).reshape(box.rows, -1)
+        if self.order:
+            of_words = codes.reshape(box.rows, -1, per_word)
+            codes = of_words[:, :, list(self.order)].reshape(box.rows, -1)
         start = box.col0 - per_word * first
         np.copyto(out, _signed(codes[:, start : start + box.cols], self.bits))
 
@@ -48,6 +57,11 @@ class ColumnWords:
         by_row = codes.transpose(0, 2, 1).reshape(-1, box.cols)
         start = box.row0 - per_word * first
         np.copyto(out, _signed(by_row[start : start + box.rows], self.bits))
+
+
+def _ones(bits: int) -> "np.uint32":
+    """A word whose numbers are all 1."""
+    return np.uint32(sum(1 << place for place in range(0, 32, bits)))
 
 
 def _split(words: Bytes, bits: int) -> Bytes:

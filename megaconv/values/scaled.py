@@ -39,7 +39,7 @@ class ScaledTensor:
             values -= self._of_blocks(self.zero_points, box)
         values *= self._of_blocks(self.scales, box)
         if self.of_columns is not None:
-            values *= _read_floats(self.of_columns, Box(0, 1, box.col0, box.col1))
+            values *= read_floats(self.of_columns, Box(0, 1, box.col0, box.col1))
         np.copyto(out, rounded(values, self.dtype))
 
     def _of_blocks(self, numbers: LazyTensor, box: Box) -> Floats:
@@ -51,7 +51,7 @@ class ScaledTensor:
             col0=box.col0 // block_cols,
             col1=-(-box.col1 // block_cols),
         )
-        of_blocks = _read_floats(numbers, overlapping)
+        of_blocks = read_floats(numbers, overlapping)
         rows = np.arange(box.row0, box.row1) // block_rows - overlapping.row0
         cols = np.arange(box.col0, box.col1) // block_cols - overlapping.col0
         return of_blocks[rows][:, cols]
@@ -86,7 +86,7 @@ def read_bytes(tensor: LazyTensor, box: Box, itemsize: int = 1) -> Bytes:
     return found
 
 
-def _read_floats(tensor: LazyTensor, box: Box) -> Floats:
+def read_floats(tensor: LazyTensor, box: Box) -> Floats:
     """The numbers of a rectangle of int8 or of any floating-point dtype: float32 [rows, cols]."""
     stored = read_bytes(tensor, box, ITEMSIZE[tensor.dtype])
     if tensor.dtype == "int8":

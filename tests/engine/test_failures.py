@@ -274,7 +274,7 @@ def test_a_configuration_without_a_size_is_refused_and_names_it(
         {"architectures": 5},
         {"architectures": "LlamaForCausalLM"},
         {"architectures": [["LlamaForCausalLM"]]},
-        {"quantization_config": "gptq"},
+        {"quantization_config": "hqq"},
         {"eos_token_id": {"id": 2}},
         {"torch_dtype": 16},
     ],
@@ -336,9 +336,9 @@ def test_an_unknown_architecture_is_refused_with_the_nearest_known_ones(
 def test_quantized_weights_are_refused(model: Path) -> None:
     edit_json(
         model / "config.json",
-        lambda config: config.update(quantization_config={"quant_method": "gptq"}),
+        lambda config: config.update(quantization_config={"quant_method": "hqq"}),
     )
-    assert_convert_refuses(model, 3, "quantized", "gptq")
+    assert_convert_refuses(model, 3, "quantized", "hqq")
 
 
 # Megatron directories.

@@ -148,10 +148,10 @@ def test_a_config_json_of_something_else_is_refused_by_name(alone: Path) -> None
         ('{"architectures": ["LlamaForCausalLM"]}', 3, "hidden_size"),
         (
             json.dumps(
-                json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+                json.loads(file.read_text()) | {"quantization_config": {"quant_method": "hqq"}}
             ),
             3,
-            "gptq",
+            "hqq",
         ),
     ):
         file.write_text(words)

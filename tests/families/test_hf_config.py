@@ -98,9 +98,9 @@ def test_a_written_config_json_is_read_back_as_the_same_model(
     ("keys", "error", "message"),
     [
         (
-            {"quantization_config": {"quant_method": "gptq"}},
+            {"quantization_config": {"quant_method": "hqq"}},
             UnsupportedInput,
-            r"quantized \(gptq\); convert an unquantized copy",
+            r"quantized \(hqq\); convert an unquantized copy",
         ),
         ({"quantization_config": {"bits": 4}}, UnsupportedInput, "quantized"),
         ({"partial_rotary_factor": 0.5}, NotExpressible, r"partial_rotary_factor 0\.5"),

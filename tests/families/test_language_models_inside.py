@@ -412,10 +412,10 @@ def test_fp8_that_the_text_config_speaks_of_becomes_plain(tmp_path: Path) -> Non
     assert torch.equal(back[name], stored[name].float() * 0.5)
     del raw["text_config"]["quantization_config"]
     assert json.loads((tmp_path / "back/config.json").read_text()) == raw
-    raw["text_config"]["quantization_config"] = {"quant_method": "gptq"}
+    raw["text_config"]["quantization_config"] = {"quant_method": "hqq"}
     (hf / "config.json").write_text(json.dumps(raw))
     outcome = run("convert", hf, tmp_path / "out", "--saver", "core", "--text-only")
-    assert_refused(outcome, 3, "quantized (gptq)")
+    assert_refused(outcome, 3, "quantized (hqq)")
 
 
 def test_its_fingerprint_is_that_of_what_it_is_converted_to(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_weights_of_a_quantization_that_is_not_read_are_copied(hf: Path, tmp_pat
     source = tmp_path / "source"
     shutil.copytree(hf, source)
     raw = json.loads((source / "config.json").read_text())
-    quantized = raw | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    quantized = raw | {"quantization_config": {"quant_method": "hqq", "bits": 4}}
     (source / "config.json").write_text(json.dumps(quantized))
     packed = weights(hf) | {
         "model.layers.0.mlp.up_proj.qweight": torch.arange(6, dtype=torch.int32)
@@ -143,7 +143,7 @@ def test_weights_of_a_quantization_that_is_not_read_are_copied(hf: Path, tmp_pat
     assert json.loads((tmp_path / "out/config.json").read_text()) == quantized
     for words in (("hf", "--dtype", "fp32"), ("core",)):
         outcome = run("convert", source, tmp_path / "other", "--saver", *words)
-        assert_refused(outcome, 3, "quantized (gptq)")
+        assert_refused(outcome, 3, "quantized (hqq)")
 
 
 def test_a_multimodal_model_becomes_a_distributed_checkpoint(tmp_path: Path) -> None:

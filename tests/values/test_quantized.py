@@ -211,8 +211,8 @@ def test_fp8_and_mxfp4_without_scales_are_refused() -> None:
 def test_fp8_without_blocks_and_other_methods_are_refused() -> None:
     with pytest.raises(UnsupportedInput, match="weight_block_size None"):
         dequantize({}, {"quantization_config": {"quant_method": "fp8"}}, None, "here")
-    with pytest.raises(UnsupportedInput, match=r"quantized \(awq\).*fp8 or mxfp4"):
-        dequantize({}, {"quantization_config": {"quant_method": "awq"}}, None, "here")
+    with pytest.raises(UnsupportedInput, match=r"quantized \(hqq\).*fp8 or mxfp4"):
+        dequantize({}, {"quantization_config": {"quant_method": "hqq"}}, None, "here")
 
 
 # Whole models.

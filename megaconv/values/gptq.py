@@ -1,0 +1,193 @@
+"""Reads GPTQ's and AWQ's checkpoints as plain weights.
+
+    GPTQ    X.qweight [in / 8, out] int32 (of 8 bits: [in / 4, out]), a word holds numbers of one column,
+            X.qzeros [groups, out / 8] int32, X.scales [groups, out], X.g_idx [in] int32: the group of each input
+    AWQ     X.qweight [in, out / 8] int32, a word holds numbers of one row in the order 0 2 4 6 1 3 5 7,
+            X.qzeros [groups, out / 8] in the same order, X.scales [groups, out]
+
+    X.weight [out, in] = (number - zero point of its group) * scale of its group
+
+GPTQ's older format (`gptq`, the usual one) stores zero points less 1, and `gptq_v2` stores them as they are. Without a
+g_idx, neighboring inputs are a group. `packed_words.py` describes the words. Products are computed in float32 and then
+rounded to nearest even. Sources: GPTQModel 7.7, AutoAWQ 0.2.9.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from formats.lazy_numpy import np
+from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, read_tensor
+from megaconv.errors import TensorMismatch, UnsupportedInput
+from megaconv.model.check import well_formed
+from megaconv.values.packed_words import ColumnWords, RowWords
+from megaconv.values.rounding import rounded
+from megaconv.values.scaled import read_floats
+
+_log = logging.getLogger("megaconv")
+
+METHODS = ("gptq", "awq")
+_WORDS, _ZEROS, _SCALES, _GROUPS = ".qweight", ".qzeros", ".scales", ".g_idx"
+_FLOATS = ("float16", "bfloat16", "float32")
+_FORMATS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
+_BITS = {"gptq": (4, 8), "awq": (4,)}
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in a word of AWQ's first number, second number, and so on."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the matrices of a checkpoint are stored."""
+
+    method: str
+    layout: str
+    bits: int
+    group: int
+    """Neighboring inputs that share a scale, if no g_idx says otherwise; -1: all inputs."""
+
+
+def settings_of(method: str, given: Any, where: str) -> Settings:
+    """The settings of a quantization_config. Raises UnsupportedInput for another layout or other widths."""
+    with well_formed(f"{where}: quantization_config"):
+        bits, group = int(given["bits"]), int(given["group_size"])
+        named = given.get("checkpoint_format") if method == "gptq" else given.get("version")
+        layout = str(named or given.get("format") or _FORMATS[method][0]).lower()
+    if layout not in _FORMATS[method] or bits not in _BITS[method]:
+        raise UnsupportedInput(
+            f"{where}: weights quantized by {method} in the layout {layout:.40} with {bits} bits; supported are "
+            f"{' and '.join(_FORMATS[method])} with {' or '.join(map(str, _BITS[method]))} bits"
+        )
+    return Settings(method, layout, bits, group)
+
+
+def dequantize(
+    tensors: Mapping[str, LazyTensor], settings: Settings, dtype: str, where: str
+) -> dict[str, LazyTensor]:
+    """The same tensors, with plain weights of this dtype in place of words, zero points and scales.
+
+    Raises TensorMismatch if a part is missing or doesn't fit.
+    """
+    found: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        module, _, last = name.rpartition(".")
+        if last == "qweight":
+            found[f"{module}.weight"] = _plain(module, tensors, settings, dtype, where)
+        elif f".{last}" not in (_ZEROS, _SCALES, _GROUPS) or module + _WORDS not in tensors:
+            found[name] = tensor
+    _log.warning(
+        "%s: %d weights were rounded to %d bits before: they are not those of the original model",
+        where,
+        sum(name.endswith(_WORDS) for name in tensors),
+        settings.bits,
+    )
+    return found
+
+
+@dataclass(frozen=True)
+class GroupedMatrix:
+    """A matrix [out, in] of integers that are stored as [in, out], in groups of inputs with a scale each."""
+
+    numbers: LazyTensor
+    """[in, out] int8."""
+    zero_points: LazyTensor
+    """[groups, out] int8."""
+    scales: LazyTensor
+    """[groups, out]."""
+    group: int
+    """Neighboring inputs of a group."""
+    group_of_input: LazyTensor | None
+    """[in] int32: the group of each input; None: as `group` says."""
+    dtype: str
+    where: str
+    """Name for messages."""
+
+    @property
+    def shape(self) -> Shape:
+        inputs, outputs = matrix_shape(self.numbers.shape)
+        return outputs, inputs
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        groups = self._groups[box.col0 : box.col1]
+        first, last = int(groups.min()), int(groups.max()) + 1
+        of_groups = Box(first, last, box.row0, box.row1)
+        numbers = read_floats(self.numbers, Box(box.col0, box.col1, box.row0, box.row1))
+        zero_points = read_floats(self.zero_points, of_groups)
+        scales = read_floats(self.scales, of_groups)
+        numbers -= zero_points[groups - first]
+        numbers *= scales[groups - first]
+        np.copyto(out, rounded(np.ascontiguousarray(numbers.T), self.dtype))
+
+    @cached_property
+    def _groups(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
+        """The group of each input. Raises TensorMismatch for a group that has no scales."""
+        inputs, count = self.numbers.shape[0], self.scales.shape[0]
+        if self.group_of_input is None:
+            return np.arange(inputs) // self.group
+        found = read_tensor(self.group_of_input).reshape(-1).view(np.int32).astype(np.int64)
+        if found.min() < 0 or found.max() >= count:
+            raise TensorMismatch(
+                f"{self.where}: names group {found.max()}, and there are scales of {count} groups",
+                code="misshapen-tensor",
+            )
+        return found
+
+
+def _plain(
+    module: str, tensors: Mapping[str, LazyTensor], settings: Settings, dtype: str, where: str
+) -> GroupedMatrix:
+    words, zeros, scales = (
+        _needed(module + part, tensors, where) for part in (_WORDS, _ZEROS, _SCALES)
+    )
+    groups = tensors.get(module + _GROUPS) if settings.method == "gptq" else None
+    numbers = _numbers(words, settings)
+    inputs, outputs = matrix_shape(numbers.shape)
+    count = matrix_shape(scales.shape)[0]
+    group = inputs if settings.group == -1 else settings.group
+    per_word = 32 // settings.bits
+    fits = {
+        "int32 words": {words.dtype, zeros.dtype} == {"int32"},
+        f"scales [{count}, {outputs}]": tuple(scales.shape) == (count, outputs),
+        "scales of floats": scales.dtype in _FLOATS,
+        f"qzeros [{count}, {-(-outputs // per_word)}]": tuple(zeros.shape)
+        == (count, -(-outputs // per_word)),
+        f"g_idx [{inputs}] int32": groups is None
+        or (tuple(groups.shape), groups.dtype) == ((inputs,), "int32"),
+        f"{-(-inputs // group) if group > 0 else 0} groups of {group} inputs": groups is not None
+        or (group > 0 and count == -(-inputs // group)),
+    }
+    wrong = [expected for expected, is_so in fits.items() if not is_so]
+    if wrong:
+        raise TensorMismatch(
+            f"{where}: {module}{_WORDS} is {list(words.shape)} {words.dtype} with qzeros {list(zeros.shape)} {zeros.dtype} and "
+            f"scales {list(scales.shape)} {scales.dtype}; expected {', '.join(wrong)}",
+            code="misshapen-tensor",
+        )
+    zero_points = _zero_points(zeros, (count, outputs), settings)
+    return GroupedMatrix(
+        numbers, zero_points, scales, group, groups, dtype, f"{where}: {module}{_GROUPS}"
+    )
+
+
+def _numbers(words: LazyTensor, settings: Settings) -> LazyTensor:
+    """The numbers [in, out] of a matrix."""
+    rows, cols = matrix_shape(words.shape)
+    per_word = 32 // settings.bits
+    if settings.method == "awq":
+        return RowWords(words, (rows, per_word * cols), settings.bits, order=_AWQ_ORDER)
+    return ColumnWords(words, (per_word * rows, cols), settings.bits)
+
+
+def _zero_points(words: LazyTensor, shape: Shape, settings: Settings) -> LazyTensor:
+    """The zero points [groups, out] of a matrix."""
+    if settings.method == "awq":
+        return RowWords(words, shape, settings.bits, order=_AWQ_ORDER)
+    return RowWords(words, shape, settings.bits, adds_one=settings.layout == "gptq")
+
+
+def _needed(name: str, tensors: Mapping[str, LazyTensor], where: str) -> LazyTensor:
+    found = tensors.get(name)
+    if found is None:
+        raise TensorMismatch(f"{where}: there is no {name}", code="missing-tensor")
+    return found

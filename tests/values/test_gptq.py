@@ -1,0 +1,245 @@
+"""GPTQ's and AWQ's checkpoints: integers of 4 or 8 bits in words, in groups of inputs, become plain weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import megaconv
+from megaconv.engine.stream import as_lazy
+from megaconv.errors import TensorMismatch, UnsupportedInput
+from megaconv.values.quantized import dequantize
+from tests.conftest import FIXTURES
+from tests.runs import assert_refused, run
+from tests.values.test_modelopt import EXPORTS, MATRICES, SOURCE
+from tests.values.test_quantized import as_torch, assert_same, in_rectangles
+
+Tensors = dict[str, torch.Tensor]
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+"""The numbers of a word, from the lowest bits on."""
+GROUP = 16
+
+
+def gptq(**changed: Any) -> dict[str, Any]:
+    return {
+        "quantization_config": {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": GROUP,
+            "desc_act": False,
+            "sym": False,
+        }
+        | changed
+    }
+
+
+def awq(**changed: Any) -> dict[str, Any]:
+    settings = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
+    return {"quantization_config": settings | changed}
+
+
+def words(numbers: torch.Tensor, bits: int, order: list[int] | None = None) -> torch.Tensor:
+    """[rows, cols] numbers -> [rows, cols * bits / 32] int32, each word with the numbers of a row."""
+    per_word = 32 // bits
+    each = numbers.long().reshape(numbers.shape[0], -1, per_word)
+    if order is not None:
+        each = each[:, :, order]
+    joined = (each << torch.arange(0, 32, bits)).sum(dim=2)
+    return joined.to(torch.uint32).view(torch.int32)
+
+
+def column_words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    return words(numbers.T.contiguous(), bits).T.contiguous()
+
+
+def quantized(weight: torch.Tensor, config: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
+    """(the tensors of a module, its dequantized weight [out, in] in float32)."""
+    settings = config["quantization_config"]
+    bits, largest = settings["bits"], 2 ** settings["bits"] - 1
+    inputs = weight.shape[1]
+    group = inputs if settings["group_size"] == -1 else settings["group_size"]
+    groups = torch.arange(inputs) // group
+    if settings.get("desc_act"):
+        groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(5))]
+    rows = weight.float().T
+    low = torch.stack([rows[groups == one].amin(dim=0) for one in range(int(groups.max()) + 1)])
+    high = torch.stack([rows[groups == one].amax(dim=0) for one in range(int(groups.max()) + 1)])
+    scales = ((high - low) / largest).half()
+    zeros = (-low / scales.float()).round().clamp(1, largest).int()
+    numbers = (rows / scales.float()[groups] + zeros[groups]).round().clamp(0, largest).int()
+    expected = (numbers - zeros[groups]).float() * scales.float()[groups]
+    if settings["quant_method"] == "awq":
+        stored = {"qweight": words(numbers, 4, AWQ_ORDER), "qzeros": words(zeros, 4, AWQ_ORDER)}
+    else:
+        less = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+        stored = {
+            "qweight": column_words(numbers, bits),
+            "qzeros": words(zeros - less, bits),
+            "g_idx": groups.int(),
+        }
+    return stored | {"scales": scales}, expected.T.contiguous()
+
+
+CONFIGS = {
+    "gptq": gptq(),
+    "gptq of version 2": gptq(checkpoint_format="gptq_v2"),
+    "gptq of 8 bits": gptq(bits=8),
+    "gptq with inputs in another order": gptq(desc_act=True),
+    "gptq with one group": gptq(group_size=-1),
+    "awq": awq(),
+    "awq as transformers 5 writes it": awq(version=None, format="gemm"),
+}
+
+
+def matrix() -> torch.Tensor:
+    return torch.randn(24, 64, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_values_are_the_products_of_numbers_and_scales_in_any_rectangle(
+    name: str, dtype: str
+) -> None:
+    stored, expected = quantized(matrix(), CONFIGS[name])
+    tensors = {f"x.{end}": as_lazy(tensor) for end, tensor in stored.items()}
+    tensors["x.bias"] = as_lazy(torch.ones(24))
+    found = dequantize(tensors, CONFIGS[name], dtype, "here")
+    assert found.keys() == {"x.weight", "x.bias"}
+    weight = found["x.weight"]
+    rounded = expected.to(getattr(torch, dtype))
+    assert_same(as_torch(weight), rounded)
+    for height, width in ((1, 64), (5, 7), (24, 1), (3, 33)):
+        assert_same(in_rectangles(weight, height, width), rounded)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("gptq", gptq(group_size=32)),
+        ("gptq_v2", gptq(group_size=32, checkpoint_format="gptq_v2")),
+        ("gptq_act", gptq(group_size=32, desc_act=True)),
+        ("gptq_8", gptq(group_size=32, bits=8)),
+        ("awq", awq(group_size=32)),
+    ],
+)
+def test_matrices_of_gptqmodel_have_the_values_that_its_makers_read(
+    name: str, config: dict[str, Any]
+) -> None:
+    """GPTQModel 7.7 packed them; it and AutoAWQ 0.2.9 computed the weights, with scales in float32."""
+    stored = load_file(FIXTURES / "gptq-awq/golden.safetensors")
+    parts = {
+        key.removeprefix(f"{name}."): tensor
+        for key, tensor in stored.items()
+        if key.startswith(f"{name}.")
+    }
+    expected = parts.pop("expected")
+    tensors = {f"x.{end}": as_lazy(tensor) for end, tensor in parts.items()}
+    found = dequantize(tensors, config, "float32", "here")
+    assert_same(as_torch(found["x.weight"]), expected)
+
+
+def test_groups_of_neighbors_need_no_index() -> None:
+    stored, expected = quantized(matrix(), gptq())
+    del stored["g_idx"]
+    tensors = {f"x.{end}": as_lazy(tensor) for end, tensor in stored.items()}
+    found = dequantize(tensors, gptq(), "float32", "here")
+    assert_same(as_torch(found["x.weight"]), expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (gptq(bits=3), "gptq in the layout gptq with 3 bits; supported are gptq and gptq_v2"),
+        (gptq(checkpoint_format="marlin"), "in the layout marlin with 4 bits"),
+        (awq(version="GEMV"), "awq in the layout gemv with 4 bits; supported are gemm with 4 bits"),
+        (awq(bits=8), "awq in the layout gemm with 8 bits"),
+    ],
+)
+def test_other_layouts_are_refused(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedInput, match=words):
+        dequantize({}, config, None, "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("gptq", {"scales": None}, "there is no x.scales"),
+        ("gptq", {"qzeros": None}, "there is no x.qzeros"),
+        ("gptq", {"qweight": torch.zeros(8, 24)}, "expected int32 words"),
+        ("gptq", {"qzeros": torch.zeros(4, 4, dtype=torch.int32)}, r"expected qzeros \[4, 3\]"),
+        ("gptq", {"g_idx": torch.zeros(63, dtype=torch.int32)}, r"expected g_idx \[64\] int32"),
+        ("gptq", {"g_idx": None, "scales": torch.ones(3, 24)}, "expected qzeros"),
+        ("awq", {"scales": torch.ones(4, 24, dtype=torch.int32)}, "expected scales of floats"),
+        ("awq", {"qweight": torch.zeros(32, 3, dtype=torch.int32)}, "expected 2 groups of 16 inputs"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_fit_are_refused(
+    name: str, change: dict[str, torch.Tensor | None], words: str
+) -> None:
+    stored, _ = quantized(matrix(), CONFIGS[name])
+    parts = {end: tensor for end, tensor in {**stored, **change}.items() if tensor is not None}
+    tensors = {f"x.{end}": as_lazy(tensor) for end, tensor in parts.items()}
+    with pytest.raises(TensorMismatch, match=words):
+        dequantize(tensors, CONFIGS[name], None, "here")
+
+
+@pytest.mark.parametrize("group", [-1, 4])
+def test_an_index_of_a_group_without_scales_is_refused(group: int) -> None:
+    stored, _ = quantized(matrix(), gptq())
+    stored["g_idx"][5] = group
+    tensors = {f"x.{end}": as_lazy(tensor) for end, tensor in stored.items()}
+    weight = dequantize(tensors, gptq(), None, "here")["x.weight"]
+    with pytest.raises(TensorMismatch, match=r"here: x.g_idx: names group .* scales of 4 groups"):
+        as_torch(weight)
+
+
+def write(path: Path, config: dict[str, Any]) -> Path:
+    """The model of ModelOpt's fixtures with quantized matrices."""
+    path.mkdir()
+    described = json.loads((EXPORTS / "src/config.json").read_text())
+    (path / "config.json").write_text(json.dumps(described | config))
+    tensors = {name: tensor for name, tensor in SOURCE.items() if name not in MATRICES}
+    for name in MATRICES:
+        module = name.removesuffix(".weight")
+        stored, _ = quantized(SOURCE[name], config)
+        tensors |= {f"{module}.{end}": tensor.contiguous() for end, tensor in stored.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_a_quantized_model_becomes_a_megatron_checkpoint_and_a_plain_model(
+    name: str, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "quantized", CONFIGS[name])
+    outcome = run(
+        "convert", source, tmp_path / "core", "--saver", "core", "--tp", 2, "--dtype", "fp32"
+    )
+    assert outcome.status == 0, outcome.err
+    assert f"{len(MATRICES)} weights were rounded to 4 bits before" in outcome.err
+    megaconv.convert(tmp_path / "core", tmp_path / "plain", saver="hf", verify=True)
+    found = {
+        key: tensor
+        for file in (tmp_path / "plain").glob("*.safetensors")
+        for key, tensor in load_file(file).items()
+    }
+    assert found.keys() == SOURCE.keys()
+    for matrix_name in MATRICES:
+        _, expected = quantized(SOURCE[matrix_name], CONFIGS[name])
+        assert torch.equal(found[matrix_name], expected)
+    config = json.loads((tmp_path / "plain/config.json").read_text())
+    assert "quantization_config" not in config
+
+
+def test_a_model_with_a_damaged_index_leaves_no_output(tmp_path: Path) -> None:
+    source = write(tmp_path / "quantized", gptq())
+    tensors = load_file(source / "model.safetensors")
+    name = MATRICES[0].replace(".weight", ".g_idx")
+    tensors[name][0] = 99
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    outcome = run("convert", source, tmp_path / "out", "--saver", "core")
+    assert_refused(outcome, outcome.status, f"{name}: names group 99")
+    assert not (tmp_path / "out").exists()
