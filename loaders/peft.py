@@ -5,6 +5,7 @@ merging.
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 from megaconv.adapters.derived import EveryNth, Rows
@@ -57,10 +58,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     family, config = read_config(options.config / CONFIG_NAME)
     _refuse_more_than_pairs(adapter)
     known = adaptable_weights(family, config, HF)
-    pairs = (
-        pair
-        for module, weight in weights_of(adapter, family, config)
-        for pair in _pairs(module, weight, known, adapter)
+    modules = weights_of(adapter, family, config)
+    pairs = chain.from_iterable(
+        _pairs(module, weight, known, adapter) for module, weight in modules
     )
     opened = open_pairs(
         config, pairs,
@@ -130,11 +130,11 @@ def _of_experts(module: ModuleAdapter, weight: NativeTensor, adapter: Adapter) -
     rank = module.a.shape[0] // experts
     alpha = _alpha(module, adapter, experts)
     for expert in range(experts):
-        parts = {
-            name: tuple(region._replace(row=region.row - expert * rows) for region in regions)
-            for name, regions in weight.parts.items()
-            if regions[0].row // rows == expert
-        }
+        parts = {}
+        for name, regions in weight.parts.items():
+            if regions[0].row // rows == expert:
+                own = [region._replace(row=region.row - expert * rows) for region in regions]
+                parts[name] = tuple(own)
         one = NativeTensor(weight.name, parts, (rows, cols))
         a, b = Rows(module.a, expert * rank, rank), EveryNth(module.b, expert, experts)
         yield Pair(one, a, b, alpha, f"{module.module}, expert {expert}")

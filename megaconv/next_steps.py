@@ -227,17 +227,18 @@ def _parent(path: Path, below: list[Path]) -> CheckpointError | None:
 
 def _below(path: Path, is_checkpoint: Callable[[Path], bool]) -> Iterator[Path]:
     """Checkpoints one or two levels down. The checkpoints inside a checkpoint are not listed."""
-    for child in sorted(islice(path.iterdir(), _MOST)):
-        if child.is_symlink() or not child.is_dir():
-            continue
+    for child in _directories(path):
         if is_checkpoint(child):
             yield child
         else:
-            yield from (
-                inner
-                for inner in sorted(islice(child.iterdir(), _MOST))
-                if inner.is_dir() and not inner.is_symlink() and is_checkpoint(inner)
-            )
+            yield from filter(is_checkpoint, _directories(child))
+
+
+def _directories(path: Path) -> Iterator[Path]:
+    """The directories in a directory, without links. Of a huge directory, only the first entries are read."""
+    for child in sorted(islice(path.iterdir(), _MOST)):
+        if child.is_dir() and not child.is_symlink():
+            yield child
 
 
 def _start(path: Path) -> bytes:

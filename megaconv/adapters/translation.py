@@ -216,14 +216,11 @@ def open_pairs(
     for pair in pairs:
         rank = _rank(pair, where)
         parts = tuple(pair.weight.parts)
-        shared, length = a_name(parts), pair.length is not None
-        found = {
-            part: LowRank(
-                shared, b_name(part), rank, pair.alpha, length_name(part) if length else ""
-            )
-            for part in parts
-        }
+        shared_a = a_name(parts)
+        found: dict[str, LowRank] = {}
         for part in parts:
+            length = "" if pair.length is None else length_name(part)
+            found[part] = LowRank(shared_a, b_name(part), rank, pair.alpha, length)
             for name in of_each_expert(part, config.experts.count):
                 if name in weights:
                     raise TensorMismatch(

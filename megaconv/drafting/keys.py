@@ -101,13 +101,13 @@ def _kept_only(reference: Reference, base: Family) -> dict[str, Any]:
 
 def _dropped(draft: DraftedKeys, reference: Reference) -> DraftedKeys:
     """Leave out the declarations of keys that the architecture doesn't have."""
-    gone = [
-        each.names[0]
-        for each in draft.keys
-        if each.names
-        and not set(each.names) & (set(reference.defaults) | _ALWAYS)
-        and not _NEEDED & set(_read(each, reference.raw))
-    ]
+    present = set(reference.defaults) | _ALWAYS
+    gone = []
+    for each in draft.keys:
+        if not each.names or not present.isdisjoint(each.names):
+            continue
+        if _NEEDED.isdisjoint(_read(each, reference.raw)):
+            gone.append(each.names[0])
     if not gone:
         return draft
     return replace(

@@ -4,7 +4,6 @@ Other families may have the same function. If they all fix a field that the base
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from megaconv.drafting.computation import Function, differing
 from megaconv.drafting.known import Known
@@ -51,9 +50,9 @@ def _common_fields(known: Sequence[Known], base: Known) -> str:
     if len(known) < _ENOUGH:
         return ""
     first, *others = [each.family.fixed for each in known]
-    common: dict[str, Any] = {
-        name: value
-        for name, value in first.items()
-        if base.family.fixed.get(name) != value and all(each.get(name) == value for each in others)
-    }
-    return ", ".join(f"{name} = {value!r}" for name, value in common.items())
+    common = []
+    for name, value in first.items():
+        is_in_all = all(each.get(name) == value for each in others)
+        if is_in_all and base.family.fixed.get(name) != value:
+            common.append(f"{name} = {value!r}")
+    return ", ".join(common)

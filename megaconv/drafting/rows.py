@@ -196,11 +196,11 @@ class _Drafting:
     def without_absent(self, draft: DraftedRows) -> DraftedRows:
         """Leave out the rows whose tensors the class doesn't have."""
         surplus, known = self._surplus(draft), set(self.reference.tensors)
-        absent = [
-            row.canonical
-            for row in draft.rows
-            if _first_names(row, surplus) and not set(_first_names(row, surplus)) & known
-        ]
+        absent = []
+        for row in draft.rows:
+            names = _first_names(row, surplus)
+            if names and known.isdisjoint(names):
+                absent.append(row.canonical)
         if not absent:
             return draft
         return replace(

@@ -260,8 +260,19 @@ def _further_layers(config: ModelConfig) -> Mapping[str, str]:
 
 
 FAMILY = Family(
-    "glm5_next_text", ("Glm5NextTextModel",), "glm5_next_text", ROWS, keys=_KEYS, fixed=_FIXED,
-    only={**SILU, "attention_bias": False, "qk_rope_head_dim": 0}, aliases={"num_local_experts": "n_routed_experts"},
-    left_out=MTP_LEFT_OUT, unused=_further_layers, prefix="model.", complete=tied_without("lm_head.weight"),
-    features=("mla", "q_latent", "indexer"), recognized=None, proven="names",
-)  # fmt: skip
+    name="glm5_next_text",
+    architectures=("Glm5NextTextModel",),
+    model_type="glm5_next_text",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only={**SILU, "attention_bias": False, "qk_rope_head_dim": 0},
+    aliases={"num_local_experts": "n_routed_experts"},
+    left_out=MTP_LEFT_OUT,
+    unused=_further_layers,
+    prefix="model.",
+    complete=tied_without("lm_head.weight"),
+    features=("mla", "q_latent", "indexer"),
+    recognized=None,
+    proven="names",
+)

@@ -159,7 +159,17 @@ _FIXED = {
 }
 
 FAMILY = Family(
-    "hy_v4", ("HYV4ForCausalLM",), "hy_v4", ROWS, keys=_KEYS, fixed=_FIXED, only={**SILU, "attention_bias": False},
-    aliases={"num_local_experts": "n_routed_experts"}, left_out=MTP_LEFT_OUT, features=("mla", "q_latent", "indexer"),
-    other_names=_published_names, recognized=None, proven="names",
-)  # fmt: skip
+    name="hy_v4",
+    architectures=("HYV4ForCausalLM",),
+    model_type="hy_v4",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only={**SILU, "attention_bias": False},
+    aliases={"num_local_experts": "n_routed_experts"},
+    left_out=MTP_LEFT_OUT,
+    features=("mla", "q_latent", "indexer"),
+    other_names=_published_names,
+    recognized=None,
+    proven="names",
+)

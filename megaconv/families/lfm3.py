@@ -126,7 +126,17 @@ _KEYS = (
 _ONLY = {"conv_bias": False, "rope_scaling": None}
 
 FAMILY = Family(
-    "lfm3", ("Lfm3ForCausalLM",), "lfm3", ROWS, keys=_KEYS, fixed={**LLAMA_LIKE, "attention.qk_norm": True}, only=_ONLY,
-    aliases={"rms_norm_eps": "norm_eps"}, older={".self_attn.g_proj.weight": ".self_attn.gate_proj.weight"},
-    ignored=ROPE_FREQUENCIES, features=("qk_norm",), recognized=None, proven="names",
-)  # fmt: skip
+    name="lfm3",
+    architectures=("Lfm3ForCausalLM",),
+    model_type="lfm3",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed={**LLAMA_LIKE, "attention.qk_norm": True},
+    only=_ONLY,
+    aliases={"rms_norm_eps": "norm_eps"},
+    older={".self_attn.g_proj.weight": ".self_attn.gate_proj.weight"},
+    ignored=ROPE_FREQUENCIES,
+    features=("qk_norm",),
+    recognized=None,
+    proven="names",
+)

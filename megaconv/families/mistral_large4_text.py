@@ -254,8 +254,17 @@ _FIXED = {
 }
 
 FAMILY = Family(
-    "mistral_large4_text", ("MistralLarge4TextModel",), "mistral_large4_text", ROWS, keys=_KEYS, fixed=_FIXED,
-    only={**SILU, "attention_bias": False}, aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
-    left_out=MTP_LEFT_OUT, complete=tied_without("lm_head.weight", "output.weight"), features=("mla", "indexer"), recognized=None,
+    name="mistral_large4_text",
+    architectures=("MistralLarge4TextModel",),
+    model_type="mistral_large4_text",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only={**SILU, "attention_bias": False},
+    aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
+    left_out=MTP_LEFT_OUT,
+    complete=tied_without("lm_head.weight", "output.weight"),
+    features=("mla", "indexer"),
+    recognized=None,
     proven="names",
-)  # fmt: skip
+)

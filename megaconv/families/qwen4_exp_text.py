@@ -170,7 +170,17 @@ _KEYS = (
 _FIXED = HYBRID | {"layers.mlp": "experts", "experts.shared_gate": True}
 
 FAMILY = Family(
-    "qwen4_exp_text", ("Qwen4ExpForCausalLM",), "qwen4_exp_text", ROWS, keys=_KEYS, fixed=_FIXED, only=HYBRID_ONLY,
-    ignored=ROPE_FREQUENCIES, left_out=MTP_LEFT_OUT, complete=with_stored_form, features=HYBRID_FEATURES, recognized=None,
+    name="qwen4_exp_text",
+    architectures=("Qwen4ExpForCausalLM",),
+    model_type="qwen4_exp_text",
+    rows=ROWS,
+    keys=_KEYS,
+    fixed=_FIXED,
+    only=HYBRID_ONLY,
+    ignored=ROPE_FREQUENCIES,
+    left_out=MTP_LEFT_OUT,
+    complete=with_stored_form,
+    features=HYBRID_FEATURES,
+    recognized=None,
     proven="names",
-)  # fmt: skip
+)

@@ -117,8 +117,10 @@ def _layouts(config: ModelConfig, wanted: Wanted, gpu: Gpu) -> Iterator[tuple[La
 
 def _overlaps(wanted: Wanted, layout: Layout, recompute: Recompute) -> bool:
     """Return whether Megatron-LM can hide the exchange of experts' tokens. It can't if whole layers are recomputed."""
-    passes = layout.vpp > 1 or layout.pp == 1
-    return wanted.overlaps_experts and layout.ep > 1 and passes and recompute.granularity != "full"
+    if not wanted.overlaps_experts or recompute.granularity == "full":
+        return False
+    has_passes_to_overlap = layout.vpp > 1 or layout.pp == 1
+    return layout.ep > 1 and has_passes_to_overlap
 
 
 def _dense_sizes(config: ModelConfig, wanted: Wanted, gpu: Gpu) -> Iterator[tuple[int, int, int]]:

@@ -106,12 +106,15 @@ class FreeSlots:
     def _best(
         self, prompt: Sequence[int], adapter: int | None, rows: Mapping[int, Held]
     ) -> _Match | None:
-        matches = [
-            _Match(slot, count, count == len(held.tokens))
-            for slot, held in rows.items()
-            if held.adapter == adapter
-            and (count := common(prompt[:-1], held.tokens)) >= LEAST_REUSED
-        ]
+        # The last token of the prompt is computed in any case, because its logits are needed.
+        reusable = prompt[:-1]
+        matches = []
+        for slot, held in rows.items():
+            if held.adapter != adapter:
+                continue
+            count = common(reusable, held.tokens)
+            if count >= LEAST_REUSED:
+                matches.append(_Match(slot, count, count == len(held.tokens)))
         # A state after more tokens can't be turned back.
         usable = [match for match in matches if match.whole or not self._model.recurrent]
         return max(usable, key=lambda match: match.count, default=None)

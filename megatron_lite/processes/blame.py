@@ -30,12 +30,12 @@ def blamed(beats: Sequence[Beat], patience_s: float) -> int | None:
     A rank that reads or writes a file for hours is not to blame unless others wait for it.
     """
     stuck = [rank for rank, beat in enumerate(beats) if beat.still_s >= patience_s]
-    found = [
-        rank
-        for rank in stuck
-        if any(_waits(beats, other, rank) for other in stuck)
-        and not any(_waits(beats, rank, other) for other in range(len(beats)))
-    ]
+    found = []
+    for rank in stuck:
+        is_awaited = any(_waits(beats, other, rank) for other in stuck)
+        waits_itself = any(_waits(beats, rank, other) for other in range(len(beats)))
+        if is_awaited and not waits_itself:
+            found.append(rank)
     return max(found, key=lambda rank: beats[rank].still_s, default=None)
 
 

@@ -99,12 +99,11 @@ def step_of(optimizer: Any) -> int | None:
             inner = part.get("optimizer", part)
             given = [group["step"] for group in inner["param_groups"] if "step" in group]
             states = inner.get("state", {})
-            given += [states["common_step"]] if "common_step" in states else []
-            given += [
-                state["step"]
-                for state in list(states.values())[:1]
-                if isinstance(state, dict) and "step" in state
-            ]
+            if "common_step" in states:
+                given.append(states["common_step"])
+            first = next(iter(states.values()), None)
+            if isinstance(first, dict) and "step" in first:
+                given.append(first["step"])
             if given:
                 return max(map(updates, given))
         except (AttributeError, LookupError, TypeError, ValueError):

@@ -180,15 +180,9 @@ class _Encoder:
             return []
         if isinstance(pair.chosen, Plain) and not pair.chosen.given:
             # The common beginning of both texts is the question.
-            same = next(
-                place
-                for place, (one, other) in enumerate(zip_longest(chosen.ids, rejected.ids))
-                if one != other
-            )
-            return [
-                Encoded(ids, [False] * same + [True] * (len(ids) - same))
-                for ids, _ in (chosen, rejected)
-            ]
+            both = zip_longest(chosen.ids, rejected.ids)
+            question = next(place for place, (one, other) in enumerate(both) if one != other)
+            return [_with_question(chosen.ids, question), _with_question(rejected.ids, question)]
         return [chosen, rejected]
 
     def _example(self, example: Chat | Plain) -> Encoded:
@@ -226,3 +220,9 @@ class _Encoder:
         if answer[-1] != self._eod:
             answer = [*answer, self._eod]
         return Encoded(asked + answer, [False] * len(asked) + [True] * len(answer))
+
+
+def _with_question(ids: list[int], question: int) -> Encoded:
+    """Return a text whose first tokens are the question, which is not learned. question: number of these tokens."""
+    learned = [False] * question + [True] * (len(ids) - question)
+    return Encoded(ids, learned)

@@ -105,13 +105,10 @@ def _wholes(native: NativeTensor) -> Iterator[tuple[str, _Whole]]:
         expert = regions[0].row // rows if stacked else None
         module = Module(path, None if last == "weight" else last, expert, out, width, transposed)
         first = [region.col if transposed else region.row % rows for region in regions]
-        yield (
-            name,
-            _Whole(
-                module,
-                tuple((r.box.row0, r.box.row1, at) for r, at in zip(regions, first, strict=True)),
-            ),
-        )
+        runs = []
+        for region, output in zip(regions, first, strict=True):
+            runs.append((region.box.row0, region.box.row1, output))
+        yield name, _Whole(module, tuple(runs))
 
 
 def shares_of(native: NativeTensor, modules: Mapping[str, _Whole]) -> tuple[Share, ...]:
