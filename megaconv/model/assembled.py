@@ -18,7 +18,7 @@ from megaconv.model.training import MASTER, ParamGroup
 _log = logging.getLogger("megaconv")
 
 
-class Copy(NamedTuple):
+class SecondCopy(NamedTuple):
     """A second copy of the whole tensor, or of the part that `source` holds. It must equal the first copy."""
 
     part: "Part"
@@ -53,7 +53,7 @@ class Assembled:
     shape: Shape
     dtype: str
     parts: Sequence[Part]
-    copies: Sequence[Copy] = ()
+    copies: Sequence[SecondCopy] = ()
     shift: int = 0
     """The number that the native tensors have added to the canonical values."""
     _starts: list[int] | None = field(default=None, repr=False)
@@ -93,7 +93,7 @@ class Assembled:
             first -= 1
         return self.parts[first : bisect_right(self._starts, box.row1 - 1)]
 
-    def _compare(self, copy: Copy, wanted: Box, expected: Bytes) -> None:
+    def _compare(self, copy: SecondCopy, wanted: Box, expected: Bytes) -> None:
         found = np.empty(expected.shape, np.uint8)
         copy.part.read_into(wanted, found)
         if not np.array_equal(found, expected):
@@ -170,7 +170,7 @@ class _Found:
     is_shifted: bool
     """True if native tensors of this slot store values with a constant added."""
     parts: dict[str, list[Part]] = field(default_factory=dict)
-    copies: dict[str, list[Copy]] = field(default_factory=dict)
+    copies: dict[str, list[SecondCopy]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     shifts: dict[str, int] = field(default_factory=dict)
 
@@ -185,7 +185,7 @@ class _Found:
             if native.copy is not None or is_replica:
                 must_equal = self.strict or (native.copy is not None and native.copy.must_equal)
                 description = f"the copy {native.name} in {item.where}"
-                copies = [Copy(part, description, must_equal) for part in parts]
+                copies = [SecondCopy(part, description, must_equal) for part in parts]
                 self.copies.setdefault(name, []).extend(copies)
                 continue
             self.parts.setdefault(name, []).extend(parts)

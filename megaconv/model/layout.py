@@ -25,9 +25,9 @@ class Chunk(NamedTuple):
     """Encoder layers of this chunk, if the encoder has its own pipeline stages. None otherwise: the chunk
     with is_first holds all encoder layers."""
     ends_encoder: bool = False
+    """True for the last of the encoder's own stages."""
     starts_decoder: bool = False
-    """ends_encoder: this is the last of the encoder's own stages. starts_decoder: this is the first stage after them.
-    """
+    """True for the first stage after the encoder's own stages."""
 
     @classmethod
     def of_whole_model(cls, layers: int) -> "Chunk":
@@ -77,25 +77,31 @@ class Layout:
         first, stages = 0, self.pp * self.vpp
         for stage, layers in enumerate(self.stage_layers):
             chunk = Chunk(
-                stage % self.pp, stage // self.pp, first, layers, stage == 0, stage == stages - 1
+                pp_rank=stage % self.pp,
+                vpp_rank=stage // self.pp,
+                first_layer=first,
+                layers=layers,
+                is_first=stage == 0,
+                is_last=stage == stages - 1,
             )
             yield self._with_encoder(chunk) if self.encoder_stage_layers else chunk
             first += layers
 
     def _with_encoder(self, chunk: Chunk) -> Chunk:
-        rank, split = chunk.pp_rank, self.split_rank
+        rank = chunk.pp_rank
         start = sum(self.encoder_stage_layers[:rank])
         stop = sum(self.encoder_stage_layers[: rank + 1])
         return chunk._replace(
-            encoder=range(start, stop), ends_encoder=rank == split - 1, starts_decoder=rank == split
+            encoder=range(start, stop),
+            ends_encoder=rank == self.split_rank - 1,
+            starts_decoder=rank == self.split_rank,
         )
 
     def __str__(self) -> str:
-        sizes = ", ".join(
-            f"{name.upper()} {size}"
-            for name, size in self.sizes().items()
-            if size > 1 or name in ("tp", "pp")
-        )
+        shown = {
+            name: size for name, size in self.sizes().items() if size > 1 or name in ("tp", "pp")
+        }
+        sizes = ", ".join(f"{name.upper()} {size}" for name, size in shown.items())
         decoder = "+".join(map(str, self.stage_layers[self.split_rank :]))
         if self.encoder_stage_layers:
             encoder = "+".join(map(str, self.encoder_stage_layers))

@@ -20,7 +20,7 @@ from megaconv.model.spellings.separate import Separate
 STAGES = ("tower", "deepstack", "first", "encoder", "between", "retriever", "layer", "last", "mtp")
 """Places of a row's tensors, in model order."""
 
-SHARDED = ("core", "legacy", "meta", "trtllm")
+SHARDED_SCHEMES = ("core", "legacy", "meta", "trtllm")
 """Naming schemes whose files are sharded over tensor-parallel ranks."""
 
 COPIED_WITH = ("head", "itself", "decoder", "encoder_end", "stacks", "mtp")
@@ -143,7 +143,7 @@ class Row:
             held += members
         if sorted(held) != list(range(len(self.shapes))):
             raise self._wrong(f"{key} has to hold each of its tensors once")
-        if key.partition("_")[0] not in SHARDED:
+        if key.partition("_")[0] not in SHARDED_SCHEMES:
             return
         for spelling in spellings:
             refusal = spelling.refusal(self.tp)

@@ -21,9 +21,10 @@ class Sharded(NamedTuple):
     """Name of a rank's share, if shapes also need the whole size."""
 
 
-SHARDED = (
+SHARDED_SIZES = (
     Sharded("heads", "tp"),
-    Sharded("kv_heads", "tp", when="!compressed_layers"),  # the one key is on every rank
+    # In compressed layers, the only key is on every rank.
+    Sharded("kv_heads", "tp", when="!compressed_layers"),
     Sharded("out_groups", "tp", when="compressed"),
     Sharded("linear_key_heads", "tp", when="linear"),
     Sharded("linear_value_heads", "tp", when="linear"),
@@ -54,30 +55,35 @@ def rank_sizes(
     """
     whole, parallel = config.sizes(), layout.sizes()
     sizes = dict(whole)
-    for size, over, when, share in SHARDED:
-        if when is None or any(config.has(when, layer) for layer in range(config.layer_count)):
-            if size == "kv_heads" and layout.tp > whole[size]:
-                sizes[size] = _shared_head(
-                    whole[size],
-                    layout.tp,
-                    allowed=shares_heads and not config.has("wide_qk_norm"),
-                    gated=config.attention.output_gate,
-                )
-            else:
-                sizes[share or size] = divide(whole[size], parallel[over], size, RANKS[over])
+    for size, over, when, share in SHARDED_SIZES:
+        if when is not None and not _has_layer_with(config, when):
+            continue
+        if size == "kv_heads" and layout.tp > whole[size]:
+            sizes[size] = _shared_head(
+                whole[size],
+                layout.tp,
+                allowed=shares_heads and not config.has("wide_qk_norm"),
+                gated=config.attention.output_gate,
+            )
+        else:
+            sizes[share or size] = divide(whole[size], parallel[over], size, RANKS[over])
     return sizes
+
+
+def _has_layer_with(config: ModelConfig, feature: str) -> bool:
+    return any(config.has(feature, layer) for layer in range(config.layer_count))
 
 
 def own_shares(own: Mapping[str, int], layout: Layout) -> dict[str, int]:
     """One rank's share of the sizes that a layer has of its own. Raises LayoutError if a size can't be sharded."""
-    over = {size: kind for size, kind, _, _ in SHARDED}
+    over = {size: kind for size, kind, _, _ in SHARDED_SIZES}
     parallel = layout.sizes()
-    return {
-        size: divide(whole, parallel[over[size]], size, RANKS[over[size]])
-        if size in over
-        else whole
-        for size, whole in own.items()
-    }
+    shares = dict(own)
+    for size, whole in own.items():
+        if size in over:
+            kind = over[size]
+            shares[size] = divide(whole, parallel[kind], size, RANKS[kind])
+    return shares
 
 
 def _shared_head(kv_heads: int, tp: int, *, allowed: bool, gated: bool) -> int:
@@ -91,7 +97,8 @@ def _shared_head(kv_heads: int, tp: int, *, allowed: bool, gated: bool) -> int:
         raise LayoutError(
             f"{found} (only Megatron core from 0.16 on lets tensor ranks share a key/value head, and not where k is normed over all heads)"
         )
-    if gated:  # core splits q for each rank, but not the gate
+    if gated:
+        # Core splits q for each rank, but not the gate.
         raise LayoutError(
             f"{found} (Megatron core 0.16.1 can't share a key/value head where attention's output is gated)"
         )

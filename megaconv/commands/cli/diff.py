@@ -83,7 +83,8 @@ def diff(
 
     if not isfinite(tolerance):
         raise UsageError(f"--tolerance {tolerance}: is not a number; write one such as 1e-3")
-    if metadata and (stats or html or tolerance):
+    needs_weights = stats or html or tolerance
+    if metadata and needs_weights:
         raise UsageError(
             "--metadata reads no weights, which --stats, --html and --tolerance are about; leave one of them out"
         )
@@ -108,8 +109,9 @@ def diff(
         print_json(found.to_json() | ({} if moved is None else {"movement": moved.to_json()}))
     else:
         _print_summary(found, "names, shapes and dtypes: " if metadata else "")
-        for line in () if moved is None or not stats else moved.lines(blocks=has_blocks()):
-            show(line)
+        if stats and moved is not None:
+            for line in moved.lines(blocks=has_blocks()):
+                show(line)
         if every:
             _print_tensors(found)
         elif any(group.count > 1 for group in found.groups()):
