@@ -139,7 +139,7 @@ class Row:
         if key not in KEYS:
             raise self._wrong(f"{key!r} is not a naming scheme's key; known: {', '.join(KEYS)}")
         held: list[int] = []
-        for _, members in self.shared_out(spellings):
+        for _, members in self.with_members(spellings):
             held += members
         if sorted(held) != list(range(len(self.shapes))):
             raise self._wrong(f"{key} has to hold each of its tensors once")
@@ -159,7 +159,7 @@ class Row:
         # The scheme's keys are in order: its variant (`core_local`) comes before the scheme itself (`core`).
         return next((self.names[key] for key in naming.keys if key in self.names), ())
 
-    def shared_out(
+    def with_members(
         self, spellings: tuple[Separate, ...]
     ) -> Iterator[tuple[Separate, tuple[int, ...]]]:
         """Yield (spelling, numbers of the canonical tensors that it holds).
@@ -175,7 +175,7 @@ class Row:
 
     def templates(self, spelled: tuple[Separate, ...], rank: Rank) -> Iterator[Template]:
         """Yield the native tensors of the row on a rank. spelled: all spellings of the row in a naming scheme."""
-        for spelling, members in self.shared_out(spelled):
+        for spelling, members in self.with_members(spelled):
             yield from spelling.natives(self._pieces(members, rank))
 
     def _pieces(self, members: tuple[int, ...], rank: Rank) -> Pieces:

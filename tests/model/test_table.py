@@ -400,7 +400,7 @@ def test_a_row_has_as_many_shapes_and_names_as_canonical_tensors(family: str) ->
         count = len(expand(row.canonical))
         assert len(row.shapes) == count, row.canonical
         for naming in NAMINGS:
-            for spelling, members in row.shared_out(row.spelling(naming)):
+            for spelling, members in row.with_members(row.spelling(naming)):
                 assert len(expand(spelling.name)) == (1 if spelling.joins else len(members)), (
                     row.canonical,
                     naming,
