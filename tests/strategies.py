@@ -414,6 +414,8 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
     """A model that a naming can say, for `tp` ranks, `ep` times `etp` of its experts, to share."""
     layers, kv_heads = draw(st.integers(1, 5)), tp * draw(st.integers(1, 3))
     heads = kv_heads * (1 if family in ("gpt2", "bert", "t5") else draw(st.integers(1, 3)))
+    if family == "deepseek_v4":
+        heads *= COMPRESSED["compressed.out_groups"]
     special = (
         has_latent_attention(family) or has_linear_attention(family) or norms_all_heads(family)
     ) or bool(families()[family].fixed.get("attention.output_gate"))
