@@ -77,7 +77,7 @@ def read(path: Path) -> DcpMetadata:
     Raises CorruptCheckpoint if chunks don't cover their tensor exactly once, and UnsafeContent for a path outside the
     directory.
     """
-    top = pickle_guard.load(read_small(path, PICKLE_BYTES), source=str(path))
+    top = pickle_guard.load(_content(path), source=str(path))
     try:
         return _parse(path, _attributes(top))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -85,6 +85,16 @@ def read(path: Path) -> DcpMetadata:
         raise CorruptCheckpoint(
             f"{path}: is not the metadata of a distributed checkpoint {what}; save it again"
         ) from error
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_small(path, PICKLE_BYTES)
+    except CorruptCheckpoint as error:
+        if error.code != "missing-file":
+            raise
+        hint = "it lists all tensors. `cp *` leaves out names that begin with a dot: copy it too"
+        raise CorruptCheckpoint(f"{error}; {hint}", code=error.code) from None
 
 
 def _parse(path: Path, state: Mapping[str, Any]) -> DcpMetadata:

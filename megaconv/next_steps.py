@@ -177,6 +177,11 @@ def _directory(
         return UnknownFormat(
             f"{path}: is an empty directory; is this the right path, and is a download or a copy complete?"
         )
+    version = rank_files.find_version(path)
+    if version is not None and next(version.iterdir(), None) is None:
+        return UnknownFormat(
+            f"{version}: is an empty directory, which {path / rank_files.TRACKER} names; is the copy complete?"
+        )
     if path.name.startswith("mp_rank_") or (path / rank_files.MODEL_FILE).is_file():
         parent = path.absolute().parent
         root = parent

@@ -38,6 +38,12 @@ def a_file(name: str, content: bytes = b"") -> Callable[[Path], Path]:
     return make
 
 
+def empty_version(path: Path) -> Path:
+    (path / "release").mkdir(parents=True)
+    (path / "latest_checkpointed_iteration.txt").write_text("release")
+    return path
+
+
 def two_runs(path: Path) -> Path:
     shutil.copytree(CORE / "checkpoint", path / "a")
     shutil.copytree(CORE / "checkpoint", path / "b")
@@ -77,6 +83,7 @@ def test_an_error_about_many_checkpoints_below_lists_some_and_counts_the_rest(
     ("make", "words"),
     [
         (lambda path: path.mkdir() or path, ["is an empty directory"]),
+        (empty_version, ["/release: is an empty directory, which", "is the copy complete?"]),
         (
             touch("adapter_config.json", "adapter_model.safetensors"),
             ["is an adapter", "megaconv merge BASE "],

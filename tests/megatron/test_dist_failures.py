@@ -128,9 +128,9 @@ def test_metadata_that_asks_to_run_code_is_not_obeyed(checkpoint: Path, tmp_path
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("__1_0.distcp", ("no such file",)),
+        ("__1_0.distcp", ("no such file", "is the copy complete?")),
         ("common.pt", ("no such file", "args")),
-        (".metadata", ("no such file",)),
+        (".metadata", ("no such file", "begin with a dot")),
         ("metadata.json", ("incomplete",)),
     ],
 )

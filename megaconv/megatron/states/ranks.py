@@ -201,7 +201,7 @@ def _require_complete(ranks: Ranks, directory: Path) -> None:
         if missing:
             raise CorruptCheckpoint(
                 f"{directory}: there is no rank directory for {missing[0]}, "
-                f"pipeline rank {pp_rank}; the checkpoint has {sizes}",
+                f"pipeline rank {pp_rank}; the checkpoint has {sizes}. Is the copy complete?",
                 code="missing-file",
             )
 
