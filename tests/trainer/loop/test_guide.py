@@ -22,7 +22,7 @@ from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.run_options import model_options, optimizer_options
 from megatron_lite.settings.sizes import work_out
 from tests.trainer.data.chat_templates import MARKED, save_tokenizer
-from tests.trainer.loop.launches import LLAMA, train
+from tests.trainer.loop.launches import LLAMA, launch, train
 
 LINES = [{"prompt": f"{n}?", "completion": "The fox jumps over the dog."} for n in range(8)]
 
@@ -48,6 +48,24 @@ def test_the_short_form_trains_and_shows_what_comes_next(tmp_path: Path) -> None
     assert "loss of each step:" in log
     assert "megatron-lite chat --load tuned" in log
     assert "megaconv push tuned USER/NAME" in log
+
+
+def test_the_short_form_continues_no_run_of_another_model_or_objective(tmp_path: Path) -> None:
+    """It resumes without being asked to. It reported the other run's weights as its own, with exit status 0."""
+    small_model(tmp_path)
+    short = "--epochs 1 --lr 3e-2 --micro-batch-size 8"
+    train(tmp_path, 1, f"finetune base lines.jsonl --save tuned {short}")
+    (tmp_path / "base").rename(tmp_path / "other")
+    other = launch(tmp_path, 1, f"finetune other lines.jsonl --save tuned {short}")
+    assert other.wait() == [2], other.logs()
+    assert "--save tuned: holds a run that started from base, not from other" in other.log(0)
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "other").rename(tmp_path / "moved" / "base")
+    pairs = launch(tmp_path, 1, f"finetune moved/base lines.jsonl --dpo --save tuned {short}")
+    assert pairs.wait() == [2], pairs.logs()
+    assert "--save tuned: holds a run without --dpo" in pairs.log(0)
+    again = train(tmp_path, 1, f"finetune moved/base lines.jsonl --save tuned {short}")
+    assert "nothing left: the run has made its" in again.log(0)
 
 
 @pytest.mark.parametrize("lora", ["", "--lora-rank 4"])
