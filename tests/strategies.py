@@ -446,6 +446,9 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
     )
     if family == "retro":
         return changed(config, draw(retrieval_fields()))
+    if family == "biencoder":
+        towers = draw(st.sampled_from(("separate", "shared")))
+        return changed(config, {"retriever.towers": towers, "retriever.projection": 3})
     if family == "bert":
         old = naming in (HF, LEGACY) and draw(st.booleans())
         return changed(
