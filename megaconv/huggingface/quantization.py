@@ -81,7 +81,9 @@ def quantized_forms(
     """
     kind = options.quantize
     if kind not in QUANTIZATIONS:
-        raise UsageError(f"--quantize {kind}: is not known; choose {' or '.join(QUANTIZATIONS)}")
+        raise UsageError(
+            f"--quantize {kind}: is not known; choose one of {', '.join(QUANTIZATIONS)}"
+        )
     if header.config.has("compressed_layers"):
         raise NotExpressible(
             f"--quantize {kind}: is not supported for {header.config.family}, whose quantized files have another form; leave it out"

@@ -10,6 +10,11 @@ from megaconv.options.writing import SaveOptions
 
 _FOR_ALL = ("allow_lossy", "extra", "given")
 
+_INSTEAD = {
+    ("gguf", "quantize"): "--option gguf_type=q4_0 (or another type) quantizes its matrices"
+}
+"""(saver, field) -> another option with the effect that the caller may expect."""
+
 
 def refuse_unused(saver: str, used: Collection[str], options: SaveOptions) -> None:
     """Raises UsageError for an option that has no effect on this output, because the caller expects an effect.
@@ -23,8 +28,9 @@ def refuse_unused(saver: str, used: Collection[str], options: SaveOptions) -> No
         size_of_one = each.name in ("tp", "pp", "vpp", "ep", "etp") and value == 1
         chosen = value != getattr(unset, each.name) or each.name in options.given
         if each.name not in (*used, *_FOR_ALL) and chosen and not size_of_one:
+            instead = _INSTEAD.get((saver, each.name), "leave it out")
             raise UsageError(
-                f"{_spelled(each, value)}: has no effect with --saver {saver}; leave it out"
+                f"{_spelled(each, value)}: has no effect with --saver {saver}; {instead}"
             )
 
 

@@ -369,3 +369,8 @@ def test_a_wrong_value_in_a_config_is_reported_with_its_path(model: Path) -> Non
     assert_refused(
         convert(model), 3, f"{model / 'config.json'}: hidden_size should be a positive number"
     )
+
+
+def test_quantize_for_gguf_names_the_option_that_does_it(model: Path) -> None:
+    outcome = convert(model, "--quantize", "q4_0", saver="gguf")
+    assert_refused(outcome, 2, "has no effect with --saver gguf", "--option gguf_type=q4_0")

@@ -66,7 +66,7 @@ def check_options(options: SaveOptions, formats: tuple[str, ...] = ("torch",)) -
     check_iteration(options)
     if options.ckpt_format not in formats:
         raise UsageError(
-            f"checkpoint format {options.ckpt_format!r} can't be written; choose {' or '.join(formats)}"
+            f"checkpoint format {options.ckpt_format!r} can't be written; choose one of {', '.join(formats)}"
         )
     if options.vocab_padding not in ("repeat", "zero"):
         raise UsageError(
