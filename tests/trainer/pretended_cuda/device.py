@@ -255,7 +255,7 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any], *, on_gpu: bool) -> A
     args, kwargs = tree_map(held_of, args), tree_map(held_of, kwargs)
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": torch.device(_HOST["device"] if on_gpu else "cpu")}
-    kernel = KERNELS.get(func, func)
+    kernel = KERNELS.get(func, func) if on_gpu else func
     if not on_gpu and _HOST["device"] == "meta":
         args, kwargs = tree_map(_to_host, args), tree_map(_to_host, kwargs)
     if on_gpu and is_random(func):
