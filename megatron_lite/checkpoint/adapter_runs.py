@@ -25,6 +25,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Key
 from megatron_lite.checkpoint.adapters import gather_adapters, init_adapters, load_adapters
 from megatron_lite.checkpoint.peft import adapter_files, read_adapter, safetensors_bytes
+from megatron_lite.checkpoint.same_run import check_same_start
 from megatron_lite.checkpoint.saver import has_checkpoint
 from megatron_lite.checkpoint.snapshot import Snapshot
 from megatron_lite.checkpoint.state import Progress
@@ -107,7 +108,6 @@ def _continued(settings: Settings, version: Path, config: ModelConfig) -> Adapte
         raise UsageError(
             f"--resume: {version} is not a checkpoint of adapters; leave --lora-rank out to continue its run"
         )
-    options, weights = _read(settings, version, config)
     state = read_json(version / STATE, CONFIG_BYTES)
     try:
         progress, base = Progress(**state["progress"]), str(state["base"])
@@ -116,6 +116,8 @@ def _continued(settings: Settings, version: Path, config: ModelConfig) -> Adapte
         raise CorruptCheckpoint(
             f"{version / STATE}: is not the state of a run ({error})"
         ) from error
+    check_same_start(settings, str(version.parent), base)
+    options, weights = _read(settings, version, config)
     tensors: dict[Key, LazyTensor] = {Key(name): tensor for name, tensor in weights.items()}
     if (version / OPTIMIZER).is_file() and not settings.checkpointing.no_load_optim:
         for stored, tensor in safetensors.read(version / OPTIMIZER).items():

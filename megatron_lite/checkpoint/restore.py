@@ -25,6 +25,7 @@ from megaconv.model.training import ADAM, MASTER, SGD
 from megaconv.store_inputs import is_store
 from megatron_lite.checkpoint import amax
 from megatron_lite.checkpoint.places import holds_checkpoint, readable
+from megatron_lite.checkpoint.same_run import check_same_run
 from megatron_lite.checkpoint.state import (
     Progress,
     read_arguments,
@@ -67,8 +68,7 @@ def find_start(settings: Settings, *, finetune: bool) -> Start | None:
     saved = saving.save if saving.save and holds_checkpoint(saving.save) else None
     if saved is not None and saving.resume and not settings.lora.wanted:
         start = _open(saved, settings, continued=True)
-        if settings.logging.guide:
-            _check_same_run(settings, saved, start.arguments)
+        check_same_run(settings, saved, start.arguments)
         return start
     if saved is None:
         _refuse_model(saving.save)
@@ -125,29 +125,6 @@ def find_reference(settings: Settings) -> Start:
     """Open the weights of --load, whatever --save holds. Raises CheckpointError."""
     assert settings.checkpointing.load is not None
     return _open(settings.checkpointing.load, settings, continued=False)
-
-
-def _check_same_run(settings: Settings, saved: str, before: Mapping[str, Any]) -> None:
-    """Check that `finetune MODEL DATA` continues its own run, because this form resumes without being asked to.
-
-    before: the arguments of the run in `saved`. Raises UsageError.
-    """
-    load = settings.checkpointing.load
-    remedy = "choose another directory for --save, or pass what that run was given"
-    if "load" in before and _last_name(before["load"]) != _last_name(load):
-        begin = "random weights" if before["load"] is None else before["load"]
-        raise UsageError(
-            f"--save {saved}: holds a run that started from {begin}, not from {load}; {remedy}"
-        )
-    for name, value in (("dpo", settings.dpo.dpo), ("grpo", settings.grpo.grpo)):
-        if name in before and bool(before[name]) != value:
-            trained = "without" if value else "with"
-            raise UsageError(f"--save {saved}: holds a run {trained} --{name}; {remedy}")
-
-
-def _last_name(place: str | None) -> str:
-    """The last part of a path or Hub id. It stays if the directory is moved, or spelled in another way."""
-    return "" if place is None else Path(place).name
 
 
 def _check_base(settings: Settings, saved: str | None) -> None:

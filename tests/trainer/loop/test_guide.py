@@ -1,6 +1,7 @@
 """`--guide`: answers before and after, the curve, the next commands, and the check of memory."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,14 @@ def test_the_short_form_continues_no_run_of_another_model_or_objective(tmp_path:
     pairs = launch(tmp_path, 1, f"finetune moved/base lines.jsonl --dpo --save tuned {short}")
     assert pairs.wait() == [2], pairs.logs()
     assert "--save tuned: holds a run without --dpo" in pairs.log(0)
+    adapted = f"lines.jsonl --save adapted --lora-rank 2 {short}"
+    train(tmp_path, 1, f"finetune moved/base {adapted}")
+    shutil.copytree(tmp_path / "moved" / "base", tmp_path / "other")
+    other = launch(tmp_path, 1, f"finetune other {adapted}")
+    assert other.wait() == [2], other.logs()
+    assert "--save adapted: holds a run that started from moved/base, not from other" in other.log(
+        0
+    )
     again = train(tmp_path, 1, f"finetune moved/base lines.jsonl --save tuned {short}")
     assert "nothing left: the run has made its" in again.log(0)
 
