@@ -57,22 +57,27 @@ def gated_delta_rule(
 
     decay = in_chunks(g.to(dtype), chunk).cumsum(2)
     bounds = None if documents is None else boundaries(documents, chunk)
-    factors = _Factors.of(passed(decay, bounds), between=decay_between(decay, bounds))
+    between = decay_between(decay, bounds)
+    factors = _Factors.of(passed(decay, bounds), between)
 
     heads_per_key = v.shape[2] // k.shape[2]
     key_of_head = keys.repeat_interleave(heads_per_key, 2)
     key_key = _products(keys, keys, heads_per_key)
     parts = _written_parts(key_key, key_of_head, values, strengths, factors)
-    before, written, last = _pass_on(parts, key_of_head * factors.out, factors.through, state)
+    keys_at_end = key_of_head * factors.out
+    before, written, last = _pass_on(parts, keys_at_end, factors.through, state)
 
     query_key = _products(queries, keys, heads_per_key)
-    from_chunk = (query_key * factors.between) @ written
+    weights_of_chunk = query_key * factors.between
+    from_chunk = weights_of_chunk @ written
     query_of_head = queries.repeat_interleave(heads_per_key, 2)
-    from_state = (query_of_head * factors.into) @ before
+    query_of_state = query_of_head * factors.into
+    from_state = query_of_state @ before
     y = from_chunk + from_state
 
     by_token = y.transpose(2, 3).flatten(1, 2)
-    without_padding = by_token[:, : v.shape[1]]
+    tokens = v.shape[1]
+    without_padding = by_token[:, :tokens]
     return without_padding.to(v.dtype), last
 
 

@@ -91,7 +91,9 @@ def _chunked(
     from_chunk = _read_chunk(queries, keys, between, inputs)
 
     inputs_at_end = inputs * factors.out.unsqueeze(-1)
-    added = _by_group(inputs_at_end, groups=wide.b.shape[2]).transpose(-1, -2) @ keys
+    groups = wide.b.shape[2]
+    inputs_by_group = _by_group(inputs_at_end, groups)
+    added = inputs_by_group.transpose(-1, -2) @ keys
     before, last = _pass_on(added, factors.through, state)
     stored = _read_state(queries, before).reshape(inputs.shape)
     from_state = stored * factors.into.unsqueeze(-1)
