@@ -134,7 +134,6 @@ FAMILY = Family(
     fixed={**LLAMA_LIKE, "attention.qk_norm": True},
     only=_ONLY,
     aliases={"rms_norm_eps": "norm_eps"},
-    older={".self_attn.g_proj.weight": ".self_attn.gate_proj.weight"},
     ignored=ROPE_FREQUENCIES,
     features=("qk_norm",),
     recognized=None,

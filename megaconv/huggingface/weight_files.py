@@ -46,6 +46,8 @@ _STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
 transformers 5 has them; Qwen 3 VL on the Hub has each one transposed.
 """
+_OF_CLASS = ".self_attn.g_proj."
+"""Part of the names that transformers' class has for a tensor of LFM 3, whose published files have another name for it."""
 _SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+(\.safetensors|\.bin)")
 """File names of parts of a model, to which an index belongs."""
 _SUFFIXES = (
@@ -266,7 +268,13 @@ def hf_namings(names: Collection[str]) -> tuple[Naming, ...]:
         return (HF, HF_SEPARATE)
     if any(_FUSED in name for name in names):
         return (HF, HF_FUSED, HF_FUSED_HALVED)
-    found = (HF, HF_STACKED, HF_STACKED_TRANSPOSED) if stacked else (HF,)
+    # The gate of a family with experts has this name in published files as well.
+    is_of_class = any(_OF_CLASS in name for name in names) and not any(
+        ".experts." in name for name in names
+    )
+    found: tuple[Naming, ...] = (HF, HF_STACKED) if is_of_class else (HF,)
+    if stacked:
+        found = (HF, HF_STACKED, HF_STACKED_TRANSPOSED)
     return (
         tuple(map(with_mtp_stacked, found))
         if any(name.startswith("mtp.") for name in stacked)

@@ -82,6 +82,9 @@ FOLLOWS = {
     "layers.rotates": ("layers.chunk",),
     "mlp.ffn": ("layers.ffn",),
     "layers.mlp": ("mlp.ffn",),
+    **dict.fromkeys(
+        ("ngrams.size", "ngrams.heads", "ngrams.vocab", "ngrams.multiple"), ("layers.ngram_rows",)
+    ),
     "layers.mixer": ("layers.window", "layers.indexed", "layers.ngram_rows"),
     "layers.ffn": ("use_double_wide_mlp",),
     "layers.keys_as_values": ("layers.kv_heads",),

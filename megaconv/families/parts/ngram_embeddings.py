@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from formats.tensor import LazyTensor
-from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.errors import CorruptCheckpoint
 from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, need_size
 from megaconv.model.ceilings import EXPERTS, VOCABULARY
 from megaconv.model.config import ModelConfig
@@ -109,7 +109,7 @@ def _layers(raw: Raw, mixers: Sequence[str]) -> list[int]:
     chosen = sorted({layer - 1 for layer in listed})
     for layer in chosen:
         if mixers[layer] != "linear":
-            raise NotExpressible(
+            raise CorruptCheckpoint(
                 f"{CONFIG_NAME}: {_LAYERS} has layer {layer + 1}, which is no layer of linear_attention; only these are supported"
             )
     if chosen and raw.get("eos_token_id") in (None, []):
