@@ -15,7 +15,7 @@ from megatron_lite.settings.arguments import DESCRIPTIONS, make_parser, parse
 from megatron_lite.settings.help_text import short_help
 from megatron_lite.settings.short_form import ShortForm, positionals
 
-USAGE = """usage: megatron_lite COMMAND [FLAGS]
+USAGE = """usage: megatron-lite COMMAND [FLAGS]
 
 commands:
   pretrain     {pretrain}
@@ -37,7 +37,7 @@ commands:
   plot         Draw the curves of runs side by side, in the terminal or as a page.
   completion   Print a script that completes commands and flags in bash, zsh or fish.
 
-`megatron_lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:
+`megatron-lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:
   torchrun --nproc-per-node 4 -m megatron_lite pretrain --tensor-model-parallel-size 2 ...
 """
 

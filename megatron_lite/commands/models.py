@@ -46,7 +46,7 @@ def _trained(family: str) -> str:
 
 def main(words: Sequence[str]) -> int:
     argparse.ArgumentParser(
-        prog="megatron_lite models", description="Lists the families of models."
+        prog="megatron-lite models", description="Lists the families of models."
     ).parse_args(words)
     print(table(), reasons(), sep="\n", end="")
     return 0

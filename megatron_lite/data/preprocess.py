@@ -15,12 +15,12 @@ from megaconv.errors import CheckpointError, Interrupted, UsageError
 from megaconv.local_paths import local_path, local_word
 
 EXAMPLES = """examples:
-  python -m megatron_lite preprocess --input corpus.jsonl --output-prefix corpus --append-eod \\
+  megatron-lite preprocess --input corpus.jsonl --output-prefix corpus --append-eod \\
       --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt --workers 8
-  python -m megatron_lite preprocess --input 'data/*.jsonl.zst' extra.parquet --output-prefix corpus --json-keys text title \\
+  megatron-lite preprocess --input 'data/*.jsonl.zst' extra.parquet --output-prefix corpus --json-keys text title \\
       --tokenizer-model Llama-2-7b --append-eod
-  python -m megatron_lite preprocess --input books/ --output-prefix books --append-eod --tokenizer-model Llama-2-7b
-  zcat corpus.jsonl.gz | python -m megatron_lite preprocess --input - --output-prefix corpus \\
+  megatron-lite preprocess --input books/ --output-prefix books --append-eod --tokenizer-model Llama-2-7b
+  zcat corpus.jsonl.gz | megatron-lite preprocess --input - --output-prefix corpus \\
       --tokenizer-model tokenizer.model
 
 writes PREFIX_KEY_document.bin and .idx for every key; --data-path wants PREFIX_KEY_document."""
@@ -33,7 +33,7 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="megatron_lite preprocess", epilog=EXAMPLES, allow_abbrev=False,
+        prog="megatron-lite preprocess", epilog=EXAMPLES, allow_abbrev=False,
         description="Turn text into Megatron's indexed files. Flags are Megatron-LM's.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

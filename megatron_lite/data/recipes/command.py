@@ -60,7 +60,7 @@ class _Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all recipes."""
     parser = _Parser(
-        prog="megatron_lite data",
+        prog="megatron-lite data",
         description="Prepare a corpus of text.",
         allow_abbrev=False,
     )
