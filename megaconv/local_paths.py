@@ -10,8 +10,9 @@ from pathlib import Path
 
 from megaconv.errors import UsageError
 
-_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
-"""Matches a URI with one slash too, because a Path reduces two slashes to one. A Windows drive has only one letter."""
+_URI = re.compile(r"\s*([A-Za-z][A-Za-z0-9+._-]+):/")
+"""Matches a URI with one slash too, because a Path reduces two slashes to one. A Windows drive has only one letter.
+Spaces may precede the URI, as in a badly quoted variable."""
 
 
 def local_path(place: str | Path) -> Path:

@@ -24,6 +24,8 @@ URIS = (
     "file:///tmp/out",
     "S3://b",
     "msc://profile/x",
+    " s3://bucket/out",
+    "my_store://bucket/out",
 )
 
 
