@@ -18,6 +18,7 @@ from formats.lazy_numpy import np
 from formats.tensor import LazyTensor, Shape, matrix_shape, read_tensor, reshaped
 from megaconv.errors import CorruptCheckpoint, TensorMismatch, UnsupportedInput
 from megaconv.model.check import well_formed
+from megaconv.values.beside_weights import needed
 from megaconv.values.four_bits import MXFP4_GROUP, Mxfp4Tensor
 from megaconv.values.modelopt import scales_of_activations
 from megaconv.values.packed_words import ColumnWords, RowWords
@@ -147,7 +148,7 @@ def _from_mxfp4(
     module: str, tensors: Mapping[str, LazyTensor], dtype: str, where: str
 ) -> Mxfp4Tensor:
     packed = tensors[module + _PACKED]
-    scales = _needed(module + _SCALE, tensors, where)
+    scales = needed(module + _SCALE, tensors, where)
     rows, half = matrix_shape(packed.shape)
     columns = 2 * half
     grid = (rows, columns // MXFP4_GROUP)
@@ -188,7 +189,7 @@ def _words(count: int, bits: int) -> int:
 
 def _sizes(module: str, tensors: Mapping[str, LazyTensor], where: str) -> Shape:
     """The shape of a packed weight. It is stored as a tensor."""
-    stored = _needed(module + _SHAPE, tensors, where)
+    stored = needed(module + _SHAPE, tensors, where)
     if stored.dtype not in ("int32", "int64") or tuple(stored.shape) != (2,):
         raise TensorMismatch(
             f"{where}: {module}{_SHAPE} is {list(stored.shape)} {stored.dtype}; expected [2] int64",
@@ -205,7 +206,7 @@ def _plain(
     dtype: str,
     where: str,
 ) -> ScaledTensor:
-    scales = _needed(module + _SCALE, tensors, where)
+    scales = needed(module + _SCALE, tensors, where)
     block = _block(tuple(codes.shape), tuple(scales.shape), units)
     is_quantized = codes.dtype in ("float8_e4m3fn", "int8")
     if block is None or not is_quantized or scales.dtype not in _FLOATS:
@@ -259,10 +260,3 @@ def _block(shape: Shape, scales: Shape, units: set[tuple[int, int]]) -> tuple[in
 def _blocks(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
     """The number of blocks down and across. The last ones may be smaller."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
-
-
-def _needed(name: str, tensors: Mapping[str, LazyTensor], where: str) -> LazyTensor:
-    found = tensors.get(name)
-    if found is None:
-        raise TensorMismatch(f"{where}: there is no {name}", code="missing-tensor")
-    return found

@@ -22,6 +22,7 @@ from formats.lazy_numpy import np
 from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, read_tensor
 from megaconv.errors import TensorMismatch, UnsupportedInput
 from megaconv.model.check import well_formed
+from megaconv.values.beside_weights import needed
 from megaconv.values.packed_words import ColumnWords, RowWords
 from megaconv.values.rounding import rounded
 from megaconv.values.scaled import read_floats
@@ -138,7 +139,7 @@ def _plain(
     module: str, tensors: Mapping[str, LazyTensor], settings: Settings, dtype: str, where: str
 ) -> GroupedMatrix:
     words, zeros, scales = (
-        _needed(module + part, tensors, where) for part in (_WORDS, _ZEROS, _SCALES)
+        needed(module + part, tensors, where) for part in (_WORDS, _ZEROS, _SCALES)
     )
     groups = tensors.get(module + _GROUPS) if settings.method == "gptq" else None
     numbers = _numbers(words, settings)
@@ -184,10 +185,3 @@ def _zero_points(words: LazyTensor, shape: Shape, settings: Settings) -> LazyTen
     if settings.method == "awq":
         return RowWords(words, shape, settings.bits, order=_AWQ_ORDER)
     return RowWords(words, shape, settings.bits, adds_one=settings.layout == "gptq")
-
-
-def _needed(name: str, tensors: Mapping[str, LazyTensor], where: str) -> LazyTensor:
-    found = tensors.get(name)
-    if found is None:
-        raise TensorMismatch(f"{where}: there is no {name}", code="missing-tensor")
-    return found

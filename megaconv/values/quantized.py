@@ -13,6 +13,7 @@
     ModelOpt's FP8, INT8, INT4      `modelopt.py`
     compressed-tensors              `compressed_tensors.py`
     GPTQ, AWQ                       `gptq.py`
+    bitsandbytes                    `bitsandbytes.py`
 
 Products are computed in float32, where they are exact or rounded once, and then rounded to nearest even. `four_bits.py` has
 those of 4 bits. Source: README_WEIGHTS.md and inference/kernel.py of DeepSeek-V3.
@@ -26,7 +27,7 @@ from typing import Any
 from formats.tensor import LazyTensor, matrix_shape, reshaped
 from megaconv.errors import TensorMismatch, UnsupportedInput
 from megaconv.families.parts.hf_config import quant_method, quantization
-from megaconv.values import compressed_tensors, gptq, modelopt
+from megaconv.values import bitsandbytes, compressed_tensors, gptq, modelopt
 from megaconv.values.cast import CastTensor
 from megaconv.values.four_bits import MXFP4_GROUP, NVFP4_GROUP, Mxfp4Tensor, NvFp4Tensor
 from megaconv.values.scaled import ScaledTensor
@@ -70,6 +71,8 @@ def dequantize(
             return modelopt.dequantize(tensors, form, dtype, where)
         _require_nvfp4(settings, where)
         return _from_nvfp4(tensors, dtype, where)
+    if method == "bitsandbytes":
+        return bitsandbytes.dequantize(tensors, dtype, where)
     if method in gptq.METHODS:
         packing = gptq.settings_of(method, quantization(config), where)
         return gptq.dequantize(tensors, packing, dtype, where)

@@ -10,7 +10,7 @@ from formats.regular_files import read_json
 from megaconv.errors import CorruptCheckpoint, UnsupportedInput
 from megaconv.families.parts.keys import CONFIG_NAME
 
-QUANT_METHODS = ("fp8", "mxfp4", "modelopt", "compressed-tensors", "gptq", "awq")
+QUANT_METHODS = ("fp8", "mxfp4", "modelopt", "compressed-tensors", "gptq", "awq", "bitsandbytes")
 """Supported values of quant_method in config.json."""
 
 
