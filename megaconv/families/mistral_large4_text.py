@@ -189,18 +189,20 @@ def _read_layers(raw: Raw) -> Fields:
 def _require_sources(sources: list[Any], rotates: tuple[bool, ...]) -> None:
     """Raise an error unless each layer takes what transformers gives it: the latent vectors of the last layer before it
     that gives them to others and rotates if it does."""
-    given: dict[bool, int] = {}
     for layer, source in enumerate(sources):
         if type(source) is not int or not 0 <= source <= layer or sources[source] != source:
             raise CorruptCheckpoint(
                 f"{CONFIG_NAME}: {_SOURCES} gives layer {layer} the source {source!r}; expected the layer or an earlier one that is its own"
             )
-        if source == layer and layer in sources[layer + 1 :]:
-            given[rotates[layer]] = layer
-        elif source != layer and given.get(rotates[layer]) != source:
+    givers = {source for layer, source in enumerate(sources) if source != layer}
+    last: dict[bool, int] = {}
+    for layer, source in enumerate(sources):
+        if layer in givers:
+            last[rotates[layer]] = layer
+        elif source != layer and last.get(rotates[layer]) != source:
             raise NotExpressible(
                 f"{CONFIG_NAME}: {_SOURCES} gives layer {layer} the source {source}, but the last source that {_ROTATING} makes "
-                f"like it is {given.get(rotates[layer])}, which is the one that transformers takes"
+                f"like it is {last.get(rotates[layer])}, which is the one that transformers takes"
             )
 
 
