@@ -850,6 +850,11 @@ UNTRAINED = {
 }  # fmt: skip
 """Models that Megatron core computes, and that the trainer doesn't train."""
 CONVERTED = {
+    "glm_moe_dsa, shared indexers": Variant(
+        "glm_moe_dsa",
+        {**LATENT, **INDEXER, "n_group": 1, "topk_group": 1, "indexer_types": ["full", "shared", "full", "shared"]},
+        {"all positions": {"index_topk": 64}, "epsilon": {"rms_norm_eps": 1e-5}},
+    ),
     "axk2": Variant(
         "axk2",
         {**LATENT, **INDEXER, "gated_norm_rank": 3, "mlp_layer_types": ["dense", "sparse"] * 2, "rms_norm_eps": 1e-3},

@@ -11,7 +11,6 @@ conversion_mapping.py of transformers 5.23, and the names and shapes of the publ
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
@@ -27,7 +26,7 @@ from megaconv.families.parts.deepseek_experts import (
 )
 from megaconv.families.parts.hyper_connections import HYPER_KEYS, hyper_connections
 from megaconv.families.parts.indexer import indexer_keys, sparse_attention
-from megaconv.families.parts.indexer_types import indexer_types
+from megaconv.families.parts.indexer_types import indexer_types, indexers_where_owned
 from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, need_number, number
 from megaconv.families.parts.latent_attention import LATENT_NORMS, latent_heads
 from megaconv.families.parts.mtp import MTP_LEFT_OUT
@@ -50,11 +49,7 @@ _STACKED: dict[str, Spelling] = {
 """transformers reads no other form of this architecture's experts."""
 
 
-def _with_own_index(row: Row) -> Row:
-    return replace(row, when="own_index") if ".indexer." in row.canonical else row
-
-
-_LATENT = tuple(_with_own_index(row) for row in sparse_attention(halves=True))
+_LATENT = indexers_where_owned(sparse_attention(halves=True))
 _STREAMS = hyper_connections(
     (
         _LAYER + "hc_attn_layer.hc_pre.hc_",

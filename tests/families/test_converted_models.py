@@ -125,7 +125,10 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 
 NO_NAMES = "has no names in Megatron's formats"
-REFUSALS = {"molmo2_text, some layers scaled": "layers.scales_positions|norms on q and k"}
+REFUSALS = {
+    "molmo2_text, some layers scaled": "layers.scales_positions|norms on q and k",
+    "glm_moe_dsa, shared indexers": "layers.shares_index|it has experts",
+}
 """The reasons for which Megatron refuses models of families that it otherwise supports."""
 
 

@@ -177,11 +177,17 @@ def test_options_that_are_not_known_or_not_for_the_model_are_refused(tmp_path: P
     [
         {"indexer_types": ["full", "shared", "full"]},
         {"index_topk_pattern": "FSF"},
-        {"index_topk_freq": 2},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 1},
     ],
 )
-def test_layers_that_share_an_indexers_choice_are_refused(
+def test_layers_that_share_an_indexers_choice_have_no_indexer(
     keys: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(NotExpressible, match="share another one's choice"):
-        write_model(tmp_path / "hf", "glm_moe_dsa", **keys)
+    """As in GLM-5.2, whose layer for multi-token prediction has one."""
+    hf = write_model(tmp_path / "hf", "glm_moe_dsa", num_nextn_predict_layers=1, **SIZES, **keys)
+    with_indexer = {name.split(".")[2] for name in weights_of(hf) if ".indexer." in name}
+    assert with_indexer == {"0", "2", "3"}
+    megaconv.convert(hf, tmp_path / "out", saver="hf", verify=True)
+    assert_same(tmp_path / "out", hf)
+    with pytest.raises(NotExpressible, match=r"layers\.shares_index"):
+        megaconv.convert(hf, tmp_path / "core", saver="core")

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families.parts.keys import (
@@ -16,6 +17,7 @@ from megaconv.families.parts.keys import (
 )
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import one_or_each
+from megaconv.model.table import Row
 
 _TYPES, _PATTERN = "indexer_types", "index_topk_pattern"
 _FREQUENCY, _OFFSET = "index_topk_freq", "index_skip_topk_offset"
@@ -43,6 +45,16 @@ def indexer_types(usual: Callable[[Raw, int], list[str]], *older: str) -> Keys:
         return {"layers.shares_index": one_or_each(tuple(_WORDS[word] for word in words))}
 
     return Keys((_TYPES, *older), read, _write)
+
+
+def indexers_where_owned(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows, with those of indexers only for the layers that have one."""
+    return tuple(
+        replace(row, when="own_index")
+        if row.stage == "layer" and ".indexer." in row.canonical
+        else row
+        for row in rows
+    )
 
 
 def _write(config: ModelConfig) -> Raw:
