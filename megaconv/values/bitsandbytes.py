@@ -34,7 +34,7 @@ _MAP, _SCALES = ".quant_map", ".absmax"
 _NESTED_MAP, _NESTED_SCALES = ".nested_quant_map", ".nested_absmax"
 _STATE_BYTES = 1 << 16
 """Most bytes of a weight's JSON. Those of bitsandbytes have some hundred."""
-_INVERSE_OF_127 = np.float32(7.874015748031496e-3)
+_INVERSE_OF_127 = 7.874015748031496e-3
 
 
 def dequantize(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> dict[str, LazyTensor]:

@@ -209,7 +209,7 @@ def test_an_error_about_many_missing_tensors_names_some_and_counts_the_rest(head
         )
     )
     with pytest.raises(
-        TensorMismatch, match=r"without 1000 tensors .*: t0, t1, .*, t7 and 992 more$"
+        TensorMismatch, match=r"without 1,000 tensors .*: t0, t1, .*, t7 and 992 more$"
     ):
         stream.end(0)
 

@@ -28,7 +28,7 @@ Numbers = tuple[int, ...]
 _States = Mapping[Numbers, Mapping[str, Any]]
 _Files = Mapping[Numbers, Path]
 
-_OF_ONE_RUN = ("seed", "lr", "min_lr", "weight_decay", "global_batch_size", "train_iters")
+OF_ONE_RUN = ("seed", "lr", "min_lr", "weight_decay", "global_batch_size", "train_iters")
 """Arguments that all ranks of a run get from its command line. Files of two runs often differ in one of them."""
 _OF_A_RUN = ("rng_state", "torch_rng_state", "optimizer", "opt_param_scheduler", "lr_scheduler")
 """Keys of files that a run saved. Tools, which save every rank's file from one process, write none of them."""
@@ -64,7 +64,7 @@ def require_one_save(states: _States, files: _Files, version: Path) -> None:
     iterations = _iterations(states)
     _require_same("iteration", iterations, files, version)
     _require_same("consumed_train_samples", _samples(states), files, version)
-    for name in _OF_ONE_RUN:
+    for name in OF_ONE_RUN:
         _require_same(
             f"args.{name}", _argument(name, states), files, version, "they are from two runs"
         )

@@ -101,6 +101,7 @@ def test_unknown_embedders_are_refused(name: str, message: str, tmp_path: Path) 
 
 def test_a_directory_without_an_encoder_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
     with pytest.raises(CorruptCheckpoint, match="transformers can't"):
         open_embedder(f"hf:{tmp_path}", EmbedderOptions(3, MOST, tmp_path))
