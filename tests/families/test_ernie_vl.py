@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import megaconv
 from megaconv.commands.inspection import Inspection
@@ -19,6 +19,7 @@ from megaconv.model.table import canonical_shapes
 from megatron_lite.models.trainable import check_computed
 from tests.config_models import raw_config
 from tests.conftest import FIXTURES
+from tests.whole_models import assert_same_files, load_class, logits_of_text, tokens, weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,65 +83,36 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(
     directory: Path, kind: str = "ForConditionalGeneration", **options: Any
 ) -> "PreTrainedModel":
-    """Load a model with weights at aligned addresses. A mapped file has them at any address, which changes the
-    rounding."""
-    transformers = pytest.importorskip("transformers")
-    found = getattr(transformers, f"Ernie4_5_VLMoe{kind}")
-    model: PreTrainedModel = found.from_pretrained(directory, dtype=torch.float32, **options).eval()
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
-    return model
+    return load_class(directory, f"Ernie4_5_VLMoe{kind}", **options)
 
 
 def sees(model: "PreTrainedModel") -> torch.Tensor:
     """Logits for a text with an image of 4 tokens in it."""
     generator = torch.Generator().manual_seed(3)
     words = torch.randint(7, 110, (8,), generator=generator).tolist()
-    tokens = torch.tensor([[*words, START, *[IMAGE] * 4, END, *words]])
-    of_images = (tokens == IMAGE).int()
-    routed = ((tokens >= IMAGE) & (tokens <= END)).int()
+    seen = torch.tensor([[*words, START, *[IMAGE] * 4, END, *words]])
+    of_images = (seen == IMAGE).int()
+    routed = ((seen >= IMAGE) & (seen <= END)).int()
     pixels = torch.randn(16, 48, generator=generator)
     with torch.no_grad():
         found = model(
-            input_ids=tokens, mm_token_type_ids=of_images, moe_mm_token_type_ids=routed, pixel_values=pixels,
+            input_ids=seen, mm_token_type_ids=of_images, moe_mm_token_type_ids=routed, pixel_values=pixels,
             image_grid_thw=torch.tensor([[1, 4, 4]]),
         )  # fmt: skip
     logits: torch.Tensor = found.logits
     return logits
 
 
-def reads(model: "PreTrainedModel") -> torch.Tensor:
-    """Logits for a text."""
-    tokens = torch.randint(7, 110, (2, 24), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=tokens).logits
-    return logits
-
-
 def hidden_states(model: Any) -> torch.Tensor:
     """The hidden states of a language model. Every third token is of an image and has its own position."""
-    tokens = torch.randint(7, 110, (2, 24), generator=torch.Generator().manual_seed(3))
     of_images = (torch.arange(24) % 3 == 0).int().expand(2, -1)
     places = torch.stack([torch.arange(24), torch.arange(24) // 2, torch.arange(24) // 3])
     positions = places[:, None].expand(3, 2, -1)
     with torch.no_grad():
         found: torch.Tensor = model(
-            input_ids=tokens, moe_mm_token_type_ids=of_images, position_ids=positions
+            input_ids=tokens(), moe_mm_token_type_ids=of_images, position_ids=positions
         ).last_hidden_state
     return found
-
-
-def weights(directory: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in directory.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
-
-
-def assert_same_files(found: Path, expected: Path) -> None:
-    ours, theirs = weights(found), weights(expected)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.oracle
@@ -156,7 +128,7 @@ def test_transformers_computes_the_same_logits_for_text_and_for_images(
         assert_same_files(output, source)
         found = load(output)
         assert torch.equal(sees(found), sees(original))
-        assert torch.equal(reads(found), reads(original))
+        assert torch.equal(logits_of_text(found), logits_of_text(original))
     names = weights(source)
     assert names["model.layers.0.mlp.experts.7.up_proj.weight"].shape == (12, 64)
     assert names["model.layers.0.mlp.moe_statics.e_score_correction_bias"].shape == (2, 4)

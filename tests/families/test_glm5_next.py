@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import megaconv
 from megaconv.errors import CheckpointError, NotExpressible
@@ -16,6 +16,14 @@ from megaconv.model.fields import fields_of
 from megaconv.model.meaning import lost_fields
 from megatron_lite.models.trainable import check_computed
 from tests.config_models import raw_config
+from tests.whole_models import (
+    assert_same_files,
+    hidden_states,
+    load_class,
+    logits_of_text,
+    tokens,
+    weights,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,29 +107,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def load(
     directory: Path, kind: str = "ForConditionalGeneration", **options: Any
 ) -> "PreTrainedModel":
-    """Load a model with weights at aligned addresses. A mapped file has them at any address, which changes the
-    rounding."""
-    transformers = pytest.importorskip("transformers")
-    found = getattr(transformers, f"Glm5Next{kind}")
-    model: PreTrainedModel
-    model, report = found.from_pretrained(
-        directory, dtype=torch.float32, output_loading_info=True, **options
-    )
-    assert not report["missing_keys"]
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-    return model.eval()
-
-
-def tokens() -> torch.Tensor:
-    return torch.randint(7, 110, (2, 24), generator=torch.Generator().manual_seed(3))
-
-
-def reads(model: "PreTrainedModel") -> torch.Tensor:
-    """Logits for a text."""
-    with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=tokens()).logits
-    return logits
+    return load_class(directory, f"Glm5Next{kind}", **options)
 
 
 def sees(model: "PreTrainedModel") -> torch.Tensor:
@@ -138,27 +124,6 @@ def sees(model: "PreTrainedModel") -> torch.Tensor:
     return logits
 
 
-def hidden_states(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(input_ids=tokens()).last_hidden_state
-    return found
-
-
-def weights(directory: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in directory.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
-
-
-def assert_same_files(found: Path, expected: Path) -> None:
-    ours, theirs = weights(found), weights(expected)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype
-        assert torch.equal(ours[name], tensor), name
-
-
 @pytest.mark.oracle
 @pytest.mark.parametrize("form", ["published", "class"])
 def test_transformers_computes_the_same_logits_for_text_and_for_images(
@@ -173,7 +138,7 @@ def test_transformers_computes_the_same_logits_for_text_and_for_images(
         assert_same_files(output, source)
         found = load(output)
         assert torch.equal(sees(found), sees(original))
-        assert torch.equal(reads(found), reads(original))
+        assert torch.equal(logits_of_text(found), logits_of_text(original))
     held = weights(source)
     assert ("model.language_model.layers.0.hc_attn_fn" in held) is (form == "published")
     assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16, torch.float32}
@@ -196,7 +161,7 @@ def test_transformers_computes_the_same_with_the_language_model_alone(
     for held in (output, saved):
         megaconv.convert(held, back, saver="hf", workers=1, base=source, overwrite=True)
         assert weights(back).keys() == weights(source).keys()
-        assert torch.equal(reads(load(back)), reads(load(source)))
+        assert torch.equal(logits_of_text(load(back)), logits_of_text(load(source)))
     megaconv.convert(saved, again, saver="hf", verify=True, workers=1)
     assert weights(again).keys() == weights(output).keys() - {"lm_head.weight"}
     assert torch.equal(hidden_states(load(again, "TextModel")), expected)
@@ -208,12 +173,12 @@ def test_each_setting_is_written_so_that_transformers_computes_the_same(
 ) -> None:
     """Each config.json is written from a description alone."""
     transformers = pytest.importorskip("transformers")
-    table, expected = family(NAME), reads(load(sources["class"]))
+    table, expected = family(NAME), logits_of_text(load(sources["class"]))
     for words, settings in {"the same": {}, **OTHERS}.items():
         stated = {**TEXT, **settings}
         written = table.write_hf(table.read_hf(stated))
         logits = [
-            reads(load(sources["class"], config=transformers.Glm5NextConfig(**whole)))
+            logits_of_text(load(sources["class"], config=transformers.Glm5NextConfig(**whole)))
             for whole in (whole_config(**settings), {**whole_config(), "text_config": written})
         ]
         assert torch.equal(*logits), words

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import megaconv
 from megaconv.errors import CheckpointError, NotExpressible
@@ -18,6 +18,14 @@ from megaconv.model.table import canonical_shapes
 from megatron_lite.models.trainable import check_computed
 from tests.config_models import raw_config
 from tests.conftest import FIXTURES
+from tests.whole_models import (
+    assert_same_files,
+    hidden_states,
+    load_class,
+    logits_of_text,
+    tokens,
+    weights,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -102,29 +110,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def load(
     directory: Path, kind: str = "ForConditionalGeneration", **options: Any
 ) -> "PreTrainedModel":
-    """Load a model with weights at aligned addresses. A mapped file has them at any address, which changes the
-    rounding."""
-    transformers = pytest.importorskip("transformers")
-    found = getattr(transformers, f"MistralLarge4{kind}")
-    model: PreTrainedModel
-    model, report = found.from_pretrained(
-        directory, dtype=torch.float32, output_loading_info=True, **options
-    )
-    assert not report["missing_keys"]
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-    return model.eval()
-
-
-def tokens() -> torch.Tensor:
-    return torch.randint(7, 110, (2, 24), generator=torch.Generator().manual_seed(3))
-
-
-def reads(model: "PreTrainedModel") -> torch.Tensor:
-    """Logits for a text."""
-    with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=tokens()).logits
-    return logits
+    return load_class(directory, f"MistralLarge4{kind}", **options)
 
 
 def sees(model: "PreTrainedModel") -> torch.Tensor:
@@ -137,27 +123,6 @@ def sees(model: "PreTrainedModel") -> torch.Tensor:
             input_ids=seen, pixel_values=pixels, image_sizes=torch.tensor([[16, 16]])
         ).logits
     return logits
-
-
-def hidden_states(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(input_ids=tokens()).last_hidden_state
-    return found
-
-
-def weights(directory: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in directory.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
-
-
-def assert_same_files(found: Path, expected: Path) -> None:
-    ours, theirs = weights(found), weights(expected)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype
-        assert torch.equal(ours[name], tensor), name
 
 
 @pytest.mark.oracle
@@ -174,7 +139,7 @@ def test_transformers_computes_the_same_logits_for_text_and_for_images(
         assert_same_files(output, source)
         found = load(output)
         assert torch.equal(sees(found), sees(original))
-        assert torch.equal(reads(found), reads(original))
+        assert torch.equal(logits_of_text(found), logits_of_text(original))
     starts = {name.partition(".")[0] for name in weights(source)}
     assert ("lerope" in starts) is (form == "published")
 
@@ -207,12 +172,12 @@ def test_each_setting_is_written_so_that_transformers_computes_the_same(
 ) -> None:
     """Each config.json is written from a description alone."""
     transformers = pytest.importorskip("transformers")
-    table, expected = family(NAME), reads(load(sources["class"]))
+    table, expected = family(NAME), logits_of_text(load(sources["class"]))
     for words, settings in {"the same": {}, **OTHERS}.items():
         stated = {**TEXT, **settings}
         written = table.write_hf(table.read_hf(stated))
         logits = [
-            reads(load(sources["class"], config=transformers.MistralLarge4Config(**whole)))
+            logits_of_text(load(sources["class"], config=transformers.MistralLarge4Config(**whole)))
             for whole in (whole_config(**settings), {**whole_config(), "text_config": written})
         ]
         assert torch.equal(*logits), words
