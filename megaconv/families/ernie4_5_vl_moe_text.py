@@ -22,7 +22,16 @@ from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP, ROPE_FREQUENCIES
 from megaconv.families.parts.deepseek_experts import DEEPSEEK_SHARED
 from megaconv.families.parts.experts import MOE_NORM
-from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, count, need_size, size
+from megaconv.families.parts.keys import (
+    CONFIG_NAME,
+    Fields,
+    Keys,
+    Raw,
+    count,
+    need_size,
+    only_in_files,
+    size,
+)
 from megaconv.families.parts.rope import rope, rope_object
 from megaconv.families.parts.row_changes import hf_only, without_biases
 from megaconv.model.config import ModelConfig
@@ -200,15 +209,6 @@ _OLDER: Raw = {
 """Keys of Baidu's own class, which older files have -> the values that transformers' class computes."""
 
 
-def _read_older(raw: Raw) -> Fields:
-    for key, value in _OLDER.items():
-        if raw.get(key, value) != value:
-            raise NotExpressible(
-                f"{CONFIG_NAME}: {key} {raw[key]!r} is not supported in this architecture, only {value!r} is"
-            )
-    return {}
-
-
 _KEYS = (
     *decoder_keys(
         positions=131072, kv_heads=4, ffn=12288, epsilon=1e-5, tied=True,
@@ -217,7 +217,7 @@ _KEYS = (
     size("moe_k", "experts.per_token", 6),
     Keys((_COUNT, _WIDTHS, _SHARED), _read_experts, _write_experts),
     Keys((_TYPES, _START, _END, _STEP), _read_layers, _write_layers),
-    Keys(tuple(_OLDER), _read_older, lambda config: {}),
+    only_in_files(_OLDER),
 )  # fmt: skip
 _OLDER_TYPES = ("ernie4_5_moe_vl",)
 """model_type of files for Baidu's own class, which have the keys of the language model beside the others."""

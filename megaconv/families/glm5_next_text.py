@@ -39,6 +39,8 @@ from megaconv.families.parts.keys import (
     flags,
     need_number,
     need_size,
+    only_in_files,
+    positive_number,
     size,
 )
 from megaconv.families.parts.layer_mixers import layer_mixers
@@ -188,7 +190,7 @@ def _read_types(raw: Raw) -> Fields:
     return {"layers.shares_index": one_or_each(tuple(kept))}
 
 
-_POOL, _TOPK, _LIMIT = "index_kpool", "index_topk", "swiglu_limit"
+_POOL, _TOPK = "index_kpool", "index_topk"
 
 
 def _read_pools(raw: Raw) -> Fields:
@@ -204,28 +206,10 @@ def _write_pools(config: ModelConfig) -> Raw:
     return {_POOL: config.indexer.pool, _TOPK: config.indexer.topk}
 
 
-def _read_limit(raw: Raw) -> Fields:
-    limit = need_number(raw, _LIMIT, 10.0)
-    if limit <= 0:
-        raise NotExpressible(
-            f"{CONFIG_NAME}: {_LIMIT} {limit} is not supported in this architecture; expected a positive number"
-        )
-    return {"mlp.clamp": limit}
-
-
 _OF_PUBLISHED: Raw = {
     "index_kpool_compress": True, "mhc": True, "mla_use_nope": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
 }  # fmt: skip
 """Keys that published files have and transformers' class doesn't read -> the values that it computes."""
-
-
-def _read_published(raw: Raw) -> Fields:
-    for key, value in _OF_PUBLISHED.items():
-        if raw.get(key, value) != value:
-            raise NotExpressible(
-                f"{CONFIG_NAME}: {key} {raw[key]!r} is not supported in this architecture, only {value!r} is"
-            )
-    return {}
 
 
 _BODY = body_keys(positions=1048576, ffn=12288, epsilon=1e-5, tokens=(None, None, 154820))
@@ -244,8 +228,8 @@ _KEYS = (
     flags("index_kpool_always_select_tail", ("indexer.keeps_tail",), default=True),
     Keys(_TYPES.names, _read_types, _TYPES.write),
     *HYPER_KEYS,
-    Keys((_LIMIT,), _read_limit, lambda config: {_LIMIT: config.mlp.clamp}),
-    Keys(tuple(_OF_PUBLISHED), _read_published, lambda config: {}),
+    positive_number("swiglu_limit", "mlp.clamp", 10.0),
+    only_in_files(_OF_PUBLISHED),
 )
 _FIXED = {
     **LLAMA_LIKE,

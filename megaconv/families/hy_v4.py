@@ -12,7 +12,6 @@ conversion_mapping.py of transformers 5.23, and the names and shapes of the publ
 import re
 from collections.abc import Collection, Mapping
 
-from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys
 from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD
@@ -27,7 +26,13 @@ from megaconv.families.parts.deepseek_experts import (
 from megaconv.families.parts.hyper_connections import HYPER_KEYS, hyper_connections
 from megaconv.families.parts.indexer import indexer_keys, sparse_attention
 from megaconv.families.parts.indexer_types import indexer_types, indexers_where_owned
-from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, need_number, number
+from megaconv.families.parts.keys import (
+    Keys,
+    Raw,
+    number,
+    only_in_files,
+    positive_number,
+)
 from megaconv.families.parts.latent_attention import LATENT_NORMS, latent_heads
 from megaconv.families.parts.mtp import MTP_LEFT_OUT
 from megaconv.families.parts.row_changes import hf_only, in_all_forms
@@ -96,31 +101,13 @@ def _usual_types(raw: Raw, layers: int) -> list[str]:
     return ["shared" if layer and (layer - 1) % 4 else "full" for layer in range(layers)]
 
 
-_LIMIT, _MTP = "swiglu_limit", "num_nextn_predict_layers"
-
-
-def _read_limit(raw: Raw) -> Fields:
-    limit = need_number(raw, _LIMIT, 10.0)
-    if limit <= 0:
-        raise NotExpressible(
-            f"{CONFIG_NAME}: {_LIMIT} {limit} is not supported in this architecture; expected a positive number"
-        )
-    return {"experts.clamp": limit}
+_MTP = "num_nextn_predict_layers"
 
 
 _OF_PUBLISHED: Raw = {
     "enable_ihc": True, "gated_mla": True, "gating_type": "elementwise", "learnable_sink": True, "use_dsa": True, "use_mla": True,
 }  # fmt: skip
 """Keys of the publisher's own class, which published files have -> the values that transformers' class computes."""
-
-
-def _read_published(raw: Raw) -> Fields:
-    for key, value in _OF_PUBLISHED.items():
-        if raw.get(key, value) != value:
-            raise NotExpressible(
-                f"{CONFIG_NAME}: {key} {raw[key]!r} is not supported in this architecture, only {value!r} is"
-            )
-    return {}
 
 
 def _write_mtp(config: ModelConfig) -> Raw:
@@ -139,8 +126,9 @@ _KEYS = (
     indexer_types(_usual_types),
     *_STREAM_KEYS,
     number("hc_magnitude", "hyper.magnitude", 2.0),
-    Keys((_LIMIT,), _read_limit, lambda config: {_LIMIT: config.experts.clamp}),
-    Keys((*_OF_PUBLISHED, _MTP), _read_published, _write_mtp),
+    positive_number("swiglu_limit", "experts.clamp", 10.0),
+    only_in_files(_OF_PUBLISHED),
+    Keys((_MTP,), lambda raw: {}, _write_mtp),
 )
 _FIXED = {
     **LLAMA_LIKE,

@@ -55,7 +55,7 @@ _DECODER = (EMBEDDING, *rows_of("attention", ATTENTION), *without_biases(MLP), *
 ROWS = hf_only((*with_modules(_DECODER, _MODULES), *CONVOLUTION, *_OWN_ROWS))
 
 _TYPES, _WINDOW = "layer_types", "sliding_window"
-_LAYERS, _POSITIONS = 24, 256
+_USUAL_LAYERS, _USUAL_WINDOW = 24, 256
 _FULL, _WINDOWED = KINDS
 _CONVOLUTION = "conv"
 
@@ -68,7 +68,7 @@ def _usual_word(layer: int) -> str:
 
 def _words(raw: Raw) -> list[str]:
     """The word for each layer."""
-    layers = need_size(raw, "num_hidden_layers", _LAYERS)
+    layers = need_size(raw, "num_hidden_layers", _USUAL_LAYERS)
     words: list[str] = raw.get(_TYPES) or [_usual_word(layer) for layer in range(layers)]
     for word in words:
         if word not in (*KINDS, _CONVOLUTION):
@@ -84,7 +84,7 @@ def _read_layers(raw: Raw) -> Fields:
     mixers = tuple("convolution" if word == _CONVOLUTION else "attention" for word in words)
     window = None
     if _WINDOWED in words:
-        window = need_size({_WINDOW: raw.get(_WINDOW, _POSITIONS)}, _WINDOW)
+        window = need_size({_WINDOW: raw.get(_WINDOW, _USUAL_WINDOW)}, _WINDOW)
     windows = tuple(window if word == _WINDOWED else None for word in words)
     return {"layers.mixer": one_or_each(mixers), "layers.window": one_or_each(windows)}
 
@@ -98,7 +98,7 @@ def _write_layers(config: ModelConfig) -> Raw:
             )
         of_attention = _FULL if kind.window is None else _WINDOWED
         words.append(of_attention if kind.mixer == "attention" else _CONVOLUTION)
-    return {_TYPES: words, _WINDOW: config.window or _POSITIONS}
+    return {_TYPES: words, _WINDOW: config.window or _USUAL_WINDOW}
 
 
 def _kinds(raw: Raw) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ def _kinds(raw: Raw) -> tuple[str, ...]:
 _HEADS = with_defaults((heads(4, 128),), {"num_attention_heads": 16})
 _KEYS = (
     size("hidden_size", "hidden", 2048),
-    size("num_hidden_layers", "layers.count", _LAYERS),
+    size("num_hidden_layers", "layers.count", _USUAL_LAYERS),
     size("intermediate_size", "mlp.ffn", 7680),
     size("max_position_embeddings", "max_positions", 128000),
     size("conv_L_cache", "convolution.width", 7),

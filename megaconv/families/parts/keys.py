@@ -204,6 +204,34 @@ def number(key: str, field: str, default: float) -> Keys:
     )
 
 
+def positive_number(key: str, field: str, default: float) -> Keys:
+    """A number above 0. Another one would compute something else in transformers' class."""
+
+    def read(raw: Raw) -> Fields:
+        value = need_number(raw, key, default)
+        if value <= 0:
+            raise NotExpressible(
+                f"{CONFIG_NAME}: {key} {value} is not supported in this architecture; expected a positive number"
+            )
+        return {field: value}
+
+    return Keys((key,), read, lambda config: {key: value_of(config, field)})
+
+
+def only_in_files(values: Raw) -> Keys:
+    """Keys that published files have and transformers' class doesn't read, with the values that it computes."""
+
+    def read(raw: Raw) -> Fields:
+        for key, value in values.items():
+            if raw.get(key, value) != value:
+                raise NotExpressible(
+                    f"{CONFIG_NAME}: {key} {raw[key]!r} is not supported in this architecture, only {value!r} is"
+                )
+        return {}
+
+    return Keys(tuple(values), read, lambda config: {})
+
+
 def maybe_number(key: str, field: str, default: float | None) -> Keys:
     """A number, or null for none."""
 
