@@ -30,6 +30,7 @@ from megaconv.families.parts.keys import (
     require_each_layer,
     size,
 )
+from megaconv.families.parts.rope import rope
 from megaconv.families.parts.row_changes import in_core, with_shared_norm
 from megaconv.families.parts.windows import layer_types, windowed_layers
 from megaconv.model.config import ModelConfig
@@ -132,7 +133,21 @@ def _write_router(config: ModelConfig) -> Raw:
     return {**_SCORES.write(config), _SUMS: config.experts.renormalize}
 
 
-_BODY = body_keys(positions=8192, epsilon_key=None, tied=True, tokens=(5, 255001, 0))
+_ROPE = rope(1e4)
+
+
+def _read_rope(raw: Raw) -> Fields:
+    """Transformers' class takes rope_parameters if a file has both objects. Other classes take rope_scaling."""
+    return _ROPE.read({**raw, "rope_scaling": None} if raw.get("rope_parameters") else raw)
+
+
+_BODY = body_keys(
+    positions=8192,
+    epsilon_key=None,
+    tied=True,
+    tokens=(5, 255001, 0),
+    rotation=Keys(_ROPE.names, _read_rope, _ROPE.write),
+)
 _KEYS = (
     *(each for each in _BODY if each.names != (_WIDTH,)),
     Keys((_CENTERED, _ROOT), _read_norm, _write_norm),

@@ -100,7 +100,7 @@ NOT_COMPUTED = {
 """Features that the decoder does not support, whatever the family."""
 ROPE_SCALINGS = ("linear", "llama3", "yarn", "ntk_alpha")
 """The kinds of rope scaling that the trainer computes."""
-ROTATES_HEAD_DIM = ("deepseek_v3", "glm4_moe_lite")
+ROTATES_HEAD_DIM = ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu")
 """Families with latent attention whose transformers classes rotate head_dim elements if config.json contains head_dim."""
 
 

@@ -17,7 +17,7 @@ _SCALING = {"linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",), 
 """Kind of rope scaling -> the keys that it requires."""
 
 _PERCENT = "partial_rotary_factor"
-_ORIGINAL = "original_max_position_embeddings"
+_ORIGINAL, _LENGTH = "original_max_position_embeddings", "max_position_embeddings"
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", _ORIGINAL)
 _SCALED_FROM_A_LENGTH = ("llama3", "yarn", "longrope")
 """Kinds of rope scaling for which transformers 5 reads the training length next to the object, if config.json has it
@@ -108,6 +108,8 @@ def read_rope(raw: Raw, default_theta: float) -> tuple[float, dict[str, Any] | N
     original = raw.get(_ORIGINAL)
     if kind in _SCALED_FROM_A_LENGTH and original is not None:
         scaling[_ORIGINAL] = original
+    if kind == "yarn" and scaling.get(_ORIGINAL) is None and _LENGTH in raw:
+        scaling[_ORIGINAL] = raw[_LENGTH]  # as in transformers 5
     for name in _SCALING.get(kind, ()):
         value = scaling.get(name)
         if type(value) not in (int, float):

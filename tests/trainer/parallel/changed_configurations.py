@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,7 +209,7 @@ def judge(family: str, changes: Changes, directory: Path) -> Outcome:
     if expected is None or not bool(expected[0].isfinite().all()):
         return Outcome("unknown")
     exact, rounded = expected
-    largest = exact.abs().max()
+    largest = exact.abs().max() or 1.0  # norms of one element make all logits 0
 
     def stray(logits: torch.Tensor) -> float:
         return float((logits - exact).abs().max() / largest)
@@ -246,7 +247,8 @@ def _save(model_type: str, settings: Mapping[str, Any], directory: Path) -> None
     from transformers import AutoConfig
 
     torch.manual_seed(20)
-    config = AutoConfig.for_model(model_type, **settings)
+    # transformers changes the objects that it gets.
+    config = AutoConfig.for_model(model_type, **deepcopy(dict(settings)))
     found = model_class(config)
     model = found(config) if model_type == "mistral4" else found.from_config(config)
     with torch.no_grad():
@@ -255,6 +257,9 @@ def _save(model_type: str, settings: Mapping[str, Any], directory: Path) -> None
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)
+        if model_type == "youtu" and config.pad_token_id is not None:
+            # transformers 5.23 clears this row when it loads the class, whatever the file holds.
+            model.get_input_embeddings().weight[config.pad_token_id] = 0.0
     model.save_pretrained(directory)
 
 
