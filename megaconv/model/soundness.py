@@ -37,6 +37,10 @@ def _check_numbers(model: DescribedModel) -> None:
         value = value_of(model, name)
         if type(value) not in (int, float) or not isfinite(value):
             raise CorruptCheckpoint(f"the model's {name} should be a number, found {value!r:.60}")
+    if model.attention.scale == 0:
+        raise CorruptCheckpoint(
+            "the model's attention.scale is 0, with which each token attends to all others alike"
+        )
 
 
 def _check_experts(model: DescribedModel) -> None:
