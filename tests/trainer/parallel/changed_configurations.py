@@ -181,10 +181,19 @@ def keys_of(family: str) -> dict[str, Any]:
     return written
 
 
+NOT_COMPUTED = (
+    ("mamba2", "rescale_prenorm_residual", True),
+    ("mpt", "max_seq_len", 1),
+)
+"""Changes for which transformers 5.23 is no oracle: it divides weights again that it has loaded, and gives all positions
+the bias of one."""
+
+
 def single_changes(family: str) -> Iterator[Changes]:
     for key, value in keys_of(family).items():
         for other in alternatives(key, value):
-            yield {key: other}
+            if (family, key, other) not in NOT_COMPUTED:
+                yield {key: other}
 
 
 class Outcome(NamedTuple):
@@ -268,7 +277,13 @@ def _logits(directory: Path) -> tuple[torch.Tensor, torch.Tensor]:
     model.config._experts_implementation = "eager"  # computes in float64 too
     with torch.no_grad():
         rounded = model(input_ids=TOKENS).logits
-        return model.double()(input_ids=TOKENS).logits, rounded
+        usual = torch.get_default_dtype()
+        if model.config.model_type == "xglm":
+            torch.set_default_dtype(torch.float64)  # its mask is of the default dtype
+        try:
+            return model.double()(input_ids=TOKENS).logits, rounded
+        finally:
+            torch.set_default_dtype(usual)
 
 
 def _rounded_otherwise(directory: Path) -> Iterator[torch.Tensor]:
