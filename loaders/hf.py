@@ -17,7 +17,7 @@ from megaconv.families.parts.hf_config import (
     with_modelopt_file,
 )
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.families.parts.language_model import inner_names
+from megaconv.families.parts.language_model import inner_names, names_in_files
 from megaconv.families.parts.whole_model import split_whole
 from megaconv.huggingface.weight_files import has_weights, read_directory, renamed, whole_model
 from megaconv.loader import Loader
@@ -123,14 +123,7 @@ def _module(name: str) -> str:
 
 def _tied_without_head(config: ModelConfig, names: Collection[str], family: Family) -> ModelConfig:
     """The configuration, with tied embeddings if no name is that of a head in any form of Hugging Face's files."""
-    heads = {
-        spelling.name
-        for row in family.rows
-        if row.canonical == "head.weight"
-        for key, spelled in row.names.items()
-        if key.startswith(HF.scheme)
-        for spelling in spelled
-    }
+    heads = set(names_in_files(row for row in family.rows if row.canonical == "head.weight"))
     return config if heads & set(names) else changed(config, {"tie_embeddings": True})
 
 

@@ -62,7 +62,7 @@ def require_type(where: str, value: object, hint: Any) -> None:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """True if a value fits a type hint. Of a generic type's arguments, only those of sequences are checked.
+    """True if a value fits a type hint. Only a sequence's type arguments are checked, not those of other generic types.
 
     A bool doesn't count as a number, and text doesn't count as a sequence.
     """

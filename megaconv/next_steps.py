@@ -240,7 +240,7 @@ def _below(path: Path, is_checkpoint: Callable[[Path], bool]) -> Iterator[Path]:
 
 
 def _directories(path: Path) -> Iterator[Path]:
-    """The directories in a directory, without links. Of a huge directory, only the first entries are read."""
+    """The directories in a directory, without links. Only the first entries of a huge directory are read."""
     for child in sorted(islice(path.iterdir(), _MOST)):
         if child.is_dir() and not child.is_symlink():
             yield child

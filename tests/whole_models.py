@@ -1,11 +1,18 @@
 """Whole multimodal models of transformers: loads them, computes with them, and compares their files."""
 
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+import megaconv
+from megaconv.families import family
+from megaconv.model.meaning import lost_fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,3 +67,51 @@ def assert_same_files(found: Path, expected: Path) -> None:
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype
         assert torch.equal(ours[name], tensor), name
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model whose language model has a class of its own, without a head."""
+
+    classes: str
+    """The beginning of transformers' class names."""
+    family: str
+    text: Mapping[str, Any]
+    """The text_config."""
+    config: Callable[..., dict[str, Any]]
+    """A function that returns the config.json, with other keys of the text_config."""
+    create: Callable[..., None]
+    """A function that saves the model in a directory, with other keys of the text_config."""
+
+    def load(
+        self, directory: Path, kind: str = "ForConditionalGeneration", **options: Any
+    ) -> "PreTrainedModel":
+        return load_class(directory, self.classes + kind, **options)
+
+    def assert_settings_are_written(
+        self, source: Path, others: Mapping[str, dict[str, Any]]
+    ) -> None:
+        """Each config.json is written from a description alone. others: settings of models with the same weights."""
+        transformers = pytest.importorskip("transformers")
+        made = getattr(transformers, f"{self.classes}Config")
+        table, expected = family(self.family), logits_of_text(self.load(source))
+        for words, settings in {"the same": {}, **others}.items():
+            stated = {**self.text, **settings}
+            written = table.write_hf(table.read_hf(stated))
+            wholes = self.config(**settings), {**self.config(), "text_config": written}
+            logits = [logits_of_text(self.load(source, config=made(**whole))) for whole in wholes]
+            assert torch.equal(*logits), words
+            assert torch.equal(logits[0], expected) is not bool(settings), words
+            lost = lost_fields(table.read_hf(dict(self.text)), table.read_hf(stated))
+            assert bool(lost) is bool(settings), words
+
+    def assert_layers_are_written(self, settings: dict[str, Any], folder: Path) -> None:
+        """A model with other tensors: transformers computes the same with a config.json from a description alone."""
+        source, output = folder / "hf", folder / "out"
+        self.create(source, **settings)
+        megaconv.convert(source, output, saver="hf", verify=True, workers=1, text_only=True)
+        table = family(self.family)
+        written = table.write_hf(table.read_hf({**self.text, **settings}))
+        (output / "config.json").write_text(json.dumps(written))
+        expected = hidden_states(self.load(source).model.language_model)
+        assert torch.equal(hidden_states(self.load(output, "TextModel")), expected)

@@ -128,6 +128,8 @@ def layouts(
     Raises UsageError if no layout has these sizes or this number of GPUs.
     """
     config = header.config
+    if fixed.get("etp", 1) > 1 and not config.experts.count:
+        raise UsageError(f"--etp {fixed['etp']}: this model has no experts; leave it out")
     possible, refused = list[Possible](), dict[str, str]()
     sizes = {
         "tp": _powers(LARGEST_TP),
@@ -143,7 +145,7 @@ def layouts(
                 str(error).partition(" can't")[0], f"TP {tp}, PP {pp}, EP {ep}: {error}"
             )
             continue
-        if found is not None and found.layout.etp == (etp or found.layout.etp):
+        if found is not None:
             possible.append(found)
     reasons = tuple((text.partition(": ")[0], text.partition(": ")[2]) for text in refused.values())
     if not possible and gpus is None:

@@ -43,9 +43,10 @@ from megaconv.families.parts.keys import (
     positive_number,
     size,
 )
+from megaconv.families.parts.latent_attention import require_own_groups
 from megaconv.families.parts.layer_mixers import layer_mixers
 from megaconv.families.parts.mamba_and_mlp import rows_of
-from megaconv.families.parts.mtp import MTP_LEFT_OUT
+from megaconv.families.parts.mtp import MTP_LEFT_OUT, layers_after_the_last
 from megaconv.families.parts.row_changes import hf_only, respelled
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import one_or_each
@@ -148,11 +149,8 @@ _HEADS, _GROUPS = "num_attention_heads", "num_key_value_heads"
 
 def _read_heads(raw: Raw) -> Fields:
     heads = need_size(raw, _HEADS)
-    groups = raw.get(_GROUPS, 64)
-    if groups not in (None, heads):
-        raise NotExpressible(
-            f"{CONFIG_NAME}: {_GROUPS} {groups!r} is not supported in this architecture, only {_HEADS} {heads} is"
-        )
+    if raw.get(_GROUPS, 64) is not None:
+        require_own_groups(raw.get(_GROUPS, 64), heads)
     widths = {field: need_size(raw, key, usual) for key, (field, usual) in _WIDTHS.items()}
     return {"attention.heads": heads, "attention.kv_heads": heads, **widths}
 
@@ -239,10 +237,6 @@ _FIXED = {
 }
 
 
-def _further_layers(config: ModelConfig) -> Mapping[str, str]:
-    return {rf"model\.layers\.{config.layer_count}\..*": "layers for multi-token prediction"}
-
-
 FAMILY = Family(
     name="glm5_next_text",
     architectures=("Glm5NextTextModel",),
@@ -253,7 +247,7 @@ FAMILY = Family(
     only={**SILU, "attention_bias": False, "qk_rope_head_dim": 0},
     aliases={"num_local_experts": "n_routed_experts"},
     left_out=MTP_LEFT_OUT,
-    unused=_further_layers,
+    unused=layers_after_the_last,
     prefix="model.",
     complete=tied_without("lm_head.weight"),
     features=("mla", "q_latent", "indexer"),

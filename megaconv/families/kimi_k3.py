@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.tensor import LazyTensor
-from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
+from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families import Family
 from megaconv.families.kimi_linear import KDA, OWN_HEAD
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, body_keys
@@ -46,7 +46,11 @@ from megaconv.families.parts.keys import (
     need_size,
     size,
 )
-from megaconv.families.parts.latent_attention import LATENT_ATTENTION, latent_heads
+from megaconv.families.parts.latent_attention import (
+    LATENT_ATTENTION,
+    latent_heads,
+    require_own_groups,
+)
 from megaconv.families.parts.mamba_and_mlp import rows_of
 from megaconv.families.parts.row_changes import hf_only, without_biases
 from megaconv.model.config import ModelConfig
@@ -170,11 +174,8 @@ _HEADS = latent_heads(kv_rank=512, q_rank=0, rope=64, nope=128, v=128)
 def _read_heads(raw: Raw) -> Fields:
     for key in _LATENT_SIZES:
         need_size(raw, key)  # the class has no defaults of these
-    heads, groups = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
-    if groups not in (None, heads):
-        raise UnknownFamily(
-            f"{CONFIG_NAME}: num_key_value_heads {groups!r} is not supported in this architecture, only num_attention_heads {heads!r} is"
-        )
+    if raw.get("num_key_value_heads") is not None:
+        require_own_groups(raw["num_key_value_heads"], raw.get("num_attention_heads"))
     return _HEADS.read(raw)
 
 

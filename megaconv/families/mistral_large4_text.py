@@ -32,11 +32,11 @@ from megaconv.families.parts.keys import (
     Fields,
     Keys,
     Raw,
-    need_number,
     need_size,
+    positive_number,
     require_each_layer,
 )
-from megaconv.families.parts.latent_attention import latent_heads
+from megaconv.families.parts.latent_attention import latent_heads, require_own_groups
 from megaconv.families.parts.mtp import MTP_LEFT_OUT
 from megaconv.families.parts.rope import rope, rotating_layers
 from megaconv.families.parts.row_changes import hf_only, respelled, without_biases
@@ -153,16 +153,12 @@ _MLPS = (*without_biases(MLP), MOE_NORM, *QWEN_EXPERTS, *DEEPSEEK_SHARED)
 ROWS = hf_only(respelled((EMBEDDING_ALONE, *_ROWS_OF_ATTENTION, *_MLPS, *HEAD), _NAMES))
 
 _LATENT = latent_heads(kv_rank=512, q_rank=0, rope=64, nope=64, v=128)
-_GROUPS, _Q_RANK = "num_key_value_heads", "q_lora_rank"
+_Q_RANK = "q_lora_rank"
 
 
 def _read_heads(raw: Raw) -> Fields:
     """The sizes of heads. Queries have no latent vector, whatever q_lora_rank says: the class doesn't read it."""
-    heads = need_size(raw, "num_attention_heads")
-    if raw.get(_GROUPS, 64) != heads:
-        raise NotExpressible(
-            f"{CONFIG_NAME}: {_GROUPS} {raw.get(_GROUPS, 64)!r} is not supported in this architecture, only num_attention_heads {heads} is"
-        )
+    require_own_groups(raw.get("num_key_value_heads", 64), raw.get("num_attention_heads"))
     return _LATENT.read({**raw, _Q_RANK: None})
 
 
@@ -212,16 +208,6 @@ def _write_layers(config: ModelConfig) -> Raw:
     return {_ROTATING: [int(kind.rotates) for kind in kinds], _SOURCES: sources}
 
 
-_CAP = "final_logit_softcapping"
-
-
-def _read_cap(raw: Raw) -> Fields:
-    cap = need_number(raw, _CAP, 30.0)
-    if cap <= 0:
-        raise CorruptCheckpoint(f"{CONFIG_NAME}: {_CAP} should be a positive number, found {cap!r}")
-    return {"head.logit_cap": cap}
-
-
 _YARN = {
     "rope_type": "yarn",
     "factor": 2048.0,
@@ -243,7 +229,7 @@ _KEYS = (
     _ROUTING,
     *indexer_keys(heads=32),
     types_by_pattern(),
-    Keys((_CAP,), _read_cap, lambda config: {_CAP: config.head.logit_cap}),
+    positive_number("final_logit_softcapping", "head.logit_cap", 30.0),
 )
 _FIXED = {
     **LLAMA_LIKE,

@@ -29,6 +29,7 @@ from megaconv.families.parts.keys import (
     require_each_layer,
     size,
 )
+from megaconv.families.parts.mtp import layers_after_the_last
 from megaconv.families.parts.rope import read_rope
 from megaconv.families.parts.row_changes import hf_only, respelled, without_biases
 from megaconv.families.parts.windows import layer_types, windowed_layers, windows_on
@@ -243,12 +244,6 @@ def _write_scale(config: ModelConfig) -> Raw:
     return {_SCALAR: config.attention.head_dim if scale is None else max(1, round(scale**-2))}
 
 
-def _further_layers(config: ModelConfig) -> Mapping[str, str]:
-    """Layers after the last one. No published model has more than eight of them."""
-    numbers = "|".join(str(config.layer_count + further) for further in range(8))
-    return {rf"model\.layers\.(?:{numbers})\..*": "layers for multi-token prediction"}
-
-
 _KEYS = (
     size("hidden_size", "hidden", 4096),
     size("num_hidden_layers", "layers.count", 45),
@@ -296,7 +291,7 @@ FAMILY = Family(
     fixed=_FIXED,
     only=_ONLY,
     aliases=_ALIASES,
-    unused=_further_layers,
+    unused=layers_after_the_last,
     features=("qk_norm", "zero_centered"),
     recognized=None,
     proven="names",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from formats.tensor import LazyTensor
+from formats.tensor import LazyTensor, Shape
 from megaconv.errors import TensorMismatch
 
 
@@ -11,4 +11,17 @@ def needed(name: str, tensors: Mapping[str, LazyTensor], where: str) -> LazyTens
     found = tensors.get(name)
     if found is None:
         raise TensorMismatch(f"{where}: there is no {name}", code="missing-tensor")
+    return found
+
+
+def fitting(
+    name: str, tensors: Mapping[str, LazyTensor], shape: Shape, dtype: str, where: str
+) -> LazyTensor:
+    """The tensor of this name, shape and dtype. Raises TensorMismatch if it is missing or another one."""
+    found = needed(name, tensors, where)
+    if (tuple(found.shape), found.dtype) != (shape, dtype):
+        raise TensorMismatch(
+            f"{where}: {name} is {list(found.shape)} {found.dtype}; expected {list(shape)} {dtype}",
+            code="misshapen-tensor",
+        )
     return found

@@ -17,14 +17,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from formats.lazy_numpy import Floats, np
 from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, read_tensor
-from megaconv.errors import TensorMismatch, UnsupportedInput
+from megaconv.errors import CorruptCheckpoint, UnsupportedInput
 from megaconv.model.check import well_formed
-from megaconv.values.beside_weights import needed
+from megaconv.values.beside_weights import fitting, needed
 from megaconv.values.rounding import rounded
 from megaconv.values.scaled import read_bytes, read_floats
+from megaconv.values.settings import value_of
 
 _log = logging.getLogger("megaconv")
 
@@ -188,16 +190,30 @@ class _State:
     @classmethod
     def read(cls, name: str, tensor: LazyTensor, where: str) -> "_State":
         """Raises CorruptCheckpoint for anything but such a JSON."""
-        with well_formed(f"{where}: {name}"):
-            if prod(tensor.shape) > _STATE_BYTES or tensor.dtype != "uint8":
-                raise ValueError(f"{list(tensor.shape)} {tensor.dtype} are not its bytes")
-            stated = json.loads(read_tensor(tensor).tobytes())
-            shape = tuple(int(size) for size in stated["shape"])
-            block, nested = int(stated["blocksize"]), int(stated.get("nested_blocksize", 0))
-            offset = float(stated.get("nested_offset", 0.0))
-            if min(*shape, block) < 1 or nested < 0:
-                raise ValueError(f"a shape of {list(shape)} in blocks of {block} and {nested}")
-        return cls(shape, block, nested, offset)
+        path = f"{where}: {name}"
+        stated = _json_in(tensor, path)
+        shape = value_of(stated, "shape", list, path)
+        block = value_of(stated, "blocksize", int, path)
+        with well_formed(path):
+            state = cls(
+                shape=tuple(int(size) for size in shape),
+                block=block,
+                nested_block=int(stated.get("nested_blocksize", 0)),
+                offset=float(stated.get("nested_offset", 0.0)),
+            )
+        if min(state.shape, default=0) < 1 or block < 1 or state.nested_block < 0:
+            raise CorruptCheckpoint(f"{path}: there is no weight of {shape} in blocks of {block}")
+        return state
+
+
+def _json_in(tensor: LazyTensor, path: str) -> dict[str, Any]:
+    """The object whose text is the tensor's bytes. path: its place, for messages."""
+    if tensor.dtype != "uint8" or prod(tensor.shape) > _STATE_BYTES:
+        raise CorruptCheckpoint(
+            f"{path}: is {list(tensor.shape)} {tensor.dtype}; expected the bytes of a short JSON"
+        )
+    with well_formed(path):
+        return dict(json.loads(read_tensor(tensor).tobytes()))
 
 
 def _from_4_bits(
@@ -209,7 +225,7 @@ def _from_4_bits(
     blocks = -(-count // state.block)
 
     def part(end: str, shape: Shape, kind: str) -> LazyTensor:
-        return _part(name + end, tensors, shape, kind, where)
+        return fitting(name + end, tensors, shape, kind, where)
 
     packed = part("", (-(-count // 2), 1), "uint8")
     values = part(_MAP, (16,), "float32")
@@ -232,23 +248,10 @@ def _from_8_bits(
 ) -> RowScaledTensor:
     module, numbers = name.removesuffix(_WEIGHT), tensors[name]
     rows, _ = matrix_shape(numbers.shape)
-    scales = _part(module + _ROW_SCALES, tensors, (rows,), "float32", where)
+    scales = fitting(module + _ROW_SCALES, tensors, (rows,), "float32", where)
     order = tensors.get(module + _ROW_FORMAT)
     if order is not None and read_tensor(order).any():
         raise UnsupportedInput(
             f"{where}: {module}{_ROW_FORMAT} isn't 0: the rows of {name} are in another order"
         )
     return RowScaledTensor(numbers, scales, dtype)
-
-
-def _part(
-    name: str, tensors: Mapping[str, LazyTensor], shape: Shape, dtype: str, where: str
-) -> LazyTensor:
-    """A tensor of this shape and dtype. Raises TensorMismatch if it is missing or another one."""
-    found = needed(name, tensors, where)
-    if (tuple(found.shape), found.dtype) != (shape, dtype):
-        raise TensorMismatch(
-            f"{where}: {name} is {list(found.shape)} {found.dtype}; expected {list(shape)} {dtype}",
-            code="misshapen-tensor",
-        )
-    return found

@@ -21,15 +21,14 @@ from typing import Any
 from formats.lazy_numpy import np
 from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, read_tensor
 from megaconv.errors import TensorMismatch, UnsupportedInput
-from megaconv.model.check import well_formed
-from megaconv.values.beside_weights import needed
+from megaconv.values.beside_weights import fitting, needed
 from megaconv.values.packed_words import ColumnWords, RowWords
 from megaconv.values.rounding import rounded
 from megaconv.values.scaled import read_floats
+from megaconv.values.settings import value_of
 
 _log = logging.getLogger("megaconv")
 
-METHODS = ("gptq", "awq")
 _WORDS, _ZEROS, _SCALES, _GROUPS = ".qweight", ".qzeros", ".scales", ".g_idx"
 _FLOATS = ("float16", "bfloat16", "float32")
 _FORMATS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
@@ -40,7 +39,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True)
 class Settings:
-    """How the matrices of a checkpoint are stored."""
+    """The form in which the matrices of a checkpoint are stored."""
 
     method: str
     layout: str
@@ -48,19 +47,31 @@ class Settings:
     group: int
     """Neighboring inputs that share a scale, if no g_idx says otherwise; -1: all inputs."""
 
+    @property
+    def per_word(self) -> int:
+        """The numbers that a word holds."""
+        return 32 // self.bits
+
 
 def settings_of(method: str, given: Any, where: str) -> Settings:
     """The settings of a quantization_config. Raises UnsupportedInput for another layout or other widths."""
-    with well_formed(f"{where}: quantization_config"):
-        bits, group = int(given["bits"]), int(given["group_size"])
-        named = given.get("checkpoint_format") if method == "gptq" else given.get("version")
-        layout = str(named or given.get("format") or _FORMATS[method][0]).lower()
+    inside = f"{where}: quantization_config"
+    bits = value_of(given, "bits", int, inside)
+    group = value_of(given, "group_size", int, inside)
+    layout = _layout(method, given)
     if layout not in _FORMATS[method] or bits not in _BITS[method]:
         raise UnsupportedInput(
             f"{where}: weights quantized by {method} in the layout {layout:.40} with {bits} bits; supported are "
             f"{' and '.join(_FORMATS[method])} with {' or '.join(map(str, _BITS[method]))} bits"
         )
     return Settings(method, layout, bits, group)
+
+
+def _layout(method: str, given: Mapping[str, Any]) -> str:
+    """The layout of the words, by the key of the method or by `format`, as transformers 5 calls it."""
+    key = "checkpoint_format" if method == "gptq" else "version"
+    usual = _FORMATS[method][0]
+    return str(given.get(key) or given.get("format") or usual).lower()
 
 
 def dequantize(
@@ -138,49 +149,51 @@ class GroupedMatrix:
 def _plain(
     module: str, tensors: Mapping[str, LazyTensor], settings: Settings, dtype: str, where: str
 ) -> GroupedMatrix:
-    words, zeros, scales = (
-        needed(module + part, tensors, where) for part in (_WORDS, _ZEROS, _SCALES)
-    )
-    groups = tensors.get(module + _GROUPS) if settings.method == "gptq" else None
+    words = needed(module + _WORDS, tensors, where)
+    scales = needed(module + _SCALES, tensors, where)
     numbers = _numbers(words, settings)
     inputs, outputs = matrix_shape(numbers.shape)
-    count = matrix_shape(scales.shape)[0]
-    group = inputs if settings.group == -1 else settings.group
-    per_word = 32 // settings.bits
-    fits = {
-        "int32 words": {words.dtype, zeros.dtype} == {"int32"},
-        f"scales [{count}, {outputs}]": tuple(scales.shape) == (count, outputs),
-        "scales of floats": scales.dtype in _FLOATS,
-        f"qzeros [{count}, {-(-outputs // per_word)}]": tuple(zeros.shape)
-        == (count, -(-outputs // per_word)),
-        f"g_idx [{inputs}] int32": groups is None
-        or (tuple(groups.shape), groups.dtype) == ((inputs,), "int32"),
-        f"{-(-inputs // group) if group > 0 else 0} groups of {group} inputs": groups is not None
-        or (group > 0 and count == -(-inputs // group)),
-    }
-    wrong = [expected for expected, is_so in fits.items() if not is_so]
-    if wrong:
+    count, _ = matrix_shape(scales.shape)
+    is_scaled = scales.dtype in _FLOATS and tuple(scales.shape) == (count, outputs)
+    if words.dtype != "int32" or len(words.shape) != 2 or not is_scaled:
         raise TensorMismatch(
-            f"{where}: {module}{_WORDS} is {list(words.shape)} {words.dtype} with qzeros {list(zeros.shape)} {zeros.dtype} and "
-            f"scales {list(scales.shape)} {scales.dtype}; expected {', '.join(wrong)}",
+            f"{where}: {module}{_WORDS} is {list(words.shape)} {words.dtype} with scales {list(scales.shape)} {scales.dtype}; "
+            f"expected int32 with floats [groups, {outputs}]",
             code="misshapen-tensor",
         )
-    zero_points = _zero_points(zeros, (count, outputs), settings)
+    zero_words = -(-outputs // settings.per_word)
+    zeros = fitting(module + _ZEROS, tensors, (count, zero_words), "int32", where)
+    group = inputs if settings.group == -1 else settings.group
+    index = module + _GROUPS
+    groups = None
+    if settings.method == "gptq" and index in tensors:
+        groups = fitting(index, tensors, (inputs,), "int32", where)
+    elif group < 1 or count != -(-inputs // group):
+        raise TensorMismatch(
+            f"{where}: {module}{_SCALES} has scales of {count} groups for {inputs} inputs in groups of {group}",
+            code="misshapen-tensor",
+        )
     return GroupedMatrix(
-        numbers, zero_points, scales, group, groups, dtype, f"{where}: {module}{_GROUPS}"
+        numbers,
+        _zero_points(zeros, (count, outputs), settings),
+        scales,
+        group,
+        groups,
+        dtype,
+        f"{where}: {index}",
     )
 
 
-def _numbers(words: LazyTensor, settings: Settings) -> LazyTensor:
+def _numbers(words: LazyTensor, settings: Settings) -> RowWords | ColumnWords:
     """The numbers [in, out] of a matrix."""
     rows, cols = matrix_shape(words.shape)
-    per_word = 32 // settings.bits
+    per_word = settings.per_word
     if settings.method == "awq":
         return RowWords(words, (rows, per_word * cols), settings.bits, order=_AWQ_ORDER)
     return ColumnWords(words, (per_word * rows, cols), settings.bits)
 
 
-def _zero_points(words: LazyTensor, shape: Shape, settings: Settings) -> LazyTensor:
+def _zero_points(words: LazyTensor, shape: Shape, settings: Settings) -> RowWords:
     """The zero points [groups, out] of a matrix."""
     if settings.method == "awq":
         return RowWords(words, shape, settings.bits, order=_AWQ_ORDER)

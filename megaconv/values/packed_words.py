@@ -29,14 +29,19 @@ class RowWords:
         per_word = 32 // self.bits
         first, last = box.col0 // per_word, -(-box.col1 // per_word)
         words = read_bytes(self.values, Box(box.row0, box.row1, first, last), itemsize=4)
-        if self.adds_one:
-            words = (words.view(np.uint32) + _ones(self.bits)).view(np.uint8)
-        codes = _split(words, self.bits).reshape(box.rows, -1)
-        if self.order:
-            of_words = codes.reshape(box.rows, -1, per_word)
-            codes = of_words[:, :, list(self.order)].reshape(box.rows, -1)
+        codes = self._codes(words)
         start = box.col0 - per_word * first
         np.copyto(out, _signed(codes[:, start : start + box.cols], self.bits))
+
+    def _codes(self, words: Bytes) -> Bytes:
+        """Bytes of words [rows, 4 * words] -> one byte for each number [rows, numbers]."""
+        if self.adds_one:
+            words = (words.view(np.uint32) + _ones(self.bits)).view(np.uint8)
+        codes = _split(words, self.bits).reshape(len(words), -1)
+        if not self.order:
+            return codes
+        of_words = codes.reshape(len(words), -1, len(self.order))
+        return of_words[:, :, list(self.order)].reshape(codes.shape)
 
 
 @dataclass(frozen=True)

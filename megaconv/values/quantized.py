@@ -27,7 +27,7 @@ from typing import Any
 from formats.tensor import LazyTensor, matrix_shape, reshaped
 from megaconv.errors import TensorMismatch, UnsupportedInput
 from megaconv.families.parts.hf_config import quant_method, quantization
-from megaconv.values import bitsandbytes, compressed_tensors, gptq, modelopt
+from megaconv.values import compressed_tensors, modelopt
 from megaconv.values.cast import CastTensor
 from megaconv.values.four_bits import MXFP4_GROUP, NVFP4_GROUP, Mxfp4Tensor, NvFp4Tensor
 from megaconv.values.scaled import ScaledTensor
@@ -71,9 +71,14 @@ def dequantize(
             return modelopt.dequantize(tensors, form, dtype, where)
         _require_nvfp4(settings, where)
         return _from_nvfp4(tensors, dtype, where)
+    # Few models need these modules, and every conversion would wait for them.
     if method == "bitsandbytes":
+        from megaconv.values import bitsandbytes
+
         return bitsandbytes.dequantize(tensors, dtype, where)
-    if method in gptq.METHODS:
+    if method in ("gptq", "awq"):
+        from megaconv.values import gptq
+
         packing = gptq.settings_of(method, quantization(config), where)
         return gptq.dequantize(tensors, packing, dtype, where)
     if method == "compressed-tensors":

@@ -182,12 +182,16 @@ class Planned:
         busiest = sent.index(max(sent))
         if self.traffic[busiest]:
             yield f"what a rank of stage {busiest}, the busiest, hands over in a step:"
-        for item in self.traffic[busiest]:
-            what = f"{item.kind} of {item.ranks} ranks"
-            if item.kind == "send":
-                what = _MESSAGES[item.group]
-            handed_over, own = readable(round(item.bytes)), readable(round(item.sent))
-            yield f"{item.group:>8}  {what:<28} {handed_over:>11}, of which it sends {own}"
+        yield from map(_traffic_line, self.traffic[busiest])
+
+
+def _traffic_line(item: Traffic) -> str:
+    what = f"{item.kind} of {item.ranks} ranks"
+    if item.kind == "send":
+        what = _MESSAGES[item.group]
+    handed_over = readable(round(item.bytes))
+    own = readable(round(item.sent))
+    return f"{item.group:>8}  {what:<28} {handed_over:>11}, of which it sends {own}"
 
 
 def _row(*cells: str) -> str:

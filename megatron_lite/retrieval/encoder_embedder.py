@@ -75,17 +75,17 @@ class EncoderEmbedder:
     def _padded(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Return (ids [texts, tokens], 1 for tokens and 0 for padding, 1 for the text's own tokens [texts, tokens, 1])."""
         pad = self._tokenizer.pad or 0
-        rows = [self._tokenizer.tokenize(text)[: self._room] or [pad] for text in texts]
-        longest = max(map(len, rows)) + len(self._before) + len(self._behind)
-        ids = np.full((len(rows), longest), pad, np.int64)
-        seen = np.zeros((len(rows), longest), np.int64)
-        counted = np.zeros((len(rows), longest, 1), np.float32)
-        for number, tokens in enumerate(rows):
-            start = len(self._before)
-            complete = [*self._before, *tokens, *self._behind]
-            ids[number, : len(complete)] = complete
-            seen[number, : len(complete)] = 1
-            counted[number, start : start + len(tokens)] = 1
+        own = [self._tokenizer.tokenize(text)[: self._room] or [pad] for text in texts]
+        rows = [[*self._before, *tokens, *self._behind] for tokens in own]
+        size = len(rows), max(map(len, rows))
+        ids = np.full(size, pad, np.int64)
+        seen = np.zeros(size, np.int64)
+        counted = np.zeros((*size, 1), np.float32)
+        for number, row in enumerate(rows):
+            ids[number, : len(row)] = row
+            seen[number, : len(row)] = 1
+            own_end = len(row) - len(self._behind)
+            counted[number, len(self._before) : own_end] = 1
         return ids, seen, counted
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:

@@ -308,6 +308,7 @@ def test_sizes_are_chosen_without_a_number_of_gpus(tmp_path: Path) -> None:
         (("--pp", 3), "layers = 4 can't be divided over pp x vpp = 3"),
         (("--ep", 2), "this model has no experts"),
         (("--etp", 2), "this model has no experts"),
+        (("--tp", 2, "--etp", 2), "--etp 2: this model has no experts"),
         (("--vpp", 2), "--gpus is missing: the time of a step depends on the number of GPUs"),
     ],
 )

@@ -1,7 +1,6 @@
 """GLM-5.3: transformers computes the same from what is written, for text and for images, under the names of published files
 and under those of its class."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,9 @@ from megaconv.model.meaning import lost_fields
 from megatron_lite.models.trainable import check_computed
 from tests.config_models import raw_config
 from tests.whole_models import (
+    WholeModel,
     assert_same_files,
     hidden_states,
-    load_class,
     logits_of_text,
     tokens,
     weights,
@@ -104,10 +103,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"published": path / "published", "class": path / "class"}
 
 
-def load(
-    directory: Path, kind: str = "ForConditionalGeneration", **options: Any
-) -> "PreTrainedModel":
-    return load_class(directory, f"Glm5Next{kind}", **options)
+MODEL = WholeModel("Glm5Next", NAME, TEXT, whole_config, create)
 
 
 def sees(model: "PreTrainedModel") -> torch.Tensor:
@@ -133,10 +129,10 @@ def test_transformers_computes_the_same_logits_for_text_and_for_images(
     assert megaconv.convert(source, outputs[0], saver="hf", verify=True, workers=1).verified
     megaconv.convert(source, tmp_path / "dcp", saver="dcp", verify=True, workers=1)
     megaconv.convert(tmp_path / "dcp", outputs[1], saver="hf", verify=True, workers=1)
-    original = load(source)
+    original = MODEL.load(source)
     for output in outputs:
         assert_same_files(output, source)
-        found = load(output)
+        found = MODEL.load(output)
         assert torch.equal(sees(found), sees(original))
         assert torch.equal(logits_of_text(found), logits_of_text(original))
     held = weights(source)
@@ -154,36 +150,24 @@ def test_transformers_computes_the_same_with_the_language_model_alone(
     output, again, saved, back = (tmp_path / name for name in ("text", "again", "saved", "back"))
     report = megaconv.convert(source, output, saver="hf", verify=True, workers=1, text_only=True)
     assert report.verified
-    expected = hidden_states(load(source).model.language_model)
-    alone = load(output, "TextModel")
+    expected = hidden_states(MODEL.load(source).model.language_model)
+    alone = MODEL.load(output, "TextModel")
     assert torch.equal(hidden_states(alone), expected)
     alone.save_pretrained(saved)
     for held in (output, saved):
         megaconv.convert(held, back, saver="hf", workers=1, base=source, overwrite=True)
         assert weights(back).keys() == weights(source).keys()
-        assert torch.equal(logits_of_text(load(back)), logits_of_text(load(source)))
+        assert torch.equal(logits_of_text(MODEL.load(back)), logits_of_text(MODEL.load(source)))
     megaconv.convert(saved, again, saver="hf", verify=True, workers=1)
     assert weights(again).keys() == weights(output).keys() - {"lm_head.weight"}
-    assert torch.equal(hidden_states(load(again, "TextModel")), expected)
+    assert torch.equal(hidden_states(MODEL.load(again, "TextModel")), expected)
 
 
 @pytest.mark.oracle
 def test_each_setting_is_written_so_that_transformers_computes_the_same(
     sources: dict[str, Path],
 ) -> None:
-    """Each config.json is written from a description alone."""
-    transformers = pytest.importorskip("transformers")
-    table, expected = family(NAME), logits_of_text(load(sources["class"]))
-    for words, settings in {"the same": {}, **OTHERS}.items():
-        stated = {**TEXT, **settings}
-        written = table.write_hf(table.read_hf(stated))
-        logits = [
-            logits_of_text(load(sources["class"], config=transformers.Glm5NextConfig(**whole)))
-            for whole in (whole_config(**settings), {**whole_config(), "text_config": written})
-        ]
-        assert torch.equal(*logits), words
-        assert torch.equal(logits[0], expected) is not bool(settings), words
-        assert bool(lost_fields(table.read_hf(TEXT), table.read_hf(stated))) is bool(settings)
+    MODEL.assert_settings_are_written(sources["class"], OTHERS)
 
 
 @pytest.mark.oracle
@@ -191,15 +175,7 @@ def test_each_setting_is_written_so_that_transformers_computes_the_same(
 def test_models_with_other_layers_have_the_tensors_that_their_keys_say(
     words: str, tmp_path: Path
 ) -> None:
-    source, output = tmp_path / "hf", tmp_path / "out"
-    settings = OTHER_LAYERS[words]
-    create(source, **settings)
-    megaconv.convert(source, output, saver="hf", verify=True, workers=1, text_only=True)
-    table = family(NAME)
-    written = table.write_hf(table.read_hf({**TEXT, **settings}))
-    (output / "config.json").write_text(json.dumps(written))
-    expected = hidden_states(load(source).model.language_model)
-    assert torch.equal(hidden_states(load(output, "TextModel")), expected)
+    MODEL.assert_layers_are_written(OTHER_LAYERS[words], tmp_path)
 
 
 @pytest.mark.oracle

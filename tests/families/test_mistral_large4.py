@@ -13,15 +13,14 @@ from safetensors.torch import save_file
 import megaconv
 from megaconv.errors import CheckpointError, NotExpressible
 from megaconv.families import family, read_config
-from megaconv.model.meaning import lost_fields
 from megaconv.model.table import canonical_shapes
 from megatron_lite.models.trainable import check_computed
 from tests.config_models import raw_config
 from tests.conftest import FIXTURES
 from tests.whole_models import (
+    WholeModel,
     assert_same_files,
     hidden_states,
-    load_class,
     logits_of_text,
     tokens,
     weights,
@@ -107,10 +106,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"published": path / "published", "class": path / "class"}
 
 
-def load(
-    directory: Path, kind: str = "ForConditionalGeneration", **options: Any
-) -> "PreTrainedModel":
-    return load_class(directory, f"MistralLarge4{kind}", **options)
+MODEL = WholeModel("MistralLarge4", NAME, TEXT, whole_config, create)
 
 
 def sees(model: "PreTrainedModel") -> torch.Tensor:
@@ -134,10 +130,10 @@ def test_transformers_computes_the_same_logits_for_text_and_for_images(
     assert megaconv.convert(source, outputs[0], saver="hf", verify=True, workers=1).verified
     megaconv.convert(source, tmp_path / "dcp", saver="dcp", verify=True, workers=1)
     megaconv.convert(tmp_path / "dcp", outputs[1], saver="hf", verify=True, workers=1)
-    original = load(source)
+    original = MODEL.load(source)
     for output in outputs:
         assert_same_files(output, source)
-        found = load(output)
+        found = MODEL.load(output)
         assert torch.equal(sees(found), sees(original))
         assert torch.equal(logits_of_text(found), logits_of_text(original))
     starts = {name.partition(".")[0] for name in weights(source)}
@@ -154,8 +150,8 @@ def test_transformers_computes_the_same_with_the_language_model_alone(
     output, again, saved, back = (tmp_path / name for name in ("text", "again", "saved", "back"))
     report = megaconv.convert(source, output, saver="hf", verify=True, workers=1, text_only=True)
     assert report.verified
-    expected = hidden_states(load(source).model.language_model)
-    alone = load(output, "TextModel")
+    expected = hidden_states(MODEL.load(source).model.language_model)
+    alone = MODEL.load(output, "TextModel")
     assert torch.equal(hidden_states(alone), expected)
     megaconv.convert(output, back, saver="hf", verify=True, workers=1, base=source)
     assert_same_files(back, source)
@@ -163,26 +159,14 @@ def test_transformers_computes_the_same_with_the_language_model_alone(
     assert weights(saved).keys() == weights(output).keys() - {"lm_head.weight"}
     megaconv.convert(saved, again, saver="hf", verify=True, workers=1)
     assert_same_files(again, saved)
-    assert torch.equal(hidden_states(load(again, "TextModel")), expected)
+    assert torch.equal(hidden_states(MODEL.load(again, "TextModel")), expected)
 
 
 @pytest.mark.oracle
 def test_each_setting_is_written_so_that_transformers_computes_the_same(
     sources: dict[str, Path],
 ) -> None:
-    """Each config.json is written from a description alone."""
-    transformers = pytest.importorskip("transformers")
-    table, expected = family(NAME), logits_of_text(load(sources["class"]))
-    for words, settings in {"the same": {}, **OTHERS}.items():
-        stated = {**TEXT, **settings}
-        written = table.write_hf(table.read_hf(stated))
-        logits = [
-            logits_of_text(load(sources["class"], config=transformers.MistralLarge4Config(**whole)))
-            for whole in (whole_config(**settings), {**whole_config(), "text_config": written})
-        ]
-        assert torch.equal(*logits), words
-        assert torch.equal(logits[0], expected) is not bool(settings), words
-        assert bool(lost_fields(table.read_hf(TEXT), table.read_hf(stated))) is bool(settings)
+    MODEL.assert_settings_are_written(sources["class"], OTHERS)
 
 
 @pytest.mark.oracle
@@ -190,15 +174,7 @@ def test_each_setting_is_written_so_that_transformers_computes_the_same(
 def test_models_with_other_layers_have_the_tensors_that_their_keys_say(
     words: str, tmp_path: Path
 ) -> None:
-    source, output = tmp_path / "hf", tmp_path / "out"
-    settings = OTHER_LAYERS[words]
-    create(source, **settings)
-    megaconv.convert(source, output, saver="hf", verify=True, workers=1, text_only=True)
-    table = family(NAME)
-    written = table.write_hf(table.read_hf({**TEXT, **settings}))
-    (output / "config.json").write_text(json.dumps(written))
-    expected = hidden_states(load(source).model.language_model)
-    assert torch.equal(hidden_states(load(output, "TextModel")), expected)
+    MODEL.assert_layers_are_written(OTHER_LAYERS[words], tmp_path)
 
 
 @pytest.mark.oracle
@@ -246,7 +222,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     ({"num_key_value_heads": 4}, "num_key_value_heads 4 is not supported in this architecture, only num_attention_heads 8"),
     ({"layer_types": ["full_attention"] * 4}, "layer_types has 'full_attention'"),
-    ({"final_logit_softcapping": 0.0}, "final_logit_softcapping should be a positive number"),
+    ({"final_logit_softcapping": 0.0}, "final_logit_softcapping 0.0 is not supported in this architecture; expected a positive number"),
     ({"no_rope_layers": [1, 0]}, "no_rope_layers lists 2 layers, the model has 4"),
     ({"kv_source_layers": [0, 1]}, "kv_source_layers lists 2 layers, the model has 4"),
     ({"kv_source_layers": [0, 2, 2, 3]}, "gives layer 1 the source 2"),

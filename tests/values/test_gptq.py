@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import megaconv
 from megaconv.engine.stream import as_lazy
-from megaconv.errors import TensorMismatch, UnsupportedInput
+from megaconv.errors import CorruptCheckpoint, TensorMismatch, UnsupportedInput
 from megaconv.values.quantized import dequantize
 from tests.conftest import FIXTURES
 from tests.runs import assert_refused, run
@@ -164,16 +164,29 @@ def test_other_layouts_are_refused(config: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("bits", "4", r"quantization_config.bits: should be a whole number, found '4'"),
+        ("group_size", None, r"quantization_config.group_size: should be a whole number"),
+    ],
+)
+def test_a_setting_of_a_wrong_kind_is_named(key: str, value: object, words: str) -> None:
+    with pytest.raises(CorruptCheckpoint, match=words):
+        dequantize({}, gptq(**{key: value}), None, "here")
+
+
+@pytest.mark.parametrize(
     ("name", "change", "words"),
     [
         ("gptq", {"scales": None}, "there is no x.scales"),
         ("gptq", {"qzeros": None}, "there is no x.qzeros"),
-        ("gptq", {"qweight": torch.zeros(8, 24)}, "expected int32 words"),
-        ("gptq", {"qzeros": torch.zeros(4, 4, dtype=torch.int32)}, r"expected qzeros \[4, 3\]"),
-        ("gptq", {"g_idx": torch.zeros(63, dtype=torch.int32)}, r"expected g_idx \[64\] int32"),
-        ("gptq", {"g_idx": None, "scales": torch.ones(3, 24)}, "expected qzeros"),
-        ("awq", {"scales": torch.ones(4, 24, dtype=torch.int32)}, "expected scales of floats"),
-        ("awq", {"qweight": torch.zeros(32, 3, dtype=torch.int32)}, "expected 2 groups of 16 inputs"),
+        ("gptq", {"qweight": torch.zeros(8, 24)}, r"expected int32 with floats \[groups, 24\]"),
+        ("gptq", {"qzeros": torch.zeros(4, 4, dtype=torch.int32)}, r"x.qzeros is \[4, 4\] int32; expected \[4, 3\] int32"),
+        ("gptq", {"g_idx": torch.zeros(63, dtype=torch.int32)}, r"x.g_idx is \[63\] int32; expected \[64\] int32"),
+        ("gptq", {"g_idx": None, "scales": torch.ones(3, 24), "qzeros": torch.zeros(3, 3, dtype=torch.int32)},
+         "scales of 3 groups for 64 inputs in groups of 16"),
+        ("awq", {"scales": torch.ones(4, 24, dtype=torch.int32)}, r"expected int32 with floats \[groups, 24\]"),
+        ("awq", {"qweight": torch.zeros(32, 3, dtype=torch.int32)}, "scales of 4 groups for 32 inputs in groups of 16"),
     ],
 )  # fmt: skip
 def test_parts_that_do_not_fit_are_refused(

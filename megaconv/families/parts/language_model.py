@@ -7,7 +7,7 @@ family. The tensor names are those of the family's own models with a prefix.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint
@@ -204,13 +204,19 @@ def inner_names(names: Collection[str], rows: tuple[Row, ...]) -> dict[str, str]
         for name in names
         if name.startswith(longer) and not name.startswith(OUTSIDE)
     }
-    in_files = {key for row in rows for key in row.names if key.startswith(HF.scheme)}
-    spelled = (one.name for row in rows for key in in_files for one in row.names.get(key, ()))
-    first_words = {f"{name.partition('.')[0]}." for name in spelled}
+    first_words = {f"{name.partition('.')[0]}." for name in names_in_files(rows)}
     if longer == OF_THINKER[1]:  # the encoders of a thinker are in it too
         return {old: new for old, new in found.items() if new.startswith(tuple(first_words))}
     words = tuple(first_words - {"model."})
     return found | {name: name for name in names if name.startswith(words)}
+
+
+def names_in_files(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield the patterns of all names in Hugging Face's files."""
+    for row in rows:
+        for key, spelled in row.names.items():
+            if key.startswith(HF.scheme):
+                yield from (spelling.name for spelling in spelled)
 
 
 def put_inside(name: str, begin: str, inside: str) -> str:

@@ -4,7 +4,8 @@ hf     model.layers.{l}.self_attn.{q_proj, q_a_proj, q_a_layernorm, q_b_proj, kv
 core   decoder.layers.{l}.self_attention.{linear_q_proj, linear_q_down_proj, linear_q_up_proj, linear_kv_down_proj, ...}
 """
 
-from megaconv.families.parts.keys import Fields, Keys, Raw, need_size
+from megaconv.errors import NotExpressible
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, need_size
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Fused, OtherAxis, Row
 
@@ -93,6 +94,14 @@ def _write_latent(config: ModelConfig) -> Raw:
         "kv_lora_rank": latent.kv_rank,
         "q_lora_rank": latent.q_rank or None,
     }
+
+
+def require_own_groups(groups: object, heads: object) -> None:
+    """Raise NotExpressible unless each head has keys and values of its own. groups: the value of num_key_value_heads."""
+    if groups != heads:
+        raise NotExpressible(
+            f"{CONFIG_NAME}: num_key_value_heads {groups!r} is not supported in this architecture, only num_attention_heads {heads!r} is"
+        )
 
 
 LATENT_HEADS = latent_heads(kv_rank=512, q_rank=1536, rope=64, nope=128, v=128)

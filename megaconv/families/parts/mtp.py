@@ -153,6 +153,12 @@ def mtp_apart(names: Collection[str]) -> Mapping[str, str]:
     return {name: f"mtp.{name}" for name in names if layers and name.startswith(layers)}
 
 
+def layers_after_the_last(config: ModelConfig) -> Mapping[str, str]:
+    """The tensors of layers after the last one, for the `unused` of a family. No published model has more than eight of them."""
+    numbers = "|".join(str(config.layer_count + further) for further in range(8))
+    return {rf"model\.layers\.(?:{numbers})\..*": "layers for multi-token prediction"}
+
+
 def without_missing(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     """Set the number of MTP layers to those in Hugging Face's names. transformers keeps the number in config.json, but
     doesn't save the layers."""

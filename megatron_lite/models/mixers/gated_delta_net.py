@@ -126,7 +126,8 @@ class GatedDeltaNet(nn.Module):
             y, state = gated_delta_step(q[0], k[0], v[0], decay[0], beta[0], state)
             return y.unsqueeze(0), state
         by_row = [each.transpose(0, 1) for each in (q, k, v, decay, beta)]
-        documents, ends = (None, None) if packed is None else (packed.numbers, packed.ends)
+        documents = None if packed is None else packed.numbers
+        ends = None if packed is None else packed.ends
         y, state = recomputed(
             gated_delta_rule, *by_row, documents=documents, ends=ends, state=state
         )

@@ -175,9 +175,9 @@ def gated_delta_step(
     query = q.to(dtype).repeat_interleave(heads_per_key, 1)
     key = k.to(dtype).repeat_interleave(heads_per_key, 1)
     strength = beta.to(dtype).unsqueeze(-1)
-    decay = g.to(dtype).exp()
+    decay = g.to(dtype).exp()[..., None, None]
 
-    state = state * decay[..., None, None]
+    state = state * decay
     stored_value = key.unsqueeze(-2) @ state
     written = (v.to(dtype) - stored_value.squeeze(-2)) * strength
     state = state + key.unsqueeze(-1) * written.unsqueeze(-2)
