@@ -1,6 +1,7 @@
 """Selects the matrices that are multiplied in FP8: those of layers, but not the head, the embedding and the router."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -42,14 +43,21 @@ def use_fp8(module: nn.Module, options: FP8 | None, *, layer: int, layers: int, 
         setattr(matrix, "product", _product(options, tp))  # noqa: B010
 
 
+def fp8_of_device(options: FP8 | None, device: torch.device) -> FP8 | None:
+    """Return the options for products on the run's device. Transformer Engine computes on a GPU only."""
+    if options is None or device.type == "cuda":
+        return options
+    return replace(options, transformer_engine=False)
+
+
 def _product(options: FP8, tp: int) -> Product:
-    if torch.cuda.is_available() and uses_transformer_engine(options, tp):
+    if uses_transformer_engine(options, tp):
         return TransformerEngineProduct(options)
     return KINDS[options.recipe](options)
 
 
 def uses_transformer_engine(options: FP8, tp: int) -> bool:
-    """Return whether Transformer Engine computes the products on a GPU."""
+    """Return whether Transformer Engine computes the products. options: those of the device."""
     return options.transformer_engine and tp == 1 and has_transformer_engine()
 
 

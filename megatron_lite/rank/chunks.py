@@ -1,6 +1,7 @@
 """Builds a rank's chunks of a model on the meta device, with their adapters, and allocates parameters without gradients."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from megatron_lite.parallel.parameters import (
     replace_parameter,
 )
 from megatron_lite.parallel.tensor import TensorGroup
-from megatron_lite.products.selection import check_device
+from megatron_lite.products.selection import check_device, fp8_of_device
 from megatron_lite.settings.options import LoRA, ModelOptions
 
 
@@ -41,6 +42,7 @@ def build_chunks(config: ModelConfig, grid: Grid, options: ModelOptions) -> Buil
     """Build the chunks on the meta device, with adapters if these are trained."""
     tp, lora = grid.layout.tp, options.lora
     check_device(options.fp8, grid.device, tp)
+    options = replace(options, fp8=fp8_of_device(options.fp8, grid.device))
     sequence = options.sequence_parallel and tp > 1
     ranks = TensorGroup(grid.group("tp"), grid.tp_rank, tp, sequence)
     experts = ExpertRanks(experts=grid.group("ep"), parts=grid.group("etp"))

@@ -86,7 +86,7 @@ class FP8:
     last_in_bf16: int = 0
     """Number of layers at the start and at the end without FP8."""
     transformer_engine: bool = True
-    """Use Transformer Engine's products if it is installed and there is a GPU; else torch's."""
+    """Use Transformer Engine's products if it is installed and the run is on GPUs; else torch's."""
 
 
 @dataclass(frozen=True)

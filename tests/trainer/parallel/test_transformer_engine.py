@@ -24,11 +24,14 @@ from megaconv.model.fields import fields_of, from_fields
 from megaconv.model.layout import Layout
 from megaconv.model.naming import CORE_GROUPED
 from megaconv.model.natives import native_tensors
+from megatron_lite.parallel.grid import make_grid
 from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear, RowLinear
 from megatron_lite.products import selection
+from megatron_lite.products.product import PLAIN
 from megatron_lite.products.transformer_engine import RECIPES, TransformerEngineProduct
 from megatron_lite.products.transformer_engine import make_autocast as regions
-from megatron_lite.settings.options import FP8
+from megatron_lite.rank.chunks import build_chunks
+from megatron_lite.settings.options import FP8, ModelOptions
 from tests.library_signatures import ENGINE, signatures, states, stub
 from tests.trainer.parallel.small import FULL, MODELS, Case, make_engine, step
 from tests.trainer.parallel.worlds import World
@@ -146,11 +149,10 @@ class Fused(torch.autograd.Function):
 
 @contextmanager
 def installed(version: str) -> Any:
-    """Install a stub on what is taken for a GPU."""
+    """Install a stub, which computes on the CPU too."""
     made = Stub(version)
     always = mock.patch.object(selection, "uses_transformer_engine", return_value=True)
-    cuda = mock.patch.object(torch.cuda, "is_available", return_value=True)
-    with mock.patch.dict(sys.modules, made.modules()), always, cuda:
+    with mock.patch.dict(sys.modules, made.modules()), always:
         yield made
 
 
@@ -268,6 +270,23 @@ def test_recomputed_layers_are_in_fp8_too_and_leave_the_scales() -> None:
     assert found == pytest.approx(plain(run), rel=1e-5)
     assert made.ended == 8
     assert len(made.calls) == 2 * 8 * len(made.amaxes)
+
+
+@pytest.mark.parametrize(("device", "takes_engine"), [("cpu", False), ("cuda", True)])
+def test_the_device_of_the_run_decides_and_not_that_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, device: str, takes_engine: bool
+) -> None:
+    """A run on CPUs stays on torch's products if the machine has a GPU and Transformer Engine."""
+    monkeypatch.setattr(selection, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(selection, "require_loaded", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    grid = make_grid(Layout(stage_layers=(MODEL.layer_count,)), 1, torch.device(device))
+    built = build_chunks(MODEL, grid, ModelOptions(fp8=FP8()))
+    products = [getattr(module, "product", PLAIN) for module in built.chunks[0].modules()]
+    in_fp8 = [product for product in products if product is not PLAIN]
+    assert len(in_fp8) == 4 * MODEL.layer_count
+    assert {isinstance(each, TransformerEngineProduct) for each in in_fp8} == {takes_engine}
 
 
 def test_mxfp8_is_refused_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
