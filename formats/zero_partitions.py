@@ -38,6 +38,8 @@ _KEYS_BY_STAGE = {
     3: ("optimizer_state_dict", "fp32_flat_groups"),
 }
 """Keys of a rank's file, by stage: torch's optimizer state, and the fp32 vectors."""
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""Counters in model_states that all ranks of a save have in common."""
 _Value = TypeVar("_Value")
 
 
@@ -117,6 +119,7 @@ def open_step(path: Path) -> ZeroCheckpoint:
     models, optimizers = _files(path, _MODEL), _files(path, _OPTIMIZER)
     first = models[min(models)]
     state = _read(first)
+    _require_one_save(models, state)
     with _known_form(path):
         module = {_plain(name): tensor for name, tensor in _tensors(state.get("module"), first)}
         shared = dict(state.get("shared_params") or {})
@@ -144,6 +147,20 @@ def _refuse_sharded_experts(path: Path) -> None:
             f"{path}: {others[0]} is of experts sharded by DeepSpeed, which are not supported; "
             "save it as one model, or convert it with DeepSpeed's ds_to_universal"
         )
+
+
+def _require_one_save(models: Mapping[int, Path], first: Mapping[str, Any]) -> None:
+    """Raise CorruptCheckpoint if a rank's model_states are of another step than the first rank's."""
+    first_rank = min(models)
+    for rank, file in models.items():
+        state = first if rank == first_rank else _read(file)
+        for counter in _COUNTERS:
+            if state.get(counter) != first.get(counter):
+                found, expected = (str(each.get(counter))[:40] for each in (state, first))
+                raise CorruptCheckpoint(
+                    f"{file}: has {counter} {found}, and {models[first_rank].name} has {expected}; "
+                    "they are of two steps. Copy all files of one step again"
+                )
 
 
 def _rank_count(path: Path, state: Mapping[str, Any], optimizers: Mapping[int, Path]) -> int:

@@ -255,3 +255,17 @@ def test_an_optimizer_of_16_bits_goes_along_in_fp32(tmp_path: Path) -> None:
     (file,) = (tmp_path / "out").rglob("model_optim_rng.pt")
     state = torch.load(file, weights_only=False)["optimizer"]["optimizer"]["state"]
     assert {tensor.dtype for held in state.values() for tensor in held.values()} == {torch.float32}
+
+
+@DTYPES
+@pytest.mark.parametrize("rank", [0, 1])
+def test_model_states_of_another_step_are_refused(
+    rank: int, dtype: str | None, tmp_path: Path
+) -> None:
+    """Under stage 3 they hold no weights, but the counters from which the run continues."""
+    step = step_of(3, tmp_path)
+    file = step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+    state = torch.load(file, weights_only=False)
+    state["global_steps"], state["global_samples"] = 2, 4
+    torch.save(state, file)
+    assert_nothing_is_converted(step, tmp_path, dtype, "global_steps", "are of two steps")
