@@ -40,6 +40,11 @@ def main(given: argparse.Namespace) -> None:
     has_file = given.prompts_file is not None
     has_log_probs = given.log_probs is not None
     check_questions(given)
+    for flag, source in {
+        "--prompts-file": given.prompts_file,
+        "--retro-neighbors": given.retro_neighbors,
+    }.items():
+        require_other_file(given.output, flag, source)
     if has_log_probs and given.log_probs < 0:
         raise UsageError(f"--log-probs {given.log_probs} must be 0 or more")
     if given.beams is not None:
@@ -69,6 +74,8 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
         )
         opened = _retrieving(opened, find)
     questions = questions_of(given)
+    if not questions:
+        raise UsageError(f"{given.prompts_file}: holds no prompts")
     if given.output and given.output != "-":
         failed = _write(opened, given, questions)
     elif given.output or given.beams:
@@ -280,6 +287,15 @@ def _plain(answer: _Answer) -> dict[str, Any]:
                 [list(pair) for pair in likelihood.top] for likelihood in answer.likelihoods
             ]
     return found
+
+
+def require_other_file(output: str | None, flag: str, source: str | None) -> None:
+    """Raise UsageError if the output would replace the file that the flag names."""
+    if output is None or source is None or "-" in (output, source):
+        return
+    written, read = Path(output), Path(source)
+    if written.exists() and read.exists() and written.samefile(read):
+        raise UsageError(f"--output {output}: is the file of {flag} too; choose another file")
 
 
 def open_output(path: str) -> TextIO:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
-from megatron_lite.inference.generating import open_output
+from megatron_lite.inference.generating import open_output, require_other_file
 from megatron_lite.inference.opening import Opened, run
 from megatron_lite.inference.prompts import encode, tokens_of
 from megatron_lite.inference.slots import NotFinite, Scored
@@ -19,19 +19,23 @@ ROWS = 64
 
 def main(given: argparse.Namespace) -> None:
     """Run the command. Raises UsageError."""
+    require_other_file(given.output, "--input", given.input)
     run(given, lambda opened: _use(opened, given))
 
 
 def _use(opened: Opened, given: argparse.Namespace) -> None:
     """Score the rows. Raises NotFinite at the end if a row had NaN or infinite logits."""
-    failed = False
+    failed, is_empty = False, True
     with open_output(given.output) as file:
         for rows in _groups(_read(opened, given.input)):
+            is_empty = False
             scored = opened.model.score([tokens for tokens, _ in rows], given.top)
             for (tokens, first), found in zip(rows, scored, strict=True):
                 line = _line(tokens, first, found, given.top)
                 failed |= "error" in line
                 print(json.dumps(line), file=file, flush=True)
+    if is_empty:
+        raise UsageError(f"{given.input}: holds no rows to score")
     if failed:
         raise NotFinite
 
@@ -69,7 +73,8 @@ def _groups(rows: Iterator[tuple[list[int], int]]) -> Iterator[list[tuple[list[i
 def _read(opened: Opened, path: str) -> Iterator[tuple[list[int], int]]:
     """Yield (tokens, index of the first token that counts). Raises UsageError with the line."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # A text in JSON may have other line ends within, such as U+2028.
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: can't be read: {error}") from error
     for number, line in enumerate(lines, 1):

@@ -372,6 +372,19 @@ def test_ranks_started_together_generate_what_one_does(
             ["generate", "--load", "MODEL", "7 -9", *NUMBERS],
             "token -9 is outside the model's vocabulary",
         ),
+        (["score", "--load", "MODEL", "--input", "EMPTY"], "empty.jsonl: holds no rows to score"),
+        (
+            ["score", "--load", "MODEL", "--input", "BAD", "--output", "BAD"],
+            "bad.jsonl: is the file of --input too",
+        ),
+        (
+            ["generate", "--load", "MODEL", "--prompts-file", "EMPTY"],
+            "empty.jsonl: holds no prompts",
+        ),
+        (
+            ["generate", "--load", "MODEL", "--prompts-file", "WORDS", "--output", "WORDS"],
+            "words.jsonl: is the file of --prompts-file too",
+        ),
         (
             ["chat", "--load", "MODEL", *NUMBERS],
             "the model has no tokenizer; --tokenizer-model DIR",
@@ -400,12 +413,16 @@ def test_mistakes_are_refused_in_one_line(
         "WIKI": "test.wiki",
         "HIGH": "high.wiki",
         "LAST": "test.lambada",
+        "EMPTY": "empty.jsonl",
     }
     places = {"MODEL": str(model[0])} | {word: str(tmp_path / name) for word, name in names.items()}
+    (tmp_path / "empty.jsonl").write_text("\n")
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
     code = run(*(places.get(word, word) for word in words))
     out, err = capfd.readouterr()
     error = err.strip().splitlines()
     assert out == ""
     assert code != 0
     assert said in error[-1]
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
     assert not any("Traceback" in line for line in error)
