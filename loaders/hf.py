@@ -48,25 +48,26 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             f"{path}: its vocabulary of {config.vocab} has no padding; --true-vocab-size is for Megatron checkpoints"
         )
     weights, stored = read_directory(path)
+    where = str(weights)
     quantized = _quantized_config(path, directory, config)
-    found = dequantize(stored, quantized, options.dtype, weights.name)
+    found = dequantize(stored, quantized, options.dtype, where)
     left_out: dict[str, int] = {}
     beside: dict[str, LazyTensor] = {}
     if options.text_only:
-        found, config, left_out = _language_model(found, config, family, weights.name)
+        found, config, left_out = _language_model(found, config, family, where)
     elif config.whole is not None:
-        found, beside, config = split_whole(found, config, family.rows, weights.name)
+        found, beside, config = split_whole(found, config, family.rows, where)
         config = _tied_without_head(config, found, family)
-    found = _with_names_of_family(found, family, weights.name)
+    found = _with_names_of_family(found, family, where)
     # MXFP4 stores experts as rows, while plain weights may be transposed.
-    naming = HF_STACKED if quant_method(quantized, weights.name) == "mxfp4" else HF
-    config, tensors = whole_model(family, config, naming, found | beside, weights.name)
+    naming = HF_STACKED if quant_method(quantized, where) == "mxfp4" else HF
+    config, tensors = whole_model(family, config, naming, found | beside, where)
     manifest = describe(tensors)
     header = Header(
         replace(config, dtype=main_dtype(manifest)),
         manifest,
         files=find_sidecars(directory),
-        source=f"hf, {_kind(weights)}{_scheme(quantized, weights.name)}",
+        source=f"hf, {_kind(weights)}{_scheme(quantized, where)}",
         beside=left_out,
     )
     return OpenedSource(header, tensors)
