@@ -14,5 +14,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            print("megatron_lite: interrupted", file=sys.stderr)
+            print("megatron-lite: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

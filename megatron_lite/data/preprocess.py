@@ -153,7 +153,7 @@ def _interrupt(signum: int, frame: Any) -> None:
 
 
 def _report(message: str, status: int) -> int:
-    print(f"megatron_lite: error: {message}", file=sys.stderr)
+    print(f"megatron-lite: error: {message}", file=sys.stderr)
     return status
 
 
@@ -228,7 +228,7 @@ class Meter:
 
     def warn(self, message: str) -> None:
         self.end()
-        print(f"megatron_lite: warning: {message}: left out", file=sys.stderr)
+        print(f"megatron-lite: warning: {message}: left out", file=sys.stderr)
 
     def end(self) -> None:
         if self._visible:

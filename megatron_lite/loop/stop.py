@@ -64,7 +64,7 @@ class Stop:
     def _say(self, text: str) -> None:
         """Write directly to stderr, because the main thread may hold the locks of Python's buffers."""
         if self._speaks:
-            os.write(_STDERR, f"megatron_lite: {text}\n".encode())
+            os.write(_STDERR, f"megatron-lite: {text}\n".encode())
 
 
 def _left_to_the_thread(number: int, frame: FrameType | None) -> None:

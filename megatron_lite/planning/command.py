@@ -53,7 +53,7 @@ def main(words: list[str]) -> int:
         text = json.dumps(planned.to_json(), indent=2) if own.json else None
         lines = list(planned.lines()) if text is None else []
     except CheckpointError as error:
-        show(f"megatron_lite: error: {error}", sys.stderr)
+        show(f"megatron-lite: error: {error}", sys.stderr)
         return error.exit_status
     if text is not None:
         print(text)

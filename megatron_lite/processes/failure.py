@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """torchrun's variable with the path of a worker's error file."""
-_PREFIX = "megatron_lite: error: "
+_PREFIX = "megatron-lite: error: "
 KEY = "megatron_lite/first failure"
 """Key in the store; it exists after the first failure."""
 PATIENCE_S = 2.0
@@ -171,7 +171,7 @@ def report_alone(text: str) -> None:
 def report_interrupt() -> None:
     """Report Ctrl-C before there is anything to save. All ranks receive the signal; rank 0 prints the message."""
     if os.environ.get("RANK", "0") == "0":
-        show("megatron_lite: interrupted before the first step; nothing was trained", sys.stderr)
+        show("megatron-lite: interrupted before the first step; nothing was trained", sys.stderr)
 
 
 def _is_lost_connection(error: BaseException) -> bool:

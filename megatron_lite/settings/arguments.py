@@ -145,7 +145,7 @@ def _with_last_batch(words: list[str]) -> list[str]:
 def make_parser(command: str) -> argparse.ArgumentParser:
     """Return the parser of a command, with a flag for each setting."""
     parser = _Parser(
-        prog=f"megatron_lite {command}", usage=f"torchrun --nproc-per-node N -m megatron_lite {command} [FLAGS]",
+        prog=f"megatron-lite {command}", usage=f"torchrun --nproc-per-node N -m megatron_lite {command} [FLAGS]",
         description=f"{DESCRIPTIONS[command]} Flags are Megatron-LM's.", epilog=EXAMPLES[command],
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS, allow_abbrev=False, add_help=False,
     )  # fmt: skip

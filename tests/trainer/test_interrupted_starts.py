@@ -52,7 +52,7 @@ def test_ctrl_c_while_a_command_starts_ends_it_with_one_line(
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, check=False, timeout=120,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    assert ended.stderr == "megatron_lite: interrupted\n"
+    assert ended.stderr == "megatron-lite: interrupted\n"
     assert ended.returncode == 130
     assert not list(tmp_path.iterdir())
 

@@ -93,7 +93,7 @@ def test_a_run_is_planned_without_torch_as_with_it(
 )
 def test_commands_that_need_torch_say_in_one_line_what_to_install(words: str, what: str) -> None:
     expected = f"{what} needs torch (No module named 'torch'); in a clone of megaconv: pip install '.[train,data]'"
-    assert refusal(*words.split()) == f"megatron_lite: error: {expected}"
+    assert refusal(*words.split()) == f"megatron-lite: error: {expected}"
 
 
 def test_a_server_needs_another_extra() -> None:

@@ -37,7 +37,7 @@ ABSENT: Mapping[str, str] = {}
 _PYTHON = re.compile(
     r"Traceback|Exception ignored|Fatal Python error|please report this|Error: \[Errno|Segmentation"
 )
-_OURS = re.compile(r"megaconv: (error|interrupted|warning)|megatron_lite: |Usage: |usage: ")
+_OURS = re.compile(r"megaconv: (error|interrupted|warning)|megatron-lite: |Usage: |usage: ")
 
 
 class Failure(Exception):

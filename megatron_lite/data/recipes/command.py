@@ -111,5 +111,5 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"megatron_lite: error: {message}", file=sys.stderr)
+    print(f"megatron-lite: error: {message}", file=sys.stderr)
     return status

@@ -93,4 +93,4 @@ def _is_inside(path: Path, directory: Path) -> bool:
 
 
 def _warn(message: str) -> None:
-    print(f"megatron_lite: warning: {message}: left out", file=sys.stderr)
+    print(f"megatron-lite: warning: {message}: left out", file=sys.stderr)

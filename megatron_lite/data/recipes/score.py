@@ -201,4 +201,4 @@ def _as_floats(scores: Any, where: str) -> dict[str, float] | None:
 
 
 def _warn(message: str) -> None:
-    print(f"megatron_lite: warning: {message}: left out", file=sys.stderr)
+    print(f"megatron-lite: warning: {message}: left out", file=sys.stderr)

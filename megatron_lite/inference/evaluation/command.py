@@ -115,4 +115,4 @@ def _random_windows(
 
 
 def _warn(message: str) -> None:
-    show(f"megatron_lite: warning: {message}: left out", sys.stderr)
+    show(f"megatron-lite: warning: {message}: left out", sys.stderr)

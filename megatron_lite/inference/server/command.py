@@ -117,6 +117,6 @@ def _announce(name: str, opened: Opened, host: str, port: int, *, is_open: bool)
     )
     if is_open:
         print(
-            "megatron_lite: warning: anyone who reaches this address can use it: there is no --api-key",
+            "megatron-lite: warning: anyone who reaches this address can use it: there is no --api-key",
             file=sys.stderr,
         )

@@ -71,6 +71,6 @@ def run_command(run: Callable[[], None]) -> int:
     except OSError as error:
         return refuse(str(error), 1)
     except (KeyboardInterrupt, Interrupted):
-        print("megatron_lite: interrupted; the same command continues", file=sys.stderr)
+        print("megatron-lite: interrupted; the same command continues", file=sys.stderr)
         return 130
     return 0

@@ -287,7 +287,7 @@ def refused(
     assert run(*arguments) == status
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("megatron_lite: error: ")
+    assert err.startswith("megatron-lite: error: ")
     assert words in err
     assert err.count("\n") == 1
 
@@ -515,7 +515,7 @@ def test_an_interrupted_run_leaves_no_dataset_and_no_process(
     if number != signal.SIGKILL:
         assert (process.returncode, err) == (
             130,
-            b"megatron_lite: error: interrupted; nothing was left behind\n",
+            b"megatron-lite: error: interrupted; nothing was left behind\n",
         )
         assert not list(tmp_path.iterdir())
     assert not list(tmp_path.glob("out*"))

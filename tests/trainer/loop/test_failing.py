@@ -67,7 +67,7 @@ def fail(directory: Path, size: int, words: str, step: int, victim: int, what: s
     assert time.monotonic() - failed < 10, running.logs()
     own = {"raise": 1, "refuse": 3, "kill": -9, "exit": 0}[what]
     assert statuses == [own if rank == victim else 1 for rank in range(size)], running.logs()
-    said = re.findall(r"^megatron_lite: error: (.*)$", running.logs(), re.MULTILINE)
+    said = re.findall(r"^megatron-lite: error: (.*)$", running.logs(), re.MULTILINE)
     assert len(said) == 1, running.logs()
     assert said[0].endswith(EXPECTED[what].format(victim=victim))
     (for_torchrun,) = directory.glob("error-*.json")
@@ -160,7 +160,7 @@ def test_a_mistake_is_reported_once_by_rank_0_and_ends_all(
     running = launch(tmp_path, size, f"{COMMAND} {words}")
     statuses = running.wait()
     assert min(statuses) == max(statuses) >= 1, running.logs()
-    said = re.findall(r"^megatron_lite: error: (.*)$", running.logs(), re.MULTILINE)
+    said = re.findall(r"^megatron-lite: error: (.*)$", running.logs(), re.MULTILINE)
     assert len(said) == 1, running.logs()
     assert message in said[0]
     assert "Traceback" not in running.logs()

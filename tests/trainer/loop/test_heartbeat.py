@@ -154,6 +154,6 @@ def test_ranks_end_with_the_cause_when_one_is_gone_or_hangs(
     running.kill()
     running.wait()
     assert status == 1, running.logs()
-    said = re.findall(r"^megatron_lite: error: (.*)$", running.logs(), re.MULTILINE)
+    said = re.findall(r"^megatron-lite: error: (.*)$", running.logs(), re.MULTILINE)
     assert len(said) == 1, running.logs()
     assert re.match(message, said[0])

@@ -120,7 +120,7 @@ def test_srun_needs_no_torchrun(fails_at: int | None, tmp_path: Path) -> None:
     )
     assert running.wait() == ([0, 0] if fails_at is None else [1, 1]), running.logs()
     assert "2 x cpu, gloo; TP 1, PP 1, DP 2" in running.log(0).splitlines()[0]
-    said = re.findall(r"^megatron_lite: error: (.*)$", running.logs(), re.MULTILINE)
+    said = re.findall(r"^megatron-lite: error: (.*)$", running.logs(), re.MULTILINE)
     assert said == (
         [] if fails_at is None else ["rank 0 (tp 0 pp 0 dp 0): ArithmeticError: a step went wrong"]
     )
@@ -172,7 +172,7 @@ def test_torchrun_ends_with_one_report_of_a_mistake(
     )  # fmt: skip
     assert ran.returncode == 1
     assert (ran.stdout + ran.stderr).count(message) == 1, ran.stderr
-    assert last_lines(ran.stderr)[-1] == f"traceback : megatron_lite: error: {message}"
+    assert last_lines(ran.stderr)[-1] == f"traceback : megatron-lite: error: {message}"
     assert "<NO_OTHER_FAILURES>" in ran.stderr
 
 

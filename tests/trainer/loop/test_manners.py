@@ -20,7 +20,7 @@ def metrics(directory: Path) -> list[dict[str, float]]:
 def refused(directory: Path, command: str) -> str:
     running = launch(directory, 1, command)
     assert running.wait() == [2], running.logs()
-    (error,) = re.findall(r"^megatron_lite: error: (.*)$", running.log(0), re.MULTILINE)
+    (error,) = re.findall(r"^megatron-lite: error: (.*)$", running.log(0), re.MULTILINE)
     return str(error)
 
 

@@ -113,7 +113,7 @@ def test_ctrl_c_before_the_first_step_ends_with_one_line(tmp_path: Path) -> None
     running = launch(tmp_path, 1, SAVED, interrupted_at_once)
     assert running.wait() == [130]
     assert (
-        running.log(0) == "megatron_lite: interrupted before the first step; nothing was trained\n"
+        running.log(0) == "megatron-lite: interrupted before the first step; nothing was trained\n"
     )
     assert not (tmp_path / "ckpt").exists()
 
@@ -179,7 +179,7 @@ def test_ctrl_c_at_torchrun_reaches_the_run(times: int, tmp_path: Path) -> None:
     else:
         assert "Ctrl-C again: the run ends at once, without saving" in said
         assert not (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").exists()
-    assert len(re.findall("^megatron_lite: Ctrl-C: ", said, re.MULTILINE)) == 1
+    assert len(re.findall("^megatron-lite: Ctrl-C: ", said, re.MULTILINE)) == 1
 
 
 def slow_save(seconds: float) -> None:

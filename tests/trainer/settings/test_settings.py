@@ -723,4 +723,4 @@ def test_output_that_can_not_be_written_is_an_error_of_one_line(
         with pytest.raises(SystemExit) as ended:
             cli.main(["recipes"])
     assert ended.value.code == 1
-    assert capfd.readouterr().err == "megatron_lite: error: [Errno 28] No space left on device\n"
+    assert capfd.readouterr().err == "megatron-lite: error: [Errno 28] No space left on device\n"
