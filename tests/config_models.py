@@ -30,7 +30,7 @@ FAMILIES = sorted(
 LLAMA_LIKE = [name for name in FAMILIES if name not in ("gpt2", "mamba2", "nemotron_h", "qwen")]
 """Families whose config.json has Llama's words."""
 WITHOUT_CLASS = (
-    *("baichuan", "bailing_moe2", "internlm2", "kimi_k3", "mimo", "nemotron_nas", "qwen"),
+    *("baichuan", "bailing_moe2", "exaone", "internlm2", "kimi_k3", "mimo", "nemotron_nas", "qwen"),
     *("sarvam_mla", "sarvam_moe"),
 )
 """Families that no release of transformers has."""
@@ -958,7 +958,7 @@ def configs(draw: Draw) -> ModelConfig:
         windowed = draw(st.sets(st.integers(0, layers - 1)))
         size = draw(st.integers(1, 99)) if windowed else None
         return changed(config, {"layers.window": per_layer(windowed, layers, size, None)})
-    if name in ("granite", "hyperclovax", "internlm2"):
+    if name in ("exaone", "granite", "hyperclovax", "internlm2"):
         return config
     if name == "ministral3":
         return changed(

@@ -1005,6 +1005,7 @@ RELATIVES = {
         "deepseek_v3", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, **rope(5000.0, **YARN)}
     ),
     "mimo": Variant("qwen2"),
+    "exaone": Variant("llama"),
     "internlm2": Variant("llama"),
     "qwen": Variant("qwen2", {"num_key_value_heads": 8}),
 }  # fmt: skip

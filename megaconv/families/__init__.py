@@ -55,6 +55,9 @@ class Family:
     rows: tuple[Row, ...]
     keys: tuple[Keys, ...]
     """The keys of the family's config.json, with the fields of the model's description that they give."""
+    classes_of_others: tuple[str, ...] = ()
+    """Classes of another family that transformers uses for this family's models as well. Only `model_type` tells them
+    apart."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields that are the same in all models of the family, whatever config.json says."""
     only: Mapping[str, Any] = field(default_factory=dict)
@@ -221,7 +224,9 @@ def _family_of(config: Mapping[str, Any]) -> Family | None:
         if not family.describes(config):
             return False
         if architectures:
-            return bool(set(architectures) & set(family.architectures))
+            is_named = config.get("model_type") == family.model_type
+            classes = (*family.architectures, *(family.classes_of_others if is_named else ()))
+            return bool(set(architectures) & set(classes))
         if family.no_class:
             return False
         return config.get("model_type") in (family.model_type, *family.other_types)

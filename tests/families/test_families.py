@@ -91,6 +91,7 @@ CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "helium": {},
     "ministral3": {"head_dim": 4},
     "internlm2": {"bias": False},
+    "exaone": {"attention_bias": True, "mlp_bias": True},
     "internlm3": {"attention_bias": True, "mlp_bias": True},
     "iquestcoder": {},
     "gpt_neox": {"num_key_value_heads": 8, "hidden_act": "gelu", "use_parallel_residual": False},

@@ -66,6 +66,7 @@ FEATURES = {
             ("granite", {"residual_scale": 0.3, "head.divisor": 3.0, "embedding_scale": 12.0, "attention.scale": 0.1}),
             ("ministral3", {"temperature.scale": 0.3, "temperature.interval": 4, "temperature.everywhere": True}),
             ("helium", {"positions.interleaved": True}),
+            ("exaone", {"attention.qkv_bias": True, "attention.o_bias": True}),
             ("internlm2", {"attention.qkv_bias": True, "attention.o_bias": True}),
             ("internlm3", dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias"), True)),
             ("iquestcoder", {}),
