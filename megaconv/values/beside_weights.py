@@ -25,3 +25,14 @@ def fitting(
             code="misshapen-tensor",
         )
     return found
+
+
+def require_one_form(name: str, stored: str, tensors: Mapping[str, LazyTensor], where: str) -> None:
+    """Raise TensorMismatch if a weight is there as a plain tensor too.
+
+    name: the plain tensor's name. stored: the name of the tensor that holds the quantized weight.
+    """
+    if name in tensors:
+        raise TensorMismatch(
+            f"{where}: holds {name} and {stored}, two forms of one weight; remove the one that is wrong"
+        )

@@ -10,7 +10,8 @@
 `packed_words.py` describes the words. Source: compressed-tensors 0.20.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -18,7 +19,7 @@ from formats.lazy_numpy import np
 from formats.tensor import LazyTensor, Shape, matrix_shape, read_tensor, reshaped
 from megaconv.errors import CorruptCheckpoint, TensorMismatch, UnsupportedInput
 from megaconv.model.check import well_formed
-from megaconv.values.beside_weights import needed
+from megaconv.values.beside_weights import needed, require_one_form
 from megaconv.values.four_bits import MXFP4_GROUP, Mxfp4Tensor
 from megaconv.values.modelopt import scales_of_activations
 from megaconv.values.packed_words import ColumnWords, RowWords
@@ -96,23 +97,32 @@ def _scheme(weights: Mapping[str, Any], settings: Mapping[str, Any], where: str)
     return f"{kind} by {by}"
 
 
-def _units(settings: Mapping[str, Any]) -> set[tuple[int, int]]:
-    """(rows, columns) that may share a scale, by the groups of the settings."""
-    found: set[tuple[int, int]] = set()
-    for group in settings["config_groups"].values():
-        weights = group["weights"]
-        if weights["strategy"] == "block":
-            rows, cols = weights["block_structure"]
-            found.add((rows, cols))
-        elif weights["strategy"] == "group":
-            found.add((1, weights["group_size"]))
-    return found
+@dataclass(frozen=True)
+class _Scheme:
+    """How numbers and scales may be stored, by the groups of the settings."""
 
+    units: frozenset[tuple[int, int]]
+    """(rows, columns) that may share a scale, besides a row and a whole matrix."""
+    widths: tuple[int, ...]
+    """The bits that a number may have."""
+    is_asymmetric: bool
+    """True if every weight has zero points."""
 
-def _widths(settings: Mapping[str, Any]) -> list[int]:
-    """The bits of numbers, by the groups of the settings."""
-    groups = settings["config_groups"].values()
-    return sorted({group["weights"]["num_bits"] for group in groups})
+    @classmethod
+    def of_groups(cls, settings: Mapping[str, Any]) -> "_Scheme":
+        groups = [group["weights"] for group in settings["config_groups"].values()]
+        units: set[tuple[int, int]] = set()
+        for weights in groups:
+            if weights["strategy"] == "block":
+                rows, cols = weights["block_structure"]
+                units.add((rows, cols))
+            elif weights["strategy"] == "group":
+                units.add((1, weights["group_size"]))
+        return cls(
+            units=frozenset(units),
+            widths=tuple(sorted({weights["num_bits"] for weights in groups})),
+            is_asymmetric=not any(weights["symmetric"] for weights in groups),
+        )
 
 
 def dequantize(
@@ -124,21 +134,24 @@ def dequantize(
     """
     scheme_of(settings, where)
     with well_formed(f"{where}: quantization_config"):
-        units, widths = _units(settings), _widths(settings)
+        scheme = _Scheme.of_groups(settings)
     left_out = set(scales_of_activations(tensors, where))
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
-        if name in left_out or last in _BESIDE:
+        has_weight = module + _WEIGHT in tensors or module + _PACKED in tensors
+        if name in left_out or (last in _BESIDE and has_weight):
             continue
+        if last == "weight_packed":
+            require_one_form(module + _WEIGHT, name, tensors, where)
         is_quantized = module + _SCALE in tensors or tensor.dtype in ("float8_e4m3fn", "int8")
         if last == "weight_packed" and settings["format"] == _MXFP4:
             found[module + _WEIGHT] = _from_mxfp4(module, tensors, dtype, where)
         elif last == "weight_packed":
-            codes = _unpacked(module, tensors, widths, where)
-            found[module + _WEIGHT] = _plain(module, codes, tensors, units, dtype, where)
+            codes = _unpacked(module, tensors, scheme.widths, where)
+            found[module + _WEIGHT] = _plain(module, codes, tensors, scheme, dtype, where)
         elif last == "weight" and is_quantized:
-            found[name] = _plain(module, tensor, tensors, units, dtype, where)
+            found[name] = _plain(module, tensor, tensors, scheme, dtype, where)
         else:
             found[name] = tensor
     return found
@@ -202,12 +215,12 @@ def _plain(
     module: str,
     codes: LazyTensor,
     tensors: Mapping[str, LazyTensor],
-    units: set[tuple[int, int]],
+    scheme: _Scheme,
     dtype: str,
     where: str,
 ) -> ScaledTensor:
     scales = needed(module + _SCALE, tensors, where)
-    block = _block(tuple(codes.shape), tuple(scales.shape), units)
+    block = _block(tuple(codes.shape), tuple(scales.shape), scheme.units)
     is_quantized = codes.dtype in ("float8_e4m3fn", "int8")
     if block is None or not is_quantized or scales.dtype not in _FLOATS:
         raise TensorMismatch(
@@ -218,6 +231,8 @@ def _plain(
         )
     grid = _blocks(matrix_shape(codes.shape), block)
     bits = codes.bits if isinstance(codes, RowWords) else 8
+    if scheme.is_asymmetric:
+        needed(module + _ZERO_POINT, tensors, where)
     zero_points = _zero_points(module, tensors, grid, bits, where)
     scale_of_block = reshaped(scales, grid)
     return ScaledTensor(codes, scale_of_block, block, dtype, zero_points=zero_points)
@@ -241,7 +256,7 @@ def _zero_points(
     )
 
 
-def _block(shape: Shape, scales: Shape, units: set[tuple[int, int]]) -> tuple[int, int] | None:
+def _block(shape: Shape, scales: Shape, units: Set[tuple[int, int]]) -> tuple[int, int] | None:
     """Rows and columns that share a scale; None if the scales don't fit."""
     if len(shape) != 2 or not prod(shape):
         return None

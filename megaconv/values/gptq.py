@@ -20,8 +20,8 @@ from typing import Any
 
 from formats.lazy_numpy import np
 from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, read_tensor
-from megaconv.errors import TensorMismatch, UnsupportedInput
-from megaconv.values.beside_weights import fitting, needed
+from megaconv.errors import CorruptCheckpoint, TensorMismatch, UnsupportedInput
+from megaconv.values.beside_weights import fitting, needed, require_one_form
 from megaconv.values.packed_words import ColumnWords, RowWords
 from megaconv.values.rounding import rounded
 from megaconv.values.scaled import read_floats
@@ -46,6 +46,8 @@ class Settings:
     bits: int
     group: int
     """Neighboring inputs that share a scale, if no g_idx says otherwise; -1: all inputs."""
+    needs_index: bool
+    """True if inputs of a group aren't neighbors, so that each matrix needs a g_idx."""
 
     @property
     def per_word(self) -> int:
@@ -58,20 +60,39 @@ def settings_of(method: str, given: Any, where: str) -> Settings:
     inside = f"{where}: quantization_config"
     bits = value_of(given, "bits", int, inside)
     group = value_of(given, "group_size", int, inside)
-    layout = _layout(method, given)
+    layout = _layout(method, given, inside)
+    _require_plain_product(given, where)
     if layout not in _FORMATS[method] or bits not in _BITS[method]:
         raise UnsupportedInput(
             f"{where}: weights quantized by {method} in the layout {layout:.40} with {bits} bits; supported are "
             f"{' and '.join(_FORMATS[method])} with {' or '.join(map(str, _BITS[method]))} bits"
         )
-    return Settings(method, layout, bits, group)
+    needs_index = method == "gptq" and bool(given.get("desc_act")) and group != -1
+    return Settings(method, layout, bits, group, needs_index)
 
 
-def _layout(method: str, given: Mapping[str, Any]) -> str:
-    """The layout of the words, by the key of the method or by `format`, as transformers 5 calls it."""
+def _layout(method: str, given: Mapping[str, Any], inside: str) -> str:
+    """The layout of the words, by the key of the method or by `format`, as transformers 5 calls it.
+
+    Raises CorruptCheckpoint if both keys are there and differ. transformers then takes one, and GPTQModel the other.
+    """
+    if given.get("backend") == "llm-awq":
+        return "llm-awq"
     key = "checkpoint_format" if method == "gptq" else "version"
-    usual = _FORMATS[method][0]
-    return str(given.get(key) or given.get("format") or usual).lower()
+    stated = {each: str(given[each]).lower() for each in (key, "format") if given.get(each)}
+    if len(set(stated.values())) > 1:
+        found = " and ".join(f"{each} {layout:.40}" for each, layout in stated.items())
+        raise CorruptCheckpoint(f"{inside}: names two layouts: {found}; remove the wrong one")
+    return next(iter(stated.values()), _FORMATS[method][0])
+
+
+def _require_plain_product(given: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedInput if a layer computes more than a product with its weight."""
+    if given.get("rotation"):
+        raise UnsupportedInput(
+            f"{where}: weights quantized by GPTQModel with rotation {given['rotation']!r:.40}: a layer turns its "
+            "inputs before it multiplies them, which plain weights can't say; convert an unquantized copy of the model"
+        )
 
 
 def dequantize(
@@ -85,6 +106,7 @@ def dequantize(
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
         if last == "qweight":
+            require_one_form(f"{module}.weight", name, tensors, where)
             found[f"{module}.weight"] = _plain(module, tensors, settings, dtype, where)
         elif f".{last}" not in (_ZEROS, _SCALES, _GROUPS) or module + _WORDS not in tensors:
             found[name] = tensor
@@ -166,7 +188,7 @@ def _plain(
     group = inputs if settings.group == -1 else settings.group
     index = module + _GROUPS
     groups = None
-    if settings.method == "gptq" and index in tensors:
+    if settings.needs_index or (settings.method == "gptq" and index in tensors):
         groups = fitting(index, tensors, (inputs,), "int32", where)
     elif group < 1 or count != -(-inputs // group):
         raise TensorMismatch(

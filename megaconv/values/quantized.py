@@ -28,6 +28,7 @@ from formats.tensor import LazyTensor, matrix_shape, reshaped
 from megaconv.errors import TensorMismatch, UnsupportedInput
 from megaconv.families.parts.hf_config import quant_method, quantization
 from megaconv.values import compressed_tensors, modelopt
+from megaconv.values.beside_weights import require_one_form
 from megaconv.values.cast import CastTensor
 from megaconv.values.four_bits import MXFP4_GROUP, NVFP4_GROUP, Mxfp4Tensor, NvFp4Tensor
 from megaconv.values.scaled import ScaledTensor
@@ -201,6 +202,7 @@ def _from_mxfp4(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> di
             found[name] = tensor
             continue
         whole = name.removesuffix(_BLOCKS)
+        require_one_form(whole, name, tensors, where)
         scales, shape = tensors.get(whole + _SCALES), tuple(tensor.shape)
         if scales is None:
             raise TensorMismatch(f"{where}: there is no {whole}{_SCALES} to {name}")

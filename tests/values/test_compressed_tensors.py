@@ -154,6 +154,41 @@ def test_zero_points_that_do_not_fit_are_named(preset: str, shape: tuple[int, in
         dequantize(tensors, {"quantization_config": described}, "bfloat16", "here")
 
 
+@pytest.mark.parametrize(
+    ("scheme", "changed", "without", "words"),
+    [
+        ("int4-group", {"symmetric": False}, (), r"there is no x\.weight_zero_point"),
+        ("int8-channel", {"symmetric": False}, (), r"there is no x\.weight_zero_point"),
+        ("int4-group", {}, ("weight_scale",), r"there is no x\.weight_scale"),
+        ("int8-channel", {}, ("weight_scale",), r"there is no x\.weight_scale"),
+    ],
+)
+def test_a_part_that_the_settings_ask_for_is_not_left_out(
+    scheme: str, changed: dict[str, Any], without: tuple[str, ...], words: str
+) -> None:
+    stored, _ = quantized(torch.ones(8, 64), scheme)
+    tensors = {f"x.{end}": as_lazy(stored[end]) for end in stored if end not in without}
+    described = json.loads(json.dumps(SCHEMES[scheme]))
+    described["config_groups"]["group_0"]["weights"] |= changed
+    with pytest.raises(TensorMismatch, match=words):
+        dequantize(tensors, {"quantization_config": described}, "bfloat16", "here")
+
+
+def test_two_forms_of_one_weight_are_refused() -> None:
+    stored, expected = quantized(torch.ones(8, 64), "int4-channel")
+    tensors = {f"x.{end}": as_lazy(tensor) for end, tensor in stored.items()}
+    tensors["x.weight"] = as_lazy(expected)
+    config = {"quantization_config": SCHEMES["int4-channel"]}
+    with pytest.raises(TensorMismatch, match=r"holds x\.weight and x\.weight_packed, two forms"):
+        dequantize(tensors, config, "bfloat16", "here")
+
+
+def test_scales_of_no_weight_stay_for_the_table_to_refuse() -> None:
+    config = {"quantization_config": SCHEMES["int4-channel"]}
+    found = dequantize({"y.weight_scale": as_lazy(torch.ones(3))}, config, "bfloat16", "here")
+    assert found.keys() == {"y.weight_scale"}
+
+
 def test_scales_of_mxfp4_that_do_not_fit_are_named() -> None:
     described = json.loads((GOLDEN / "configs.json").read_text())["MXFP4A16"]
     codes = as_lazy(torch.zeros(2, 32, dtype=torch.uint8))

@@ -156,10 +156,28 @@ def test_groups_of_neighbors_need_no_index() -> None:
         (gptq(checkpoint_format="marlin"), "in the layout marlin with 4 bits"),
         (awq(version="GEMV"), "awq in the layout gemv with 4 bits; supported are gemm with 4 bits"),
         (awq(bits=8), "awq in the layout gemm with 8 bits"),
+        (awq(backend="llm-awq"), "awq in the layout llm-awq"),
+        (gptq(rotation="hadamard"), "with rotation 'hadamard': a layer turns its inputs"),
     ],
 )
 def test_other_layouts_are_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedInput, match=words):
+        dequantize({}, config, None, "here")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            gptq(checkpoint_format="gptq", format="gptq_v2"),
+            "names two layouts: checkpoint_format gptq and format gptq_v2",
+        ),
+        (awq(format="gemv"), "names two layouts: version gemm and format gemv"),
+    ],
+)
+def test_two_layouts_in_one_file_are_refused(config: dict[str, Any], words: str) -> None:
+    """transformers takes the first, GPTQModel the second."""
+    with pytest.raises(CorruptCheckpoint, match=words):
         dequantize({}, config, None, "here")
 
 
@@ -185,6 +203,9 @@ def test_a_setting_of_a_wrong_kind_is_named(key: str, value: object, words: str)
         ("gptq", {"g_idx": torch.zeros(63, dtype=torch.int32)}, r"x.g_idx is \[63\] int32; expected \[64\] int32"),
         ("gptq", {"g_idx": None, "scales": torch.ones(3, 24), "qzeros": torch.zeros(3, 3, dtype=torch.int32)},
          "scales of 3 groups for 64 inputs in groups of 16"),
+        ("gptq with inputs in another order", {"g_idx": None}, "there is no x.g_idx"),
+        ("gptq", {"weight": torch.zeros(24, 64)}, "holds x.weight and x.qweight, two forms of one weight"),
+        ("awq", {"weight": torch.zeros(24, 64)}, "holds x.weight and x.qweight, two forms of one weight"),
         ("awq", {"scales": torch.ones(4, 24, dtype=torch.int32)}, r"expected int32 with floats \[groups, 24\]"),
         ("awq", {"qweight": torch.zeros(32, 3, dtype=torch.int32)}, "scales of 4 groups for 32 inputs in groups of 16"),
     ],
