@@ -97,6 +97,18 @@ def resolve(place: str | Path, *, cache: bool = False) -> Place:
     return _fetch(place, name, revision or None, cache=cache)
 
 
+def require_input(place: str) -> None:
+    """Raise UsageError if an input can only be a local path, and nothing is there. It opens nothing and asks no one.
+
+    resolve() raises the same error. This is for commands that have to import torch before they resolve an input.
+    """
+    is_elsewhere = (
+        bool(scheme_of(place)) or place.startswith(_SCHEME) or bool(_NAME.fullmatch(place))
+    )
+    if place and not is_elsewhere and not Path(place).exists():
+        raise nothing_at(Path(place))
+
+
 def tokenizer_directory(place: str) -> Path:
     """The directory with the small files of a local directory or a Hub id.
 

@@ -7,11 +7,13 @@ from importlib import import_module
 
 from megaconv.errors import CheckpointError
 from megaconv.extras import require_torch
+from megaconv.hub import require_input
 from megaconv.terminal import hide_download_bars
 from megatron_lite.commands.catalog import OTHERS
 from megatron_lite.processes.failure import refuse
 from megatron_lite.processes.slurm import adopt
 from megatron_lite.settings.arguments import DESCRIPTIONS, make_parser, parse
+from megatron_lite.settings.early_checks import check_load
 from megatron_lite.settings.help_text import short_help
 from megatron_lite.settings.short_form import ShortForm, positionals
 
@@ -91,6 +93,7 @@ def _train(command: str, words: list[str]) -> None:
         _help_if_asked(command, words)
         short = _short_form(words) if command == "finetune" else None
         settings, ignored = parse(command, words if short is None else words[2:], short)
+        check_load(settings)
         require_torch(f"megatron-lite {command}", extras="train,data")
     except CheckpointError as error:
         _refuse(str(error), error.exit_status)
@@ -118,10 +121,11 @@ def _short_form(words: Sequence[str]) -> ShortForm | None:
     found = positionals(words)
     if not found:
         return None
+    model, data = found
+    require_input(model)
     require_torch("megatron-lite finetune", extras="train,data")
     import torch
 
-    model, data = found
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     return ShortForm(model, data, ranks, bf16=bf16)

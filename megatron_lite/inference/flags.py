@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from megaconv.errors import CheckpointError, UsageError
 from megaconv.extras import require_torch
+from megaconv.hub import require_input
 from megaconv.local_paths import local_word
 from megaconv.terminal import show
 from megatron_lite.data.tokenizer import TYPES
@@ -214,6 +215,8 @@ def command(
         given = (
             parse_with_training_flags(parser, words) if of_training else parser.parse_args(words)
         )
+        if given.load is not None:
+            require_input(given.load)
         require_torch(parser.prog, extras)
         import_module(module).main(given)
     except CheckpointError as error:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lite.settings.arguments import parse
+from megatron_lite.settings.early_checks import check_load
 from tests.package.test_without_torch import WITHOUT
 from tests.runs import Outcome
 from tests.trainer.loop.launches import LLAMA
@@ -108,6 +110,42 @@ def test_a_mistake_in_flags_is_found_without_torch() -> None:
     )
     assert "--load" in refusal("generate", "Once")
     assert refusal("finetun", "model", "data").endswith("did you mean finetune?")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "pretrain --load ./nowhere --train-iters 2",
+        "finetune --load ./nowhere --finetune-data README.md --save out",
+        "finetune ./nowhere README.md --save out",
+        "chat --load ./nowhere",
+        "score --load ./nowhere --input README.md",
+        "serve --load ./nowhere",
+    ],
+)
+def test_a_model_that_is_not_there_is_refused_without_torch(words: str) -> None:
+    """To import torch takes seconds."""
+    expected = (
+        f"megatron-lite: error: nowhere: no such file or directory (looked for {ROOT / 'nowhere'})"
+    )
+    assert refusal(*words.split()) == expected
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--load ./nowhere --save nowhere",
+        "--load ./nowhere --save out --resume",
+        "--load ./nowhere --pretrained-checkpoint README.md",
+        "--load ./nowhere --bert-load README.md --ict-head-size 8",
+        "--load hf://organisation/model",
+        "--load s3://bucket/run",
+        "--load organisation/model",
+    ],
+)
+def test_only_a_path_that_has_to_be_there_is_refused(flags: str) -> None:
+    settings, _ = parse("pretrain", f"{LLAMA} --train-iters 2 {flags}".split())
+    check_load(settings)
 
 
 def test_text_becomes_data_without_torch(tmp_path: Path) -> None:
