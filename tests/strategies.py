@@ -213,6 +213,8 @@ OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
 OTHER_MIXERS = ("lfm2", "lfm2_moe", "olmo_hybrid")
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
 BETWEEN_FILES = (
+    "apertus",
+    "apertus1p5_text",
     "bailing_hybrid",
     "ernie4_5_vl_moe_text",
     "deepseek_v4",
@@ -304,7 +306,7 @@ def own_fields(family: str) -> dict[str, Any]:
         inputs = {"hyper.streams": 2, "experts.clamp": 7.0}
     if family == "qwen4_exp_text":
         inputs = OF_QWEN_4
-    if family == "molmo2_text":
+    if family in ("apertus1p5_text", "molmo2_text"):
         inputs = {"head.unpredicted": 2}
     gates = {"norm.gate_rank": 2} if family == "axk2" else {}
     of_images = {"experts.vision_ffn": 4} if family == "ernie4_5_vl_moe_text" else {}

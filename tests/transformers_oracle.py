@@ -850,6 +850,10 @@ UNTRAINED = {
 }  # fmt: skip
 """Models that Megatron core computes, and that the trainer doesn't train."""
 CONVERTED = {
+    "apertus": Variant(
+        "apertus", {"attention_bias": True},
+        {"base": rope(700.0), "llama3": rope(5000.0, **LLAMA3), "epsilon": {"rms_norm_eps": 1e-5}},
+    ),
     "glm_moe_dsa, shared indexers": Variant(
         "glm_moe_dsa",
         {**LATENT, **INDEXER, "n_group": 1, "topk_group": 1, "indexer_types": ["full", "shared", "full", "shared"]},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import megaconv
 from megaconv.families import family
@@ -58,6 +58,21 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     for file in directory.glob("*.safetensors"):
         found |= load_file(file)
     return found
+
+
+def raw_config_of(directory: Path) -> dict[str, Any]:
+    """The keys of a config.json."""
+    return dict(json.loads((directory / "config.json").read_text()))
+
+
+def write_model_files(
+    directory: Path, tensors: dict[str, torch.Tensor], raw: dict[str, Any]
+) -> Path:
+    """Write a Hugging Face directory; returns it."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
 
 
 def assert_same_files(found: Path, expected: Path) -> None:

@@ -28,10 +28,10 @@ from megaconv.families.parts.keys import (
     need_size,
 )
 from megaconv.families.parts.norm_places import norms_where_they_are, qk_norms_of_either_width
-from megaconv.families.parts.row_changes import in_core, respelled, without_rows
+from megaconv.families.parts.row_changes import in_core, respelled, with_shorter_head, without_rows
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
-from megaconv.model.table import Fused, LastRowsApart, Row, Spelling
+from megaconv.model.table import Fused, LastRowsApart, Spelling
 
 _WTE, _LAYER = "model.wte.", "model.blocks.{l}."
 _ATTENTION, _MLP = _LAYER + "self_attn.", _LAYER + "mlp."
@@ -58,18 +58,11 @@ _NAMES: dict[str, dict[str, Spelling]] = {
 }
 
 
-def _with_shorter_head(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """The rows, with a head that has no rows for the last tokens."""
-    return tuple(
-        row.shaped("predicted hidden") if row.canonical == "head.weight" else row for row in rows
-    )
-
-
 _LAYERS = norms_where_they_are(
     (*qk_norms_of_either_width(ATTENTION), *MLP), ("input_layernorm", "post_attention_layernorm")
 )
 _WITHOUT = ("layers.{l}.attn.o.bias", "layers.{l}.mlp.{gate|up}.bias", "layers.{l}.mlp.down.bias")
-_ROWS = (EMBEDDING, *without_rows(_LAYERS, *_WITHOUT), *_with_shorter_head(HEAD))
+_ROWS = (EMBEDDING, *without_rows(_LAYERS, *_WITHOUT), *with_shorter_head(HEAD))
 ROWS = in_core(respelled(_ROWS, _NAMES))
 
 _VOCAB, _ADDED, _SCALED = "vocab_size", "additional_vocab_size", "rope_scaling_layers"

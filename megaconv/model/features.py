@@ -116,6 +116,7 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "sparse_mlp": lambda config: any(each.sparsity for each in config.layers),
     "layer_scale": lambda config: config.layer_scale,
     "attention_residuals": lambda config: config.residual_block > 0,
+    "xielu": lambda config: config.mlp.activation == "xielu",
     "situ": lambda config: config.mlp.activation == "situ",
     "layers_differ": lambda config: any(
         config.own_sizes(each) for each in range(config.layer_count)

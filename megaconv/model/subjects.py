@@ -193,7 +193,8 @@ class MLP:
     ffn: int
     activation: str = "silu"
     """`silu`, `relu`, `relu2` (relu squared), `gelu` (exact), `gelu_tanh` (approximate), `quick_gelu` (x *
-    sigmoid(1.702 x)) or `situ` (cap * tanh(x / cap) * sigmoid(x))."""
+    sigmoid(1.702 x)), `situ` (cap * tanh(x / cap) * sigmoid(x)) or `xielu`: a polynomial above 0 and an exponential below
+    it, with four stored numbers for each layer (arXiv 2411.13010)."""
     gated: bool = True
     """True if the activation's output is multiplied by a second projection."""
     bias: bool = False

@@ -32,6 +32,8 @@ TRAINED = (
 )  # fmt: skip
 """Families that the decoder supports by configuration."""
 CONVERTED_ONLY = {
+    "apertus": "an activation with trained numbers",
+    "apertus1p5_text": "an activation with trained numbers",
     "axk2": "gates on norms, and latent attention with a gate of its output",
     "baichuan": "a head whose rows are divided by their lengths, and ALiBi beside gated MLPs",
     "bailing_hybrid": "Kimi delta attention, whose state forgets each channel by itself, and gates of whole heads",
@@ -92,6 +94,7 @@ NOT_COMPUTED = {
     "layer_scale": "a number that scales each layer's output",
     "vision_experts": "experts for images beside those for text",
     "attention_residuals": "attention to the outputs of earlier blocks of layers",
+    "xielu": "an activation with trained numbers",
     "situ": "an activation that a tanh limits",
     "shorter_head": "a head without rows for the last tokens of the vocabulary",
     "partly_scaled": "rope scaling in some of its layers",

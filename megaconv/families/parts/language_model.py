@@ -67,6 +67,7 @@ _GEMMA_4 = {
 }
 _MHA_32 = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "apertus1p5_text": {**_MHA_32, "vocab_size": 266752},
     "llama": {**_MHA_32, "vocab_size": 32000, "intermediate_size": 11008},
     "mistral": {**_MHA_32, "vocab_size": 32000, "intermediate_size": 14336},
     "qwen2": {**_MHA_32, "vocab_size": 151936, "intermediate_size": 22016},

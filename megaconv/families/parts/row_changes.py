@@ -11,6 +11,7 @@ without_norms(rows)      norms without trained values
 without_rows(rows, ...)  without some rows
 without_biases(rows)     without biases of matrices
 with_head_bias(rows)     a bias per token of the vocabulary
+with_shorter_head(rows)  no rows of the head for the last tokens
 
 with_optional_norm_biases(rows), with_optional_gate(rows)   for a table of models with and without them
 """
@@ -180,6 +181,13 @@ def with_head_bias(rows: Rows) -> Rows:
         core="output_layer.bias",
     )  # fmt: skip
     return (*rows, bias)
+
+
+def with_shorter_head(rows: Rows) -> Rows:
+    """The rows, with a head that has no rows for the last tokens."""
+    return tuple(
+        row.shaped("predicted hidden") if row.canonical == "head.weight" else row for row in rows
+    )
 
 
 def with_optional_norm_biases(rows: Rows) -> Rows:

@@ -11,9 +11,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "PhimoeForCausalLM",
         "PhiMoEForCausalLM",
     ),
-    "its activation (xIELU) has trained parameters, and Megatron core has no such activation": (
-        "ApertusForCausalLM",
-    ),
     "its layers have two attentions, two MLPs and experts without computation, and Megatron core has no such layer": (
         "LongcatFlashForCausalLM",
     ),
