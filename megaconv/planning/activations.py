@@ -7,7 +7,7 @@ widths of all heads together; f is the MLP's width. Each is divided by tp, but h
     latent      h + h + ranks of q and kv + q + its k and v + output
     MLP         h + h + f (2 f if gated) + f (activated)
     experts     k times (2 h + f or 2 f + f), and h twice; if etp ranks share each expert, they have the rows of all of these,
-                h once more for each, and f / etp of them
+                h once more for each, and f / etp of them; rows of padding count too
     cross       h + h + q (of queries) + q (output), and for each token of the encoder k and v
     head        h twice, and once the gradient of its matrix; the same and a layer more for each further predicted token;
                 three h more for BERT's transform
@@ -151,9 +151,9 @@ def layer_elements(run: Run, kind: LayerKind) -> float:
         made = 0 if selective else 1
         found += run.width + normed + config.mlp.ffn * (gates + activated + made) / tp
     elif kind.mlp == "experts":
-        experts, here = config.experts, tp if run.sequence else 1
+        experts = config.experts
         rows = config.hidden * (1 + run.layout.etp)
-        routed = experts.per_token * (rows + experts.ffn * (gates + 1)) / here
+        routed = run.routed_rows / run.tokens * (rows + experts.ffn * (gates + 1))
         shared = experts.shared_ffn * (gates + 1) / tp + (run.width if experts.shared_gate else 0)
         found += 2 * run.width + routed + shared
     return found + (2 * run.width if config.norm.place in ("both", "after") else 0)

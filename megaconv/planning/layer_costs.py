@@ -147,7 +147,7 @@ def _product_seconds(run: Run, share: RankShare, machine: Machine) -> float:
     if not share.experts:
         return dense
     experts, layout = run.config.experts, run.layout
-    own = run.tokens / (layout.tp if run.sequence else 1) * experts.per_token * layout.etp
+    own = run.routed_rows * layout.etp
     here = experts.count / layout.ep
     rows = own / here
     operations = 2.0 * own * share.experts / here

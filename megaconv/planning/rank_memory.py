@@ -129,10 +129,7 @@ def _buffers(run: Run) -> float:
     if run.layout.tp > 1:
         found += 2 * hidden
     if run.layout.ep > 1:
-        rows = (
-            run.config.experts.per_token * run.layout.etp / (run.layout.tp if run.sequence else 1)
-        )
-        found += 2 * hidden * rows
+        found += 2 * hidden * run.routed_rows / run.tokens * run.layout.etp
     return found
 
 

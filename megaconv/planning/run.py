@@ -9,6 +9,7 @@ from formats.tensor import ITEMSIZE
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout, padded_vocab
 from megaconv.model.table import encoder_layers
+from megaconv.planning.capacity import capacity_of
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Run:
     """`alltoall`, `allgather`, or `flex` (Megatron-LM with DeepEP): how ranks exchange the tokens of experts."""
     overlaps_experts: bool = False
     """True if the exchange of experts' tokens runs behind another microbatch's passes, as only Megatron-LM has it."""
+    padded_to: float | None = None
+    """The capacity factor that experts are padded to; None: no padding."""
     balance: tuple[str, ...] = ()
     """Kinds of the balancing losses of experts, such as `seq_aux_loss`."""
     moves_bias: bool = False
@@ -104,6 +107,20 @@ class Run:
         """Tokens of a microbatch on one context rank. T5: of the decoder."""
         length = self.decoder_seq or self.seq
         return length // self.cp * self.micro_batch
+
+    @property
+    def routed_tokens(self) -> int:
+        """Tokens that one rank's routers choose experts for."""
+        return self.tokens // (self.layout.tp if self.sequence else 1)
+
+    @property
+    def routed_rows(self) -> int:
+        """Rows of experts that come from one rank's tokens, padding included."""
+        experts, tokens = self.config.experts, self.routed_tokens
+        if self.padded_to is None:
+            return tokens * experts.per_token
+        capacity = capacity_of(tokens, experts.per_token, experts.count, self.padded_to)
+        return experts.count * capacity
 
     @property
     def source_tokens(self) -> int:

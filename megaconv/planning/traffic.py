@@ -267,30 +267,29 @@ def _of_shared(run: Run, width: int, forward: int) -> Iterator[Counted]:
 def _of_experts(run: Run, forward: int) -> Iterator[Counted]:
     """Yield the traffic of experts: rows to the experts and back, with their weights; backward, the gradients of all these."""
     experts = run.config.experts
-    tokens = run.tokens // (run.layout.tp if run.sequence else 1)
-    yield from (_of_gathered if run.dispatcher == "allgather" else _of_exchanged)(
-        run, tokens, forward
-    )
+    yield from (_of_gathered if run.dispatcher == "allgather" else _of_exchanged)(run, forward)
     for kind in run.balance:
         each = run.micro_batch if kind == "seq_aux_loss" else 1
         for axis in ("tp", "cp"):
             yield axis, "all_reduce", each * experts.count * FLOAT32 * forward
 
 
-def _of_exchanged(run: Run, tokens: int, forward: int) -> Iterator[Counted]:
-    experts, etp = run.config.experts, run.layout.etp
-    each = tokens * experts.per_token * run.itemsize * (2 * run.config.hidden + 1) * (forward + 1)
-    yield "ep", "all_to_all", each + experts.count * INT64 * forward
+def _of_exchanged(run: Run, forward: int) -> Iterator[Counted]:
+    """Yield the traffic of the alltoall dispatcher. With padding, ranks know all numbers of rows and exchange none."""
+    etp = run.layout.etp
+    each = run.routed_rows * run.itemsize * (2 * run.config.hidden + 1) * (forward + 1)
+    counts = 0 if run.padded_to is not None else run.config.experts.count * INT64 * forward
+    yield "ep", "all_to_all", each + counts
     yield "etp", "all_to_all", each * etp
-    yield "etp", "all_gather", experts.count * INT64 * forward * etp
+    yield "etp", "all_gather", counts * etp
 
 
-def _of_gathered(run: Run, tokens: int, forward: int) -> Iterator[Counted]:
+def _of_gathered(run: Run, forward: int) -> Iterator[Counted]:
     """Yield the traffic of the allgather dispatcher: tokens, their weights and expert numbers forward, and sums back.
 
     The backward pass exchanges the gradients of tokens and weights.
     """
-    layout, chosen = run.layout, run.config.experts.per_token
+    layout, chosen, tokens = run.layout, run.config.experts.per_token, run.routed_tokens
     for axis, seen in (("etp", tokens * layout.etp), ("ep", tokens * layout.etp * layout.ep)):
         rows, weights = seen * run.config.hidden * run.itemsize, seen * chosen * run.itemsize
         yield axis, "all_gather", (rows + weights + seen * chosen * INT64) * forward + rows

@@ -52,6 +52,7 @@ class Described:
             context=options.context,
             near=options.near,
             dispatcher=options.dispatcher,
+            padded_to=options.balance.padded_to,
             balance=tuple(kind for kind, _ in options.balance.losses),
             moves_bias=options.balance.bias_rate != 0,
             sharding=self.optimizer.sharding,

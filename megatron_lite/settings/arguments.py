@@ -32,7 +32,7 @@ WITHOUT_EFFECT = {
     "lazy_loader": 0, "log_loss_scale_to_tensorboard": 0, "log_memory_to_tensorboard": 0, "log_num_zeros_in_grad": 0, "log_params_norm": 0,
     "log_progress": 0, "log_straggler": 0, "log_throughput": 0, "log_timers_to_tensorboard": 0, "log_validation_ppl_to_tensorboard": 0,
     "log_world_size_to_tensorboard": 0, "microbatch_group_size_per_virtual_pipeline_stage": 1,
-    "moe_enable_deepep": 0, "moe_grouped_gemm": 0, "moe_layer_recompute": 0, "moe_pad_expert_input_to_capacity": 0,
+    "moe_enable_deepep": 0, "moe_grouped_gemm": 0, "moe_layer_recompute": 0,
     "moe_per_layer_logging": 0, "moe_permute_fusion": 0, "moe_router_fusion": 0, "moe_router_padding_for_fp8": 0,
     "moe_shared_expert_overlap": 0, "moe_use_legacy_grouped_gemm": 0, "nccl_communicator_config_path": 1,
     "no_async_tensor_model_parallel_allreduce": 0, "no_bias_dropout_fusion": 0, "no_bias_swiglu_fusion": 0,

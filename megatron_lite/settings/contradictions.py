@@ -1,7 +1,7 @@
 """Checks for flags that contradict each other, lack a required flag, or are out of range. No check needs the model."""
 
 from collections.abc import Iterator
-from math import prod
+from math import isfinite, prod
 
 from formats.stores.addresses import is_store
 from megaconv.errors import UsageError
@@ -144,6 +144,17 @@ def _balance(balance: Balance) -> Judged:
     yield (
         len(kinds) != len(balance.moe_aux_loss_coeff),
         "--moe-router-load-balancing-type and --moe-aux-loss-coeff need as many words as numbers",
+    )
+    # As in Megatron, a negative factor sets no limit.
+    given = balance.moe_expert_capacity_factor
+    factor = -1.0 if given is None else given
+    yield (
+        factor == 0 or not isfinite(factor),
+        f"--moe-expert-capacity-factor {factor:g} must be more than 0; leave it out for experts without a limit",
+    )
+    yield (
+        balance.moe_pad_expert_input_to_capacity and factor < 0,
+        "--moe-pad-expert-input-to-capacity requires --moe-expert-capacity-factor",
     )
 
 

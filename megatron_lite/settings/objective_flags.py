@@ -63,7 +63,12 @@ def _saves_over_load(saving: Checkpointing) -> bool:
 
 NOT_OF_PROMPTS = ("finetune_form", "finetune_turns", "show_sample", "split", "rampup_batch_size")
 """Settings of examples that prompts don't have."""
-NOT_GENERATED = ("context_parallel_size", "sequence_parallel", "fp8_format")
+NOT_GENERATED = (
+    "context_parallel_size",
+    "sequence_parallel",
+    "fp8_format",
+    "moe_pad_expert_input_to_capacity",
+)
 """Settings with which the engine can't generate one token at a time."""
 
 

@@ -25,6 +25,13 @@ class Balancing:
     """The rule for the tokens that an expert takes: see moe/capacity.py."""
     router_dtype: str | None = None
     """Dtype in which the router computes; None: the dtype of its input."""
+    pads: bool = False
+    """True if each expert gets as many rows as it has capacity: see moe/padding.py."""
+
+    @property
+    def padded_to(self) -> float | None:
+        """The capacity factor that experts are padded to; None: no padding."""
+        return self.capacity_factor if self.pads else None
 
 
 CONTEXT = ("p2p", "all_gather", "a2a", "a2a+p2p")

@@ -121,6 +121,10 @@ class Balance:
         "tokens that an expert keeps: those with the largest weights (probs), or any (position)",
         choices=("probs", "position"),
     )
+    moe_pad_expert_input_to_capacity: bool = flag(
+        False,
+        "pad the rows of each expert to its capacity with zeros; then the host never waits for the numbers of rows",
+    )
     moe_router_dtype: str | None = flag(
         None, "precision of routers (default: the model's)", choices=("fp32", "fp64")
     )

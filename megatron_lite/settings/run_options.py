@@ -68,9 +68,13 @@ def _balancing(balance: Balance) -> Balancing:
         (name, coefficient) for name, coefficient in named if name != "none" and coefficient
     )
     dtype = {"fp32": "float32", "fp64": "float64", None: None}[balance.moe_router_dtype]
+    factor = balance.moe_expert_capacity_factor
+    # As in Megatron, a negative factor sets no limit.
+    if factor is not None and factor < 0:
+        factor = None
     return Balancing(
-        losses, balance.moe_z_loss_coeff, balance.moe_router_bias_update_rate, balance.moe_expert_capacity_factor,
-        balance.moe_token_drop_policy, dtype,
+        losses, balance.moe_z_loss_coeff, balance.moe_router_bias_update_rate, factor,
+        balance.moe_token_drop_policy, dtype, balance.moe_pad_expert_input_to_capacity,
     )  # fmt: skip
 
 

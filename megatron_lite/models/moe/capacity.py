@@ -1,16 +1,14 @@
 """The capacity limit of experts. An expert drops the tokens beyond it; these tokens skip the expert unchanged.
 
-    capacity = ceil(tokens * k / experts * factor)                  tokens: of one microbatch, on this rank
-
 The result depends on the layout: under sequence parallelism each tensor rank drops among its own tokens.
 Source: apply_router_token_dropping of megatron/core/transformer/moe/moe_utils.py. Its padding up to the capacity
-changes no result and is left out.
+changes no result. padding.py pads, so that the numbers of rows are known on the host.
 """
-
-import math
 
 import torch
 from torch import Tensor
+
+from megaconv.planning.capacity import capacity_of
 
 
 def taken(weights: Tensor, chosen: Tensor, experts: int, factor: float, policy: str) -> Tensor:
@@ -20,8 +18,8 @@ def taken(weights: Tensor, chosen: Tensor, experts: int, factor: float, policy: 
     equals.
     """
     tokens, per_token = chosen.shape
-    capacity = math.ceil(tokens * per_token / experts * factor)
-    if capacity > tokens:
+    capacity = capacity_of(tokens, per_token, experts, factor)
+    if capacity == tokens:
         return torch.ones_like(chosen, dtype=torch.bool)
     if policy == "probs":
         wanted = torch.zeros(tokens, experts, dtype=weights.dtype, device=weights.device)

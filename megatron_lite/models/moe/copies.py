@@ -15,6 +15,8 @@ from torch import Tensor
 class Copies:
     """The rows of all tokens, in the order of their experts."""
 
+    slot: Tensor
+    """int64 [rows]: the choice of each row, token * k + the number of the choice."""
     token: Tensor
     """int64 [rows]: the token of each row."""
     place: Tensor | None
@@ -26,6 +28,10 @@ class Copies:
             return x.index_select(0, self.token)
         made: Tensor = _Copied.apply(x, self.token, self.place)  # type: ignore[no-untyped-call]
         return made
+
+    def weights(self, weights: Tensor) -> Tensor:
+        """weights [tokens, k] -> [rows, 1]."""
+        return weights.flatten().index_select(0, self.slot).unsqueeze(1)
 
     def summed(self, rows: Tensor, like: Tensor) -> Tensor:
         """rows [rows, width] -> [tokens, width]. like: a tensor of the result's shape."""
@@ -39,10 +45,10 @@ def copies_of(slot: Tensor, per_token: int, slots: int) -> Copies:
     """slot: int64 [rows], token * per_token + the number of the choice. slots: tokens * per_token."""
     token = slot // per_token
     if not slot.is_cuda or len(slot) < slots:
-        return Copies(token, None)
+        return Copies(slot, token, None)
     place = torch.empty_like(slot)
     place[slot] = torch.arange(slots, device=slot.device)
-    return Copies(token, place.view(-1, per_token))
+    return Copies(slot, token, place.view(-1, per_token))
 
 
 def _sum(rows: Tensor, place: Tensor) -> Tensor:

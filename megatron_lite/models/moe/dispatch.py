@@ -1,13 +1,15 @@
-"""Exchanges tokens with the ranks of their experts. No token is dropped, so ranks first exchange the numbers of rows.
+"""Exchanges tokens with the ranks of their experts. Ranks first exchange the numbers of rows, unless all experts are padded.
 
 Rows are sorted by expert and sent to the expert's rank. With expert tensor parallelism, several ranks hold a part of
 each expert. The receiving rank then passes its rows to all of them and sums the outputs of the parts. Received rows are
 sorted by expert again, whatever rank sent them.
+
+With padding, each rank sends the same number of rows to each expert. All sizes are then known before the router runs.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +17,9 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.models.build_plan import ExpertRanks
 from megatron_lite.models.moe.copies import Copies, copies_of
-from megatron_lite.models.moe.counting import ReadRows, count_rows
+from megatron_lite.models.moe.counting import RowNumbers, count_rows
 from megatron_lite.models.moe.grouped import permuted
+from megatron_lite.models.moe.padding import PaddedCopies, padded_copies
 from megatron_lite.parallel import comm
 
 Compute = Callable[[Tensor, Tensor, list[int]], Tensor]
@@ -58,24 +61,67 @@ class Hop:
         return moved
 
 
+class Order(Protocol):
+    """The order of the rows of this rank's experts."""
+
+    def there(self, x: Tensor) -> Tensor:
+        """Sort received rows by expert."""
+
+    def back(self, y: Tensor) -> Tensor:
+        """Return the order in which the rows were received."""
+
+
+@dataclass(frozen=True)
+class SortedOrder:
+    """The order of experts with any numbers of rows."""
+
+    arrival: Tensor
+    """int64 [rows]: the order that sorts the received rows by expert."""
+    departure: Tensor
+    """The inverse of `arrival`."""
+
+    def there(self, x: Tensor) -> Tensor:
+        return permuted(x, self.arrival, self.departure)
+
+    def back(self, y: Tensor) -> Tensor:
+        return permuted(y, self.departure, self.arrival)
+
+
+@dataclass(frozen=True)
+class EqualOrder:
+    """The order of experts that all get the same number of rows from each rank: two axes change places."""
+
+    sources: int
+    """Number of ranks that rows come from."""
+    experts: int
+    """Number of this rank's experts."""
+
+    def there(self, x: Tensor) -> Tensor:
+        return _exchanged(x, self.sources, self.experts)
+
+    def back(self, y: Tensor) -> Tensor:
+        return _exchanged(y, self.experts, self.sources)
+
+
+def _exchanged(x: Tensor, first: int, second: int) -> Tensor:
+    """[first * second * rows, width] -> [second * first * rows, width]."""
+    return x.view(first, second, -1, x.shape[-1]).transpose(0, 1).flatten(0, 2)
+
+
 @dataclass(frozen=True)
 class Route:
     """The route of the tokens of one layer and microbatch."""
 
-    copies: Copies
-    """The rows of tokens, at most tokens * k. Rows are sorted by expert, so a token's rows are too."""
-    slot: Tensor
-    """int64 [rows]: the index of each row's weight in weights.flatten()."""
+    copies: Copies | PaddedCopies
+    """The rows of tokens. Rows are sorted by expert, so a token's rows are too."""
     counts: list[int]
     """Number of rows of each of this rank's experts."""
     among_experts: Hop | None = None
     """The exchange with the ranks that have other experts."""
     among_parts: Hop | None = None
     """The exchange with the ranks that have the other parts of the same experts. Each gets the same rows."""
-    arrival: Tensor | None = None
-    """int64: the order that sorts the received rows by expert; None if they are sorted."""
-    departure: Tensor | None = None
-    """The inverse of `arrival`."""
+    order: Order | None = None
+    """None if received rows are sorted by expert."""
 
     def there(self, x: Tensor) -> Tensor:
         """Send the rows of this rank's tokens. Returns the rows for this rank's experts."""
@@ -83,14 +129,12 @@ class Route:
             x = self.among_experts.there(x)
         if self.among_parts is not None:
             x = self.among_parts.there(x.repeat(len(self.among_parts.sent), 1))
-        if self.arrival is None or self.departure is None:
-            return x
-        return permuted(x, self.arrival, self.departure)
+        return x if self.order is None else self.order.there(x)
 
     def back(self, y: Tensor) -> Tensor:
         """Send the outputs of experts, or of their parts, back. Returns the sums over the parts for this rank's rows."""
-        if self.arrival is not None and self.departure is not None:
-            y = permuted(y, self.departure, self.arrival)
+        if self.order is not None:
+            y = self.order.back(y)
         if self.among_parts is not None:
             ranks, rows = len(self.among_parts.sent), self.among_parts.sent[0]
             y = self.among_parts.back(y).view(ranks, rows, -1).sum(0) if rows else y[:0]
@@ -104,34 +148,34 @@ def by_exchange(
     count: int,
     ranks: ExpertRanks,
     compute: Compute,
-    read_rows: ReadRows = Tensor.tolist,
+    numbers: RowNumbers,
 ) -> Tensor:
     """x [tokens, hidden], weights [tokens, k], chosen int64 [tokens, k], number of experts -> [tokens, hidden]. Collective."""
-    way = route(chosen, count, ranks, read_rows)
+    way = route(chosen, count, ranks, numbers)
     rows = way.there(way.copies.of(x))
-    scaled = way.there(weights.flatten().index_select(0, way.slot).unsqueeze(1))
+    scaled = way.there(way.copies.weights(weights))
     made = way.back(compute(rows, scaled, way.counts))
     return way.copies.summed(made, x)
 
 
-def route(
-    chosen: Tensor, experts: int, ranks: ExpertRanks, read_rows: ReadRows = Tensor.tolist
-) -> Route:
+def route(chosen: Tensor, experts: int, ranks: ExpertRanks, numbers: RowNumbers) -> Route:
     """Return the route. Collective over both groups.
 
     chosen: int64 [tokens, k]; the value `experts` stands for a choice that was dropped.
     """
+    if numbers.capacity is not None:
+        return _padded_route(chosen, experts, ranks, numbers.capacity)
     flat = chosen.flatten()
     # The last bin, which is left out, counts dropped choices.
     counts = count_rows(flat, experts + 1)[:experts]
     arriving = _arriving(counts, ranks)
-    numbers = read_rows(torch.cat((counts, arriving)))
-    sent, arrived = numbers[:experts], numbers[experts:]
+    read = numbers.read(torch.cat((counts, arriving)))
+    sent, arrived = read[:experts], read[experts:]
     slot = flat.argsort(stable=True)[: sum(sent)]  # dropped choices are sorted to the end
     copies = copies_of(slot, chosen.shape[1], len(flat))
     here = experts // comm.size(ranks.experts)
     rows_of_each = [sum(arrived[expert::here]) for expert in range(here)]
-    found = Route(copies, slot, rows_of_each)
+    found = Route(copies, rows_of_each)
     if comm.size(ranks.experts) * comm.size(ranks.parts) == 1:
         return found
     # Rows arrive by source rank, and by expert within a rank. The sort puts rows of one expert together.
@@ -145,8 +189,27 @@ def route(
         found,
         among_experts=among_experts,
         among_parts=among_parts,
-        arrival=arrival,
-        departure=arrival.argsort(),
+        order=SortedOrder(arrival, arrival.argsort()),
+    )
+
+
+def _padded_route(chosen: Tensor, experts: int, ranks: ExpertRanks, capacity: int) -> Route:
+    """Return the route of experts that each get `capacity` rows from each rank. Nothing is read from the device.
+
+    chosen: as in `route`. Every rank of both groups has to have the same number of tokens.
+    """
+    copies = padded_copies(chosen, experts, capacity)
+    sharing, parts = comm.size(ranks.experts), comm.size(ranks.parts)
+    sources = sharing * parts
+    here = experts // sharing
+    to_each = [here * capacity] * sharing
+    to_each_part = [experts * capacity] * parts
+    return Route(
+        copies,
+        counts=[sources * capacity] * here,
+        among_experts=None if ranks.experts is None else Hop(ranks.experts, to_each, to_each),
+        among_parts=None if ranks.parts is None else Hop(ranks.parts, to_each_part, to_each_part),
+        order=None if sources == 1 or here == 1 else EqualOrder(sources, here),
     )
 
 

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from megaconv.planning.capacity import capacity_of
 from megatron_lite.models.activation import activate
 from megatron_lite.models.build_plan import Plan
-from megatron_lite.models.moe.counting import ReadRows
+from megatron_lite.models.moe.counting import RowNumbers
 from megatron_lite.models.moe.dispatch import by_exchange
 from megatron_lite.models.moe.gathering import by_gathering
 from megatron_lite.models.moe.grouped import grouped_linear
@@ -139,6 +140,8 @@ class Mixture(nn.Module):
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
         self.count, self.ranks = plan.config.experts.count, plan.expert_ranks
+        self.per_token = plan.config.experts.per_token
+        self.padded_to = plan.options.balance.padded_to
         self.dispatch = DISPATCHERS[plan.options.dispatcher]
         self.router = Router(plan, layer)
         self.experts = Experts(plan)
@@ -152,13 +155,22 @@ class Mixture(nn.Module):
         flat = x.flatten(0, 1)
         weights, chosen = self.router(flat, x.shape[1], run.balance)
         mixed = self.dispatch(
-            flat, weights, chosen, self.count, self.ranks, self.experts, self._read_rows(run)
+            flat,
+            weights,
+            chosen,
+            self.count,
+            self.ranks,
+            self.experts,
+            self._numbers(run, len(flat)),
         ).view_as(x)
         made = mixed if self.shared_experts is None else mixed + self.shared_experts(x)
         return made if self.post_layernorm is None else self.post_layernorm(made)
 
-    def _read_rows(self, run: Pass) -> ReadRows:
-        """Return the reader of numbers of rows. In training, it waits for the device once in a pass."""
+    def _numbers(self, run: Pass, tokens: int) -> RowNumbers:
+        """Return the source of numbers of rows. In training, it waits for the device once in a pass; with padding, never."""
+        factor = self.padded_to
+        if factor is not None:
+            return RowNumbers(capacity=capacity_of(tokens, self.per_token, self.count, factor))
         if run.balance is None:
-            return Tensor.tolist
-        return partial(run.balance.read_rows, self.router.layer)
+            return RowNumbers()
+        return RowNumbers(partial(run.balance.read_rows, self.router.layer))

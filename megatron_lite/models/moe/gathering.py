@@ -5,12 +5,15 @@ own rank. Unless a token goes to nearly all ranks anyway, this moves more data t
 before the router runs.
 """
 
-import torch
+from dataclasses import replace
+
 from torch import Tensor
 
 from megatron_lite.models.build_plan import ExpertRanks
-from megatron_lite.models.moe.counting import ReadRows, count_rows
+from megatron_lite.models.moe.copies import Copies
+from megatron_lite.models.moe.counting import RowNumbers, count_rows
 from megatron_lite.models.moe.dispatch import Compute
+from megatron_lite.models.moe.padding import PaddedCopies, padded_copies
 from megatron_lite.parallel import comm
 
 
@@ -21,34 +24,37 @@ def by_gathering(
     count: int,
     ranks: ExpertRanks,
     compute: Compute,
-    read_rows: ReadRows = Tensor.tolist,
+    numbers: RowNumbers,
 ) -> Tensor:
     """Same interface as dispatch.by_exchange. Every rank of both groups has to have the same number of tokens."""
     groups = [group for group in (ranks.parts, ranks.experts) if group is not None]
     for group in groups:
         x, weights = (comm.shared_over(own, group, gather=True) for own in (x, weights))
         chosen = comm.gathered(chosen, group)
-    token, slot, counts = _own_rows(chosen, count, ranks, read_rows)
-    rows = x.index_select(0, token)
-    weight = weights.flatten().index_select(0, slot)
-    made = compute(rows, weight.unsqueeze(1), counts)
-    mixed = torch.zeros_like(x).index_add(0, token, made)
+        if numbers.capacity is not None:
+            numbers = replace(numbers, capacity=numbers.capacity * comm.size(group))
+    copies, counts = _own_rows(chosen, count, ranks, numbers)
+    made = compute(copies.of(x), copies.weights(weights), counts)
+    mixed = copies.summed(made, x)
     for group in reversed(groups):
         mixed = comm.sum_over(mixed, group, scatter=True)
     return mixed
 
 
 def _own_rows(
-    chosen: Tensor, count: int, ranks: ExpertRanks, read_rows: ReadRows
-) -> tuple[Tensor, Tensor, list[int]]:
-    """Return (token, index in weights.flatten()) of each row of this rank's experts, sorted by expert, and rows of each."""
+    chosen: Tensor, count: int, ranks: ExpertRanks, numbers: RowNumbers
+) -> tuple[Copies | PaddedCopies, list[int]]:
+    """Return the rows of this rank's experts, sorted by expert, and the number of rows of each."""
     here = count // comm.size(ranks.experts)
     first = 0 if ranks.experts is None else here * ranks.experts.rank()
     expert = chosen.flatten() - first
     # True for choices of other ranks' experts, and for dropped choices.
     elsewhere = (expert < 0) | (expert >= here)
     expert = expert.masked_fill(elsewhere, here)
-    counts = read_rows(count_rows(expert, here + 1)[:here])
+    if numbers.capacity is not None:
+        copies = padded_copies(expert.view_as(chosen), here, numbers.capacity)
+        return copies, [numbers.capacity] * here
+    counts = numbers.read(count_rows(expert, here + 1)[:here])
     # Choices that this rank does not compute have the largest number, so they are sorted to the end.
     slot = expert.argsort(stable=True)[: sum(counts)]
-    return slot // chosen.shape[1], slot, counts
+    return Copies(slot, slot // chosen.shape[1], None), counts

@@ -25,6 +25,6 @@ def test_gathered_sums_are_those_of_additions_one_after_the_other() -> None:
     place = slot.argsort().view(TOKENS, PER_TOKEN)
     added = copies_of(slot, PER_TOKEN, TOKENS * PER_TOKEN)
     assert added.place is None
-    gathered = Copies(added.token, place)
+    gathered = Copies(slot, added.token, place)
     for found, expected in zip(_made(gathered), _made(added), strict=True):
         torch.testing.assert_close(found, expected)

@@ -121,7 +121,7 @@ def describe(case: Mixture) -> tuple[ModelConfig, Balancing]:
     rate = base.get("moe_router_bias_update_rate", 0.0)
     return config, Balancing(
         losses, base.get("moe_z_loss_coeff", 0.0), rate, base.get("moe_expert_capacity_factor"),
-        base.get("moe_token_drop_policy", "probs"), dtype,
+        base.get("moe_token_drop_policy", "probs"), dtype, base.get("moe_pad_expert_input_to_capacity", False),
     )  # fmt: skip
 
 
@@ -225,6 +225,7 @@ def compare(case: Mixture, found: list[Figures]) -> None:
     [
         Mixture(), Mixture(run="two_losses"), Mixture("qwen", "qwen"), Mixture("deepseek", "deepseek", recompute="full"),
         Mixture("mtp", "mtp2"), Mixture("mla", "mla_mtp"), Mixture(run="global"), Mixture(run="drop_probs"), Mixture(run="drop_position"),
+        Mixture(run="drop_pad"),
     ],
     ids=str,
 )  # fmt: skip
@@ -237,11 +238,11 @@ LAYOUTS = [
     Mixture("deepseek", "deepseek", tp=2, dp=2, ep=2, distributed=True),
     Mixture("mla", "mla_mtp", tp=2, pp=2, ep=2), Mixture("deepseek", "deepseek", tp=2, dp=2, ep=2, etp=2, distributed=True),
     Mixture("deepseek", "deepseek", tp=2, dp=2, ep=2, etp=2, dispatcher="allgather"),
-    Mixture(run="drop_probs", dp=2, ep=2, dispatcher="allgather"),
+    Mixture(run="drop_probs", dp=2, ep=2, dispatcher="allgather"), Mixture(run="drop_pad", dp=2, ep=2),
 ]  # fmt: skip
 MORE_LAYOUTS = [
     Mixture(recompute="full"), Mixture("qwen", "qwen", recompute="selective"), Mixture("deepseek", "deepseek"),
-    Mixture(run="global", recompute="full"), Mixture(run="drop_pad"), Mixture(run="two_losses", tp=2, dp=2, ep=4),
+    Mixture(run="global", recompute="full"), Mixture(run="two_losses", tp=2, dp=2, ep=4),
     Mixture(dp=4, ep=4), Mixture(dp=4, ep=2), Mixture(dp=4, ep=2, distributed=True), Mixture("qwen", "qwen", tp=2, dp=2, ep=2),
     Mixture("qwen", "qwen", tp=2, pp=2, ep=2, distributed=True), Mixture("qwen", "qwen", dp=2, ep=2), Mixture(pp=2),
     Mixture(dp=2, ep=1), Mixture(tp=2, dp=2, ep=1, distributed=True), Mixture(dp=2, ep=2, recompute="full"),

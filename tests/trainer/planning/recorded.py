@@ -60,6 +60,8 @@ class Planned:
     context: str = "p2p"
     near: int = 1
     dispatcher: str = "alltoall"
+    padded_to: float | None = None
+    """The capacity factor that experts are padded to."""
     kind: str = "adamw"
     sequence: bool = False
     distributed: bool = False
@@ -88,6 +90,12 @@ class Planned:
     def world(self) -> int:
         return self.tp * self.pp * self.dp * self.cp
 
+    @property
+    def balance(self) -> Balancing:
+        losses = (("aux_loss", 1e-2), ("seq_aux_loss", 1e-2))
+        pads = self.padded_to is not None
+        return Balancing(losses, 1e-3, capacity_factor=self.padded_to, pads=pads)
+
     def described(self) -> Described:
         config = self.config
         of_encoder: tuple[int, ...] = ()
@@ -108,7 +116,7 @@ class Planned:
         )
         options = ModelOptions(
             self.dtype, sequence_parallel=self.sequence, recompute=self.recompute, vocab_divisor=4,
-            balance=Balancing((("aux_loss", 1e-2), ("seq_aux_loss", 1e-2)), 1e-3), context=self.context, near=self.near,
+            balance=self.balance, context=self.context, near=self.near,
             dispatcher=self.dispatcher,
         )  # fmt: skip
         optimizer = OptimizerOptions(

@@ -30,6 +30,8 @@ STEPS = [
     Planned(
         "mixture", tp=2, dp=2, ep=2, etp=2, sequence=True, recompute=FULL, dispatcher="allgather"
     ),
+    Planned("mixture", tp=2, dp=2, ep=2, etp=2, sequence=True, recompute=FULL, padded_to=1.25),
+    Planned("mixture", ep=2, dp=4, distributed=True, dispatcher="allgather", padded_to=1.25),
     Planned("llama", pp=2, dp=2, distributed=True, recompute=Recompute("full", "block", 1)),
     Planned("qwen3", cp=2, recompute=FULL),
     Planned("gpt2", tp=2, cp=2, sequence=True, context="a2a"),
@@ -130,6 +132,15 @@ def test_activations_are_those_that_autograd_keeps(model: str, granularity: str 
     assert bytes_of_a_pass(planned) == pytest.approx(
         activations(planned.described().run, 0), rel=0.1
     )
+
+
+def test_activations_of_padded_experts_include_the_padding() -> None:
+    plain, padded = (
+        Planned("mixture", wider=4, microbatches=1, padded_to=factor) for factor in (None, 1.5)
+    )
+    described = [activations(planned.described().run, 0) for planned in (plain, padded)]
+    assert described[1] > 1.1 * described[0]
+    assert bytes_of_a_pass(padded) == pytest.approx(described[1], rel=0.1)
 
 
 @pytest.mark.parametrize("how", ["p2p", "a2a"])

@@ -257,6 +257,9 @@ def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *rest: Any, **_: 
     require(a.dtype == b.dtype == torch.bfloat16, "grouped_mm takes bf16")
     require(_aligned(a) and _aligned(b), f"grouped_mm refuses strides {a.stride()}, {b.stride()}")
     assert offs is not None
+    if offs.is_meta:
+        shape = (len(a),) if b.dim() == 3 else (len(offs), len(a))
+        return a.new_empty(*shape, b.shape[-1])
     ends = offs.tolist()
     bounds = list(zip([0, *ends[:-1]], ends, strict=True))
     if b.dim() == 3:

@@ -11,8 +11,18 @@ from tests.trainer.pretended_cuda.steps import MICROBATCHES, Steps, take_steps
 
 BF16 = ("dtype", "bfloat16")
 BALANCED = ("balance", Balancing(losses=(("aux_loss", 0.01), ("seq_aux_loss", 0.01)), z_loss=1e-3))
+PADDED = (
+    "balance",
+    Balancing(
+        losses=(("aux_loss", 0.01), ("seq_aux_loss", 0.01), ("global_aux_loss", 0.01)),
+        z_loss=1e-3,
+        capacity_factor=1.0,
+        pads=True,
+    ),
+)
 DROPOUT = (("hidden_dropout", 0.1), ("attention_dropout", 0.1))
 LORA = LoRA(rank=2, alpha=4.0, dropout=0.2)
+LORA_OF_EXPERTS = LoRA(rank=2, alpha=4.0)
 LAYERS = 4
 
 
@@ -64,6 +74,15 @@ FURTHER = {
     ),
     "experts, gathered": Option(
         Case("mixtral", options=(BF16, BALANCED, ("dispatcher", "allgather"))), OF_EXPERTS
+    ),
+    "experts, padded and recomputed": Option(
+        Case("deepseek_v3", recompute=FULL, options=(BF16, PADDED))
+    ),
+    "experts, padded and gathered": Option(
+        Case("mixtral", options=(BF16, PADDED, ("dispatcher", "allgather")))
+    ),
+    "experts, padded, with adapters": Option(
+        Case("mixtral", options=(PADDED, ("lora", LORA_OF_EXPERTS)))
     ),
     "fp8": Option(Case("llama", options=(BF16, ("fp8", FP8(recipe="tensorwise"))))),
     "delayed fp8": Option(Case("llama", options=(BF16, ("fp8", FP8(recipe="delayed"))))),

@@ -594,6 +594,8 @@ IMPOSSIBLE = [
     ("--num-experts 4 --etp 0", 2, "etp = 0: parallel sizes must be 1 or more"),
     ("--moe-router-load-balancing-type sinkhorn", 1, "--moe-router-load-balancing-type sinkhorn is not supported yet"),
     ("--moe-aux-loss-coeff 0.1 0.2", 1, "need as many words as numbers"),
+    ("--moe-expert-capacity-factor 0", 1, "--moe-expert-capacity-factor 0 must be more than 0"),
+    ("--moe-pad-expert-input-to-capacity", 1, "requires --moe-expert-capacity-factor"),
     ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 6, "2 x 2 = 4"),
     ("--tensor-model-parallel-size 4", 4, "kv_heads = 2"),
     ("--pipeline-model-parallel-size 3", 3, "layers = 4"),

@@ -19,6 +19,7 @@ from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.processes.blame import Beat, blamed
 from megatron_lite.processes.calls import Counts, is_member
+from megatron_lite.settings.options import Balancing
 from tests.trainer.parallel import small
 from tests.trainer.parallel.small import FULL, Case, Trained, make_engine, step, train
 from tests.trainer.parallel.test_mixtures import Mixture, own_batches
@@ -27,6 +28,7 @@ from tests.trainer.simulated_nccl.groups import RANK, run_ranks
 
 STEPS = 2
 RING, GATHER, HEADS = (("context", how) for how in ("p2p", "all_gather", "a2a"))
+PADDED = ("balance", Balancing(capacity_factor=1.0, pads=True))
 
 CASES = [
     Case("qwen3", pp=4),
@@ -58,6 +60,7 @@ LARGE = [
     Case("delta nets, experts", dp=2, distributed=True, zero=3),
     Case("gpt2", cp=2, dp=2, pp=2, distributed=True, zero=3, recompute=FULL, options=(RING,)),
     Case("hybrid", tp=2, dp=2, sequence_parallel=True, distributed=True, zero=2),
+    Case("mixtral", dp=4, ep=4, distributed=True, recompute=FULL, options=(PADDED,)),
 ]
 """Up to 16 ranks."""
 
